@@ -1,0 +1,1 @@
+"""What every Weft service stands on."""

@@ -1,0 +1,1 @@
+"""The command line: weft up, chat, generate and status."""

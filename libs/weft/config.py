@@ -1,0 +1,70 @@
+"""Environment -> frozen dataclass: each field `foo_bar` is read from WEFT_FOO_BAR, loudly.
+
+Fields may be str, int, float, bool, Path, a StrEnum, or any of these `| None`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+import typing
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+ConfigT = TypeVar("ConfigT")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names the variable."""
+
+
+def variable_name(field: str) -> str:
+    """The environment variable of a field."""
+    return f"WEFT_{field.upper()}"
+
+
+def read_config(cls: type[ConfigT], environ: Mapping[str, str] = os.environ) -> ConfigT:
+    """Fill the dataclass from the environment. Raises ConfigError naming the variable."""
+    assert dataclasses.is_dataclass(cls)
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        name = variable_name(field.name)
+        raw = environ.get(name, "")
+        if raw:
+            values[field.name] = _parse(name, raw, hints[field.name])
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{name} is not set")
+    return cls(**values)
+
+
+def _parse(name: str, raw: str, kind: Any) -> Any:
+    if isinstance(kind, types.UnionType):
+        kind = next(arm for arm in kind.__args__ if arm is not type(None))
+    if kind is bool:
+        if raw.lower() not in ("0", "1", "true", "false"):
+            raise ConfigError(f"{name}={raw!r}: expected 0, 1, true or false")
+        return raw.lower() in ("1", "true")
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        try:
+            return kind(raw)
+        except ValueError:
+            raise ConfigError(f"{name}={raw!r}: expected one of {', '.join(kind)}") from None
+    if kind in (str, int, float, Path):
+        try:
+            return kind(raw)
+        except ValueError:
+            raise ConfigError(f"{name}={raw!r}: expected {kind.__name__}") from None
+    raise TypeError(f"{name}: fields of type {kind} are not supported")
+
+
+def describe(config: Any) -> str:
+    """One line of key=value for the log; fields whose name ends in key, token or password are masked."""
+    pairs = []
+    for field in dataclasses.fields(config):
+        secret = field.name.endswith(("_key", "_keys", "_token", "_password"))
+        pairs.append(f"{field.name}={'***' if secret else getattr(config, field.name)}")
+    return " ".join(pairs)

@@ -1,0 +1,1 @@
+"""The engine of a worker: plan, execute, settle, one thread."""

@@ -1,0 +1,120 @@
+"""The exception tree. Each leaf owns its gRPC code, its HTTP status and its OpenAI error type.
+
+WeftError
+  InvalidRequest     the caller must change the request; `param` names the field
+  NotFound           no such model, lease or file
+  BadCheckpoint      a model directory is incomplete or damaged; the message names file or tensor
+  Incompatible       two peers do not run the same model, layout or boot
+  Overloaded         no room now, try later; `retry_after_seconds`
+  PeerLost           another service is gone, silent or broke its word; `worker_id` names it
+  DeadlineExceeded   the time the caller gave is over
+  Cancelled          the caller has gone
+  EngineFailed       our own fault
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class WeftError(Exception):
+    """Base of everything Weft raises on purpose. `code` is a google.rpc.Code number."""
+
+    code: ClassVar[int] = 13
+    http_status: ClassVar[int] = 500
+    error_type: ClassVar[str] = "server_error"
+
+
+class InvalidRequest(WeftError):
+    """The request is wrong; `param` is the path of the field at fault, e.g. `messages.0.role`."""
+
+    code = 3
+    http_status = 400
+    error_type = "invalid_request_error"
+
+    def __init__(self, message: str, param: str | None = None, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.reason = reason  # OpenAI's `code`, e.g. context_length_exceeded
+
+
+class NotFound(WeftError):
+    """No such thing here."""
+
+    code = 5
+    http_status = 404
+    error_type = "invalid_request_error"
+
+
+class BadCheckpoint(WeftError):
+    """A checkpoint that cannot be served."""
+
+    code = 9
+
+
+class Incompatible(WeftError):
+    """Peers that must not exchange blocks."""
+
+    code = 9
+
+
+class Overloaded(WeftError):
+    """Full; nothing was begun."""
+
+    code = 8
+    http_status = 429
+    error_type = "rate_limit_error"
+
+    def __init__(self, message: str, retry_after_seconds: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class PeerLost(WeftError):
+    """A service this request needs is gone."""
+
+    code = 14
+    http_status = 503
+
+    def __init__(self, message: str, worker_id: str = "") -> None:
+        super().__init__(message)
+        self.worker_id = worker_id
+
+
+class DeadlineExceeded(WeftError):
+    """Too late."""
+
+    code = 4
+    http_status = 504
+    error_type = "timeout_error"
+
+
+class Cancelled(WeftError):
+    """The caller has left; nobody reads this."""
+
+    code = 1
+    http_status = 499
+
+
+class EngineFailed(WeftError):
+    """A bug or a broken device; the message is for the log, not for clients."""
+
+
+LEAVES: tuple[type[WeftError], ...] = (
+    InvalidRequest,
+    NotFound,
+    BadCheckpoint,
+    Overloaded,
+    PeerLost,
+    DeadlineExceeded,
+    Cancelled,
+    EngineFailed,
+)
+
+
+def from_code(code: int, message: str) -> WeftError:
+    """The leaf that a peer's status stands for; unknown codes are the peer's own fault."""
+    for leaf in LEAVES:
+        if leaf.code == code:
+            return leaf(message)
+    return EngineFailed(message)

@@ -1,0 +1,72 @@
+"""The seam below which block bytes move. A transport only ever pulls: no peer writes into our pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """How a peer's pool is reached. `segment` is the transport's own name for the peer; empty for gRPC."""
+
+    transport: str
+    segment: str
+    pool_address: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes to copy: from `remote_address` in the peer's memory to `local_address` in ours."""
+
+    remote_address: int
+    local_address: int
+    size_bytes: int
+
+
+class TransferFailed(Exception):
+    """A pull that did not complete. `may_still_land`: bytes may be written later; quarantine the target blocks."""
+
+    def __init__(self, message: str, may_still_land: bool) -> None:
+        super().__init__(message)
+        self.may_still_land = may_still_land
+
+
+class Transport(Protocol):
+    """Used by both sides: the lender registers and advertises, the borrower pulls."""
+
+    @property
+    def name(self) -> str:
+        """Metric label: "mooncake" or "grpc"."""
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Make our pool readable by peers and writable by our own pulls. Once, at start."""
+
+    def endpoint(self) -> Endpoint:
+        """What peers need to pull from us."""
+
+    async def connect(self, peer: Endpoint) -> None:
+        """Open the peer ahead of need. Never raises: a dead peer shows at the first pull."""
+
+    async def pull(self, peer: Endpoint, runs: Sequence[Run], timeout_seconds: float) -> None:
+        """Copy all runs, or raise TransferFailed."""
+
+    async def close(self) -> None:
+        """Unregister and stop."""
+
+
+def coalesce(runs: Sequence[Run]) -> list[Run]:
+    """Join runs that are neighbours on both sides, order kept."""
+    joined: list[Run] = []
+    for run in runs:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.remote_address + last.size_bytes == run.remote_address
+            and last.local_address + last.size_bytes == run.local_address
+        ):
+            joined[-1] = Run(last.remote_address, last.local_address, last.size_bytes + run.size_bytes)
+        else:
+            joined.append(run)
+    return joined

@@ -1,0 +1,31 @@
+"""Logging for all processes: key=value lines on stderr, the request id taken from a context variable."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from contextvars import ContextVar
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        super().__init__("%(asctime)s %(levelname).1s %(service)s %(message)s%(request)s", "%H:%M:%S")
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.service = self._service
+        current = request_id.get()
+        record.request = f" request={current}" if current else ""
+        return super().format(record)
+
+
+def setup(service: str) -> None:
+    """Send records to stderr. `service` is the process' name in the merged log, e.g. decode-0."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Formatter(service))
+    logging.basicConfig(level=os.environ.get("WEFT_LOG_LEVEL", "INFO").upper(), handlers=[handler], force=True)
+    for chatty in ("httpx", "uvicorn.access", "httpcore"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -1,0 +1,66 @@
+"""Every metric of the mesh by name, in one place, so that names and labels agree over the processes.
+
+A process uses those that fit its role; each has its own registry and exposes it on its own private port.
+Labels never carry users, sessions, request ids or a client's own strings.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+REGISTRY = CollectorRegistry()
+
+LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+# gateway
+REQUESTS = Counter("weft_requests", "Requests by endpoint and end", ["endpoint", "outcome"], registry=REGISTRY)
+IN_FLIGHT = Gauge("weft_requests_in_flight", "Requests being served", registry=REGISTRY)
+PROMPT_TOKENS = Counter("weft_prompt_tokens", "Prompt tokens received", registry=REGISTRY)
+CACHED_TOKENS = Counter("weft_cached_prompt_tokens", "Prompt tokens served from a cache", registry=REGISTRY)
+COMPLETION_TOKENS = Counter("weft_completion_tokens", "Tokens sent to clients", registry=REGISTRY)
+TTFT = Histogram(
+    "weft_time_to_first_token_seconds", "Received to first token", buckets=LATENCY_BUCKETS, registry=REGISTRY
+)
+ITL = Histogram("weft_inter_token_latency_seconds", "Between two tokens", buckets=LATENCY_BUCKETS, registry=REGISTRY)
+E2E = Histogram("weft_request_duration_seconds", "Received to end", buckets=LATENCY_BUCKETS, registry=REGISTRY)
+
+# scheduler
+WORKERS = Gauge("weft_workers", "Live workers", ["role"], registry=REGISTRY)
+BOOKED_TOKENS = Gauge("weft_booked_tokens", "Tokens booked on workers", ["role"], registry=REGISTRY)
+BOOKED_REQUESTS = Gauge("weft_booked_requests", "Requests booked on workers", registry=REGISTRY)
+ROUTES = Counter("weft_routes", "Placements by reason or refusal", ["outcome"], registry=REGISTRY)
+
+# workers
+STEPS = Counter("weft_engine_steps", "Engine steps", registry=REGISTRY)
+STEP_SECONDS = Histogram(
+    "weft_engine_step_seconds", "Duration of an engine step", buckets=LATENCY_BUCKETS, registry=REGISTRY
+)
+ENGINE_TOKENS = Counter("weft_engine_tokens", "Tokens by kind: prompt, generated", ["kind"], registry=REGISTRY)
+SEQUENCES = Gauge("weft_sequences", "Sequences by state", ["state"], registry=REGISTRY)
+BLOCKS = Gauge("weft_kv_blocks", "Blocks by state", ["state"], registry=REGISTRY)
+PREFIX_QUERIES = Counter("weft_prefix_cache_query_tokens", "Prompt tokens looked up", registry=REGISTRY)
+PREFIX_HITS = Counter(
+    "weft_prefix_cache_hit_tokens", "Prompt tokens found, by tier: pool, store", ["tier"], registry=REGISTRY
+)
+TRANSFER_BYTES = Counter(
+    "weft_kv_transfer_bytes", "Bytes of blocks pulled from prefill", ["transport"], registry=REGISTRY
+)
+TRANSFER_SECONDS = Histogram(
+    "weft_kv_transfer_seconds",
+    "Duration of a pull",
+    ["transport"],
+    buckets=LATENCY_BUCKETS,
+    registry=REGISTRY,
+)
+TRANSFER_FAILURES = Counter(
+    "weft_kv_transfer_failures", "Hand-offs thrown away, by reason", ["reason"], registry=REGISTRY
+)
+STORE_BLOCKS = Counter(
+    "weft_kv_store_blocks", "Blocks by outcome: put, got, failed, skipped", ["outcome"], registry=REGISTRY
+)
+
+
+def expose(host: str, port: int) -> int:
+    """Serve /metrics from a thread of its own; returns the port (0 asks for a free one)."""
+    server, _ = start_http_server(port, host, registry=REGISTRY)
+    return int(server.server_port)

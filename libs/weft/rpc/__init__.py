@@ -1,0 +1,1 @@
+"""gRPC made small: servers, channels, statuses, and domain values on the wire."""

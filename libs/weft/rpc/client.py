@@ -1,0 +1,78 @@
+"""Channels, and streams that are cancelled when their scope ends.
+
+A grpc.aio stream that is merely dropped keeps running on the server, so every stream goes through `owned`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
+
+import grpc
+
+from weft.rpc.status import raise_as_weft
+
+MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # a peer that is frozen or unplugged is noticed without traffic
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # a restarted peer on the same port is found again quickly
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+CallT = TypeVar("CallT")
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to host:port; connects lazily. The caller closes it."""
+    return grpc.aio.insecure_channel(address, options=list(CHANNEL_OPTIONS))
+
+
+@asynccontextmanager
+async def owned(call: CallT) -> AsyncIterator[CallT]:
+    """A streaming call, cancelled on the way out whatever the way; RPC errors come out as WeftError."""
+    handle: Any = call
+    try:
+        yield call
+    except grpc.aio.AioRpcError as error:
+        raise_as_weft(error)
+    finally:
+        handle.cancel()
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """For unary calls: RPC errors come out as WeftError."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise_as_weft(error)
+
+
+class ChannelPool:
+    """One channel a peer address, opened on first use and closed together."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def get(self, address: str) -> grpc.aio.Channel:
+        """The channel to host:port."""
+        if address not in self._channels:
+            self._channels[address] = open_channel(address)
+        return self._channels[address]
+
+    async def drop(self, address: str) -> None:
+        """Forget a peer that has gone."""
+        if (channel := self._channels.pop(address, None)) is not None:
+            await channel.close()
+
+    async def close(self) -> None:
+        """Close all."""
+        for address in list(self._channels):
+            await self.drop(address)

@@ -1,0 +1,79 @@
+"""A service's process: bind, health, reflection, signals, graceful stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from weft.rpc.client import CHANNEL_OPTIONS
+from weft.rpc.status import StatusInterceptor
+
+logger = logging.getLogger(__name__)
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVER_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+class RpcServer:
+    """One listener with health and reflection. NOT_SERVING until `set_ready(True)`."""
+
+    def __init__(self, service_names: Sequence[str]) -> None:
+        self._names = tuple(service_names)
+        self.server = grpc.aio.server(interceptors=[StatusInterceptor()], options=list(SERVER_OPTIONS))
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
+
+    async def start(self, host: str, port: int) -> str:
+        """Bind and listen; returns host:port with the real port (0 asks for a free one)."""
+        bound = self.server.add_insecure_port(f"{host}:{port}")
+        if bound == 0:
+            raise OSError(f"cannot listen on {host}:{port}; is the port taken?")
+        await self.set_ready(False)
+        await self.server.start()
+        return f"{host}:{bound}"
+
+    async def set_ready(self, ready: bool) -> None:
+        """What grpc.health.v1 answers, for the whole process and each service."""
+        for name in ("", *self._names):
+            await self._health.set(name, SERVING if ready else NOT_SERVING)
+
+    async def stop(self, grace_seconds: float) -> None:
+        """NOT_SERVING, then wait for calls up to the grace, then cut them off."""
+        await self.set_ready(False)
+        await self.server.stop(grace_seconds)
+
+
+async def until_signal(*background: Coroutine[Any, Any, None]) -> None:
+    """Run the background until SIGTERM or SIGINT; a coroutine that fails ends the process with its error."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(coroutine) for coroutine in background]
+        await stop.wait()
+        for task in tasks:
+            task.cancel()
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """asyncio.run under uvloop where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main())
+    else:
+        uvloop.run(main())

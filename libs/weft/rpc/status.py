@@ -1,0 +1,97 @@
+"""Exceptions become gRPC statuses here and nowhere else, on both sides of a call."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from weft.errors import Cancelled, DeadlineExceeded, EngineFailed, WeftError, from_code
+
+logger = logging.getLogger(__name__)
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def as_weft_error(error: BaseException) -> WeftError:
+    """Any exception as a leaf of our tree. Internals of unknown ones stay in the log."""
+    if isinstance(error, WeftError):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        known = [as_weft_error(inner) for inner in error.exceptions]
+        return next((e for e in known if not isinstance(e, EngineFailed)), known[0])
+    if isinstance(error, TimeoutError):
+        return DeadlineExceeded(str(error) or "a peer did not answer in time")
+    if isinstance(error, grpc.aio.AioRpcError):
+        return from_code(error.code().value[0], error.details() or error.code().name.lower())
+    return EngineFailed("internal error")
+
+
+class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
+    """Wraps every handler: WeftError -> its code, anything else -> INTERNAL with its details withheld."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        if handler.response_streaming:
+            wrap = _streaming(handler.unary_stream or handler.stream_stream)
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+        else:
+            wrap = _single(handler.unary_unary or handler.stream_unary)
+            make = (
+                grpc.stream_unary_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_unary_rpc_method_handler
+            )
+        return make(wrap, handler.request_deserializer, handler.response_serializer)
+
+
+def _single(method: Any) -> Any:
+    async def wrapped(request: Any, context: Any) -> Any:
+        try:
+            return await method(request, context)
+        except Exception as error:
+            await _abort(error, context)
+
+    return wrapped
+
+
+def _streaming(method: Any) -> Any:
+    async def wrapped(request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            async for response in method(request, context):
+                yield response
+        except Exception as error:
+            await _abort(error, context)
+
+    return wrapped
+
+
+async def _abort(error: Exception, context: Any) -> None:
+    if isinstance(error, (grpc.aio.AbortError, grpc.aio.BaseError)) and not isinstance(error, grpc.aio.AioRpcError):
+        raise error
+    mapped = as_weft_error(error)
+    if isinstance(mapped, EngineFailed):
+        logger.exception("handler failed", exc_info=error)
+    await context.abort(_CODES[mapped.code], str(mapped))
+
+
+def raise_as_weft(error: BaseException) -> None:
+    """Client side: re-raise an RPC error as ours, cancellation untouched."""
+    if isinstance(error, asyncio.CancelledError):
+        raise error
+    mapped = as_weft_error(error)
+    if isinstance(mapped, Cancelled):
+        raise Cancelled(str(mapped)) from error
+    raise mapped from error

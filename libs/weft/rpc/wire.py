@@ -1,0 +1,169 @@
+"""Domain values <-> wire messages: a to_wire / from_wire pair a type. Converted once, at the door."""
+
+from __future__ import annotations
+
+from weft.request import (
+    FinishReason,
+    ModelFingerprint,
+    PositionLogprobs,
+    PromptUsage,
+    RequestKey,
+    SamplingParams,
+    TokenLogprob,
+    WorkerAddress,
+    WorkerRole,
+)
+from weft_mesh.v1 import common_pb2, decode_service_pb2, scheduler_service_pb2
+
+_FINISH_TO_WIRE = {
+    None: common_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}
+_FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+_ROLE_TO_WIRE = {
+    WorkerRole.PREFILL: common_pb2.WORKER_ROLE_PREFILL,
+    WorkerRole.DECODE: common_pb2.WORKER_ROLE_DECODE,
+    WorkerRole.BOTH: common_pb2.WORKER_ROLE_BOTH,
+}
+_ROLE_FROM_WIRE = {wire: role for role, wire in _ROLE_TO_WIRE.items()}
+
+
+def finish_to_wire(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
+    """None is UNSPECIFIED: still going."""
+    return _FINISH_TO_WIRE[reason]
+
+
+def finish_from_wire(reason: common_pb2.FinishReason.ValueType) -> FinishReason | None:
+    """UNSPECIFIED, and values newer than this code, are None."""
+    return _FINISH_FROM_WIRE.get(reason)
+
+
+def role_to_wire(role: WorkerRole) -> common_pb2.WorkerRole.ValueType:
+    """Total."""
+    return _ROLE_TO_WIRE[role]
+
+
+def role_from_wire(role: common_pb2.WorkerRole.ValueType) -> WorkerRole:
+    """Raises KeyError for UNSPECIFIED."""
+    return _ROLE_FROM_WIRE[role]
+
+
+def key_to_wire(key: RequestKey) -> common_pb2.RequestKey:
+    """Total."""
+    return common_pb2.RequestKey(request_id=key.request_id, generation=key.generation)
+
+
+def key_from_wire(key: common_pb2.RequestKey) -> RequestKey:
+    """Total."""
+    return RequestKey(key.request_id, key.generation)
+
+
+def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
+    """Total."""
+    return common_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        seed=params.seed,
+        max_tokens=params.max_tokens,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        num_logprobs=params.num_logprobs,
+    )
+
+
+def sampling_from_wire(params: common_pb2.SamplingParams) -> SamplingParams:
+    """Floats come back as float32 would hold them."""
+    return SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        seed=params.seed,
+        max_tokens=params.max_tokens,
+        stop_token_ids=tuple(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        num_logprobs=params.num_logprobs if params.HasField("num_logprobs") else None,
+    )
+
+
+def _logprob_to_wire(entry: TokenLogprob) -> common_pb2.TokenLogprob:
+    return common_pb2.TokenLogprob(token_id=entry.token_id, logprob=entry.logprob)
+
+
+def _logprob_from_wire(entry: common_pb2.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(entry.token_id, entry.logprob)
+
+
+def logprobs_to_wire(position: PositionLogprobs) -> common_pb2.PositionLogprobs:
+    """Total."""
+    top = [_logprob_to_wire(entry) for entry in position.top]
+    return common_pb2.PositionLogprobs(chosen=_logprob_to_wire(position.chosen), top=top)
+
+
+def logprobs_from_wire(position: common_pb2.PositionLogprobs) -> PositionLogprobs:
+    """Total."""
+    top = tuple(_logprob_from_wire(entry) for entry in position.top)
+    return PositionLogprobs(_logprob_from_wire(position.chosen), top)
+
+
+def fingerprint_to_wire(fingerprint: ModelFingerprint) -> common_pb2.ModelFingerprint:
+    """Total."""
+    return common_pb2.ModelFingerprint(
+        weights_hash=fingerprint.weights_hash,
+        kv_dtype=fingerprint.kv_dtype,
+        block_tokens=fingerprint.block_tokens,
+        block_bytes=fingerprint.block_bytes,
+        layout=fingerprint.layout,
+    )
+
+
+def fingerprint_from_wire(fingerprint: common_pb2.ModelFingerprint) -> ModelFingerprint:
+    """Total."""
+    return ModelFingerprint(
+        fingerprint.weights_hash,
+        fingerprint.kv_dtype,
+        fingerprint.block_tokens,
+        fingerprint.block_bytes,
+        fingerprint.layout,
+    )
+
+
+def address_to_wire(worker: WorkerAddress) -> scheduler_service_pb2.WorkerAddress:
+    """Total."""
+    return scheduler_service_pb2.WorkerAddress(
+        worker_id=worker.worker_id, boot_id=worker.boot_id, address=worker.address
+    )
+
+
+def address_from_wire(worker: scheduler_service_pb2.WorkerAddress) -> WorkerAddress:
+    """Total."""
+    return WorkerAddress(worker.worker_id, worker.boot_id, worker.address)
+
+
+def usage_to_wire(usage: PromptUsage) -> decode_service_pb2.PromptUsage:
+    """Total."""
+    return decode_service_pb2.PromptUsage(
+        cached_tokens=usage.cached_tokens,
+        store_tokens=usage.store_tokens,
+        transferred_bytes=usage.transferred_bytes,
+        queue_ms=usage.queue_ms,
+        compute_ms=usage.compute_ms,
+        exposed_transfer_ms=usage.exposed_transfer_ms,
+        prefill_worker_id=usage.prefill_worker_id,
+    )
+
+
+def usage_from_wire(usage: decode_service_pb2.PromptUsage) -> PromptUsage:
+    """Total."""
+    return PromptUsage(
+        usage.cached_tokens,
+        usage.store_tokens,
+        usage.transferred_bytes,
+        usage.queue_ms,
+        usage.compute_ms,
+        usage.exposed_transfer_ms,
+        usage.prefill_worker_id,
+    )

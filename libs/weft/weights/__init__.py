@@ -1,0 +1,1 @@
+"""Checkpoints: reading, checking and sharing them in host memory."""

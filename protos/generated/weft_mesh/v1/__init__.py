@@ -1,0 +1,1 @@
+"""Generated from protos/weft_mesh; run protos/compile.py."""

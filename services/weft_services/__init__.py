@@ -1,0 +1,1 @@
+"""The six services of the mesh; each one runs with python -m weft_services.<name>."""
