@@ -57,7 +57,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """The KV of the prompt's first `num_ready_tokens` tokens is final. Sent for PREFILL sequences, after every chunk."""
+    """The KV of the first `num_ready_tokens` prompt tokens is final. For PREFILL sequences, after every chunk."""
 
     key: RequestKey
     block_table: tuple[int, ...]
