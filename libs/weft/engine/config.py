@@ -1,0 +1,40 @@
+"""The engine's limits. Knows nothing of the model but its vocabulary, its end tokens and its context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Bounds of one engine; blocks are counted in blocks, everything else in tokens or sequences.
+
+    `chunk_tokens`: prompt tokens computed in one step at most. `max_waiting`: sequences not yet admitted.
+    `pin_sealed`: report full blocks for copying, at most `max_pinned` of them unanswered at a time.
+    `quarantine_seconds`: after this long a quarantined block is taken back without `unquarantine`.
+    """
+
+    num_blocks: int
+    block_tokens: int
+    vocab_size: int
+    max_context_tokens: int
+    chunk_tokens: int = 512
+    max_num_seqs: int = 64
+    max_waiting: int = 256
+    eos_token_ids: tuple[int, ...] = ()
+    pin_sealed: bool = False
+    max_pinned: int = 64
+    quarantine_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        names = "num_blocks block_tokens vocab_size chunk_tokens max_num_seqs max_waiting max_pinned"
+        for name in names.split():
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_context_tokens < 2:
+            raise ValueError(f"max_context_tokens must be at least 2, not {self.max_context_tokens}")
+
+    @property
+    def context_tokens(self) -> int:
+        """Prompt and generated tokens of one sequence at most: the model's context, or all the pool can hold."""
+        return min(self.max_context_tokens, self.num_blocks * self.block_tokens)

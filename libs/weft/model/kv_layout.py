@@ -1,0 +1,15 @@
+"""How a model's KV lies inside a block, in numbers: what two workers must agree on before blocks move. Knows no torch."""
+
+from __future__ import annotations
+
+from weft.model.config import ModelConfig
+
+# [block][kv_head][layer][k, v][token][dim]: one block is one contiguous run, and so is any range of its heads.
+KV_LAYOUT = "bhlktd-v1"
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def block_bytes(config: ModelConfig, dtype: str, block_tokens: int) -> int:
+    """Bytes of one block with `block_tokens` tokens of all layers; `dtype` is "float32" or "bfloat16"."""
+    return config.num_kv_heads * config.num_layers * 2 * block_tokens * config.head_dim * ITEM_BYTES[dtype]
