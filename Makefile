@@ -1,0 +1,40 @@
+# Two commands are enough: `make serve` and `make test`. Each makes .venv and installs what it needs; the second time that takes no time.
+VENV := .venv
+BIN := $(VENV)/bin
+PORT ?= 8000
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test lint protos install install-dev pin clean
+
+help:
+	@echo "make serve    install, then run the whole mesh on http://127.0.0.1:$(PORT)   (PORT=8080 ARGS='--decode 2')"
+	@echo "make test     install, then run every test                              (ARGS='-k name')"
+	@echo "make lint     style, types, import directions, wire contracts, compose"
+	@echo "make protos   compile protos/weft_mesh into protos/generated"
+	@echo "make pin      write constraints.txt from what is installed in $(VENV)"
+	@echo "make clean    remove $(VENV) and caches"
+
+serve: install
+	@exec $(BIN)/weft up --port $(PORT) $(ARGS)
+
+test: install-dev
+	@exec $(BIN)/python -m pytest $(ARGS)
+
+lint: install-dev
+	@scripts/lint.sh
+
+protos: install-dev
+	$(BIN)/python protos/compile.py
+
+install:
+	@scripts/install.sh
+
+install-dev:
+	@scripts/install.sh dev
+
+pin: install-dev
+	$(BIN)/python scripts/pin.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,115 @@
+"""One child process: started in a session of its own, its output read line by line, ended with all its descendants.
+
+Knows nothing of Weft's services, and nothing of when to start again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+MAX_LINE_BYTES = 16 * 1024
+READ_BYTES = 64 * 1024
+KEPT_LINES = 15
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+class Child:
+    """A running process and the last lines it wrote."""
+
+    def __init__(self, process: asyncio.subprocess.Process, output: asyncio.StreamReader) -> None:
+        self._process = process
+        self._output = output
+        self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
+
+    @property
+    def pid(self) -> int:
+        """Also the number of its process group and session."""
+        return self._process.pid
+
+    @classmethod
+    async def start(cls, command: Sequence[str], environ: Mapping[str, str]) -> Child:
+        """Start a process that dies with this one. Raises OSError when the command cannot be run."""
+        read_end, write_end = os.pipe()
+        parent = os.getpid()
+        try:
+            # a pipe of our own: waiting for the process must not wait for whoever else inherited its output
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                env=dict(environ),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=write_end,
+                stderr=write_end,
+                start_new_session=True,
+                preexec_fn=lambda: _die_with(parent),
+            )
+        except BaseException:
+            os.close(read_end)
+            raise
+        finally:
+            os.close(write_end)
+        output = asyncio.StreamReader(limit=READ_BYTES)
+        pipe = os.fdopen(read_end, "rb", buffering=0)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), pipe)
+        return cls(process, output)
+
+    async def read_lines(self, on_line: Callable[[str], None]) -> None:
+        """Pass on each line until every holder of the output is gone; overlong ones come in pieces."""
+        rest = b""
+        while chunk := await self._output.read(READ_BYTES):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > MAX_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                self._keep(line, on_line)
+        if rest:
+            self._keep(rest, on_line)
+
+    def _keep(self, line: bytes, on_line: Callable[[str], None]) -> None:
+        text = line.decode(errors="replace").rstrip()
+        if text:
+            self.last_lines.append(text)
+            on_line(text)
+
+    async def wait(self) -> int:
+        """The exit code; a negative number is the signal that ended it. May be awaited many times."""
+        return await self._process.wait()
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """Signal the process and its descendants; nothing happens when none is left."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    async def stop(self, grace_seconds: float) -> int:
+        """SIGTERM to the process, SIGKILL to what is left of its group afterwards or after the grace."""
+        with contextlib.suppress(ProcessLookupError, TimeoutError):
+            self._process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(grace_seconds):
+                await self.wait()
+        self.signal_group(signal.SIGKILL)
+        return await self.wait()
+
+
+def _die_with(parent: int) -> None:
+    """Runs in the new process before its program does: the kernel shall kill it when the parent's thread ends."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def describe_exit(code: int) -> str:
+    """An exit code for people: `exit code 1`, `killed by SIGKILL`."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

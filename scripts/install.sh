@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Makes .venv and installs Weft into it: `install.sh` to run a mesh, `install.sh dev` to test it too.
+# Does nothing when pyproject.toml and constraints.txt have not changed since the last time.
+#
+#   PYTHON            the interpreter to use; default: the first of python3, python3.13, ... that is 3.11 or newer
+#   WEFT_TORCH_INDEX  a package index to find torch in, e.g. PyTorch's index of CPU wheels; default: pip's own configuration
+#   WEFT_MOONCAKE     cpu, cuda12 or cuda13; default: by the machine
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/system.sh
+
+kind="${1:-run}"
+venv=.venv
+sum="$(cat pyproject.toml constraints.txt scripts/install.sh | cksum)"
+# what `dev` installs is more than `run` needs
+for level in "$kind" dev; do
+    if [ "$(cat "$venv/.installed-$level" 2>/dev/null)" = "$sum" ] && [ -x "$venv/bin/weft" ]; then exit 0; fi
+done
+
+pick_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.14 python}; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+            echo "$candidate"
+            return
+        fi
+    done
+    die "Weft needs Python 3.11 or newer${PYTHON:+, and PYTHON=$PYTHON is not}." \
+        "Install one (Debian, Ubuntu: apt install python3 python3-venv; macOS: brew install python) or name one: make PYTHON=/path/to/python3 serve"
+}
+
+make_venv() {
+    local python="$1" version
+    step "making $venv with $("$python" --version)"
+    rm -rf "$venv"
+    if "$python" -c 'import ensurepip' >/dev/null 2>&1; then
+        "$python" -m venv "$venv"
+        return
+    fi
+    version="$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+    apt_install "python$version-venv" || die "This Python cannot make virtual environments: it lacks ensurepip." \
+        "Install it and try again: apt install python$version-venv"
+    "$python" -m venv "$venv"
+}
+
+mooncake_flavour() {
+    local cuda
+    if [ -n "${WEFT_MOONCAKE:-}" ]; then echo "$WEFT_MOONCAKE"; return; fi
+    cuda="$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p' | head -n 1)" || true
+    if [ -z "$cuda" ]; then echo cpu; elif [ "$cuda" -ge 13 ]; then echo cuda13; else echo cuda12; fi
+}
+
+# torch comes first and alone, so that an index that is given for it serves nothing else
+install_torch() {
+    local version
+    version="$(sed -n 's/^torch==//p' constraints.txt)"
+    step "installing torch $version"
+    if [ "$(mooncake_flavour)" = cpu ] && [ -z "${WEFT_TORCH_INDEX:-}" ]; then
+        note "no GPU here: should pip fetch a build with CUDA (gigabytes), stop it and say" \
+            "make WEFT_TORCH_INDEX=<address of PyTorch's index of CPU wheels> serve"
+    fi
+    "$venv/bin/python" -m pip install --no-deps ${WEFT_TORCH_INDEX:+--index-url "$WEFT_TORCH_INDEX"} "torch==$version"
+}
+
+install_weft() {
+    local extras="engine,local,mooncake-$(mooncake_flavour)"
+    if [ "$kind" = dev ]; then extras="$extras,dev"; fi
+    step "installing Weft and what it needs ($extras)"
+    "$venv/bin/python" -m pip install -c constraints.txt hatchling editables
+    "$venv/bin/python" -m pip install -c constraints.txt --no-build-isolation -e ".[$extras]"
+}
+
+if [ ! -x "$venv/bin/python" ] || ! "$venv/bin/python" -c 'import pip' >/dev/null 2>&1; then
+    python="$(pick_python)"
+    make_venv "$python"
+fi
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+install_torch || die "torch could not be installed; pip says why above." \
+    "Without a GPU, PyTorch's index of CPU wheels is the place to get it: make WEFT_TORCH_INDEX=<its address> serve"
+install_weft || die "pip could not install what Weft needs; it says why above." "Try again; what was downloaded is kept."
+check_mooncake "$venv/bin/python"
+echo "$sum" >"$venv/.installed-$kind"
+step "installed"

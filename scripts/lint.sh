@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Style, types, import directions, wire contracts, compose. Runs everything, then fails if anything did.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+bin=.venv/bin
+failed=()
+
+check() {
+    local name="$1"
+    shift
+    printf '\033[1m%-22s\033[0m ' "$name"
+    local out
+    if out="$("$@" 2>&1)"; then
+        echo ok
+    else
+        echo FAILED
+        printf '%s\n' "$out"
+        failed+=("$name")
+    fi
+}
+
+check "ruff" $bin/ruff check --output-format=concise .
+check "ruff format" $bin/ruff format --check .
+check "mypy --strict" $bin/mypy
+check "import directions" $bin/lint-imports
+check "generated code fresh" $bin/python protos/compile.py --check
+check "compose schema" $bin/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
+# buf is a node package; its rules are checked wherever node is
+if command -v npx >/dev/null && timeout 120 npx --yes @bufbuild/buf@1.75.0 --version >/dev/null 2>&1 </dev/null; then
+    check "buf lint" npx --yes @bufbuild/buf@1.75.0 lint protos
+else
+    echo "buf lint               skipped: needs npx and the npm registry"
+fi
+
+if [ ${#failed[@]} -gt 0 ]; then
+    echo "failed: ${failed[*]}"
+    exit 1
+fi

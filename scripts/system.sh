@@ -1,0 +1,34 @@
+# Sourced by install.sh: words for people, and the few system packages that no wheel brings.
+
+step() { printf '\033[1m==> %s\033[0m\n' "$*"; }
+note() { printf '    %s\n' "$@"; }
+die() {
+    printf 'error: %s\n' "$1" >&2
+    shift
+    if [ $# -gt 0 ]; then printf '       %s\n' "$@" >&2; fi
+    exit 1
+}
+
+# Installs Debian packages where that needs no password; fails otherwise.
+apt_install() {
+    local run=()
+    command -v apt-get >/dev/null || return 1
+    if [ "$(id -u)" != 0 ]; then
+        sudo -n true 2>/dev/null || return 1
+        run=(sudo -n)
+    fi
+    step "installing system packages: $*"
+    "${run[@]}" env DEBIAN_FRONTEND=noninteractive apt-get update -qq </dev/null || true
+    "${run[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" </dev/null
+}
+
+# Mooncake's wheels load libraries that belong to the system. Without them Weft still runs: KV blocks then travel over gRPC.
+check_mooncake() {
+    local python="$1" packages="libibverbs1 librdmacm1 libnuma1 libcurl4 liburing2" why
+    if why="$("$python" -c 'import mooncake.engine, mooncake.store' 2>&1)"; then return; fi
+    # shellcheck disable=SC2086
+    if apt_install $packages && why="$("$python" -c 'import mooncake.engine, mooncake.store' 2>&1)"; then return; fi
+    step "Mooncake does not load; KV blocks will travel over gRPC, which is slower"
+    note "${why##*$'\n'}" "On Debian and Ubuntu its libraries come with: sudo apt install $packages" \
+        "Then remove .venv/.installed-* and run make again."
+}
