@@ -1,0 +1,1 @@
+"""Tests of Weft, from single functions to whole meshes."""

@@ -1,0 +1,1 @@
+"""Whole meshes of real processes."""

@@ -1,0 +1,169 @@
+"""A whole mesh as real processes: `weft up` on a free port, looked at from outside like an operator would."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import grpc
+import httpx
+import psutil
+import pytest
+
+from weft_mesh.v1 import scheduler_service_pb2, scheduler_service_pb2_grpc
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "models" / "weft-nano"
+START_SECONDS = 120.0
+
+
+def wait_until(what: str, condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Poll until true; fails with `what` after the deadline."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"after {seconds} s still not: {what}")
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    """A loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Mesh:
+    """A running `weft up` and the handles to look inside and to break things."""
+
+    def __init__(self, *options: str, environment: dict[str, str] | None = None) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the mesh)
+        command = [sys.executable, "-m", "weft.cli.main", "up", "--model", str(MODEL), "--port", str(self.port)]
+        command += ["--grpc-port", str(free_port()), "--dtype", "float32", "--threads", "1", *options]
+        self.process = psutil.Popen(
+            command,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+        )
+        self.client = httpx.Client(base_url=self.url, timeout=60.0)
+
+    def wait_ready(self) -> None:
+        """Until /ready answers 200."""
+        wait_until("the mesh is ready:\n" + self.log(), self.is_ready, START_SECONDS)
+
+    def is_ready(self) -> bool:
+        """Does /ready answer 200 now."""
+        if not self.process.is_running() or self.process.status() == psutil.STATUS_ZOMBIE:
+            raise RuntimeError(f"weft up has ended:\n{self.log()}")
+        try:
+            return self.client.get("/ready").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def log(self) -> str:
+        """The merged log so far."""
+        self._log.seek(0)
+        return self._log.read()
+
+    def child(self, name: str) -> psutil.Process:
+        """The process of a service ("kvstore") or a worker ("prefill-0")."""
+        for process in self.process.children(recursive=True):
+            try:
+                line, environment = process.cmdline(), process.environ()
+            except psutil.Error:
+                continue
+            if environment.get("WEFT_WORKER_ID") == name or f"weft_services.{name}" in line:
+                return process
+        raise LookupError(f"no process {name}")
+
+    def valkey(self) -> psutil.Process:
+        """The Valkey server's process."""
+        return next(p for p in self.process.children(recursive=True) if "valkey-server" in " ".join(p.cmdline()))
+
+    def workers(self) -> dict[str, scheduler_service_pb2.WorkerStatus]:
+        """The scheduler's view of the fleet."""
+        address = self.child("gateway").environ()["WEFT_SCHEDULER_ADDR"]
+        with grpc.insecure_channel(address) as channel:
+            stub = scheduler_service_pb2_grpc.FleetServiceStub(channel)
+            reply = stub.ListWorkers(scheduler_service_pb2.ListWorkersRequest(), timeout=5)
+        return {status.hello.worker.worker_id: status for status in reply.workers}
+
+    def metric(self, worker: str, name: str, **labels: str) -> float:
+        """The sum of a worker's samples of that name whose labels match."""
+        text = httpx.get(f"http://{self.workers()[worker].hello.metrics_address}/metrics", timeout=5).text
+        total = 0.0
+        for line in text.splitlines():
+            found = re.match(rf"{name}(?:\{{(.*)\}})? (\S+)$", line)
+            if found and all(f'{key}="{value}"' in (found[1] or "") for key, value in labels.items()):
+                total += float(found[2])
+        return total
+
+    def kill_and_wait_for_return(self, *names: str) -> None:
+        """SIGKILL workers, then wait until each is back under a new boot id and the mesh is ready."""
+        old = {name: self.workers()[name].hello.worker.boot_id for name in names}
+        for name in names:
+            self.child(name).send_signal(signal.SIGKILL)
+
+        def are_back() -> bool:
+            now = self.workers()
+            return all(
+                name in now and now[name].hello.worker.boot_id != old[name] and now[name].report.ready for name in names
+            )
+
+        wait_until(f"{names} are back", are_back, START_SECONDS)
+        wait_until("the mesh is ready again", self.is_ready)
+
+    def wait_idle(self) -> None:
+        """Until nothing is booked, running or held anywhere."""
+
+        def is_idle() -> bool:
+            return all(
+                not (s.booked_requests or s.booked_prefill_tokens or s.booked_decode_tokens)
+                and not (s.report.num_running or s.report.num_waiting or s.report.active_tokens)
+                and not (s.report.active_blocks or s.report.quarantined_blocks)
+                and s.report.free_blocks + s.report.cached_blocks == s.hello.num_blocks
+                for s in self.workers().values()
+            )
+
+        wait_until("the mesh is idle and no block is lost", is_idle)
+
+    def stop(self) -> None:
+        """Ctrl-C, and nothing may be left after the promised time."""
+        tree = self.process.children(recursive=True)
+        self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(15)
+        except psutil.TimeoutExpired:
+            self.process.kill()
+            raise
+        finally:
+            self.client.close()
+        _, alive = psutil.wait_procs(tree, timeout=1)
+        for process in alive:
+            process.kill()
+        assert not alive, f"left behind: {alive}"
+
+
+@pytest.fixture(scope="session")
+def mesh() -> Iterator[Mesh]:
+    """One prefill and one decode worker, chunks of 16 tokens, Mooncake."""
+    running = Mesh("--transport", "mooncake", environment={"WEFT_CHUNK_TOKENS": "16"})
+    try:
+        running.wait_ready()
+        yield running
+    finally:
+        running.stop()

@@ -1,0 +1,58 @@
+"""transformers on the same checkpoint: the greedy tokens that the mesh must give, and real prompts to ask with."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from tests.mesh.conftest import MODEL
+
+TEXT = (
+    "You are a helpful assistant. The user's locker code is 4821 and the meeting with Dana is on Thursday at 14:30. "
+    "A shipment of 36 crates left Lisbon on Monday; crate seven holds the blue lamp, crate nine the spare keys. "
+    "Please call the weather tool for Oslo, then set a timer for twelve minutes and note the answer down. "
+)
+
+
+@cache
+def _model() -> Any:
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+
+
+@cache
+def text_ids() -> tuple[int, ...]:
+    """About 500 tokens of plain text."""
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    return tuple(tokenizer.encode(TEXT * 6).ids)
+
+
+def prompts(count: int, shortest: int, longest: int, salt: int) -> list[list[int]]:
+    """Prompts of evenly spread lengths; `salt` rotates the text, so that different salts share no prefix."""
+    ids, step = text_ids(), (longest - shortest) / max(1, count - 1)
+    lengths = [round(shortest + step * index) for index in range(count)]
+    out = []
+    for index, length in enumerate(lengths):
+        start = (salt * 37 + index * 11) % len(ids)
+        rotated = ids[start:] + ids[:start]
+        out.append(list((rotated * 2)[:length]))
+    return out
+
+
+@torch.inference_mode()
+def greedy(prompt: list[int], num_tokens: int) -> list[int]:
+    """The next tokens by arg max, running past the end token."""
+    output = _model().generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return [int(token) for token in output[0, len(prompt) :]]

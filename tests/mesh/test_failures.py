@@ -1,0 +1,84 @@
+"""Processes that die in the middle: the client hears about it, the mesh comes back, the next request works."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import httpx
+import orjson
+import pytest
+
+from tests.mesh.conftest import Mesh, wait_until
+from tests.mesh.oracle import text_ids
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def lines(response: httpx.Response) -> Iterator[str]:
+    """The data of every SSE frame."""
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            yield line.removeprefix("data: ")
+
+
+def stream_body(prompt: list[int], num_tokens: int) -> dict[str, object]:
+    return {
+        "model": "weft-nano",
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "stream": True,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+
+
+def assert_works(mesh: Mesh) -> None:
+    body = {"model": "weft-nano", "prompt": list(text_ids()[:50]), "max_tokens": 4}
+    reply = mesh.client.post("/v1/completions", json=body)
+    assert reply.status_code == 200, reply.text
+
+
+def test_decode_killed_mid_stream_gives_an_error_frame_and_done(mesh: Mesh) -> None:
+    body = stream_body(list(text_ids()[:40]), 1500)
+    # the read timeout is the bar: no silence of more than 5 s
+    with mesh.client.stream("POST", "/v1/completions", json=body, timeout=httpx.Timeout(60, read=5)) as response:
+        frames = lines(response)
+        for _ in range(3):
+            next(frames)
+        mesh.child("decode-0").send_signal(signal.SIGKILL)
+        rest = list(frames)
+    assert rest[-1] == "[DONE]"
+    error = orjson.loads(rest[-2])["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    wait_until("decode-0 is back", mesh.is_ready, 120)
+    assert_works(mesh)
+
+
+def test_prefill_killed_mid_prompt_does_not_silence_the_client(mesh: Mesh) -> None:
+    prompt = (list(text_ids()) * 4)[7:1500]
+    body = stream_body(prompt, 8)
+    with mesh.client.stream("POST", "/v1/completions", json=body, timeout=httpx.Timeout(60, read=30)) as response:
+        wait_until("the prompt is being computed", lambda: mesh.workers()["prefill-0"].booked_requests > 0)
+        mesh.child("prefill-0").send_signal(signal.SIGKILL)
+        rest = list(lines(response))
+    assert rest[-1] == "[DONE]"
+    wait_until("prefill-0 is back", mesh.is_ready, 120)
+    assert_works(mesh)
+
+
+def test_requests_succeed_without_valkey(mesh: Mesh) -> None:
+    mesh.valkey().send_signal(signal.SIGKILL)
+    for _ in range(3):
+        body = {"model": "weft-nano", "prompt": "Hello", "max_tokens": 2}
+        reply = mesh.client.post("/v1/completions", json=body, headers={"x-session-affinity": "a"})
+        assert reply.status_code == 200, reply.text
+
+
+def test_requests_succeed_without_kvstore(mesh: Mesh) -> None:
+    mesh.child("kvstore").send_signal(signal.SIGKILL)
+    for start in range(3):
+        body = {"model": "weft-nano", "prompt": list(text_ids()[start : start + 100]), "max_tokens": 2}
+        reply = mesh.client.post("/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+    mesh.wait_idle()
