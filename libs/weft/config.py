@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -62,9 +63,10 @@ def _parse(name: str, raw: str, kind: Any) -> Any:
 
 
 def describe(config: Any) -> str:
-    """One line of key=value for the log; fields whose name ends in key, token or password are masked."""
+    """One line of key=value for the log; keys, tokens, passwords and the credentials of a URL are masked."""
     pairs = []
     for field in dataclasses.fields(config):
         secret = field.name.endswith(("_key", "_keys", "_token", "_password"))
-        pairs.append(f"{field.name}={'***' if secret else getattr(config, field.name)}")
+        value = "***" if secret else re.sub(r"//[^/@]*@", "//***@", str(getattr(config, field.name)))
+        pairs.append(f"{field.name}={value}")
     return " ".join(pairs)

@@ -1,0 +1,1 @@
+"""The scheduler: who is in the fleet, how loaded it is, and where the next request goes."""

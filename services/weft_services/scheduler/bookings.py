@@ -1,0 +1,179 @@
+"""Which request holds what on which worker. Everything booked is given back exactly once, however messages arrive.
+
+One booking a request id: a newer generation replaces the older one; an end counts for every generation up to its own.
+Knows nothing of why a worker was chosen.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from weft.errors import Cancelled
+from weft.lifetime import Stage
+from weft.metrics import BOOKED_REQUESTS, BOOKED_TOKENS
+from weft.request import RequestKey
+from weft_services.scheduler.state import Placement, Worker
+
+# a gateway that dies never settles: its requests end here at the latest; reports still count what really runs
+MAX_BOOKING_SECONDS = 600.0
+# a worker that has held no sequence for this long holds no booked request either
+MAX_ORPHAN_SECONDS = 30.0
+# ends remembered, so that a Route overtaken by its own end books nothing
+MAX_ENDED = 8192
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """What a request holds on one worker; what has been given back is zero here."""
+
+    worker: Worker
+    prefill_tokens: int
+    decode_tokens: int
+    num_reports: int
+
+    def take(self) -> None:
+        """Book it."""
+        self._count(+1)
+        self._move(self.prefill_tokens, self.decode_tokens)
+
+    def give_back(self) -> None:
+        """Everything, and the request."""
+        self._count(-1)
+        self._move(-self.prefill_tokens, -self.decode_tokens)
+        self.prefill_tokens = self.decode_tokens = 0
+
+    def give_back_prefill(self) -> None:
+        """The prompt is computed; the request stays."""
+        self._move(-self.prefill_tokens, 0)
+        self.prefill_tokens = 0
+
+    def _move(self, prefill: int, decode: int) -> None:
+        loads = [self.worker.booked]
+        if self.num_reports == self.worker.num_reports:
+            loads.append(self.worker.fresh)
+        for load in loads:
+            load.prefill_tokens += prefill
+            load.decode_tokens += decode
+        BOOKED_TOKENS.labels("prefill").inc(prefill)
+        BOOKED_TOKENS.labels("decode").inc(decode)
+
+    def _count(self, number: int) -> None:
+        self.worker.booked.requests += number
+
+
+@dataclass(slots=True, eq=False)
+class Booking:
+    """A placed request. `prefill` is None from the first token on, and when the decode worker computes the prompt.
+
+    `prefill_id` keeps the name for the session's sake.
+    """
+
+    key: RequestKey
+    model: str
+    session: bytes
+    booked_at: float
+    prefill_id: str
+    decode: Share
+    prefill: Share | None
+
+
+class Bookings:
+    """All bookings of this scheduler. The only writer of `Worker.booked`, `fresh` and `last_chosen`."""
+
+    def __init__(self) -> None:
+        self._booked: dict[str, Booking] = {}
+        self._ended: OrderedDict[str, int] = OrderedDict()
+        self._num_routes = 0
+
+    def __len__(self) -> int:
+        return len(self._booked)
+
+    def admit(self, key: RequestKey) -> None:
+        """Raises Cancelled when this attempt is over already, or a newer one is placed."""
+        current = self._booked.get(key.request_id)
+        if key.generation <= self._ended.get(key.request_id, -1):
+            raise Cancelled(f"attempt {key} has ended already")
+        if current is not None and key.generation < current.key.generation:
+            raise Cancelled(f"attempt {key} is older than the placed one, {current.key}")
+
+    def book(self, key: RequestKey, placement: Placement, model: str, session: bytes, now: float) -> Booking:
+        """Hold the placement's tokens; what an earlier attempt held is given back. Call `admit` before."""
+        self._end(key.request_id)
+        self._num_routes += 1
+        decode, prefill = placement.decode, placement.prefill
+        local_tokens = placement.prefill_tokens if prefill is None else 0
+        booking = Booking(
+            key=key,
+            model=model,
+            session=session,
+            booked_at=now,
+            prefill_id=(prefill or decode).worker_id,
+            decode=self._take(decode, local_tokens, placement.decode_tokens),
+            prefill=self._take(prefill, placement.prefill_tokens, 0) if prefill else None,
+        )
+        self._booked[key.request_id] = booking
+        BOOKED_REQUESTS.inc()
+        return booking
+
+    def _take(self, worker: Worker, prefill_tokens: int, decode_tokens: int) -> Share:
+        share = Share(worker, prefill_tokens, decode_tokens, worker.num_reports)
+        share.take()
+        worker.last_chosen = self._num_routes
+        return share
+
+    def settle(self, key: RequestKey, stage: Stage) -> Booking | None:
+        """A stage was reached: DECODING gives prefill load back, a terminal one everything. Late and repeated calls
+        change nothing. Returns the booking that this call ended, if that attempt was booked."""
+        booking = self._booked.get(key.request_id)
+        if not stage.is_terminal:
+            if booking is not None and booking.key == key:
+                _end_prefill(booking)
+            return None
+        self._remember_end(key)
+        if booking is None or key.generation < booking.key.generation:
+            return None
+        self._end(key.request_id)
+        return booking if booking.key == key else None
+
+    def drop_worker(self, worker: Worker) -> None:
+        """The worker has vanished: requests decoding there are over, prompts computing there are not any more."""
+        for request_id, booking in list(self._booked.items()):
+            if booking.decode.worker is worker:
+                self._end(request_id)
+            elif booking.prefill is not None and booking.prefill.worker is worker:
+                _end_prefill(booking)
+
+    def sweep(self, now: float) -> int:
+        """End what nobody will settle any more; returns how many."""
+        overdue = [request_id for request_id, booking in self._booked.items() if _is_overdue(booking, now)]
+        for request_id in overdue:
+            self._end(request_id)
+        return len(overdue)
+
+    def _end(self, request_id: str) -> None:
+        booking = self._booked.pop(request_id, None)
+        if booking is not None:
+            _end_prefill(booking)
+            booking.decode.give_back()
+            BOOKED_REQUESTS.dec()
+
+    def _remember_end(self, key: RequestKey) -> None:
+        self._ended[key.request_id] = max(key.generation, self._ended.get(key.request_id, -1))
+        self._ended.move_to_end(key.request_id)
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+
+
+def _end_prefill(booking: Booking) -> None:
+    booking.decode.give_back_prefill()
+    if booking.prefill is not None:
+        booking.prefill.give_back()
+        booking.prefill = None
+
+
+def _is_overdue(booking: Booking, now: float) -> bool:
+    if now - booking.booked_at > MAX_BOOKING_SECONDS:
+        return True
+    idle_since = booking.decode.worker.idle_since
+    return idle_since is not None and now - max(idle_since, booking.booked_at) > MAX_ORPHAN_SECONDS
