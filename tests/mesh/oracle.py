@@ -21,7 +21,8 @@ TEXT = (
 @cache
 def _model() -> Any:
     torch.set_num_threads(1)
-    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    return model.eval()
 
 
 @cache
