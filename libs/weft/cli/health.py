@@ -1,6 +1,6 @@
 """Asks a process whether it can be used: gRPC health, HTTP readiness, a Redis PING. Never raises for "not yet".
 
-Run as `python -m weft.cli.health HOST:PORT | http://...` it exits 0 when the answer is yes, for container health checks.
+Run as `python -m weft.cli.health HOST:PORT | URL` it exits 0 when the answer is yes, for container health checks.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from typing import Any
 
 # this process starts others while it holds channels; they exec at once, so gRPC need not prepare for forks
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
@@ -22,12 +23,12 @@ ATTEMPT_SECONDS = 2.0
 async def grpc_serves(address: str) -> bool:
     """Does grpc.health.v1 at host:port answer SERVING."""
     async with grpc.aio.insecure_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=ATTEMPT_SECONDS)
         except grpc.aio.AioRpcError:
             return False
-    return answer.status == health_pb2.HealthCheckResponse.SERVING
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def http_answers(url: str) -> bool:

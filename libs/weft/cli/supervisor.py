@@ -18,7 +18,7 @@ from typing import Protocol
 
 from weft.cli.child import Child, describe_exit
 
-PROBE_SECONDS = 0.1
+MAX_PROBE_SECONDS = 0.25
 # of the 5 s that Ctrl-C may take
 STOP_SECONDS = 4.0
 # what a killed process group may take to let go of its output
@@ -203,11 +203,18 @@ class Supervisor:
         """When the child became ready; None after its time was over, and it with it."""
         try:
             async with asyncio.timeout(spec.start_seconds):
-                while not await spec.probe():
-                    await asyncio.sleep(PROBE_SECONDS)
+                await _until(spec.probe)
         except TimeoutError:
             child.signal_group(signal.SIGKILL)
             return None
         self._ready[spec.name].set()
         self._listener.on_state(spec.name, State.READY, "")
         return time.monotonic()
+
+
+async def _until(probe: Callable[[], Awaitable[bool]]) -> None:
+    pause = 0.0
+    while not await probe():
+        # quick at first: most children are up within a second
+        pause = min(MAX_PROBE_SECONDS, pause + 0.05)
+        await asyncio.sleep(pause)

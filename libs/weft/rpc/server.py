@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -12,12 +13,16 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from weft.config import ConfigError
+from weft.errors import BadCheckpoint
 from weft.rpc.client import CHANNEL_OPTIONS
 from weft.rpc.status import StatusInterceptor
 
 logger = logging.getLogger(__name__)
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+# supervisors do not start such a process again
+CONFIG_EXIT_CODE = 2
 SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
     ("grpc.so_reuseport", 0),
@@ -70,10 +75,27 @@ async def until_signal(*background: Coroutine[Any, Any, None]) -> None:
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """asyncio.run under uvloop where it is installed."""
+    """asyncio.run under uvloop where it is installed.
+
+    A wrong setting or checkpoint ends the process with status 2 and one line: starting it again would not help.
+    """
+    try:
+        _runner()(main())
+    except* (ConfigError, BadCheckpoint) as group:
+        for error in _leaves(group):
+            logger.error("cannot start: %s", error)
+        sys.exit(CONFIG_EXIT_CODE)
+
+
+def _runner() -> Callable[[Coroutine[Any, Any, None]], None]:
     try:
         import uvloop
     except ImportError:
-        asyncio.run(main())
-    else:
-        uvloop.run(main())
+        return asyncio.run
+    return uvloop.run
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]

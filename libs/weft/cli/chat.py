@@ -1,0 +1,124 @@
+"""`weft chat`: a conversation in the terminal, streamed, with what each answer cost.
+
+On a terminal Ctrl-C stops the current answer and Ctrl-D leaves; from a pipe each line is one message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.text import Text
+
+from weft.cli.stream import Figures, MeshError, open_client, served_model, stream_text
+
+HELP = "/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer"
+# a model's text must not steer the terminal
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@dataclass(slots=True)
+class Chat:
+    """A conversation: whom with, how, and what has been said."""
+
+    url: str
+    system: str = ""
+    session: str = ""
+    max_tokens: int = 512
+    temperature: float | None = None
+    model: str = ""
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.session = self.session or f"chat-{secrets.token_hex(8)}"
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what has been said."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def body(self) -> dict[str, Any]:
+        """The request that continues it."""
+        body: dict[str, Any] = {"model": self.model, "messages": self.messages}
+        body["max_tokens"] = self.max_tokens
+        return body if self.temperature is None else {**body, "temperature": self.temperature}
+
+
+def run_chat(chat: Chat) -> int:
+    """Talk until the end of input; returns the exit status."""
+    if sys.stdin.isatty():
+        # line editing and history for input()
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401
+    client = open_client(chat.url)
+    with asyncio.Runner() as runner:
+        try:
+            _converse(runner, client, chat, Console(highlight=False, soft_wrap=True))
+        except MeshError as error:
+            print(f"weft chat: {error}", file=sys.stderr)
+            return 1
+        finally:
+            runner.run(client.aclose())
+    return 0
+
+
+def _converse(runner: asyncio.Runner, client: httpx.AsyncClient, chat: Chat, console: Console) -> None:
+    is_terminal = sys.stdin.isatty()
+    chat.model = runner.run(served_model(client))
+    if is_terminal:
+        console.print(f"[bold]{chat.model}[/] at {chat.url}\n[dim]{HELP}[/]\n")
+    while (line := _read_line(is_terminal)) is not None:
+        match line.strip():
+            case "":
+                continue
+            case "/quit" | "/exit":
+                return
+            case "/help":
+                console.print(f"[dim]{HELP}[/]\n")
+            case "/reset":
+                chat.reset()
+                console.print("[dim]forgotten[/]\n")
+            case text:
+                _answer(runner, client, chat, text, console)
+
+
+def _read_line(is_terminal: bool) -> str | None:
+    """The next message; None at the end of input."""
+    try:
+        return input("> " if is_terminal else "")
+    except (EOFError, KeyboardInterrupt):
+        if is_terminal:
+            print()
+        return None
+
+
+def _answer(runner: asyncio.Runner, client: httpx.AsyncClient, chat: Chat, text: str, console: Console) -> None:
+    """One exchange. A stopped answer stays in the conversation as far as it came, a failed one does not."""
+    chat.messages.append({"role": "user", "content": text})
+    figures, pieces = Figures(), list[str]()
+
+    async def receive() -> None:
+        async for piece in stream_text(client, chat.body(), chat.session, figures):
+            pieces.append(piece)
+            print(_UNPRINTABLE.sub("", piece), end="", flush=True)
+
+    ended = ""
+    try:
+        runner.run(receive())
+    except KeyboardInterrupt:
+        ended = " [stopped]"
+    except MeshError as error:
+        chat.messages.pop()
+        if not sys.stdin.isatty():
+            raise
+        console.print(Text(f"{error}\n", style="red"))
+        return
+    chat.messages.append({"role": "assistant", "content": "".join(pieces)})
+    console.print(Text(f"{ended}\n{figures}\n", style="dim"))

@@ -1,0 +1,135 @@
+"""What `weft up` shows: one live row a service while things start, then one merged log of all of them.
+
+On a terminal with colours and movement; elsewhere the same as plain lines. Knows no service by name.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from weft.cli.supervisor import State
+
+COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "bright_cyan", "bright_magenta", "bright_green", "bright_blue")
+SPEAKER = "weft up"
+# what weft.log writes: time, level, process, message
+_RECORD = re.compile(r"(?P<time>\d\d:\d\d:\d\d) (?P<level>[DIWEC]) (?P<process>\S+) (?P<message>.*)")
+_LEVEL_STYLES = {"D": "dim", "I": "", "W": "yellow", "E": "red", "C": "bold red"}
+
+
+@dataclass(slots=True)
+class _Row:
+    state: State = State.WAITING
+    since: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+
+
+class Display:
+    """The Listener of a supervisor; use as a context manager around the start, then go on calling it."""
+
+    def __init__(self, console: Console, names: Sequence[str], title: str) -> None:
+        self._console = console
+        self._title = title
+        self._rows = {name: _Row() for name in names}
+        self._width = max(len(SPEAKER), *(len(name) for name in names))
+        self._colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+        self._live: Live | None = None
+        self._began = time.monotonic()
+
+    def start(self) -> None:
+        """Show the rows, on a terminal."""
+        if self._console.is_terminal:
+            self._live = Live(get_renderable=self._table, console=self._console, transient=True, refresh_per_second=8)
+            self._live.start()
+        else:
+            self.say(self._title)
+
+    def end_start(self) -> None:
+        """Take the rows away; from here on there is only the log."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    @property
+    def seconds(self) -> float:
+        """Since this display was made."""
+        return time.monotonic() - self._began
+
+    def on_line(self, name: str, line: str) -> None:
+        """A child wrote a line."""
+        record = _RECORD.fullmatch(line)
+        if not self._console.is_terminal:
+            text = f"{record['time']} {record['level']} {record['message']}" if record else line
+            self._print(Text(f"{name:<{self._width}} | {text}"))
+        elif record:
+            head = (f"{record['time']} ", "dim"), (f"{name:<{self._width}} ", self._colours[name])
+            self._print(Text.assemble(*head, (record["message"], _LEVEL_STYLES[record["level"]])))
+        else:
+            self._print(Text.assemble(" " * 9, (f"{name:<{self._width}} ", self._colours[name]), line))
+
+    def on_state(self, name: str, state: State, detail: str) -> None:
+        """A child has come to this state."""
+        row, now = self._rows[name], time.monotonic()
+        row.seconds = now - row.since
+        was_restarting = row.state is State.BACKING_OFF
+        if state is State.STARTING or row.state is not State.STARTING:
+            row.since = now
+        row.state = state
+        if state is State.READY and (self._live is None or was_restarting):
+            self.say(f"{name} is ready after {row.seconds:.1f} s")
+
+    def on_death(self, name: str, how: str, last_lines: Sequence[str], retry_seconds: float) -> None:
+        """A child died that nobody stopped."""
+        self.say(f"{name} has died ({how}); it starts again in {retry_seconds:g} s", "bold red")
+        self.quote(last_lines)
+
+    def quote(self, lines: Sequence[str]) -> None:
+        """A child's last words, once more and together."""
+        for line in lines:
+            self._print(Text(f"{'':<{self._width}}   {line}", style="red" if self._console.is_terminal else ""))
+
+    def say(self, text: str, style: str = "bold") -> None:
+        """A line of our own."""
+        if self._console.is_terminal:
+            self._print(Text.assemble((time.strftime("%H:%M:%S "), "dim"), (f"{SPEAKER:<{self._width}} {text}", style)))
+        else:
+            self._print(Text(f"{SPEAKER:<{self._width}} | {text}"))
+
+    def show(self, renderable: RenderableType) -> None:
+        """Anything else."""
+        self._console.print(renderable, highlight=False)
+
+    def _print(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True, highlight=False)
+
+    def _table(self) -> RenderableType:
+        table = Table.grid(padding=(0, 2))
+        for name, row in self._rows.items():
+            table.add_row("", _mark(row.state), Text(name, self._colours[name]), _describe(row))
+        return Group("", Text(f"  {self._title}  {self.seconds:.0f} s", style="bold"), "", table, "")
+
+
+_SPINNER = Spinner("dots")
+
+
+def _mark(state: State) -> RenderableType:
+    if state is State.STARTING:
+        return _SPINNER
+    marks = {State.READY: ("✓", "green"), State.BACKING_OFF: ("↻", "yellow"), State.FAILED: ("✗", "red")}
+    return Text(*marks.get(state, ("·", "dim")))
+
+
+def _describe(row: _Row) -> Text:
+    if row.state is State.READY:
+        return Text(f"ready after {row.seconds:.1f} s", style="dim")
+    if row.state is State.STARTING:
+        return Text(f"starting {time.monotonic() - row.since:.0f} s")
+    return Text(row.state.value, style="dim")

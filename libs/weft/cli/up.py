@@ -1,0 +1,142 @@
+"""`weft up`: a whole mesh on this machine, from nothing to the first request, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from weft.cli.display import Display
+from weft.cli.mesh import Addresses, MeshOptions, PortTaken, mesh_specs, pick_addresses, reachable
+from weft.cli.record import MeshRecord, recorded
+from weft.cli.supervisor import ChildFailed, Supervisor
+
+SHIPPED_MODEL = Path("models") / "weft-nano"
+
+
+class UsageError(Exception):
+    """The command cannot be carried out as it was given; the message says what to change."""
+
+
+def find_model(given: Path | None) -> Path:
+    """The checkpoint directory to serve. Raises UsageError when there is none."""
+    if given is None:
+        # in a checkout the shipped model lies beside libs/
+        candidates = [Path(__file__).resolve().parents[3] / SHIPPED_MODEL, Path.cwd() / SHIPPED_MODEL]
+    else:
+        candidates = [given]
+    for candidate in candidates:
+        if (candidate / "config.json").is_file():
+            return candidate.resolve()
+    if given is None:
+        raise UsageError(f"no model: {SHIPPED_MODEL} is not here; name a checkpoint directory with --model")
+    what = "has no config.json" if given.is_dir() else "is no directory"
+    raise UsageError(f"--model {given} {what}; it must be a checkpoint as Hugging Face ships them")
+
+
+def up(options: MeshOptions) -> int:
+    """Run the mesh until a signal ends it; returns the exit status."""
+    try:
+        at = pick_addresses(options)
+    except PortTaken as error:
+        raise UsageError(str(error)) from error
+    console = Console(soft_wrap=True)
+    specs = mesh_specs(options, at)
+    display = Display(console, [spec.name for spec in specs], _title(options))
+    url = f"http://{reachable(options.host)}:{options.port}"
+    note = MeshRecord(os.getpid(), time.time(), options.port, url, at.scheduler, _services(options, at))
+    with recorded(note):
+        return asyncio.run(_supervise(Supervisor(specs, display), display, _banner(options, url)))
+
+
+async def _supervise(supervisor: Supervisor, display: Display, banner: Text) -> int:
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            supervisor.kill()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    display.start()
+    status = 0
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(supervisor.run())
+            others = (
+                group.create_task(_announce(supervisor, display, banner)),
+                group.create_task(_stop_when(stop, supervisor, display)),
+            )
+            await asyncio.wait([running])
+            for task in others:
+                task.cancel()
+    except* ChildFailed as failures:
+        display.end_start()
+        failure = failures.exceptions[0]
+        assert isinstance(failure, ChildFailed)
+        status = _report(failure, display)
+    finally:
+        display.end_start()
+    display.say("all services have ended")
+    return status
+
+
+async def _announce(supervisor: Supervisor, display: Display, banner: Text) -> None:
+    await supervisor.wait_ready()
+    display.end_start()
+    display.say(f"ready after {display.seconds:.1f} s")
+    display.show(banner)
+
+
+async def _stop_when(stop: asyncio.Event, supervisor: Supervisor, display: Display) -> None:
+    await stop.wait()
+    display.end_start()
+    display.say("ending; once more to end at once")
+    await supervisor.stop()
+
+
+def _report(failure: ChildFailed, display: Display) -> int:
+    display.say(f"{failure}; giving up. Its last lines:", "bold red")
+    display.quote(failure.last_lines or ("(it wrote nothing)",))
+    return failure.exit_code
+
+
+def _title(options: MeshOptions) -> str:
+    workers = f"{options.num_prefill} prefill, {options.num_decode} decode"
+    return f"Weft · {options.name or options.model.name} · {workers} · {options.dtype}"
+
+
+def _services(options: MeshOptions, at: Addresses) -> dict[str, str]:
+    fixed = {"valkey": at.valkey, "scheduler": at.scheduler, "kvstore": at.kvstore, "weights": at.weights}
+    return {**fixed, **at.workers, "gateway": f"{reachable(options.host)}:{options.grpc_port}"}
+
+
+def _banner(options: MeshOptions, url: str) -> Text:
+    name = options.name or options.model.name
+    weft = "weft" if shutil.which("weft") else os.path.relpath(Path(sys.executable).parent / "weft")
+    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    lines = (
+        ("\n  Weft serves ", ""),
+        (name, "bold"),
+        (" at ", ""),
+        (url, "bold underline"),
+        (f"\n\n    curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n      -d '{body}'\n", "cyan"),
+        (f"\n    {weft + ' chat':<24}", "cyan"),
+        ("talk to it here in the terminal", "dim"),
+        (f"\n    {weft + ' status':<24}", "cyan"),
+        ("look at the fleet", "dim"),
+        (f"\n    {'OpenAI clients':<24}", ""),
+        (f'base_url="{url}/v1", any api_key', "dim"),
+        (f"\n    {'gRPC':<24}", ""),
+        (f"{reachable(options.host)}:{options.grpc_port} weft_mesh.v1.InferenceService", "dim"),
+        ("\n\n  The log of all services follows. Ctrl-C ends them.\n", ""),
+    )
+    return Text.assemble(*lines)
