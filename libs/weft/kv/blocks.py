@@ -1,4 +1,4 @@
-"""The pool's books: which block numbers are free, held, findable or untouchable. Knows no bytes, no sequences, no clock.
+"""The pool's books: which block numbers are free, held, findable or untouchable. Knows no bytes, sequences or clock.
 
 free --reserve--> reserved(refs) --publish--> ready(key, refs) --last release--> cached(key) --evict--> free
                       |  last release --> free                     ^------match------'
@@ -72,7 +72,8 @@ class BlockPool:
 
     def publish(self, block: int, key: bytes) -> bool:
         """Make a held block findable. False when `key` has a block already: the first stays, this one stays private."""
-        assert block in self._refs and block not in self._key_of, f"block {block} cannot be published"
+        assert block in self._refs, f"block {block} is not held"
+        assert block not in self._key_of, f"block {block} is published already"
         if key in self._block_of:
             return False
         self._key_of[block] = key
@@ -99,7 +100,8 @@ class BlockPool:
     def quarantine(self, blocks: Iterable[int], overdue_at: float) -> None:
         """Put private blocks with a single holder aside, taking that reference: somebody may still write there."""
         for block in blocks:
-            assert self._refs.get(block) == 1 and block not in self._key_of, f"block {block} is shared"
+            assert self._refs.get(block) == 1, f"block {block} is not held by one alone"
+            assert block not in self._key_of, f"block {block} is findable"
             del self._refs[block]
             self._quarantined[block] = overdue_at
 

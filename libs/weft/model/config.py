@@ -1,6 +1,6 @@
-"""What a checkpoint says about itself: config.json and generation_config.json as one frozen value, and the tensors it must hold.
+"""What a checkpoint says about itself, as one frozen value, and the tensors it must hold.
 
-Knows the Llama family's fields and their two spellings (transformers 4 and 5). Knows no torch and reads no tensor.
+Knows the Llama family's config.json and generation_config.json, as transformers 4 and 5 write them. Knows no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding: `kind` is default, linear or llama3; the rest beyond theta is only read by the kinds that need it."""
+    """Rotary embedding. `kind` is default, linear or llama3; linear reads the factor as well, llama3 everything."""
 
     theta: float
     kind: str = "default"

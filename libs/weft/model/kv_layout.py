@@ -1,4 +1,4 @@
-"""How a model's KV lies inside a block, in numbers: what two workers must agree on before blocks move. Knows no torch."""
+"""How a model's KV lies inside a block, in numbers: what peers must agree on before blocks move. No torch."""
 
 from __future__ import annotations
 

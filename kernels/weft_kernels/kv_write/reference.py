@@ -1,0 +1,13 @@
+"""What writing keys and values into the pool means."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def kv_write_reference(k: Tensor, v: Tensor, pool: Tensor, layer: int, slots: Tensor) -> None:
+    """See `weft_kernels.kv_write.kv_write`."""
+    block_tokens = pool.shape[4]
+    blocks, offsets = slots // block_tokens, slots % block_tokens
+    pool[:, :, layer, 0][blocks, :, offsets] = k
+    pool[:, :, layer, 1][blocks, :, offsets] = v

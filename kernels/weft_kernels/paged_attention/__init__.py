@@ -1,0 +1,20 @@
+"""Attention of packed query rows over keys and values that lie in pool blocks."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from weft_kernels.paged_attention.batch import PagedBatch as PagedBatch
+from weft_kernels.paged_attention.grouped import paged_attention_grouped
+
+
+def paged_attention(q: Tensor, layer: int, batch: PagedBatch) -> Tensor:
+    """out[r, h] = softmax(q[r, h] . K^T / sqrt(dim)) V over the keys that row r sees: its context up to itself.
+
+    q: [T, heads, dim], float32 or bfloat16, contiguous, of the pool's dtype; the rows lie as `batch` says.
+    K, V: the keys and values of `layer` and key head h // (heads / kv_heads), in the blocks of the row's sequence.
+    Returns [T, heads, dim] in q's dtype. The keys of the rows themselves must be in the pool already.
+    """
+    assert q.is_contiguous()
+    assert q.dtype == batch.pool.dtype
+    return paged_attention_grouped(q, layer, batch)

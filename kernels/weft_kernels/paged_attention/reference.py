@@ -1,0 +1,26 @@
+"""What paged attention means: one query row and one head at a time, in fp32."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from weft_kernels.paged_attention.batch import PagedBatch
+
+
+def paged_attention_reference(q: Tensor, layer: int, batch: PagedBatch) -> Tensor:
+    """See `weft_kernels.paged_attention.paged_attention`."""
+    out = torch.empty_like(q)
+    ratio = q.shape[1] // batch.pool.shape[1]
+    for sequence, (start, end) in enumerate(pairwise(batch.query_starts)):
+        context = batch.context_lens[sequence]
+        blocks = batch.pool[list(batch.block_tables[sequence]), :, layer].float()
+        keys, values = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)  # [kv_heads, tokens, dim] each
+        for row in range(start, end):
+            visible = context - (end - 1 - row)
+            for head in range(q.shape[1]):
+                scores = keys[head // ratio, :visible] @ q[row, head].float() * q.shape[-1] ** -0.5
+                out[row, head] = scores.softmax(0) @ values[head // ratio, :visible]
+    return out

@@ -1,0 +1,13 @@
+"""What RMSNorm means, rounded where Hugging Face rounds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `weft_kernels.rms_norm.rms_norm`."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)

@@ -1,0 +1,25 @@
+"""Choosing the next token of each row."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from weft_kernels.sampling.reference import sample_reference
+from weft_kernels.sampling.rows import SamplingRows as SamplingRows
+
+
+def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """[R] int64: the argmax of greedy rows; of others the token where the CDF passes u = hash(seed, position).
+
+    logits: [R, V] float32. The distribution is softmax(logits / temperature), cut by top-k, then top-p, then min-p,
+    and summed in the order of the vocabulary. A row's token depends on its own logits and parameters alone.
+    """
+    assert logits.ndim == 2
+    return sample_reference(logits, rows)
+
+
+def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """ln p of `tokens` [R] under the unscaled softmax(logits), and the best `num_top`: values and ids, [R, num_top]."""
+    log_p = logits.float().log_softmax(-1)
+    top = log_p.topk(min(num_top, log_p.shape[-1]), dim=-1)
+    return log_p.gather(-1, tokens[:, None])[:, 0], top.values, top.indices

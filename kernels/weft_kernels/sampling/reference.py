@@ -1,0 +1,48 @@
+"""What sampling means: the filters in the order of transformers, then inverse-CDF over the vocabulary's order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft_kernels.sampling.noise import uniforms
+from weft_kernels.sampling.rows import SamplingRows
+
+NEVER = float("-inf")
+
+
+def sample_reference(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """See `weft_kernels.sampling.sample`."""
+    greedy = logits.argmax(-1)
+    if rows.is_greedy:
+        return greedy
+    cdf = filtered_scores(logits, rows).softmax(-1).cumsum(-1, dtype=torch.float64)
+    total = cdf[:, -1]
+    # Strictly below the total, whatever the product rounds to: a token of probability 0 is never hit.
+    target = torch.minimum(
+        uniforms(rows.seeds, rows.positions) * total, torch.nextafter(total, torch.zeros_like(total))
+    )
+    drawn = torch.searchsorted(cdf, target[:, None], right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
+    return torch.where(rows.temperature > 0, drawn, greedy)
+
+
+def filtered_scores(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """[R, V] logits over temperature, -inf where top-k, top-p or min-p drop the token. Greedy rows: temperature 1."""
+    temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0)
+    # Relative to the best one: a tiny temperature gives -inf for the others, and never inf - inf.
+    scores = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+    if rows.has_top_k_or_p:
+        scores = _top_k_then_p(scores, rows)
+    floor = torch.log(rows.min_p)[:, None]  # ln 0 = -inf drops nothing
+    return scores.masked_fill(scores < floor, NEVER)
+
+
+def _top_k_then_p(scores: Tensor, rows: SamplingRows) -> Tensor:
+    ordered, order = scores.sort(dim=-1, stable=True)  # worst first
+    num_kept = torch.where(rows.top_k > 0, rows.top_k, scores.shape[-1]).clamp_max(scores.shape[-1])
+    worst_kept = ordered.gather(-1, scores.shape[-1] - num_kept[:, None])
+    ordered = ordered.masked_fill(ordered < worst_kept, NEVER)  # ties with the k-th stay
+    dropped = ordered.softmax(-1).cumsum(-1) <= (1.0 - rows.top_p).float()[:, None]
+    dropped &= (rows.top_p < 1.0)[:, None]
+    dropped[:, -1] = False
+    return torch.empty_like(scores).scatter_(-1, order, ordered.masked_fill(dropped, NEVER))

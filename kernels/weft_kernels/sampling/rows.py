@@ -1,0 +1,25 @@
+"""How each row of a batch is to be sampled, as tensors. Knows nothing of requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """One entry a row: temperature [R] float32 (0: greedy), top_k [R] int64 (0: off), top_p [R] float64 (1: off),
+    min_p [R] float32 (0: off), seeds [R] int64, positions [R] int64 (where the new token will stand).
+
+    `is_greedy` and `has_top_k_or_p` say it for all rows, so that nothing has to be read back from a device.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    positions: Tensor
+    is_greedy: bool
+    has_top_k_or_p: bool

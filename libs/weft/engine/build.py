@@ -1,0 +1,33 @@
+"""Put an engine together: model, pool, runner, thread. Knows the parts and none of their work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from weft.engine.config import EngineConfig
+from weft.engine.core import Engine
+from weft.engine.messages import StepOutput
+from weft.engine.runner import DTYPES, ModelRunner
+from weft.model.config import ModelConfig
+from weft.model.llama import Llama
+
+
+def build_engine(
+    model_config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    *,
+    dtype: str,
+    device: str,
+    engine_config: EngineConfig,
+    listener: Callable[[StepOutput], None],
+) -> Engine:
+    """An engine that `start` sets going. dtype: "float32" or "bfloat16", of weights, activations and KV alike.
+
+    Tensors of another dtype or device are copied; `weights` is not kept. Raises BadCheckpoint for missing tensors.
+    """
+    where = torch.device(device)
+    model = Llama(model_config, weights, DTYPES[dtype], where)
+    return Engine(ModelRunner(model, engine_config, dtype, where), engine_config, listener)

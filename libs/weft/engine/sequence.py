@@ -1,0 +1,94 @@
+"""A sequence inside the engine: all of its state as data, and what follows from it. Knows no pool and no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from weft.engine.messages import PromptCounts, SequenceMode, SequenceSpec
+from weft.kv.prefix import block_key, reusable_blocks, root_key
+from weft.request import FinishReason
+
+
+class State(Enum):
+    """Where a sequence stands: waiting -> (reserved ->) running -> held (prefill only); preemption leads back."""
+
+    WAITING = auto()
+    RESERVED = auto()  # holds blocks that somebody else fills
+    RUNNING = auto()
+    HELD = auto()  # a finished prefill whose blocks are being read
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`token_ids` is prompt plus generated; KV is final for the first `num_computed` of them.
+
+    `keys` and `num_sealed` count leading blocks: keys known so far, and blocks that were matched or published.
+    """
+
+    spec: SequenceSpec
+    token_ids: list[int]
+    submitted_at: float
+    state: State = State.WAITING
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    num_sealed: int = 0
+    num_computed: int = 0
+    num_cached: int = 0
+    is_filled: bool = False
+    admitted_at: float | None = None
+    compute_seconds: float = 0.0
+
+    @property
+    def num_prompt(self) -> int:
+        """Prompt tokens, resumed ones included."""
+        return len(self.spec.token_ids)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose KV is still to be computed. At least 1 while the sequence lives: the last one gives logits."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens, those of earlier attempts included."""
+        return len(self.token_ids) - self.num_prompt + self.spec.resumed_tokens
+
+    @property
+    def is_prefill(self) -> bool:
+        """Ends after one token, and its blocks may be read by a peer before that: never preempted."""
+        return self.spec.mode is SequenceMode.PREFILL
+
+    @property
+    def has_emitted(self) -> bool:
+        """The first token is out."""
+        return len(self.token_ids) > self.num_prompt
+
+    def key(self, index: int, block_tokens: int) -> bytes:
+        """The key of full block `index`."""
+        while len(self.keys) <= index:
+            parent = self.keys[-1] if self.keys else root_key(self.spec.cache_salt)
+            start = len(self.keys) * block_tokens
+            self.keys.append(block_key(parent, self.token_ids[start : start + block_tokens]))
+        return self.keys[index]
+
+    def reusable_keys(self, block_tokens: int) -> list[bytes]:
+        """The keys under which a cache may hold leading blocks; at least one token is left to compute."""
+        count = reusable_blocks(len(self.token_ids), block_tokens)
+        if count:
+            self.key(count - 1, block_tokens)
+        return self.keys[:count]
+
+    def end_after(self, token_id: int, eos_token_ids: tuple[int, ...], context_tokens: int) -> FinishReason | None:
+        """Why the sequence ends with `token_id`, which is its last one already; None when it goes on."""
+        sampling = self.spec.sampling
+        if token_id in sampling.stop_token_ids or (not sampling.ignore_eos and token_id in eos_token_ids):
+            return FinishReason.STOP
+        if self.num_generated >= sampling.max_tokens or len(self.token_ids) >= context_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def prompt_counts(self) -> PromptCounts:
+        """What the prompt cost, as sent with the first token."""
+        queue_seconds = (self.admitted_at or self.submitted_at) - self.submitted_at
+        return PromptCounts(self.num_cached, round(queue_seconds * 1000), round(self.compute_seconds * 1000))

@@ -1,0 +1,83 @@
+"""What follows a step: tokens appended, ends noticed, full blocks sealed. Pure bookkeeping.
+
+Knows sequences, block numbers and events; knows neither tensors nor threads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+
+from weft.engine.batch import Planner, Sampled, Work, report_progress
+from weft.engine.config import EngineConfig
+from weft.engine.events import Events
+from weft.engine.messages import SealedBlock, TokenDelta
+from weft.engine.sequence import Sequence, State
+from weft.kv.blocks import BlockPool
+
+
+class Settler:
+    """Takes a step's results into the books. Token counts are totals since the start."""
+
+    def __init__(self, config: EngineConfig, pool: BlockPool, planner: Planner) -> None:
+        self.num_generated_tokens = 0
+        self.num_computed_prompt_tokens = 0
+        self._config = config
+        self._pool = pool
+        self._planner = planner
+        self._pinned: Counter[int] = Counter()
+
+    def settle(self, works: Items[Work], sampled: Items[Sampled], seconds: float, events: Events) -> None:
+        """`sampled` holds one token for each of `works` that samples, in their order."""
+        tokens = iter(sampled)
+        for work in works:
+            sequence = work.sequence
+            samples = work.samples
+            if not sequence.has_emitted:
+                sequence.compute_seconds += seconds
+                self.num_computed_prompt_tokens += work.num_tokens
+            sequence.num_computed += work.num_tokens
+            self.seal(sequence, events)
+            report_progress(sequence, events)
+            if samples:
+                self.accept(sequence, next(tokens), events)
+
+    def accept(self, sequence: Sequence, token: Sampled, events: Events) -> None:
+        """The next token of a sequence, and the sequence's end if it is the last."""
+        prompt = None if sequence.has_emitted else sequence.prompt_counts()
+        sequence.token_ids.append(token.token_id)
+        self.num_generated_tokens += 1
+        reason = None
+        if sequence.is_prefill:
+            self._planner.hold(sequence)
+        else:
+            reason = sequence.end_after(token.token_id, self._config.eos_token_ids, self._config.context_tokens)
+        logprobs = (token.logprobs,) if token.logprobs else ()
+        events.deltas.append(TokenDelta(sequence.spec.key, (token.token_id,), logprobs, prompt, reason))
+        if reason is not None:
+            self._planner.remove(sequence)
+
+    def seal(self, sequence: Sequence, events: Events) -> None:
+        """Publish the blocks whose KV has become complete; report them where somebody copies them."""
+        assert sequence.state is State.RUNNING
+        size = self._config.block_tokens
+        while sequence.num_sealed < sequence.num_computed // size:
+            block, key = sequence.blocks[sequence.num_sealed], sequence.key(sequence.num_sealed, size)
+            sequence.num_sealed += 1
+            if self._pool.publish(block, key) and self._may_pin():
+                self._pool.pin(block)
+                self._pinned[block] += 1
+                events.sealed.append(SealedBlock(key, block))
+
+    def unpin(self, blocks: Iterable[int]) -> None:
+        """Sealed blocks were copied or declined; unknown ones are left alone."""
+        for block in blocks:
+            if self._pinned[block]:
+                self._pinned[block] -= 1
+                self._pool.release((block,))
+            if not self._pinned[block]:
+                del self._pinned[block]
+
+    def _may_pin(self) -> bool:
+        return self._config.pin_sealed and self._pinned.total() < self._config.max_pinned
