@@ -1,7 +1,6 @@
 """`python -m weft_services.scheduler`: one scheduler process."""
 
 import logging
-from time import monotonic
 
 from weft import log, metrics
 from weft.config import describe, read_config
@@ -12,16 +11,15 @@ from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.service import NAMES, register
 
 
-async def main() -> None:
+async def main(config: Config) -> None:
     """Serve until SIGTERM; memberships end with the process, so there is nothing to drain."""
-    config = read_config(Config)
-    affinity = Affinity(config.redis_url, config.affinity_ttl_seconds, monotonic)
-    dispatcher = Dispatcher(config.silence_seconds, affinity, monotonic)
+    logging.info(describe(config))
+    affinity = Affinity(config.redis_url, config.affinity_ttl_seconds)
+    dispatcher = Dispatcher(config.silence_seconds, affinity)
     rpc = RpcServer(NAMES)
     register(rpc.server, dispatcher, config.report_interval_ms, config.silence_seconds)
     address = await rpc.start(config.host, config.port)
-    metrics_port = metrics.expose(config.host, config.metrics_port)
-    logging.info("listening at=%s metrics=%d %s", address, metrics_port, describe(config))
+    logging.info("listening at=%s metrics=%d", address, metrics.expose(config.host, config.metrics_port))
     await rpc.set_ready(True)
     await until_signal(dispatcher.run())
     await rpc.stop(grace_seconds=0.5)
@@ -29,4 +27,4 @@ async def main() -> None:
 
 if __name__ == "__main__":
     log.setup("scheduler")
-    run(main)
+    run(lambda: main(read_config(Config)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -40,7 +41,11 @@ class Affinity:
     """Sessions and their workers. Without a URL it knows nobody and writes nothing."""
 
     def __init__(
-        self, url: str, ttl_seconds: int, clock: Callable[[], float], deadline_seconds: float = DEADLINE_SECONDS
+        self,
+        url: str,
+        ttl_seconds: int,
+        clock: Callable[[], float] = time.monotonic,
+        deadline_seconds: float = DEADLINE_SECONDS,
     ) -> None:
         self._redis = _connect(url, deadline_seconds) if url else None
         self._ttl_seconds = ttl_seconds

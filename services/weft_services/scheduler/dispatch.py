@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from weft.errors import InvalidRequest, NotFound, Overloaded, PeerLost, WeftError
@@ -32,7 +33,7 @@ _OUTCOMES: dict[type[WeftError], str] = {
 class Dispatcher:
     """Places requests on the fleet and keeps its books. Belongs to one event loop; `run` must be running."""
 
-    def __init__(self, silence_seconds: float, affinity: Affinity, clock: Callable[[], float]) -> None:
+    def __init__(self, silence_seconds: float, affinity: Affinity, clock: Callable[[], float] = time.monotonic) -> None:
         self.fleet = Fleet(silence_seconds)
         self._bookings = Bookings()
         self._affinity = affinity

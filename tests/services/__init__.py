@@ -1,0 +1,1 @@
+"""Each service against fakes of its peers."""

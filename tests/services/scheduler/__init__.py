@@ -1,0 +1,1 @@
+"""The scheduler, bottom up: policy, bookings, fleet, affinity, service."""

