@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # Keys gathered at a time on a CPU: what its second-level cache still holds is read again for free.
-GROUP_BYTES = 2 << 20
+GROUP_BYTES = 1 << 20
 MASK_ITEMS = 2 << 20
 
 
@@ -55,6 +55,15 @@ class PagedBatch:
             groups += [self._decode_group(first, end)] if self._is_decode(first) else self._chunk_groups(first)
             first = end
         return groups
+
+    @cached_property
+    def scratch(self) -> Tensor:
+        """[2, runs, block_tokens * dim]: gathered keys and values of one group at a time.
+
+        One for the whole batch: fresh memory at every layer costs more in page faults than the gathering itself.
+        """
+        num_runs = max(len(group.key_rows) for group in self.groups)
+        return self.pool.new_empty(2, num_runs, self.pool.shape[4] * self.pool.shape[5])
 
     def _is_decode(self, index: int) -> bool:
         return self.query_starts[index + 1] - self.query_starts[index] == 1

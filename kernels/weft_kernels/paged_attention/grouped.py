@@ -12,20 +12,23 @@ def paged_attention_grouped(q: Tensor, layer: int, batch: PagedBatch) -> Tensor:
     """See `weft_kernels.paged_attention.paged_attention`."""
     out = torch.empty_like(q)
     for group in batch.groups:
-        out[group.first_row : group.end_row] = _attend(q[group.first_row : group.end_row], layer, batch.pool, group)
+        rows = slice(group.first_row, group.end_row)
+        out[rows] = _attend(q[rows], layer, batch, group)
     return out
 
 
-def _attend(q: Tensor, layer: int, pool: Tensor, group: Group) -> Tensor:
-    _, kv_heads, _, _, block_tokens, dim = pool.shape
+def _attend(q: Tensor, layer: int, batch: PagedBatch, group: Group) -> Tensor:
+    _, kv_heads, _, _, block_tokens, dim = batch.pool.shape
     num_rows, num_heads, _ = q.shape
-    runs = pool.view(-1, block_tokens * dim)
-    key_rows = group.key_rows + 2 * layer
+    runs = batch.pool.view(-1, block_tokens * dim)
     shape = (kv_heads, group.num_seqs, -1, dim)
-    keys = torch.index_select(runs, 0, key_rows).view(shape)
-    values = torch.index_select(runs, 0, key_rows + 1).view(shape)
+    keys, values = batch.scratch[:, : len(group.key_rows)]
+    torch.index_select(runs, 0, group.key_rows + 2 * layer, out=keys)
+    torch.index_select(runs, 0, group.key_rows + (2 * layer + 1), out=values)
     # The heads that share a key head stand as further queries, so that each key is read once.
     split = (group.num_seqs, num_rows // group.num_seqs, kv_heads, num_heads // kv_heads, dim)
     queries = q.view(split).permute(2, 0, 1, 3, 4).reshape(shape)
-    out = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        queries, keys.view(shape), values.view(shape), attn_mask=group.mask
+    )
     return out.view(kv_heads, *split[:2], split[3], dim).permute(1, 2, 0, 3, 4).reshape(q.shape)
