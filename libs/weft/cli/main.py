@@ -128,13 +128,14 @@ def status(
 ) -> None:
     """The fleet as a table: workers, their load and their caches."""
     from weft.cli.record import running_meshes
-    from weft.cli.status import status as show_status
 
     address = scheduler or next((mesh.scheduler for mesh in running_meshes()), "")
     if not address:
         typer.secho("weft status: no mesh runs on this machine: start one with `weft up`,", fg="red", err=True)
         typer.secho("             or name a scheduler with --scheduler HOST:PORT", fg="red", err=True)
         raise typer.Exit(1)
+    from weft.cli.status import status as show_status
+
     show_status(address, watch, as_json)
 
 

@@ -48,8 +48,7 @@ class MeshOptions:
     @property
     def worker_threads(self) -> int:
         """torch threads of one worker; together they leave no core to two."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-        return self.threads or max(1, cores // max(1, self.num_prefill + self.num_decode))
+        return self.threads or max(1, num_cores() // max(1, self.num_prefill + self.num_decode))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +61,11 @@ class Addresses:
     weights: str
     workers: Mapping[str, str]
     master_port: int
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def check_port(host: str, port: int, flag: str) -> None:

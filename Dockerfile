@@ -1,0 +1,31 @@
+# One image for all six services; compose.yaml chooses which one runs. Built for CPUs; for NVIDIA GPUs:
+#   docker compose --profile gpu build --build-arg MOONCAKE=cuda12
+FROM python:3.12-slim AS build
+ARG MOONCAKE=cpu
+# a package index with the torch build you want, e.g. PyTorch's index of CPU wheels; empty: pip's default
+ARG WEFT_TORCH_INDEX=
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+RUN python -m venv /opt/weft \
+    && /opt/weft/bin/pip install --no-cache-dir --no-deps ${WEFT_TORCH_INDEX:+--index-url "$WEFT_TORCH_INDEX"} \
+        "torch==$(sed -n 's/^torch==//p' constraints.txt)"
+# what Weft needs, before Weft itself: a change of the sources alone installs nothing anew
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; e = p['optional-dependencies']; print(*p['dependencies'], *e['engine'], *e['mooncake-$MOONCAKE'], sep='\n')" > needs.txt \
+    && /opt/weft/bin/pip install --no-cache-dir -c constraints.txt -r needs.txt hatchling editables
+COPY protos/generated protos/generated
+COPY kernels kernels
+COPY libs libs
+COPY services services
+RUN /opt/weft/bin/pip install --no-cache-dir --no-deps --no-build-isolation .
+
+FROM python:3.12-slim
+# Mooncake's wheels load these from the system
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends libibverbs1 librdmacm1 libnuma1 libcurl4 liburing2 \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --system --uid 10001 --create-home weft
+COPY --from=build /opt/weft /opt/weft
+ENV PATH=/opt/weft/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER weft
+WORKDIR /home/weft
+CMD ["weft", "--help"]

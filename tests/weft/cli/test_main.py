@@ -1,0 +1,78 @@
+"""The command line: what it refuses, and how it says so."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from weft.cli.main import app
+
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def no_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notes of meshes that run on this machine do not reach the tests."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_taken_port_is_named_with_the_flag_that_changes_it(checkpoint: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = runner.invoke(app, ["up", "--model", str(checkpoint), "--port", str(port)])
+        assert result.exit_code == 2
+        assert f"127.0.0.1:{port}" in result.stderr
+        assert "--port" in result.stderr
+        result = runner.invoke(
+            app, ["up", "--model", str(checkpoint), "--port", str(free_port()), "--grpc-port", str(port)]
+        )
+        assert result.exit_code == 2
+        assert "--grpc-port" in result.stderr
+
+
+@pytest.mark.parametrize(("folder", "reason"), [("empty", "no config.json"), ("missing", "no directory")])
+def test_a_model_that_is_none_is_refused_before_anything_starts(tmp_path: Path, folder: str, reason: str) -> None:
+    (tmp_path / "empty").mkdir()
+    result = runner.invoke(app, ["up", "--model", str(tmp_path / folder)])
+    assert result.exit_code == 2
+    assert reason in result.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--dtype", "float16"], ["--transport", "http"], ["--decode", "0"], ["--prefill", "-1"], ["--port", "99999"]],
+)
+def test_wrong_options_are_refused(options: list[str]) -> None:
+    result = runner.invoke(app, ["up", *options])
+    assert result.exit_code == 2
+    assert options[0] in result.output
+
+
+@pytest.mark.parametrize("command", [["chat"], ["generate", "hello"]])
+def test_without_a_mesh_the_commands_say_what_to_do(command: list[str]) -> None:
+    result = runner.invoke(app, [*command, "--url", f"http://127.0.0.1:{free_port()}"])
+    assert result.exit_code == 1
+    assert "weft up" in result.stderr
+
+
+def test_status_without_a_mesh_says_what_to_do() -> None:
+    result = runner.invoke(app, ["status"])
+    assert result.exit_code == 1
+    assert "weft up" in result.stderr

@@ -1,0 +1,70 @@
+"""The plan of a local mesh: who starts after whom, on which ports, with which settings."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from weft.cli import mesh as module
+from weft.cli.mesh import INTERNAL_PORTS, Addresses, MeshOptions, PortTaken, check_port, free_ports, mesh_specs
+
+AT = Addresses(
+    valkey="127.0.0.1:1",
+    scheduler="127.0.0.1:2",
+    kvstore="127.0.0.1:3",
+    weights="127.0.0.1:4",
+    workers={"prefill-0": "127.0.0.1:5", "decode-0": "127.0.0.1:6", "decode-1": "127.0.0.1:7"},
+    master_port=8,
+)
+
+
+def test_workers_wait_for_what_they_call_and_end_before_it() -> None:
+    specs = {spec.name: spec for spec in mesh_specs(MeshOptions(Path("/m"), num_decode=2), AT)}
+    assert list(specs) == ["valkey", "scheduler", "kvstore", "weights", *AT.workers, "gateway"]
+    for spec in specs.values():
+        assert all(specs[name].tier < spec.tier for name in spec.after)
+    assert specs["decode-1"].command[1:] == ("-m", "weft_services.decode")
+    assert specs["decode-1"].environ["WEFT_WORKER_ID"] == "decode-1"
+    assert specs["decode-1"].environ["WEFT_PORT"] == "7"
+
+
+def test_peers_are_told_each_others_addresses() -> None:
+    specs = {spec.name: spec for spec in mesh_specs(MeshOptions(Path("/m")), AT)}
+    worker = specs["prefill-0"].environ
+    assert worker["WEFT_SCHEDULER_ADDR"] == AT.scheduler
+    assert worker["WEFT_WEIGHTS_ADDR"] == AT.weights
+    assert worker["WEFT_KVSTORE_ADDR"] == AT.kvstore
+    assert specs["scheduler"].environ["WEFT_REDIS_URL"] == "redis://127.0.0.1:1/0"
+
+
+def test_a_users_own_settings_reach_the_services_but_not_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_CHUNK_TOKENS", "64")
+    monkeypatch.setenv("WEFT_PORT", "1234")
+    spec = next(spec for spec in mesh_specs(MeshOptions(Path("/m")), AT) if spec.name == "prefill-0")
+    assert spec.environ["WEFT_CHUNK_TOKENS"] == "64"
+    assert spec.environ["WEFT_PORT"] == "5"
+
+
+@pytest.mark.parametrize(("cores", "workers", "threads"), [(2, 2, 1), (1, 2, 1), (8, 2, 4), (16, 3, 5)])
+def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch, cores: int, workers: int, threads: int) -> None:
+    monkeypatch.setattr(module, "num_cores", lambda: cores)
+    assert MeshOptions(Path("/m"), num_prefill=1, num_decode=workers - 1).worker_threads == threads
+    assert MeshOptions(Path("/m"), threads=3).worker_threads == 3
+
+
+def test_internal_ports_differ_are_free_and_lie_below_the_ephemeral_range() -> None:
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    assert set(ports) <= set(INTERNAL_PORTS)
+    for port in ports:
+        check_port("127.0.0.1", port, "--port")
+
+
+def test_a_taken_port_is_refused() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(PortTaken, match="--port"):
+            check_port("127.0.0.1", taken.getsockname()[1], "--port")

@@ -1,0 +1,37 @@
+"""Notes about running meshes: found while they run, ignored when stale."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.cli.record import MeshRecord, recorded, running_meshes, runtime_folder
+
+NOTE = MeshRecord(os.getpid(), 10.0, 8000, "http://127.0.0.1:8000", "127.0.0.1:1", {"scheduler": "127.0.0.1:1"})
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def test_a_mesh_is_found_while_it_runs_the_latest_first() -> None:
+    later = dataclasses.replace(NOTE, port=8001, started=20.0)
+    with recorded(later), recorded(NOTE):
+        assert running_meshes() == [later, NOTE]
+    assert running_meshes() == []
+    assert list(runtime_folder().iterdir()) == []
+
+
+def test_notes_of_dead_or_foreign_meshes_are_ignored() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    with recorded(dataclasses.replace(NOTE, pid=ended.pid)):
+        (runtime_folder() / "up-1.json").write_text("not json")
+        (runtime_folder() / "up-2.json").write_text('{"pid": 1}')
+        assert running_meshes() == []
