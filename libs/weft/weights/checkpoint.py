@@ -1,0 +1,154 @@
+"""A Hugging Face checkpoint directory, checked against the architecture it claims to be. Reads headers, never data.
+
+Only safetensors: pickled weights can run code when they are opened, so they are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.errors import BadCheckpoint
+from weft.model.config import ModelConfig, expected_tensors, read_config
+from weft.weights.header import TensorEntry, read_header
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+WEIGHT_DTYPES = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """A tensor that the model needs and the file it lies in."""
+
+    path: Path
+    entry: TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Everything needed to read the weights.
+
+    `config_json` is config.json with the end tokens of generation_config.json, the file that chat tuning updates.
+    `source_id` changes when a file's size or modification time does; `directory_id` names the directory alone.
+    """
+
+    directory: Path
+    config_json: str
+    tensors: tuple[TensorSource, ...]
+    directory_id: str
+    source_id: str
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.entry.size_bytes for tensor in self.tensors)
+
+
+def read_checkpoint(directory: Path) -> Checkpoint:
+    """Read config, index and headers. Raises BadCheckpoint naming the file or tensor at fault."""
+    directory = directory.absolute()
+    if not directory.is_dir():
+        raise BadCheckpoint(f"{directory}: no such directory")
+    config = read_config(directory)
+    found = _find_tensors(directory)
+    tensors = _select(directory, config, found)
+    paths = sorted({source.path for source in tensors})
+    return Checkpoint(
+        directory, _served_config(directory, config), tensors, _digest([str(directory)]), _source_id(directory, paths)
+    )
+
+
+def _find_tensors(directory: Path) -> dict[str, TensorSource]:
+    if (directory / SINGLE_FILE).exists():
+        return _read_files([directory / SINGLE_FILE])
+    if (directory / INDEX_FILE).exists():
+        return _read_shards(directory)
+    pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in directory.glob(pattern))
+    if pickles:
+        raise BadCheckpoint(
+            f"{directory / pickles[0]}: pickled weights can run code and are not read; convert them to {SINGLE_FILE}"
+        )
+    raise BadCheckpoint(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+
+
+def _read_shards(directory: Path) -> dict[str, TensorSource]:
+    index = directory / INDEX_FILE
+    weight_map = _read_weight_map(index)
+    tensors = _read_files([directory / name for name in sorted(set(weight_map.values()))])
+    for name, file in weight_map.items():
+        if name not in tensors or tensors[name].path.name != file:
+            raise BadCheckpoint(f"{index}: tensor {name} is not in {file}")
+    return tensors
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadCheckpoint(f"{index}: no weight_map can be read: {error}") from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadCheckpoint(f"{index}: weight_map is not a JSON object with entries")
+    for name, file in weight_map.items():
+        # a shard lies beside its index: a map that points elsewhere is an attempt to read other files
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise BadCheckpoint(f"{index}: tensor {name}: {file!r} is not the name of a safetensors file")
+    return weight_map
+
+
+def _read_files(paths: Sequence[Path]) -> dict[str, TensorSource]:
+    tensors: dict[str, TensorSource] = {}
+    for path in paths:
+        for entry in read_header(path).tensors:
+            if entry.name in tensors:
+                raise BadCheckpoint(f"{path}: tensor {entry.name} is in {tensors[entry.name].path.name} as well")
+            tensors[entry.name] = TensorSource(path, entry)
+    return tensors
+
+
+def _select(directory: Path, config: ModelConfig, found: dict[str, TensorSource]) -> tuple[TensorSource, ...]:
+    """The tensors that the architecture needs, no more and no fewer."""
+    expected = expected_tensors(config)
+    for name, shape in expected.items():
+        source = found.get(name)
+        if source is None:
+            raise BadCheckpoint(f"{directory}: tensor {name} is missing")
+        if source.entry.shape != shape:
+            raise BadCheckpoint(
+                f"{source.path}: tensor {name} has shape {list(source.entry.shape)}, config.json asks for {list(shape)}"
+            )
+        if source.entry.dtype not in WEIGHT_DTYPES:
+            raise BadCheckpoint(f"{source.path}: tensor {name} has dtype {source.entry.dtype}, not a weight's")
+    for name, source in found.items():
+        if name not in expected and not _is_ignored(name, config):
+            raise BadCheckpoint(f"{source.path}: tensor {name} is not part of a {config.architecture}")
+    return tuple(found[name] for name in expected)
+
+
+def _is_ignored(name: str, config: ModelConfig) -> bool:
+    """Rotary frequencies are computed; a tied model's output matrix is its embedding."""
+    return name.endswith("rotary_emb.inv_freq") or (config.is_tied and name == "lm_head.weight")
+
+
+def _served_config(directory: Path, config: ModelConfig) -> str:
+    fields: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    if config.eos_token_ids:
+        fields["eos_token_id"] = list(config.eos_token_ids)
+    return json.dumps(fields)
+
+
+def _source_id(directory: Path, paths: Sequence[Path]) -> str:
+    parts = [str(directory)]
+    for path in paths:
+        stat = path.stat()
+        parts += [path.name, str(stat.st_size), str(stat.st_mtime_ns)]
+    return _digest(parts)
+
+
+def _digest(parts: Sequence[str]) -> str:
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()

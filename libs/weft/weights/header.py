@@ -1,0 +1,147 @@
+"""The safetensors format: its header read with distrust, and written. Knows files and offsets, not models."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.errors import BadCheckpoint
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+ALIGNMENT_BYTES = 64
+DTYPE_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor of a file: `offset` counts from the file's first byte."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says it holds, in the order of its bytes."""
+
+    tensors: tuple[TensorEntry, ...]
+    metadata: dict[str, str]
+
+
+def read_header(path: Path) -> Header:
+    """Read a file's header and check it against the file's size. Raises BadCheckpoint naming the file and tensor."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            prefix = file.read(LENGTH_BYTES)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < LENGTH_BYTES or LENGTH_BYTES + length > size:
+                raise BadCheckpoint(
+                    f"{path}: truncated: the header needs {LENGTH_BYTES + length} bytes, the file has {size}"
+                )
+            if length > MAX_HEADER_BYTES:
+                raise BadCheckpoint(f"{path}: a header of {length} bytes is not a safetensors header")
+            raw = file.read(length)
+    except FileNotFoundError:
+        raise BadCheckpoint(f"{path}: no such file") from None
+    except OSError as error:
+        raise BadCheckpoint(f"{path}: not readable: {error.strerror}") from error
+    return _parse(path, raw, data_start=LENGTH_BYTES + length, file_size=size)
+
+
+def header_bytes(tensors: Sequence[TensorEntry], metadata: dict[str, str]) -> bytes:
+    """The header of a file whose data lie back to back in this order, aligned; the entries' own offsets are ignored."""
+    fields: dict[str, Any] = {"__metadata__": metadata}
+    position = 0
+    for tensor in tensors:
+        end = position + tensor.size_bytes
+        fields[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def _parse(path: Path, raw: bytes, data_start: int, file_size: int) -> Header:
+    try:
+        fields = json.loads(raw, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{path}: the header is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise BadCheckpoint(f"{path}: the header is not a JSON object")
+    metadata = fields.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise BadCheckpoint(f"{path}: __metadata__ is not a JSON object")
+    tensors = [_entry(path, name, value, data_start) for name, value in fields.items()]
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.size_bytes))
+    _check_layout(path, tensors, data_start, file_size)
+    return Header(tuple(tensors), {str(key): str(value) for key, value in metadata.items()})
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return fields
+
+
+def _entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
+    where = f"{path}: tensor {name}"
+    if not isinstance(value, dict):
+        raise BadCheckpoint(f"{where}: not a JSON object")
+    dtype: Any = value.get("dtype")
+    shape: Any = value.get("shape")
+    offsets: Any = value.get("data_offsets")
+    if dtype not in DTYPE_BYTES:
+        raise BadCheckpoint(f"{where}: unknown dtype {dtype!r}")
+    if not _is_counts(shape):
+        raise BadCheckpoint(f"{where}: shape {shape!r} is not a list of whole numbers")
+    if not _is_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise BadCheckpoint(f"{where}: data_offsets {offsets!r} are not a range")
+    size = offsets[1] - offsets[0]
+    needed = math.prod(shape) * DTYPE_BYTES[dtype]
+    if size != needed:
+        raise BadCheckpoint(f"{where}: {dtype} {shape} needs {needed} bytes, data_offsets give {size}")
+    return TensorEntry(name, dtype, tuple(shape), data_start + offsets[0], size)
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
+
+
+def _check_layout(path: Path, tensors: Sequence[TensorEntry], data_start: int, file_size: int) -> None:
+    """Data must fill the file exactly, each byte belonging to one tensor."""
+    position = data_start
+    for tensor in tensors:
+        end = tensor.offset + tensor.size_bytes
+        if end > file_size:
+            raise BadCheckpoint(f"{path}: truncated: tensor {tensor.name} ends at byte {end}, the file has {file_size}")
+        if tensor.offset < position:
+            raise BadCheckpoint(f"{path}: tensor {tensor.name} overlaps the one before it")
+        if tensor.offset > position:
+            raise BadCheckpoint(f"{path}: {tensor.offset - position} bytes before tensor {tensor.name} belong to none")
+        position = end
+    if position != file_size:
+        raise BadCheckpoint(f"{path}: {file_size - position} bytes at the end belong to no tensor")

@@ -1,0 +1,239 @@
+"""One safetensors image of a checkpoint in host shared memory: found, written, held, removed.
+
+An image is written under another name and linked under its own when it is complete, so what can be found is whole.
+Whoever serves it holds a shared lock on it; only an image that nobody else holds is removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import mmap
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.errors import BadCheckpoint, NotFound, Overloaded
+from weft.weights.checkpoint import Checkpoint, TensorSource
+from weft.weights.header import DTYPE_BYTES, TensorEntry, header_bytes, read_header
+
+logger = logging.getLogger(__name__)
+SHARED_MEMORY = Path("/dev/shm")
+FORMAT = "weft-image-1"
+PIECE_BYTES = 16 * 1024 * 1024  # read, hashed and reported at once; the leaves of the hash tree
+_NAME = re.compile(r"weft-weights-[0-9a-f]{16}-[0-9a-f]{16}\.safetensors")
+
+Report = Callable[[int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A complete image, held by a shared lock for as long as `fd` is open."""
+
+    name: str
+    size_bytes: int
+    weights_hash: str
+    fd: int
+
+    @property
+    def path(self) -> Path:
+        """Where it is, or was."""
+        return SHARED_MEMORY / self.name
+
+    def is_linked(self) -> bool:
+        """Can others still open it by name."""
+        return _is_same_file(self.path, self.fd)
+
+    def release(self) -> None:
+        """Let go; the last holder removes the file. Mappings of it stay valid."""
+        if _try_lock(self.fd, fcntl.LOCK_EX) and self.is_linked():
+            self.path.unlink()
+        os.close(self.fd)
+
+
+def image_path(name: str) -> Path:
+    """The file of an image. Raises NotFound for anything but a bare name of ours."""
+    if not _NAME.fullmatch(name):
+        raise NotFound(f"{name!r} is not the name of a weights image")
+    return SHARED_MEMORY / name
+
+
+def image_name(checkpoint: Checkpoint) -> str:
+    """Tells the directory first, then the state of its files."""
+    return f"weft-weights-{checkpoint.directory_id}-{checkpoint.source_id}.safetensors"
+
+
+def find_image(checkpoint: Checkpoint) -> Image | None:
+    """The image of just these files, if an earlier run left it or another process serves it."""
+    path = image_path(image_name(checkpoint))
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    stat = os.fstat(fd)
+    if stat.st_uid == os.geteuid() and _try_lock(fd, fcntl.LOCK_SH) and _is_same_file(path, fd):
+        try:
+            return Image(path.name, stat.st_size, _read_hash(path), fd)
+        except BadCheckpoint as error:
+            logger.warning("not an image of ours: %s", error)
+    os.close(fd)
+    _remove_unheld(path)
+    return None
+
+
+def remove_stale(checkpoint: Checkpoint) -> list[str]:
+    """Remove images of earlier states of this directory, and what broken-off writers left, unless somebody has them."""
+    removed = []
+    current = image_name(checkpoint)
+    for path in SHARED_MEMORY.glob(f"weft-weights-{checkpoint.directory_id}-*"):
+        if path.name != current and _remove_unheld(path):
+            removed.append(path.name)
+    return removed
+
+
+def write_image(checkpoint: Checkpoint, report: Report, num_threads: int) -> Image:
+    """Read the checkpoint into a new image and publish it.
+
+    `report(num_bytes, file)` is called from reading threads after every piece; what it raises ends the reading.
+    Raises BadCheckpoint when a file changes underneath, Overloaded when shared memory is too small.
+    """
+    # largest elements first: every tensor is aligned without a gap
+    tensors = sorted(checkpoint.tensors, key=lambda each: (-DTYPE_BYTES[each.entry.dtype], each.entry.name))
+    entries = [tensor.entry for tensor in tensors]
+    name = image_name(checkpoint)
+    start = len(header_bytes(entries, _metadata("0" * 64)))
+    size = start + checkpoint.total_bytes
+    with _partial_file(name, size) as (fd, partial):
+        with mmap.mmap(fd, size) as memory:
+            leaves = _fill(memory, start, tensors, report, num_threads)
+            weights_hash = _root_hash(entries, leaves)
+            memory[:start] = header_bytes(entries, _metadata(weights_hash))
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        try:
+            os.link(partial, image_path(name))
+        except FileExistsError:
+            logger.info("another process published %s first", name)
+            if (image := find_image(checkpoint)) is None:
+                raise Overloaded(f"{image_path(name)} is in the way and is not an image of ours") from None
+            return image
+        return Image(name, size, weights_hash, os.dup(fd))
+
+
+def _read_hash(path: Path) -> str:
+    metadata = read_header(path).metadata
+    if metadata.get("format") != FORMAT or not metadata.get("weights_hash"):
+        raise BadCheckpoint(f"{path}: not of format {FORMAT}")
+    return metadata["weights_hash"]
+
+
+def _metadata(weights_hash: str) -> dict[str, str]:
+    return {"format": FORMAT, "weights_hash": weights_hash}
+
+
+@contextmanager
+def _partial_file(name: str, size: int) -> Iterator[tuple[int, Path]]:
+    """A file of this size that vanishes unless it was linked elsewhere; locked, so that nobody sweeps it away."""
+    path = SHARED_MEMORY / f"{name}.{os.getpid()}.partial"
+    path.unlink(missing_ok=True)  # of an earlier process with our id
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            free = os.statvfs(SHARED_MEMORY).f_bavail * os.statvfs(SHARED_MEMORY).f_frsize
+            raise Overloaded(f"{SHARED_MEMORY}: {error.strerror}: {size} bytes needed, {free} free") from error
+        yield fd, path
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(fd)
+
+
+def _fill(
+    memory: mmap.mmap, start: int, tensors: Sequence[TensorSource], report: Report, num_threads: int
+) -> list[list[bytes]]:
+    """Read every tensor to its place, piece by piece; returns the digests of each one's pieces."""
+    with ExitStack() as stack:
+        paths = sorted({tensor.path for tensor in tensors})
+        files = {path: stack.enter_context(path.open("rb", buffering=0)) for path in paths}
+        view = stack.enter_context(memoryview(memory))
+        threads = stack.enter_context(ThreadPoolExecutor(num_threads, thread_name_prefix="weights"))
+        # a failed piece must not leave the others reading
+        stack.callback(threads.shutdown, cancel_futures=True)
+
+        def read(tensor: TensorSource, first: int, place: int) -> bytes:
+            size = min(PIECE_BYTES, tensor.entry.size_bytes - first)
+            with view[place + first : place + first + size] as piece:
+                _read_piece(files[tensor.path].fileno(), tensor, first, piece)
+                digest = hashlib.blake2b(piece, digest_size=32).digest()
+            report(size, tensor.path.name)
+            return digest
+
+        pieces = []
+        place = start
+        for tensor in tensors:
+            firsts = range(0, tensor.entry.size_bytes, PIECE_BYTES)
+            pieces.append([threads.submit(read, tensor, first, place) for first in firsts])
+            place += tensor.entry.size_bytes
+        return [[piece.result() for piece in row] for row in pieces]
+
+
+def _read_piece(fd: int, tensor: TensorSource, first: int, target: memoryview) -> None:
+    done = 0
+    while done < len(target):
+        try:
+            count = os.preadv(fd, [target[done:]], tensor.entry.offset + first + done)
+        except OSError as error:
+            raise BadCheckpoint(f"{tensor.path}: tensor {tensor.entry.name}: {error.strerror}") from error
+        if count == 0:
+            raise BadCheckpoint(f"{tensor.path}: truncated while tensor {tensor.entry.name} was read")
+        done += count
+
+
+def _root_hash(entries: Sequence[TensorEntry], leaves: Sequence[Sequence[bytes]]) -> str:
+    """BLAKE2b over name, dtype, shape and the BLAKE2b of every 16 MiB piece of each tensor, in the order of names.
+
+    A tree, so that the reading threads share the work: one thread hashes about 1 GB/s.
+    """
+    root = hashlib.blake2b(digest_size=32, person=b"weft-weights")
+    for entry, pieces in sorted(zip(entries, leaves, strict=True), key=lambda pair: pair[0].name):
+        root.update(json.dumps([entry.name, entry.dtype, entry.shape, len(pieces)]).encode())
+        for piece in pieces:
+            root.update(piece)
+    return root.hexdigest()
+
+
+def _remove_unheld(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        is_ours = os.fstat(fd).st_uid == os.geteuid()
+        if is_ours and _try_lock(fd, fcntl.LOCK_EX) and _is_same_file(path, fd):
+            path.unlink()
+            return True
+        return False
+    finally:
+        os.close(fd)
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_same_file(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(fd))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,39 @@
+"""The worker's side of an image: tensors that are views of the shared memory, nothing copied."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+
+from weft.errors import NotFound
+from weft.weights.header import read_header
+from weft.weights.image import image_path
+
+TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def open_image(shm_name: str, size_bytes: int) -> dict[str, torch.Tensor]:
+    """Every tensor of the image by name, in the checkpoint's dtype. The mapping lives as long as any of them.
+
+    The mapping is private: a write would copy the page for this process and never reach the image.
+    Raises NotFound when there is no such image (any more): load again.
+    """
+    path = image_path(shm_name)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise NotFound(f"{path}: {error.strerror}") from None
+    try:
+        if os.fstat(fd).st_size != size_bytes:
+            raise NotFound(f"{path} has not {size_bytes} bytes: it is not the image that was announced")
+        memory = mmap.mmap(fd, size_bytes, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(fd)
+    tensors = {}
+    for entry in read_header(path).tensors:
+        dtype = TORCH_DTYPES[entry.dtype]
+        count = entry.size_bytes // dtype.itemsize
+        tensors[entry.name] = torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
+    return tensors

@@ -1,0 +1,42 @@
+"""`python -m weft_services.weights`: one weights process."""
+
+import asyncio
+import logging
+
+from weft import log, metrics
+from weft.config import describe, read_config
+from weft.rpc.server import RpcServer, run, until_signal
+from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
+from weft_services.weights.config import Config
+from weft_services.weights.fetch import WeightLoader
+from weft_services.weights.service import SERVICE_NAME, WeightServicer
+
+
+async def serve(config: Config) -> None:
+    """Load before being asked, then answer until cancelled."""
+    rpc = RpcServer([SERVICE_NAME])
+    async with asyncio.TaskGroup() as tasks:
+        loader = WeightLoader(config.model, config.num_readers, tasks)
+        pb2_grpc.add_WeightServiceServicer_to_server(WeightServicer(config.served_name, loader), rpc.server)
+        address = await rpc.start(config.host, config.port)
+        logging.info("listening at=%s metrics=%d", address, metrics.expose(config.host, config.metrics_port))
+        try:
+            async for _ in loader.load():
+                pass
+            await rpc.set_ready(True)
+            await asyncio.Event().wait()
+        finally:
+            await rpc.stop(grace_seconds=0.5)
+            loader.release()
+
+
+async def main() -> None:
+    """Until SIGTERM or SIGINT."""
+    config = read_config(Config)
+    logging.info(describe(config))
+    await until_signal(serve(config))
+
+
+if __name__ == "__main__":
+    log.setup("weights")
+    run(main)

@@ -1,0 +1,116 @@
+"""Brings the model into shared memory: found there, or read once for however many ask at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from weft.errors import Cancelled, WeftError
+from weft.weights.checkpoint import Checkpoint, read_checkpoint
+from weft.weights.image import Image, find_image, remove_stale, write_image
+
+logger = logging.getLogger(__name__)
+PROGRESS_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How much of the checkpoint has been read."""
+
+    read_bytes: int
+    total_bytes: int
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The model is in shared memory."""
+
+    image: Image
+    config_json: str
+    read_from_disk: bool
+
+
+class WeightLoader:
+    """One model of one node. `tasks` outlives every load; a caller that leaves does not end the reading for others."""
+
+    def __init__(self, directory: Path, num_readers: int, tasks: asyncio.TaskGroup) -> None:
+        self._directory = directory
+        self._num_readers = num_readers
+        self._tasks = tasks
+        self._loaded: Loaded | None = None
+        self._flight: asyncio.Task[Loaded | WeftError] | None = None
+        self._progress = Progress(0, 0, "")
+        self._progress_lock = threading.Lock()
+        self._is_stopping = False
+
+    async def load(self) -> AsyncIterator[Progress | Loaded]:
+        """Progress while it is read, Loaded last. Raises BadCheckpoint, or Overloaded when shared memory is full."""
+        if self._loaded is not None and self._loaded.image.is_linked():
+            yield replace(self._loaded, read_from_disk=False)
+            return
+        if self._flight is None or self._flight.done():
+            self._flight = self._tasks.create_task(self._fetch())
+        flight = self._flight
+        while not flight.done():
+            await asyncio.wait({flight}, timeout=PROGRESS_SECONDS)
+            if self._progress.total_bytes:
+                yield self._progress
+        outcome = flight.result()
+        if isinstance(outcome, WeftError):
+            raise outcome
+        yield outcome
+
+    def release(self) -> None:
+        """Let go of the image; the last holder removes it."""
+        if self._loaded is not None:
+            self._loaded.image.release()
+            self._loaded = None
+
+    async def _fetch(self) -> Loaded | WeftError:
+        """An error is handed to those who wait; in the task group it would end the process."""
+        try:
+            checkpoint = await asyncio.to_thread(read_checkpoint, self._directory)
+            for name in await asyncio.to_thread(remove_stale, checkpoint):
+                logger.info("removed a stale image %s", name)
+            found = find_image(checkpoint)
+            image = found or await self._read(checkpoint)
+        except WeftError as error:
+            return error
+        self.release()
+        self._loaded = Loaded(image, checkpoint.config_json, read_from_disk=found is None)
+        logger.info(
+            "weights %s image=%s size_bytes=%d hash=%s",
+            "found in memory" if found else "read from disk",
+            image.name,
+            image.size_bytes,
+            image.weights_hash,
+        )
+        return self._loaded
+
+    async def _read(self, checkpoint: Checkpoint) -> Image:
+        self._progress = Progress(0, checkpoint.total_bytes, "")
+        loop = asyncio.get_running_loop()
+        reading = loop.run_in_executor(None, write_image, checkpoint, self._report, self._num_readers)
+        try:
+            return await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            self._is_stopping = True  # the next piece ends the reading, which removes what it wrote
+            await asyncio.wait({reading})
+            if reading.exception() is None:
+                reading.result().release()
+            raise
+        finally:
+            self._progress = Progress(0, 0, "")
+
+    def _report(self, num_bytes: int, file: str) -> None:
+        """On a reading thread."""
+        if self._is_stopping:
+            raise Cancelled("the weights service is stopping")
+        with self._progress_lock:
+            now = self._progress
+            self._progress = Progress(now.read_bytes + num_bytes, now.total_bytes, file)

@@ -1,0 +1,39 @@
+"""WeightService on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from weft.errors import NotFound
+from weft_mesh.v1 import weights_service_pb2 as pb2
+from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
+from weft_services.weights.fetch import Progress, WeightLoader
+
+SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["WeightService"].full_name
+
+
+class WeightServicer(pb2_grpc.WeightServiceServicer):
+    """Serves one model."""
+
+    def __init__(self, model_name: str, loader: WeightLoader) -> None:
+        self._model_name = model_name
+        self._loader = loader
+
+    async def Load(self, request: pb2.LoadRequest, context: Any) -> AsyncIterator[pb2.LoadResponse]:
+        """Progress first, the ready message last."""
+        if request.model != self._model_name:
+            raise NotFound(f"no model {request.model!r} here; this service holds {self._model_name!r}")
+        async for event in self._loader.load():
+            if isinstance(event, Progress):
+                progress = pb2.LoadProgress(read_bytes=event.read_bytes, total_bytes=event.total_bytes, file=event.file)
+                yield pb2.LoadResponse(progress=progress)
+            else:
+                ready = pb2.LoadReady(
+                    shm_name=event.image.name,
+                    size_bytes=event.image.size_bytes,
+                    weights_hash=event.image.weights_hash,
+                    config_json=event.config_json,
+                    read_from_disk=event.read_from_disk,
+                )
+                yield pb2.LoadResponse(ready=ready)
