@@ -1,0 +1,144 @@
+"""`weft chat` and `weft generate` against a gateway that answers from a script over real HTTP."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from weft.cli.main import app
+from weft.cli.stream import Figures
+
+runner = CliRunner()
+USAGE = {"prompt_tokens": 20, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 16}}
+HELLO = [
+    {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]},
+    {"choices": [{"delta": {"content": "Hel"}, "finish_reason": None}]},
+    {"choices": [{"delta": {"content": "lo\x1b[2J"}, "finish_reason": "stop"}]},
+    {"choices": [], "usage": USAGE},
+    "[DONE]",
+]
+
+
+class Gateway:
+    """Answers each POST with the next script; keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.scripts: list[list[Any]] = []
+        self.status = 200
+        self.asked: list[tuple[str, dict[str, Any], str | None]] = []
+        gateway = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._send(200, json.dumps({"data": [{"id": "tiny"}]}))
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                gateway.asked.append((self.path, body, self.headers.get("x-session-affinity")))
+                if gateway.status != 200:
+                    self._send(gateway.status, json.dumps({"error": {"message": "model: no such model"}}))
+                    return
+                events = [event if isinstance(event, str) else json.dumps(event) for event in gateway.scripts.pop(0)]
+                self._send(200, "".join(f"data: {event}\n\n" for event in events))
+
+            def _send(self, status: int, text: str) -> None:
+                self.send_response(status)
+                self.send_header("content-length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Quiet."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+
+@pytest.fixture
+def gateway() -> Iterator[Gateway]:
+    gateway = Gateway()
+    thread = threading.Thread(target=gateway.server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield gateway
+    gateway.server.shutdown()
+    gateway.server.server_close()
+    thread.join()
+
+
+def test_chat_keeps_the_conversation_and_its_session(gateway: Gateway) -> None:
+    gateway.scripts = [HELLO, HELLO]
+    options = ["--system", "Be brief.", "--session", "s1", "--temperature", "0"]
+    result = runner.invoke(app, ["chat", "--url", gateway.url, *options], input="hi\n\nagain\n")
+    assert result.exit_code == 0
+    assert [session for _, _, session in gateway.asked] == ["s1", "s1"]
+    assert gateway.asked[0][1]["temperature"] == 0
+    assert [message["role"] for message in gateway.asked[1][1]["messages"]] == "system user assistant user".split()
+
+
+def test_chat_shows_the_answer_without_control_characters_and_what_it_cost(gateway: Gateway) -> None:
+    gateway.scripts = [HELLO]
+    result = runner.invoke(app, ["chat", "--url", gateway.url], input="hi\n")
+    assert "Hello[2J" in result.output
+    assert "16/20 prompt tokens cached" in result.output
+    assert "3 tokens" in result.output
+
+
+def test_reset_forgets_and_quit_leaves(gateway: Gateway) -> None:
+    gateway.scripts = [HELLO, HELLO]
+    result = runner.invoke(app, ["chat", "--url", gateway.url], input="one\n/reset\ntwo\n/quit\nthree\n")
+    assert result.exit_code == 0
+    assert [body["messages"] for _, body, _ in gateway.asked] == [
+        [{"role": "user", "content": "one"}],
+        [{"role": "user", "content": "two"}],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ([HELLO[1], {"error": {"message": "worker lost"}}, "[DONE]"], "worker lost"),
+        ([HELLO[1]], "broke off"),
+    ],
+)
+def test_a_failed_answer_is_told_and_ends_a_piped_chat(gateway: Gateway, script: list[Any], reason: str) -> None:
+    gateway.scripts = [script]
+    result = runner.invoke(app, ["chat", "--url", gateway.url], input="hi\nmore\n")
+    assert result.exit_code == 1
+    assert reason in result.stderr
+
+
+def test_generate_writes_text_to_stdout_and_figures_to_stderr(gateway: Gateway) -> None:
+    gateway.scripts = [HELLO]
+    result = runner.invoke(app, ["generate", "hi", "--url", gateway.url, "--seed", "7", "--max-tokens", "5"])
+    assert result.stdout == "Hello\x1b[2J\n"
+    assert "first token" in result.stderr
+    path, body, _ = gateway.asked[0]
+    assert path == "/v1/chat/completions"
+    assert (body["model"], body["seed"], body["max_tokens"]) == ("tiny", 7, 5)
+
+
+def test_generate_raw_continues_the_text_itself(gateway: Gateway) -> None:
+    gateway.scripts = [[{"choices": [{"text": " there", "finish_reason": "length"}], "usage": USAGE}, "[DONE]"]]
+    result = runner.invoke(app, ["generate", "--raw", "-", "--url", gateway.url], input="hello")
+    assert result.stdout == " there\n"
+    assert "cut at max_tokens" in result.stderr
+    assert gateway.asked[0][0] == "/v1/completions"
+    assert gateway.asked[0][1]["prompt"] == "hello"
+
+
+def test_a_refusal_is_shown_in_the_gateways_words(gateway: Gateway) -> None:
+    gateway.status = 404
+    result = runner.invoke(app, ["generate", "hi", "--url", gateway.url])
+    assert result.exit_code == 1
+    assert "refused (404): model: no such model" in result.stderr
+
+
+def test_figures_count_the_rate_after_the_first_token() -> None:
+    figures = Figures(prompt_tokens=8, completion_tokens=11, first_token_seconds=0.05, total_seconds=1.05)
+    assert str(figures) == "first token 50 ms · 10 tokens/s · 11 tokens · 0/8 prompt tokens cached"

@@ -1,0 +1,49 @@
+"""The merged log: plain where nobody looks, coloured and short where somebody does."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from weft.cli.display import Display
+from weft.cli.supervisor import State
+
+RECORD = "09:01:02 I decode-0 joined the fleet"
+
+
+def display(is_terminal: bool) -> tuple[Display, io.StringIO]:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=is_terminal, width=60, color_system=None, soft_wrap=True)
+    return Display(console, ["valkey", "decode-0"], "Weft"), file
+
+
+def test_plain_lines_carry_a_prefix_of_one_width() -> None:
+    shown, file = display(is_terminal=False)
+    shown.on_line("decode-0", RECORD)
+    shown.on_line("valkey", "# [bold]warning[/]")
+    assert file.getvalue() == "decode-0 | 09:01:02 I joined the fleet\nvalkey   | # [bold]warning[/]\n"
+
+
+def test_a_terminal_sees_time_name_and_message() -> None:
+    shown, file = display(is_terminal=True)
+    shown.on_line("decode-0", RECORD)
+    shown.on_line("valkey", "x" * 100)
+    assert "09:01:02 decode-0 joined the fleet\n" in file.getvalue()
+    assert f"valkey   {'x' * 100}\n" in file.getvalue()
+
+
+def test_states_are_told_as_lines_where_there_is_no_terminal() -> None:
+    shown, file = display(is_terminal=False)
+    shown.start()
+    shown.on_state("valkey", State.STARTING, "")
+    shown.on_state("valkey", State.READY, "")
+    shown.end_start()
+    assert file.getvalue() == "weft up  | Weft\nweft up  | valkey is ready after 0.0 s\n"
+
+
+def test_a_death_is_told_with_the_last_lines() -> None:
+    shown, file = display(is_terminal=False)
+    shown.on_death("decode-0", "killed by SIGKILL", [RECORD, "boom"], 0.5)
+    assert "decode-0 has died (killed by SIGKILL); it starts again in 0.5 s\n" in file.getvalue()
+    assert file.getvalue().endswith("joined the fleet\n           boom\n")
