@@ -1,0 +1,42 @@
+"""The gateway's settings; see docs/architecture.md for the table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.config import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Each field is read from WEFT_<NAME>."""
+
+    model: Path
+    scheduler_addr: str
+    model_name: str = ""
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 9000
+    max_requests: int = 1024
+    request_timeout_seconds: float = 600.0
+    grace_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not self.model.is_dir():
+            raise ConfigError(f"WEFT_MODEL={self.model}: no such directory")
+        if ":" not in self.scheduler_addr:
+            raise ConfigError(f"WEFT_SCHEDULER_ADDR={self.scheduler_addr!r}: expected host:port")
+        for name in ("http_port", "grpc_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name)}: expected 0 to 65535")
+        if self.max_requests < 1:
+            raise ConfigError(f"WEFT_MAX_REQUESTS={self.max_requests}: expected at least 1")
+        for name in ("request_timeout_seconds", "grace_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name)}: expected more than 0")
+
+    @property
+    def served_name(self) -> str:
+        """What clients put into `model`."""
+        return self.model_name or self.model.resolve().name

@@ -1,0 +1,73 @@
+"""Token ids -> text, piece by piece: the pieces of a byte-level vocabulary join to exactly what decoding all ids gives.
+
+Bounded work per token: only a short window of ids is decoded again, never the whole answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+REPLACEMENT = "\ufffd"
+# A character has at most 4 bytes, so at most 3 can be waiting for the rest; byte-fallback shows each as one mark.
+MAX_HELD_MARKS = 3
+# Beyond this many ids without a clean boundary the output is broken UTF-8, and the window is cut anyway.
+MAX_WINDOW = 32
+MAX_CUT = 8
+
+
+class Detokenizer:
+    """State of one sequence. The window holds the last clean group of ids as context, then what is not yet settled."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._window: list[int] = []
+        self._num_context = 0
+        self._shown = ""  # how much of the window's text has been given out
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The new text; an incomplete character at the end is held back."""
+        before = len(self._window)
+        self._window.extend(token_ids)
+        text = self._decode(self._window)
+        held = _held_marks(text)
+        settled = text[: len(text) - held]
+        fresh = settled[len(self._shown) :]
+        if held:
+            self._shown = max(self._shown, settled, key=len)
+            self._bound(text, held)
+        elif fresh:
+            self._settle()
+        elif before == self._num_context:  # ids without text, such as special tokens, say nothing to what follows
+            del self._window[before:]
+        return fresh
+
+    def flush(self) -> str:
+        """What is still held, replacement marks included. The sequence has ended."""
+        rest = self._decode(self._window)[len(self._shown) :]
+        self._window.clear()
+        self._num_context, self._shown = 0, ""
+        return rest
+
+    def _settle(self) -> None:
+        """A clean boundary: the group that ends here becomes the context of the next."""
+        del self._window[: self._num_context]
+        self._num_context = len(self._window)
+        self._shown = self._decode(self._window)
+
+    def _bound(self, text: str, held: int) -> None:
+        """Forget the head of a long window, where it can be cut without changing the text."""
+        if len(self._window) <= MAX_WINDOW:
+            return
+        for cut in range(1, MAX_CUT + 1):
+            tail = self._decode(self._window[-cut:])
+            if len(tail) >= held and self._decode(self._window[:-cut]) + tail == text:
+                del self._window[:-cut]
+                self._num_context, self._shown = 0, tail[: len(tail) - held]
+                return
+
+
+def _held_marks(text: str) -> int:
+    held = 0
+    while held < min(MAX_HELD_MARKS, len(text)) and text[-1 - held] == REPLACEMENT:
+        held += 1
+    return held

@@ -1,0 +1,126 @@
+"""POST /v1/chat/completions and /v1/completions as plain ASGI callables: the hot path of the gateway."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from starlette.types import Receive, Scope, Send
+
+from weft.errors import Cancelled, EngineFailed
+from weft.lifetime import Stage
+from weft.rpc.status import as_weft_error
+from weft_services.gateway.accounting import REJECTED, Account
+from weft_services.gateway.error_body import status_of
+from weft_services.gateway.exchange import JSON_HEADERS, Reply, header, read_json_body, unless_disconnected
+from weft_services.gateway.frames import KEEP_ALIVE, ChatFrames, Choice, CompletionFrames
+from weft_services.gateway.generation import Generation
+from weft_services.gateway.model import Codec
+from weft_services.gateway.pipeline import Pipeline
+from weft_services.gateway.prepare import Prepared
+from weft_services.gateway.run import Run
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 10.0
+# One signal under many names, in this order.
+SESSION_HEADERS = (
+    b"x-session-affinity",
+    b"x-session-id",
+    b"session-id",
+    b"x-claude-code-session-id",
+    b"x-dynamo-session-id",
+    b"x-smg-routing-key",
+)
+
+Frames = ChatFrames | CompletionFrames
+MakeFrames = Callable[[Prepared, Codec, str | None], Frames]
+
+
+class GenerationEndpoint:
+    """One of the two; they differ in how bodies are parsed and how answers are framed."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        name: str,
+        parse: Callable[[bytes], Generation],
+        make_frames: MakeFrames,
+        timeout_seconds: float,
+    ) -> None:
+        self._pipeline = pipeline
+        self._name = name
+        self._parse = parse
+        self._make_frames = make_frames
+        self._timeout_seconds = timeout_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, to its end."""
+        account = Account(self._name)
+        reply = Reply(send)
+        try:
+            with self._pipeline.admitted():
+                body = await read_json_body(scope, receive)
+                await unless_disconnected(receive, self._answer(body, _session(scope), reply, account))
+        except Exception as error:
+            await _fail(reply, account, error)
+        finally:
+            account.close(Stage.CANCELLED)
+
+    async def _answer(self, body: bytes, session: str, reply: Reply, account: Account) -> None:
+        try:
+            prepared = await self._pipeline.prepare(lambda: self._parse(body))
+            account.reached("prepared")
+            run = self._pipeline.run(prepared, session, self._timeout_seconds)
+            account.watch(run)
+            frames = self._make_frames(prepared, self._pipeline.model.codec, self._pipeline.fleet.fingerprint)
+            async with run:
+                account.reached("routed")
+                if prepared.generation.stream:
+                    await _stream(run, frames, reply, account)
+                else:
+                    await _collect(run, frames, reply, account)
+        except Exception as error:
+            await _fail(reply, account, error)
+
+
+def _session(scope: Scope) -> str:
+    return next((value for name in SESSION_HEADERS if (value := header(scope, name))), "")
+
+
+async def _stream(run: Run, frames: Frames, reply: Reply, account: Account) -> None:
+    """The status is decided by the first token, so that early failures are plain HTTP errors."""
+    while (pieces := await run.next(IDLE_SECONDS)) is not None:
+        account.tokens(pieces)
+        await reply.begin_stream()
+        await reply.stream(b"".join(map(frames.frames, pieces)) if pieces else KEEP_ALIVE)
+    usage = account.usage()
+    account.close(Stage.FINISHED)
+    await reply.end_stream(frames.envelope.usage_frame(usage) if run.prepared.generation.include_usage else b"")
+
+
+async def _collect(run: Run, frames: Frames, reply: Reply, account: Account) -> None:
+    choices = [Choice() for _ in run.prepared.sequences]
+    while (pieces := await run.next(IDLE_SECONDS)) is not None:
+        account.tokens(pieces)
+        for piece in pieces:
+            choices[piece.index].add(piece)
+    usage = account.usage()
+    account.close(Stage.FINISHED)
+    await reply.whole(200, frames.body(choices, usage), JSON_HEADERS)
+
+
+async def _fail(reply: Reply, account: Account, error: Exception) -> None:
+    """Tell the client, if it is still there and has not been told."""
+    known = as_weft_error(error)
+    if isinstance(known, Cancelled):
+        account.close(Stage.CANCELLED, known)
+        return
+    if isinstance(known, EngineFailed):
+        logger.error("request failed", exc_info=error)
+    account.close(REJECTED if status_of(known) < 500 else Stage.FAILED, known)
+    if not reply.is_ended:
+        try:
+            await reply.fail(known)
+        except Cancelled:
+            logger.info("the client did not wait for its error")

@@ -1,0 +1,77 @@
+"""WeftError -> what a client may see: OpenAI's error body, status and retry headers. Internals stay in the log."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import orjson
+
+from weft.errors import EngineFailed, InvalidRequest, NotFound, Overloaded, PeerLost, WeftError, from_code
+
+RETRY_AFTER_SECONDS = 1.0
+
+
+class HttpError(WeftError):
+    """A refusal that exists in HTTP only, such as 413 or 415."""
+
+    error_type = "invalid_request_error"
+
+    def __init__(self, status: int, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+
+def public_message(error: WeftError) -> str:
+    """What peers said of one another may hold addresses, so it is not passed on."""
+    if isinstance(error, PeerLost):
+        return "a service that this request needs is not available, or was lost on the way; please try again"
+    if isinstance(error, HttpError) or error.http_status < 500 or error.code == 4:
+        return str(error)
+    return "internal error"
+
+
+def public_error(error: WeftError) -> WeftError:
+    """The same leaf with its public message: what gRPC clients get."""
+    return from_code(error.code, public_message(error))
+
+
+def status_of(error: WeftError) -> int:
+    """HTTP status."""
+    return error.status if isinstance(error, HttpError) else error.http_status
+
+
+def error_body(error: WeftError) -> bytes:
+    """All four keys, always."""
+    return orjson.dumps({"error": error_fields(error)})
+
+
+def error_fields(error: WeftError) -> dict[str, Any]:
+    """The inner object of an error body."""
+    param: str | None = None
+    code: str | None = None
+    if isinstance(error, InvalidRequest):
+        param, code = error.param, error.reason
+    elif isinstance(error, NotFound):
+        param, code = "model", "model_not_found"
+    elif isinstance(error, HttpError):
+        code = error.reason
+    elif isinstance(error, Overloaded):
+        code = "overloaded"
+    elif isinstance(error, PeerLost):
+        code = "unavailable"
+    elif isinstance(error, EngineFailed):
+        code = "internal_error"
+    return {"message": public_message(error), "type": error.error_type, "param": param, "code": code}
+
+
+def retry_headers(error: WeftError) -> list[tuple[bytes, bytes]]:
+    """Retry-After for what is worth trying again."""
+    if isinstance(error, Overloaded):
+        seconds = error.retry_after_seconds
+    elif isinstance(error, PeerLost):
+        seconds = RETRY_AFTER_SECONDS
+    else:
+        return []
+    return [(b"retry-after", str(math.ceil(seconds)).encode())]

@@ -1,0 +1,55 @@
+"""What a client asked for, as one frozen value: REST and gRPC both end up here. Knows no wire format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages and tools in OpenAI's form, checked, ready for the chat template."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+Prompt = str | tuple[int, ...] | Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A checked request. None in a sampling field means: as the model's own generation defaults say.
+
+    `prompt_field` and `max_tokens_field` are the client's names for these, so that later errors can name them.
+    """
+
+    model: str
+    prompts: tuple[Prompt, ...]
+    prompt_field: str
+    max_tokens_field: str = "max_tokens"
+    max_tokens: int | None = None
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    num_logprobs: int | None = None
+    return_token_ids: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    session: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """The model's generation_config.json, or OpenAI's defaults where it is silent."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0

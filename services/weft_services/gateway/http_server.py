@@ -1,0 +1,118 @@
+"""uvicorn without its signal handlers, and connections that bound what comes before a body: bytes, headers, time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEADERS = 64
+MAX_HEAD_BYTES = 64 * 1024
+HEAD_SECONDS = 10.0
+KEEP_ALIVE_SECONDS = 75
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection. A request line and headers that are too many, too long or too slow end it."""
+
+    _head_bytes = 0
+    _is_in_head = True
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Time runs from the first moment: an open connection that says nothing is closed."""
+        super().connection_made(transport)
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Count what belongs to a head; one read may end it and begin a body, so the bound is a little loose."""
+        super().data_received(data)
+        if self._is_in_head and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.send_400_response("Request head too large.")
+
+    def on_message_begin(self) -> None:
+        """A head begins, on a new connection or on one that was kept."""
+        super().on_message_begin()
+        self._expect_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """What is raised here becomes a 400."""
+        if len(self.headers) >= MAX_HEADERS:
+            raise ValueError("too many headers")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The rest is the application's to bound."""
+        self._disarm()
+        self._is_in_head = False
+        self._head_bytes = 0
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing to wait for any more."""
+        self._disarm()
+        super().connection_lost(exc)
+
+    def _expect_head(self) -> None:
+        self._is_in_head = True
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _disarm(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+class HttpServer(uvicorn.Server):
+    """Serves on a socket that is bound before it starts; stops when `should_exit` is set."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int, grace_seconds: float) -> None:
+        """Raises OSError when the port is taken."""
+        config = uvicorn.Config(
+            app,
+            http=GuardedProtocol,
+            loop="none",
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=max(1, round(grace_seconds)),
+        )
+        super().__init__(config)
+        self._socket = _bind(host, port)
+        self.port = int(self._socket.getsockname()[1])
+
+    async def serve_until_stopped(self) -> None:
+        """Returns after connections have drained, or the grace is over."""
+        await self.serve([self._socket])
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to the process, not to this listener."""
+        yield
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; is the port taken?") from error
+    listener.setblocking(False)
+    return listener

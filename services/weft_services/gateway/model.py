@@ -1,0 +1,139 @@
+"""The served model as the gateway knows it: tokenizer, chat template, generation defaults, limits. No weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from weft.errors import BadCheckpoint
+from weft_services.gateway.chat_template import ChatTemplate
+from weft_services.gateway.generation import SamplingDefaults
+
+
+class Codec:
+    """Text <-> token ids. `encode` belongs in a thread; `decode` of a few ids is a matter of microseconds."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.longest_token_bytes = max(len(token.encode()) for token in vocabulary)
+
+    def encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        """All ids of a text; with `add_special_tokens` whatever the tokenizer puts around one, such as BOS."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text, special ones included: what logprobs show."""
+        return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for, also where they are a part of a character only."""
+        text = self.token_text(token_id)
+        if "\ufffd" not in text:
+            return text.encode()
+        piece = self._tokenizer.id_to_token(token_id) or ""
+        if all(letter in _BYTE_OF_LETTER for letter in piece):
+            return bytes(_BYTE_OF_LETTER[letter] for letter in piece)
+        return text.encode()
+
+
+def _byte_letters() -> dict[str, int]:
+    """Byte-level vocabularies spell each byte as one printable letter: itself, or the next one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(0x100 + position): byte for position, byte in enumerate(hidden)}
+
+
+_BYTE_OF_LETTER = _byte_letters()
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model. `template` is None for a base model without a chat template."""
+
+    name: str
+    created: int
+    codec: Codec
+    template: ChatTemplate | None
+    defaults: SamplingDefaults
+    vocabulary_size: int
+    max_context_tokens: int
+
+
+def load_model(directory: Path, name: str) -> ServedModel:
+    """Read what the gateway needs of a checkpoint. Raises BadCheckpoint naming the file at fault."""
+    config = _read_json(directory / "config.json", required=True)
+    text_config = config.get("text_config", config)
+    tokenizer_file = directory / "tokenizer.json"
+    try:
+        codec = Codec(Tokenizer.from_file(str(tokenizer_file)))
+    except Exception as error:  # the library raises bare Exception
+        raise BadCheckpoint(f"{tokenizer_file}: {error}") from error
+    return ServedModel(
+        name=name,
+        created=int((directory / "config.json").stat().st_mtime),
+        codec=codec,
+        template=_load_template(directory),
+        defaults=_load_defaults(directory),
+        vocabulary_size=_positive_int(text_config, "vocab_size", directory),
+        max_context_tokens=_positive_int(text_config, "max_position_embeddings", directory),
+    )
+
+
+def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
+    if not path.exists():
+        if required:
+            raise BadCheckpoint(f"{path}: no such file")
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise BadCheckpoint(f"{path}: {error}") from error
+    if not isinstance(value, dict):
+        raise BadCheckpoint(f"{path}: expected a JSON object")
+    return value
+
+
+def _positive_int(config: dict[str, Any], key: str, directory: Path) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise BadCheckpoint(f"{directory / 'config.json'}: {key} is {value!r}, expected a positive integer")
+    return value
+
+
+def _load_template(directory: Path) -> ChatTemplate | None:
+    settings = _read_json(directory / "tokenizer_config.json")
+    path = directory / "chat_template.jinja"
+    source = path.read_text(encoding="utf-8") if path.exists() else settings.get("chat_template")
+    if isinstance(source, list):  # several named templates
+        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
+    if source is None:
+        return None
+    special = {}
+    for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        token = settings.get(key)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            special[key] = text
+    return ChatTemplate(source, special)
+
+
+def _load_defaults(directory: Path) -> SamplingDefaults:
+    """What generation_config.json says; a model that does not sample by default is greedy."""
+    settings = _read_json(directory / "generation_config.json")
+    if settings.get("do_sample") is False:
+        return SamplingDefaults(temperature=0.0)
+    known = {key: settings[key] for key in ("temperature", "top_p", "top_k", "min_p") if settings.get(key) is not None}
+    return SamplingDefaults(**known)

@@ -1,0 +1,154 @@
+"""Field types of OpenAI requests: what each accepts, and what its error says. Pure functions, no model knowledge."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+MAX_PROMPTS = 64
+MAX_TOOLS = 128
+MAX_NAME_CHARS = 128
+MAX_SESSION_CHARS = 256
+
+# Fields that change the answer and that Weft does not implement: any value but these is refused, not ignored.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+
+
+def unsupported_field(extra: dict[str, Any]) -> str | None:
+    """The first field that asks for something Weft does not do."""
+    for name, neutral in NEUTRAL_VALUES.items():
+        value = extra.get(name)
+        if value is not None and not any(value == accepted for accepted in neutral):
+            return name
+    return None
+
+
+def as_stop_list(value: Any) -> Any:
+    """`stop` may be one string or a list of them."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
+
+
+def flatten_content(value: Any) -> str | None:
+    """A message's content: a string, null, or a list of text parts, which are joined as they are."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("expected a string or a list of text parts")
+    texts = []
+    for position, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise ValueError(f"part {position}: this model reads text parts only")
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"part {position}: text must be a string")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def check_prompt(value: Any) -> list[str | tuple[int, ...]]:
+    """A completion's prompt: a text, token ids, or a list of either. Always comes out as a list."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("expected a string, a list of strings, a list of token ids or a list of such lists")
+    if all(type(item) is int for item in value):
+        return [_check_ids(value)]
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"{len(value)} prompts, at most {MAX_PROMPTS} in one request")
+    return [_check_one_prompt(item) for item in value]
+
+
+def _check_one_prompt(item: Any) -> str | tuple[int, ...]:
+    if isinstance(item, str):
+        return item
+    if isinstance(item, list) and all(type(token) is int for token in item):
+        return _check_ids(item)
+    raise ValueError("expected each prompt to be a string or a list of token ids")
+
+
+def _check_ids(ids: list[int]) -> tuple[int, ...]:
+    if not ids:
+        raise ValueError("a prompt needs at least one token")
+    return tuple(ids)
+
+
+def check_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool definition; handed to the template as the client wrote it."""
+    if tool.get("type") != "function":
+        raise ValueError("only tools of type function are known")
+    _check_name(tool.get("function"))
+    return tool
+
+
+def check_tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    """An assistant's earlier call. Arguments that are a JSON object become one, as chat templates expect."""
+    function = _check_name(call.get("function"))
+    arguments = function.get("arguments", "")
+    if not isinstance(arguments, str | dict):
+        raise ValueError("function.arguments must be a string")
+    return {**call, "function": {**function, "arguments": _parse_arguments(arguments)}}
+
+
+def _parse_arguments(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
+    if isinstance(arguments, dict):
+        return arguments
+    if not arguments.strip():
+        return {}
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments  # models do write broken JSON, and clients send it back
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _check_name(function: Any) -> dict[str, Any]:
+    if not isinstance(function, dict):
+        raise ValueError("function must be an object")
+    name = function.get("name")
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_CHARS:
+        raise ValueError(f"function.name must be a string of 1 to {MAX_NAME_CHARS} characters")
+    return function
+
+
+def session_hint(*candidates: Any) -> str:
+    """The first usable session id; it is a hint, so what cannot be used is passed over in silence."""
+    for candidate in candidates:
+        if isinstance(candidate, str) and 1 <= len(candidate) <= MAX_SESSION_CHARS:
+            return candidate
+    return ""

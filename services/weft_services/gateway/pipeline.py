@@ -1,0 +1,79 @@
+"""The one path from a checked request to a run on the mesh, for REST and gRPC alike. Bounds how many are under way."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from weft import metrics
+from weft.errors import Overloaded, PeerLost
+from weft_services.gateway.fleet import Fleet, FleetWatch
+from weft_services.gateway.generation import Generation
+from weft_services.gateway.model import ServedModel
+from weft_services.gateway.openai_fields import session_hint
+from weft_services.gateway.prepare import Prepared, Workshop, prepare
+from weft_services.gateway.run import Mesh, Run
+
+
+class Pipeline:
+    """Shared by all requests of the process."""
+
+    def __init__(self, model: ServedModel, mesh: Mesh, watch: FleetWatch, max_requests: int) -> None:
+        self.model = model
+        self.num_in_flight = 0
+        self.is_draining = False
+        self._mesh = mesh
+        self._watch = watch
+        self._max_requests = max_requests
+        self._workshop = Workshop()
+
+    @property
+    def fleet(self) -> Fleet:
+        """As last seen."""
+        return self._watch.fleet
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why new requests are not wanted; empty when they are."""
+        return ["shutting down"] if self.is_draining else self.fleet.reasons
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """A place among the requests under way. Raises Overloaded, or PeerLost while shutting down."""
+        if self.is_draining:
+            raise PeerLost("the gateway is shutting down")
+        if self.num_in_flight >= self._max_requests:
+            raise Overloaded(f"{self._max_requests} requests are under way already")
+        self.num_in_flight += 1
+        metrics.IN_FLIGHT.set(self.num_in_flight)
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
+            metrics.IN_FLIGHT.set(self.num_in_flight)
+
+    async def prepare(self, parse: Callable[[], Generation]) -> Prepared:
+        """Validate, render, tokenize and hash in a thread. Raises InvalidRequest or NotFound."""
+        fleet = self.fleet
+        limit = fleet.max_context_tokens or self.model.max_context_tokens
+        return await self._workshop.do(lambda: prepare(parse(), self.model, fleet.block_tokens, limit))
+
+    def run(self, prepared: Prepared, session: str, timeout_seconds: float) -> Run:
+        """The request on the mesh; enter it to begin. A session given beside the request goes before its own."""
+        deadline = asyncio.get_running_loop().time() + timeout_seconds
+        hint = session_hint(session, prepared.generation.session)
+        return Run(self._mesh, prepared, self.model.codec, session_digest("", hint), deadline)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._workshop.close()
+
+
+def session_digest(tenant: str, hint: str) -> bytes:
+    """What the scheduler sees of a session: one-way, and different for every tenant. Empty without a session."""
+    if not hint:
+        return b""
+    tenant_key = hashlib.blake2b(tenant.encode(), digest_size=32, person=b"weft-tenant").digest()
+    return hashlib.blake2b(hint.encode(), key=tenant_key, digest_size=16, person=b"weft-session").digest()

@@ -1,0 +1,94 @@
+"""Puts the gateway's parts together and takes them apart: start, serve, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from weft.rpc.server import RpcServer, until_signal
+from weft_services.gateway.app import build_app
+from weft_services.gateway.config import Config
+from weft_services.gateway.fleet import POLL_INTERVAL_SECONDS, FleetWatch
+from weft_services.gateway.http_server import HttpServer
+from weft_services.gateway.links import DecodeLinks
+from weft_services.gateway.model import load_model
+from weft_services.gateway.peers import Scheduler
+from weft_services.gateway.pipeline import Pipeline
+from weft_services.gateway.run import Mesh
+from weft_services.gateway.service import SERVICE_NAME, add_inference_service
+from weft_services.gateway.settler import Settler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """A gateway that listens."""
+
+    http: HttpServer
+    http_address: str
+    grpc_address: str
+    pipeline: Pipeline
+    watch: FleetWatch
+
+
+async def serve(config: Config) -> None:
+    """The whole life of the process: until SIGTERM or SIGINT, then drained."""
+    async with running(config) as gateway:
+        logger.info("listening http=%s grpc=%s", gateway.http_address, gateway.grpc_address)
+        await until_signal()
+        logger.info("draining in_flight=%d", gateway.pipeline.num_in_flight)
+
+
+@asynccontextmanager
+async def running(config: Config) -> AsyncIterator[Gateway]:
+    """A gateway that listens inside the block and has drained behind it. Raises BadCheckpoint, OSError."""
+    model = await asyncio.to_thread(load_model, config.model, config.served_name)
+    logger.info("model=%s context=%d defaults=%s", model.name, model.max_context_tokens, model.defaults)
+    scheduler = Scheduler(config.scheduler_addr)
+    async with asyncio.TaskGroup() as group:
+        links, settler = DecodeLinks(group), Settler(scheduler)
+        watch = FleetWatch(scheduler, model.name)
+        pipeline = Pipeline(model, Mesh(scheduler, links, settler), watch, config.max_requests)
+        rpc = RpcServer([SERVICE_NAME])
+        add_inference_service(rpc.server, pipeline, config.request_timeout_seconds)
+        http = HttpServer(
+            build_app(pipeline, config.request_timeout_seconds), config.host, config.http_port, config.grace_seconds
+        )
+        grpc_address = await rpc.start(config.host, config.grpc_port)
+        serving = group.create_task(http.serve_until_stopped(), name="http")
+        settling = group.create_task(settler.run(), name="settler")
+        watching = group.create_task(_watch_fleet(watch, links, rpc), name="fleet")
+        try:
+            yield Gateway(http, f"{config.host}:{http.port}", grpc_address, pipeline, watch)
+        finally:
+            pipeline.is_draining = True
+            watching.cancel()
+            await _stop_listening(http, serving, rpc, config.grace_seconds)
+            settling.cancel()
+            links.close()
+            pipeline.close()
+    await settler.flush()
+    await scheduler.close()
+
+
+async def _watch_fleet(watch: FleetWatch, links: DecodeLinks, rpc: RpcServer) -> None:
+    """Every second: who is there, whether that is enough, and which streams are of no more use."""
+    while True:
+        await watch.poll()
+        await rpc.set_ready(not watch.fleet.reasons)
+        if watch.fleet.trouble is None:
+            links.keep_only(worker.address.boot_id for worker in watch.fleet.workers)
+        await asyncio.sleep(POLL_INTERVAL_SECONDS)
+
+
+async def _stop_listening(http: HttpServer, serving: asyncio.Task[None], rpc: RpcServer, grace_seconds: float) -> None:
+    """No new connections; those that are open may end within the grace, then they are cut off."""
+    http.should_exit = True
+    await rpc.stop(grace_seconds)
+    await asyncio.wait([serving])
+    if cut_off := list(http.server_state.tasks):
+        await asyncio.wait(cut_off, timeout=1.0)

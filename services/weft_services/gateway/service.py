@@ -1,0 +1,165 @@
+"""InferenceService over gRPC: wire messages to the validator's JSON fields and pieces back to wire. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from weft.errors import Cancelled, InvalidRequest
+from weft.lifetime import Stage
+from weft.rpc import wire
+from weft.rpc.status import as_weft_error
+from weft_mesh.v1 import inference_service_pb2 as pb
+from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+from weft_services.gateway.accounting import REJECTED, Account
+from weft_services.gateway.error_body import public_error, status_of
+from weft_services.gateway.frames import Usage
+from weft_services.gateway.generation import Generation
+from weft_services.gateway.openai_requests import parse_chat, parse_completion
+from weft_services.gateway.pipeline import Pipeline
+from weft_services.gateway.sequence import Piece
+
+if TYPE_CHECKING:
+    import grpc
+
+IDLE_SECONDS = 60.0
+SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+
+def add_inference_service(server: grpc.aio.Server, pipeline: Pipeline, timeout_seconds: float) -> None:
+    """Serve InferenceService there."""
+    add_InferenceServiceServicer_to_server(InferenceService(pipeline, timeout_seconds), server)
+
+
+class InferenceService(InferenceServiceServicer):
+    """The public gRPC face."""
+
+    def __init__(self, pipeline: Pipeline, timeout_seconds: float) -> None:
+        self._pipeline = pipeline
+        self._timeout_seconds = timeout_seconds
+
+    async def Generate(
+        self,
+        request: pb.GenerateRequest,
+        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Continue a prompt."""
+        body = _generate_fields(request, self._pipeline.model.name)
+        async for piece, usage in self._answer("grpc.generate", parse_completion, body, context.time_remaining()):
+            details = _details(piece, usage, request.options)
+            yield pb.GenerateResponse(text=piece.text, **details)
+
+    async def Chat(
+        self,
+        request: pb.ChatRequest,
+        context: grpc.aio.ServicerContext[pb.ChatRequest, pb.ChatResponse],
+    ) -> AsyncIterator[pb.ChatResponse]:
+        """Answer a conversation."""
+        body = _chat_fields(request, self._pipeline.model.name)
+        async for piece, usage in self._answer("grpc.chat", parse_chat, body, context.time_remaining()):
+            details = _details(piece, usage, request.options)
+            yield pb.ChatResponse(content=piece.text, **details)
+
+    async def ListModels(
+        self,
+        request: pb.ListModelsRequest,
+        context: grpc.aio.ServicerContext[pb.ListModelsRequest, pb.ListModelsResponse],
+    ) -> pb.ListModelsResponse:
+        """The one model."""
+        model, fleet = self._pipeline.model, self._pipeline.fleet
+        limit = min(model.max_context_tokens, fleet.max_context_tokens or model.max_context_tokens)
+        return pb.ListModelsResponse(models=[pb.ModelCard(id=model.name, max_context_tokens=limit)])
+
+    async def _answer(
+        self,
+        name: str,
+        parse: Callable[[bytes], Generation],
+        fields: dict[str, Any],
+        remaining_seconds: float | None,
+    ) -> AsyncIterator[tuple[Piece, Usage | None]]:
+        """Pieces of the only choice; the last one comes with the usage."""
+        timeout = min(self._timeout_seconds, remaining_seconds or self._timeout_seconds)
+        account = Account(name)
+        try:
+            with self._pipeline.admitted():
+                prepared = await self._pipeline.prepare(lambda: parse(orjson.dumps(fields)))
+                run = self._pipeline.run(prepared, "", timeout)
+                account.watch(run)
+                async with run:
+                    while (pieces := await run.next(IDLE_SECONDS)) is not None:
+                        account.tokens(pieces)
+                        for piece in pieces:
+                            yield piece, account.usage() if piece.finish_reason else None
+            account.close(Stage.FINISHED)
+        except Exception as error:
+            known = as_weft_error(error)
+            outcome = REJECTED if status_of(known) < 500 else Stage.FAILED
+            account.close(Stage.CANCELLED if isinstance(known, Cancelled) else outcome, known)
+            raise public_error(known) from error
+        finally:
+            account.close(Stage.CANCELLED)
+
+
+def _generate_fields(request: pb.GenerateRequest, only_model: str) -> dict[str, Any]:
+    prompt = list(request.token_ids.ids) if request.WhichOneof("prompt") == "token_ids" else request.text
+    fields = {"model": request.model or only_model, "prompt": prompt, **_option_fields(request.options)}
+    if request.options.HasField("num_logprobs"):
+        fields["logprobs"] = request.options.num_logprobs
+    return fields
+
+
+def _chat_fields(request: pb.ChatRequest, only_model: str) -> dict[str, Any]:
+    fields = {
+        "model": request.model or only_model,
+        "messages": [_message_fields(position, message) for position, message in enumerate(request.messages)],
+        "tools": [_json_field(tool, "tools_json") for tool in request.tools_json] or None,
+        **_option_fields(request.options),
+    }
+    if request.options.HasField("num_logprobs"):
+        fields |= {"logprobs": True, "top_logprobs": request.options.num_logprobs}
+    return fields
+
+
+def _message_fields(position: int, message: pb.ChatMessage) -> dict[str, Any]:
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls_json:
+        fields["tool_calls"] = _json_field(message.tool_calls_json, f"messages.{position}.tool_calls_json")
+    if message.tool_call_id:
+        fields["tool_call_id"] = message.tool_call_id
+    return fields
+
+
+def _json_field(text: str, field: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"{field}: not JSON: {error}", field) from error
+
+
+def _option_fields(options: pb.GenerationOptions) -> dict[str, Any]:
+    given = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
+    fields = {name: getattr(options, name) for name in given if options.HasField(name)}  # type: ignore[arg-type]
+    return fields | {
+        "stop": list(options.stop),
+        "stop_token_ids": list(options.stop_token_ids),
+        "ignore_eos": options.ignore_eos,
+        "session_id": options.session_id,
+        "return_token_ids": options.return_token_ids,
+    }
+
+
+def _details(piece: Piece, usage: Usage | None, options: pb.GenerationOptions) -> dict[str, Any]:
+    details: dict[str, Any] = {"finish_reason": wire.finish_to_wire(piece.finish_reason)}
+    if options.return_token_ids:
+        details["token_ids"] = piece.token_ids
+    if piece.logprobs:
+        details["logprobs"] = [wire.logprobs_to_wire(position) for position in piece.logprobs]
+    if usage is not None:
+        details["usage"] = pb.Usage(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+        )
+    return details
