@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from weft.request import RequestKey
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -14,6 +16,15 @@ class Endpoint:
     transport: str
     segment: str
     pool_address: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lender:
+    """Whom we pull from: its pool, the gRPC listener beside it, and the lease under which we may read."""
+
+    endpoint: Endpoint
+    address: str
+    lease: RequestKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +60,12 @@ class Transport(Protocol):
     async def connect(self, peer: Endpoint) -> None:
         """Open the peer ahead of need. Never raises: a dead peer shows at the first pull."""
 
-    async def pull(self, peer: Endpoint, runs: Sequence[Run], timeout_seconds: float) -> None:
-        """Copy all runs, or raise TransferFailed."""
+    async def pull(self, lender: Lender, runs: Sequence[Run], timeout_seconds: float) -> None:
+        """Copy all runs, or raise TransferFailed.
+
+        Returns or raises only once no thread of ours writes any more, which may be later than the timeout. Cancelling
+        it does not stop the bytes: let it run in a task of its own, and wait for that with patience of your own.
+        """
 
     async def close(self) -> None:
         """Unregister and stop."""

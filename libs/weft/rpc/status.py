@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -68,10 +70,20 @@ def _single(method: Any) -> Any:
 
 
 def _streaming(method: Any) -> Any:
-    async def wrapped(request: Any, context: Any) -> AsyncIterator[Any]:
+    """Both styles of handler: a generator of responses, or a coroutine that calls `context.write`.
+
+    The latter may hold a TaskGroup, which a generator must not hold over a yield.
+    """
+
+    async def wrapped(request: Any, context: Any) -> None:
         try:
-            async for response in method(request, context):
-                yield response
+            if inspect.iscoroutinefunction(method):
+                await method(request, context)
+                return
+            # closed here and now: a generator that is cut off at a yield must not wait for the garbage collector
+            async with aclosing(method(request, context)) as responses:
+                async for response in responses:
+                    await context.write(response)
         except Exception as error:
             await _abort(error, context)
 

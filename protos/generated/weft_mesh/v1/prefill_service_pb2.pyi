@@ -330,24 +330,24 @@ class ReadBlocksRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
-    INDEXES_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def key(self) -> _common_pb2.RequestKey:
         """The lease."""
 
     @_builtins.property
-    def indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Positions in the prompt."""
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers in the lender's pool, as announced by BlocksReady."""
 
     def __init__(
         self,
         *,
         key: _common_pb2.RequestKey | None = ...,
-        indexes: _abc.Iterable[_builtins.int] | None = ...,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["indexes", b"indexes", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "key", b"key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -359,11 +359,11 @@ class ReadBlocksResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    INDEX_FIELD_NUMBER: _builtins.int
+    BLOCK_FIELD_NUMBER: _builtins.int
     OFFSET_BYTES_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
-    index: _builtins.int
-    """Position in the prompt."""
+    block: _builtins.int
+    """Number in the lender's pool."""
     offset_bytes: _builtins.int
     """Where in the block the bytes go."""
     data: _builtins.bytes
@@ -371,13 +371,13 @@ class ReadBlocksResponse(_message.Message):
     def __init__(
         self,
         *,
-        index: _builtins.int = ...,
+        block: _builtins.int = ...,
         offset_bytes: _builtins.int = ...,
         data: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "index", b"index", "offset_bytes", b"offset_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "data", b"data", "offset_bytes", b"offset_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,166 @@
+"""From settings to an engine: weights from the node's weights service, sizes from the machine, and a fingerprint."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import torch
+
+from weft.engine.build import build_engine
+from weft.engine.config import EngineConfig
+from weft.engine.core import Engine
+from weft.engine.messages import StepOutput
+from weft.errors import PeerLost
+from weft.model.config import ModelConfig, read_config
+from weft.model.kv_layout import KV_LAYOUT, block_bytes
+from weft.request import ModelFingerprint
+from weft.rpc.client import open_channel, owned
+from weft.weights.shared import open_image
+from weft.worker.config import Dtype, WorkerConfig
+from weft_mesh.v1 import weights_service_pb2, weights_service_pb2_grpc
+
+logger = logging.getLogger(__name__)
+WEIGHTS_WAIT_SECONDS = 120.0
+RETRY_SECONDS = 0.5
+CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS = 16, 64
+# by default a pool holds so many sequences of full length, memory permitting
+FULL_SEQUENCES = 64
+CPU_POOL_SHARE = 0.25
+GPU_POOL_SHARE = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the engine runs on and in."""
+
+    device: str
+    dtype: str
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Booted:
+    """An engine that has not been started, and what to tell peers about it."""
+
+    engine: Engine
+    fingerprint: ModelFingerprint
+    engine_config: EngineConfig
+
+
+async def boot(config: WorkerConfig, listener: Callable[[StepOutput], None]) -> Booted:
+    """Load, map and build. Raises PeerLost when no weights service answers in time, BadCheckpoint, NotFound."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    machine = choose_machine(config, torch.cuda.is_available())
+    ready = await load_weights(config.weights_addr, config.served_name)
+    return await asyncio.to_thread(_build, config, machine, ready, listener)
+
+
+def choose_machine(config: WorkerConfig, has_cuda: bool) -> Machine:
+    """Fill in what the settings leave open."""
+    dtype = config.dtype
+    if dtype is Dtype.AUTO:
+        dtype = Dtype.BFLOAT16 if has_cuda else Dtype.FLOAT32
+    block_tokens = config.block_tokens or (GPU_BLOCK_TOKENS if has_cuda else CPU_BLOCK_TOKENS)
+    return Machine("cuda" if has_cuda else "cpu", dtype, block_tokens)
+
+
+async def load_weights(address: str, model: str) -> weights_service_pb2.LoadReady:
+    """Ask until the weights service is there, then follow its progress."""
+    channel = open_channel(address)
+    try:
+        async with asyncio.timeout(WEIGHTS_WAIT_SECONDS) as patience:
+            while True:
+                try:
+                    return await _follow_load(channel, model, patience)
+                except PeerLost as error:
+                    logger.info("waiting for the weights service at %s: %s", address, error)
+                await asyncio.sleep(RETRY_SECONDS)
+    except TimeoutError:
+        raise PeerLost(f"the weights service at {address} is away or stands still") from None
+    finally:
+        await channel.close()
+
+
+async def _follow_load(
+    channel: grpc.aio.Channel, model: str, patience: asyncio.Timeout
+) -> weights_service_pb2.LoadReady:
+    stub = weights_service_pb2_grpc.WeightServiceStub(channel)
+    loop = asyncio.get_running_loop()
+    told_at = loop.time()
+    async with owned(stub.Load(weights_service_pb2.LoadRequest(model=model))) as call:
+        async for response in call:
+            patience.reschedule(loop.time() + WEIGHTS_WAIT_SECONDS)
+            if response.WhichOneof("event") == "ready":
+                source = "disk" if response.ready.read_from_disk else "shared memory"
+                logger.info("weights: %.1f MiB from %s", response.ready.size_bytes / 2**20, source)
+                return response.ready
+            if loop.time() - told_at >= 1.0:
+                told_at = loop.time()
+                progress = response.progress
+                logger.info("weights: %d of %d MiB read", progress.read_bytes >> 20, progress.total_bytes >> 20)
+    raise PeerLost("the weights service ended the call early")
+
+
+def _build(
+    config: WorkerConfig,
+    machine: Machine,
+    ready: weights_service_pb2.LoadReady,
+    listener: Callable[[StepOutput], None],
+) -> Booted:
+    model = parse_config(ready.config_json)
+    size = block_bytes(model, machine.dtype, machine.block_tokens)
+    num_blocks = config.num_blocks or default_num_blocks(
+        size, machine.block_tokens, model.max_positions, _free_bytes(machine, ready.size_bytes)
+    )
+    engine_config = EngineConfig(
+        num_blocks=num_blocks,
+        block_tokens=machine.block_tokens,
+        vocab_size=model.vocab_size,
+        max_context_tokens=model.max_positions,
+        chunk_tokens=config.chunk_tokens,
+        eos_token_ids=model.eos_token_ids,
+        pin_sealed=bool(config.kvstore_addr),
+    )
+    engine = build_engine(
+        model,
+        open_image(ready.shm_name, ready.size_bytes),
+        dtype=machine.dtype,
+        device=machine.device,
+        engine_config=engine_config,
+        listener=listener,
+    )
+    logger.info(
+        "engine: %s on %s, %d blocks of %d tokens, %d KiB each",
+        *(machine.dtype, machine.device, num_blocks, machine.block_tokens, size >> 10),
+    )
+    fingerprint = ModelFingerprint(ready.weights_hash, machine.dtype, machine.block_tokens, size, KV_LAYOUT)
+    return Booted(engine, fingerprint, engine_config)
+
+
+def parse_config(config_json: str) -> ModelConfig:
+    """The model's config as the weights service sent it."""
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(config_json, encoding="utf-8")
+        return read_config(Path(directory))
+
+
+def default_num_blocks(block_bytes: int, block_tokens: int, max_context_tokens: int, free_bytes: int) -> int:
+    """Room for FULL_SEQUENCES sequences of full length, or what `free_bytes` holds of it; one sequence at least."""
+    one = -(-max_context_tokens // block_tokens)
+    return max(one, min(FULL_SEQUENCES * one, free_bytes // block_bytes))
+
+
+def _free_bytes(machine: Machine, weight_bytes: int) -> int:
+    """What the pool may take: a share of what is free once the weights are in place."""
+    if machine.device == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        return int((free - weight_bytes) * GPU_POOL_SHARE)
+    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_POOL_SHARE)

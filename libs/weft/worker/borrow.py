@@ -1,0 +1,140 @@
+"""Pulls of a peer's blocks into ours. What may never happen: a block in use again while an old pull may still write it.
+
+A pull runs in a task of its own and is never interrupted. Whoever loses patience abandons it: the blocks go into
+quarantine, and come out when the pull has really ended and late bytes have had time to land.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from weft import metrics
+from weft.kv.memory import BlockBytes, checksums
+from weft.kv.transport import Lender, Run, TransferFailed, Transport
+
+SAFETY_SECONDS = 5.0
+PATIENCE_SECONDS = 1.0
+INLINE_CHECKSUM_BYTES = 512 * 1024
+
+
+class ChecksumMismatch(Exception):
+    """The bytes that arrived are not those that were lent."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """From the lender's block to ours; `checksum` None when the lender sent none."""
+
+    remote: int
+    local: int
+    checksum: int | None = None
+
+
+async def block_checksums(memory: BlockBytes, blocks: Sequence[int]) -> list[int]:
+    """Checksums of our own blocks, beside the loop when there is much to read."""
+    if len(blocks) * memory.block_bytes <= INLINE_CHECKSUM_BYTES:
+        return checksums(memory, blocks)
+    return await asyncio.to_thread(checksums, memory, blocks)
+
+
+class Borrower:
+    """Makes Borrowings. `tasks` outlives every one of them; `unquarantine` is the engine's."""
+
+    def __init__(
+        self,
+        transports: Sequence[Transport],
+        memory: BlockBytes,
+        tasks: asyncio.TaskGroup,
+        unquarantine: Callable[[Sequence[int]], None],
+        safety_seconds: float = SAFETY_SECONDS,
+    ) -> None:
+        self._transports = {transport.name: transport for transport in transports}
+        self._fallback = transports[-1]
+        self.memory = memory
+        self._tasks = tasks
+        self._unquarantine = unquarantine
+        self._safety_seconds = safety_seconds
+
+    def borrow(self, lender: Lender) -> Borrowing:
+        """A lender whose transport we lack is read through the last of ours, which every lender answers."""
+        transport = self._transports.get(lender.endpoint.transport, self._fallback)
+        self._tasks.create_task(transport.connect(lender.endpoint))
+        return Borrowing(self, transport, lender)
+
+    def start(self, pull: Awaitable[None]) -> asyncio.Task[TransferFailed | None]:
+        """Run a pull to its end, whoever waits for it."""
+        return self._tasks.create_task(_outcome(pull))
+
+    def give_back_later(self, pulls: Sequence[asyncio.Task[TransferFailed | None]], blocks: Sequence[int]) -> None:
+        """End the quarantine of `blocks` once `pulls` have ended and late bytes have landed."""
+        self._tasks.create_task(self._give_back(pulls, blocks))
+
+    async def _give_back(self, pulls: Sequence[asyncio.Task[TransferFailed | None]], blocks: Sequence[int]) -> None:
+        if pulls:
+            await asyncio.wait(pulls)
+        await asyncio.sleep(self._safety_seconds)
+        self._unquarantine(blocks)
+
+
+class Borrowing:
+    """The pulls from one lender under one lease."""
+
+    def __init__(self, borrower: Borrower, transport: Transport, lender: Lender) -> None:
+        self.transferred_bytes = 0
+        self._borrower = borrower
+        self._transport = transport
+        self._lender = lender
+        self._in_flight: dict[asyncio.Task[TransferFailed | None], tuple[int, ...]] = {}
+        self._suspects: list[int] = []
+
+    async def pull(self, copies: Sequence[BlockCopy], timeout_seconds: float) -> None:
+        """Copy and verify. Raises TransferFailed, ChecksumMismatch or TimeoutError.
+
+        After any of them, and when cancelled, `abandon`.
+        """
+        started = time.perf_counter()
+        pull = self._borrower.start(self._transport.pull(self._lender, self._runs(copies), timeout_seconds))
+        self._in_flight[pull] = tuple(copy.local for copy in copies)
+        async with asyncio.timeout(timeout_seconds + PATIENCE_SECONDS):
+            failure = await asyncio.shield(pull)
+        targets = self._in_flight.pop(pull)
+        if failure is not None:
+            self._suspects += targets if failure.may_still_land else ()
+            raise failure
+        size = len(copies) * self._borrower.memory.block_bytes
+        self.transferred_bytes += size
+        metrics.TRANSFER_BYTES.labels(self._transport.name).inc(size)
+        metrics.TRANSFER_SECONDS.labels(self._transport.name).observe(time.perf_counter() - started)
+        await self._verify(copies)
+
+    def abandon(self) -> tuple[int, ...]:
+        """Give up: returns the blocks that may still be written. The caller must quarantine them before it yields."""
+        pulls, self._in_flight = self._in_flight, {}
+        blocks = (*self._suspects, *(block for targets in pulls.values() for block in targets))
+        self._suspects = []
+        if blocks:
+            self._borrower.give_back_later(list(pulls), blocks)
+        return blocks
+
+    def _runs(self, copies: Sequence[BlockCopy]) -> list[Run]:
+        memory, pool_address = self._borrower.memory, self._lender.endpoint.pool_address
+        size = memory.block_bytes
+        return [Run(pool_address + copy.remote * size, memory.address + copy.local * size, size) for copy in copies]
+
+    async def _verify(self, copies: Sequence[BlockCopy]) -> None:
+        summed = [copy for copy in copies if copy.checksum is not None]
+        found = await block_checksums(self._borrower.memory, [copy.local for copy in summed])
+        for copy, checksum in zip(summed, found, strict=True):
+            if checksum != copy.checksum:
+                raise ChecksumMismatch(f"block {copy.remote} of {self._lender.address} arrived damaged")
+
+
+async def _outcome(pull: Awaitable[None]) -> TransferFailed | None:
+    try:
+        await pull
+    except TransferFailed as failure:
+        return failure
+    return None

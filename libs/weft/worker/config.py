@@ -1,0 +1,76 @@
+"""The settings of a worker process, prefill or decode; docs/architecture.md has the table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from weft.config import ConfigError
+
+
+class Dtype(StrEnum):
+    """What weights and cache are computed and kept in; auto is float32 on CPU, bfloat16 on CUDA."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class TransportChoice(StrEnum):
+    """How blocks are pulled; auto is Mooncake where it loads, else gRPC."""
+
+    AUTO = "auto"
+    MOONCAKE = "mooncake"
+    GRPC = "grpc"
+
+
+class MooncakeProtocol(StrEnum):
+    """What Mooncake speaks below."""
+
+    TCP = "tcp"
+    RDMA = "rdma"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Zero means: choose for me (ports, block size, blocks from memory, all cores)."""
+
+    worker_id: str
+    scheduler_addr: str
+    weights_addr: str
+    kvstore_addr: str = ""
+    model: Path | None = None
+    model_name: str = ""
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise_host: str = ""
+    metrics_port: int = 0
+    dtype: Dtype = Dtype.AUTO
+    block_tokens: int = 0
+    num_blocks: int = 0
+    chunk_tokens: int = 512
+    transport: TransportChoice = TransportChoice.AUTO
+    mooncake_protocol: MooncakeProtocol = MooncakeProtocol.TCP
+    kv_checksums: bool = True
+    threads: int = 0
+    grace_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("port", "metrics_port", "block_tokens", "num_blocks", "threads"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"WEFT_{name.upper()} must not be negative")
+        if self.chunk_tokens < 1:
+            raise ConfigError("WEFT_CHUNK_TOKENS must be at least 1")
+        if not self.served_name:
+            raise ConfigError("WEFT_MODEL_NAME or WEFT_MODEL must be set")
+
+    @property
+    def served_name(self) -> str:
+        """The model's name in requests."""
+        return self.model_name or (self.model.name if self.model else "")
+
+    @property
+    def peer_host(self) -> str:
+        """The host under which peers reach this worker."""
+        return self.advertise_host or self.host

@@ -1,0 +1,178 @@
+"""A worker's process, the same for both roles: boot, listen, join, watch the engine, drain, leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+
+from weft import metrics
+from weft.config import describe
+from weft.engine.core import Engine
+from weft.errors import EngineFailed
+from weft.kv.memory import HostBlocks
+from weft.kv.transport import Transport
+from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
+from weft.rpc.blocks import GrpcTransport
+from weft.rpc.client import ChannelPool
+from weft.rpc.server import RpcServer, until_signal
+from weft.worker.boot import Booted, boot
+from weft.worker.config import WorkerConfig
+from weft.worker.membership import Introduction, Membership
+from weft.worker.runtime import EngineFeed
+from weft.worker.tasks import background
+from weft.worker.transports import pick_transports
+
+logger = logging.getLogger(__name__)
+WATCH_SECONDS = 0.25
+GOODBYE_SECONDS = 0.5
+CUT_OFF_SECONDS = 0.2
+
+
+class Desk(Protocol):
+    """What a role keeps of its requests."""
+
+    def close(self) -> None:
+        """Take no more."""
+
+    async def until_idle(self) -> None:
+        """Every request has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """What a role finds when it is installed. `transports`: the one in use first. `tasks` outlives every request."""
+
+    worker_id: str
+    boot_id: str
+    engine: Engine
+    feed: EngineFeed
+    fingerprint: ModelFingerprint
+    memory: HostBlocks
+    transports: tuple[Transport, ...]
+    channels: ChannelPool
+    store: Any
+    tasks: asyncio.TaskGroup
+    with_checksums: bool
+
+
+Install = Callable[[Workplace, grpc.aio.Server], Desk]
+
+
+async def serve_worker(config: WorkerConfig, role: WorkerRole, service_name: str, install: Install) -> None:
+    """Serve until SIGTERM; raises when the engine dies, so that the process ends and is started again."""
+    logger.info(describe(config))
+    feed = EngineFeed()
+    booted = await boot(config, feed.listener)
+    booted.engine.start()
+    try:
+        async with background() as tasks:
+            await _serve(config, role, RpcServer([service_name]), install, booted, feed, tasks)
+    finally:
+        await asyncio.to_thread(booted.engine.stop)
+
+
+async def _serve(
+    config: WorkerConfig,
+    role: WorkerRole,
+    rpc: RpcServer,
+    install: Install,
+    booted: Booted,
+    feed: EngineFeed,
+    tasks: asyncio.TaskGroup,
+) -> None:
+    place = await _furnish(config, booted, feed, tasks)
+    desk = install(place, rpc.server)
+    address = await rpc.start(config.host, config.port)
+    membership = _membership(config, role, place, booted, address)
+    keeping = tasks.create_task(membership.keep())
+    try:
+        await until_signal(_announce(membership, rpc), _watch(booted.engine), feed.until_broken())
+        await _drain(config.grace_seconds, desk, membership, rpc)
+    finally:
+        keeping.cancel()
+        await rpc.stop(CUT_OFF_SECONDS)
+        await _clear(place)
+
+
+async def _furnish(config: WorkerConfig, booted: Booted, feed: EngineFeed, tasks: asyncio.TaskGroup) -> Workplace:
+    engine, pool = booted.engine, booted.engine.pool_memory
+    memory = HostBlocks(pool.address, pool.block_bytes, pool.num_blocks)
+    channels = ChannelPool()
+    fallback = GrpcTransport(channels, memory)
+    pool_bytes = pool.block_bytes * pool.num_blocks
+    transports = pick_transports(config.transport, config.peer_host, config.mooncake_protocol, fallback, pool_bytes)
+    store = None
+    if config.kvstore_addr:
+        from weft.worker.store import StoreClient
+
+        store = StoreClient(config.kvstore_addr, pool, booted.fingerprint, engine.unpin, engine.unquarantine)
+        await store.connect()
+        feed.subscribe(lambda output: store.offer(output.sealed))
+    return Workplace(
+        worker_id=config.worker_id,
+        boot_id=uuid.uuid4().hex,
+        engine=engine,
+        feed=feed,
+        fingerprint=booted.fingerprint,
+        memory=memory,
+        transports=transports,
+        channels=channels,
+        store=store,
+        tasks=tasks,
+        with_checksums=config.kv_checksums,
+    )
+
+
+def _membership(config: WorkerConfig, role: WorkerRole, place: Workplace, booted: Booted, bound: str) -> Membership:
+    address = f"{config.peer_host}:{bound.rpartition(':')[2]}"
+    metrics_address = f"{config.peer_host}:{metrics.expose(config.host, config.metrics_port)}"
+    logger.info("listening at=%s metrics=%s boot=%s", address, metrics_address, place.boot_id)
+    introduction = Introduction(
+        worker=WorkerAddress(place.worker_id, place.boot_id, address),
+        role=role,
+        model=config.served_name,
+        fingerprint=place.fingerprint,
+        num_blocks=booted.engine_config.num_blocks,
+        max_context_tokens=booted.engine_config.context_tokens,
+        transport=place.transports[0].name,
+        metrics_address=metrics_address,
+    )
+    engine = place.engine
+    return Membership(config.scheduler_addr, introduction, lambda: engine.load, lambda: engine.is_alive)
+
+
+async def _announce(membership: Membership, rpc: RpcServer) -> None:
+    await membership.until_joined()
+    await rpc.set_ready(True)
+
+
+async def _watch(engine: Engine) -> None:
+    while engine.is_alive:  # noqa: ASYNC110 - a thread that dies tells nobody
+        await asyncio.sleep(WATCH_SECONDS)
+    raise EngineFailed("the engine's thread has ended")
+
+
+async def _drain(grace_seconds: float, desk: Desk, membership: Membership, rpc: RpcServer) -> None:
+    """Say goodbye, then let what lives come to its end, for so long."""
+    await rpc.set_ready(False)
+    desk.close()
+    await membership.leave(GOODBYE_SECONDS)
+    try:
+        async with asyncio.timeout(grace_seconds):
+            await desk.until_idle()
+    except TimeoutError:
+        logger.warning("requests are cut off: the grace of %g s is over", grace_seconds)
+
+
+async def _clear(place: Workplace) -> None:
+    if place.store is not None:
+        await place.store.close()
+    for transport in place.transports:
+        await transport.close()
+    await place.channels.close()

@@ -1,0 +1,170 @@
+"""A sequence's life on the decode worker: submitted, filled by prefill or computed here, generating, ended.
+
+Knows the engine and the hand-off, not the wire. Every sequence has one task and one way out, where the engine lets go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from weft import log, metrics
+from weft.engine.core import Engine
+from weft.engine.messages import Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
+from weft.errors import DeadlineExceeded, EngineFailed, Incompatible, PeerLost, WeftError
+from weft.request import PromptUsage, RequestKey
+from weft_services.decode.handoff import HandOffs
+from weft_services.decode.order import Delta, Failure, SequenceOrder
+from weft_services.decode.outbox import Outbox
+
+logger = logging.getLogger(__name__)
+
+
+class Sequence:
+    """A live sequence and what the engine has said about it."""
+
+    def __init__(self, order: SequenceOrder, outbox: Outbox[Delta]) -> None:
+        self.order = order
+        self.outbox = outbox
+        self.usage: PromptUsage | None = None
+        self.has_ended = False
+        self._reserved: Reserved | None = None
+        self._failure: WeftError | None = None
+        self._changed = asyncio.Event()
+
+    def on_reserved(self, reserved: Reserved) -> None:
+        """Blocks are held."""
+        self._reserved = reserved
+        self._changed.set()
+
+    def end(self, failure: WeftError | None = None) -> None:
+        """The engine has let go of it already."""
+        self.has_ended = True
+        self._failure = failure
+        self._changed.set()
+
+    async def until_reserved(self) -> Reserved:
+        """Raises the engine's refusal."""
+        while self._reserved is None:
+            await self._change()
+        return self._reserved
+
+    async def until_ended(self) -> None:
+        """Raises the engine's failure."""
+        while not self.has_ended:
+            await self._change()
+
+    async def _change(self) -> None:
+        await self._changed.wait()
+        self._changed.clear()
+        if self._failure is not None:
+            raise self._failure
+
+
+class SequenceDesk:
+    """All sequences of this worker. Subscribe `on_step` to the engine's feed."""
+
+    def __init__(self, engine: Engine, worker_id: str, boot_id: str, hand_offs: HandOffs) -> None:
+        self._engine = engine
+        self._worker_id = worker_id
+        self._boot_id = boot_id
+        self._hand_offs = hand_offs
+        self._sequences: dict[RequestKey, Sequence] = {}
+        self._is_open = True
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    def close(self) -> None:
+        """Take nothing new; what lives goes on."""
+        self._is_open = False
+
+    async def until_idle(self) -> None:
+        """All sequences have ended."""
+        await self._is_idle.wait()
+
+    def on_step(self, output: StepOutput) -> None:
+        """One frame for each gateway that this step has tokens for."""
+        frames: dict[Outbox[Delta], list[Delta]] = {}
+        for reserved in output.reserved:
+            if sequence := self._sequences.get(reserved.key):
+                sequence.on_reserved(reserved)
+        for delta in output.deltas:
+            if sequence := self._sequences.get(delta.key):
+                frames.setdefault(sequence.outbox, []).append(self._told(sequence, delta))
+        for failure in output.failures:
+            if sequence := self._sequences.get(failure.key):
+                sequence.end(failure.error)
+        for outbox, frame in frames.items():
+            outbox.put(frame)
+
+    async def run(self, order: SequenceOrder, outbox: Outbox[Delta]) -> None:
+        """A sequence from its start to its end, which is told to `outbox` unless this is cancelled. A second order with
+        a key that lives already changes nothing."""
+        if order.key in self._sequences:
+            return
+        log.request_id.set(str(order.key))
+        sequence = self._sequences[order.key] = Sequence(order, outbox)
+        self._is_idle.clear()
+        try:
+            self._submit(order)
+            async with asyncio.timeout(order.remaining_seconds):
+                await self._live(sequence)
+        except WeftError as error:
+            outbox.put([self._failed(order.key, error)])
+        except TimeoutError:
+            outbox.put([self._failed(order.key, DeadlineExceeded("the request's time is over"))])
+        finally:
+            del self._sequences[order.key]
+            if not self._sequences:
+                self._is_idle.set()
+            if not sequence.has_ended:
+                self._engine.cancel(order.key)
+
+    def _submit(self, order: SequenceOrder) -> None:
+        if not self._is_open:
+            raise PeerLost("this decode worker is leaving", self._worker_id)
+        if order.decode_boot_id != self._boot_id:
+            raise Incompatible("the decode worker has been restarted since the request was routed")
+        spec = SequenceSpec(
+            key=order.key,
+            token_ids=order.token_ids,
+            sampling=order.sampling,
+            mode=SequenceMode.GENERATE,
+            cache_salt=order.cache_salt,
+            wait_for_kv=order.prefill is not None,
+            resumed_tokens=order.resumed_tokens,
+        )
+        self._engine.submit(spec)
+
+    async def _live(self, sequence: Sequence) -> None:
+        order = sequence.order
+        if order.prefill is not None:
+            reserved = await sequence.until_reserved()
+            sequence.usage = await self._hand_offs.fill(order, order.prefill, reserved)
+        await sequence.until_ended()
+
+    def _told(self, sequence: Sequence, delta: TokenDelta) -> Delta:
+        if delta.finish_reason is not None:
+            sequence.end()
+        return Delta(delta.key, delta.token_ids, delta.logprobs, self._usage(sequence, delta), delta.finish_reason)
+
+    def _usage(self, sequence: Sequence, delta: TokenDelta) -> PromptUsage | None:
+        """With the first token: as prefill counted it, or our own count when the prompt was computed here."""
+        if delta.prompt is None:
+            return None
+        if sequence.usage is not None:
+            return sequence.usage
+        counts = delta.prompt
+        metrics.PREFIX_QUERIES.inc(len(sequence.order.token_ids))
+        metrics.PREFIX_HITS.labels("pool").inc(counts.num_cached_tokens)
+        return PromptUsage(
+            cached_tokens=counts.num_cached_tokens,
+            queue_ms=counts.queue_ms,
+            compute_ms=counts.compute_ms,
+            prefill_worker_id=self._worker_id,
+        )
+
+    def _failed(self, key: RequestKey, error: WeftError) -> Delta:
+        at_fault = isinstance(error, (EngineFailed, PeerLost, Incompatible))
+        logger.warning("sequence failed: %s", error)
+        return Delta(key, failure=Failure(error.code, str(error), self._worker_id if at_fault else ""))

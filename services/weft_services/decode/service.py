@@ -1,0 +1,117 @@
+"""DecodeService on the wire: one gateway's stream, its sequences' tasks, its frames."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import grpc
+
+from weft.request import RequestKey
+from weft.rpc.wire import (
+    address_from_wire,
+    finish_to_wire,
+    key_from_wire,
+    key_to_wire,
+    logprobs_to_wire,
+    sampling_from_wire,
+    usage_to_wire,
+)
+from weft.worker.borrow import Borrower
+from weft.worker.process import Workplace
+from weft_mesh.v1 import decode_service_pb2, decode_service_pb2_grpc
+from weft_services.decode.handoff import HandOffs
+from weft_services.decode.order import Delta, SequenceOrder
+from weft_services.decode.outbox import Outbox
+from weft_services.decode.peers import PrefillPeers
+from weft_services.decode.sequences import SequenceDesk
+
+Requests = AsyncIterator[decode_service_pb2.AttachRequest]
+
+
+class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
+    """A gateway's sequences live in its stream's task group and end with it."""
+
+    def __init__(self, desk: SequenceDesk) -> None:
+        self._desk = desk
+
+    # a coroutine that writes, not a generator: it holds a TaskGroup over its responses
+    async def Attach(  # type: ignore[override]
+        self, request_iterator: Requests, context: Any
+    ) -> None:
+        outbox = Outbox[Delta]()
+        async with asyncio.TaskGroup() as group:
+            writer = group.create_task(_write(outbox, context))
+            watcher = group.create_task(outbox.until_overflow())
+            sequences: dict[RequestKey, asyncio.Task[None]] = {}
+            async for request in request_iterator:
+                if request.WhichOneof("command") == "start":
+                    order = order_from_wire(request.start)
+                    if order.key not in sequences:  # a second start of a living key changes nothing
+                        _start(group, sequences, order.key, self._desk.run(order, outbox))
+                elif (task := sequences.get(key_from_wire(request.cancel.key))) is not None:
+                    task.cancel()
+            for task in (*sequences.values(), writer, watcher):
+                task.cancel()
+
+
+def _start(
+    group: asyncio.TaskGroup,
+    sequences: dict[RequestKey, asyncio.Task[None]],
+    key: RequestKey,
+    life: Coroutine[Any, Any, None],
+) -> None:
+    task = group.create_task(life)
+    sequences[key] = task
+    task.add_done_callback(lambda _: sequences.pop(key, None))
+
+
+async def _write(outbox: Outbox[Delta], context: Any) -> None:
+    while True:
+        frame = await outbox.get()
+        await context.write(decode_service_pb2.AttachResponse(deltas=[delta_to_wire(delta) for delta in frame]))
+
+
+def order_from_wire(start: decode_service_pb2.StartSequence) -> SequenceOrder:
+    """Total."""
+    return SequenceOrder(
+        key=key_from_wire(start.key),
+        decode_boot_id=start.decode_boot_id,
+        prefill=address_from_wire(start.prefill) if start.HasField("prefill") else None,
+        token_ids=tuple(start.token_ids),
+        sampling=sampling_from_wire(start.sampling),
+        remaining_seconds=start.remaining_ms / 1000,
+        cache_salt=start.cache_salt,
+        resumed_tokens=start.resumed_tokens,
+    )
+
+
+def delta_to_wire(delta: Delta) -> decode_service_pb2.SequenceDelta:
+    """Total."""
+    failure = delta.failure
+    return decode_service_pb2.SequenceDelta(
+        key=key_to_wire(delta.key),
+        token_ids=delta.token_ids,
+        logprobs=[logprobs_to_wire(position) for position in delta.logprobs],
+        prompt=usage_to_wire(delta.prompt) if delta.prompt else None,
+        finish_reason=finish_to_wire(delta.finish_reason),
+        failure=decode_service_pb2.SequenceFailure(
+            code=failure.code, message=failure.message, worker_id=failure.worker_id
+        )
+        if failure
+        else None,
+    )
+
+
+SERVICE_NAME = decode_service_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
+
+
+def install(place: Workplace, server: grpc.aio.Server) -> SequenceDesk:
+    """Put the role to work at this place."""
+    borrower = Borrower(place.transports, place.memory, place.tasks, place.engine.unquarantine)
+    hand_offs = HandOffs(place.engine, PrefillPeers(place.channels), borrower, place.fingerprint)
+    desk = SequenceDesk(place.engine, place.worker_id, place.boot_id, hand_offs)
+    place.feed.subscribe(desk.on_step)
+    decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(desk), server)
+    return desk

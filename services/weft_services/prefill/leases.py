@@ -1,0 +1,197 @@
+"""Who borrows what: one Lease a call, from the order to the borrower's last word. Knows the engine, not the wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from weft import metrics
+from weft.engine.core import Engine
+from weft.engine.messages import PromptProgress, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
+from weft.errors import Cancelled, Incompatible, InvalidRequest, NotFound, PeerLost, WeftError
+from weft.kv.handoff import PrefillEvent, PrefillOrder, PromptFinished, ReadyBlocks
+from weft.kv.memory import BlockBytes
+from weft.request import ModelFingerprint, RequestKey
+from weft.worker.borrow import block_checksums
+from weft_services.prefill.prefix import StorePrefix
+
+
+class Lease:
+    """One prompt: how far it is computed, and which of its blocks have been announced."""
+
+    def __init__(self, order: PrefillOrder) -> None:
+        self.order = order
+        self.store_tokens = 0
+        self.lent: set[int] = set()
+        self._reserved: Reserved | None = None
+        self._progress: PromptProgress | None = None
+        self._first: TokenDelta | None = None
+        self._failure: WeftError | None = None
+        self._is_complete = False
+        self._changed = asyncio.Event()
+
+    def on_reserved(self, reserved: Reserved) -> None:
+        """Admitted."""
+        self._reserved = reserved
+        self._changed.set()
+
+    def on_progress(self, progress: PromptProgress) -> None:
+        """More blocks are final."""
+        self._progress = progress
+        self._changed.set()
+
+    def on_first_token(self, first: TokenDelta) -> None:
+        """The whole prompt is computed."""
+        self._first = first
+        self._changed.set()
+
+    def fail(self, error: WeftError) -> None:
+        """Nothing more will come; whoever waits gets `error`."""
+        self._failure = error
+        self._changed.set()
+
+    def dismiss(self) -> None:
+        """The borrower is done; before the prompt is, that means it has lost interest."""
+        if not self._is_complete:
+            self.fail(Cancelled("decode no longer wants the prompt"))
+
+    async def until_reserved(self) -> Reserved:
+        """Raises what the engine refused it with."""
+        while self._reserved is None:
+            await self._change()
+        return self._reserved
+
+    async def events(self, memory: BlockBytes, block_tokens: int, with_checksums: bool) -> AsyncIterator[PrefillEvent]:
+        """Blocks as they become final, those that the borrower holds left out; last, the end of the prompt."""
+        next_index = self.order.held_blocks
+        while True:
+            # read before the progress: with the first token out, the progress is complete
+            first = self._first
+            table, num_blocks = self._final_blocks(block_tokens, first is not None)
+            if num_blocks > next_index:
+                blocks = table[next_index:num_blocks]
+                self.lent.update(blocks)
+                sums = await block_checksums(memory, blocks) if with_checksums else []
+                yield ReadyBlocks(next_index, blocks, tuple(sums))
+                next_index = num_blocks
+            if first is not None:
+                self._is_complete = True
+                yield self._finished(first)
+                return
+            await self._change()
+
+    def _final_blocks(self, block_tokens: int, is_complete: bool) -> tuple[tuple[int, ...], int]:
+        """The block table and how many of its leading blocks may be read; the partial tail only at the end."""
+        if self._progress is None:
+            return (), 0
+        table = self._progress.block_table
+        if is_complete:
+            return table, -(-len(self.order.token_ids) // block_tokens)
+        return table, self._progress.num_ready_tokens // block_tokens
+
+    def _finished(self, first: TokenDelta) -> PromptFinished:
+        assert first.prompt is not None
+        return PromptFinished(
+            first_token_id=first.token_ids[0],
+            logprobs=first.logprobs[0] if first.logprobs else None,
+            cached_tokens=first.prompt.num_cached_tokens,
+            store_tokens=min(self.store_tokens, first.prompt.num_cached_tokens),
+            queue_ms=first.prompt.queue_ms,
+            compute_ms=first.prompt.compute_ms,
+        )
+
+    async def _change(self) -> None:
+        await self._changed.wait()
+        self._changed.clear()
+        if self._failure is not None:
+            raise self._failure
+
+
+class LeaseDesk:
+    """All leases of this worker. Subscribe `on_step` to the engine's feed."""
+
+    def __init__(self, engine: Engine, store: StorePrefix | None, boot_id: str, fingerprint: ModelFingerprint) -> None:
+        self._engine = engine
+        self._store = store
+        self._boot_id = boot_id
+        self._fingerprint = fingerprint
+        self._leases: dict[RequestKey, Lease] = {}
+        self._is_open = True
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    def close(self) -> None:
+        """Take no new orders; leases that live go on."""
+        self._is_open = False
+
+    async def until_idle(self) -> None:
+        """All leases have ended."""
+        await self._is_idle.wait()
+
+    def on_step(self, output: StepOutput) -> None:
+        """The engine's news; keys that are not lent here are somebody else's."""
+        for reserved in output.reserved:
+            if lease := self._leases.get(reserved.key):
+                lease.on_reserved(reserved)
+        for progress in output.progress:
+            if lease := self._leases.get(progress.key):
+                lease.on_progress(progress)
+        for delta in output.deltas:
+            if lease := self._leases.get(delta.key):
+                lease.on_first_token(delta)
+        for failure in output.failures:
+            if lease := self._leases.get(failure.key):
+                lease.fail(failure.error)
+
+    @asynccontextmanager
+    async def lend(self, order: PrefillOrder) -> AsyncIterator[Lease]:
+        """Compute the prompt and hold its blocks until the scope ends.
+
+        Raises Incompatible, InvalidRequest, Overloaded or PeerLost.
+        """
+        self._check(order)
+        lease = Lease(order)
+        spec = SequenceSpec(
+            order.key, order.token_ids, order.sampling, SequenceMode.PREFILL, order.cache_salt, wait_for_kv=True
+        )
+        self._engine.submit(spec)
+        self._leases[order.key] = lease
+        self._is_idle.clear()
+        try:
+            yield lease
+        finally:
+            del self._leases[order.key]
+            if not self._leases:
+                self._is_idle.set()
+            self._engine.release(order.key)
+
+    async def fill(self, lease: Lease) -> None:
+        """Take what the store has beyond the pool's own prefix, then let the engine compute the rest."""
+        reserved = await lease.until_reserved()
+        order = lease.order
+        num_found, suspects = 0, tuple[int, ...]()
+        if self._store is not None:
+            num_found, suspects = await self._store.fetch(order, reserved)
+        lease.store_tokens = num_found
+        metrics.PREFIX_QUERIES.inc(len(order.token_ids))
+        metrics.PREFIX_HITS.labels("pool").inc(reserved.num_hit_tokens)
+        metrics.PREFIX_HITS.labels("store").inc(num_found)
+        self._engine.filled(order.key, reserved.num_hit_tokens + num_found, suspect_blocks=suspects)
+
+    def find(self, key: RequestKey) -> Lease:
+        """Raises NotFound without a live lease."""
+        lease = self._leases.get(key)
+        if lease is None:
+            raise NotFound("no live lease of that key")
+        return lease
+
+    def _check(self, order: PrefillOrder) -> None:
+        if not self._is_open:
+            raise PeerLost("this prefill worker is leaving")
+        if order.prefill_boot_id != self._boot_id:
+            raise Incompatible("the prefill worker has been restarted since the request was routed")
+        if (difference := self._fingerprint.difference(order.fingerprint)) is not None:
+            raise Incompatible(f"prefill and decode differ in {difference}")
+        if order.key in self._leases:
+            raise InvalidRequest("this attempt is being computed already")

@@ -1,0 +1,108 @@
+"""PrefillService on the wire: translates; the desk decides."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from weft.errors import DeadlineExceeded, InvalidRequest, NotFound
+from weft.kv.handoff import Accepted, LeaseClosed
+from weft.kv.memory import BlockBytes
+from weft.kv.transport import Endpoint
+from weft.rpc.blocks import block_chunks
+from weft.rpc.handoff import event_to_wire, order_from_wire
+from weft.rpc.wire import key_from_wire
+from weft.worker.process import Workplace
+from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
+from weft_services.prefill.leases import Lease, LeaseDesk
+from weft_services.prefill.prefix import StorePrefix
+
+LEASE_SECONDS = 10.0
+FIRST_MESSAGE_SECONDS = 10.0
+Requests = AsyncIterator[prefill_service_pb2.PrefillRequest]
+
+
+class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
+    """The open call is the lease: its scope ends, whatever the way, and the blocks are the engine's again."""
+
+    def __init__(
+        self,
+        desk: LeaseDesk,
+        memory: BlockBytes,
+        accepted: Accepted,
+        block_tokens: int,
+        with_checksums: bool = True,
+    ) -> None:
+        self._desk = desk
+        self._memory = memory
+        self._accepted = accepted
+        self._block_tokens = block_tokens
+        self._with_checksums = with_checksums
+
+    # a coroutine that writes, not a generator: it holds a TaskGroup over its responses
+    async def Prefill(  # type: ignore[override]
+        self, request_iterator: Requests, context: Any
+    ) -> None:
+        requests = aiter(request_iterator)
+        async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
+            first = await anext(requests, None)
+        if first is None or first.WhichOneof("message") != "start":
+            raise InvalidRequest("the first message must be start", "start")
+        async with self._desk.lend(order_from_wire(first.start)) as lease:
+            await lease.until_reserved()
+            await context.write(event_to_wire(self._accepted))
+            async with asyncio.TaskGroup() as group:
+                listening = group.create_task(self._until_done(requests, lease))
+                await self._desk.fill(lease)
+                async for event in lease.events(self._memory, self._block_tokens, self._with_checksums):
+                    await context.write(event_to_wire(event))
+                await listening
+            # the engine has held every block since `lend`: nothing but the end of the scope gives them back
+            await context.write(event_to_wire(LeaseClosed(lease_held=True)))
+
+    async def _until_done(self, requests: Requests, lease: Lease) -> None:
+        """Returns at decode's `done`; raises DeadlineExceeded when decode is silent for longer than the lease."""
+        while True:
+            try:
+                async with asyncio.timeout(self._accepted.lease_ms / 1000):
+                    request = await anext(requests, None)
+            except TimeoutError:
+                raise DeadlineExceeded("the lease ended: decode fell silent") from None
+            if request is None or request.WhichOneof("message") == "done":
+                break
+        lease.dismiss()
+
+    async def ReadBlocks(
+        self, request: prefill_service_pb2.ReadBlocksRequest, context: Any
+    ) -> AsyncIterator[prefill_service_pb2.ReadBlocksResponse]:
+        key = key_from_wire(request.key)
+        if not self._desk.find(key).lent.issuperset(request.blocks):
+            raise NotFound("the lease does not cover these blocks")
+        for chunk in block_chunks(self._memory, request.blocks):
+            # for every piece: its bytes were copied just now, and the lease may have ended while the last one was sent
+            self._desk.find(key)
+            yield chunk
+
+
+def accepted(boot_id: str, endpoint: Endpoint, lease_seconds: float = LEASE_SECONDS) -> Accepted:
+    """What this worker answers to every order it takes."""
+    return Accepted(boot_id, endpoint, round(lease_seconds * 1000))
+
+
+SERVICE_NAME = prefill_service_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
+
+
+def install(place: Workplace, server: grpc.aio.Server) -> LeaseDesk:
+    """Put the role to work at this place."""
+    block_tokens = place.fingerprint.block_tokens
+    store = StorePrefix(place.store, place.engine, block_tokens, place.tasks) if place.store else None
+    desk = LeaseDesk(place.engine, store, place.boot_id, place.fingerprint)
+    place.feed.subscribe(desk.on_step)
+    servicer = PrefillServicer(
+        desk, place.memory, accepted(place.boot_id, place.transports[0].endpoint()), block_tokens, place.with_checksums
+    )
+    prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
+    return desk
