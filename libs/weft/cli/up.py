@@ -71,13 +71,12 @@ async def _supervise(supervisor: Supervisor, display: Display, banner: Text) -> 
     try:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(supervisor.run())
-            others = (
-                group.create_task(_announce(supervisor, display, banner)),
-                group.create_task(_stop_when(stop, supervisor, display)),
-            )
+            announcing = group.create_task(_announce(supervisor, display, banner))
+            stopping = group.create_task(_stop_when(stop, supervisor, display))
             await asyncio.wait([running])
-            for task in others:
-                task.cancel()
+            announcing.cancel()
+            if not stop.is_set():
+                stopping.cancel()
     except* ChildFailed as failures:
         display.end_start()
         failure = failures.exceptions[0]
@@ -85,7 +84,6 @@ async def _supervise(supervisor: Supervisor, display: Display, banner: Text) -> 
         status = _report(failure, display)
     finally:
         display.end_start()
-    display.say("all services have ended")
     return status
 
 
@@ -98,14 +96,15 @@ async def _announce(supervisor: Supervisor, display: Display, banner: Text) -> N
 
 async def _stop_when(stop: asyncio.Event, supervisor: Supervisor, display: Display) -> None:
     await stop.wait()
+    began = time.monotonic()
     display.end_start()
     display.say("ending; once more to end at once")
     await supervisor.stop()
+    display.say(f"all services have ended after {time.monotonic() - began:.1f} s")
 
 
 def _report(failure: ChildFailed, display: Display) -> int:
-    display.say(f"{failure}; giving up. Its last lines:", "bold red")
-    display.quote(failure.last_lines or ("(it wrote nothing)",))
+    display.mourn(failure.name, f"{failure}; giving up", failure.last_lines or ("(it wrote nothing)",))
     return failure.exit_code
 
 

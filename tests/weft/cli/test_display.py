@@ -47,3 +47,14 @@ def test_a_death_is_told_with_the_last_lines() -> None:
     shown.on_death("decode-0", "killed by SIGKILL", [RECORD, "boom"], 0.5)
     assert "decode-0 has died (killed by SIGKILL); it starts again in 0.5 s\n" in file.getvalue()
     assert file.getvalue().endswith("joined the fleet\n           boom\n")
+
+
+def test_last_lines_that_stand_right_above_are_not_said_twice() -> None:
+    shown, file = display(is_terminal=False)
+    shown.on_line("decode-0", "boom")
+    shown.on_death("decode-0", "exit code 1", ["boom"], 0.5)
+    assert file.getvalue().count("boom") == 1
+    shown.on_line("decode-0", "boom")
+    shown.on_line("valkey", "hello")
+    shown.on_death("decode-0", "exit code 1", ["boom"], 0.5)
+    assert file.getvalue().count("boom") == 3
