@@ -1,0 +1,210 @@
+"""`weft status`: asks the scheduler who is in the fleet and shows it. Knows nothing of how a mesh was started."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import grpc
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from weft.rpc.client import open_channel
+from weft.rpc.wire import role_from_wire
+from weft_mesh.v1 import scheduler_service_pb2 as pb
+from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
+
+DEADLINE_SECONDS = 3.0
+REFRESH_SECONDS = 1.0
+BAR_CELLS = 8
+# where there is no terminal to fit into, nothing is cut off
+PIPE_COLUMNS = 180
+ON_THE_LEFT = ("worker", "role", "model", "state", "KV in use", "transport")
+# what a narrow terminal does without, in this order
+FIRST_TO_GO = ("transport", "blocks free/cached/active/quarantined", "model", "age", "role")
+# a report this old is worth a colour
+STALE_MS = 3000
+
+
+def status(scheduler: str, watch: bool, as_json: bool) -> None:
+    """Print the fleet of the scheduler at host:port; with `watch` again every second until Ctrl-C.
+
+    Raises typer.Exit(1) after saying on stderr what is wrong and what to do.
+    """
+    try:
+        asyncio.run(_watch(scheduler, as_json) if watch else _once(scheduler, as_json))
+    except grpc.aio.AioRpcError as error:
+        typer.secho(f"weft status: {explain(scheduler, error)}", fg="red", err=True)
+        raise typer.Exit(1) from None
+    except (KeyboardInterrupt, BrokenPipeError):
+        return
+
+
+async def _once(address: str, as_json: bool) -> None:
+    async with open_channel(address) as channel:
+        workers = await _list_workers(channel)
+    if as_json:
+        print(json.dumps(as_dict(workers), indent=2))
+    else:
+        console = _console()
+        console.print(render(workers, console.width))
+
+
+async def _watch(address: str, as_json: bool) -> None:
+    async with open_channel(address) as channel:
+        workers = await _list_workers(channel)
+        if as_json:
+            while True:
+                print(json.dumps(as_dict(workers)), flush=True)
+                await asyncio.sleep(REFRESH_SECONDS)
+                workers = await _list_workers(channel)
+        console = _console()
+        with Live(render(workers, console.width), console=console, auto_refresh=False) as live:
+            while True:
+                await asyncio.sleep(REFRESH_SECONDS)
+                live.update(await _refreshed(channel, address, console.width), refresh=True)
+
+
+async def _refreshed(channel: grpc.aio.Channel, address: str, width: int) -> RenderableType:
+    """The fleet now, or why it cannot be seen: a watcher outlives a restart of the scheduler."""
+    try:
+        return render(await _list_workers(channel), width)
+    except grpc.aio.AioRpcError as error:
+        return Text(explain(address, error), style="red")
+
+
+async def _list_workers(channel: grpc.aio.Channel) -> Sequence[pb.WorkerStatus]:
+    stub = pb_grpc.FleetServiceStub(channel)
+    return (await stub.ListWorkers(pb.ListWorkersRequest(), timeout=DEADLINE_SECONDS)).workers
+
+
+def explain(address: str, error: grpc.aio.AioRpcError) -> str:
+    """What is wrong at that address, and what to do next."""
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return (
+            f"what answers at {address} is no scheduler.\n"
+            "Its address is in the log of `weft up`; name it with --scheduler HOST:PORT."
+        )
+    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return (
+            f"no scheduler answers at {address}.\n"
+            "Is the mesh running? Start one with `weft up`, or name another scheduler with --scheduler HOST:PORT."
+        )
+    return f"the scheduler at {address} failed: {error.code().name.lower()}: {error.details()}"
+
+
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=PIPE_COLUMNS)
+
+
+def render(workers: Sequence[pb.WorkerStatus], width: int) -> RenderableType:
+    """The table and its totals line, in at most `width` columns as far as that can be."""
+    if not workers:
+        return Text("no worker has joined: they join when their model is loaded; look at the log of `weft up`.")
+    rows = [_row(worker) for worker in workers]
+    titles = list(rows[0])
+    for title in ("", *FIRST_TO_GO):
+        titles = [kept for kept in titles if kept != title]
+        table = _table(titles, rows)
+        if Console(width=PIPE_COLUMNS).measure(table).maximum <= width:
+            break
+    return Group(table, Text(""), Text(totals_line(workers), style="bold"))
+
+
+def _table(titles: Sequence[str], rows: Iterable[dict[str, Text]]) -> Table:
+    table = Table(box=None, header_style="dim", padding=(0, 1), pad_edge=False)
+    for title in titles:
+        table.add_column(title, no_wrap=True, justify="left" if title in ON_THE_LEFT else "right")
+    for row in rows:
+        table.add_row(*(row[title] for title in titles))
+    return table
+
+
+def _row(worker: pb.WorkerStatus) -> dict[str, Text]:
+    """Cells by title."""
+    hello, report = worker.hello, worker.report
+    blocks = (report.free_blocks, report.cached_blocks, report.active_blocks, report.quarantined_blocks)
+    return {
+        "worker": Text(hello.worker.worker_id, style="bold"),
+        "role": Text(role_from_wire(hello.role).value),
+        "model": Text(hello.model),
+        "state": Text("ready", style="green") if report.ready else Text("not ready", style="red"),
+        "running": Text(f"{report.num_running:,}"),
+        "waiting": Text(f"{report.num_waiting:,}"),
+        "tokens booked": Text(f"{worker.booked_prefill_tokens + worker.booked_decode_tokens:,}"),
+        "KV in use": _bar(kv_use(worker)),
+        "blocks free/cached/active/quarantined": Text("/".join(map(str, blocks))),
+        "transport": Text(hello.transport),
+        "age": Text(f"{worker.report_age_ms / 1000:.1f} s", style="yellow" if worker.report_age_ms > STALE_MS else ""),
+    }
+
+
+def kv_use(worker: pb.WorkerStatus) -> float:
+    """Share of the pool that is held and cannot be evicted, 0 to 1."""
+    report = worker.report
+    return (report.active_blocks + report.quarantined_blocks) / max(worker.hello.num_blocks, 1)
+
+
+def _bar(share: float) -> Text:
+    filled = min(round(share * BAR_CELLS), BAR_CELLS)
+    colour = "red" if share > 0.9 else "yellow" if share > 0.7 else "green"
+    return Text.assemble(("█" * filled, colour), ("░" * (BAR_CELLS - filled), "dim"), f" {share:4.0%}")
+
+
+def as_dict(workers: Sequence[pb.WorkerStatus]) -> dict[str, Any]:
+    """The fleet for programs: names and units as in the wire contract."""
+    return {"workers": [_worker_dict(worker) for worker in workers], "totals": totals(workers)}
+
+
+def _worker_dict(worker: pb.WorkerStatus) -> dict[str, Any]:
+    hello, report = worker.hello, worker.report
+    return {
+        "worker_id": hello.worker.worker_id,
+        "boot_id": hello.worker.boot_id,
+        "address": hello.worker.address,
+        "metrics_address": hello.metrics_address,
+        "role": role_from_wire(hello.role).value,
+        "model": hello.model,
+        "transport": hello.transport,
+        "num_blocks": hello.num_blocks,
+        "block_tokens": hello.fingerprint.block_tokens,
+        "max_context_tokens": hello.max_context_tokens,
+        "kv_use": round(kv_use(worker), 4),
+        "booked_requests": worker.booked_requests,
+        "booked_prefill_tokens": worker.booked_prefill_tokens,
+        "booked_decode_tokens": worker.booked_decode_tokens,
+        "report_age_ms": worker.report_age_ms,
+        **{field.name: getattr(report, field.name) for field in report.DESCRIPTOR.fields},
+    }
+
+
+def totals(workers: Sequence[pb.WorkerStatus]) -> dict[str, Any]:
+    """Sums over the fleet."""
+    held = sum(w.report.active_blocks + w.report.quarantined_blocks for w in workers)
+    return {
+        "workers": len(workers),
+        "ready": sum(w.report.ready for w in workers),
+        "running": sum(w.report.num_running for w in workers),
+        "waiting": sum(w.report.num_waiting for w in workers),
+        "booked_tokens": sum(w.booked_prefill_tokens + w.booked_decode_tokens for w in workers),
+        "kv_use": round(held / max(sum(w.hello.num_blocks for w in workers), 1), 4),
+        "generated_tokens": sum(w.report.generated_tokens for w in workers),
+        "computed_prompt_tokens": sum(w.report.computed_prompt_tokens for w in workers),
+    }
+
+
+def totals_line(workers: Sequence[pb.WorkerStatus]) -> str:
+    """The totals in one line for people."""
+    sums = totals(workers)
+    return (
+        f"{sums['workers']} workers, {sums['ready']} ready · running {sums['running']:,} · waiting {sums['waiting']:,}"
+        f" · {sums['booked_tokens']:,} tokens booked · KV {sums['kv_use']:.0%} in use"
+        f" · since start {sums['computed_prompt_tokens']:,} prompt tokens computed,"
+        f" {sums['generated_tokens']:,} generated"
+    )

@@ -1,0 +1,172 @@
+"""`weft status` against a scheduler that only lists workers, and against none."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from weft.cli.main import app
+from weft.cli.status import render, status, totals_line
+from weft_mesh.v1 import common_pb2
+from weft_mesh.v1 import scheduler_service_pb2 as pb
+from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
+
+
+def worker(worker_id: str, ready: bool = True, active_blocks: int = 20, age_ms: int = 400) -> pb.WorkerStatus:
+    return pb.WorkerStatus(
+        hello=pb.WorkerHello(
+            worker=pb.WorkerAddress(worker_id=worker_id, boot_id="b", address="127.0.0.1:1"),
+            role=common_pb2.WORKER_ROLE_DECODE,
+            model="weft-nano",
+            fingerprint=common_pb2.ModelFingerprint(block_tokens=16),
+            num_blocks=100,
+            max_context_tokens=2048,
+            transport="mooncake",
+        ),
+        report=pb.WorkerReport(
+            num_running=3,
+            free_blocks=70,
+            cached_blocks=5,
+            active_blocks=active_blocks,
+            quarantined_blocks=5,
+            ready=ready,
+        ),
+        booked_prefill_tokens=1000,
+        booked_decode_tokens=2345,
+        booked_requests=7,
+        report_age_ms=age_ms,
+    )
+
+
+class ListOnly(pb_grpc.FleetServiceServicer):
+    """A scheduler of which nothing but the list is asked."""
+
+    def __init__(self, answers: list[list[pb.WorkerStatus]]) -> None:
+        self._answers = answers
+
+    def Join(self, request_iterator: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    def ListWorkers(self, request: Any, context: Any) -> Any:
+        workers = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        return pb.ListWorkersResponse(workers=workers)
+
+
+@pytest.fixture
+def fleet() -> list[list[pb.WorkerStatus]]:
+    """What the scheduler answers, call by call; the last one stays."""
+    return [[worker("decode-0"), worker("decode-1", ready=False)]]
+
+
+@pytest.fixture
+def address(fleet: list[list[pb.WorkerStatus]]) -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(1))
+    pb_grpc.add_FleetServiceServicer_to_server(ListOnly(fleet), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(0).wait()
+
+
+def shown(workers: list[pb.WorkerStatus], width: int = 200) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render(workers, width))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_every_worker_has_a_row_and_the_fleet_a_line(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status(address, watch=False, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in lines if line.startswith("decode-0")]
+    assert row.split()[1:7] == ["decode", "weft-nano", "ready", "3", "0", "3,345"]
+    assert row.split()[8:] == ["25%", "70/5/20/5", "mooncake", "0.4", "s"]
+    assert "not ready" in next(line for line in lines if line.startswith("decode-1"))
+    assert lines[-1].startswith("2 workers, 1 ready · running 6 · waiting 0 · 6,690 tokens booked · KV 25% in use")
+
+
+def test_as_json_it_carries_every_field_of_the_report(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status(address, watch=False, as_json=True)
+    fleet = json.loads(capsys.readouterr().out)
+    first = fleet["workers"][0]
+    assert (first["worker_id"], first["role"], first["kv_use"]) == ("decode-0", "decode", 0.25)
+    assert {field.name for field in pb.WorkerReport.DESCRIPTOR.fields} <= first.keys()
+    assert fleet["totals"]["booked_tokens"] == 6690
+
+
+def test_an_empty_fleet_says_why_it_may_be_empty() -> None:
+    assert "no worker has joined" in shown([])
+    assert totals_line([]).startswith("0 workers")
+
+
+@pytest.mark.parametrize("width", [72, 80, 100, 120, 160])
+def test_a_narrow_terminal_gets_fewer_columns_and_no_cut_ones(width: int) -> None:
+    lines = shown([worker("decode-0")], width).splitlines()
+    assert "…" not in "".join(lines)
+    assert max(map(len, lines)) <= width
+    for part in ("decode-0", "ready", "3,345", "25%"):
+        assert part in lines[1]
+
+
+def test_a_full_pool_fills_the_bar() -> None:
+    assert "████████ 100%" in shown([worker("decode-0", active_blocks=95)])
+    assert "░░░░░░░░   5%" in shown([worker("decode-0", active_blocks=0)])
+
+
+def test_without_a_scheduler_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(typer.Exit) as caught:
+            status(address, watch=False, as_json=False)
+    assert caught.value.exit_code == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"no scheduler answers at {address}" in said.err
+    assert "weft up" in said.err
+
+
+def test_another_service_at_that_address_is_named_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with pytest.raises(typer.Exit):
+        status(f"127.0.0.1:{port}", watch=False, as_json=False)
+    server.stop(0).wait()
+    assert "is no scheduler" in capsys.readouterr().err
+
+
+def test_the_command_takes_the_address(address: str) -> None:
+    result = CliRunner().invoke(app, ["status", "--scheduler", address, "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["totals"]["workers"] == 2
+
+
+def test_watching_shows_the_fleet_as_it_changes(
+    address: str,
+    fleet: list[list[pb.WorkerStatus]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("weft.cli.status.REFRESH_SECONDS", 0.0)
+    printed: list[str] = []
+
+    def stop_after_three(text: str, flush: bool) -> None:
+        printed.append(text)
+        if len(printed) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.print", stop_after_three)
+    fleet[:] = [[worker("a")], [worker("a"), worker("b")], []]
+    status(address, watch=True, as_json=True)
+    assert [json.loads(text)["totals"]["workers"] for text in printed] == [1, 2, 0]
