@@ -1,0 +1,1 @@
+"""The gateway against fakes of its peers, over real gRPC and real HTTP."""

@@ -1,0 +1,125 @@
+"""A gateway on free ports between fakes and the official client, with a tiny byte-level model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tests.services.gateway.fakes import FakeDecode, FakeScheduler
+from weft_services.gateway.config import Config
+from weft_services.gateway.process import Gateway, running
+
+MODEL_NAME = "tiny"
+CONTEXT = 512
+VOCABULARY = 320
+END = 2  # <|im_end|>
+TEMPLATE = (
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{%- if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|im_end|>\n{% endfor -%}"
+    "{%- if tools %}{{ tools | tojson }}{% endif -%}"
+    "{%- if messages[0].content == 'refuse me' %}{{ raise_exception('roles must alternate') }}{% endif -%}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif -%}"
+)
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """Byte-level BPE: 4 special tokens, 256 bytes, a few merges."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = ("<|pad|>", "<|bos|>", "<|im_end|>", "<|im_start|>")
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - 8,  # the model's embedding has a few rows more, as real ones do
+        special_tokens=[AddedToken(name, special=True, normalized=False) for name in names],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the answer is here and there, hello world, user assistant"] * 4, trainer)
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """What the tiny model's ids mean."""
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    """A checkpoint directory without weights: the gateway needs none."""
+    path = tmp_path_factory.mktemp("models") / MODEL_NAME
+    path.mkdir()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}))
+    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|bos|>", "eos_token": "<|im_end|>"}))
+    (path / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.7, "top_p": 0.9}))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@dataclass(slots=True)
+class Bench:
+    """Everything a test touches."""
+
+    gateway: Gateway
+    scheduler: FakeScheduler
+    decoders: list[FakeDecode]
+    client: AsyncOpenAI
+    http: httpx.AsyncClient
+    tokenizer: Tokenizer
+
+    @property
+    def decode(self) -> FakeDecode:
+        return self.decoders[0]
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.gateway.http_address}"
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text).ids)
+
+    async def refused(self, path: str, **fields: Any) -> tuple[int, dict[str, Any]]:
+        """Post what should be refused; status and the inner error object, whose keys are checked."""
+        response = await self.http.post(path, json={"model": MODEL_NAME, **fields})
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return response.status_code, error
+
+
+MakeBench = Callable[..., AbstractAsyncContextManager[Bench]]
+
+
+@pytest.fixture
+def bench(model_dir: Path, tokenizer: Tokenizer) -> MakeBench:
+    """`async with bench(num_decoders=2, max_requests=1) as b:`."""
+
+    @asynccontextmanager
+    async def make(num_decoders: int = 1, **settings: Any) -> AsyncIterator[Bench]:
+        decoders = [FakeDecode(f"decode-{i}", f"boot-{i}") for i in range(num_decoders)]
+        async with AsyncExitStack() as stack:
+            for decoder in decoders:
+                await decoder.open()
+                stack.push_async_callback(decoder.kill)
+            scheduler = FakeScheduler(decoders, MODEL_NAME, CONTEXT)
+            await scheduler.open()
+            stack.push_async_callback(scheduler.kill)
+            config = Config(model_dir, scheduler.address, http_port=0, grpc_port=0, **{"grace_seconds": 1, **settings})
+            gateway = await stack.enter_async_context(running(config))
+            await gateway.watch.poll()
+            url = f"http://{gateway.http_address}"
+            client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20)
+            await stack.enter_async_context(client)
+            http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20))
+            yield Bench(gateway, scheduler, decoders, client, http, tokenizer)
+
+    return make

@@ -1,0 +1,200 @@
+"""A scheduler and decode workers that do as they are told, on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any
+
+import grpc
+
+from weft_mesh.v1 import common_pb2, decode_service_pb2, scheduler_service_pb2
+from weft_mesh.v1.decode_service_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
+from weft_mesh.v1.scheduler_service_pb2_grpc import (
+    FleetServiceServicer,
+    SchedulerServiceServicer,
+    add_FleetServiceServicer_to_server,
+    add_SchedulerServiceServicer_to_server,
+)
+
+BLOCK_TOKENS = 16
+STOP = common_pb2.FINISH_REASON_STOP
+LENGTH = common_pb2.FINISH_REASON_LENGTH
+Start = decode_service_pb2.StartSequence
+SequenceDelta = decode_service_pb2.SequenceDelta
+Script = Callable[[Start], AsyncIterator[SequenceDelta]]
+Stage = scheduler_service_pb2.Settlement.Stage
+
+
+async def forever() -> None:
+    """Until cancelled."""
+    await asyncio.Event().wait()
+
+
+def position(token_id: int, num_top: int) -> common_pb2.PositionLogprobs:
+    """Made-up logprobs of one token."""
+    top = [common_pb2.TokenLogprob(token_id=token_id + i, logprob=-0.5 - i) for i in range(num_top)]
+    return common_pb2.PositionLogprobs(chosen=common_pb2.TokenLogprob(token_id=token_id, logprob=-0.5), top=top)
+
+
+def deltas(
+    start: Start, token_ids: Sequence[int], finish: common_pb2.FinishReason.ValueType | None = STOP, cached: int = 0
+) -> list[SequenceDelta]:
+    """One delta a token, as an engine sends them: usage with the first, the end with the last."""
+    out = []
+    for token_id in token_ids:
+        delta = SequenceDelta(key=start.key, token_ids=[token_id])
+        if start.sampling.HasField("num_logprobs"):
+            delta.logprobs.append(position(token_id, start.sampling.num_logprobs))
+        out.append(delta)
+    out[0].prompt.CopyFrom(decode_service_pb2.PromptUsage(cached_tokens=cached, prefill_worker_id="prefill-0"))
+    if finish is not None:
+        out[-1].finish_reason = finish
+    return out
+
+
+def speaking(
+    token_ids: Sequence[int], finish: common_pb2.FinishReason.ValueType | None = STOP, cached: int = 0
+) -> Script:
+    """Say these tokens; without a finish, fall silent after them."""
+
+    async def script(start: Start) -> AsyncIterator[SequenceDelta]:
+        for delta in deltas(start, token_ids, finish, cached):
+            yield delta
+        if finish is None:
+            await forever()
+
+    return script
+
+
+def failing(code: int, after: Iterable[SequenceDelta] = (), worker_id: str = "") -> Script:
+    """Fail with this code."""
+
+    async def script(start: Start) -> AsyncIterator[SequenceDelta]:
+        failure = decode_service_pb2.SequenceFailure(code=code, message="at 10.1.2.3:4", worker_id=worker_id)
+        yield SequenceDelta(key=start.key, failure=failure)
+
+    return script
+
+
+class FakeDecode(DecodeServiceServicer):
+    """Plays its script for every sequence that is started."""
+
+    def __init__(self, worker_id: str = "decode-0", boot_id: str = "boot-0") -> None:
+        self.worker_id, self.boot_id = worker_id, boot_id
+        self.address = ""
+        self.script: Script = speaking([1])
+        self.started: list[Start] = []
+        self.cancelled: list[str] = []
+        self.num_attached = 0
+        self.changed = asyncio.Condition()
+        self._server = grpc.aio.server()
+        add_DecodeServiceServicer_to_server(self, self._server)
+
+    async def open(self) -> None:
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+
+    async def kill(self) -> None:
+        await self._server.stop(None)
+
+    async def Attach(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        await self._note(attached=1)
+        async with asyncio.TaskGroup() as group:
+            plays: dict[str, asyncio.Task[None]] = {}
+            async for request in request_iterator:
+                if request.HasField("start"):
+                    plays[str(request.start.key)] = group.create_task(self._play(request.start, context))
+                    await self._note(started=request.start)
+                else:
+                    plays.pop(str(request.cancel.key)).cancel()
+                    await self._note(cancelled=request.cancel.key.request_id)
+
+    async def _play(self, start: Start, context: Any) -> None:
+        async for delta in self.script(start):
+            await context.write(decode_service_pb2.AttachResponse(deltas=[delta]))
+
+    async def _note(self, attached: int = 0, started: Start | None = None, cancelled: str | None = None) -> None:
+        async with self.changed:
+            self.num_attached += attached
+            self.started += [started] if started is not None else []
+            self.cancelled += [cancelled] if cancelled is not None else []
+            self.changed.notify_all()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something to happen here."""
+        async with asyncio.timeout(10), self.changed:
+            await self.changed.wait_for(condition)
+
+
+class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
+    """Places on the first worker that is not excluded, remembers everything."""
+
+    def __init__(self, decoders: list[FakeDecode], model: str, max_context: int) -> None:
+        self.decoders, self.model, self.max_context = decoders, model, max_context
+        self.routed: list[scheduler_service_pb2.RouteRequest] = []
+        self.settled: list[scheduler_service_pb2.Settlement] = []
+        self.refusal: tuple[grpc.StatusCode, str] | None = None
+        self.is_prefill_ready = True
+        self.address = ""
+        self.changed = asyncio.Condition()
+        self._server = grpc.aio.server()
+        add_SchedulerServiceServicer_to_server(self, self._server)
+        add_FleetServiceServicer_to_server(self, self._server)
+
+    async def open(self) -> None:
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+
+    async def kill(self) -> None:
+        await self._server.stop(None)
+
+    async def Route(self, request: Any, context: Any) -> Any:
+        self.routed.append(request)
+        if self.refusal is not None:
+            await context.abort(*self.refusal)
+        for decoder in self.decoders:
+            if decoder.worker_id not in request.excluded_worker_ids:
+                return scheduler_service_pb2.RouteResponse(decode=_address(decoder), prefill=_PREFILL)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "no decode worker")
+
+    async def Settle(self, request: Any, context: Any) -> Any:
+        async with self.changed:
+            self.settled.extend(request.settlements)
+            self.changed.notify_all()
+        return scheduler_service_pb2.SettleResponse()
+
+    async def ListWorkers(self, request: Any, context: Any) -> Any:
+        statuses = [self._status(_address(decoder), common_pb2.WORKER_ROLE_DECODE, True) for decoder in self.decoders]
+        statuses.append(self._status(_PREFILL, common_pb2.WORKER_ROLE_PREFILL, self.is_prefill_ready))
+        return scheduler_service_pb2.ListWorkersResponse(workers=statuses)
+
+    def _status(self, worker: Any, role: Any, ready: bool) -> scheduler_service_pb2.WorkerStatus:
+        hello = scheduler_service_pb2.WorkerHello(
+            worker=worker,
+            role=role,
+            model=self.model,
+            max_context_tokens=self.max_context,
+            fingerprint=common_pb2.ModelFingerprint(weights_hash="abcdef0123456789", block_tokens=BLOCK_TOKENS),
+        )
+        return scheduler_service_pb2.WorkerStatus(
+            hello=hello, report=scheduler_service_pb2.WorkerReport(ready=ready)
+        )
+
+    def stages(self, generation: int = 0) -> list[str]:
+        """Names of the stages settled for that attempt, in order."""
+        return [Stage.Name(each.stage)[6:].lower() for each in self.settled if each.key.generation == generation]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for settlements."""
+        async with asyncio.timeout(10), self.changed:
+            await self.changed.wait_for(condition)
+
+
+_PREFILL = scheduler_service_pb2.WorkerAddress(worker_id="prefill-0", boot_id="boot-p", address="127.0.0.1:9")
+
+
+def _address(decoder: FakeDecode) -> scheduler_service_pb2.WorkerAddress:
+    return scheduler_service_pb2.WorkerAddress(
+        worker_id=decoder.worker_id, boot_id=decoder.boot_id, address=decoder.address
+    )
