@@ -11,9 +11,11 @@ from typing import Any
 
 import grpc
 
-from weft.errors import Cancelled, DeadlineExceeded, EngineFailed, WeftError, from_code
+from weft.errors import Cancelled, DeadlineExceeded, EngineFailed, Overloaded, WeftError, from_code
 
 logger = logging.getLogger(__name__)
+# trailing metadata of RESOURCE_EXHAUSTED: seconds
+RETRY_AFTER = "weft-retry-after"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -27,8 +29,16 @@ def as_weft_error(error: BaseException) -> WeftError:
     if isinstance(error, TimeoutError):
         return DeadlineExceeded(str(error) or "a peer did not answer in time")
     if isinstance(error, grpc.aio.AioRpcError):
-        return from_code(error.code().value[0], error.details() or error.code().name.lower())
+        return _from_status(error)
     return EngineFailed("internal error")
+
+
+def _from_status(error: grpc.aio.AioRpcError) -> WeftError:
+    mapped = from_code(error.code().value[0], error.details() or error.code().name.lower())
+    seconds = dict(error.trailing_metadata() or ()).get(RETRY_AFTER)
+    if isinstance(mapped, Overloaded) and seconds is not None:
+        mapped.retry_after_seconds = float(seconds)
+    return mapped
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
@@ -96,7 +106,8 @@ async def _abort(error: Exception, context: Any) -> None:
     mapped = as_weft_error(error)
     if isinstance(mapped, EngineFailed):
         logger.exception("handler failed", exc_info=error)
-    await context.abort(_CODES[mapped.code], str(mapped))
+    metadata = ((RETRY_AFTER, f"{mapped.retry_after_seconds:.3f}"),) if isinstance(mapped, Overloaded) else ()
+    await context.abort(_CODES[mapped.code], str(mapped), metadata)
 
 
 def raise_as_weft(error: BaseException) -> None:

@@ -124,17 +124,18 @@ class Bookings:
 
     def settle(self, key: RequestKey, stage: Stage) -> Booking | None:
         """A stage was reached: DECODING gives prefill load back, a terminal one everything. Late and repeated calls
-        change nothing. Returns the booking that this call ended, if that attempt was booked."""
+        change nothing. Returns the request's booking when this is the first word of this attempt's end; it may be a
+        newer attempt's, which stays."""
         booking = self._booked.get(key.request_id)
         if not stage.is_terminal:
             if booking is not None and booking.key == key:
                 _end_prefill(booking)
             return None
-        self._remember_end(key)
-        if booking is None or key.generation < booking.key.generation:
+        if not self._remember_end(key) or booking is None:
             return None
-        self._end(key.request_id)
-        return booking if booking.key == key else None
+        if booking.key.generation <= key.generation:
+            self._end(key.request_id)
+        return booking
 
     def drop_worker(self, worker: Worker) -> None:
         """The worker has vanished: requests decoding there are over, prompts computing there are not any more."""
@@ -158,11 +159,15 @@ class Bookings:
             booking.decode.give_back()
             BOOKED_REQUESTS.dec()
 
-    def _remember_end(self, key: RequestKey) -> None:
-        self._ended[key.request_id] = max(key.generation, self._ended.get(key.request_id, -1))
+    def _remember_end(self, key: RequestKey) -> bool:
+        """False when that attempt has ended before."""
+        if key.generation <= self._ended.get(key.request_id, -1):
+            return False
+        self._ended[key.request_id] = key.generation
         self._ended.move_to_end(key.request_id)
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
+        return True
 
 
 def _end_prefill(booking: Booking) -> None:

@@ -15,7 +15,7 @@ from weft.lifetime import Stage
 from weft.metrics import ROUTES
 from weft.request import RequestKey
 from weft_services.scheduler.affinity import Affinity
-from weft_services.scheduler.bookings import Booking, Bookings
+from weft_services.scheduler.bookings import Bookings
 from weft_services.scheduler.fleet import Fleet
 from weft_services.scheduler.policy import choose
 from weft_services.scheduler.state import Placement, Preference, RouteQuery, Worker, WorkerInfo, WorkerReport
@@ -70,15 +70,15 @@ class Dispatcher:
 
     def settle(self, key: RequestKey, stage: Stage, failed_id: str = "") -> None:
         """A booked request has come this far. Late, repeated and unknown ones change nothing."""
-        ended = self._bookings.settle(key, stage)
-        if ended is None:
+        booking = self._bookings.settle(key, stage)
+        if booking is None:
             return
-        if stage is Stage.FINISHED:
-            preference = Preference(ended.prefill_id, ended.decode.worker.worker_id)
-            self._affinity.bind(ended.model, ended.session, preference)
-        elif stage is Stage.FAILED and failed_id in _workers_of(ended):
+        if stage is Stage.FINISHED and booking.key == key:
+            preference = Preference(booking.prefill_id, booking.decode.worker.worker_id)
+            self._affinity.bind(booking.model, booking.session, preference)
+        elif stage is Stage.FAILED and failed_id:
             self.fleet.suspect(failed_id, self._clock())
-            self._affinity.drop(ended.model, ended.session, failed_id)
+            self._affinity.drop(booking.model, booking.session, failed_id)
 
     def age_seconds(self, worker: Worker) -> float:
         """Since its last report."""
@@ -102,7 +102,3 @@ class Dispatcher:
             self.leave(worker, "silent")
         if (count := self._bookings.sweep(now)) > 0:
             logger.warning("bookings given up, their gateway never settled them: count=%d", count)
-
-
-def _workers_of(booking: Booking) -> tuple[str, str]:
-    return booking.prefill_id, booking.decode.worker.worker_id

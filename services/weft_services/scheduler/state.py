@@ -49,6 +49,11 @@ class WorkerReport:
         """It holds no sequence at all."""
         return self.num_running == 0 and self.num_waiting == 0
 
+    @property
+    def is_full(self) -> bool:
+        """Sequences hold the whole pool; a worker says "not ready" then as well."""
+        return self.active_blocks > 0 and self.free_blocks + self.cached_blocks == 0
+
 
 @dataclass(slots=True)
 class Load:

@@ -107,7 +107,8 @@ def test_a_new_generation_takes_the_place_of_the_older_whose_messages_are_late()
     with pytest.raises(Cancelled, match="older"):
         books.admit(RequestKey("a", 0))
     books.settle(RequestKey("a", 0), Stage.DECODING)
-    assert books.settle(RequestKey("a", 0), Stage.FAILED) is None
+    failed = [books.settle(RequestKey("a", 0), Stage.FAILED) for _ in range(2)]
+    assert [booking.key if booking else None for booking in failed] == [RequestKey("a", 1), None]
     assert [worker.booked for worker in workers] == [Load(100, 0, 1), Load(0, 150, 1)]
 
 

@@ -207,6 +207,12 @@ def test_when_every_decode_worker_is_excluded_or_not_ready_nobody_is_chosen() ->
     assert "ready" in str(refusal(workers, query()))
 
 
+def test_a_worker_whose_pool_is_full_is_busy_and_not_lost() -> None:
+    workers = pair()
+    workers[1].report = WorkerReport(ready=False, active_blocks=100)
+    assert isinstance(refusal(workers, query()), Overloaded)
+
+
 def test_an_unknown_model_differs_from_one_whose_workers_are_gone() -> None:
     with pytest.raises(NotFound):
         choose({"other": [ready_worker("d0")]}, query(), NOW)

