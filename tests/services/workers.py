@@ -1,0 +1,270 @@
+"""Prefill and decode workers in the test's own loop: the real servicers, engines and transports, a tiny random model."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tests.weft.tiny_llama import Tiny
+from weft.engine.build import build_engine
+from weft.engine.config import EngineConfig
+from weft.engine.core import Engine
+from weft.engine.messages import EngineLoad, StepOutput
+from weft.kv.memory import HostBlocks
+from weft.kv.mooncake import MooncakeTransport
+from weft.kv.transport import Transport
+from weft.model.kv_layout import KV_LAYOUT, block_bytes
+from weft.request import ModelFingerprint, RequestKey, SamplingParams, WorkerAddress
+from weft.rpc.blocks import GrpcTransport
+from weft.rpc.client import ChannelPool, open_channel
+from weft.rpc.server import RpcServer
+from weft.rpc.wire import address_to_wire, key_to_wire, sampling_to_wire
+from weft.worker.process import Workplace
+from weft.worker.runtime import EngineFeed
+from weft.worker.tasks import background
+from weft_mesh.v1 import decode_service_pb2, decode_service_pb2_grpc
+
+BLOCK_TOKENS = 4
+CHUNK_TOKENS = 8
+GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
+_numbers = itertools.count()
+
+
+def new_key() -> RequestKey:
+    """A key that no other request has."""
+    return RequestKey(f"request-{next(_numbers)}")
+
+
+def prompt(num_tokens: int, seed: int = 1) -> tuple[int, ...]:
+    """Random tokens of the tiny vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, 131, (num_tokens,), generator=generator).tolist())
+
+
+@dataclass
+class Worker:
+    """A listening worker and its insides."""
+
+    place: Workplace
+    address: WorkerAddress
+    rpc: RpcServer
+
+    @property
+    def engine(self) -> Engine:
+        """The real one."""
+        return self.place.engine
+
+    @property
+    def load(self) -> EngineLoad:
+        """As last seen by the loop."""
+        return self.place.feed.load
+
+    async def until_load(self, is_so: Any) -> EngineLoad:
+        """Wait for a step after which the load is as asked for."""
+        seen = asyncio.Event()
+
+        def look(output: StepOutput) -> None:
+            if is_so(output.load):
+                seen.set()
+
+        self.place.feed.subscribe(look)
+        if is_so(self.load):
+            return self.load
+        # an idle engine says nothing; an empty command makes it speak
+        self.engine.unpin(())
+        async with asyncio.timeout(20):
+            await seen.wait()
+        return self.load
+
+    async def until_idle(self) -> None:
+        """Every block is free or cached, and nothing runs."""
+        await self.until_load(
+            lambda load: not (load.active_blocks or load.quarantined_blocks or load.num_running or load.num_waiting)
+        )
+
+
+def fingerprint_of(tiny: Tiny) -> ModelFingerprint:
+    """What workers of this model compare."""
+    size = block_bytes(tiny.config, "float32", BLOCK_TOKENS)
+    return ModelFingerprint("cafe", "float32", BLOCK_TOKENS, size, KV_LAYOUT)
+
+
+@asynccontextmanager
+async def start_worker(
+    tiny: Tiny, name: str, install: Any, transport: str = "grpc", num_blocks: int = 64, store: Any = None
+) -> AsyncIterator[Worker]:
+    """A worker on a port of its own."""
+    feed = EngineFeed()
+    config = EngineConfig(num_blocks, BLOCK_TOKENS, tiny.config.vocab_size, 200, CHUNK_TOKENS)
+    engine = build_engine(
+        tiny.config, tiny.weights, dtype="float32", device="cpu", engine_config=config, listener=feed.listener
+    )
+    pool = engine.pool_memory
+    memory = HostBlocks(pool.address, pool.block_bytes, pool.num_blocks)
+    channels = ChannelPool()
+    transports: list[Transport] = [GrpcTransport(channels, memory)]
+    if transport == "mooncake":
+        transports.insert(0, MooncakeTransport("127.0.0.1"))
+    for each in transports:
+        each.register(pool.address, pool.block_bytes * pool.num_blocks)
+    rpc = RpcServer([])
+    engine.start()
+    try:
+        async with background() as tasks:
+            place = Workplace(
+                worker_id=name,
+                boot_id=f"boot-of-{name}",
+                engine=engine,
+                feed=feed,
+                fingerprint=fingerprint_of(tiny),
+                memory=memory,
+                transports=tuple(transports),
+                channels=channels,
+                store=store,
+                tasks=tasks,
+                with_checksums=True,
+            )
+            install(place, rpc.server)
+            address = await rpc.start("127.0.0.1", 0)
+            try:
+                yield Worker(place, WorkerAddress(name, place.boot_id, address), rpc)
+            finally:
+                await rpc.stop(0)
+                for each in transports:
+                    await each.close()
+                await channels.close()
+    finally:
+        await asyncio.to_thread(engine.stop)
+
+
+@dataclass
+class Answer:
+    """Everything a gateway has been told about one sequence."""
+
+    tokens: list[int] = field(default_factory=list)
+    usage: decode_service_pb2.PromptUsage | None = None
+    finish_reason: int = 0
+    failure: decode_service_pb2.SequenceFailure | None = None
+    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take(self, delta: decode_service_pb2.SequenceDelta) -> None:
+        """Later deltas append."""
+        self.tokens += delta.token_ids
+        self.has_begun.set()
+        if delta.HasField("prompt"):
+            assert self.usage is None
+            self.usage = delta.prompt
+        if delta.finish_reason or delta.HasField("failure"):
+            assert not self.has_ended.is_set()
+            self.finish_reason = delta.finish_reason
+            self.failure = delta.failure if delta.HasField("failure") else None
+            self.has_ended.set()
+
+
+class Gateway:
+    """The other end of Attach."""
+
+    def __init__(self, decode: WorkerAddress, tasks: asyncio.TaskGroup) -> None:
+        self.frames: list[decode_service_pb2.AttachResponse] = []
+        self._decode = decode
+        self._answers: dict[str, Answer] = {}
+        self._channel = open_channel(decode.address)
+        self._stream = decode_service_pb2_grpc.DecodeServiceStub(self._channel).Attach()
+        self._reader = tasks.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for frame in self._stream:
+            self.frames.append(frame)
+            for delta in frame.deltas:
+                self._answers[delta.key.request_id].take(delta)
+
+    async def start(
+        self,
+        token_ids: Sequence[int],
+        prefill: WorkerAddress | None = None,
+        sampling: SamplingParams = GREEDY,
+        key: RequestKey | None = None,
+        **fields: Any,
+    ) -> tuple[RequestKey, Answer]:
+        """Begin a sequence."""
+        key = key or new_key()
+        answer = self._answers.setdefault(key.request_id, Answer())
+        start = decode_service_pb2.StartSequence(
+            key=key_to_wire(key),
+            prefill=address_to_wire(prefill) if prefill else None,
+            token_ids=token_ids,
+            sampling=sampling_to_wire(sampling),
+            **{"decode_boot_id": self._decode.boot_id, "remaining_ms": 30_000, **fields},
+        )
+        await self._stream.write(decode_service_pb2.AttachRequest(start=start))
+        return key, answer
+
+    async def cancel(self, key: RequestKey) -> None:
+        """Nobody waits for it any more."""
+        await self._stream.write(
+            decode_service_pb2.AttachRequest(cancel=decode_service_pb2.CancelSequence(key=key_to_wire(key)))
+        )
+
+    async def generate(
+        self, token_ids: Sequence[int], prefill: WorkerAddress | None = None, **options: Any
+    ) -> Answer:
+        """A sequence from its start to its end."""
+        _, answer = await self.start(token_ids, prefill, **options)
+        async with asyncio.timeout(20):
+            await answer.has_ended.wait()
+        return answer
+
+    async def leave(self) -> None:
+        """Break the stream."""
+        self._reader.cancel()
+        self._stream.cancel()
+        await self._channel.close()
+
+
+@dataclass
+class Pair:
+    """One prefill worker, one decode worker, one gateway."""
+
+    tiny: Tiny
+    prefill: Worker
+    decode: Worker
+    gateway: Gateway
+
+    def expected(self, token_ids: Sequence[int], num_tokens: int = GREEDY.max_tokens) -> list[int]:
+        """What transformers says."""
+        return self.tiny.greedy(list(token_ids), num_tokens)
+
+    async def until_idle(self) -> None:
+        """No block is held on either side."""
+        await self.prefill.until_idle()
+        await self.decode.until_idle()
+
+
+@asynccontextmanager
+async def start_pair(tiny: Tiny, transport: str = "grpc", **options: Any) -> AsyncIterator[Pair]:
+    """Both workers, speaking `transport`."""
+    from weft_services.decode.service import install as install_decode
+    from weft_services.prefill.service import install as install_prefill
+
+    async with AsyncExitStack() as stack:
+        prefill = await stack.enter_async_context(
+            start_worker(tiny, "prefill-0", options.pop("install_prefill", install_prefill), transport, **options)
+        )
+        decode = await stack.enter_async_context(start_worker(tiny, "decode-0", install_decode, transport))
+        tasks = await stack.enter_async_context(background())
+        gateway = Gateway(decode.address, tasks)
+        yield Pair(tiny, prefill, decode, gateway)
+        await gateway.leave()
+
+
+def other(fingerprint: ModelFingerprint, **changes: Any) -> ModelFingerprint:
+    """Another model's."""
+    return dataclasses.replace(fingerprint, **changes)
