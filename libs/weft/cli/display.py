@@ -35,9 +35,10 @@ class _Row:
 class Display:
     """The Listener of a supervisor; use as a context manager around the start, then go on calling it."""
 
-    def __init__(self, console: Console, names: Sequence[str], title: str) -> None:
+    def __init__(self, console: Console, names: Sequence[str], title: str, noise: re.Pattern[str]) -> None:
         self._console = console
         self._title = title
+        self._noise = noise
         self._rows = {name: _Row() for name in names}
         self._width = max(len(SPEAKER), *(len(name) for name in names))
         self._colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
@@ -66,7 +67,9 @@ class Display:
         return time.monotonic() - self._began
 
     def on_line(self, name: str, line: str) -> None:
-        """A child wrote a line."""
+        """A child wrote a line; what matches `noise` is not shown."""
+        if self._noise.search(line):
+            return
         self._run_length = self._run_length + 1 if name == self._speaker else 1
         self._speaker = name
         record = _RECORD.fullmatch(line)

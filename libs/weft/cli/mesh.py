@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import re
 import socket
 import sys
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ LOOPBACK = "127.0.0.1"
 # below the range that the kernel hands out to connections, so that a restarted child finds its port free;
 # above the one that Mooncake picks from
 INTERNAL_PORTS = range(18_000, 32_000)
+# what Mooncake says at every start, as an error, of a thing that it then goes on to make
+HARMLESS = re.compile("Logging before InitGoogleLogging|Local segment descriptor not found")
 # reading and verifying a large checkpoint takes its time
 WORKER_START_SECONDS = 900.0
 

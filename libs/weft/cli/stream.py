@@ -13,6 +13,7 @@ import httpx
 CONNECT_SECONDS = 5.0
 # between two pieces of an answer; prompts can wait behind others
 SILENCE_SECONDS = 120.0
+MIN_RATE_SECONDS = 0.02
 DONE = "[DONE]"
 
 
@@ -32,10 +33,10 @@ class Figures:
     finish_reason: str = ""
 
     def __str__(self) -> str:
-        rate = ""
-        if self.completion_tokens > 1 and self.total_seconds > self.first_token_seconds:
-            per_second = (self.completion_tokens - 1) / (self.total_seconds - self.first_token_seconds)
-            rate = f" · {per_second:.0f} tokens/s"
+        rate, rest = "", self.total_seconds - self.first_token_seconds
+        # an answer that came in one piece tells nothing about the rate
+        if self.completion_tokens > 1 and rest > MIN_RATE_SECONDS:
+            rate = f" · {(self.completion_tokens - 1) / rest:.0f} tokens/s"
         cached = f"{self.cached_tokens}/{self.prompt_tokens} prompt tokens cached"
         cut = " · cut at max_tokens" if self.finish_reason == "length" else ""
         first = f"first token {self.first_token_seconds * 1e3:.0f} ms"

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from weft.cli.display import Display
-from weft.cli.mesh import Addresses, MeshOptions, PortTaken, mesh_specs, pick_addresses, reachable
+from weft.cli.mesh import HARMLESS, Addresses, MeshOptions, PortTaken, mesh_specs, pick_addresses, reachable
 from weft.cli.record import MeshRecord, recorded
 from weft.cli.supervisor import ChildFailed, Supervisor
 
@@ -49,7 +49,7 @@ def up(options: MeshOptions) -> int:
         raise UsageError(str(error)) from error
     console = Console(soft_wrap=True)
     specs = mesh_specs(options, at)
-    display = Display(console, [spec.name for spec in specs], _title(options))
+    display = Display(console, [spec.name for spec in specs], _title(options), HARMLESS)
     url = f"http://{reachable(options.host)}:{options.port}"
     note = MeshRecord(os.getpid(), time.time(), options.port, url, at.scheduler, _services(options, at))
     with recorded(note):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 from rich.console import Console
 
@@ -15,12 +16,13 @@ RECORD = "09:01:02 I decode-0 joined the fleet"
 def display(is_terminal: bool) -> tuple[Display, io.StringIO]:
     file = io.StringIO()
     console = Console(file=file, force_terminal=is_terminal, width=60, color_system=None, soft_wrap=True)
-    return Display(console, ["valkey", "decode-0"], "Weft"), file
+    return Display(console, ["valkey", "decode-0"], "Weft", re.compile("nothing to worry")), file
 
 
 def test_plain_lines_carry_a_prefix_of_one_width() -> None:
     shown, file = display(is_terminal=False)
     shown.on_line("decode-0", RECORD)
+    shown.on_line("valkey", "E there is nothing to worry about")
     shown.on_line("valkey", "# [bold]warning[/]")
     assert file.getvalue() == "decode-0 | 09:01:02 I joined the fleet\nvalkey   | # [bold]warning[/]\n"
 

