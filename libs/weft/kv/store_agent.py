@@ -1,0 +1,173 @@
+"""The parent's side of a `store_process`: starts it, talks to it without blocking the loop, ends it.
+
+Knows keys and offsets in the staging area, not what blocks mean nor which are worth keeping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import mmap
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+MAX_PENDING = 256
+MAX_LINE_BYTES = 1024 * 1024
+START_SECONDS = 15.0
+GOODBYE_SECONDS = 0.5
+
+
+class StoreLost(Exception):
+    """The store cannot be used now; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSpec:
+    """Where the store is. `host` is this machine as its peers reach it; 0 `segment_bytes` lends the store no memory."""
+
+    master: str
+    host: str
+    protocol: str
+    segment_bytes: int = 0
+    staging_bytes: int = 0
+
+
+class StoreAgent:
+    """A running store process. Not restarted: after StoreLost or TimeoutError leave its scope and enter another."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, staging: mmap.mmap | None) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._staging = staging
+        self._pending: deque[asyncio.Future[list[int]]] = deque()
+        self._lost = ""
+
+    @classmethod
+    @asynccontextmanager
+    async def running(cls, spec: StoreSpec) -> AsyncIterator[StoreAgent]:
+        """An agent for the length of a scope, which no transfer outlives. Raises StoreLost."""
+        ours, theirs = socket.socketpair()
+        staging_fd, staging = _make_staging(spec.staging_bytes)
+        process = _spawn(spec, theirs, staging_fd)
+        agent = cls(*await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES), staging)
+        ready = agent._expect()
+        listening = asyncio.create_task(agent._listen())
+        try:
+            try:
+                async with asyncio.timeout(START_SECONDS):
+                    await ready
+            except TimeoutError:
+                raise StoreLost(f"the store at {spec.master} did not answer in {START_SECONDS:.0f} s") from None
+            yield agent
+        finally:
+            await agent._end(process)
+            await listening
+
+    @property
+    def staging(self) -> memoryview:
+        """The area that `put` reads and `get` writes."""
+        assert self._staging is not None
+        return memoryview(self._staging)
+
+    async def exist(self, keys: Sequence[str], timeout_seconds: float) -> list[bool]:
+        """Which keys are in the store now; a positive answer keeps them there for some seconds.
+
+        Raises StoreLost, also when the master does not answer, or TimeoutError.
+        """
+        codes = await self._call({"op": "exist", "keys": list(keys)}, timeout_seconds)
+        if any(code < 0 for code in codes):
+            raise StoreLost(f"the store's master does not answer: {min(codes)}")
+        return [code == 1 for code in codes]
+
+    async def put(self, keys: Sequence[str], offsets: Sequence[int], size: int, timeout_seconds: float) -> list[int]:
+        """Copy from the staging area; one code a key, 0 is success. Raises StoreLost or TimeoutError."""
+        request = {"op": "put", "keys": list(keys), "offsets": list(offsets), "size": size}
+        return await self._call(request, timeout_seconds)
+
+    async def get(self, keys: Sequence[str], offsets: Sequence[int], size: int, timeout_seconds: float) -> list[int]:
+        """Copy into the staging area; one code a key, `size` is success. Raises StoreLost or TimeoutError."""
+        request = {"op": "get", "keys": list(keys), "offsets": list(offsets), "size": size}
+        return await self._call(request, timeout_seconds)
+
+    async def _end(self, process: subprocess.Popen[bytes]) -> None:
+        """Politely while there is nothing under way. Nothing is read or written by the process afterwards."""
+        if self._pending:
+            process.kill()
+        self._writer.close()
+        try:
+            await asyncio.to_thread(process.wait, GOODBYE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+
+    async def _call(self, request: dict[str, object], timeout_seconds: float) -> list[int]:
+        if len(self._pending) >= MAX_PENDING:
+            raise StoreLost("too many calls are waiting for the store")
+        reply = self._expect()
+        if not reply.done():
+            self._writer.write(json.dumps(request).encode() + b"\n")
+        async with asyncio.timeout(timeout_seconds):
+            # a caller that leaves must not take the place of its reply out of the row
+            return await asyncio.shield(reply)
+
+    def _expect(self) -> asyncio.Future[list[int]]:
+        reply: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        # nobody may be left to hear of a failure
+        reply.add_done_callback(lambda done: done.exception())
+        if self._lost:
+            reply.set_exception(StoreLost(self._lost))
+        else:
+            self._pending.append(reply)
+        return reply
+
+    async def _listen(self) -> None:
+        """Replies come in the order of the requests."""
+        try:
+            while line := await self._reader.readline():
+                message = json.loads(line)
+                if "error" in message:
+                    self._lost = message["error"]
+                    break
+                self._pending.popleft().set_result(message["codes"])
+        finally:
+            self._lost = self._lost or "the store process has ended"
+            while self._pending:
+                self._pending.popleft().set_exception(StoreLost(self._lost))
+
+
+def _make_staging(size_bytes: int) -> tuple[int | None, mmap.mmap | None]:
+    """Memory without a name: gone with the last of the two processes."""
+    if not size_bytes:
+        return None, None
+    fd = os.memfd_create("weft-store-staging")
+    os.ftruncate(fd, size_bytes)
+    return fd, mmap.mmap(fd, size_bytes)
+
+
+def _spawn(spec: StoreSpec, theirs: socket.socket, staging_fd: int | None) -> subprocess.Popen[bytes]:
+    """Closes what only the child needs. By subprocess, which forks without running gRPC's fork handlers."""
+    arguments = {"parent_pid": os.getpid(), "staging_fd": staging_fd, **dataclasses.asdict(spec)}
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "weft.kv.store_process", json.dumps(arguments)],
+            stdin=theirs.fileno(),
+            stdout=theirs.fileno(),
+            # the library's own lines would drown the log; what matters comes back as codes
+            stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
+            pass_fds=() if staging_fd is None else (staging_fd,),
+            # a Ctrl-C in the terminal is for the parent to act on
+            start_new_session=True,
+        )
+    finally:
+        theirs.close()
+        if staging_fd is not None:
+            os.close(staging_fd)

@@ -1,0 +1,92 @@
+"""A Mooncake Store client in a process of its own: JSON lines with `store_agent`, block bytes through shared memory.
+
+Not in the worker's process because the library's setup and close hold the GIL, for 20 s and more when the master is
+frozen or dead, and because a read that timed out may still be written: here that can only hit the staging area, and
+ending the process ends every transfer for certain.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import sys
+from typing import Any, TextIO
+
+from weft.kv.store_child import die_with_parent
+
+_ENVIRONMENT = {
+    "MC_LOG_LEVEL": "ERROR",
+    # calls to a frozen master end after this instead of 30 s
+    "MC_RPC_TIMEOUT_MS": "1000",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    # without it every transfer leaves a socket in TIME_WAIT
+    "MC_TCP_ENABLE_CONNECTION_POOL": "1",
+}
+
+
+class Staging:
+    """The shared area that blocks are put from and got into."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._memory = mmap.mmap(fd, size_bytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        os.close(fd)
+
+
+def open_store(spec: dict[str, Any]) -> tuple[Any, int]:
+    """The library's store object, set up, and the address of the staging area. Raises RuntimeError saying why not."""
+    for variable, value in _ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except (ImportError, OSError) as error:
+        raise RuntimeError(f"the mooncake library cannot be loaded: {error}") from error
+    store = MooncakeDistributedStore()
+    code = store.setup(spec["host"], "P2PHANDSHAKE", spec["segment_bytes"], 0, spec["protocol"], "", spec["master"])
+    if code != 0:
+        raise RuntimeError(f"no store at the master {spec['master']}: setup returned {code}")
+    if not spec["staging_bytes"]:
+        return store, 0
+    staging = Staging(spec["staging_fd"], spec["staging_bytes"])
+    if (code := store.register_buffer(staging.address, staging.size_bytes)) != 0:
+        raise RuntimeError(f"register_buffer returned {code}")
+    return store, staging.address
+
+
+def execute(store: Any, address: int, request: dict[str, Any]) -> list[int]:
+    """One code a key: existence 1 or 0, put 0, get the size; failures are negative."""
+    keys = request["keys"]
+    if request["op"] == "exist":
+        return list(store.batch_is_exist(keys))
+    addresses = [address + offset for offset in request["offsets"]]
+    sizes = [request["size"]] * len(keys)
+    call = store.batch_put_from if request["op"] == "put" else store.batch_get_into
+    return list(call(keys, addresses, sizes))
+
+
+def main() -> None:
+    """Set up, say so, then answer line by line until stdin ends."""
+    spec = json.loads(sys.argv[1])
+    die_with_parent(spec["parent_pid"])
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what the library prints must not mix with replies
+    try:
+        store, address = open_store(spec)
+    except RuntimeError as error:
+        _reply(replies, {"error": str(error)})
+        return
+    _reply(replies, {"codes": []})
+    for line in sys.stdin:
+        _reply(replies, {"codes": execute(store, address, json.loads(line))})
+    store.close()
+
+
+def _reply(replies: TextIO, reply: dict[str, Any]) -> None:
+    replies.write(json.dumps(reply) + "\n")
+
+
+if __name__ == "__main__":
+    main()
