@@ -6,23 +6,22 @@ import logging
 import sys
 
 from weft import log
-from weft.config import ConfigError, describe, read_config
-from weft.errors import WeftError
+from weft.config import describe, read_config
 from weft.rpc.server import run
 from weft_services.gateway.config import Config
 from weft_services.gateway.process import serve
 
 
-def main() -> None:
-    """Exits with a readable line when the process cannot start."""
-    log.setup("gateway")
-    try:
-        config = read_config(Config)
-        logging.getLogger(__name__).info("%s", describe(config))
-        run(lambda: serve(config))
-    except* (ConfigError, WeftError, OSError) as group:
-        sys.exit(f"gateway: {group.exceptions[0]}")
+async def main() -> None:
+    """Until a signal. A wrong setting or model is told in one line by `run`."""
+    config = read_config(Config)
+    logging.getLogger(__name__).info("%s", describe(config))
+    await serve(config)
 
 
 if __name__ == "__main__":
-    main()
+    log.setup("gateway")
+    try:
+        run(main)
+    except* OSError as group:
+        sys.exit(f"gateway: {group.exceptions[0]}")

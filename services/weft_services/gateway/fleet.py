@@ -12,6 +12,7 @@ from weft_services.gateway.peers import Scheduler, Worker
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_SECONDS = 1.0
+UNREACHABLE = "the scheduler cannot be reached"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,9 @@ class FleetWatch:
         try:
             workers = await self.scheduler.workers()
         except (WeftError, KeyError) as error:
-            fleet = Fleet(self.fleet.workers, f"the scheduler cannot be reached: {error}")
+            if self.fleet.trouble != UNREACHABLE:
+                logger.warning("%s: %s", UNREACHABLE, error)
+            fleet = Fleet(self.fleet.workers, UNREACHABLE)
         else:
             fleet = Fleet(tuple(worker for worker in workers if worker.model == self.model), None)
         if fleet.reasons != self.fleet.reasons:

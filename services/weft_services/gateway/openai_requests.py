@@ -119,7 +119,7 @@ class ChatBody(_Body):
         """Raises InvalidRequest for what the types alone cannot tell."""
         if self.tool_choice not in (None, "auto", "none"):
             raise InvalidRequest(
-                "only the tool choices auto and none are supported", "tool_choice", "unsupported_parameter"
+                "tool_choice: only auto and none are supported", "tool_choice", "unsupported_parameter"
             )
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")

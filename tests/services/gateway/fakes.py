@@ -177,9 +177,7 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
             max_context_tokens=self.max_context,
             fingerprint=common_pb2.ModelFingerprint(weights_hash="abcdef0123456789", block_tokens=BLOCK_TOKENS),
         )
-        return scheduler_service_pb2.WorkerStatus(
-            hello=hello, report=scheduler_service_pb2.WorkerReport(ready=ready)
-        )
+        return scheduler_service_pb2.WorkerStatus(hello=hello, report=scheduler_service_pb2.WorkerReport(ready=ready))
 
     def stages(self, generation: int = 0) -> list[str]:
         """Names of the stages settled for that attempt, in order."""

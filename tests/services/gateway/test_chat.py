@@ -15,7 +15,11 @@ async def test_an_unstreamed_answer_has_text_reason_and_usage(bench: MakeBench) 
         b.decode.script = speaking([*ids, END], cached=16)
         answer = await b.client.chat.completions.create(model=MODEL_NAME, messages=[USER])
         choice = answer.choices[0]
-        assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "hello world", "stop")
+        assert (choice.message.role, choice.message.content, choice.finish_reason) == (
+            "assistant",
+            "hello world",
+            "stop",
+        )
         assert answer.id.startswith("chatcmpl-")
         assert answer.system_fingerprint == "fp_abcdef012345"
         prompt = b.ids("<|im_start|>user\ntell me the answer<|im_end|>\n<|im_start|>assistant\n")

@@ -1,0 +1,154 @@
+"""Detokenizing, stop strings and chat templates, against slow oracles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from tests.services.gateway.conftest import END, TEMPLATE, tiny_tokenizer
+from weft.errors import BadCheckpoint, InvalidRequest
+from weft_services.gateway.chat_template import ChatTemplate
+from weft_services.gateway.detokenizer import MAX_WINDOW, Detokenizer
+from weft_services.gateway.generation import Conversation
+from weft_services.gateway.model import Codec
+from weft_services.gateway.stopping import StopScanner
+
+NANO = Path(__file__).parents[3] / "models" / "weft-nano"
+TINY = Codec(tiny_tokenizer())
+CODECS = [TINY, Codec(Tokenizer.from_file(str(NANO / "tokenizer.json")))]
+
+
+def in_groups(items: list[int], sizes: list[int]) -> list[list[int]]:
+    """Cut a list into groups of these sizes, over and over."""
+    groups, at = [], 0
+    while at < len(items):
+        size = sizes[len(groups) % len(sizes)]
+        groups.append(items[at : at + size])
+        at += size
+    return groups
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=["tiny", "nano"])
+@given(text=st.text(max_size=60), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_pieces_of_text_join_to_the_whole(codec: Codec, text: str, sizes: list[int]) -> None:
+    ids = list(codec.encode(text, add_special_tokens=False))
+    detokenizer = Detokenizer(codec.decode)
+    pieces = [detokenizer.push(group) for group in in_groups(ids, sizes)]
+    assert "".join(pieces) + detokenizer.flush() == codec.decode(ids)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=["tiny", "nano"])
+@given(ids=st.lists(st.integers(0, 311), max_size=120), sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3))
+def test_any_tokens_even_broken_utf8_join_to_the_whole(codec: Codec, ids: list[int], sizes: list[int]) -> None:
+    detokenizer = Detokenizer(codec.decode)
+    pieces = [detokenizer.push(group) for group in in_groups(ids, sizes)]
+    assert "".join(pieces) + detokenizer.flush() == codec.decode(ids)
+
+
+def test_a_character_comes_out_whole_and_not_before_it_is_complete() -> None:
+    ids = TINY.encode("a🙂é", add_special_tokens=False)
+    assert len(ids) == 7  # the tiny vocabulary spells these bytes one by one
+    detokenizer = Detokenizer(TINY.decode)
+    assert [detokenizer.push([token]) for token in ids] == ["a", "", "", "", "🙂", "", "é"]
+
+
+@pytest.mark.parametrize("token", ["<|im_end|>", "\u0122"], ids=["special", "broken byte"])
+def test_the_window_stays_small_whatever_is_generated(token: str) -> None:
+    decoded: list[int] = []
+
+    def decode(ids: Any) -> str:
+        decoded.append(len(ids))
+        return TINY.decode(ids)
+
+    detokenizer = Detokenizer(decode)
+    token_id = tiny_tokenizer().token_to_id(token)
+    for _ in range(1000):
+        detokenizer.push([token_id])
+    assert max(decoded) <= MAX_WINDOW + 1
+
+
+@given(
+    text=st.text("ab<", max_size=30),
+    stops=st.lists(st.text("ab<", min_size=1, max_size=4), max_size=4),
+    size=st.integers(1, 4),
+)
+def test_a_scanner_cuts_at_the_first_stop_string_and_loses_nothing_else(text: str, stops: list[str], size: int) -> None:
+    scanner = StopScanner(stops)
+    sent, stopped = "", False
+    for at in range(0, len(text), size):
+        piece, stopped = scanner.push(text[at : at + size])
+        sent += piece
+        assert not any(stop in sent for stop in stops)
+        if stopped:
+            break
+    else:
+        sent += scanner.flush()
+    assert stopped == any(stop in text for stop in stops)
+    if stopped:
+        assert text.startswith(sent)
+        assert any(text[len(sent) :].startswith(stop) for stop in stops)
+    else:
+        assert sent == text
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "lookup", "description": 'é <b> & "q"', "parameters": {"b": 1, "a": [None, True]}},
+    }
+]
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "hi"}],
+    [{"role": "system", "content": "be brief"}, {"role": "user", "content": "naïve <tag> & 'x' 🙂\n\n  y"}],
+    [
+        {"role": "user", "content": "call it"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "lookup", "arguments": {"k": "ü<"}}}],
+        },
+        {"role": "tool", "content": "42", "tool_call_id": "1"},
+    ],
+]
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
+@pytest.mark.parametrize("messages", CONVERSATIONS, ids=["short", "unicode", "tool calls"])
+@pytest.mark.parametrize("source", [TEMPLATE, (NANO / "chat_template.jinja").read_text()], ids=["tiny", "nano"])
+def test_templates_render_as_transformers_renders_them(source: str, messages: list[dict[str, Any]], tools: Any) -> None:
+    special = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>"}
+    rendered, _ = render_jinja_template(
+        conversations=[messages], tools=tools, chat_template=source, add_generation_prompt=True, **special
+    )
+    ours = ChatTemplate(source, special).render(Conversation(tuple(messages), tuple(tools or ())))
+    assert ours == rendered[0]
+
+
+def test_a_template_that_refuses_names_the_messages() -> None:
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    with pytest.raises(InvalidRequest, match="roles must alternate") as refusal:
+        template.render(Conversation(({"role": "user", "content": "x"},)))
+    assert refusal.value.param == "messages"
+
+
+def test_a_template_that_loops_runs_out_of_fuel() -> None:
+    template = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {})
+    with pytest.raises(InvalidRequest, match="OutOfFuel"):
+        template.render(Conversation(()))
+
+
+def test_a_template_that_does_not_compile_is_a_bad_checkpoint() -> None:
+    with pytest.raises(BadCheckpoint, match="chat template"):
+        ChatTemplate("{% if %}", {})
+
+
+def test_a_token_has_its_bytes_even_when_it_is_half_a_character() -> None:
+    ids = TINY.encode("é", add_special_tokens=False)
+    assert b"".join(TINY.token_bytes(token) for token in ids) == "é".encode()
+    assert TINY.token_bytes(END) == b"<|im_end|>"

@@ -1,0 +1,201 @@
+"""The one validator: what it accepts, what it refuses, and which field it names."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from weft.errors import InvalidRequest
+from weft_services.gateway.generation import Conversation, Generation
+from weft_services.gateway.openai_requests import parse_chat, parse_completion
+
+USER = {"role": "user", "content": "hi"}
+
+
+def chat(**fields: Any) -> Generation:
+    return parse_chat(json.dumps({"model": "m", "messages": [USER], **fields}).encode())
+
+
+def completion(**fields: Any) -> Generation:
+    return parse_completion(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [USER, {"role": "user", "content": 7}]}, "messages.1.content"),
+        ({"messages": [{"role": "user"}]}, "messages.0"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages.0.tool_calls.0"),
+        ({"model": 3}, "model"),
+        ({"model": ""}, "model"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -5}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"n": 0}, "n"),
+        ({"n": 17}, "n"),
+        ({"seed": "x"}, "seed"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ["a", ""]}, "stop.1"),
+        ({"stop": ["a" * 257]}, "stop.0"),
+        ({"stop": 5}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"tools": [{"type": "retrieval"}]}, "tools.0"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": -1}, "frequency_penalty"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+    ],
+)
+def test_a_bad_chat_field_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        chat(**fields)
+    assert refusal.value.param == param
+    assert param.split(".")[0] in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [1, True]}, "prompt"),
+        ({"prompt": [[1], [2.5]]}, "prompt"),
+        ({"prompt": ["a"] * 65}, "prompt"),
+        ({"prompt": ["a"] * 64, "n": 3}, "n"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+    ],
+)
+def test_a_bad_completion_field_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        completion(**fields)
+    assert refusal.value.param == param
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"nonsense", b'{"model": "\xff"}', b"[" * 100_000, b'"text"', b"[]"])
+def test_what_is_not_a_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        parse_chat(body)
+
+
+@pytest.mark.parametrize("field", ["model", "messages"])
+def test_a_missing_field_is_named(field: str) -> None:
+    fields = {"model": "m", "messages": [USER]}
+    del fields[field]
+    with pytest.raises(InvalidRequest) as refusal:
+        parse_chat(json.dumps(fields).encode())
+    assert refusal.value.param == field
+
+
+def test_fields_that_change_nothing_are_let_through() -> None:
+    asked = chat(
+        presence_penalty=0.0,
+        frequency_penalty=0,
+        repetition_penalty=1.0,
+        logit_bias={},
+        response_format={"type": "text"},
+        metadata={"a": "b"},
+        store=False,
+        service_tier="auto",
+        best_of=1,
+        something_new=[1],
+        temperature=None,
+        stop=None,
+        n=None,
+        stream_options=None,
+    )
+    assert asked == chat()
+
+
+def test_what_vllm_clients_send_is_understood() -> None:
+    asked = completion(
+        prompt=[[1, 2], [3]],
+        ignore_eos=True,
+        return_token_ids=True,
+        top_k=-1,
+        min_p=0.1,
+        stop_token_ids=[5],
+        seed=-1,
+        stop="x",
+        logprobs=0,
+        temperature=1,
+    )
+    assert asked.prompts == ((1, 2), (3,))
+    assert (asked.top_k, asked.min_p, asked.stop_token_ids, asked.stop) == (0, 0.1, (5,), ("x",))
+    assert asked.seed == 2**64 - 1
+    assert asked.num_logprobs == 0
+    assert asked.ignore_eos
+    assert asked.return_token_ids
+
+
+def test_the_newer_name_of_max_tokens_wins_and_is_remembered() -> None:
+    asked = chat(max_tokens=5, max_completion_tokens=7)
+    assert (asked.max_tokens, asked.max_tokens_field) == (7, "max_completion_tokens")
+
+
+def test_text_parts_become_one_text_and_tool_arguments_become_objects() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": null}'}}
+    broken = {"id": "2", "type": "function", "function": {"name": "f", "arguments": '{"x": '}}
+    asked = chat(
+        messages=[
+            {"role": "developer", "content": parts},
+            {"role": "assistant", "content": None, "tool_calls": [call, broken]},
+            {"role": "tool", "content": "ok", "tool_call_id": "1"},
+        ]
+    )
+    (conversation,) = asked.prompts
+    assert isinstance(conversation, Conversation)
+    assert conversation.messages[0] == {"role": "developer", "content": "ab"}
+    calls = conversation.messages[1]["tool_calls"]
+    assert calls[0]["function"]["arguments"] == {"x": None}
+    assert calls[1]["function"]["arguments"] == '{"x": '
+
+
+def test_tools_are_left_out_when_the_client_wants_no_call() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with_tools, without = chat(tools=tools).prompts[0], chat(tools=tools, tool_choice="none").prompts[0]
+    assert isinstance(with_tools, Conversation)
+    assert isinstance(without, Conversation)
+    assert with_tools.tools == tuple(tools)
+    assert without.tools == ()
+
+
+def test_the_session_is_the_first_usable_hint() -> None:
+    assert chat(prompt_cache_key="k", session_id="s", user="u").session == "k"
+    assert chat(prompt_cache_key="", session_id="s" * 257, user="u").session == "u"
+    assert chat(user=7).session == ""
