@@ -8,7 +8,7 @@ failed=()
 check() {
     local name="$1"
     shift
-    printf '\033[1m%-22s\033[0m ' "$name"
+    printf '%-22s ' "$name"
     local out
     if out="$("$@" 2>&1)"; then
         echo ok

@@ -1,6 +1,6 @@
 """Writes constraints.txt: the exact version of everything that Weft's extras pull in, as installed in this environment.
 
-Packages that cannot be installed beside one another keep the pin that the file has.
+What some other machine needs and this one has not got keeps the pin that the file has.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ ROOT = Path(__file__).parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 HEADER = "# Exact versions of all that Weft pulls in; written by `make pin`.\n"
 BUILD = ["hatchling", "editables"]
+# this one, and the oldest Python there is support for
+MACHINES: tuple[dict[str, str], ...] = ({}, {"python_version": "3.11", "python_full_version": "3.11.0"})
 
 
 def wanted() -> list[Requirement]:
@@ -27,8 +29,8 @@ def wanted() -> list[Requirement]:
     return [Requirement(line) for lines in (BUILD, project["dependencies"], *extras) for line in lines]
 
 
-def closure(roots: list[Requirement]) -> Iterator[tuple[str, str]]:
-    """Name and version of each installed distribution that the roots need, each once."""
+def closure(roots: list[Requirement]) -> Iterator[tuple[str, str | None]]:
+    """Name and installed version of each distribution that the roots need on any machine; None: not installed here."""
     waiting, seen = [*roots], set[tuple[str, str]]()
     while waiting:
         requirement = waiting.pop()
@@ -36,6 +38,7 @@ def closure(roots: list[Requirement]) -> Iterator[tuple[str, str]]:
         try:
             found = distribution(name)
         except PackageNotFoundError:
+            yield name, None
             continue
         for extra in ("", *requirement.extras):
             if (name, extra) in seen:
@@ -44,18 +47,21 @@ def closure(roots: list[Requirement]) -> Iterator[tuple[str, str]]:
             if not extra:
                 # a local label such as +cpu names a build, not a version
                 yield name, Version(found.version).public
-            for line in found.requires or ():
-                needed = Requirement(line)
-                if needed.marker is None or needed.marker.evaluate({"extra": extra}):
-                    waiting.append(needed)
+            waiting += [needed for needed in map(Requirement, found.requires or ()) if is_wanted(needed, extra)]
+
+
+def is_wanted(requirement: Requirement, extra: str) -> bool:
+    """Does any machine that Weft runs on need it."""
+    marker = requirement.marker
+    return marker is None or any(marker.evaluate({**machine, "extra": extra}) for machine in MACHINES)
 
 
 def main() -> None:
-    """Rewrite the file."""
-    kept = dict(line.split("==") for line in CONSTRAINTS.read_text().splitlines() if "==" in line)
-    flavours = {name: version for name, version in kept.items() if name.startswith("mooncake-")}
-    pins = {**flavours, **dict(closure(wanted()))}
-    CONSTRAINTS.write_text(HEADER + "".join(f"{name}=={pins[name]}\n" for name in sorted(pins)))
+    """Rewrite the file; what is needed but not installed here keeps its pin."""
+    old = dict(line.split("==") for line in CONSTRAINTS.read_text().splitlines() if "==" in line)
+    pins = {name: version or old.get(name) for name, version in closure(wanted())}
+    lines = [f"{name}=={pins[name]}\n" for name in sorted(pins) if pins[name]]
+    CONSTRAINTS.write_text(HEADER + "".join(lines))
 
 
 if __name__ == "__main__":

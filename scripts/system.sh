@@ -1,6 +1,13 @@
 # Sourced by install.sh: words for people, and the few system packages that no wheel brings.
 
-step() { printf '\033[1m==> %s\033[0m\n' "$*"; }
+bold=''
+plain=''
+if [ -t 1 ] && [ -z "${NO_COLOR:-}" ]; then
+    bold=$'\033[1m'
+    plain=$'\033[0m'
+fi
+
+step() { printf '%s==> %s%s\n' "$bold" "$*" "$plain"; }
 note() { printf '    %s\n' "$@"; }
 die() {
     printf 'error: %s\n' "$1" >&2

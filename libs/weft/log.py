@@ -27,5 +27,5 @@ def setup(service: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter(service))
     logging.basicConfig(level=os.environ.get("WEFT_LOG_LEVEL", "INFO").upper(), handlers=[handler], force=True)
-    for chatty in ("httpx", "uvicorn.access", "httpcore"):
+    for chatty in ("httpx", "uvicorn.access", "uvicorn.error", "httpcore"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

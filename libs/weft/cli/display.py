@@ -78,7 +78,9 @@ class Display:
             self._print(Text(f"{name:<{self._width}} | {text}"))
         elif record:
             head = (f"{record['time']} ", "dim"), (f"{name:<{self._width}} ", self._colours[name])
-            self._print(Text.assemble(*head, (record["message"], _LEVEL_STYLES[record["level"]])))
+            # while things start, what goes well is background
+            style = _LEVEL_STYLES[record["level"]] or ("dim" if self._live else "")
+            self._print(Text.assemble(*head, (record["message"], style)))
         else:
             self._print(Text.assemble(" " * 9, (f"{name:<{self._width}} ", self._colours[name]), line))
 
