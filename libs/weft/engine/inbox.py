@@ -6,11 +6,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from weft.engine.events import Events
 from weft.engine.sequence import Sequence
 from weft.errors import EngineFailed, Overloaded
 
-Command = Callable[[Events], None]
+Command = Callable[[], None]
 
 
 class Inbox:

@@ -1,0 +1,72 @@
+"""The grouped torch path gives what the reference defines, whatever the batch looks like."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weft_kernels.paged_attention import PagedBatch, paged_attention
+from weft_kernels.paged_attention.reference import paged_attention_reference
+
+BLOCK_TOKENS, NUM_LAYERS, NUM_BLOCKS = 4, 2, 40
+
+# (new rows, context with them) of each sequence
+BATCHES = {
+    "one token": [(1, 1)],
+    "a full block": [(1, 4)],
+    "decodes of all lengths": [(1, 23), (1, 9), (1, 8), (1, 1)],
+    "a whole prompt": [(11, 11)],
+    "a chunk after others": [(5, 14)],
+    "decodes and chunks": [(1, 17), (1, 3), (6, 6), (4, 12), (1, 5)],
+}
+
+
+def make_batch(
+    spans: list[tuple[int, int]], heads: tuple[int, int], dim: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, PagedBatch]:
+    """Random queries and keys; block tables in no particular order."""
+    generator = torch.Generator().manual_seed(3)
+    num_heads, kv_heads = heads
+    pool = torch.randn(NUM_BLOCKS, kv_heads, NUM_LAYERS, 2, BLOCK_TOKENS, dim, generator=generator).to(dtype)
+    free = torch.randperm(NUM_BLOCKS, generator=generator).tolist()
+    tables = [[free.pop() for _ in range(-(-context // BLOCK_TOKENS))] for _, context in spans]
+    starts = [sum(rows for rows, _ in spans[:i]) for i in range(len(spans) + 1)]
+    q = torch.randn(starts[-1], num_heads, dim, generator=generator).to(dtype)
+    return q, PagedBatch(pool, num_heads, starts, [context for _, context in spans], tables)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("spans", BATCHES.values(), ids=BATCHES)
+def test_grouped_attention_is_the_reference_in_fp32(spans: list[tuple[int, int]], heads: tuple[int, int]) -> None:
+    q, batch = make_batch(spans, heads, 10, torch.float32)
+    for layer in range(NUM_LAYERS):
+        torch.testing.assert_close(
+            paged_attention(q, layer, batch), paged_attention_reference(q, layer, batch), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_grouped_attention_is_the_reference_in_bf16() -> None:
+    q, batch = make_batch(BATCHES["decodes and chunks"], (4, 2), 16, torch.bfloat16)
+    torch.testing.assert_close(
+        paged_attention(q, 1, batch), paged_attention_reference(q, 1, batch), rtol=2e-2, atol=2e-2
+    )
+
+
+def test_small_groups_and_pieces_of_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = [(1, 30), (1, 29), (1, 28), (1, 3), (40, 44)]
+    q, batch = make_batch(spans, (4, 2), 8, torch.float32)
+    expected = paged_attention(q, 0, batch)
+    monkeypatch.setattr("weft_kernels.paged_attention.batch.GROUP_BYTES", 2 * 30 * 2 * 8 * 4)
+    monkeypatch.setattr("weft_kernels.paged_attention.batch.MASK_ITEMS", 1)
+    _, cut = make_batch(spans, (4, 2), 8, torch.float32)
+    assert [group.num_seqs for group in batch.groups] == [3, 1, 1]
+    assert [group.num_seqs for group in cut.groups] == [2, 1, 1, 1, 1, 1]
+    torch.testing.assert_close(paged_attention(q, 0, cut), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_of_others_are_never_read() -> None:
+    q, batch = make_batch([(1, 22), (1, 5), (3, 7)], (4, 2), 8, torch.float32)
+    expected = paged_attention(q, 0, batch)
+    others = sorted(set(range(NUM_BLOCKS)) - {block for table in batch.block_tables for block in table})
+    batch.pool[others] = float("nan")
+    assert torch.equal(paged_attention(q, 0, batch), expected)

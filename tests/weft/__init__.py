@@ -1,0 +1,1 @@
+"""Tests of the library, file for file."""

@@ -1,0 +1,1 @@
+"""The engine against transformers, and its bookkeeping without torch."""

@@ -1,0 +1,150 @@
+"""A real engine on a tiny model, with everything it has said; waits are for what it says, with a deadline."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.weft.tiny_llama import Tiny
+from weft.engine.build import build_engine
+from weft.engine.config import EngineConfig
+from weft.engine.messages import (
+    EngineLoad,
+    FirstToken,
+    PromptCounts,
+    PromptProgress,
+    Reserved,
+    SealedBlock,
+    SequenceFailed,
+    SequenceMode,
+    SequenceSpec,
+    StepOutput,
+)
+from weft.request import FinishReason, PositionLogprobs, RequestKey, SamplingParams
+
+DEADLINE_SECONDS = 30.0
+
+
+@dataclass
+class Heard:
+    """What the engine said about one sequence."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    counts: PromptCounts | None = None
+    reason: FinishReason | None = None
+    reserved: Reserved | None = None
+    progress: list[PromptProgress] = field(default_factory=list)
+    failure: SequenceFailed | None = None
+
+
+class Driver:
+    """Submits, listens, and knows when to stop waiting."""
+
+    def __init__(self, tiny: Tiny, dtype: str = "float32", **limits: Any) -> None:
+        settings: dict[str, Any] = {"num_blocks": 64, "block_tokens": 16, "chunk_tokens": 64}
+        settings |= {"vocab_size": tiny.config.vocab_size, "max_context_tokens": tiny.config.max_positions}
+        self.config = EngineConfig(**{**settings, "eos_token_ids": tiny.config.eos_token_ids, **limits})
+        self.heard: dict[RequestKey, Heard] = {}
+        self.sealed: list[SealedBlock] = []
+        self.load = EngineLoad(free_blocks=self.config.num_blocks)
+        self._outputs: queue.Queue[StepOutput] = queue.Queue()
+        self.engine = build_engine(
+            tiny.config,
+            tiny.weights,
+            dtype=dtype,
+            device="cpu",
+            engine_config=self.config,
+            listener=self._outputs.put,
+        )
+
+    def __enter__(self) -> Driver:
+        self.engine.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.stop()
+        assert not self.engine.is_alive
+
+    def submit(self, name: str, prompt: list[int], num_tokens: int = 1, **changes: Any) -> RequestKey:
+        """`changes` are fields of SequenceSpec or of SamplingParams."""
+        key = RequestKey(name, changes.pop("generation", 0))
+        fields = {name: changes.pop(name) for name in list(changes) if name in SequenceSpec.__slots__}
+        sampling = SamplingParams(num_tokens, **{"ignore_eos": True, **changes})
+        spec: dict[str, Any] = {"mode": SequenceMode.GENERATE, **fields}
+        self.heard[key] = Heard()
+        self.engine.submit(SequenceSpec(key, tuple(prompt), sampling, **spec))
+        return key
+
+    def generate(self, prompt: list[int], num_tokens: int, name: str = "one", **changes: Any) -> Heard:
+        """Submit and wait for the end."""
+        key = self.submit(name, prompt, num_tokens, **changes)
+        return self.wait_end(key)
+
+    def wait_end(self, key: RequestKey) -> Heard:
+        """Everything about a sequence that has ended well."""
+        heard = self.heard[key]
+        self.wait(lambda: heard.reason is not None or heard.failure is not None)
+        assert heard.failure is None
+        return heard
+
+    def wait_reserved(self, key: RequestKey) -> Reserved:
+        """The blocks of a sequence that waits for KV."""
+        heard = self.heard[key]
+        self.wait(lambda: heard.reserved is not None)
+        assert heard.reserved is not None
+        return heard.reserved
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Listen until it is so."""
+        while not condition():
+            self._hear(self._outputs.get(timeout=DEADLINE_SECONDS))
+
+    def assert_all_blocks_are_back(self) -> None:
+        """Nothing runs, and every block is free or cached."""
+        self.wait(lambda: self.load.active_tokens == 0 and self.load.active_blocks == 0)
+        assert self.load.free_blocks + self.load.cached_blocks == self.config.num_blocks
+        assert (self.load.num_running, self.load.num_waiting, self.load.queued_prefill_tokens) == (0, 0, 0)
+
+    def _hear(self, output: StepOutput) -> None:
+        self.load = output.load
+        load = output.load
+        if not output.failures:
+            total = load.free_blocks + load.cached_blocks + load.active_blocks + load.quarantined_blocks
+            assert total == self.config.num_blocks
+        self.sealed += output.sealed
+        for reserved in output.reserved:
+            self.heard[reserved.key].reserved = reserved
+        for progress in output.progress:
+            self.heard[progress.key].progress.append(progress)
+        for failure in output.failures:
+            self.heard[failure.key].failure = failure
+        for delta in output.deltas:
+            heard = self.heard[delta.key]
+            assert heard.reason is None, "a token after the end"
+            assert (delta.prompt is not None) == (not heard.tokens), "counts come with the first token"
+            heard.tokens += delta.token_ids
+            heard.logprobs += delta.logprobs
+            heard.counts = delta.prompt or heard.counts
+            heard.reason = delta.finish_reason
+
+
+def copy_blocks(source: Driver, blocks: tuple[int, ...], target: Driver, into: tuple[int, ...]) -> None:
+    """What a transfer does: bytes of one engine's blocks into another's."""
+    theirs, ours = source.engine.pool_memory, target.engine.pool_memory
+    for block, place in zip(blocks, into, strict=True):
+        ctypes.memmove(
+            ours.address + place * ours.block_bytes, theirs.address + block * theirs.block_bytes, ours.block_bytes
+        )
+
+
+def prefill(driver: Driver, name: str, prompt: list[int], **changes: Any) -> tuple[FirstToken, tuple[int, ...]]:
+    """Run a prefill sequence to its token; its blocks stay held."""
+    key = driver.submit(name, prompt, mode=SequenceMode.PREFILL, **changes)
+    heard = driver.heard[key]
+    driver.wait(lambda: bool(heard.tokens))
+    logprobs = heard.logprobs[0] if heard.logprobs else None
+    return FirstToken(heard.tokens[0], logprobs), heard.progress[-1].block_table

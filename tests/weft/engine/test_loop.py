@@ -1,0 +1,177 @@
+"""The loop with a runner that only counts: whatever comes in whatever order, all ends well and no block is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from weft.engine.batch import Sampled, Work
+from weft.engine.config import EngineConfig
+from weft.engine.loop import Loop
+from weft.engine.messages import FirstToken, PoolMemory, SequenceMode, SequenceSpec, StepOutput
+from weft.engine.sequence import Sequence
+from weft.request import FinishReason, RequestKey, SamplingParams
+
+CONFIG = EngineConfig(
+    num_blocks=9, block_tokens=4, vocab_size=100, max_context_tokens=40, chunk_tokens=6, max_num_seqs=4, pin_sealed=True,
+    max_pinned=3, quarantine_seconds=10.0,
+)  # fmt: skip
+
+
+def next_token(tokens: Items[int]) -> int:
+    """A text that depends on everything before it."""
+    return (sum((place + 1) * token for place, token in enumerate(tokens)) * 7 + 3) % 100
+
+
+class CountingRunner:
+    """Keeps who wrote which token into which slot; a token comes out right only if all KV before it is in place."""
+
+    def __init__(self) -> None:
+        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.pool_memory = PoolMemory(0, 1, CONFIG.num_blocks)
+
+    def write(self, blocks: Items[int], tokens: Items[int], start: int, end: int) -> None:
+        """KV of a position is a function of all tokens up to it."""
+        for place in range(start, end):
+            self.slots[blocks[place // 4], place % 4] = tuple(tokens[: place + 1])
+
+    def execute(self, works: Items[Work]) -> list[Sampled]:
+        """Write, then read everything back."""
+        assert len({id(work.sequence) for work in works}) == len(works)
+        assert sum(work.num_tokens for work in works if work.num_tokens > 1) <= CONFIG.chunk_tokens
+        for work in works:
+            sequence = work.sequence
+            end = sequence.num_computed + work.num_tokens
+            assert work.num_tokens >= 1
+            self.write(sequence.blocks, sequence.token_ids, sequence.num_computed, end)
+        for work in works:
+            for place in range(work.sequence.num_computed + work.num_tokens):
+                found = self.slots[work.sequence.blocks[place // 4], place % 4]
+                assert found == tuple(work.sequence.token_ids[: place + 1]), "somebody else's KV"
+        return [Sampled(next_token(work.sequence.token_ids)) for work in works if work.samples]
+
+
+class LoopMachine(RuleBasedStateMachine):
+    """Clients, peers and transfers in random order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.runner = CountingRunner()
+        self.loop = Loop(self.runner, CONFIG, self.hear, lambda: self.now)
+        self.specs: dict[RequestKey, SequenceSpec] = {}
+        self.texts: dict[RequestKey, list[int]] = {}
+        self.reserved: dict[RequestKey, tuple[int, ...]] = {}
+        self.held: set[RequestKey] = set()
+        self.pinned: list[int] = []
+        self.is_idle = True
+
+    def hear(self, output: StepOutput) -> None:
+        load = output.load
+        total = load.free_blocks + load.cached_blocks + load.active_blocks + load.quarantined_blocks
+        assert total == CONFIG.num_blocks
+        assert not output.failures
+        for reserved in output.reserved:
+            self.reserved[reserved.key] = reserved.block_table
+        self.pinned += [sealed.block for sealed in output.sealed]
+        assert len(self.pinned) <= CONFIG.max_pinned
+        for delta in output.deltas:
+            spec, text = self.specs[delta.key], self.texts[delta.key]
+            for token in delta.token_ids:
+                assert token == next_token([*spec.token_ids, *text])
+                text.append(token)
+            if spec.mode is SequenceMode.PREFILL:
+                assert delta.finish_reason is None
+                self.held.add(delta.key)
+            elif delta.finish_reason is FinishReason.LENGTH:
+                num_expected = min(spec.sampling.max_tokens, CONFIG.context_tokens - len(spec.token_ids))
+                assert len(text) == num_expected
+                self.forget(delta.key)
+
+    def forget(self, key: RequestKey) -> None:
+        del self.specs[key]
+        self.reserved.pop(key, None)
+        self.held.discard(key)
+
+    @rule(
+        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=20),
+        num_tokens=st.integers(1, 30),
+        mode=st.sampled_from(SequenceMode),
+        waits=st.booleans(),
+    )
+    def submit(self, prompt: list[int], num_tokens: int, mode: SequenceMode, waits: bool) -> None:
+        key = RequestKey(str(len(self.texts)))
+        sampling = SamplingParams(num_tokens, ignore_eos=True)
+        self.specs[key] = SequenceSpec(key, tuple(prompt), sampling, mode, wait_for_kv=waits)
+        self.texts[key] = []
+        self.is_idle = self.loop.turn([Sequence(self.specs[key], prompt, self.now)])
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), with_first=st.booleans())
+    def fill(self, data: st.DataObject, with_first: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.reserved, key=str)))
+        blocks = self.reserved.pop(key)
+        tokens = self.specs[key].token_ids
+        num_ready = data.draw(st.integers(0, len(tokens)))
+        suspects = data.draw(st.lists(st.sampled_from(blocks), unique=True, max_size=2))
+        self.runner.write(blocks, tokens, 0, num_ready)
+        first = FirstToken(next_token(tokens)) if with_first else None
+        self.is_idle = self.loop.turn([lambda: self.loop.fill(key, num_ready, first, tuple(suspects))])
+
+    @precondition(lambda self: self.specs)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.specs, key=str)))
+        self.forget(key)
+        self.is_idle = self.loop.turn([lambda: self.loop.cancel(key)])
+
+    @precondition(lambda self: self.pinned)
+    @rule()
+    def unpin(self) -> None:
+        blocks, self.pinned = self.pinned, []
+        self.is_idle = self.loop.turn([lambda: self.loop.unpin(blocks)])
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 20.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.is_idle = self.loop.turn([])
+
+    @rule()
+    def run_until_idle(self) -> None:
+        for _ in range(1000):
+            if self.is_idle:
+                return
+            self.is_idle = self.loop.turn([])
+        raise AssertionError("the loop does not come to rest")
+
+    @invariant()
+    def the_living_are_those_who_should(self) -> None:
+        assert set(self.loop.keys) == set(self.specs)
+
+    def teardown(self) -> None:
+        """Whatever happened: answer everybody, and all ends."""
+        for _ in range(1000):
+            for key in list(self.reserved):
+                blocks = self.reserved.pop(key)
+                self.runner.write(blocks, self.specs[key].token_ids, 0, 1)
+                self.loop.fill(key, 1, None, ())
+            for key in list(self.held):
+                self.forget(key)
+                self.loop.cancel(key)
+            blocks, self.pinned = self.pinned, []
+            self.loop.unpin(blocks)
+            self.now += 20.0
+            self.loop.turn([])
+            if not self.specs and not self.pinned:
+                break
+        assert self.specs == {}
+        load = self.loop.load
+        assert load.free_blocks + load.cached_blocks == CONFIG.num_blocks
+        assert (load.num_running, load.num_waiting, load.active_tokens, load.queued_prefill_tokens) == (0, 0, 0, 0)
+
+
+LoopMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestLoopMachine = LoopMachine.TestCase

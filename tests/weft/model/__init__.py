@@ -1,0 +1,1 @@
+"""Configs, shapes and the forward pass."""
