@@ -53,6 +53,9 @@ async def open_server(name: str, url: str, text: str) -> Server:
         model = str(models["data"][0]["id"])
         body = {"model": model, "prompt": text[:CALIBRATION_CHARS], "max_tokens": 1, "temperature": 0}
         answer = (await client.post("/v1/completions", json=body)).raise_for_status().json()
+    except httpx.HTTPStatusError as error:
+        await client.aclose()
+        raise ServerError(f"{name} at {url}: HTTP {error.response.status_code}: {error.response.text[:300]}") from error
     except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
         await client.aclose()
         raise ServerError(f"{name} at {url}: {error or type(error).__name__}") from error

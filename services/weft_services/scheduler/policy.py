@@ -57,7 +57,7 @@ def choose(
     roomy = [w for w in decodes if _has_room(w, w.decode_tokens + decode_tokens, MAX_DECODE_POOLS)]
     if not roomy:
         raise Overloaded("every decode worker is full", _retry_after(decodes, decode_cost))
-    decode = _pick(roomy, decode_cost, preference.decode_id, _saving(query))
+    decode = _pick(roomy, decode_cost, preference.decode_id, _saving(prefills, query))
     prefill = _choose_prefill(prefills, decode, query, preference.prefill_id)
     return Placement(
         decode=decode,
@@ -74,7 +74,7 @@ def _choose_prefill(prefills: Sequence[Worker], decode: Worker, query: RouteQuer
     roomy = [w for w in fitting if _has_room(w, w.prefill_tokens + query.prompt_tokens, MAX_PREFILL_POOLS)]
     if not roomy:
         raise Overloaded("every prefill worker is full", _retry_after(fitting, cost))
-    return _pick(roomy, cost, preferred_id, _saving(query))
+    return _pick(roomy, cost, preferred_id, _saving(fitting, query))
 
 
 def _able(served: Iterable[Worker], role: WorkerRole, query: RouteQuery, now: float) -> list[Worker]:
@@ -122,8 +122,7 @@ def _decode_cost(workers: Sequence[Worker], own_tokens: int) -> Cost:
 
 
 def _prefill_cost(workers: Sequence[Worker], own_tokens: int, decode: Worker) -> Cost:
-    rates = [worker.prefill_rate for worker in workers if worker.prefill_rate]
-    mean = sum(rates) / len(rates) if rates else DEFAULT_PREFILL_RATE
+    mean = _mean_prefill_rate(workers)
 
     def cost(worker: Worker) -> float:
         handoff = 0.0 if worker is decode else HANDOFF_SECONDS
@@ -144,8 +143,14 @@ def _has_room(worker: Worker, tokens: int, max_pools: int) -> bool:
     return worker.booked.requests < worker.info.num_blocks and tokens <= max_pools * worker.info.pool_tokens
 
 
-def _saving(query: RouteQuery) -> float:
-    return PATIENCE_SECONDS + query.prompt_tokens / DEFAULT_PREFILL_RATE
+def _mean_prefill_rate(workers: Sequence[Worker]) -> float:
+    rates = [worker.prefill_rate for worker in workers if worker.prefill_rate]
+    return sum(rates) / len(rates) if rates else DEFAULT_PREFILL_RATE
+
+
+def _saving(prefills: Sequence[Worker], query: RouteQuery) -> float:
+    """Seconds that a session may wait longer for its own worker than for the best one."""
+    return PATIENCE_SECONDS + query.prompt_tokens / _mean_prefill_rate(prefills)
 
 
 def _pick(candidates: Sequence[Worker], cost: Cost, preferred_id: str, saving: float) -> Worker:

@@ -161,6 +161,24 @@ async def bound(affinity: Affinity, clock: Clock) -> None:
             await affinity.flushed()
 
 
+async def test_what_answers_there_may_be_no_valkey_at_all(clock: Clock) -> None:
+    async def web_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(web_server, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with running(Affinity(f"redis://127.0.0.1:{port}/0", 60, clock, PATIENT_SECONDS)) as affinity:
+            for _ in range(3):
+                affinity.bind(MODEL, SESSION, THERE)
+                await affinity.flushed()
+                clock.now += PAUSE_SECONDS + 0.1
+                assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
+                clock.now += PAUSE_SECONDS + 0.1
+
+
 async def test_while_valkey_is_down_only_one_lookup_at_a_time_tries(clock: Clock) -> None:
     connections = 0
 

@@ -136,6 +136,15 @@ def test_a_session_bears_a_queue_but_not_any_queue() -> None:
     assert place(workers, preference=Preference("p1", "d1"))[0] == "p0"
 
 
+def test_where_computing_is_slow_a_session_waits_longer() -> None:
+    workers = four()
+    workers[0].prefill_rate = workers[1].prefill_rate = 10.0
+    workers[1].booked.prefill_tokens = 100
+    assert place(workers, preference=Preference("p1", "d1"))[0] == "p1"
+    workers[1].booked.prefill_tokens = 130
+    assert place(workers, preference=Preference("p1", "d1"))[0] == "p0"
+
+
 def not_ready(worker: Worker) -> None:
     worker.report = WorkerReport(ready=False)
 
