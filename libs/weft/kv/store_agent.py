@@ -83,20 +83,22 @@ class StoreAgent:
 
         Raises StoreLost, also when the master does not answer, or TimeoutError.
         """
-        codes = await self._call({"op": "exist", "keys": list(keys)}, timeout_seconds)
+        async with asyncio.timeout(timeout_seconds):
+            codes = await self._call({"op": "exist", "keys": list(keys)})
         if any(code < 0 for code in codes):
             raise StoreLost(f"the store's master does not answer: {min(codes)}")
         return [code == 1 for code in codes]
 
-    async def put(self, keys: Sequence[str], offsets: Sequence[int], size: int, timeout_seconds: float) -> list[int]:
-        """Copy from the staging area; one code a key, 0 is success. Raises StoreLost or TimeoutError."""
-        request = {"op": "put", "keys": list(keys), "offsets": list(offsets), "size": size}
-        return await self._call(request, timeout_seconds)
+    async def put(self, keys: Sequence[str], offsets: Sequence[int], size: int) -> list[int]:
+        """Copy from the staging area; one code a key, 0 is success. Raises StoreLost; slow when the store is frozen."""
+        return await self._call({"op": "put", "keys": list(keys), "offsets": list(offsets), "size": size})
 
-    async def get(self, keys: Sequence[str], offsets: Sequence[int], size: int, timeout_seconds: float) -> list[int]:
-        """Copy into the staging area; one code a key, `size` is success. Raises StoreLost or TimeoutError."""
-        request = {"op": "get", "keys": list(keys), "offsets": list(offsets), "size": size}
-        return await self._call(request, timeout_seconds)
+    async def get(self, keys: Sequence[str], offsets: Sequence[int], size: int) -> list[int]:
+        """Copy into the staging area; one code a key, `size` is success. Raises StoreLost; slow if the store is frozen.
+
+        A caller that leaves early must not read or reuse these parts of the staging area while the agent lives.
+        """
+        return await self._call({"op": "get", "keys": list(keys), "offsets": list(offsets), "size": size})
 
     async def _end(self, process: subprocess.Popen[bytes]) -> None:
         """Politely while there is nothing under way. Nothing is read or written by the process afterwards."""
@@ -109,15 +111,14 @@ class StoreAgent:
             process.kill()
             await asyncio.to_thread(process.wait)
 
-    async def _call(self, request: dict[str, object], timeout_seconds: float) -> list[int]:
+    async def _call(self, request: dict[str, object]) -> list[int]:
         if len(self._pending) >= MAX_PENDING:
             raise StoreLost("too many calls are waiting for the store")
         reply = self._expect()
         if not reply.done():
             self._writer.write(json.dumps(request).encode() + b"\n")
-        async with asyncio.timeout(timeout_seconds):
-            # a caller that leaves must not take the place of its reply out of the row
-            return await asyncio.shield(reply)
+        # a caller that leaves must not take the place of its reply out of the row
+        return await asyncio.shield(reply)
 
     def _expect(self) -> asyncio.Future[list[int]]:
         reply: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()

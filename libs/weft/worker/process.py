@@ -111,7 +111,7 @@ async def _furnish(config: WorkerConfig, booted: Booted, feed: EngineFeed, tasks
     if config.kvstore_addr:
         from weft.worker.store import StoreClient
 
-        store = StoreClient(config.kvstore_addr, pool, booted.fingerprint, engine.unpin, engine.unquarantine)
+        store = StoreClient(config.kvstore_addr, pool, booted.fingerprint, engine.unpin)
         await store.connect()
         feed.subscribe(lambda output: store.offer(output.sealed))
     return Workplace(

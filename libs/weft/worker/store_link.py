@@ -1,0 +1,160 @@
+"""The connection to the node's store, kept up in the background: the index by gRPC, the store by an agent process.
+
+Knows when the store cannot be trusted to answer quickly; knows nothing of pools and what is worth storing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from weft.errors import WeftError
+from weft.kv.store_agent import StoreAgent, StoreLost, StoreSpec
+from weft.rpc.client import open_channel, translated
+from weft_mesh.v1 import kvstore_service_pb2 as pb2
+from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
+
+logger = logging.getLogger(__name__)
+DESCRIBE_SECONDS = 1.0
+MATCH_SECONDS = 0.5
+PUBLISH_SECONDS = 2.0
+WATCH_INTERVAL_SECONDS = 1.0
+MAX_FAILED_WATCHES = 2
+FIRST_BACKOFF_SECONDS = 0.1
+MAX_BACKOFF_SECONDS = 5.0
+
+
+class StoreLink:
+    """One connection to one start of the store. Once given up it stays so, and its agent is ended."""
+
+    def __init__(self, boot_id: str, agent: StoreAgent, stub: pb2_grpc.KvStoreServiceAsyncStub) -> None:
+        self.boot_id = boot_id
+        self.agent = agent
+        self.trouble = ""
+        # one read at a time: it has the staging area's first half to itself
+        self.reading = asyncio.Lock()
+        self._stub = stub
+        self._broken = asyncio.Event()
+
+    @property
+    def is_usable(self) -> bool:
+        """Has nobody given it up."""
+        return not self._broken.is_set()
+
+    def give_up(self, trouble: str) -> None:
+        """Use it no more."""
+        if not self._broken.is_set():
+            self.trouble = trouble
+            self._broken.set()
+
+    async def breaks_within(self, seconds: float) -> bool:
+        """Wait so long for somebody to give it up."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._broken.wait()
+        except TimeoutError:
+            return False
+
+    async def match(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[int]:
+        """Checksums of the longest leading run of keys that is in the store. Raises WeftError."""
+        with translated():
+            request = pb2.MatchRequest(fingerprint=fingerprint, keys=keys)
+            response = await self._stub.Match(request, timeout=MATCH_SECONDS)
+        return list(response.checksums)
+
+    async def publish(self, fingerprint: bytes, blocks: Sequence[pb2.StoredBlock]) -> None:
+        """Say that these have been put. Raises WeftError."""
+        with translated():
+            request = pb2.PublishRequest(fingerprint=fingerprint, blocks=blocks)
+            await self._stub.Publish(request, timeout=PUBLISH_SECONDS)
+
+
+class LinkKeeper:
+    """Connects, watches, and connects again, also when the store has been started anew."""
+
+    def __init__(self, address: str, staging_bytes: int) -> None:
+        self.was_tried = asyncio.Event()
+        self._address = address
+        self._staging_bytes = staging_bytes
+        self._link: StoreLink | None = None
+        self._trouble = ""
+
+    @property
+    def link(self) -> StoreLink | None:
+        """The connection, while there is one to be trusted."""
+        return self._link if self._link is not None and self._link.is_usable else None
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        loop = asyncio.get_running_loop()
+        backoff = FIRST_BACKOFF_SECONDS
+        async with open_channel(self._address) as channel:
+            stub: pb2_grpc.KvStoreServiceAsyncStub = pb2_grpc.KvStoreServiceStub(channel)
+            while True:
+                started = loop.time()
+                try:
+                    async with self._linked(stub) as link:
+                        await self._watch(stub, link)
+                except (StoreLost, WeftError) as error:
+                    self._tell(str(error))
+                self.was_tried.set()
+                if loop.time() - started > MAX_BACKOFF_SECONDS:
+                    backoff = FIRST_BACKOFF_SECONDS
+                await asyncio.sleep(backoff)
+                backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
+
+    @asynccontextmanager
+    async def _linked(self, stub: pb2_grpc.KvStoreServiceAsyncStub) -> AsyncIterator[StoreLink]:
+        store = await _describe(stub)
+        host = await asyncio.to_thread(_own_address, store.master_address)
+        spec = StoreSpec(store.master_address, host, store.protocol, staging_bytes=self._staging_bytes)
+        async with StoreAgent.running(spec) as agent:
+            self._link = StoreLink(store.boot_id, agent, stub)
+            self._trouble = ""
+            self.was_tried.set()
+            logger.info("store: connected master=%s segment=%d MiB", store.master_address, store.segment_bytes >> 20)
+            try:
+                yield self._link
+            finally:
+                self._link = None
+
+    async def _watch(self, stub: pb2_grpc.KvStoreServiceAsyncStub, link: StoreLink) -> None:
+        """Ends by StoreLost."""
+        failures = 0
+        while not await link.breaks_within(WATCH_INTERVAL_SECONDS):
+            try:
+                store = await _describe(stub)
+            except WeftError as error:
+                failures += 1
+                if failures == MAX_FAILED_WATCHES:
+                    raise StoreLost(f"kvstore does not answer: {error}") from error
+                continue
+            failures = 0
+            if store.boot_id != link.boot_id:
+                raise StoreLost("the store was started anew")
+        raise StoreLost(link.trouble)
+
+    def _tell(self, trouble: str) -> None:
+        if trouble != self._trouble:
+            logger.warning("store: not in use, trying again: %s", trouble)
+        self._trouble = trouble
+
+
+async def _describe(stub: pb2_grpc.KvStoreServiceAsyncStub) -> pb2.DescribeResponse:
+    with translated():
+        return await stub.Describe(pb2.DescribeRequest(), timeout=DESCRIBE_SECONDS)
+
+
+def _own_address(peer: str) -> str:
+    """The address of this machine on the way to host:port; nothing is sent."""
+    host, _, port = peer.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, int(port)))
+        except (OSError, ValueError) as error:
+            raise StoreLost(f"the store's master at {peer!r} cannot be reached: {error}") from error
+        address: str = probe.getsockname()[0]
+        return address
