@@ -7,7 +7,7 @@
 
 A cell is one server at one concurrency: that many clients stream completions one after another until all requests are
 done or the time is over. Prompts are real text (this repository's own pages, or --text FILE), cut to about the asked
-number of tokens by the first server's own count. Every prompt of a round is another one; both servers get the same.
+number of tokens by the first server's own count. No prompt is asked twice of a server; both get the same ones.
 Rounds alternate between the servers; the table shows medians over the rounds, so compare figures of one run only.
 
 TTFT: request sent to first text. ITL: time between two pieces of text of one answer. Both over all requests of a cell.
@@ -75,14 +75,14 @@ def read_text(path: str) -> str:
 
 
 def cut_prompts(text: str, options: Options, chars_per_token: float, rng: random.Random) -> list[str]:
-    """One prompt a request, each beginning at a word of its own behind what all share."""
+    """One prompt a request: what all share, a word that nobody else has, and text from a place of its own."""
     shared = text[: round(options.shared_tokens * chars_per_token)]
     size = max(round((options.prompt_tokens - options.shared_tokens) * chars_per_token), 1)
     endless = text * (1 + math.ceil(size / len(text)))
     starts = [0, *(index + 1 for index, letter in enumerate(text) if letter == " ")]
     rng.shuffle(starts)
     chosen = [starts[number % len(starts)] for number in range(options.requests)]
-    return [shared + endless[start : start + size] for start in chosen]
+    return [f"{shared} {rng.getrandbits(32):08x} {endless[start : start + size]}" for start in chosen]
 
 
 async def run_cell(server: Server, prompts: Sequence[str], concurrency: int, options: Options) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-seconds", type=float, default=120.0, help="a cell")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=time.time_ns(), help="the same seed asks the same prompts again")
     parser.add_argument("--text", default="", help="a file to cut prompts from")
     parser.add_argument("--out", default="", help="a JSON file for every round's figures")
     values = vars(parser.parse_args(arguments))

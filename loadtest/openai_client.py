@@ -12,6 +12,7 @@ import httpx
 
 SILENCE_SECONDS = 120.0
 CALIBRATION_CHARS = 1200
+DONE = b"[DONE]"
 
 
 @dataclass(slots=True)
@@ -62,17 +63,15 @@ async def open_server(name: str, url: str, text: str) -> Server:
     return Server(name, client, model, min(len(text), CALIBRATION_CHARS) / answer["usage"]["prompt_tokens"])
 
 
-async def events(response: httpx.Response) -> AsyncIterator[Any]:
-    """The data of server-sent events up to [DONE], parsed."""
+async def events(response: httpx.Response) -> AsyncIterator[list[Any]]:
+    """The data of server-sent events up to [DONE], parsed; those that arrived together come together."""
     buffer = b""
     async for piece in response.aiter_raw():
         *complete, buffer = (buffer + piece).replace(b"\r\n", b"\n").split(b"\n\n")
-        for event in complete:
-            data = event.removeprefix(b"data:").strip()
-            if data == b"[DONE]":
-                return
-            if event.startswith(b"data:"):
-                yield json.loads(data)
+        data = [event.removeprefix(b"data:").strip() for event in complete if event.startswith(b"data:")]
+        yield [json.loads(each) for each in data if each != DONE]
+        if DONE in data:
+            return
 
 
 async def ask(server: Server, prompt: str, output_tokens: int) -> Sample:
@@ -100,21 +99,27 @@ async def ask(server: Server, prompt: str, output_tokens: int) -> Sample:
 
 async def _measure(response: httpx.Response, sample: Sample, began: float) -> None:
     last, num_pieces = 0.0, 0
-    async for event in events(response):
+    async for arrived in events(response):
         now = time.perf_counter()
-        if "error" in event:
-            sample.error = str(event["error"].get("code") or event["error"].get("message"))
-        if any(choice.get("text") for choice in event.get("choices", ())):
-            num_pieces += 1
-            if last:
-                sample.gaps.append(now - last)
-            else:
-                sample.ttft = now - began
-            last = now
-        if usage := event.get("usage"):
-            sample.prompt_tokens, sample.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-            sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        num_new = sum(_read(event, sample) for event in arrived)
+        if num_new and not last:
+            sample.ttft = now - began
+        elif num_new:
+            # pieces that arrive together share the time they took
+            sample.gaps.extend([(now - last) / num_new] * num_new)
+        last = now if num_new else last
+        num_pieces += num_new
     # a server that keeps its usage to itself is taken to send a token a piece
     sample.output_tokens = sample.output_tokens or num_pieces
-    if not sample.error and not last:
+    if not sample.error and not num_pieces:
         sample.error = "no text"
+
+
+def _read(event: Any, sample: Sample) -> bool:
+    """Take what an event says into the sample; does it carry text."""
+    if "error" in event:
+        sample.error = str(event["error"].get("code") or event["error"].get("message"))
+    if usage := event.get("usage"):
+        sample.prompt_tokens, sample.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return any(choice.get("text") for choice in event.get("choices", ()))
