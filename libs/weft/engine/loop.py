@@ -56,16 +56,19 @@ class Loop:
         self.load = self._measure()
 
     def turn(self, items: Items[Sequence | Command]) -> bool:
-        """Take in what came, run one step if there is work; True when there was none."""
+        """Take in what came, run one step if there is work; True when there was none.
+
+        The listener hears of a step, of events, and of a load that is another than before.
+        """
         for item in items:
             self._enter(item) if isinstance(item, Sequence) else item()
-        swept = self._sweep()
+        self._sweep()
         works = self._planner.plan(self._events, self._clock())
         if works:
             if self._events:
                 self._tell(0.0)  # peers can start on these while the step computes
             self._compute(works)
-        elif items or swept or self._events:
+        elif self._events or self._measure() != self.load:
             self._tell(0.0)
         return not works
 
@@ -132,11 +135,10 @@ class Loop:
         events, self._events = self._events, Events()
         self._listener(events.output(self.load, seconds))
 
-    def _sweep(self) -> list[int]:
+    def _sweep(self) -> None:
         swept = self._pool.sweep(self._clock())
         if swept:
             logger.warning("blocks left quarantine unasked, %d of them: %s", len(swept), swept[:8])
-        return swept
 
     def _measure(self) -> EngineLoad:
         planner, counts = self._planner, self._pool.counts()

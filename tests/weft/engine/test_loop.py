@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from functools import partial
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,9 +17,16 @@ from weft.engine.sequence import Sequence
 from weft.request import FinishReason, RequestKey, SamplingParams
 
 CONFIG = EngineConfig(
-    num_blocks=9, block_tokens=4, vocab_size=100, max_context_tokens=40, chunk_tokens=6, max_num_seqs=4, pin_sealed=True,
-    max_pinned=3, quarantine_seconds=10.0,
-)  # fmt: skip
+    num_blocks=9,
+    block_tokens=4,
+    vocab_size=100,
+    max_context_tokens=40,
+    chunk_tokens=6,
+    max_num_seqs=4,
+    pin_sealed=True,
+    max_pinned=3,
+    quarantine_seconds=10.0,
+)
 
 
 def next_token(tokens: Items[int]) -> int:
@@ -27,7 +35,7 @@ def next_token(tokens: Items[int]) -> int:
 
 
 class CountingRunner:
-    """Keeps who wrote which token into which slot; a token comes out right only if all KV before it is in place."""
+    """Keeps what was written into which slot, and checks that a sequence reads its own KV and all of it."""
 
     def __init__(self) -> None:
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -155,16 +163,14 @@ class LoopMachine(RuleBasedStateMachine):
         """Whatever happened: answer everybody, and all ends."""
         for _ in range(1000):
             for key in list(self.reserved):
-                blocks = self.reserved.pop(key)
-                self.runner.write(blocks, self.specs[key].token_ids, 0, 1)
+                self.runner.write(self.reserved.pop(key), self.specs[key].token_ids, 0, 1)
                 self.loop.fill(key, 1, None, ())
             for key in list(self.held):
                 self.forget(key)
                 self.loop.cancel(key)
-            blocks, self.pinned = self.pinned, []
-            self.loop.unpin(blocks)
+            pinned, self.pinned = self.pinned, []
             self.now += 20.0
-            self.loop.turn([])
+            self.loop.turn([partial(self.loop.unpin, pinned)])
             if not self.specs and not self.pinned:
                 break
         assert self.specs == {}

@@ -1,4 +1,4 @@
-"""Prefill sequences tell what is ready, end with one token, and keep their blocks; sealed blocks are told and pinned."""
+"""Prefill sequences tell what is ready, end with one token and keep their blocks; sealed blocks are pinned."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_held_blocks_stay_until_released_and_are_cache_afterwards(grouped: Tiny)
         assert driver.load.num_running == 0
         driver.engine.release(RequestKey("a"))
         driver.assert_all_blocks_are_back()
-        heard = driver.generate(PROMPT + [9], 1, "again")
+        heard = driver.generate([*PROMPT, 9], 1, "again")
         assert heard.counts is not None
         assert heard.counts.num_cached_tokens == 80
 
@@ -77,14 +77,14 @@ def test_a_prompt_that_waits_for_blocks_does_not_stop_those_who_run(grouped: Tin
 
 
 def test_a_prefill_is_never_preempted(grouped: Tiny) -> None:
-    with Driver(grouped, num_blocks=8, chunk_tokens=16) as driver:
-        older = driver.submit("older", [5] * 10, 60)
-        driver.wait(lambda: bool(driver.heard[older].tokens))
-        _, table = prefill(driver, "a", PROMPT)
-        driver.wait(lambda: driver.load.num_waiting == 1)
-        assert driver.heard[RequestKey("a")].progress[-1].block_table == table
+    driver = Driver(grouped, num_blocks=8, chunk_tokens=16)
+    older = driver.submit("older", [5] * 10, 60)
+    younger = driver.submit("younger", PROMPT, mode=SequenceMode.PREFILL)
+    with driver:
+        driver.wait(lambda: bool(driver.heard[younger].tokens))
+        driver.wait(lambda: driver.load.num_waiting == 1)  # the older one, which found no fourth block
         assert driver.load.active_blocks == 5
-        driver.engine.release(RequestKey("a"))
+        driver.engine.release(younger)
         assert driver.wait_end(older).tokens == grouped.greedy([5] * 10, 60)
 
 
