@@ -1,0 +1,124 @@
+"""Configs are read in both spellings, and what cannot be served is refused by file and field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from tests.weft.tiny_llama import LLAMA3_ROPE, Tiny
+from weft.errors import BadCheckpoint
+from weft.model.config import Rope, expected_tensors, read_config
+from weft.model.kv_layout import block_bytes
+
+PLAIN: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+OLD_LLAMA3 = {**{key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}, "rope_type": "llama3"}
+
+
+def write(directory: Path, **changes: Any) -> Path:
+    """A checkpoint directory with a config only; None takes a field away."""
+    values = {key: value for key, value in {**PLAIN, **changes}.items() if value is not None}
+    (directory / "config.json").write_text(json.dumps(values))
+    return directory
+
+
+def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path))
+    assert (config.num_kv_heads, config.head_dim, config.is_tied) == (4, 8, False)
+    assert (config.rms_norm_eps, config.max_positions, config.dtype) == (1e-6, 2048, "float32")
+    assert config.rope == Rope(10_000.0)
+    assert config.eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "rope"),
+    [
+        ({"rope_theta": 5e5}, Rope(5e5)),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, Rope(5e5)),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, Rope(5e5, "linear", 2.0)),
+        ({"rope_theta": 1e4, "rope_scaling": OLD_LLAMA3}, Rope(1e4, "llama3", 8.0, 1.0, 4.0, 64)),
+        ({"rope_theta": 7.0, "rope_parameters": LLAMA3_ROPE}, Rope(1e4, "llama3", 8.0, 1.0, 4.0, 64)),
+    ],
+)
+def test_rope_is_read_as_transformers_4_and_5_write_it(tmp_path: Path, fields: dict[str, Any], rope: Rope) -> None:
+    assert read_config(write(tmp_path, **fields)).rope == rope
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "expected"),
+    [(2, None, (2,)), ([2, 3], None, (2, 3)), (2, {"eos_token_id": [7, 8]}, (7, 8)), (2, {"top_p": 0.9}, (2,))],
+)
+def test_the_generation_config_overrides_the_end_tokens(
+    tmp_path: Path, in_config: object, in_generation: object, expected: tuple[int, ...]
+) -> None:
+    write(tmp_path, eos_token_id=in_config)
+    if in_generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(in_generation))
+    assert read_config(tmp_path).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, ["architectures", "MambaForCausalLM", "LlamaForCausalLM"]),
+        ({"architectures": None}, ["architectures"]),
+        ({"hidden_size": None}, ["hidden_size", "None"]),
+        ({"num_hidden_layers": "two"}, ["num_hidden_layers", "'two'"]),
+        ({"vocab_size": 0}, ["vocab_size"]),
+        ({"vocab_size": True}, ["vocab_size"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads", "3", "4"]),
+        ({"head_dim": 7}, ["head_dim", "7"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        ({"attention_bias": True}, ["attention_bias"]),
+        ({"mlp_bias": "no"}, ["mlp_bias"]),
+        ({"rms_norm_eps": -1}, ["rms_norm_eps"]),
+        ({"torch_dtype": "int8"}, ["dtype", "int8"]),
+        ({"eos_token_id": ["</s>"]}, ["eos_token_id", "</s>"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rope_scaling.rope_type", "yarn"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor"]),
+        ({"rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 0.5}}, ["rope_parameters.high_freq_factor", "0.5"]),
+        ({"rope_scaling": "llama3"}, ["rope_scaling"]),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused_by_file_and_field(
+    tmp_path: Path, fields: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(BadCheckpoint) as caught:
+        read_config(write(tmp_path, **fields))
+    for word in [str(tmp_path / "config.json"), *words]:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(None, "no such file"), (b"{", "JSON"), (b"[]", "list"), (b"\xff", "JSON")]
+)
+def test_a_file_that_is_no_config_is_refused_by_name(tmp_path: Path, content: bytes | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(BadCheckpoint, match=words) as caught:
+        read_config(tmp_path)
+    assert "config.json" in str(caught.value)
+
+
+def test_the_expected_tensors_are_those_that_transformers_saves(tiny: Tiny) -> None:
+    with safe_open(tiny.directory / "model.safetensors", "np") as file:
+        saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert expected_tensors(tiny.config) == saved
+
+
+def test_a_block_holds_the_keys_and_values_of_all_layers(tiny: Tiny) -> None:
+    config = tiny.config
+    numbers = 16 * config.num_layers * 2 * config.num_kv_heads * config.head_dim
+    assert block_bytes(config, "float32", 16) == 4 * numbers
+    assert block_bytes(config, "bfloat16", 16) == 2 * numbers
