@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from starlette.types import Receive, Scope, Send
 
-from weft.errors import Cancelled, EngineFailed
+from weft.errors import Cancelled
 from weft.lifetime import Stage
 from weft.rpc.status import as_weft_error
 from weft_services.gateway.accounting import REJECTED, Account
@@ -116,7 +116,7 @@ async def _fail(reply: Reply, account: Account, error: Exception) -> None:
     if isinstance(known, Cancelled):
         account.close(Stage.CANCELLED, known)
         return
-    if isinstance(known, EngineFailed):
+    if known is not error:
         logger.error("request failed", exc_info=error)
     account.close(REJECTED if status_of(known) < 500 else Stage.FAILED, known)
     if not reply.is_ended:

@@ -140,19 +140,21 @@ class Run:
 
         Raises WeftError when a sequence has failed for good, DeadlineExceeded when time is up.
         """
+        now = asyncio.get_running_loop().time()
+        wake = min(now + idle_seconds, self._deadline)
+        while self._failure is None and not all(flight.is_done for flight in self._flights):
+            try:
+                async with asyncio.timeout_at(wake):
+                    deltas = await self._inbox.take()
+            except TimeoutError:
+                if wake == self._deadline:
+                    raise DeadlineExceeded("the request took too long") from None
+                return []
+            if pieces := await self._accept(deltas):
+                return pieces
         if self._failure is not None:
             raise self._failure
-        if all(flight.is_done for flight in self._flights):
-            return None
-        now = asyncio.get_running_loop().time()
-        if now >= self._deadline:
-            raise DeadlineExceeded("the request took too long")
-        try:
-            async with asyncio.timeout(min(idle_seconds, self._deadline - now)):
-                deltas = await self._inbox.take()
-        except TimeoutError:
-            return []
-        return await self._accept(deltas)
+        return None
 
     async def _accept(self, deltas: list[Delta]) -> list[Piece]:
         grouped: dict[str, list[Delta]] = defaultdict(list)

@@ -88,6 +88,7 @@ class FakeDecode(DecodeServiceServicer):
         self.cancelled: list[str] = []
         self.num_attached = 0
         self.changed = asyncio.Condition()
+        self._writing = asyncio.Lock()
         self._server = grpc.aio.server()
         add_DecodeServiceServicer_to_server(self, self._server)
 
@@ -112,7 +113,8 @@ class FakeDecode(DecodeServiceServicer):
 
     async def _play(self, start: Start, context: Any) -> None:
         async for delta in self.script(start):
-            await context.write(decode_service_pb2.AttachResponse(deltas=[delta]))
+            async with self._writing:
+                await context.write(decode_service_pb2.AttachResponse(deltas=[delta]))
 
     async def _note(self, attached: int = 0, started: Start | None = None, cancelled: str | None = None) -> None:
         async with self.changed:
@@ -163,6 +165,10 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
             self.settled.extend(request.settlements)
             self.changed.notify_all()
         return scheduler_service_pb2.SettleResponse()
+
+    async def Join(self, request_iterator: Any, context: Any) -> Any:
+        """No worker joins a fake."""
+        raise NotImplementedError
 
     async def ListWorkers(self, request: Any, context: Any) -> Any:
         statuses = [self._status(_address(decoder), common_pb2.WORKER_ROLE_DECODE, True) for decoder in self.decoders]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from openai.types.chat import ChatCompletionMessageParam
+
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import LENGTH, speaking
 from weft.kv.prefix import block_keys
 
-USER = {"role": "user", "content": "tell me the answer"}
+USER: ChatCompletionMessageParam = {"role": "user", "content": "tell me the answer"}
+PROMPT = "<|im_start|>user\ntell me the answer<|im_end|>\n<|im_start|>assistant\n"
 
 
 async def test_an_unstreamed_answer_has_text_reason_and_usage(bench: MakeBench) -> None:
@@ -15,25 +18,33 @@ async def test_an_unstreamed_answer_has_text_reason_and_usage(bench: MakeBench) 
         b.decode.script = speaking([*ids, END], cached=16)
         answer = await b.client.chat.completions.create(model=MODEL_NAME, messages=[USER])
         choice = answer.choices[0]
-        assert (choice.message.role, choice.message.content, choice.finish_reason) == (
-            "assistant",
-            "hello world",
-            "stop",
-        )
+        assert choice.message.role == "assistant"
+        assert (choice.message.content, choice.finish_reason) == ("hello world", "stop")
         assert answer.id.startswith("chatcmpl-")
         assert answer.system_fingerprint == "fp_abcdef012345"
-        prompt = b.ids("<|im_start|>user\ntell me the answer<|im_end|>\n<|im_start|>assistant\n")
         assert answer.usage is not None
-        assert answer.usage.prompt_tokens == len(prompt)
+        assert answer.usage.prompt_tokens == len(b.ids(PROMPT))
         assert answer.usage.completion_tokens == len(ids) + 1
-        assert answer.usage.total_tokens == len(prompt) + len(ids) + 1
+        assert answer.usage.total_tokens == len(b.ids(PROMPT)) + len(ids) + 1
         assert answer.usage.prompt_tokens_details is not None
         assert answer.usage.prompt_tokens_details.cached_tokens == 16
-        start = b.decode.started[0]
+
+
+async def test_the_worker_gets_the_rendered_prompt_and_the_scheduler_its_block_keys(bench: MakeBench) -> None:
+    async with bench() as b:
+        prompt = b.ids(PROMPT)
+        await b.client.chat.completions.create(model=MODEL_NAME, messages=[USER], seed=7, max_completion_tokens=9)
+        start, query = b.decode.started[0], b.scheduler.routed[0]
         assert list(start.token_ids) == prompt
         assert start.prefill.worker_id == "prefill-0"
         assert start.decode_boot_id == "boot-0"
-        assert list(b.scheduler.routed[0].block_keys) == block_keys(prompt, 16)
+        assert start.key == query.key
+        assert (start.sampling.seed, start.sampling.max_tokens) == (7, 9)
+        assert round(start.sampling.temperature, 6) == 0.7  # generation_config.json's
+        assert list(query.block_keys) == block_keys(prompt, 16)
+        assert (query.prompt_tokens, query.max_tokens) == (len(prompt), 9)
+        await b.scheduler.until(lambda: len(b.scheduler.settled) == 2)
+        assert b.scheduler.stages() == ["first_token", "finished"]
 
 
 async def test_a_stream_opens_with_the_role_and_closes_with_usage(bench: MakeBench) -> None:
@@ -55,3 +66,71 @@ async def test_a_stream_opens_with_the_role_and_closes_with_usage(bench: MakeBen
         assert last.usage.prompt_tokens_details.cached_tokens == 3
         assert all(chunk.usage is None for chunk in chunks[:-1])
         assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_without_include_usage_no_chunk_speaks_of_it(bench: MakeBench) -> None:
+    async with bench() as b:
+        body = {"model": MODEL_NAME, "messages": [USER], "stream": True}
+        response = await b.http.post("/v1/chat/completions", json=body)
+        assert response.headers["content-type"] == "text/event-stream"
+        assert "usage" not in response.text
+        assert response.text.endswith("data: [DONE]\n\n")
+
+
+async def test_two_choices_differ_in_seed_and_keep_their_indexes(bench: MakeBench) -> None:
+    async with bench() as b:
+        b.decode.script = speaking([*b.ids("hello"), END], cached=1000)
+        answer = await b.client.chat.completions.create(model=MODEL_NAME, messages=[USER], n=2, seed=5)
+        assert [(choice.index, choice.message.content) for choice in answer.choices] == [(0, "hello"), (1, "hello")]
+        seeds = {start.sampling.seed for start in b.decode.started}
+        assert len(seeds) == 2
+        assert 5 in seeds
+        assert len({start.key.request_id for start in b.decode.started}) == 2
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == len(b.ids(PROMPT))
+        assert answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == answer.usage.prompt_tokens  # never more
+
+
+async def test_logprobs_have_the_shape_that_the_client_knows(bench: MakeBench) -> None:
+    async with bench() as b:
+        ids = b.ids("hello world")
+        b.decode.script = speaking(ids, LENGTH)
+        arguments = {"model": MODEL_NAME, "messages": [USER], "logprobs": True, "top_logprobs": 2}
+        answer = await b.client.chat.completions.create(**arguments)  # type: ignore[call-overload]
+        content = answer.choices[0].logprobs.content
+        assert "".join(entry.token for entry in content) == "hello world"
+        assert [len(entry.top_logprobs) for entry in content] == [2] * len(ids)
+        assert bytes(content[0].bytes).decode() == content[0].token
+        assert content[0].logprob == content[0].top_logprobs[0].logprob == -0.5
+        stream = await b.client.chat.completions.create(stream=True, **arguments)  # type: ignore[call-overload]
+        streamed = [c.choices[0].logprobs.content async for c in stream if c.choices and c.choices[0].logprobs]
+        assert [entry.token for entries in streamed for entry in entries] == [entry.token for entry in content]
+
+
+async def test_token_ids_are_returned_when_asked_for(bench: MakeBench) -> None:
+    async with bench() as b:
+        ids = [*b.ids("hello"), END]
+        b.decode.script = speaking(ids)
+        body = {"model": MODEL_NAME, "messages": [USER], "return_token_ids": True}
+        answer = (await b.http.post("/v1/chat/completions", json=body)).json()
+        assert answer["prompt_token_ids"] == b.ids(PROMPT)
+        assert answer["choices"][0]["token_ids"] == ids
+        stream = await b.client.chat.completions.create(
+            model=MODEL_NAME, messages=[USER], stream=True, extra_body={"return_token_ids": True}
+        )
+        chunks = [chunk.to_dict() async for chunk in stream]
+        assert chunks[0]["prompt_token_ids"] == b.ids(PROMPT)
+        assert [i for c in chunks for i in c["choices"][0].get("token_ids", [])] == ids  # type: ignore[index]
+
+
+async def test_a_session_header_reaches_the_scheduler_as_a_digest_only(bench: MakeBench) -> None:
+    async with bench() as b:
+        for headers in ({"x-session-affinity": "secret"}, {"x-session-id": "secret"}, {}):
+            await b.client.chat.completions.create(model=MODEL_NAME, messages=[USER], extra_headers=headers)
+        body = {"prompt_cache_key": "secret"}
+        await b.client.chat.completions.create(model=MODEL_NAME, messages=[USER], extra_body=body)
+        first, second, none, from_body = (query.session for query in b.scheduler.routed)
+        assert first == second == from_body
+        assert len(first) == 16
+        assert none == b""

@@ -1,0 +1,215 @@
+"""What clients see when something behind the gateway breaks, and what the scheduler is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import openai
+import orjson
+import pytest
+
+from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
+from tests.services.gateway.fakes import SequenceDelta, Start, deltas, failing, forever, speaking
+
+STREAM = {"model": MODEL_NAME, "prompt": "x", "stream": True}
+
+
+async def silent(start: Start) -> AsyncIterator[SequenceDelta]:
+    """An engine that never says a word."""
+    await forever()
+    yield SequenceDelta()
+
+
+def events(text: str) -> list[Any]:
+    """The data of an SSE body; the last must be [DONE]."""
+    data = [block.removeprefix("data: ") for block in text.split("\n\n") if block.startswith("data: ")]
+    assert data.pop() == "[DONE]"
+    return [orjson.loads(each) for each in data]
+
+
+async def test_a_worker_killed_in_mid_stream_ends_it_with_an_error_frame_and_done(bench: MakeBench) -> None:
+    async with bench() as b:
+        b.decode.script = speaking(b.ids("hello"), finish=None)
+        received = ""
+        async with b.http.stream("POST", "/v1/completions", json=STREAM) as response:
+            assert response.status_code == 200
+            async for piece in response.aiter_text():
+                received += piece
+                if "hello" in _text(received):
+                    await b.decode.kill()
+        error = events(received)[-1]["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] == "unavailable"
+        await b.scheduler.until(lambda: b.scheduler.stages() == ["first_token", "failed"])
+        assert b.scheduler.settled[-1].failed_worker_id == "decode-0"
+
+
+def _text(received: str) -> str:
+    """The text of the whole frames so far."""
+    frames = received.rpartition("\n\n")[0].removesuffix("data: [DONE]")
+    whole = events(frames + "\n\ndata: [DONE]")
+    return "".join(event["choices"][0]["text"] for event in whole if "choices" in event)
+
+
+async def test_a_worker_lost_before_the_first_token_is_replaced_unseen(bench: MakeBench) -> None:
+    async with bench(num_decoders=2) as b:
+        first, second = b.decoders
+
+        first.script = silent
+        second.script = speaking([*b.ids("hello"), END])
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(b.client.completions.create(model=MODEL_NAME, prompt="x"))
+            await first.until(lambda: len(first.started) == 1)
+            await first.kill()
+        answer = asked.result()
+        assert answer.choices[0].text == "hello"
+        assert [(s.key.generation, s.decode_boot_id) for s in second.started] == [(1, "boot-1")]
+        assert list(b.scheduler.routed[1].excluded_worker_ids) == ["decode-0"]
+        await b.scheduler.until(lambda: b.scheduler.stages(1) == ["first_token", "finished"])
+        assert b.scheduler.stages(0) == ["failed"]
+
+
+async def test_a_worker_that_cannot_be_reached_is_replaced(bench: MakeBench) -> None:
+    async with bench(num_decoders=2) as b:
+        await b.decoders[0].kill()
+        await b.client.completions.create(model=MODEL_NAME, prompt="x")
+        assert len(b.decoders[1].started) == 1
+
+
+@pytest.mark.parametrize("code", [14, 9], ids=["unavailable", "stale boot"])
+async def test_a_failed_attempt_is_repeated_at_most_twice(bench: MakeBench, code: int) -> None:
+    async with bench() as b:
+        b.decode.script = failing(code)
+        with pytest.raises(openai.APIStatusError) as refusal:
+            await b.client.completions.create(model=MODEL_NAME, prompt="x")
+        assert refusal.value.status_code == 503
+        assert refusal.value.response.headers["retry-after"] == "1"
+        assert "10.1.2.3" not in refusal.value.response.text
+        assert [start.key.generation for start in b.decode.started] == [0, 1, 2]
+        await b.scheduler.until(lambda: b.scheduler.stages(2) == ["failed"])
+
+
+async def test_a_lonely_worker_that_failed_is_asked_again(bench: MakeBench) -> None:
+    async with bench() as b:
+        failures = [failing(14, worker_id="decode-0"), speaking([*b.ids("hello"), END])]
+
+        async def script(start: Start) -> AsyncIterator[SequenceDelta]:
+            async for delta in failures.pop(0)(start):
+                yield delta
+
+        b.decode.script = script
+        answer = await b.client.completions.create(model=MODEL_NAME, prompt="x")
+        assert answer.choices[0].text == "hello"
+        assert [list(query.excluded_worker_ids) for query in b.scheduler.routed] == [[], ["decode-0"], []]
+
+
+async def test_nothing_is_repeated_after_the_first_token(bench: MakeBench) -> None:
+    async with bench() as b:
+
+        async def script(start: Start) -> AsyncIterator[SequenceDelta]:
+            for delta in deltas(start, b.ids("hello"), finish=None):
+                yield delta
+            async for delta in failing(14)(start):
+                yield delta
+
+        b.decode.script = script
+        received = events((await b.http.post("/v1/completions", json=STREAM)).text)
+        assert "".join(event["choices"][0]["text"] for event in received[:-1]) == "hello"
+        assert received[-1]["error"]["type"] == "server_error"
+        assert len(b.decode.started) == 1
+
+
+async def test_late_words_of_an_older_attempt_change_nothing(bench: MakeBench) -> None:
+    async with bench() as b:
+
+        async def script(start: Start) -> AsyncIterator[SequenceDelta]:
+            if start.key.generation == 0:
+                async for delta in failing(14)(start):
+                    yield delta
+                return
+            for delta in deltas(b.decode.started[0], b.ids("late")):
+                yield delta
+            for delta in deltas(start, [*b.ids("hello"), END]):
+                yield delta
+
+        b.decode.script = script
+        answer = await b.client.completions.create(model=MODEL_NAME, prompt="x")
+        assert answer.choices[0].text == "hello"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status", "kind"),
+    [
+        ((grpc.StatusCode.RESOURCE_EXHAUSTED, "full"), 429, "rate_limit_error"),
+        ((grpc.StatusCode.UNAVAILABLE, "no decode worker"), 503, "server_error"),
+        ((grpc.StatusCode.NOT_FOUND, "nobody serves it"), 503, "server_error"),
+    ],
+    ids=["full", "no worker", "nobody joined"],
+)
+async def test_the_schedulers_refusals_keep_their_meaning(
+    bench: MakeBench, refusal: Any, status: int, kind: str
+) -> None:
+    async with bench() as b:
+        b.scheduler.refusal = refusal
+        response = await b.http.post("/v1/completions", json=STREAM)
+        assert response.status_code == status
+        assert response.json()["error"]["type"] == kind
+        assert response.headers["retry-after"] == "1"
+        await b.scheduler.until(lambda: b.scheduler.stages() == ["cancelled"])
+
+
+async def test_a_full_decode_worker_is_a_429_although_the_client_asked_for_a_stream(bench: MakeBench) -> None:
+    async with bench() as b:
+        b.decode.script = failing(8)
+        response = await b.http.post("/v1/completions", json=STREAM)
+        assert response.status_code == 429
+
+
+async def test_an_engines_own_fault_is_a_500_without_details(bench: MakeBench) -> None:
+    async with bench() as b:
+        b.decode.script = failing(13)
+        response = await b.http.post("/v1/completions", json=STREAM)
+        assert response.status_code == 500
+        assert response.json()["error"]["message"] == "internal error"
+
+
+async def test_a_request_that_takes_too_long_is_a_504_and_is_cancelled(bench: MakeBench) -> None:
+    async with bench(request_timeout_seconds=0.2) as b:
+        b.decode.script = speaking(b.ids("hello"), finish=None)
+        response = await b.http.post("/v1/completions", json={**STREAM, "stream": False})
+        assert response.status_code == 504
+        await b.decode.until(lambda: len(b.decode.cancelled) == 1)
+        await b.scheduler.until(lambda: b.scheduler.stages()[-1:] == ["cancelled"])
+
+
+async def test_a_lost_stream_to_a_worker_is_opened_anew(bench: MakeBench) -> None:
+    async with bench() as b:
+        await b.client.completions.create(model=MODEL_NAME, prompt="x")
+        await b.client.completions.create(model=MODEL_NAME, prompt="x")
+        assert b.decode.num_attached == 1
+        await b.decode.kill()
+        back = type(b.decode)("decode-0", "boot-new")
+        await back.open()
+        b.scheduler.decoders[0] = back
+        await b.client.completions.create(model=MODEL_NAME, prompt="x")
+        assert back.num_attached == 1
+        await back.kill()
+
+
+async def test_when_one_choice_fails_the_others_are_cancelled(bench: MakeBench) -> None:
+    async with bench() as b:
+
+        async def script(start: Start) -> AsyncIterator[SequenceDelta]:
+            if list(start.token_ids) == [5]:
+                async for delta in failing(13)(start):
+                    yield delta
+            await forever()
+
+        b.decode.script = script
+        response = await b.http.post("/v1/completions", json={"model": MODEL_NAME, "prompt": [[5], [6]]})
+        assert response.status_code == 500
+        await b.decode.until(lambda: len(b.decode.cancelled) == 1)
+        await b.scheduler.until(lambda: sorted(b.scheduler.stages()) == ["cancelled", "failed"])
