@@ -122,6 +122,8 @@ class Planner:
             if sequence.admitted_at is None:
                 sequence.admitted_at = now
                 sequence.num_cached = sequence.num_computed
+            elif not sequence.has_emitted:
+                sequence.num_cached = min(sequence.num_cached, sequence.num_computed)  # its own blocks are no hit
             if sequence.spec.wait_for_kv and not sequence.is_filled:
                 sequence.state = State.RESERVED
                 self._num_reserved += 1

@@ -124,4 +124,4 @@ class Engine:
         entering = [item.spec.key for item in self._inbox.take(0) if isinstance(item, Sequence)]
         failures = [SequenceFailed(key, error) for key in [*self._loop.keys, *entering]]
         if failures:
-            self._listener(StepOutput(EngineLoad(), failures=failures))
+            self._listener(StepOutput(self._loop.load, failures=failures))

@@ -88,6 +88,8 @@ class LoopMachine(RuleBasedStateMachine):
         assert len(self.pinned) <= CONFIG.max_pinned
         for delta in output.deltas:
             spec, text = self.specs[delta.key], self.texts[delta.key]
+            assert (delta.prompt is None) == bool(text)
+            assert delta.prompt is None or delta.prompt.num_cached_tokens <= len(spec.token_ids)
             for token in delta.token_ids:
                 assert token == next_token([*spec.token_ids, *text])
                 text.append(token)
