@@ -27,17 +27,18 @@ _ENVIRONMENT = {
 
 
 class Staging:
-    """The shared area that blocks are put from and got into."""
+    """The shared area that blocks are put from and got into; mapped for as long as this object lives."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self._memory = mmap.mmap(fd, size_bytes)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._first = ctypes.c_char.from_buffer(self._memory)
+        self.address = ctypes.addressof(self._first)
         os.close(fd)
 
 
-def open_store(spec: dict[str, Any]) -> tuple[Any, int]:
-    """The library's store object, set up, and the address of the staging area. Raises RuntimeError saying why not."""
+def open_store(spec: dict[str, Any]) -> tuple[Any, Staging | None]:
+    """The library's store object, set up, and the staging area if there is one. Raises RuntimeError saying why not."""
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     try:
@@ -49,19 +50,20 @@ def open_store(spec: dict[str, Any]) -> tuple[Any, int]:
     if code != 0:
         raise RuntimeError(f"no store at the master {spec['master']}: setup returned {code}")
     if not spec["staging_bytes"]:
-        return store, 0
+        return store, None
     staging = Staging(spec["staging_fd"], spec["staging_bytes"])
     if (code := store.register_buffer(staging.address, staging.size_bytes)) != 0:
         raise RuntimeError(f"register_buffer returned {code}")
-    return store, staging.address
+    return store, staging
 
 
-def execute(store: Any, address: int, request: dict[str, Any]) -> list[int]:
+def execute(store: Any, staging: Staging | None, request: dict[str, Any]) -> list[int]:
     """One code a key: existence 1 or 0, put 0, get the size; failures are negative."""
     keys = request["keys"]
     if request["op"] == "exist":
         return list(store.batch_is_exist(keys))
-    addresses = [address + offset for offset in request["offsets"]]
+    assert staging is not None, "started without a staging area"
+    addresses = [staging.address + offset for offset in request["offsets"]]
     sizes = [request["size"]] * len(keys)
     call = store.batch_put_from if request["op"] == "put" else store.batch_get_into
     return list(call(keys, addresses, sizes))
@@ -74,13 +76,13 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what the library prints must not mix with replies
     try:
-        store, address = open_store(spec)
+        store, staging = open_store(spec)
     except RuntimeError as error:
         _reply(replies, {"error": str(error)})
         return
     _reply(replies, {"codes": []})
     for line in sys.stdin:
-        _reply(replies, {"codes": execute(store, address, json.loads(line))})
+        _reply(replies, {"codes": execute(store, staging, json.loads(line))})
     store.close()
 
 

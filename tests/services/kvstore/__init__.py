@@ -1,0 +1,1 @@
+"""The kvstore service and the real Mooncake below it."""

@@ -1,0 +1,102 @@
+"""A kvstore as a process of its own, with its Mooncake children, and ways to hurt each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+import grpc
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+PATIENCE_SECONDS = 30.0
+POLL_SECONDS = 0.02
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+async def until(what: str, condition: Callable[[], bool]) -> None:
+    """Wait for something that another process brings about."""
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not condition():
+                await asyncio.sleep(POLL_SECONDS)
+    except TimeoutError:
+        raise AssertionError(f"still not: {what}") from None
+
+
+class KvStoreProcess:
+    """`python -m weft_services.kvstore` on a port that stays the same over restarts."""
+
+    def __init__(self, segment_bytes: int = 64 << 20) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self._segment_bytes = segment_bytes
+        self._process: psutil.Popen | None = None
+
+    @property
+    def process(self) -> psutil.Popen:
+        """The service itself."""
+        assert self._process is not None
+        return self._process
+
+    @property
+    def master(self) -> psutil.Process:
+        """The Mooncake master."""
+        return self._child("mooncake_master")
+
+    @property
+    def owner(self) -> psutil.Process:
+        """The process whose memory holds the blocks."""
+        return self._child("weft.kv.store_process")
+
+    async def start(self) -> None:
+        """Until it says that it is ready."""
+        environment = {
+            **os.environ,
+            "WEFT_PORT": self.address.rpartition(":")[2],
+            "WEFT_SEGMENT_BYTES": str(self._segment_bytes),
+        }
+        command = [sys.executable, "-m", "weft_services.kvstore"]
+        self._process = psutil.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not await self.is_ready():
+                await asyncio.sleep(POLL_SECONDS)
+
+    async def is_ready(self) -> bool:
+        """What grpc.health.v1 says."""
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            try:
+                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+            except grpc.aio.AioRpcError:
+                return False
+            return bool(answer.status == SERVING)
+
+    def stop(self) -> None:
+        """SIGTERM, and everything has to be gone."""
+        family = [self.process, *self.process.children(recursive=True)]
+        for member in family:
+            member.send_signal(signal.SIGCONT)
+        self.process.terminate()
+        _, alive = psutil.wait_procs(family, timeout=10)
+        for survivor in alive:
+            survivor.kill()
+        assert not alive, f"outlived the kvstore: {alive}"
+
+    def kill(self) -> list[psutil.Process]:
+        """SIGKILL; returns the children that it had."""
+        children: list[psutil.Process] = self.process.children(recursive=True)
+        self.process.kill()
+        self.process.wait()
+        return children
+
+    def _child(self, name: str) -> psutil.Process:
+        for child in self.process.children(recursive=True):
+            if any(name in part for part in child.cmdline()):
+                return child
+        raise AssertionError(f"no child {name}")

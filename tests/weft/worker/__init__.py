@@ -1,0 +1,1 @@
+"""What the two kinds of worker share."""

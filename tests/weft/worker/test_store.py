@@ -1,0 +1,194 @@
+"""The store client against a real kvstore and a real Mooncake, whole and hurt."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from tests.services.kvstore.node import KvStoreProcess, until
+from tests.weft.worker.pool import BLOCK_BYTES, FINGERPRINT, Worker, content, key, working
+from weft import metrics
+
+FETCH_SECONDS = 5.0
+CANARY = b"\x5a" * BLOCK_BYTES
+
+
+@pytest.fixture
+async def kvstore() -> AsyncIterator[KvStoreProcess]:
+    node = KvStoreProcess()
+    await node.start()
+    yield node
+    node.stop()
+
+
+async def offered(worker: Worker, numbers: list[int]) -> None:
+    """Put blocks and wait until others can find them."""
+    worker.offer(numbers)
+    await until("all were unpinned", lambda: len(worker.unpinned) >= len(numbers))
+    async with asyncio.timeout(FETCH_SECONDS):
+        while await found(worker, numbers) < len(numbers):
+            await asyncio.sleep(0.01)
+
+
+async def found(worker: Worker, numbers: list[int]) -> int:
+    """How many blocks a fetch brings; into the blocks that hold them anyway."""
+    result = await worker.store.fetch([key(number) for number in numbers], numbers, FETCH_SECONDS)
+    return result.num_blocks
+
+
+async def test_blocks_of_one_worker_are_fetched_by_another_up_to_the_first_gap(kvstore: KvStoreProcess) -> None:
+    async with working(Worker(kvstore.address)) as one, working(Worker(kvstore.address)) as other:
+        await offered(one, [*range(50)])
+        assert sorted(one.unpinned) == [*range(50)]
+        wanted = [*range(45), 60, 46]
+        targets = [*range(10, 57)]
+        for target in targets:
+            other.write(target, CANARY)
+        result = await other.store.fetch([key(number) for number in wanted], targets, FETCH_SECONDS)
+        assert (result.num_blocks, result.suspect_blocks) == (45, ())
+        assert all(other.read(10 + number) == content(number) for number in range(45))
+        assert other.read(55) == other.read(56) == CANARY
+
+
+async def test_models_do_not_share(kvstore: KvStoreProcess) -> None:
+    stranger = replace(FINGERPRINT, weights_hash="others")
+    async with working(Worker(kvstore.address)) as one, working(Worker(kvstore.address, 64, stranger)) as other:
+        await offered(one, [0, 1])
+        assert await found(other, [0, 1]) == 0
+
+
+async def test_two_roundings_of_one_block_never_mix(kvstore: KvStoreProcess) -> None:
+    async with working(Worker(kvstore.address)) as one, working(Worker(kvstore.address)) as other:
+        await offered(one, [0])
+        for repeat in range(3):
+            mine = bytes([repeat]) * BLOCK_BYTES
+            other.unpinned.clear()
+            other.write(1, mine)
+            from weft.engine.messages import SealedBlock
+
+            other.store.offer([SealedBlock(key(0), 1)])
+            await until("it was unpinned", lambda: other.unpinned == [1])
+            one.write(0, CANARY)
+            assert await found(one, [0]) == 1
+            assert one.read(0) in (content(0), mine, bytes([max(0, repeat - 1)]) * BLOCK_BYTES)
+
+
+PUT_AND_WAIT = """
+import asyncio, sys
+from tests.weft.worker.pool import Worker, working
+from tests.weft.worker.test_store import offered
+
+async def main():
+    async with working(Worker(sys.argv[1])) as worker:
+        await offered(worker, list(range(20)))
+        print("done", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_blocks_outlive_the_killed_worker_that_put_them(kvstore: KvStoreProcess) -> None:
+    command = [sys.executable, "-c", PUT_AND_WAIT, kvstore.address]
+    with psutil.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as worker:
+        assert await asyncio.to_thread(worker.stdout.readline) == b"done\n"
+        agents = worker.children(recursive=True)
+        worker.kill()
+    await until("its agent is gone, too", lambda: not psutil.wait_procs(agents, timeout=0)[1])
+    async with working(Worker(kvstore.address)) as other:
+        assert await found(other, [*range(20)]) == 20
+        assert all(other.read(number) == content(number) for number in range(20))
+
+
+async def test_without_an_address_nothing_is_found_and_offers_are_declined() -> None:
+    async with working(Worker("")) as worker:
+        worker.offer([3, 4])
+        assert worker.unpinned == [3, 4]
+        assert await found(worker, [3]) == 0
+
+
+async def test_more_than_a_share_of_the_pool_is_never_pinned(kvstore: KvStoreProcess) -> None:
+    async with working(Worker(kvstore.address, num_blocks=64)) as worker:
+        worker.offer([*range(64)])
+        assert len(worker.unpinned) == 64 - 64 // 8
+        await until("the rest was unpinned", lambda: sorted(worker.unpinned) == [*range(64)])
+
+
+async def test_a_full_store_is_no_error() -> None:
+    node = KvStoreProcess(segment_bytes=16 << 20)
+    await node.start()
+    outcomes = metrics.STORE_BLOCKS
+    failed = outcomes.labels("failed")._value.get()
+    try:
+        async with working(Worker(node.address, num_blocks=512)) as worker:
+            for first in range(0, 512, 32):
+                worker.offer([*range(first, first + 32)])
+                await until("these were unpinned", lambda end=first + 32: len(worker.unpinned) == end)  # type: ignore[misc]
+            assert worker.store.is_connected
+            assert outcomes.labels("failed")._value.get() == failed
+    finally:
+        node.stop()
+
+
+async def test_a_killed_kvstore_costs_nothing_and_is_found_again(kvstore: KvStoreProcess) -> None:
+    async with working(Worker(kvstore.address)) as worker:
+        await offered(worker, [0, 1])
+        children = kvstore.kill()
+        assert len(children) == 2
+        assert await found(worker, [0, 1]) == 0
+        worker.unpinned.clear()
+        worker.offer([2])
+        await until("it was unpinned", lambda: worker.unpinned == [2])
+        assert not psutil.wait_procs(children, timeout=10)[1]
+        await kvstore.start()
+        await until("connected again", lambda: worker.store.is_connected)
+        assert await found(worker, [0, 1]) == 0
+        await offered(worker, [0, 1])
+
+
+@pytest.mark.parametrize("victim", ["process", "owner", "master"])
+async def test_a_frozen_store_is_left_alone_and_never_writes_late(kvstore: KvStoreProcess, victim: str) -> None:
+    async with working(Worker(kvstore.address)) as worker:
+        await offered(worker, [*range(40)])
+        for number in range(40):
+            worker.write(number, CANARY)
+        frozen: psutil.Process = getattr(kvstore, victim)
+        frozen.suspend()
+        result = await worker.store.fetch([key(number) for number in range(40)], [*range(40)], 1.0)
+        assert result.num_blocks == 0
+        assert not worker.store.is_connected
+        assert await found(worker, [0]) == 0
+        worker.unpinned.clear()
+        worker.store.offer([])
+        worker.offer([50])
+        await until("it was unpinned", lambda: worker.unpinned == [50])
+        if victim == "process":
+            frozen.send_signal(signal.SIGCONT)
+        await until("connected again", lambda: worker.store.is_connected)
+        if frozen.is_running():
+            frozen.send_signal(signal.SIGCONT)
+        await offered(worker, [51])
+        assert all(worker.read(number) == CANARY for number in range(40))
+
+
+async def test_a_fetch_that_is_cancelled_writes_nothing_afterwards(kvstore: KvStoreProcess) -> None:
+    async with working(Worker(kvstore.address)) as worker:
+        await offered(worker, [*range(40)])
+        for number in range(40):
+            worker.write(number, CANARY)
+        kvstore.owner.suspend()
+        fetch = asyncio.create_task(worker.store.fetch([key(n) for n in range(40)], [*range(40)], FETCH_SECONDS))
+        await asyncio.sleep(0.2)
+        fetch.cancel()
+        await asyncio.wait({fetch})
+        kvstore.owner.resume()
+        await until("connected again", lambda: worker.store.is_connected)
+        await offered(worker, [51])
+        assert all(worker.read(number) == CANARY for number in range(40))
