@@ -78,7 +78,7 @@ def test_a_request_crosses_the_services_that_compose_starts(services: dict[str, 
             containers.start(name)
         for name in services:
             containers.wait_healthy(name)
-        body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8}
+        body = {"model": "weft-nano", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8}
         answer = httpx.post(f"http://127.0.0.1:{containers.ports['8000']}/v1/chat/completions", json=body, timeout=60)
     assert answer.json()["model"] == "weft-nano"
     assert answer.json()["choices"][0]["message"]["content"]

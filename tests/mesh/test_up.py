@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -17,32 +19,56 @@ from tests.mesh.conftest import MODEL, Mesh
 WEFT = [sys.executable, "-m", "weft.cli.main"]
 
 
-def test_one_command_serves_a_chat_and_ctrl_c_ends_it_within_five_seconds(tmp_path: Path) -> None:
-    environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
-    mesh = Mesh(environment=environment)
+@contextmanager
+def mesh_of(folder: Path, *options: str) -> Iterator[Mesh]:
+    """A mesh that leaves its note in folder; killed at the end, if it has not ended by itself."""
+    mesh = Mesh(*options, environment={"XDG_RUNTIME_DIR": str(folder)})
     try:
-        mesh.wait_ready()
-        body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8, "temperature": 0}
-        answer = mesh.client.post("/v1/chat/completions", json=body).json()
-        assert answer["choices"][0]["message"]["content"]
-        note = json.loads((tmp_path / "weft" / f"up-{mesh.port}.json").read_text())
-        assert note["url"] == mesh.url
-        # the other commands find it by its note
-        told = subprocess.run(
-            [*WEFT, "generate", "Hello!", "--max-tokens", "8", "--temperature", "0"],
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        )
-        assert told.stdout == answer["choices"][0]["message"]["content"] + "\n"
-        assert "first token" in told.stderr
+        yield mesh
     finally:
-        mesh.stop()
+        mesh.client.close()
+        if mesh.process.is_running():
+            mesh.process.kill()
+            mesh.process.wait(10)
+        mesh._log.close()
+
+
+def left_of(tree: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run after a moment; what is only not yet reaped does not. They are killed."""
+    _, listed = psutil.wait_procs(tree, timeout=1)
+    left = []
+    for process in listed:
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                left.append(process)
+                process.kill()
+    return left
+
+
+def test_one_command_serves_a_chat_and_ctrl_c_ends_it_within_five_seconds(tmp_path: Path) -> None:
+    with mesh_of(tmp_path) as mesh:
+        mesh.wait_ready()
+        body = {
+            "model": "weft-nano",
+            "messages": [{"role": "user", "content": "Hello!"}],
+            "max_tokens": 8,
+            "temperature": 0,
+        }
+        answer = mesh.client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+        assert answer
+        # the other commands find it by its note
+        command = [*WEFT, "generate", "Hello!", "--max-tokens", "8", "--temperature", "0"]
+        environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+        told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=True)
+        assert told.stdout == answer + "\n"
+        assert "first token" in told.stderr
+        tree = mesh.process.children(recursive=True)
+        mesh.process.send_signal(signal.SIGINT)
+        mesh.process.wait(15)
+        assert left_of(tree) == []
+        log = mesh.log()
     assert mesh.process.returncode == 0
     assert list((tmp_path / "weft").iterdir()) == []
-    log = mesh.log()
     assert f"Weft serves weft-nano at {mesh.url}" in log
     assert re.search(r"^decode-0  \| \d\d:\d\d:\d\d I ", log, re.MULTILINE)
     seconds = re.search(r"all services have ended after (\S+) s", log)
@@ -55,28 +81,18 @@ def test_a_broken_checkpoint_ends_it_with_the_reason_and_status_2(tmp_path: Path
     shutil.copytree(MODEL, model)
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
-    mesh = Mesh("--model", str(model), environment={"XDG_RUNTIME_DIR": str(tmp_path)})
-    try:
-        assert mesh.process.wait(60) == 2
-    finally:
-        mesh.client.close()
-        if mesh.process.is_running():
-            mesh.process.kill()
-    assert "model.safetensors" in mesh.log()
-    assert "giving up" in mesh.log()
+    with mesh_of(tmp_path, "--model", str(model)) as mesh:
+        status = mesh.process.wait(60)
+        log = mesh.log()
+    assert "model.safetensors" in log
+    assert "giving up" in log
+    assert status == 2
 
 
-def test_a_killed_weft_up_takes_its_services_with_it() -> None:
-    mesh = Mesh()
-    try:
+def test_a_killed_weft_up_takes_its_services_with_it(tmp_path: Path) -> None:
+    with mesh_of(tmp_path) as mesh:
         mesh.wait_ready()
         tree = mesh.process.children(recursive=True)
-    finally:
         mesh.process.kill()
-        mesh.client.close()
-    mesh.process.wait(10)
-    _, alive = psutil.wait_procs(tree, timeout=10)
-    left = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-    for process in left:
-        process.kill()
-    assert not left
+        mesh.process.wait(10)
+        assert left_of(tree) == []
