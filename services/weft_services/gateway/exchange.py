@@ -113,7 +113,8 @@ class Reply:
         if self.is_begun:
             await self.end_stream(error_frame(error))
             return
-        close = [(b"connection", b"close")] if status_of(error) in (408, 413) else []  # the body was not read
+        # after 413 the rest of the body is read and dropped: a reset connection would overtake the answer
+        close = [(b"connection", b"close")] if status_of(error) == 408 else []
         await self.whole(status_of(error), error_body(error), [*JSON_HEADERS, *retry_headers(error), *close])
 
     async def _bounded(self, message: dict[str, object]) -> None:

@@ -138,6 +138,7 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
         self.settled: list[scheduler_service_pb2.Settlement] = []
         self.refusal: tuple[grpc.StatusCode, str] | None = None
         self.is_prefill_ready = True
+        self.is_stuck = False
         self.address = ""
         self.changed = asyncio.Condition()
         self._server = grpc.aio.server()
@@ -152,7 +153,11 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
         await self._server.stop(None)
 
     async def Route(self, request: Any, context: Any) -> Any:
-        self.routed.append(request)
+        async with self.changed:
+            self.routed.append(request)
+            self.changed.notify_all()
+        if self.is_stuck:
+            await forever()
         if self.refusal is not None:
             await context.abort(*self.refusal)
         for decoder in self.decoders:
@@ -166,7 +171,7 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
             self.changed.notify_all()
         return scheduler_service_pb2.SettleResponse()
 
-    async def Join(self, request_iterator: Any, context: Any) -> Any:
+    def Join(self, request_iterator: Any, context: Any) -> Any:
         """No worker joins a fake."""
         raise NotImplementedError
 
@@ -190,7 +195,7 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
         return [Stage.Name(each.stage)[6:].lower() for each in self.settled if each.key.generation == generation]
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for settlements."""
+        """Wait for something to happen here."""
         async with asyncio.timeout(10), self.changed:
             await self.changed.wait_for(condition)
 

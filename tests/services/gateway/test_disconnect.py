@@ -1,0 +1,99 @@
+"""A client that leaves, reads slowly or waits long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
+from tests.services.gateway.fakes import SequenceDelta, Start, deltas, forever, speaking
+from weft.errors import Overloaded
+from weft.request import RequestKey
+from weft_services.gateway import endpoints, exchange
+from weft_services.gateway.inbox import Delta, Inbox
+
+
+def request_bytes(stream: bool, max_tokens: int = 100) -> bytes:
+    """A whole HTTP request as a client would write it."""
+    body = f'{{"model":"{MODEL_NAME}","prompt":"x","stream":{str(stream).lower()},"max_tokens":{max_tokens}}}'.encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    return head.encode() + b"\r\n\r\n" + body
+
+
+async def connect(b: Bench) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A bare connection."""
+    host, _, port = b.gateway.http_address.partition(":")
+    return await asyncio.open_connection(host, int(port), limit=1024)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "unstreamed"])
+async def test_a_client_that_leaves_cancels_in_the_engine(bench: MakeBench, stream: bool) -> None:
+    async with bench() as b:
+        b.decode.script = speaking(b.ids("hello"), finish=None)
+        reader, writer = await connect(b)
+        writer.write(request_bytes(stream))
+        await b.decode.until(lambda: len(b.decode.started) == 1)
+        if stream:
+            await reader.readuntil(b"data: ")
+        writer.close()
+        await b.decode.until(lambda: b.decode.cancelled == [b.decode.started[0].key.request_id])
+        await b.scheduler.until(lambda: b.scheduler.stages()[-1:] == ["cancelled"])
+        assert b.gateway.pipeline.num_in_flight == 0
+
+
+async def test_a_client_that_leaves_while_it_is_being_placed_frees_its_booking(bench: MakeBench) -> None:
+    async with bench() as b:
+        b.scheduler.is_stuck = True
+        _, writer = await connect(b)
+        writer.write(request_bytes(stream=True))
+        await b.scheduler.until(lambda: len(b.scheduler.routed) == 1)
+        writer.close()
+        await b.scheduler.until(lambda: b.scheduler.stages() == ["cancelled"])
+        assert b.decode.started == []
+
+
+async def test_a_client_that_does_not_read_is_cut_off(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "SLOW_READER_SECONDS", 0.05)
+    async with bench() as b:
+
+        async def flood(start: Start) -> AsyncIterator[SequenceDelta]:
+            token = b.ids("x" * 8)
+            for delta in deltas(start, token, finish=None):
+                yield delta
+            while True:
+                yield SequenceDelta(key=start.key, token_ids=token * 200)
+
+        b.decode.script = flood
+        _, writer = await connect(b)
+        writer.write(request_bytes(stream=True))
+        await b.decode.until(lambda: len(b.decode.cancelled) == 1)
+        await b.scheduler.until(lambda: b.scheduler.stages()[-1:] == ["cancelled"])
+        writer.close()
+
+
+async def test_an_inbox_is_bounded() -> None:
+    inbox = Inbox(max_deltas=2)
+    for _ in range(3):
+        inbox.put(Delta(RequestKey("a")))
+    with pytest.raises(Overloaded):
+        await inbox.take()
+
+
+async def test_a_long_silence_is_bridged_by_comments(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "IDLE_SECONDS", 0.02)
+    async with bench() as b:
+
+        async def silent(start: Start) -> AsyncIterator[SequenceDelta]:
+            await forever()
+            yield SequenceDelta()
+
+        b.decode.script = silent
+        reader, writer = await connect(b)
+        writer.write(request_bytes(stream=True))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        await reader.readuntil(b": keep-alive\n\n")
+        await reader.readuntil(b": keep-alive\n\n")
+        writer.close()

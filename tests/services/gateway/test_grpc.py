@@ -1,0 +1,129 @@
+"""InferenceService: the same validator and the same path as REST."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, Bench, MakeBench
+from tests.services.gateway.fakes import LENGTH, STOP, failing, speaking
+from weft_mesh.v1 import inference_service_pb2 as pb
+from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
+
+
+@asynccontextmanager
+async def stub_of(b: Bench) -> AsyncIterator[Any]:
+    """A client of the gateway's gRPC listener."""
+    async with grpc.aio.insecure_channel(b.gateway.grpc_address) as channel:
+        yield InferenceServiceStub(channel)
+
+
+async def test_generate_streams_text_and_ends_with_usage(bench: MakeBench) -> None:
+    async with bench() as b, stub_of(b) as stub:
+        ids = b.ids("hello world")
+        b.decode.script = speaking(ids, LENGTH, cached=1)
+        options = pb.GenerationOptions(return_token_ids=True, num_logprobs=1, max_tokens=50, seed=3)
+        answer = [r async for r in stub.Generate(pb.GenerateRequest(text="x y", options=options), timeout=10)]
+        assert "".join(response.text for response in answer) == "hello world"
+        assert [token for response in answer for token in response.token_ids] == ids
+        assert sum(len(response.logprobs) for response in answer) == len(ids)
+        assert answer[-1].finish_reason == LENGTH
+        assert answer[-1].usage.completion_tokens == len(ids)
+        assert answer[-1].usage.cached_tokens == 1
+        assert (b.decode.started[0].sampling.seed, b.decode.started[0].sampling.max_tokens) == (3, 50)
+
+
+async def test_chat_renders_the_same_prompt_as_rest(bench: MakeBench) -> None:
+    async with bench() as b, stub_of(b) as stub:
+        b.decode.script = speaking([*b.ids("hello"), END])
+        tool = '{"type": "function", "function": {"name": "f"}}'
+        calls = '[{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{\\"a\\": 1}"}}]'
+        request = pb.ChatRequest(
+            model=MODEL_NAME,
+            messages=[
+                pb.ChatMessage(role="user", content="call"),
+                pb.ChatMessage(role="assistant", tool_calls_json=calls),
+                pb.ChatMessage(role="tool", content="2", tool_call_id="1"),
+            ],
+            tools_json=[tool],
+        )
+        answer = [response async for response in stub.Chat(request, timeout=10)]
+        assert "".join(response.content for response in answer) == "hello"
+        assert answer[-1].finish_reason == STOP
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+        await b.client.chat.completions.create(
+            model=MODEL_NAME,
+            messages=[
+                {"role": "user", "content": "call"},
+                {"role": "assistant", "tool_calls": [call]},  # type: ignore[list-item]
+                {"role": "tool", "content": "2", "tool_call_id": "1"},
+            ],
+            tools=[{"type": "function", "function": {"name": "f"}}],
+        )
+        by_grpc, by_rest = b.decode.started
+        assert by_grpc.token_ids == by_rest.token_ids
+        assert by_grpc.sampling.temperature == by_rest.sampling.temperature
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "word"),
+    [
+        (pb.GenerateRequest(text="x", options=pb.GenerationOptions(max_tokens=0)), "INVALID_ARGUMENT", "max_tokens"),
+        (pb.GenerateRequest(text="x", options=pb.GenerationOptions(top_p=2)), "INVALID_ARGUMENT", "top_p"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[10**6])), "INVALID_ARGUMENT", "prompt"),
+        (pb.GenerateRequest(), "INVALID_ARGUMENT", "prompt"),
+        (pb.GenerateRequest(model="other", text="x"), "NOT_FOUND", "other"),
+        (pb.ChatRequest(), "INVALID_ARGUMENT", "messages"),
+        (pb.ChatRequest(messages=[pb.ChatMessage(role="x")]), "INVALID_ARGUMENT", "messages.0.role"),
+        (
+            pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="x")], tools_json=["{"]),
+            "INVALID_ARGUMENT",
+            "tools_json",
+        ),
+    ],
+)
+async def test_bad_requests_name_the_field(bench: MakeBench, request_: Any, code: str, word: str) -> None:
+    async with bench() as b, stub_of(b) as stub:
+        call = stub.Chat if isinstance(request_, pb.ChatRequest) else stub.Generate
+        with pytest.raises(grpc.aio.AioRpcError, match=word) as refusal:
+            async for _ in call(request_, timeout=10):
+                pass
+        assert refusal.value.code().name == code
+
+
+async def test_a_lost_worker_is_unavailable_without_addresses(bench: MakeBench) -> None:
+    async with bench() as b, stub_of(b) as stub:
+        b.decode.script = failing(14)
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            async for _ in stub.Generate(pb.GenerateRequest(text="x"), timeout=10):
+                pass
+        assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "10.1.2.3" not in (refusal.value.details() or "")
+
+
+async def test_a_caller_that_cancels_cancels_in_the_engine(bench: MakeBench) -> None:
+    async with bench() as b, stub_of(b) as stub:
+        b.decode.script = speaking(b.ids("hello"), finish=None)
+        call = stub.Generate(pb.GenerateRequest(text="x"), timeout=10)
+        await call.read()
+        call.cancel()
+        await b.decode.until(lambda: len(b.decode.cancelled) == 1)
+        await b.scheduler.until(lambda: b.scheduler.stages()[-1:] == ["cancelled"])
+
+
+async def test_models_and_health_are_told(bench: MakeBench) -> None:
+    async with bench() as b, stub_of(b) as stub:
+        models = await stub.ListModels(pb.ListModelsRequest(), timeout=10)
+        assert [(card.id, card.max_context_tokens) for card in models.models] == [(MODEL_NAME, CONTEXT)]
+        async with grpc.aio.insecure_channel(b.gateway.grpc_address) as channel:
+            stub_of_health: Any = health_pb2_grpc.HealthStub(channel)
+            watch = stub_of_health.Watch(health_pb2.HealthCheckRequest(), timeout=10)
+            async for answer in watch:
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    break
+            watch.cancel()

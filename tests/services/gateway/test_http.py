@@ -1,0 +1,188 @@
+"""The HTTP edge: routes, statuses, limits, headers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.services.gateway.conftest import CONTEXT, MODEL_NAME, MakeBench
+from tests.services.gateway.fakes import LENGTH, SequenceDelta, speaking
+from tests.services.gateway.test_disconnect import connect
+from weft_services.gateway import http_server
+from weft_services.gateway.exchange import MAX_BODY_BYTES
+from weft_services.gateway.http_server import MAX_HEAD_BYTES, MAX_HEADERS
+
+JSON = {"content-type": "application/json"}
+
+
+async def test_the_model_is_listed_and_described(bench: MakeBench) -> None:
+    async with bench() as b:
+        models = await b.client.models.list()
+        assert [model.id for model in models.data] == [MODEL_NAME]
+        model = await b.client.models.retrieve(MODEL_NAME)
+        assert model.to_dict()["max_model_len"] == CONTEXT
+        with pytest.raises(openai.NotFoundError) as refusal:
+            await b.client.models.retrieve("other")
+        assert refusal.value.code == "model_not_found"
+
+
+async def test_an_unknown_model_is_a_404_that_names_it(bench: MakeBench) -> None:
+    async with bench() as b:
+        status, error = await b.refused("/v1/completions", model="other", prompt="x")
+        assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("GET", "/v1/chat/completions/", 404),
+        ("DELETE", "/v1/models", 405),
+    ],
+)
+async def test_wrong_routes_and_methods_have_openais_error_body(
+    bench: MakeBench, method: str, path: str, status: int
+) -> None:
+    async with bench() as b:
+        response = await b.http.request(method, path)
+        assert response.status_code == status
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status"),
+    [
+        (b"{", JSON, 400),
+        (b"{}", {"content-type": "text/plain"}, 415),
+        (b"{}", {}, 415),
+        (b"x" * (MAX_BODY_BYTES + 1), JSON, 413),
+    ],
+    ids=["broken", "plain text", "no type", "too large"],
+)
+async def test_bodies_that_cannot_be_read_are_refused(
+    bench: MakeBench, content: bytes, headers: dict[str, str], status: int
+) -> None:
+    async with bench() as b:
+        response = await b.http.post("/v1/chat/completions", content=content, headers=headers)
+        assert response.status_code == status
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        assert b.gateway.pipeline.num_in_flight == 0
+
+
+async def test_a_body_without_a_length_is_bounded_too(bench: MakeBench) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(MAX_BODY_BYTES // 65536 + 2):
+            yield b"x" * 65536
+
+    async with bench() as b:
+        response = await b.http.post("/v1/completions", content=pieces(), headers=JSON)
+        assert response.status_code == 413
+        assert (await b.http.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("given", ["abc-1.2_3", "no spaces", "", "x" * 129])
+async def test_a_request_id_is_echoed_when_it_is_harmless_and_never_used_inside(bench: MakeBench, given: str) -> None:
+    async with bench() as b:
+        body = {"model": MODEL_NAME, "prompt": "x"}
+        response = await b.http.post("/v1/completions", json=body, headers={"x-request-id": given})
+        echoed = response.headers["x-request-id"]
+        assert (echoed == given) == (given == "abc-1.2_3")
+        assert len(echoed) <= 128
+        assert b.decode.started[0].key.request_id != echoed
+
+
+async def test_health_is_about_the_process_and_ready_about_the_fleet(bench: MakeBench) -> None:
+    async with bench() as b:
+        assert (await b.http.get("/health")).status_code == 200
+        assert (await b.http.get("/ready")).json() == {"ready": True, "reasons": []}
+        b.scheduler.is_prefill_ready = False
+        await b.gateway.watch.poll()
+        response = await b.http.get("/ready")
+        assert (response.status_code, response.json()["reasons"]) == (503, ["no prefill worker is ready"])
+        b.scheduler.decoders.clear()
+        await b.gateway.watch.poll()
+        assert "no decode worker has joined" in (await b.http.get("/ready")).json()["reasons"]
+        await b.scheduler.kill()
+        await b.gateway.watch.poll()
+        assert (await b.http.get("/ready")).json()["reasons"] == ["the scheduler cannot be reached"]
+        assert (await b.http.get("/health")).status_code == 200
+
+
+async def test_metrics_count_what_was_served(bench: MakeBench) -> None:
+    async with bench() as b:
+        b.decode.script = speaking(b.ids("hello"), cached=1)
+        await b.client.completions.create(model=MODEL_NAME, prompt="x")
+        text = (await b.http.get("/metrics")).text
+        assert 'weft_requests_total{endpoint="completions",outcome="finished"}' in text
+        assert "weft_requests_in_flight 0.0" in text
+
+
+async def test_more_requests_than_allowed_are_turned_away(bench: MakeBench) -> None:
+    async with bench(max_requests=1) as b:
+        b.decode.script = speaking(b.ids("hello"), finish=None)
+        body = {"model": MODEL_NAME, "prompt": "x", "stream": True}
+        async with b.http.stream("POST", "/v1/completions", json=body):
+            response = await b.http.post("/v1/completions", json=body)
+            assert response.status_code == 429
+            assert response.headers["retry-after"] == "1"
+
+
+async def test_answers_are_sent_without_nagles_delay(bench: MakeBench) -> None:
+    async with bench() as b:
+        await b.http.get("/health")
+        (connection,) = b.gateway.http.server_state.connections
+        sock = connection.transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"".join(b"h%d: x\r\n" % i for i in range(MAX_HEADERS + 1)),
+        b"h: " + b"x" * (MAX_HEAD_BYTES + 300_000),
+    ],
+    ids=["too many", "too long"],
+)
+async def test_a_head_without_measure_is_refused(bench: MakeBench, head: bytes) -> None:
+    async with bench() as b:
+        reader, writer = await connect(b)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n" + head)
+        assert b"400" in await reader.readline()
+        writer.close()
+
+
+async def test_a_connection_that_says_nothing_is_closed(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.05)
+    async with bench() as b:
+        reader, writer = await connect(b)
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_body_that_stops_half_way_is_a_408(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft_services.gateway.exchange.BODY_SECONDS", 0.05)
+    async with bench() as b:
+        reader, writer = await connect(b)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        writer.write(b"content-length: 100\r\n\r\n{")
+        assert b"408" in await reader.readline()
+        writer.close()
+
+
+async def test_tokens_that_are_ready_together_share_a_frame(bench: MakeBench) -> None:
+    async with bench() as b:
+        ids = b.ids("hello world")
+
+        async def script(start: Any) -> Any:
+            yield SequenceDelta(key=start.key, token_ids=ids, finish_reason=LENGTH)
+
+        b.decode.script = script
+        stream = await b.client.completions.create(model=MODEL_NAME, prompt="x", stream=True)
+        assert [chunk.choices[0].text async for chunk in stream] == ["hello world"]
