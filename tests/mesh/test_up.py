@@ -13,9 +13,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.mesh.conftest import MODEL, Mesh
 
+pytestmark = pytest.mark.timeout(240)
 WEFT = [sys.executable, "-m", "weft.cli.main"]
 
 
