@@ -130,6 +130,13 @@ def test_tiny_temperatures_and_impossible_logits_do_not_break_a_batch() -> None:
     assert 0 <= tokens[2] < 20
 
 
+@pytest.mark.parametrize("params", [{"top_k": 2}, {"top_p": 0.7}])
+def test_tokens_that_tie_with_the_last_one_kept_stay(params: dict[str, Any]) -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0, 2.0, -1.0]])
+    kept = filtered_scores(logits, make_rows([{"temperature": 1.0, **params}], [0], [0]))[0].isfinite()
+    assert kept.tolist() == [False, True, True, True, False]
+
+
 def test_logprobs_are_of_the_unscaled_distribution() -> None:
     logits = torch.randn(2, 30)
     chosen, values, ids = logprobs(logits, torch.tensor([4, 9]), 3)
