@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.weft.weights.checkpoints import (
     make_checkpoint,
     random_tensors,
@@ -16,6 +15,7 @@ from tests.weft.weights.checkpoints import (
     with_header,
     write_config,
 )
+
 from weft.errors import BadCheckpoint
 from weft.weights.checkpoint import read_checkpoint
 
@@ -41,6 +41,12 @@ def edit_index(directory: Path, edit: Callable[[dict[str, str]], object]) -> Non
     index = json.loads((directory / INDEX).read_text())
     edit(index["weight_map"])
     (directory / INDEX).write_text(json.dumps(index))
+
+
+def add_copy(directory: Path) -> None:
+    """A shard under a second name."""
+    (directory / "copy.safetensors").write_bytes((directory / SHARD).read_bytes())
+    edit_index(directory, lambda weight_map: weight_map.update({"again": "copy.safetensors"}))
 
 
 def rewrite(directory: Path, **changes: Any) -> None:
@@ -135,13 +141,7 @@ SHARDED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda d: edit_index(d, lambda m: m.update({NORM: "../model.safetensors"})),
         [INDEX, NORM, "../model.safetensors"],
     ),
-    "a shard twice": (
-        lambda d: (
-            (d / "copy.safetensors").write_bytes((d / SHARD).read_bytes()),
-            edit_index(d, lambda m: m.update({"again": "copy.safetensors"})),
-        ),
-        ["is in copy.safetensors as well"],
-    ),
+    "a shard twice": (add_copy, ["is in copy.safetensors as well"]),
 }
 
 

@@ -114,7 +114,7 @@ def _entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
     dtype: Any = value.get("dtype")
     shape: Any = value.get("shape")
     offsets: Any = value.get("data_offsets")
-    if dtype not in DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise BadCheckpoint(f"{where}: unknown dtype {dtype!r}")
     if not _is_counts(shape):
         raise BadCheckpoint(f"{where}: shape {shape!r} is not a list of whole numbers")

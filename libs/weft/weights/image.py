@@ -70,12 +70,17 @@ def image_name(checkpoint: Checkpoint) -> str:
 
 
 def find_image(checkpoint: Checkpoint) -> Image | None:
-    """The image of just these files, if an earlier run left it or another process serves it."""
+    """The image of just these files, if an earlier run left it or another process serves it.
+
+    Raises BadCheckpoint when something else has taken its name.
+    """
     path = image_path(image_name(checkpoint))
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise BadCheckpoint(f"{path} is in the way: {error.strerror}") from error
     stat = os.fstat(fd)
     if stat.st_uid == os.geteuid() and _try_lock(fd, fcntl.LOCK_SH) and _is_same_file(path, fd):
         try:
@@ -120,7 +125,7 @@ def write_image(checkpoint: Checkpoint, report: Report, num_threads: int) -> Ima
         except FileExistsError:
             logger.info("another process published %s first", name)
             if (image := find_image(checkpoint)) is None:
-                raise Overloaded(f"{image_path(name)} is in the way and is not an image of ours") from None
+                raise BadCheckpoint(f"{image_path(name)} is in the way and is not an image of ours") from None
             return image
         return Image(name, size, weights_hash, os.dup(fd))
 

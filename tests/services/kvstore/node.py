@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import psutil
@@ -23,7 +24,7 @@ async def until(what: str, condition: Callable[[], bool]) -> None:
     """Wait for something that another process brings about."""
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 (another process brings it about)
                 await asyncio.sleep(POLL_SECONDS)
     except TimeoutError:
         raise AssertionError(f"still not: {what}") from None
@@ -64,13 +65,13 @@ class KvStoreProcess:
         command = [sys.executable, "-m", "weft_services.kvstore"]
         self._process = psutil.Popen(command, env=environment, stdin=subprocess.DEVNULL)
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while not await self.is_ready():
+            while not await self.is_ready():  # noqa: ASYNC110 (another process brings it about)
                 await asyncio.sleep(POLL_SECONDS)
 
     async def is_ready(self) -> bool:
         """What grpc.health.v1 says."""
         async with grpc.aio.insecure_channel(self.address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
+            stub: Any = health_pb2_grpc.HealthStub(channel)
             try:
                 answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
             except grpc.aio.AioRpcError:

@@ -15,6 +15,7 @@ import pytest
 from tests.services.kvstore.node import KvStoreProcess, until
 from tests.weft.worker.pool import BLOCK_BYTES, FINGERPRINT, Worker, content, key, working
 from weft import metrics
+from weft.engine.messages import SealedBlock
 
 FETCH_SECONDS = 5.0
 CANARY = b"\x5a" * BLOCK_BYTES
@@ -33,7 +34,7 @@ async def offered(worker: Worker, numbers: list[int]) -> None:
     worker.offer(numbers)
     await until("all were unpinned", lambda: len(worker.unpinned) >= len(numbers))
     async with asyncio.timeout(FETCH_SECONDS):
-        while await found(worker, numbers) < len(numbers):
+        while await found(worker, numbers) < len(numbers):  # noqa: ASYNC110 (another process brings it about)
             await asyncio.sleep(0.01)
 
 
@@ -71,8 +72,6 @@ async def test_two_roundings_of_one_block_never_mix(kvstore: KvStoreProcess) -> 
             mine = bytes([repeat]) * BLOCK_BYTES
             other.unpinned.clear()
             other.write(1, mine)
-            from weft.engine.messages import SealedBlock
-
             other.store.offer([SealedBlock(key(0), 1)])
             await until("it was unpinned", lambda: other.unpinned == [1])
             one.write(0, CANARY)
@@ -166,7 +165,6 @@ async def test_a_frozen_store_is_left_alone_and_never_writes_late(kvstore: KvSto
         assert not worker.store.is_connected
         assert await found(worker, [0]) == 0
         worker.unpinned.clear()
-        worker.store.offer([])
         worker.offer([50])
         await until("it was unpinned", lambda: worker.unpinned == [50])
         if victim == "process":

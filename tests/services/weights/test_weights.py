@@ -1,0 +1,198 @@
+"""WeightService over a real channel, and as a process that is stopped, killed and started on bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.weft.weights.checkpoints import make_checkpoint
+from weft.errors import BadCheckpoint, NotFound
+from weft.rpc.client import open_channel, owned
+from weft.rpc.server import RpcServer
+from weft.weights import image as image_module
+from weft.weights.checkpoint import Checkpoint, read_checkpoint
+from weft.weights.image import image_name
+from weft.weights.shared import open_image
+from weft_mesh.v1 import weights_service_pb2 as pb2
+from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
+from weft_services.weights import fetch
+from weft_services.weights.fetch import WeightLoader
+from weft_services.weights.service import SERVICE_NAME, WeightServicer
+
+MODEL = "tiny"
+PATIENCE_SECONDS = 20.0
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    """A checkpoint whose image is gone after the test."""
+    make_checkpoint(tmp_path / "model")
+    checkpoint = read_checkpoint(tmp_path / "model")
+    yield tmp_path / "model"
+    left = list(image_module.SHARED_MEMORY.glob(f"weft-weights-{checkpoint.directory_id}-*"))
+    for path in left:
+        path.unlink()
+    assert left == []
+
+
+@asynccontextmanager
+async def serving(directory: Path) -> AsyncIterator[grpc.aio.Channel]:
+    """The service and a channel to it."""
+    rpc = RpcServer([SERVICE_NAME])
+    async with asyncio.TaskGroup() as tasks:
+        loader = WeightLoader(directory, 2, tasks)
+        pb2_grpc.add_WeightServiceServicer_to_server(WeightServicer(MODEL, loader), rpc.server)
+        address = await rpc.start("127.0.0.1", 0)
+        async with open_channel(address) as channel:
+            yield channel
+        await rpc.stop(0)
+        loader.release()
+
+
+async def load(channel: grpc.aio.Channel, model: str = MODEL) -> list[pb2.LoadResponse]:
+    """Everything that one Load says."""
+    stub: pb2_grpc.WeightServiceAsyncStub = pb2_grpc.WeightServiceStub(channel)
+    async with owned(stub.Load(pb2.LoadRequest(model=model), timeout=PATIENCE_SECONDS)) as call:
+        return [response async for response in call]
+
+
+async def test_the_first_load_reads_and_the_next_finds(directory: Path) -> None:
+    async with serving(directory) as channel:
+        first = (await load(channel))[-1].ready
+        second = (await load(channel))[-1].ready
+        assert first.read_from_disk
+        assert not second.read_from_disk
+        assert (first.shm_name, first.weights_hash) == (second.shm_name, second.weights_hash)
+        assert "model.norm.weight" in open_image(first.shm_name, first.size_bytes)
+        assert '"LlamaForCausalLM"' in first.config_json
+
+
+async def test_loads_at_the_same_time_share_one_reading_and_all_see_progress(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_finish = threading.Event()
+    num_reads = []
+
+    def slowly(checkpoint: Checkpoint, report: image_module.Report, num_threads: int) -> image_module.Image:
+        num_reads.append(1)
+        image = image_module.write_image(checkpoint, report, num_threads)
+        assert may_finish.wait(PATIENCE_SECONDS)
+        return image
+
+    monkeypatch.setattr(fetch, "write_image", slowly)
+    async with serving(directory) as channel:
+        stub: pb2_grpc.WeightServiceAsyncStub = pb2_grpc.WeightServiceStub(channel)
+
+        watching = set(range(4))
+
+        async def follow(number: int) -> list[pb2.LoadResponse]:
+            responses = []
+            async with owned(stub.Load(pb2.LoadRequest(model=MODEL), timeout=PATIENCE_SECONDS)) as call:
+                async for response in call:
+                    responses.append(response)
+                    if response.progress.total_bytes == response.progress.read_bytes > 0:
+                        watching.discard(number)
+                    if not watching:
+                        may_finish.set()
+            return responses
+
+        everything = await asyncio.gather(*(follow(number) for number in range(4)))
+    assert len(num_reads) == 1
+    for responses in everything:
+        assert responses[-1].ready.read_from_disk
+        assert responses[0].progress.total_bytes == sum(
+            tensor.entry.size_bytes for tensor in read_checkpoint(directory).tensors
+        )
+
+
+async def test_a_caller_that_leaves_does_not_end_the_reading_for_others(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, may_finish = threading.Event(), threading.Event()
+
+    def slowly(checkpoint: Checkpoint, report: image_module.Report, num_threads: int) -> image_module.Image:
+        began.set()
+        assert may_finish.wait(PATIENCE_SECONDS)
+        return image_module.write_image(checkpoint, report, num_threads)
+
+    monkeypatch.setattr(fetch, "write_image", slowly)
+    async with serving(directory) as channel:
+        leaver = asyncio.create_task(load(channel))
+        assert await asyncio.to_thread(began.wait, PATIENCE_SECONDS)
+        stayer = asyncio.create_task(load(channel))
+        leaver.cancel()
+        await asyncio.wait({leaver})
+        may_finish.set()
+        assert (await stayer)[-1].ready.read_from_disk
+
+
+async def test_another_model_is_not_found(directory: Path) -> None:
+    async with serving(directory) as channel:
+        with pytest.raises(NotFound, match="no model 'other' here"):
+            await load(channel, "other")
+
+
+async def test_a_bad_checkpoint_is_said_and_can_be_mended(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    good = file.read_bytes()
+    file.write_bytes(good[:-1])
+    async with serving(directory) as channel:
+        with pytest.raises(BadCheckpoint, match=r"model\.safetensors: truncated: tensor lm_head\.weight"):
+            await load(channel)
+        file.write_bytes(good)
+        assert (await load(channel))[-1].ready.read_from_disk
+
+
+async def test_an_image_that_somebody_removed_is_read_again(directory: Path) -> None:
+    async with serving(directory) as channel:
+        first = (await load(channel))[-1].ready
+        (image_module.SHARED_MEMORY / first.shm_name).unlink()
+        assert (await load(channel))[-1].ready.read_from_disk
+
+
+def start(directory: Path) -> subprocess.Popen[str]:
+    """The process."""
+    environment = {**os.environ, "WEFT_MODEL": str(directory), "WEFT_MODEL_NAME": MODEL, "WEFT_THREADS": "1"}
+    command = [sys.executable, "-m", "weft_services.weights"]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def line_with(process: subprocess.Popen[str], words: str) -> str:
+    """Its next log line with these words."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if words in line:
+            return line
+    raise AssertionError(f"ended without a word of {words!r}")
+
+
+def test_a_killed_service_finds_its_image_again_and_a_stopped_one_leaves_nothing(directory: Path) -> None:
+    path = image_module.SHARED_MEMORY / image_name(read_checkpoint(directory))
+    with start(directory) as process:
+        line_with(process, "weights read from disk")
+        process.kill()
+    assert path.exists()
+    with start(directory) as process:
+        line_with(process, "weights found in memory")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_SECONDS) == 0
+    assert not path.exists()
+
+
+def test_a_bad_checkpoint_ends_the_process_with_one_line_and_status_2(directory: Path) -> None:
+    (directory / "config.json").unlink()
+    with start(directory) as process:
+        _, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 2
+    assert "config.json: no such file" in errors.splitlines()[-1]
+    assert "Traceback" not in errors

@@ -1,0 +1,233 @@
+"""Images in shared memory: what is written is what the checkpoint holds, found again, and gone when nobody needs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.weft.weights.checkpoints import Tensors, make_checkpoint, safetensors_bytes
+from weft.errors import BadCheckpoint, NotFound, Overloaded
+from weft.weights import image as image_module
+from weft.weights.checkpoint import Checkpoint, read_checkpoint
+from weft.weights.header import ALIGNMENT_BYTES, read_header
+from weft.weights.image import Image, find_image, image_name, image_path, remove_stale, write_image
+from weft.weights.shared import open_image
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory of the test's own, with nothing left in it at the end."""
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    monkeypatch.setattr(image_module, "SHARED_MEMORY", directory)
+    yield directory
+    assert list(directory.iterdir()) == []
+
+
+def nothing(num_bytes: int, file: str) -> None:
+    """Progress that nobody watches."""
+
+
+def write(checkpoint: Checkpoint) -> Image:
+    return write_image(checkpoint, nothing, 2)
+
+
+@pytest.mark.parametrize("num_shards", [0, 3])
+def test_an_image_holds_every_tensor_bit_for_bit(
+    tmp_path: Path, num_shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_module, "PIECE_BYTES", 100)
+    tensors = make_checkpoint(tmp_path / "model", num_shards)
+    progress: list[int] = []
+    image = write_image(read_checkpoint(tmp_path / "model"), lambda size, _: progress.append(size), 3)
+    opened = open_image(image.name, image.size_bytes)
+    image.release()
+    assert sum(progress) == sum(len(data) for _, _, data in tensors.values())
+    assert set(opened) == set(tensors)
+    for name, (dtype, shape, data) in tensors.items():
+        assert tuple(opened[name].shape) == shape
+        assert opened[name].dtype == {"F32": torch.float32, "BF16": torch.bfloat16}[dtype]
+        assert opened[name].view(torch.uint8).numpy().tobytes() == data
+        assert opened[name].data_ptr() % opened[name].itemsize == 0
+
+
+def test_an_image_is_a_valid_safetensors_file_with_aligned_data(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    tensors = make_checkpoint(tmp_path / "model")
+    image = write(read_checkpoint(tmp_path / "model"))
+    with safe_open(image.path, framework="pt") as file:
+        assert set(file.keys()) == set(tensors)
+        assert file.metadata()["weights_hash"] == image.weights_hash
+    assert read_header(image.path).tensors[0].offset % ALIGNMENT_BYTES == 0
+    image.release()
+
+
+def hash_of(directory: Path) -> str:
+    image = write(read_checkpoint(directory))
+    image.release()
+    return image.weights_hash
+
+
+def test_the_hash_is_of_the_tensors_not_of_their_files(tmp_path: Path) -> None:
+    tensors = make_checkpoint(tmp_path / "one")
+    make_checkpoint(tmp_path / "two", num_shards=2)
+    (tmp_path / "two" / "model.safetensors").write_bytes(safetensors_bytes(dict(reversed(tensors.items()))))
+    assert hash_of(tmp_path / "one") == hash_of(tmp_path / "two")
+
+
+def altered(tensors: Tensors, kind: str) -> Tensors:
+    """The same but for one bit, or for the places of two tensors' data."""
+    first, second = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
+    dtype, shape, data = tensors[first]
+    if kind == "bit":
+        return {**tensors, first: (dtype, shape, bytes([data[0] ^ 1]) + data[1:])}
+    return {**tensors, first: tensors[second], second: tensors[first]}
+
+
+@pytest.mark.parametrize("kind", ["bit", "swap"])
+def test_any_change_changes_the_hash(tmp_path: Path, kind: str) -> None:
+    tensors = make_checkpoint(tmp_path)
+    before = hash_of(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(altered(tensors, kind)))
+    assert hash_of(tmp_path) != before
+
+
+def test_an_image_is_found_as_long_as_the_files_are_the_same(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    checkpoint = read_checkpoint(tmp_path / "model")
+    assert find_image(checkpoint) is None
+    written = write(checkpoint)
+    os.close(written.fd)  # its process was killed
+    found = find_image(checkpoint)
+    assert found is not None
+    assert (found.name, found.size_bytes, found.weights_hash) == (
+        written.name,
+        written.size_bytes,
+        written.weights_hash,
+    )
+    os.utime(tmp_path / "model" / "model.safetensors", (1, 1))
+    assert find_image(read_checkpoint(tmp_path / "model")) is None
+    found.release()
+
+
+def test_the_last_holder_removes_an_image_and_mappings_stay(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    checkpoint = read_checkpoint(tmp_path / "model")
+    one = write(checkpoint)
+    other = find_image(checkpoint)
+    assert other is not None
+    tensors = open_image(one.name, one.size_bytes)
+    before = {name: tensor.view(torch.uint8).clone() for name, tensor in tensors.items()}
+    one.release()
+    assert other.is_linked()
+    other.release()
+    assert all(torch.equal(tensors[name].view(torch.uint8), before[name]) for name in before)
+    with pytest.raises(NotFound):
+        open_image(one.name, one.size_bytes)
+
+
+def test_writing_to_a_tensor_never_reaches_the_image(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    image = write(read_checkpoint(tmp_path / "model"))
+    bytes_before = image.path.read_bytes()
+    for tensor in open_image(image.name, image.size_bytes).values():
+        tensor.zero_()
+    assert image.path.read_bytes() == bytes_before
+    image.release()
+
+
+def test_stale_images_and_broken_off_writes_are_removed_unless_held(tmp_path: Path, shared_memory: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    make_checkpoint(tmp_path / "another")
+    held = write(read_checkpoint(tmp_path / "model"))
+    os.utime(tmp_path / "model" / "model.safetensors", (1, 1))
+    left = write(read_checkpoint(tmp_path / "model"))
+    os.close(left.fd)
+    foreign = write(read_checkpoint(tmp_path / "another"))
+    os.utime(tmp_path / "model" / "model.safetensors", (2, 2))
+    checkpoint = read_checkpoint(tmp_path / "model")
+    (shared_memory / f"{image_name(checkpoint)}.1.partial").write_bytes(b"half")
+    assert sorted(remove_stale(checkpoint)) == sorted([left.name, f"{image_name(checkpoint)}.1.partial"])
+    assert held.is_linked()
+    assert foreign.is_linked()
+    held.release()
+    foreign.release()
+
+
+def test_two_writers_end_up_with_one_image(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    checkpoint = read_checkpoint(tmp_path / "model")
+    first = write(checkpoint)
+    second = write(checkpoint)
+    assert os.path.sameopenfile(first.fd, second.fd) or os.path.samestat(os.fstat(first.fd), os.fstat(second.fd))
+    first.release()
+    second.release()
+
+
+def test_a_file_that_shrinks_while_it_is_read_leaves_no_image(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    checkpoint = read_checkpoint(tmp_path / "model")
+    os.truncate(tmp_path / "model" / "model.safetensors", 4000)
+    with pytest.raises(BadCheckpoint, match="truncated while tensor"):
+        write(checkpoint)
+
+
+def test_reading_can_be_stopped_and_leaves_no_image(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    seen = threading.Event()
+
+    def stop(num_bytes: int, file: str) -> None:
+        seen.set()
+        raise Overloaded("enough")
+
+    with pytest.raises(Overloaded, match="enough"):
+        write_image(read_checkpoint(tmp_path / "model"), stop, 2)
+    assert seen.is_set()
+
+
+def test_full_shared_memory_is_said_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "model")
+
+    def no_space(fd: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    with pytest.raises(Overloaded, match=r"No space left on device: \d+ bytes needed, \d+ free"):
+        write(read_checkpoint(tmp_path / "model"))
+
+
+def test_a_file_of_our_name_that_is_no_image_is_replaced(tmp_path: Path, shared_memory: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    checkpoint = read_checkpoint(tmp_path / "model")
+    (shared_memory / image_name(checkpoint)).write_bytes(b"rubbish")
+    assert find_image(checkpoint) is None
+    write(checkpoint).release()
+
+
+@pytest.mark.parametrize("name", ["", "../../etc/passwd", "/etc/passwd", "weft-weights-1.safetensors", "x\n"])
+def test_only_bare_names_of_ours_are_opened(name: str) -> None:
+    with pytest.raises(NotFound):
+        open_image(name, 10)
+
+
+def test_a_link_in_the_place_of_an_image_is_not_followed(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    checkpoint = read_checkpoint(tmp_path / "model")
+    secret = tmp_path / "secret"
+    secret.write_bytes(json.dumps({}).encode())
+    path = image_path(image_name(checkpoint))
+    path.symlink_to(secret)
+    with pytest.raises(NotFound):
+        open_image(path.name, secret.stat().st_size)
+    with pytest.raises(BadCheckpoint, match="in the way"):
+        find_image(checkpoint)
+    path.unlink()
