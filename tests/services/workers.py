@@ -1,9 +1,8 @@
-"""Prefill and decode workers in the test's own loop: the real servicers, engines and transports, a tiny random model."""
+"""Prefill and decode workers in the test's own loop: real servicers, engines and transports, a tiny random model."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -19,7 +18,7 @@ from weft.engine.core import Engine
 from weft.engine.messages import EngineLoad, StepOutput
 from weft.kv.memory import HostBlocks
 from weft.kv.mooncake import MooncakeTransport
-from weft.kv.transport import Transport
+from weft.kv.transport import Endpoint, Lender, Run, Transport
 from weft.model.kv_layout import KV_LAYOUT, block_bytes
 from weft.request import ModelFingerprint, RequestKey, SamplingParams, WorkerAddress
 from weft.rpc.blocks import GrpcTransport
@@ -28,8 +27,11 @@ from weft.rpc.server import RpcServer
 from weft.rpc.wire import address_to_wire, key_to_wire, sampling_to_wire
 from weft.worker.process import Workplace
 from weft.worker.runtime import EngineFeed
+from weft.worker.store import StoreClient
 from weft.worker.tasks import background
 from weft_mesh.v1 import decode_service_pb2, decode_service_pb2_grpc
+from weft_services.decode.service import install as install_decode
+from weft_services.prefill.service import install as install_prefill
 
 BLOCK_TOKENS = 4
 CHUNK_TOKENS = 8
@@ -46,6 +48,45 @@ def prompt(num_tokens: int, seed: int = 1) -> tuple[int, ...]:
     """Random tokens of the tiny vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(0, 131, (num_tokens,), generator=generator).tolist())
+
+
+class Meddler:
+    """A real transport, with something happening before or after every pull."""
+
+    inner: Transport
+
+    def __init__(self) -> None:
+        self.num_pulls = 0
+        self.runs: list[Run] = []
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    def register(self, address: int, size_bytes: int) -> None:
+        raise AssertionError("the inner one is registered")
+
+    def endpoint(self) -> Endpoint:
+        return self.inner.endpoint()
+
+    async def connect(self, peer: Endpoint) -> None:
+        await self.inner.connect(peer)
+
+    async def pull(self, lender: Lender, runs: Sequence[Run], timeout_seconds: float) -> None:
+        self.num_pulls += 1
+        self.runs += runs
+        await self.before()
+        await self.inner.pull(lender, runs, timeout_seconds)
+        await self.after(runs)
+
+    async def before(self) -> None:
+        """Nothing."""
+
+    async def after(self, runs: Sequence[Run]) -> None:
+        """Nothing."""
+
+    async def close(self) -> None:
+        await self.inner.close()
 
 
 @dataclass
@@ -98,7 +139,13 @@ def fingerprint_of(tiny: Tiny) -> ModelFingerprint:
 
 @asynccontextmanager
 async def start_worker(
-    tiny: Tiny, name: str, install: Any, transport: str = "grpc", num_blocks: int = 64, store: Any = None
+    tiny: Tiny,
+    name: str,
+    install: Any,
+    transport: str = "grpc",
+    num_blocks: int = 64,
+    store: Any = None,
+    meddler: Meddler | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker on a port of its own."""
     feed = EngineFeed()
@@ -114,6 +161,9 @@ async def start_worker(
         transports.insert(0, MooncakeTransport("127.0.0.1"))
     for each in transports:
         each.register(pool.address, pool.block_bytes * pool.num_blocks)
+    if meddler is not None:
+        meddler.inner = transports[0]
+        transports[0] = meddler
     rpc = RpcServer([])
     engine.start()
     try:
@@ -127,7 +177,7 @@ async def start_worker(
                 memory=memory,
                 transports=tuple(transports),
                 channels=channels,
-                store=store,
+                store=store or StoreClient("", pool, fingerprint_of(tiny), engine.unpin),
                 tasks=tasks,
                 with_checksums=True,
             )
@@ -213,9 +263,7 @@ class Gateway:
             decode_service_pb2.AttachRequest(cancel=decode_service_pb2.CancelSequence(key=key_to_wire(key)))
         )
 
-    async def generate(
-        self, token_ids: Sequence[int], prefill: WorkerAddress | None = None, **options: Any
-    ) -> Answer:
+    async def generate(self, token_ids: Sequence[int], prefill: WorkerAddress | None = None, **options: Any) -> Answer:
         """A sequence from its start to its end."""
         _, answer = await self.start(token_ids, prefill, **options)
         async with asyncio.timeout(20):
@@ -249,22 +297,18 @@ class Pair:
 
 
 @asynccontextmanager
-async def start_pair(tiny: Tiny, transport: str = "grpc", **options: Any) -> AsyncIterator[Pair]:
-    """Both workers, speaking `transport`."""
-    from weft_services.decode.service import install as install_decode
-    from weft_services.prefill.service import install as install_prefill
-
+async def start_pair(
+    tiny: Tiny, transport: str = "grpc", meddler: Meddler | None = None, store: Any = None, num_blocks: int = 64
+) -> AsyncIterator[Pair]:
+    """Both workers, speaking `transport`; the meddler is decode's, the store prefill's, `num_blocks` decode's."""
     async with AsyncExitStack() as stack:
         prefill = await stack.enter_async_context(
-            start_worker(tiny, "prefill-0", options.pop("install_prefill", install_prefill), transport, **options)
+            start_worker(tiny, "prefill-0", install_prefill, transport, store=store)
         )
-        decode = await stack.enter_async_context(start_worker(tiny, "decode-0", install_decode, transport))
+        decode = await stack.enter_async_context(
+            start_worker(tiny, "decode-0", install_decode, transport, meddler=meddler, num_blocks=num_blocks)
+        )
         tasks = await stack.enter_async_context(background())
         gateway = Gateway(decode.address, tasks)
         yield Pair(tiny, prefill, decode, gateway)
         await gateway.leave()
-
-
-def other(fingerprint: ModelFingerprint, **changes: Any) -> ModelFingerprint:
-    """Another model's."""
-    return dataclasses.replace(fingerprint, **changes)

@@ -15,6 +15,7 @@ from weft import metrics
 from weft.kv.memory import BlockBytes, checksums
 from weft.kv.transport import Lender, Run, TransferFailed, Transport
 
+# how long after a failed transfer its bytes may still land; about one second was seen with Mooncake over TCP
 SAFETY_SECONDS = 5.0
 PATIENCE_SECONDS = 1.0
 INLINE_CHECKSUM_BYTES = 512 * 1024
@@ -49,14 +50,12 @@ class Borrower:
         memory: BlockBytes,
         tasks: asyncio.TaskGroup,
         unquarantine: Callable[[Sequence[int]], None],
-        safety_seconds: float = SAFETY_SECONDS,
     ) -> None:
         self._transports = {transport.name: transport for transport in transports}
         self._fallback = transports[-1]
         self.memory = memory
         self._tasks = tasks
         self._unquarantine = unquarantine
-        self._safety_seconds = safety_seconds
 
     def borrow(self, lender: Lender) -> Borrowing:
         """A lender whose transport we lack is read through the last of ours, which every lender answers."""
@@ -75,7 +74,7 @@ class Borrower:
     async def _give_back(self, pulls: Sequence[asyncio.Task[TransferFailed | None]], blocks: Sequence[int]) -> None:
         if pulls:
             await asyncio.wait(pulls)
-        await asyncio.sleep(self._safety_seconds)
+        await asyncio.sleep(SAFETY_SECONDS)
         self._unquarantine(blocks)
 
 

@@ -7,7 +7,7 @@ import logging
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import grpc
 
@@ -25,6 +25,7 @@ from weft.worker.boot import Booted, boot
 from weft.worker.config import WorkerConfig
 from weft.worker.membership import Introduction, Membership
 from weft.worker.runtime import EngineFeed
+from weft.worker.store import StoreClient
 from weft.worker.tasks import background
 from weft.worker.transports import pick_transports
 
@@ -56,7 +57,7 @@ class Workplace:
     memory: HostBlocks
     transports: tuple[Transport, ...]
     channels: ChannelPool
-    store: Any
+    store: StoreClient
     tasks: asyncio.TaskGroup
     with_checksums: bool
 
@@ -107,13 +108,9 @@ async def _furnish(config: WorkerConfig, booted: Booted, feed: EngineFeed, tasks
     fallback = GrpcTransport(channels, memory)
     pool_bytes = pool.block_bytes * pool.num_blocks
     transports = pick_transports(config.transport, config.peer_host, config.mooncake_protocol, fallback, pool_bytes)
-    store = None
-    if config.kvstore_addr:
-        from weft.worker.store import StoreClient
-
-        store = StoreClient(config.kvstore_addr, pool, booted.fingerprint, engine.unpin)
-        await store.connect()
-        feed.subscribe(lambda output: store.offer(output.sealed))
+    store = StoreClient(config.kvstore_addr, pool, booted.fingerprint, engine.unpin)
+    await store.connect()
+    feed.subscribe(lambda output: store.offer(output.sealed))
     return Workplace(
         worker_id=config.worker_id,
         boot_id=uuid.uuid4().hex,
@@ -171,8 +168,7 @@ async def _drain(grace_seconds: float, desk: Desk, membership: Membership, rpc: 
 
 
 async def _clear(place: Workplace) -> None:
-    if place.store is not None:
-        await place.store.close()
+    await place.store.close()
     for transport in place.transports:
         await transport.close()
     await place.channels.close()

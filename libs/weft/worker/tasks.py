@@ -13,7 +13,7 @@ class _ScopeEnds(Exception):
 
 @asynccontextmanager
 async def background() -> AsyncIterator[asyncio.TaskGroup]:
-    """A TaskGroup; a task that fails ends the scope, the scope's end ends the tasks."""
+    """A TaskGroup: a task that fails ends the scope, the scope's end ends the tasks."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group

@@ -111,7 +111,7 @@ class Lease:
 class LeaseDesk:
     """All leases of this worker. Subscribe `on_step` to the engine's feed."""
 
-    def __init__(self, engine: Engine, store: StorePrefix | None, boot_id: str, fingerprint: ModelFingerprint) -> None:
+    def __init__(self, engine: Engine, store: StorePrefix, boot_id: str, fingerprint: ModelFingerprint) -> None:
         self._engine = engine
         self._store = store
         self._boot_id = boot_id
@@ -170,14 +170,12 @@ class LeaseDesk:
         """Take what the store has beyond the pool's own prefix, then let the engine compute the rest."""
         reserved = await lease.until_reserved()
         order = lease.order
-        num_found, suspects = 0, tuple[int, ...]()
-        if self._store is not None:
-            num_found, suspects = await self._store.fetch(order, reserved)
+        num_found = await self._store.fetch(order, reserved)
         lease.store_tokens = num_found
         metrics.PREFIX_QUERIES.inc(len(order.token_ids))
         metrics.PREFIX_HITS.labels("pool").inc(reserved.num_hit_tokens)
         metrics.PREFIX_HITS.labels("store").inc(num_found)
-        self._engine.filled(order.key, reserved.num_hit_tokens + num_found, suspect_blocks=suspects)
+        self._engine.filled(order.key, reserved.num_hit_tokens + num_found)
 
     def find(self, key: RequestKey) -> Lease:
         """Raises NotFound without a live lease."""

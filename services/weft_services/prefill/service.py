@@ -98,8 +98,7 @@ SERVICE_NAME = prefill_service_pb2.DESCRIPTOR.services_by_name["PrefillService"]
 def install(place: Workplace, server: grpc.aio.Server) -> LeaseDesk:
     """Put the role to work at this place."""
     block_tokens = place.fingerprint.block_tokens
-    store = StorePrefix(place.store, place.engine, block_tokens, place.tasks) if place.store else None
-    desk = LeaseDesk(place.engine, store, place.boot_id, place.fingerprint)
+    desk = LeaseDesk(place.engine, StorePrefix(place.store, block_tokens), place.boot_id, place.fingerprint)
     place.feed.subscribe(desk.on_step)
     servicer = PrefillServicer(
         desk, place.memory, accepted(place.boot_id, place.transports[0].endpoint()), block_tokens, place.with_checksums

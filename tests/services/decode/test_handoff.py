@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
-from tests.services.workers import BLOCK_TOKENS, CHUNK_TOKENS, prompt, start_pair
+from tests.services.workers import BLOCK_TOKENS, CHUNK_TOKENS, Meddler, Pair, new_key, prompt, start_pair
 from tests.weft.tiny_llama import Tiny
 from weft import metrics
+from weft.request import SamplingParams
+from weft_mesh.v1 import common_pb2
 
 
 def transferred(transport: str) -> float:
-    return metrics.TRANSFER_BYTES.labels(transport)._value.get()
+    """The metric as it stands."""
+    return float(metrics.TRANSFER_BYTES.labels(transport)._value.get())
+
+
+def block_bytes(pair: Pair) -> int:
+    """Of both workers."""
+    return pair.decode.place.memory.block_bytes
 
 
 @pytest.mark.parametrize("transport", ["grpc", "mooncake"])
-async def test_tokens_are_those_of_a_single_engine(tiny: Tiny, transport: str) -> None:
+async def test_tokens_are_those_of_a_single_model_and_every_byte_is_counted(tiny: Tiny, transport: str) -> None:
     async with start_pair(tiny, transport) as pair:
         before = transferred(transport)
         for length in (1, 3, 4, 5, 8, 23, 64):
@@ -24,10 +30,91 @@ async def test_tokens_are_those_of_a_single_engine(tiny: Tiny, transport: str) -
             answer = await pair.gateway.generate(token_ids, pair.prefill.address)
             assert answer.failure is None
             assert answer.tokens == pair.expected(token_ids)
+            assert answer.finish_reason == common_pb2.FINISH_REASON_LENGTH
             assert answer.usage is not None
             assert answer.usage.prefill_worker_id == "prefill-0"
-            num_blocks = -(-length // BLOCK_TOKENS)
-            assert answer.usage.transferred_bytes == num_blocks * pair.decode.place.memory.block_bytes
+            assert answer.usage.cached_tokens == 0
+            assert answer.usage.transferred_bytes == -(-length // BLOCK_TOKENS) * block_bytes(pair)
             before += answer.usage.transferred_bytes
             assert transferred(transport) == before
+        await pair.until_idle()
+
+
+async def test_a_prompt_of_many_chunks_keeps_its_text(tiny: Tiny) -> None:
+    async with start_pair(tiny, "mooncake") as pair:
+        token_ids = prompt(20 * CHUNK_TOKENS + 1)
+        answer = await pair.gateway.generate(token_ids, pair.prefill.address)
+        assert answer.tokens == pair.expected(token_ids)
+
+
+async def test_what_decode_holds_already_is_not_moved_again(tiny: Tiny) -> None:
+    async with start_pair(tiny) as pair:
+        first = prompt(32)
+        answer = await pair.gateway.generate(first, pair.prefill.address)
+        second = (*first, *answer.tokens, *prompt(20, seed=2))
+        again = await pair.gateway.generate(second, pair.prefill.address)
+        assert again.tokens == pair.expected(second)
+        assert again.usage is not None
+        # decode keeps the answer's full blocks too, prefill only the prompt's
+        held = (len(first) + len(answer.tokens) - 1) // BLOCK_TOKENS
+        assert again.usage.transferred_bytes == (len(second) // BLOCK_TOKENS - held) * block_bytes(pair)
+        assert again.usage.cached_tokens == len(first)
+        await pair.until_idle()
+
+
+async def test_a_prompt_that_decode_holds_but_for_its_last_block_is_finished_there(tiny: Tiny) -> None:
+    meddler = Meddler()
+    async with start_pair(tiny, meddler=meddler) as pair:
+        token_ids = prompt(32)
+        expected = (await pair.gateway.generate(token_ids, pair.prefill.address)).tokens
+        num_pulls = meddler.num_pulls
+        again = await pair.gateway.generate(token_ids, pair.prefill.address)
+        assert again.tokens == expected
+        assert again.usage is not None
+        assert again.usage.cached_tokens == 28
+        assert again.usage.prefill_worker_id == "decode-0"
+        assert meddler.num_pulls == num_pulls
+
+
+async def test_without_a_prefill_worker_the_prompt_is_computed_here(tiny: Tiny) -> None:
+    async with start_pair(tiny) as pair:
+        token_ids = prompt(21)
+        answer = await pair.gateway.generate(token_ids)
+        assert answer.tokens == pair.expected(token_ids)
+        assert answer.usage is not None
+        assert answer.usage.transferred_bytes == 0
+        assert answer.usage.prefill_worker_id == "decode-0"
+
+
+async def test_sampled_text_and_logprobs_are_the_same_with_and_without_a_prefill_worker(tiny: Tiny) -> None:
+    sampling = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True, num_logprobs=2)
+    async with start_pair(tiny) as pair:
+        token_ids = prompt(19)
+        local = await pair.gateway.generate(token_ids, sampling=sampling)
+        await pair.gateway.generate(prompt(40, seed=9), pair.prefill.address)
+        moved = await pair.gateway.generate(prompt(3, seed=3) + token_ids, pair.prefill.address, sampling=sampling)
+        again = await pair.gateway.generate(prompt(3, seed=3) + token_ids, sampling=sampling)
+        assert moved.tokens == again.tokens
+        assert len(local.tokens) == len(moved.tokens) == 12
+        deltas = [delta for frame in pair.gateway.frames for delta in frame.deltas if delta.logprobs]
+        assert all(len(position.top) == 2 for delta in deltas for position in delta.logprobs)
+        assert sum(len(delta.logprobs) for delta in deltas) == 36
+
+
+async def test_a_step_yields_one_frame_for_all_sequences_of_a_gateway(tiny: Tiny) -> None:
+    async with start_pair(tiny) as pair:
+        answers = [await pair.gateway.start(prompt(6, seed=seed)) for seed in range(8)]
+        for _, answer in answers:
+            await answer.has_ended.wait()
+        assert len(pair.gateway.frames) < 8 * 8
+        assert max(len(frame.deltas) for frame in pair.gateway.frames) > 1
+
+
+async def test_a_second_start_of_a_living_key_changes_nothing(tiny: Tiny) -> None:
+    async with start_pair(tiny) as pair:
+        key = new_key()
+        _, answer = await pair.gateway.start(prompt(30), pair.prefill.address, key=key)
+        await pair.gateway.start(prompt(30), pair.prefill.address, key=key)
+        await answer.has_ended.wait()
+        assert answer.tokens == pair.expected(prompt(30))
         await pair.until_idle()

@@ -1,0 +1,202 @@
+"""Every way a hand-off can break: the text stays the same, no block is lost, the reason is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+from tests.services.workers import CHUNK_TOKENS, Meddler, Pair, Worker, prompt, start_pair
+from tests.weft.tiny_llama import Tiny
+from weft import metrics
+from weft.kv.handoff import Accepted, LeaseClosed, PromptFinished, ReadyBlocks
+from weft.kv.transport import Run, TransferFailed
+from weft.request import WorkerAddress
+from weft.rpc.handoff import event_to_wire, order_from_wire
+from weft.rpc.server import RpcServer
+from weft.worker import borrow
+from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
+
+LONG = prompt(4 * CHUNK_TOKENS + 3)
+
+
+@pytest.fixture(autouse=True)
+def _short_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(borrow, "SAFETY_SECONDS", 0.01)
+
+
+def failures(reason: str) -> float:
+    """The metric as it stands."""
+    return float(metrics.TRANSFER_FAILURES.labels(reason)._value.get())
+
+
+async def expect_local(pair: Pair, prefill: WorkerAddress, reason: str) -> None:
+    """The prompt is computed by decode, for that reason."""
+    before = failures(reason)
+    answer = await pair.gateway.generate(LONG, prefill)
+    assert answer.failure is None
+    assert answer.tokens == pair.expected(LONG)
+    assert answer.usage is not None
+    assert answer.usage.prefill_worker_id == "decode-0"
+    assert failures(reason) == before + 1
+    await pair.decode.until_idle()
+
+
+class OnPull(Meddler):
+    """Does something at the second pull."""
+
+    async def before(self) -> None:
+        if self.num_pulls == 2:
+            await self.strike()
+
+    async def strike(self) -> None:
+        raise NotImplementedError
+
+
+async def test_a_prefill_worker_that_dies_midway(tiny: Tiny) -> None:
+    class Kill(OnPull):
+        victim: Worker
+
+        async def strike(self) -> None:
+            await self.victim.rpc.stop(0)
+
+    meddler = Kill()
+    async with start_pair(tiny, meddler=meddler) as pair:
+        meddler.victim = pair.prefill
+        # its last reads fail: there is no lease any more
+        await expect_local(pair, pair.prefill.address, "transfer")
+        await pair.prefill.until_idle()
+        await expect_local_again(pair)
+
+
+async def expect_local_again(pair: Pair) -> None:
+    """The address answers no more at all."""
+    before = failures("peer_lost")
+    other = prompt(30, seed=5)
+    assert (await pair.gateway.generate(other, pair.prefill.address)).tokens == pair.expected(other)
+    assert failures("peer_lost") == before + 1
+
+
+async def test_a_pull_that_fails_and_may_land_later(tiny: Tiny) -> None:
+    class Fail(OnPull):
+        async def strike(self) -> None:
+            raise TransferFailed("torn", may_still_land=True)
+
+    async with start_pair(tiny, meddler=Fail()) as pair:
+        await expect_local(pair, pair.prefill.address, "transfer")
+        await pair.until_idle()
+
+
+async def test_blocks_that_arrive_damaged(tiny: Tiny) -> None:
+    class Damage(Meddler):
+        victim: Worker
+
+        async def after(self, runs: Sequence[Run]) -> None:
+            memory = self.victim.place.memory
+            block = (runs[-1].local_address - memory.address) // memory.block_bytes
+            memory.write(block, 5, bytes([memory.read(block)[5] ^ 1]))
+
+    meddler = Damage()
+    async with start_pair(tiny, "mooncake", meddler) as pair:
+        meddler.victim = pair.decode
+        await expect_local(pair, pair.prefill.address, "checksum")
+        await pair.until_idle()
+
+
+async def test_a_pull_that_nobody_has_patience_for(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft_services.decode.handoff.PULL_SECONDS", 0.05)
+    monkeypatch.setattr(borrow, "PATIENCE_SECONDS", 0.0)
+    gate = asyncio.Event()
+
+    class Stall(OnPull):
+        async def strike(self) -> None:
+            await gate.wait()
+
+    async with start_pair(tiny, meddler=Stall()) as pair:
+        before = failures("timeout")
+        answer = await pair.gateway.generate(LONG, pair.prefill.address)
+        assert answer.tokens == pair.expected(LONG)
+        assert failures("timeout") == before + 1
+        # the pull is still under way: its blocks must not be anybody's
+        load = await pair.decode.until_load(lambda load: load.active_blocks == 0)
+        assert load.quarantined_blocks > 0
+        gate.set()
+        await pair.until_idle()
+
+
+async def test_a_prefill_worker_that_was_restarted(tiny: Tiny) -> None:
+    async with start_pair(tiny) as pair:
+        stale = dataclasses.replace(pair.prefill.address, boot_id="an earlier one")
+        await expect_local(pair, stale, "incompatible")
+        await pair.prefill.until_idle()
+
+
+async def test_a_prefill_worker_of_another_model(tiny: Tiny) -> None:
+    async with start_pair(tiny) as pair:
+        desk: Any = pair.prefill.place.feed._consumers[0]
+        desk.__self__._fingerprint = dataclasses.replace(pair.prefill.place.fingerprint, weights_hash="beef")
+        await expect_local(pair, pair.prefill.address, "incompatible")
+        await pair.prefill.until_idle()
+
+
+async def test_a_prefill_worker_that_is_leaving(tiny: Tiny) -> None:
+    async with start_pair(tiny) as pair:
+        desk: Any = pair.prefill.place.feed._consumers[0]
+        desk.__self__.close()
+        await expect_local(pair, pair.prefill.address, "peer_lost")
+
+
+class Liar(prefill_service_pb2_grpc.PrefillServiceServicer):
+    """Lends what it never computed; `plot` says which events it sends."""
+
+    def __init__(self, plot: Sequence[Any]) -> None:
+        self.plot = plot
+
+    async def Prefill(self, request_iterator: Any, context: Any) -> AsyncIterator[prefill_service_pb2.PrefillResponse]:
+        order = order_from_wire((await anext(aiter(request_iterator))).start)
+        for event in self.plot:
+            yield event_to_wire(
+                dataclasses.replace(event, boot_id=order.prefill_boot_id) if isinstance(event, Accepted) else event
+            )
+
+    async def ReadBlocks(self, request: Any, context: Any) -> AsyncIterator[prefill_service_pb2.ReadBlocksResponse]:
+        for block in request.blocks:
+            yield prefill_service_pb2.ReadBlocksResponse(block=block, data=bytes(2304))
+
+
+def plots(pair: Pair) -> dict[str, tuple[str, list[Any]]]:
+    """Reason that must be counted, and the events, by name."""
+    accepted = Accepted("", pair.prefill.place.transports[-1].endpoint(), 60_000)
+    finished = PromptFinished(1, None, 0, 0, 0, 0)
+    num_blocks = -(-len(LONG) // 4)
+    all_blocks = ReadyBlocks(0, tuple(range(num_blocks)))
+    return {
+        "takes blocks back": ("lease_lost", [accepted, all_blocks, finished, LeaseClosed(False)]),
+        "closes before the end": ("lease_lost", [accepted, all_blocks, LeaseClosed(True)]),
+        "lends too little": ("protocol", [accepted, ReadyBlocks(0, (1, 2)), finished, LeaseClosed(True)]),
+        "lends too much": ("protocol", [accepted, ReadyBlocks(0, tuple(range(num_blocks + 1)))]),
+        "leaves a gap": ("protocol", [accepted, ReadyBlocks(1, (1,))]),
+        "lends before it accepts": ("protocol", [all_blocks]),
+        "falls silent": ("peer_lost", [accepted, all_blocks, finished]),
+    }
+
+
+async def test_a_prefill_worker_that_breaks_its_word(tiny: Tiny) -> None:
+    async with start_pair(tiny) as pair:
+        assert pair.decode.place.memory.block_bytes == 2304
+        for name, (reason, events) in plots(pair).items():
+            rpc = RpcServer([])
+            prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(Liar(events), rpc.server)
+            address = await rpc.start("127.0.0.1", 0)
+            token_ids = LONG
+            before = failures(reason)
+            answer = await pair.gateway.generate(
+                token_ids, WorkerAddress("liar", "b", address), cache_salt=name.encode()
+            )
+            assert answer.tokens == pair.expected(token_ids)
+            assert failures(reason) == before + 1, name
+            await rpc.stop(0)
+        await pair.decode.until_idle()
