@@ -43,6 +43,14 @@ def free_port() -> int:
         return port
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """Running, and not just waiting to be collected."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 class Mesh:
     """A running `weft up` and the handles to look inside and to break things."""
 
@@ -63,11 +71,14 @@ class Mesh:
 
     def wait_ready(self) -> None:
         """Until /ready answers 200."""
-        wait_until("the mesh is ready:\n" + self.log(), self.is_ready, START_SECONDS)
+        try:
+            wait_until("the mesh is ready", self.is_ready, START_SECONDS)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\n{self.log()}") from None
 
     def is_ready(self) -> bool:
         """Does /ready answer 200 now."""
-        if not self.process.is_running() or self.process.status() == psutil.STATUS_ZOMBIE:
+        if not is_alive(self.process):
             raise RuntimeError(f"weft up has ended:\n{self.log()}")
         try:
             return self.client.get("/ready").status_code == 200
@@ -112,11 +123,16 @@ class Mesh:
                 total += float(found[2])
         return total
 
-    def kill_and_wait_for_return(self, *names: str) -> None:
-        """SIGKILL workers, then wait until each is back under a new boot id and the mesh is ready."""
-        old = {name: self.workers()[name].hello.worker.boot_id for name in names}
-        for name in names:
-            self.child(name).send_signal(signal.SIGKILL)
+    def boots(self) -> dict[str, str]:
+        """The boot id of every live worker."""
+        return {name: status.hello.worker.boot_id for name, status in self.workers().items()}
+
+    def kill(self, name: str) -> None:
+        """SIGKILL a service or worker."""
+        self.child(name).send_signal(signal.SIGKILL)
+
+    def wait_for_return(self, old: dict[str, str], *names: str) -> None:
+        """Until each worker is back under another boot id than in `old`, and the gateway knows."""
 
         def are_back() -> bool:
             now = self.workers()
@@ -126,6 +142,13 @@ class Mesh:
 
         wait_until(f"{names} are back", are_back, START_SECONDS)
         wait_until("the mesh is ready again", self.is_ready)
+
+    def kill_and_wait_for_return(self, *names: str) -> None:
+        """SIGKILL workers together, then wait until all are back."""
+        old = self.boots()
+        for name in names:
+            self.kill(name)
+        self.wait_for_return(old, *names)
 
     def wait_idle(self) -> None:
         """Until nothing is booked, running or held anywhere."""
@@ -152,9 +175,12 @@ class Mesh:
             raise
         finally:
             self.client.close()
-        _, alive = psutil.wait_procs(tree, timeout=1)
+        _, remaining = psutil.wait_procs(tree, timeout=1)
+        # an orphan that has ended is a zombie until the system's first process collects it
+        alive = [process for process in remaining if is_alive(process)]
         for process in alive:
             process.kill()
+        self._log.close()
         assert not alive, f"left behind: {alive}"
 
 
