@@ -70,3 +70,6 @@ def test_blocks_of_others_are_never_read() -> None:
     others = sorted(set(range(NUM_BLOCKS)) - {block for table in batch.block_tables for block in table})
     batch.pool[others] = float("nan")
     assert torch.equal(paged_attention(q, 0, batch), expected)
+    longer = [[*table, *others[:5]] for table in batch.block_tables]  # reserved, not written yet
+    ahead = PagedBatch(batch.pool, batch.num_heads, batch.query_starts, batch.context_lens, longer)
+    assert torch.equal(paged_attention(q, 0, ahead), expected)

@@ -34,7 +34,8 @@ class Group:
 class PagedBatch:
     """S sequences, packed: sequence s has rows query_starts[s] .. query_starts[s+1], the last of its context.
 
-    context_lens[s] counts all its tokens up to its last row, these rows included; block_tables[s] covers them.
+    context_lens[s] counts all its tokens up to its last row, these rows included; block_tables[s] covers them,
+    and may go on with blocks that are not written yet.
     `pool` [blocks, kv_heads, layers, 2, block_tokens, dim] is contiguous. Sequences of one row and like length are
     fastest when they are neighbours.
     """
@@ -105,8 +106,9 @@ class PagedBatch:
         """visible: [num_seqs, queries * ratio], how many leading keys each query sees."""
         _, kv_heads, layers, _, block_tokens, _ = self.pool.shape
         num_blocks = -(-int(visible.max()) // block_tokens)
-        # Padding repeats a sequence's own first block, so that nobody reads another's numbers, not even under a mask.
-        tables = [list(self.block_tables[i][:num_blocks]) for i in indices]
+        # Padding repeats a sequence's own first block: even under a mask, only numbers that it wrote itself are read.
+        own = [min(num_blocks, -(-self.context_lens[i] // block_tokens)) for i in indices]
+        tables = [list(self.block_tables[i][:count]) for i, count in zip(indices, own, strict=True)]
         tables = [table + table[:1] * (num_blocks - len(table)) for table in tables]
         heads = torch.arange(kv_heads)[:, None, None]
         key_rows = ((torch.tensor(tables) * kv_heads + heads) * (layers * 2)).flatten()

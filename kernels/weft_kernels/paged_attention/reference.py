@@ -16,7 +16,8 @@ def paged_attention_reference(q: Tensor, layer: int, batch: PagedBatch) -> Tenso
     ratio = q.shape[1] // batch.pool.shape[1]
     for sequence, (start, end) in enumerate(pairwise(batch.query_starts)):
         context = batch.context_lens[sequence]
-        blocks = batch.pool[list(batch.block_tables[sequence]), :, layer].float()
+        num_blocks = -(-context // batch.pool.shape[4])
+        blocks = batch.pool[list(batch.block_tables[sequence][:num_blocks]), :, layer].float()
         keys, values = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)  # [kv_heads, tokens, dim] each
         for row in range(start, end):
             visible = context - (end - 1 - row)

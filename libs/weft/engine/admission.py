@@ -20,5 +20,7 @@ def check(spec: SequenceSpec, config: EngineConfig) -> None:
             "prompt",
             "context_length_exceeded",
         )
+    if spec.sampling.num_logprobs is not None and spec.sampling.num_logprobs < 0:
+        raise InvalidRequest("the number of logprobs must not be negative", "logprobs")
     if spec.mode is SequenceMode.GENERATE and spec.sampling.max_tokens <= spec.resumed_tokens:
         raise InvalidRequest("max_tokens leaves nothing to generate", "max_tokens")

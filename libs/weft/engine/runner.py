@@ -98,7 +98,8 @@ class ModelRunner:
         params = [sequence.spec.sampling for sequence in sequences]
         tokens = sample(logits, _sampling_rows(params, [len(each.token_ids) for each in sequences], self._device))
         asked = [i for i, each in enumerate(params) if each.num_logprobs is not None]
-        found = _position_logprobs(logits[asked], tokens[asked], [params[i].num_logprobs or 0 for i in asked])
+        nums_top = [params[i].num_logprobs or 0 for i in asked]
+        found = _position_logprobs(logits[asked], tokens[asked], nums_top) if asked else []
         by_row = dict(zip(asked, found, strict=True))
         return [Sampled(token, by_row.get(row)) for row, token in enumerate(tokens.tolist())]
 
@@ -107,7 +108,7 @@ def _sampling_rows(params: Items[SamplingParams], positions: list[int], device: 
     seeds = np.array([each.seed & 0xFFFF_FFFF_FFFF_FFFF for each in params], dtype=np.uint64).view(np.int64)
     return SamplingRows(
         temperature=torch.tensor([each.temperature for each in params], dtype=torch.float32, device=device),
-        top_k=torch.tensor([each.top_k for each in params], dtype=torch.int64, device=device),
+        top_k=torch.tensor([min(each.top_k, 2**31) for each in params], dtype=torch.int64, device=device),
         top_p=torch.tensor([each.top_p for each in params], dtype=torch.float64, device=device),
         min_p=torch.tensor([each.min_p for each in params], dtype=torch.float32, device=device),
         seeds=torch.from_numpy(seeds).to(device),
@@ -118,8 +119,6 @@ def _sampling_rows(params: Items[SamplingParams], positions: list[int], device: 
 
 
 def _position_logprobs(logits: Tensor, tokens: Tensor, nums_top: list[int]) -> list[PositionLogprobs]:
-    if not nums_top:
-        return []
     chosen, values, ids = (each.tolist() for each in logprobs(logits, tokens, max(nums_top)))
     return [
         PositionLogprobs(

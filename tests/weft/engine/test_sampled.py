@@ -78,6 +78,14 @@ def test_logprobs_are_those_of_transformers(grouped: Tiny, num_logprobs: int) ->
         torch.testing.assert_close(torch.tensor([each.logprob for each in found.top]), best.values, rtol=0, atol=1e-4)
 
 
+def test_settings_out_of_all_bounds_harm_nobody(grouped: Tiny) -> None:
+    wild = {"temperature": 1e30, "top_k": 2**70, "top_p": -1.0, "min_p": 9.0, "seed": 2**90, "num_logprobs": 10**6}
+    with Driver(grouped) as driver:
+        key = driver.submit("wild", PROMPT, 5, **wild)
+        assert driver.generate(PROMPT, 12).tokens == grouped.greedy(PROMPT, 12)
+        assert all(0 <= token < 131 for token in driver.wait_end(key).tokens)
+
+
 def test_only_those_who_ask_get_logprobs(grouped: Tiny) -> None:
     with Driver(grouped) as driver:
         asking = driver.submit("asking", PROMPT, 5, num_logprobs=1)
