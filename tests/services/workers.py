@@ -94,6 +94,7 @@ class Worker:
     """A listening worker and its insides."""
 
     place: Workplace
+    desk: Any
     address: WorkerAddress
     rpc: RpcServer
 
@@ -181,10 +182,10 @@ async def start_worker(
                 tasks=tasks,
                 with_checksums=True,
             )
-            install(place, rpc.server)
+            desk = install(place, rpc.server)
             address = await rpc.start("127.0.0.1", 0)
             try:
-                yield Worker(place, WorkerAddress(name, place.boot_id, address), rpc)
+                yield Worker(place, desk, WorkerAddress(name, place.boot_id, address), rpc)
             finally:
                 await rpc.stop(0)
                 for each in transports:
@@ -247,15 +248,26 @@ class Gateway:
         """Begin a sequence."""
         key = key or new_key()
         answer = self._answers.setdefault(key.request_id, Answer())
-        start = decode_service_pb2.StartSequence(
+        start = self.start_message(key, token_ids, prefill, sampling, **fields)
+        await self._stream.write(decode_service_pb2.AttachRequest(start=start))
+        return key, answer
+
+    def start_message(
+        self,
+        key: RequestKey,
+        token_ids: Sequence[int],
+        prefill: WorkerAddress | None,
+        sampling: SamplingParams,
+        **fields: Any,
+    ) -> decode_service_pb2.StartSequence:
+        """As a gateway would send it."""
+        return decode_service_pb2.StartSequence(
             key=key_to_wire(key),
             prefill=address_to_wire(prefill) if prefill else None,
             token_ids=token_ids,
             sampling=sampling_to_wire(sampling),
             **{"decode_boot_id": self._decode.boot_id, "remaining_ms": 30_000, **fields},
         )
-        await self._stream.write(decode_service_pb2.AttachRequest(start=start))
-        return key, answer
 
     async def cancel(self, key: RequestKey) -> None:
         """Nobody waits for it any more."""
@@ -269,6 +281,10 @@ class Gateway:
         async with asyncio.timeout(20):
             await answer.has_ended.wait()
         return answer
+
+    async def done(self) -> None:
+        """Send nothing more."""
+        await self._stream.done_writing()
 
     async def leave(self) -> None:
         """Break the stream."""

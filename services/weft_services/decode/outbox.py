@@ -7,14 +7,13 @@ from typing import Generic, TypeVar
 
 from weft.errors import Overloaded
 
-MAX_FRAMES = 1024
 ItemT = TypeVar("ItemT")
 
 
 class Outbox(Generic[ItemT]):
     """`put` never waits; `until_overflow` tells the owner that the reader has fallen behind for good."""
 
-    def __init__(self, max_frames: int = MAX_FRAMES) -> None:
+    def __init__(self, max_frames: int) -> None:
         self._frames: asyncio.Queue[list[ItemT]] = asyncio.Queue(max_frames)
         self._has_overflown = asyncio.Event()
 

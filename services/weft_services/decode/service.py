@@ -27,6 +27,8 @@ from weft_services.decode.outbox import Outbox
 from weft_services.decode.peers import PrefillPeers
 from weft_services.decode.sequences import SequenceDesk
 
+# steps that a gateway may lag behind
+MAX_FRAMES = 1024
 Requests = AsyncIterator[decode_service_pb2.AttachRequest]
 
 
@@ -40,7 +42,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
     async def Attach(  # type: ignore[override]
         self, request_iterator: Requests, context: Any
     ) -> None:
-        outbox = Outbox[Delta]()
+        outbox = Outbox[Delta](MAX_FRAMES)
         async with asyncio.TaskGroup() as group:
             writer = group.create_task(_write(outbox, context))
             watcher = group.create_task(outbox.until_overflow())

@@ -11,7 +11,6 @@ import grpc
 from weft.errors import DeadlineExceeded, InvalidRequest, NotFound
 from weft.kv.handoff import Accepted, LeaseClosed
 from weft.kv.memory import BlockBytes
-from weft.kv.transport import Endpoint
 from weft.rpc.blocks import block_chunks
 from weft.rpc.handoff import event_to_wire, order_from_wire
 from weft.rpc.wire import key_from_wire
@@ -87,11 +86,6 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
             yield chunk
 
 
-def accepted(boot_id: str, endpoint: Endpoint, lease_seconds: float = LEASE_SECONDS) -> Accepted:
-    """What this worker answers to every order it takes."""
-    return Accepted(boot_id, endpoint, round(lease_seconds * 1000))
-
-
 SERVICE_NAME = prefill_service_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
 
 
@@ -100,8 +94,7 @@ def install(place: Workplace, server: grpc.aio.Server) -> LeaseDesk:
     block_tokens = place.fingerprint.block_tokens
     desk = LeaseDesk(place.engine, StorePrefix(place.store, block_tokens), place.boot_id, place.fingerprint)
     place.feed.subscribe(desk.on_step)
-    servicer = PrefillServicer(
-        desk, place.memory, accepted(place.boot_id, place.transports[0].endpoint()), block_tokens, place.with_checksums
-    )
+    accepted = Accepted(place.boot_id, place.transports[0].endpoint(), round(LEASE_SECONDS * 1000))
+    servicer = PrefillServicer(desk, place.memory, accepted, block_tokens, place.with_checksums)
     prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
     return desk

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -136,16 +137,14 @@ async def test_a_prefill_worker_that_was_restarted(tiny: Tiny) -> None:
 
 async def test_a_prefill_worker_of_another_model(tiny: Tiny) -> None:
     async with start_pair(tiny) as pair:
-        desk: Any = pair.prefill.place.feed._consumers[0]
-        desk.__self__._fingerprint = dataclasses.replace(pair.prefill.place.fingerprint, weights_hash="beef")
+        pair.prefill.desk._fingerprint = dataclasses.replace(pair.prefill.place.fingerprint, weights_hash="beef")
         await expect_local(pair, pair.prefill.address, "incompatible")
         await pair.prefill.until_idle()
 
 
 async def test_a_prefill_worker_that_is_leaving(tiny: Tiny) -> None:
     async with start_pair(tiny) as pair:
-        desk: Any = pair.prefill.place.feed._consumers[0]
-        desk.__self__.close()
+        pair.prefill.desk.close()
         await expect_local(pair, pair.prefill.address, "peer_lost")
 
 
@@ -184,19 +183,25 @@ def plots(pair: Pair) -> dict[str, tuple[str, list[Any]]]:
     }
 
 
+@asynccontextmanager
+async def start_liar(plot: Sequence[Any]) -> AsyncIterator[WorkerAddress]:
+    """On a port of its own."""
+    rpc = RpcServer([])
+    prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(Liar(plot), rpc.server)
+    try:
+        yield WorkerAddress("liar", "boot", await rpc.start("127.0.0.1", 0))
+    finally:
+        await rpc.stop(0)
+
+
 async def test_a_prefill_worker_that_breaks_its_word(tiny: Tiny) -> None:
     async with start_pair(tiny) as pair:
         assert pair.decode.place.memory.block_bytes == 2304
-        for name, (reason, events) in plots(pair).items():
-            rpc = RpcServer([])
-            prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(Liar(events), rpc.server)
-            address = await rpc.start("127.0.0.1", 0)
-            token_ids = LONG
-            before = failures(reason)
-            answer = await pair.gateway.generate(
-                token_ids, WorkerAddress("liar", "b", address), cache_salt=name.encode()
-            )
-            assert answer.tokens == pair.expected(token_ids)
-            assert failures(reason) == before + 1, name
-            await rpc.stop(0)
+        for name, (reason, plot) in plots(pair).items():
+            async with start_liar(plot) as address:
+                before = failures(reason)
+                # a salt of its own: decode must not find the prompt in its cache
+                answer = await pair.gateway.generate(LONG, address, cache_salt=name.encode())
+                assert answer.tokens == pair.expected(LONG)
+                assert failures(reason) == before + 1, name
         await pair.decode.until_idle()
