@@ -18,8 +18,10 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # a peer that is frozen or unplugged is noticed without traffic
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 2_500),
+    # without this one a frozen peer is noticed after a minute, whatever the two above say (measured, grpcio 1.85)
+    ("grpc.http2.ping_timeout_ms", 2_500),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # a restarted peer on the same port is found again quickly
