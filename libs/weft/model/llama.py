@@ -84,23 +84,25 @@ class Llama:
     def forward(self, rows: Rows, batch: PagedBatch) -> Tensor:
         """[R, vocab] float32 logits. Writes the KV of all rows into `batch.pool` at `rows.slots`."""
         eps = self.config.rms_norm_eps
-        cos, sin = cos_sin(rows.positions, self.frequencies, self.dtype)
+        angles = cos_sin(rows.positions, self.frequencies, self.dtype)
         x = functional.embedding(rows.token_ids, self.embedding)
         for index, layer in enumerate(self.layers):
             qkv = functional.linear(rms_norm(x, layer.input_norm, eps), layer.qkv)
-            attended = self._attend(qkv, cos, sin, index, rows.slots, batch)
+            attended = self._attend(qkv, index, angles, rows.slots, batch)
             x = x + functional.linear(attended, layer.output)
             gate, up = functional.linear(rms_norm(x, layer.mlp_norm, eps), layer.gate_up).chunk(2, dim=-1)
             x = x + functional.linear(functional.silu(gate) * up, layer.down)
         x = rms_norm(x[rows.logit_rows], self.norm, eps)
         return functional.linear(x, self.head).float()
 
-    def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, index: int, slots: Tensor, batch: PagedBatch) -> Tensor:
+    def _attend(
+        self, qkv: Tensor, index: int, angles: tuple[Tensor, Tensor], slots: Tensor, batch: PagedBatch
+    ) -> Tensor:
         """[T, heads * dim]; the rows' own keys go into the pool first."""
         config = self.config
         heads = qkv.view(len(qkv), -1, config.head_dim)
         num_rotated = config.num_heads + config.num_kv_heads
-        rotated = rope(heads[:, :num_rotated], cos, sin)
+        rotated = rope(heads[:, :num_rotated], *angles)
         kv_write(rotated[:, config.num_heads :], heads[:, num_rotated:], batch.pool, index, slots)
         q = rotated[:, : config.num_heads].contiguous()
         return paged_attention(q, index, batch).flatten(1)

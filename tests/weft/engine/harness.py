@@ -44,7 +44,7 @@ class Heard:
 class Driver:
     """Submits, listens, and knows when to stop waiting."""
 
-    def __init__(self, tiny: Tiny, dtype: str = "float32", **limits: Any) -> None:
+    def __init__(self, tiny: Tiny, dtype: str = "float32", device: str = "cpu", **limits: Any) -> None:
         settings: dict[str, Any] = {"num_blocks": 64, "block_tokens": 16, "chunk_tokens": 64}
         settings |= {"vocab_size": tiny.config.vocab_size, "max_context_tokens": tiny.config.max_positions}
         self.config = EngineConfig(**{**settings, "eos_token_ids": tiny.config.eos_token_ids, **limits})
@@ -56,7 +56,7 @@ class Driver:
             tiny.config,
             tiny.weights,
             dtype=dtype,
-            device="cpu",
+            device=device,
             engine_config=self.config,
             listener=self._outputs.put,
         )

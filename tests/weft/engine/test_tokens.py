@@ -155,6 +155,16 @@ def _view(address: int, num_bytes: int) -> Any:
     return (ctypes.c_char * num_bytes).from_address(address)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("chunk_tokens", [16, 64])
+def test_tokens_are_exact_on_a_gpu(tiny: Tiny, chunk_tokens: int) -> None:
+    prompts = prompts_of(LENGTHS, tiny.config.vocab_size)
+    with Driver(tiny, device="cuda", chunk_tokens=chunk_tokens) as driver:
+        keys = [driver.submit(str(i), prompt, 24) for i, prompt in enumerate(prompts)]
+        assert [driver.wait_end(key).tokens for key in keys] == [tiny.greedy(prompt, 24) for prompt in prompts]
+
+
 def test_bf16_runs_and_agrees_with_itself(grouped: Tiny) -> None:
     prompts = prompts_of([1, 16, 50], grouped.config.vocab_size)
     with Driver(grouped, dtype="bfloat16") as driver:
