@@ -73,6 +73,11 @@ class StoreAgent:
             await listening
 
     @property
+    def is_running(self) -> bool:
+        """Has it not been found to have ended."""
+        return not self._lost
+
+    @property
     def staging(self) -> memoryview:
         """The area that `put` reads and `get` writes."""
         assert self._staging is not None

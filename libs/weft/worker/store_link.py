@@ -24,7 +24,7 @@ PUBLISH_SECONDS = 2.0
 WATCH_INTERVAL_SECONDS = 1.0
 MAX_FAILED_WATCHES = 2
 FIRST_BACKOFF_SECONDS = 0.1
-MAX_BACKOFF_SECONDS = 5.0
+MAX_BACKOFF_SECONDS = 2.0
 
 
 class StoreLink:
@@ -133,6 +133,8 @@ class LinkKeeper:
                     raise StoreLost(f"kvstore does not answer: {error}") from error
                 continue
             failures = 0
+            if not link.agent.is_running:
+                raise StoreLost("the store process has ended")
             if store.boot_id != link.boot_id:
                 raise StoreLost("the store was started anew")
         raise StoreLost(link.trouble)

@@ -22,11 +22,11 @@ PROTOCOL = "tcp"
 PROBE_KEY = "weft/probe"
 PROBE_INTERVAL_SECONDS = 1.0
 PROBE_SECONDS = 2.0
-MAX_FAILED_PROBES = 3
+MAX_FAILED_PROBES = 2
 MATCH_SECONDS = 0.3
 MAX_KEYS_A_CALL = 1024
 FIRST_BACKOFF_SECONDS = 0.2
-MAX_BACKOFF_SECONDS = 10.0
+MAX_BACKOFF_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class NodeStore:
         while True:
             started = asyncio.get_running_loop().time()
             try:
-                await self._run_once()
+                await self.run_once()
             except StoreLost as error:
                 if str(error) != self._trouble:
                     logger.warning("the store is away: %s", error)
@@ -104,7 +104,7 @@ class NodeStore:
         self.index.drop(fingerprint, [block for block, is_there in zip(run, exist, strict=True) if not is_there])
         return run[: exist.index(False)] if False in exist else run
 
-    async def _run_once(self) -> None:
+    async def run_once(self) -> None:
         """Ends by StoreLost or by cancellation, with both processes gone."""
         place = self.place
         master = await Master.start(place.bind_host, place.host, place.master_port)
@@ -125,7 +125,7 @@ class NodeStore:
     async def _watch(self, running: Running) -> None:
         """A frozen master is as useless as a dead one."""
         failures = 0
-        while running.master.is_running:
+        while running.master.is_running and running.agent.is_running:
             try:
                 await running.agent.exist([PROBE_KEY], PROBE_SECONDS)
                 failures = 0
@@ -134,4 +134,6 @@ class NodeStore:
                 if failures == MAX_FAILED_PROBES:
                     raise StoreLost(f"{failures} probes failed: {error or 'no answer'}") from error
             await asyncio.sleep(PROBE_INTERVAL_SECONDS)
-        raise StoreLost("the master has ended")
+        raise StoreLost(
+            "the master has ended" if running.agent.is_running else "the process that lends memory has ended"
+        )

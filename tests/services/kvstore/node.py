@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -55,8 +56,8 @@ class KvStoreProcess:
         """The process whose memory holds the blocks."""
         return self._child("weft.kv.store_process")
 
-    async def start(self) -> None:
-        """Until it says that it is ready."""
+    def start(self) -> None:
+        """Until it says that it is ready; on a thread, where a loop must go on meanwhile."""
         environment = {
             **os.environ,
             "WEFT_PORT": self.address.rpartition(":")[2],
@@ -64,17 +65,18 @@ class KvStoreProcess:
         }
         command = [sys.executable, "-m", "weft_services.kvstore"]
         self._process = psutil.Popen(command, env=environment, stdin=subprocess.DEVNULL)
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while not await self.is_ready():  # noqa: ASYNC110 (another process brings it about)
-                await asyncio.sleep(POLL_SECONDS)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not self.is_ready():
+            assert time.monotonic() < deadline, "the kvstore does not become ready"
+            time.sleep(POLL_SECONDS)
 
-    async def is_ready(self) -> bool:
+    def is_ready(self) -> bool:
         """What grpc.health.v1 says."""
-        async with grpc.aio.insecure_channel(self.address) as channel:
+        with grpc.insecure_channel(self.address) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             try:
-                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
-            except grpc.aio.AioRpcError:
+                answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+            except grpc.RpcError:
                 return False
             return bool(answer.status == SERVING)
 

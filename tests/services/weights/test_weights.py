@@ -53,10 +53,12 @@ async def serving(directory: Path) -> AsyncIterator[grpc.aio.Channel]:
         loader = WeightLoader(directory, 2, tasks)
         pb2_grpc.add_WeightServiceServicer_to_server(WeightServicer(MODEL, loader), rpc.server)
         address = await rpc.start("127.0.0.1", 0)
-        async with open_channel(address) as channel:
-            yield channel
-        await rpc.stop(0)
-        loader.release()
+        try:
+            async with open_channel(address) as channel:
+                yield channel
+        finally:
+            await rpc.stop(0)
+            loader.release()
 
 
 async def load(channel: grpc.aio.Channel, model: str = MODEL) -> list[pb2.LoadResponse]:

@@ -12,7 +12,6 @@ from weft.request import ModelFingerprint
 from weft.worker.store import StoreClient
 
 BLOCK_BYTES = 96 * 1024
-FINGERPRINT = ModelFingerprint("weights", "float32", 16, BLOCK_BYTES, "layout-1")
 
 
 def key(number: int) -> bytes:
@@ -28,10 +27,11 @@ def content(number: int) -> bytes:
 class Worker:
     """Blocks in memory and a record of what was unpinned."""
 
-    def __init__(self, address: str, num_blocks: int = 512, fingerprint: ModelFingerprint = FINGERPRINT) -> None:
+    def __init__(self, address: str, model: str = "model", num_blocks: int = 512) -> None:
         self._bytes = (ctypes.c_ubyte * (num_blocks * BLOCK_BYTES))()
         self.unpinned: list[int] = []
         pool = PoolMemory(ctypes.addressof(self._bytes), BLOCK_BYTES, num_blocks)
+        fingerprint = ModelFingerprint(model, "float32", 16, BLOCK_BYTES, "layout-1")
         self.store = StoreClient(address, pool, fingerprint, self.unpinned.extend)
 
     def write(self, block: int, data: bytes) -> None:

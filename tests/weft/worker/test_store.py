@@ -6,14 +6,13 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import Iterator
 
 import psutil
 import pytest
 
 from tests.services.kvstore.node import KvStoreProcess, until
-from tests.weft.worker.pool import BLOCK_BYTES, FINGERPRINT, Worker, content, key, working
+from tests.weft.worker.pool import BLOCK_BYTES, Worker, content, key, working
 from weft import metrics
 from weft.engine.messages import SealedBlock
 
@@ -21,10 +20,20 @@ FETCH_SECONDS = 5.0
 CANARY = b"\x5a" * BLOCK_BYTES
 
 
-@pytest.fixture
-async def kvstore() -> AsyncIterator[KvStoreProcess]:
+@pytest.fixture(scope="module")
+def shared() -> Iterator[KvStoreProcess]:
+    """One that no test hurts; each has its own model in it."""
     node = KvStoreProcess()
-    await node.start()
+    node.start()
+    yield node
+    node.stop()
+
+
+@pytest.fixture
+def kvstore() -> Iterator[KvStoreProcess]:
+    """One to hurt."""
+    node = KvStoreProcess()
+    node.start()
     yield node
     node.stop()
 
@@ -44,8 +53,8 @@ async def found(worker: Worker, numbers: list[int]) -> int:
     return result.num_blocks
 
 
-async def test_blocks_of_one_worker_are_fetched_by_another_up_to_the_first_gap(kvstore: KvStoreProcess) -> None:
-    async with working(Worker(kvstore.address)) as one, working(Worker(kvstore.address)) as other:
+async def test_blocks_of_one_worker_are_fetched_by_another_up_to_the_first_gap(shared: KvStoreProcess) -> None:
+    async with working(Worker(shared.address, "gap")) as one, working(Worker(shared.address, "gap")) as other:
         await offered(one, [*range(50)])
         assert sorted(one.unpinned) == [*range(50)]
         wanted = [*range(45), 60, 46]
@@ -58,15 +67,14 @@ async def test_blocks_of_one_worker_are_fetched_by_another_up_to_the_first_gap(k
         assert other.read(55) == other.read(56) == CANARY
 
 
-async def test_models_do_not_share(kvstore: KvStoreProcess) -> None:
-    stranger = replace(FINGERPRINT, weights_hash="others")
-    async with working(Worker(kvstore.address)) as one, working(Worker(kvstore.address, 64, stranger)) as other:
+async def test_models_do_not_share(shared: KvStoreProcess) -> None:
+    async with working(Worker(shared.address, "mine")) as one, working(Worker(shared.address, "theirs")) as other:
         await offered(one, [0, 1])
         assert await found(other, [0, 1]) == 0
 
 
-async def test_two_roundings_of_one_block_never_mix(kvstore: KvStoreProcess) -> None:
-    async with working(Worker(kvstore.address)) as one, working(Worker(kvstore.address)) as other:
+async def test_two_roundings_of_one_block_never_mix(shared: KvStoreProcess) -> None:
+    async with working(Worker(shared.address, "rounded")) as one, working(Worker(shared.address, "rounded")) as other:
         await offered(one, [0])
         for repeat in range(3):
             mine = bytes([repeat]) * BLOCK_BYTES
@@ -85,7 +93,7 @@ from tests.weft.worker.pool import Worker, working
 from tests.weft.worker.test_store import offered
 
 async def main():
-    async with working(Worker(sys.argv[1])) as worker:
+    async with working(Worker(sys.argv[1], "outlived")) as worker:
         await offered(worker, list(range(20)))
         print("done", flush=True)
         await asyncio.Event().wait()
@@ -94,14 +102,14 @@ asyncio.run(main())
 """
 
 
-async def test_blocks_outlive_the_killed_worker_that_put_them(kvstore: KvStoreProcess) -> None:
-    command = [sys.executable, "-c", PUT_AND_WAIT, kvstore.address]
+async def test_blocks_outlive_the_killed_worker_that_put_them(shared: KvStoreProcess) -> None:
+    command = [sys.executable, "-c", PUT_AND_WAIT, shared.address]
     with psutil.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as worker:
         assert await asyncio.to_thread(worker.stdout.readline) == b"done\n"
         agents = worker.children(recursive=True)
         worker.kill()
     await until("its agent is gone, too", lambda: not psutil.wait_procs(agents, timeout=0)[1])
-    async with working(Worker(kvstore.address)) as other:
+    async with working(Worker(shared.address, "outlived")) as other:
         assert await found(other, [*range(20)]) == 20
         assert all(other.read(number) == content(number) for number in range(20))
 
@@ -113,8 +121,8 @@ async def test_without_an_address_nothing_is_found_and_offers_are_declined() -> 
         assert await found(worker, [3]) == 0
 
 
-async def test_more_than_a_share_of_the_pool_is_never_pinned(kvstore: KvStoreProcess) -> None:
-    async with working(Worker(kvstore.address, num_blocks=64)) as worker:
+async def test_more_than_a_share_of_the_pool_is_never_pinned(shared: KvStoreProcess) -> None:
+    async with working(Worker(shared.address, "share", num_blocks=64)) as worker:
         worker.offer([*range(64)])
         assert len(worker.unpinned) == 64 - 64 // 8
         await until("the rest was unpinned", lambda: sorted(worker.unpinned) == [*range(64)])
@@ -122,7 +130,7 @@ async def test_more_than_a_share_of_the_pool_is_never_pinned(kvstore: KvStorePro
 
 async def test_a_full_store_is_no_error() -> None:
     node = KvStoreProcess(segment_bytes=16 << 20)
-    await node.start()
+    await asyncio.to_thread(node.start)
     outcomes = metrics.STORE_BLOCKS
     failed = outcomes.labels("failed")._value.get()
     try:
@@ -146,7 +154,7 @@ async def test_a_killed_kvstore_costs_nothing_and_is_found_again(kvstore: KvStor
         worker.offer([2])
         await until("it was unpinned", lambda: worker.unpinned == [2])
         assert not psutil.wait_procs(children, timeout=10)[1]
-        await kvstore.start()
+        await asyncio.to_thread(kvstore.start)
         await until("connected again", lambda: worker.store.is_connected)
         assert await found(worker, [0, 1]) == 0
         await offered(worker, [0, 1])

@@ -1,0 +1,161 @@
+"""The kvstore as a process: what it answers, and what happens to it when Mooncake does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import grpc
+import psutil
+import pytest
+
+from tests.services.kvstore.node import POLL_SECONDS, KvStoreProcess, until
+from weft.config import ConfigError
+from weft.errors import InvalidRequest, PeerLost
+from weft.kv.store_agent import StoreAgent, StoreLost, StoreSpec
+from weft.kv.store_keys import store_key
+from weft.rpc.client import open_channel, translated
+from weft_mesh.v1 import kvstore_service_pb2 as pb2
+from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
+from weft_services.kvstore import master as master_module
+from weft_services.kvstore.config import Config
+from weft_services.kvstore.node import NodeStore, Place
+
+MODEL = b"m" * 16
+SIZE = 4096
+RPC_SECONDS = 5.0
+
+
+@pytest.fixture
+def kvstore() -> Iterator[KvStoreProcess]:
+    node = KvStoreProcess()
+    node.start()
+    yield node
+    node.stop()
+
+
+@pytest.fixture
+async def channel(kvstore: KvStoreProcess) -> AsyncIterator[grpc.aio.Channel]:
+    async with open_channel(kvstore.address) as channel:
+        yield channel
+
+
+@pytest.fixture
+def stub(channel: grpc.aio.Channel) -> pb2_grpc.KvStoreServiceAsyncStub:
+    stub: pb2_grpc.KvStoreServiceAsyncStub = pb2_grpc.KvStoreServiceStub(channel)
+    return stub
+
+
+async def describe(stub: pb2_grpc.KvStoreServiceAsyncStub) -> pb2.DescribeResponse:
+    with translated():
+        return await stub.Describe(pb2.DescribeRequest(), timeout=RPC_SECONDS)
+
+
+async def match(stub: pb2_grpc.KvStoreServiceAsyncStub, keys: list[bytes]) -> list[int]:
+    with translated():
+        response = await stub.Match(pb2.MatchRequest(fingerprint=MODEL, keys=keys), timeout=RPC_SECONDS)
+    return list(response.checksums)
+
+
+async def publish(stub: pb2_grpc.KvStoreServiceAsyncStub, keys: list[bytes]) -> None:
+    blocks = [pb2.StoredBlock(key=key, checksum=number, size_bytes=SIZE) for number, key in enumerate(keys)]
+    with translated():
+        await stub.Publish(pb2.PublishRequest(fingerprint=MODEL, blocks=blocks), timeout=RPC_SECONDS)
+
+
+async def put(store: pb2.DescribeResponse, keys: list[bytes]) -> None:
+    """Put blocks of zeros under the names that `publish` will announce."""
+    spec = StoreSpec(store.master_address, "127.0.0.1", store.protocol, staging_bytes=SIZE)
+    async with StoreAgent.running(spec) as agent:
+        names = [store_key(MODEL, key, number) for number, key in enumerate(keys)]
+        assert await agent.put(names, [0] * len(keys), SIZE) == [0] * len(keys)
+
+
+async def test_a_match_is_what_was_published_and_still_lies_in_the_store(
+    kvstore: KvStoreProcess, stub: pb2_grpc.KvStoreServiceAsyncStub
+) -> None:
+    store = await describe(stub)
+    keys = [bytes([number]) * 32 for number in range(6)]
+    await put(store, keys[:4])
+    assert await match(stub, keys) == []
+    await publish(stub, keys)
+    assert await match(stub, keys) == [0, 1, 2, 3]
+    assert await match(stub, keys[1:]) == [1, 2, 3]
+    assert (await describe(stub)).num_blocks == 4, "blocks that are not in the store are forgotten"
+    assert store.segment_bytes == 64 << 20
+
+
+@pytest.mark.parametrize("victim", ["master", "owner"])
+async def test_a_dead_part_is_replaced_and_the_store_starts_empty_under_another_boot_id(
+    kvstore: KvStoreProcess, stub: pb2_grpc.KvStoreServiceAsyncStub, victim: str
+) -> None:
+    before = await describe(stub)
+    await put(before, [b"k"])
+    await publish(stub, [b"k"])
+    victims: psutil.Process = getattr(kvstore, victim)
+    victims.kill()
+    while await boot_id(stub) in (before.boot_id, None):  # noqa: ASYNC110 (another process brings it about)
+        await asyncio.sleep(POLL_SECONDS)
+    after = await describe(stub)
+    assert after.boot_id != before.boot_id
+    assert after.num_blocks == 0
+    assert await match(stub, [b"k"]) == []
+    await put(after, [b"k"])
+
+
+async def boot_id(stub: pb2_grpc.KvStoreServiceAsyncStub) -> str | None:
+    """None while the store is away."""
+    try:
+        return (await describe(stub)).boot_id
+    except PeerLost:
+        return None
+
+
+async def test_a_killed_service_leaves_no_process_behind(kvstore: KvStoreProcess) -> None:
+    children = kvstore.kill()
+    assert len(children) == 2
+    await until("the kernel has ended them", lambda: not psutil.wait_procs(children, timeout=0)[1])
+    await asyncio.to_thread(kvstore.start)
+
+
+BAD_REQUESTS = {
+    "fingerprint": pb2.MatchRequest(fingerprint=b"short", keys=[b"k"]),
+    "keys": pb2.MatchRequest(fingerprint=MODEL, keys=[b""]),
+    "too long": pb2.MatchRequest(fingerprint=MODEL, keys=[b"k" * 65]),
+    "too many": pb2.MatchRequest(fingerprint=MODEL, keys=[b"k"] * 65_537),
+}
+
+
+async def test_what_is_malformed_is_refused(stub: pb2_grpc.KvStoreServiceAsyncStub) -> None:
+    for request in BAD_REQUESTS.values():
+        with pytest.raises(InvalidRequest), translated():
+            await stub.Match(request, timeout=RPC_SECONDS)
+    with pytest.raises(InvalidRequest, match="at most 1024"):
+        await publish(stub, [b"k"] * 1025)
+
+
+async def test_without_mooncake_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(master_module, "PROGRAM", "mooncake_master_that_is_not_there")
+    announced: list[bool] = []
+
+    async def announce(ready: bool) -> None:
+        announced.append(ready)
+
+    store = NodeStore(Place("127.0.0.1", "127.0.0.1", 0, 64 << 20), announce)
+    with pytest.raises(StoreLost, match=r"not installed; install it with: pip install 'weft\[mooncake-cpu\]'"):
+        await store.run_once()
+    with pytest.raises(PeerLost, match="the store is starting"):
+        _ = store.running
+    assert announced == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"host": "0.0.0.0"}, "WEFT_ADVERTISE_HOST must be set"),
+        ({"segment_bytes": 1000}, "WEFT_SEGMENT_BYTES=1000"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(settings: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Config(**settings)  # type: ignore[arg-type]
