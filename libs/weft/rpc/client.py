@@ -46,6 +46,9 @@ async def owned(call: CallT) -> AsyncIterator[CallT]:
         raise_as_weft(error)
     finally:
         handle.cancel()
+        # when the other side has ended the call first, cancel() leaves the task that reads our request iterator waiting
+        if (reader := getattr(handle, "_async_request_poller", None)) is not None:
+            reader.cancel()
 
 
 @contextmanager

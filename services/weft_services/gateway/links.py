@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Iterable
 
@@ -51,7 +52,12 @@ class DecodeLinks:
         link = DecodeLink(worker)
         await link.connect()
         self._links[worker.boot_id] = link
-        self._tasks[worker.boot_id] = self._group.create_task(self._run(link), name=f"attach {worker.worker_id}")
+        own_context = (
+            contextvars.Context()
+        )  # it outlives the request that opened it, and its log lines are not that one's
+        self._tasks[worker.boot_id] = self._group.create_task(
+            self._run(link), name=f"attach {worker.worker_id}", context=own_context
+        )
         return link
 
     async def _run(self, link: DecodeLink) -> None:

@@ -157,8 +157,7 @@ class DecodeLink:
     def __init__(self, worker: WorkerAddress) -> None:
         self.worker = worker
         self.is_closed = False
-        # starts are bounded, so cancels are; None ends the stream
-        self._commands: asyncio.Queue[decode_pb.AttachRequest | None] = asyncio.Queue()
+        self._commands: asyncio.Queue[decode_pb.AttachRequest] = asyncio.Queue()  # starts are bounded, so cancels are
         self._inboxes: dict[RequestKey, Inbox] = {}
         self._channel = open_channel(worker.address)
 
@@ -193,7 +192,6 @@ class DecodeLink:
             reason = f"is lost: {error}"
         finally:
             self.is_closed = True
-            self._commands.put_nowait(None)  # grpc.aio does not end a request iterator when the other side hangs up
             self._fail_all(PeerLost(f"{self.worker.worker_id} {reason}", self.worker.worker_id))
             await self._channel.close()
 
@@ -235,8 +233,8 @@ class DecodeLink:
         return True
 
     async def _requests(self) -> AsyncIterator[decode_pb.AttachRequest]:
-        while (command := await self._commands.get()) is not None:
-            yield command
+        while True:
+            yield await self._commands.get()
 
     def _dispatch(self, delta: decode_pb.SequenceDelta) -> None:
         key = wire.key_from_wire(delta.key)
