@@ -75,7 +75,7 @@ class Account:
         pairs += [f"{stage}_ms={self._since(moment)}" for stage, moment in self._stages.items()]
         if self._run is not None:
             prompt = self._run.worst_prompt
-            pairs.append(f"prompt={usage.prompt_tokens} cached={usage.cached_tokens}")
+            pairs.append(f"id={self._run.request_id} prompt={usage.prompt_tokens} cached={usage.cached_tokens}")
             pairs.append(f"completion={usage.completion_tokens} attempts={self._run.num_attempts}")
             pairs.append(f"queue_ms={prompt.queue_ms} compute_ms={prompt.compute_ms}")
             pairs.append(f"transfer_ms={prompt.exposed_transfer_ms} transfer_bytes={prompt.transferred_bytes}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -89,7 +90,7 @@ class HttpServer(uvicorn.Server):
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=max(1, round(grace_seconds)),
+            timeout_graceful_shutdown=math.ceil(grace_seconds),
         )
         super().__init__(config)
         self._socket = _bind(host, port)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 from collections.abc import Iterable
 
+from weft.errors import PeerLost
 from weft.request import WorkerAddress
 from weft_services.gateway.peers import DecodeLink
 
@@ -21,6 +23,8 @@ class DecodeLinks:
         self._links: dict[str, DecodeLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._opening: dict[str, asyncio.Lock] = {}
+        self._lost = asyncio.Event()
+        self._is_closed = False
 
     async def get(self, worker: WorkerAddress) -> DecodeLink:
         """The open stream to this boot of the worker. Raises PeerLost when it cannot be reached."""
@@ -28,6 +32,8 @@ class DecodeLinks:
         link = self._links.get(boot)
         if link is not None and not link.is_closed:
             return link
+        if self._is_closed:
+            raise PeerLost("the gateway is shutting down")
         async with self._opening.setdefault(boot, asyncio.Lock()):
             link = self._links.get(boot)
             if link is None or link.is_closed:
@@ -44,9 +50,17 @@ class DecodeLinks:
             del self._opening[boot]
 
     def close(self) -> None:
-        """End all streams, which cancels what still runs on them."""
+        """End all streams, which cancels what still runs on them, and open no more."""
+        self._is_closed = True
         for task in self._tasks.values():
             task.cancel()
+
+    async def until_lost(self, seconds: float) -> None:
+        """Until a stream ends, but no longer than this."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._lost.wait()
+        self._lost.clear()
 
     async def _open(self, worker: WorkerAddress) -> DecodeLink:
         link = DecodeLink(worker)
@@ -67,5 +81,6 @@ class DecodeLinks:
             await link.run()
         finally:
             logger.info("detached worker=%s boot=%s", worker.worker_id, worker.boot_id)
+            self._lost.set()
             if self._links.get(worker.boot_id) is link:
                 del self._links[worker.boot_id], self._tasks[worker.boot_id]

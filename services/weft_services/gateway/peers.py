@@ -182,7 +182,7 @@ class DecodeLink:
 
     async def run(self) -> None:
         """Speak until the stream ends, whatever the reason; then fail what was running. Never raises WeftError."""
-        reason = "closed its stream"
+        reason, at_fault = "closed its stream", self.worker.worker_id
         try:
             async with owned(DecodeServiceStub(self._channel).Attach(self._requests())) as call:
                 async for frame in call:
@@ -190,9 +190,12 @@ class DecodeLink:
                         self._dispatch(delta)
         except WeftError as error:
             reason = f"is lost: {error}"
+        except asyncio.CancelledError:
+            reason, at_fault = "was let go by this gateway", ""
+            raise
         finally:
             self.is_closed = True
-            self._fail_all(PeerLost(f"{self.worker.worker_id} {reason}", self.worker.worker_id))
+            self._fail_all(PeerLost(f"{self.worker.worker_id} {reason}", at_fault))
             await self._channel.close()
 
     def start(self, command: StartCommand, inbox: Inbox) -> None:
@@ -244,7 +247,7 @@ class DecodeLink:
 
     def _fail_all(self, error: PeerLost) -> None:
         for key, inbox in self._inboxes.items():
-            inbox.put(Delta(key, error=error, worker_id=self.worker.worker_id))
+            inbox.put(Delta(key, error=error, worker_id=error.worker_id))
         self._inboxes.clear()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from weft import metrics
 from weft.errors import Overloaded, PeerLost
@@ -27,6 +27,8 @@ class Pipeline:
         self._mesh = mesh
         self._watch = watch
         self._max_requests = max_requests
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._workshop = Workshop()
 
     @property
@@ -47,12 +49,21 @@ class Pipeline:
         if self.num_in_flight >= self._max_requests:
             raise Overloaded(f"{self._max_requests} requests are under way already")
         self.num_in_flight += 1
+        self._idle.clear()
         metrics.IN_FLIGHT.set(self.num_in_flight)
         try:
             yield
         finally:
             self.num_in_flight -= 1
             metrics.IN_FLIGHT.set(self.num_in_flight)
+            if self.num_in_flight == 0:
+                self._idle.set()
+
+    async def until_idle(self, seconds: float) -> None:
+        """Until nothing is under way, but no longer than this."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
 
     async def prepare(self, parse: Callable[[], Generation]) -> Prepared:
         """Validate, render, tokenize and hash in a thread. Raises InvalidRequest or NotFound."""

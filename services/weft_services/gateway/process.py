@@ -23,6 +23,8 @@ from weft_services.gateway.settler import Settler
 
 logger = logging.getLogger(__name__)
 
+LAST_WORDS_SECONDS = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
@@ -55,9 +57,8 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
         pipeline = Pipeline(model, Mesh(scheduler, links, settler), watch, config.max_requests)
         rpc = RpcServer([SERVICE_NAME])
         add_inference_service(rpc.server, pipeline, config.request_timeout_seconds)
-        http = HttpServer(
-            build_app(pipeline, config.request_timeout_seconds), config.host, config.http_port, config.grace_seconds
-        )
+        app = build_app(pipeline, config.request_timeout_seconds)
+        http = HttpServer(app, config.host, config.http_port, config.grace_seconds + LAST_WORDS_SECONDS)
         grpc_address = await rpc.start(config.host, config.grpc_port)
         serving = group.create_task(http.serve_until_stopped(), name="http")
         settling = group.create_task(settler.run(), name="settler")
@@ -65,30 +66,25 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
         try:
             yield Gateway(http, f"{config.host}:{http.port}", grpc_address, pipeline, watch)
         finally:
-            pipeline.is_draining = True
             watching.cancel()
-            await _stop_listening(http, serving, rpc, config.grace_seconds)
+            pipeline.is_draining = True
+            http.should_exit = True
+            await rpc.set_ready(False)
+            await pipeline.until_idle(config.grace_seconds)
+            links.close()  # what still runs ends now, with an error that its client can read
+            await rpc.stop(LAST_WORDS_SECONDS)
+            await asyncio.wait([serving])
             settling.cancel()
-            links.close()
             pipeline.close()
     await settler.flush()
     await scheduler.close()
 
 
 async def _watch_fleet(watch: FleetWatch, links: DecodeLinks, rpc: RpcServer) -> None:
-    """Every second: who is there, whether that is enough, and which streams are of no more use."""
+    """Every second, and whenever a stream is lost: who is there, is that enough, which streams are of no more use."""
     while True:
         await watch.poll()
         await rpc.set_ready(not watch.fleet.reasons)
         if watch.fleet.trouble is None:
             links.keep_only(worker.address.boot_id for worker in watch.fleet.workers)
-        await asyncio.sleep(POLL_INTERVAL_SECONDS)
-
-
-async def _stop_listening(http: HttpServer, serving: asyncio.Task[None], rpc: RpcServer, grace_seconds: float) -> None:
-    """No new connections; those that are open may end within the grace, then they are cut off."""
-    http.should_exit = True
-    await rpc.stop(grace_seconds)
-    await asyncio.wait([serving])
-    if cut_off := list(http.server_state.tasks):
-        await asyncio.wait(cut_off, timeout=1.0)
+        await links.until_lost(POLL_INTERVAL_SECONDS)

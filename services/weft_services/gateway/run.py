@@ -111,6 +111,11 @@ class Run:
         self._abandon()
 
     @property
+    def request_id(self) -> str:
+        """The first sequence's id inside the mesh, to find it in the workers' logs."""
+        return self._flights[0].request_id
+
+    @property
     def num_attempts(self) -> int:
         """Attempts over all sequences; more than there are sequences means retries."""
         return sum(flight.generation + 1 for flight in self._flights)
