@@ -16,14 +16,13 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 MAX_PENDING = 256
 MAX_LINE_BYTES = 1024 * 1024
 START_SECONDS = 15.0
-GOODBYE_SECONDS = 0.5
 
 
 class StoreLost(Exception):
@@ -55,22 +54,17 @@ class StoreAgent:
     @asynccontextmanager
     async def running(cls, spec: StoreSpec) -> AsyncIterator[StoreAgent]:
         """An agent for the length of a scope, which no transfer outlives. Raises StoreLost."""
-        ours, theirs = socket.socketpair()
-        staging_fd, staging = _make_staging(spec.staging_bytes)
-        process = _spawn(spec, theirs, staging_fd)
-        agent = cls(*await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES), staging)
-        ready = agent._expect()
-        listening = asyncio.create_task(agent._listen())
-        try:
+        async with _process(spec) as (ours, staging):
+            agent = cls(*await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES), staging)
+            ready = agent._expect()
+            listening = asyncio.create_task(agent._listen())
             try:
-                async with asyncio.timeout(START_SECONDS):
-                    await ready
-            except TimeoutError:
-                raise StoreLost(f"the store at {spec.master} did not answer in {START_SECONDS:.0f} s") from None
-            yield agent
-        finally:
-            await agent._end(process)
-            await listening
+                await agent._until(ready, spec.master)
+                yield agent
+            finally:
+                listening.cancel()
+                await asyncio.wait({listening})
+                agent._writer.close()
 
     @property
     def is_running(self) -> bool:
@@ -105,16 +99,12 @@ class StoreAgent:
         """
         return await self._call({"op": "get", "keys": list(keys), "offsets": list(offsets), "size": size})
 
-    async def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """Politely while there is nothing under way. Nothing is read or written by the process afterwards."""
-        if self._pending:
-            process.kill()
-        self._writer.close()
+    async def _until(self, ready: asyncio.Future[list[int]], master: str) -> None:
         try:
-            await asyncio.to_thread(process.wait, GOODBYE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            await asyncio.to_thread(process.wait)
+            async with asyncio.timeout(START_SECONDS):
+                await asyncio.shield(ready)
+        except TimeoutError:
+            raise StoreLost(f"the store at {master} did not answer in {START_SECONDS:.0f} s") from None
 
     async def _call(self, request: dict[str, object]) -> list[int]:
         if len(self._pending) >= MAX_PENDING:
@@ -150,30 +140,45 @@ class StoreAgent:
                 self._pending.popleft().set_exception(StoreLost(self._lost))
 
 
-def _make_staging(size_bytes: int) -> tuple[int | None, mmap.mmap | None]:
-    """Memory without a name: gone with the last of the two processes."""
-    if not size_bytes:
-        return None, None
-    fd = os.memfd_create("weft-store-staging")
-    os.ftruncate(fd, size_bytes)
-    return fd, mmap.mmap(fd, size_bytes)
+@asynccontextmanager
+async def _process(spec: StoreSpec) -> AsyncIterator[tuple[socket.socket, mmap.mmap | None]]:
+    """A store process, our end of its line and the staging area; killed and gone at the end of the scope.
+
+    Killed, not asked: it has nothing to save, and its library takes a second to say goodbye.
+    """
+    staging, staging_fd = None, None
+    with ExitStack() as ours_to_close:
+        try:
+            with ExitStack() as childs:
+                ours, theirs = socket.socketpair()
+                ours_to_close.callback(ours.close)
+                childs.callback(theirs.close)
+                if spec.staging_bytes:
+                    # memory without a name: gone with the last of the two processes
+                    staging_fd = os.memfd_create("weft-store-staging")
+                    childs.callback(os.close, staging_fd)
+                    os.ftruncate(staging_fd, spec.staging_bytes)
+                    staging = mmap.mmap(staging_fd, spec.staging_bytes)
+                process = _spawn(spec, theirs, staging_fd)
+        except OSError as error:
+            raise StoreLost(f"no store process can be started: {error}") from error
+        try:
+            yield ours, staging
+        finally:
+            process.kill()
+            await asyncio.to_thread(process.wait)
 
 
 def _spawn(spec: StoreSpec, theirs: socket.socket, staging_fd: int | None) -> subprocess.Popen[bytes]:
-    """Closes what only the child needs. By subprocess, which forks without running gRPC's fork handlers."""
+    """By subprocess, which forks without running gRPC's fork handlers."""
     arguments = {"parent_pid": os.getpid(), "staging_fd": staging_fd, **dataclasses.asdict(spec)}
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-m", "weft.kv.store_process", json.dumps(arguments)],
-            stdin=theirs.fileno(),
-            stdout=theirs.fileno(),
-            # the library's own lines would drown the log; what matters comes back as codes
-            stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
-            pass_fds=() if staging_fd is None else (staging_fd,),
-            # a Ctrl-C in the terminal is for the parent to act on
-            start_new_session=True,
-        )
-    finally:
-        theirs.close()
-        if staging_fd is not None:
-            os.close(staging_fd)
+    return subprocess.Popen(
+        [sys.executable, "-m", "weft.kv.store_process", json.dumps(arguments)],
+        stdin=theirs.fileno(),
+        stdout=theirs.fileno(),
+        # the library's own lines would drown the log; what matters comes back as codes
+        stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
+        pass_fds=() if staging_fd is None else (staging_fd,),
+        # a Ctrl-C in the terminal is for the parent to act on
+        start_new_session=True,
+    )

@@ -83,7 +83,6 @@ def main() -> None:
     _reply(replies, {"codes": []})
     for line in sys.stdin:
         _reply(replies, {"codes": execute(store, staging, json.loads(line))})
-    store.close()
 
 
 def _reply(replies: TextIO, reply: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from weft_mesh.v1 import kvstore_service_pb2 as pb2
 
 logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 2.0
-PUT_SECONDS = 5.0
+PUT_SECONDS = 2.0
 STAGING_BYTES = 16 * 1024 * 1024  # each for reading and for writing
 MAX_SLOTS = 32
 # offered blocks are pinned: so much of the pool may wait for the store
@@ -188,29 +188,32 @@ class StoreClient:
                 await self._put(link, batch)
 
     async def _put(self, link: StoreLink, batch: Sequence[SealedBlock]) -> None:
-        try:
-            checksums = await self._stage(link, batch)
-        finally:
-            # the staging area has a copy: the pool may go on
-            self._unpin([block.block for block in batch])
-        names = self._names([block.block_key for block in batch], checksums)
-        size = self._memory.block_bytes
+        """Unpins in the end, so that a block which is not pinned any more can be found by others, or never will be."""
         try:
             async with asyncio.timeout(PUT_SECONDS):
-                codes = await link.agent.put(names, [self._put_offset(slot) for slot in range(len(batch))], size)
-                _check_codes(link, codes)
-                stored = [
-                    pb2.StoredBlock(key=block.block_key, checksum=checksum, size_bytes=size)
-                    for block, checksum, code in zip(batch, checksums, codes, strict=True)
-                    if code == 0
-                ]
-                await link.publish(self._fingerprint, stored)
+                num_stored = await self._store(link, batch)
+            metrics.STORE_BLOCKS.labels("put").inc(num_stored)
+            metrics.STORE_BLOCKS.labels("skipped").inc(len(batch) - num_stored)
         except (StoreLost, WeftError, TimeoutError) as error:
             link.give_up(f"a put failed: {error or 'no answer in time'}")
             metrics.STORE_BLOCKS.labels("failed").inc(len(batch))
-            return
-        metrics.STORE_BLOCKS.labels("put").inc(len(stored))
-        metrics.STORE_BLOCKS.labels("skipped").inc(len(batch) - len(stored))
+        finally:
+            self._unpin([block.block for block in batch])
+
+    async def _store(self, link: StoreLink, batch: Sequence[SealedBlock]) -> int:
+        """How many blocks found room and were published."""
+        size = self._memory.block_bytes
+        checksums = await self._stage(link, batch)
+        names = self._names([block.block_key for block in batch], checksums)
+        codes = await link.agent.put(names, [self._put_offset(slot) for slot in range(len(batch))], size)
+        _check_codes(link, codes)
+        stored = [
+            pb2.StoredBlock(key=block.block_key, checksum=checksum, size_bytes=size)
+            for block, checksum, code in zip(batch, checksums, codes, strict=True)
+            if code == 0
+        ]
+        await link.publish(self._fingerprint, stored)
+        return len(stored)
 
     async def _stage(self, link: StoreLink, batch: Sequence[SealedBlock]) -> list[int]:
         """Copy to the staging area's second half; the checksums are those of the copies."""

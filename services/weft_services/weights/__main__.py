@@ -4,7 +4,8 @@ import asyncio
 import logging
 
 from weft import log, metrics
-from weft.config import describe, read_config
+from weft.config import ConfigError, describe, read_config
+from weft.errors import Overloaded
 from weft.rpc.server import RpcServer, run, until_signal
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
 from weft_services.weights.config import Config
@@ -21,13 +22,20 @@ async def serve(config: Config) -> None:
         address = await rpc.start(config.host, config.port)
         logging.info("listening at=%s metrics=%d", address, metrics.expose(config.host, config.metrics_port))
         try:
-            async for _ in loader.load():
-                pass
+            await _preload(loader)
             await rpc.set_ready(True)
             await asyncio.Event().wait()
         finally:
             await rpc.stop(grace_seconds=0.5)
             loader.release()
+
+
+async def _preload(loader: WeightLoader) -> None:
+    try:
+        async for _ in loader.load():
+            pass
+    except Overloaded as error:
+        raise ConfigError(f"the model does not fit: {error}") from error
 
 
 async def main() -> None:
