@@ -118,7 +118,7 @@ async def _fail(reply: Reply, account: Account, error: Exception) -> None:
         return
     if known is not error:
         logger.error("request failed", exc_info=error)
-    account.close(REJECTED if status_of(known) < 500 else Stage.FAILED, known)
+    account.close(REJECTED if status_of(known) < 500 and not reply.is_begun else Stage.FAILED, known)
     if not reply.is_ended:
         try:
             await reply.fail(known)

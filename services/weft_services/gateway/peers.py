@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 import grpc
 
-from weft.errors import DeadlineExceeded, Incompatible, NotFound, Overloaded, PeerLost, WeftError, from_code
+from weft.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Incompatible,
+    NotFound,
+    Overloaded,
+    PeerLost,
+    WeftError,
+    from_code,
+)
 from weft.request import RequestKey, SamplingParams, WorkerAddress, WorkerRole
 from weft.rpc import wire
 from weft.rpc.client import ChannelPool, open_channel, owned, translated
@@ -106,6 +115,8 @@ class Scheduler:
                 response = await self._scheduler.Route(request, timeout=min(ROUTE_SECONDS, timeout_seconds))
         except NotFound as error:  # the name is the one we serve, so nobody has joined yet
             raise PeerLost(f"no worker serves {query.model!r}") from error
+        except Cancelled as error:  # by the scheduler, which is going away
+            raise PeerLost("the scheduler is going away") from error
         except DeadlineExceeded as error:
             if timeout_seconds <= ROUTE_SECONDS:
                 raise
@@ -265,7 +276,7 @@ def _delta_from_wire(key: RequestKey, delta: decode_pb.SequenceDelta) -> Delta:
 
 
 def _failure_from_wire(failure: decode_pb.SequenceFailure) -> WeftError:
-    """FAILED_PRECONDITION is a worker that is not the boot it was routed to: for us it is lost, like UNAVAILABLE."""
-    if failure.code in (PeerLost.code, Incompatible.code):
+    """For us a worker is as good as lost when it is another boot than the one routed to, or gives up by itself."""
+    if failure.code in (PeerLost.code, Incompatible.code, Cancelled.code):
         return PeerLost(failure.message, failure.worker_id)
     return from_code(failure.code, failure.message)

@@ -79,7 +79,7 @@ async def test_a_worker_that_cannot_be_reached_is_replaced(bench: MakeBench) -> 
         assert len(b.decoders[1].started) == 1
 
 
-@pytest.mark.parametrize("code", [14, 9], ids=["unavailable", "stale boot"])
+@pytest.mark.parametrize("code", [14, 9, 1], ids=["unavailable", "stale boot", "gave up"])
 async def test_a_failed_attempt_is_repeated_at_most_twice(bench: MakeBench, code: int) -> None:
     async with bench() as b:
         b.decode.script = failing(code)
@@ -146,8 +146,9 @@ async def test_late_words_of_an_older_attempt_change_nothing(bench: MakeBench) -
         ((grpc.StatusCode.RESOURCE_EXHAUSTED, "full"), 429, "rate_limit_error"),
         ((grpc.StatusCode.UNAVAILABLE, "no decode worker"), 503, "server_error"),
         ((grpc.StatusCode.NOT_FOUND, "nobody serves it"), 503, "server_error"),
+        ((grpc.StatusCode.CANCELLED, "going away"), 503, "server_error"),
     ],
-    ids=["full", "no worker", "nobody joined"],
+    ids=["full", "no worker", "nobody joined", "going away"],
 )
 async def test_the_schedulers_refusals_keep_their_meaning(
     bench: MakeBench, refusal: Any, status: int, kind: str
