@@ -86,18 +86,47 @@ def _streaming(method: Any) -> Any:
     """
 
     async def wrapped(request: Any, context: Any) -> None:
+        writes = _Writes(context)
         try:
             if inspect.iscoroutinefunction(method):
-                await method(request, context)
+                await method(request, writes)
                 return
             # closed here and now: a generator that is cut off at a yield must not wait for the garbage collector
             async with aclosing(method(request, context)) as responses:
                 async for response in responses:
                     await context.write(response)
         except Exception as error:
+            await writes.settle()
             await _abort(error, context)
+        finally:
+            writes.forget()
 
     return wrapped
+
+
+class _Writes:
+    """The context of a handler that writes. A message whose sender is cancelled goes out nevertheless: grpc sends no
+    status while one is on its way."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._last: asyncio.Task[None] | None = None
+
+    async def write(self, message: Any) -> None:
+        """Send one message; one at a time."""
+        self._last = asyncio.create_task(self._context.write(message))
+        await asyncio.shield(self._last)
+
+    async def settle(self) -> None:
+        """The last message is out, or never will be. A peer that reads nothing is waited for until it is gone."""
+        if self._last is not None:
+            await asyncio.wait({self._last})
+
+    def forget(self) -> None:
+        """The call ends; how its last message fared was told to whoever sent it."""
+        if self._last is not None:
+            self._last.cancel()
+            self._last.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
 async def _abort(error: Exception, context: Any) -> None:

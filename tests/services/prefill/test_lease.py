@@ -208,16 +208,16 @@ async def test_only_announced_blocks_of_a_living_lease_can_be_read(tiny: Tiny) -
 async def test_orders_that_cannot_be_taken_are_refused_by_name(tiny: Tiny) -> None:
     async with start_lender(tiny) as lender:
         mine = fingerprint_of(tiny)
-        for changes, code, details in [
+        refusals: list[tuple[dict[str, Any], grpc.StatusCode | None, str]] = [
             ({"prefill_boot_id": "old"}, grpc.StatusCode.FAILED_PRECONDITION, "restarted"),
             ({"fingerprint": dataclasses.replace(mine, kv_dtype="bfloat16")}, None, "kv_dtype: float32 here, bfloat16"),
             ({"fingerprint": dataclasses.replace(mine, block_tokens=64)}, None, "block_tokens"),
             ({"fingerprint": dataclasses.replace(mine, layout="other")}, None, "layout"),
             ({"token_ids": ()}, grpc.StatusCode.INVALID_ARGUMENT, "empty"),
             ({"token_ids": (131,)}, grpc.StatusCode.INVALID_ARGUMENT, "token ids"),
-        ]:
-            orders: dict[str, Any] = {"token_ids": prompt(9), **changes}
-            borrower = lender.borrower(**orders)
+        ]
+        for changes, code, details in refusals:
+            borrower = lender.borrower(**({"token_ids": prompt(9)} | changes))
             await borrower.start()
             assert await borrower.status() is (code or grpc.StatusCode.FAILED_PRECONDITION)
             assert details in await borrower.call.details()

@@ -1,0 +1,137 @@
+"""The Transfer Engine for real, over loopback TCP, and how its work is cut."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import ctypes
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.kv import mooncake
+from weft.kv.mooncake import MooncakeTransport, MooncakeUnavailable, batches
+from weft.kv.transport import Endpoint, Lender, Run, TransferFailed, coalesce
+from weft.request import RequestKey
+
+MIB = 1024 * 1024
+
+
+class Side:
+    """A transport and its registered memory."""
+
+    def __init__(self, size: int, fill: int) -> None:
+        self.memory = (ctypes.c_ubyte * size)(*[fill] * 0)
+        ctypes.memset(self.memory, fill, size)
+        self.address = ctypes.addressof(self.memory)
+        self.transport = MooncakeTransport("127.0.0.1")
+        self.transport.register(self.address, size)
+
+    def lender(self) -> Lender:
+        return Lender(self.transport.endpoint(), "127.0.0.1:1", RequestKey("r"))
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Side, Side]]:
+    """Lender (full of 7s) and borrower (full of 1s), 8 MiB each."""
+    lender, borrower = Side(8 * MIB, 7), Side(8 * MIB, 1)
+    yield lender, borrower
+    asyncio.run(borrower.transport.close())
+    asyncio.run(lender.transport.close())
+
+
+async def test_a_pull_copies_these_runs_and_nothing_else(sides: tuple[Side, Side]) -> None:
+    lender, borrower = sides
+    await borrower.transport.connect(lender.transport.endpoint())
+    ctypes.memset(lender.address + 100, 9, 50)
+    runs = [
+        Run(lender.address + 100, borrower.address + 300, 50),
+        Run(lender.address, borrower.address + MIB, 2 * MIB),
+    ]
+    await borrower.transport.pull(lender.lender(), runs, 10)
+    copied = bytes(borrower.memory)
+    assert copied[300:350] == b"\x09" * 50
+    assert copied[MIB : MIB + 100] == b"\x07" * 100
+    assert copied[:300] + copied[350:MIB] == b"\x01" * (MIB - 50)
+    assert copied[3 * MIB :] == b"\x01" * (5 * MIB)
+
+
+async def test_more_entries_than_the_library_queues_arrive_all(sides: tuple[Side, Side]) -> None:
+    lender, borrower = sides
+    # every other 512 bytes: nothing can be joined
+    runs = [Run(lender.address + at, borrower.address + at, 512) for at in range(0, 4 * MIB, 1024)]
+    await borrower.transport.pull(lender.lender(), runs, 20)
+    copied = bytes(borrower.memory)
+    assert copied[: 4 * MIB] == (b"\x07" * 512 + b"\x01" * 512) * (4 * 1024)
+
+
+async def test_a_peer_that_is_gone_fails_the_pull(sides: tuple[Side, Side]) -> None:
+    _, borrower = sides
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        endpoint = Endpoint("mooncake", f"127.0.0.1:{unused.getsockname()[1]}", 4096)
+        await borrower.transport.connect(endpoint)
+        with pytest.raises(TransferFailed):
+            await borrower.transport.pull(
+                Lender(endpoint, "", RequestKey("r")), [Run(4096, borrower.address, 4096)], 10
+            )
+
+
+async def test_memory_that_is_not_lent_cannot_be_read(sides: tuple[Side, Side]) -> None:
+    lender, borrower = sides
+    with pytest.raises(TransferFailed) as raised:
+        await borrower.transport.pull(lender.lender(), [Run(4096, borrower.address, 4096)], 10)
+    assert raised.value.may_still_land
+    good = Run(lender.address, borrower.address, 4096)
+    await borrower.transport.pull(lender.lender(), [good], 10)
+    assert bytes(borrower.memory[:4096]) == b"\x07" * 4096
+
+
+async def test_no_batch_begins_after_the_deadline(sides: tuple[Side, Side]) -> None:
+    lender, borrower = sides
+    with pytest.raises(TransferFailed) as raised:
+        await borrower.transport.pull(lender.lender(), [Run(lender.address, borrower.address, 4096)], -1.0)
+    assert not raised.value.may_still_land
+    assert bytes(borrower.memory[:4096]) == b"\x01" * 4096
+
+
+@contextmanager
+def without_mooncake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a machine that lacks the library or what it needs."""
+    real_import = builtins.__import__
+
+    def fail(name: str, *arguments: Any, **options: Any) -> Any:
+        if name.startswith("mooncake"):
+            raise ImportError("libibverbs.so.1: cannot open shared object file")
+        return real_import(name, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "__import__", fail)
+        yield
+
+
+def test_a_machine_without_the_library_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with without_mooncake(monkeypatch), pytest.raises(MooncakeUnavailable, match="libibverbs"):
+        MooncakeTransport("127.0.0.1")
+
+
+@given(st.lists(st.integers(1, 5000), max_size=300), st.integers(1, 64), st.integers(64, 4096))
+def test_batches_are_bounded_and_lose_nothing(sizes: list[int], max_entries: int, max_bytes: int) -> None:
+    runs = [Run(i * 10_000, i * 20_000, size) for i, size in enumerate(sizes)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mooncake, "MAX_BATCH_ENTRIES", max_entries)
+        patch.setattr(mooncake, "MAX_BATCH_BYTES", max_bytes)
+        cut = list(batches(runs))
+    assert all(1 <= len(batch) <= max_entries for batch in cut)
+    assert all(sum(run.size_bytes for run in batch) <= max_bytes for batch in cut)
+    assert coalesce([run for batch in cut for run in batch]) == coalesce(runs)
+
+
+def test_neighbours_are_joined_only_when_they_are_neighbours_on_both_sides() -> None:
+    runs = [Run(0, 100, 10), Run(10, 110, 10), Run(20, 130, 10), Run(40, 140, 10), Run(50, 150, 5)]
+    assert coalesce(runs) == [Run(0, 100, 20), Run(20, 130, 10), Run(40, 140, 15)]

@@ -1,0 +1,144 @@
+"""Settings become an engine: sizes, and weights from a service that may be late, slow or gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.config import ConfigError, read_config
+from weft.errors import BadCheckpoint, NotFound, PeerLost
+from weft.rpc.server import RpcServer
+from weft.worker import boot
+from weft.worker.boot import choose_machine, default_num_blocks, load_weights, parse_config
+from weft.worker.config import Dtype, WorkerConfig
+from weft_mesh.v1 import weights_service_pb2 as pb2
+from weft_mesh.v1 import weights_service_pb2_grpc
+
+MINIMUM = {
+    "WEFT_WORKER_ID": "w",
+    "WEFT_SCHEDULER_ADDR": "s:1",
+    "WEFT_WEIGHTS_ADDR": "w:1",
+    "WEFT_MODEL": "/models/nano",
+}
+READY = pb2.LoadResponse(ready=pb2.LoadReady(shm_name="image", size_bytes=7, weights_hash="cafe"))
+
+
+def config(**more: str) -> WorkerConfig:
+    return read_config(WorkerConfig, {**MINIMUM, **{f"WEFT_{name}": value for name, value in more.items()}})
+
+
+def test_the_model_is_named_after_its_directory_unless_told() -> None:
+    assert config().served_name == "nano"
+    assert config(MODEL_NAME="other").served_name == "other"
+
+
+def test_peers_use_the_host_unless_another_is_advertised() -> None:
+    assert config(HOST="0.0.0.0", ADVERTISE_HOST="10.0.0.7").peer_host == "10.0.0.7"
+    assert config().peer_host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("more", "variable"),
+    [
+        ({"DTYPE": "float16"}, "WEFT_DTYPE"),
+        ({"TRANSPORT": "pigeon"}, "WEFT_TRANSPORT"),
+        ({"CHUNK_TOKENS": "0"}, "WEFT_CHUNK_TOKENS"),
+        ({"NUM_BLOCKS": "-1"}, "WEFT_NUM_BLOCKS"),
+        ({"MODEL": ""}, "WEFT_MODEL"),
+        ({"WORKER_ID": ""}, "WEFT_WORKER_ID"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_named(more: dict[str, str], variable: str) -> None:
+    with pytest.raises(ConfigError, match=variable):
+        config(**more)
+
+
+def test_what_settings_leave_open_follows_the_device() -> None:
+    assert choose_machine(config(), has_cuda=False) == boot.Machine("cpu", Dtype.FLOAT32, 16)
+    assert choose_machine(config(), has_cuda=True) == boot.Machine("cuda", Dtype.BFLOAT16, 64)
+    assert choose_machine(config(DTYPE="bfloat16", BLOCK_TOKENS="32"), has_cuda=False) == boot.Machine(
+        "cpu", Dtype.BFLOAT16, 32
+    )
+
+
+def test_the_pool_is_bounded_by_need_and_by_memory_and_holds_one_sequence_at_least() -> None:
+    whole = boot.FULL_SEQUENCES * 16
+    assert default_num_blocks(1000, 16, 256, 10**12) == whole
+    assert default_num_blocks(1000, 16, 256, 100_000) == 100
+    assert default_num_blocks(1000, 16, 250, 0) == 16
+
+
+def test_the_models_config_comes_over_the_wire(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "vocab_size": 10, "hidden_size": 8}
+    fields |= {"intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "eos_token_id": [3, 4]}
+    assert parse_config(json.dumps(fields)).eos_token_ids == (3, 4)
+    with pytest.raises(BadCheckpoint, match="vocab_size"):
+        parse_config(json.dumps({**fields, "vocab_size": -1}))
+
+
+Answer = Callable[[pb2.LoadRequest], AsyncIterator[pb2.LoadResponse]]
+
+
+@asynccontextmanager
+async def start_weights(answer: Answer, port: int = 0) -> AsyncIterator[str]:
+    class Servicer(weights_service_pb2_grpc.WeightServiceServicer):
+        async def Load(self, request: pb2.LoadRequest, context: Any) -> AsyncIterator[pb2.LoadResponse]:
+            async for response in answer(request):
+                yield response
+
+    rpc = RpcServer([])
+    weights_service_pb2_grpc.add_WeightServiceServicer_to_server(Servicer(), rpc.server)
+    try:
+        yield await rpc.start("127.0.0.1", port)
+    finally:
+        await rpc.stop(0)
+
+
+async def ready(request: pb2.LoadRequest) -> AsyncIterator[pb2.LoadResponse]:
+    assert request.model == "nano"
+    yield pb2.LoadResponse(progress=pb2.LoadProgress(read_bytes=1, total_bytes=7))
+    yield READY
+
+
+async def unknown(request: pb2.LoadRequest) -> AsyncIterator[pb2.LoadResponse]:
+    raise NotFound("no such model here")
+    yield READY
+
+
+async def stalled(request: pb2.LoadRequest) -> AsyncIterator[pb2.LoadResponse]:
+    await asyncio.Event().wait()
+    yield READY
+
+
+async def test_weights_are_announced_after_their_progress() -> None:
+    async with start_weights(ready) as address:
+        assert (await load_weights(address, "nano")).weights_hash == "cafe"
+
+
+async def test_a_weights_service_that_starts_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boot, "RETRY_SECONDS", 0.05)
+    async with start_weights(ready) as address:
+        pass
+    loading = asyncio.create_task(load_weights(address, "nano"))
+    await asyncio.sleep(0)
+    async with start_weights(ready, int(address.rpartition(":")[2])):
+        assert (await loading).weights_hash == "cafe"
+
+
+async def test_a_model_that_is_not_there_ends_the_wait_at_once() -> None:
+    async with start_weights(unknown) as address:
+        with pytest.raises(NotFound, match="no such model"):
+            await load_weights(address, "nano")
+
+
+async def test_a_weights_service_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boot, "WEIGHTS_WAIT_SECONDS", 0.1)
+    async with start_weights(stalled) as address:
+        with pytest.raises(PeerLost, match="stands still"):
+            await load_weights(address, "nano")

@@ -1,0 +1,134 @@
+"""Blocks that a pull may still write stay out of use until it has ended and late bytes have had their time."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from weft.kv.memory import HostBlocks, checksums
+from weft.kv.transport import Endpoint, Lender, Run, TransferFailed
+from weft.request import RequestKey
+from weft.worker import borrow
+from weft.worker.borrow import BlockCopy, Borrower, Borrowing, ChecksumMismatch
+from weft.worker.tasks import background
+
+LENDER = Lender(Endpoint("scripted", "", 10_000), "peer:1", RequestKey("r"))
+
+
+@dataclass
+class Scripted:
+    """A transport whose pulls wait for `opening` and then end as told."""
+
+    name: str = "scripted"
+    failure: TransferFailed | None = None
+    opening: asyncio.Event = field(default_factory=asyncio.Event)
+    runs: list[Run] = field(default_factory=list)
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Nothing."""
+
+    def endpoint(self) -> Endpoint:
+        return LENDER.endpoint
+
+    async def connect(self, peer: Endpoint) -> None:
+        """Nothing."""
+
+    async def pull(self, lender: Lender, runs: Sequence[Run], timeout_seconds: float) -> None:
+        self.runs += runs
+        await self.opening.wait()
+        if self.failure:
+            raise self.failure
+
+    async def close(self) -> None:
+        """Nothing."""
+
+
+@dataclass
+class Scene:
+    """A borrower with one borrowing, and the blocks whose quarantine has ended."""
+
+    transport: Scripted
+    memory: HostBlocks
+    borrowing: Borrowing
+    returned: asyncio.Queue[Sequence[int]]
+
+
+@pytest.fixture
+async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
+    monkeypatch.setattr(borrow, "SAFETY_SECONDS", 0.0)
+    backing = (ctypes.c_ubyte * 64)(*range(64))
+    memory = HostBlocks(ctypes.addressof(backing), 8, 8)
+    returned: asyncio.Queue[Sequence[int]] = asyncio.Queue()
+    transport = Scripted()
+    async with background() as tasks:
+        borrower = Borrower([transport, Scripted("other")], memory, tasks, returned.put_nowait)
+        yield Scene(transport, memory, borrower.borrow(LENDER), returned)
+
+
+async def test_a_pull_asks_for_these_blocks_and_counts_their_bytes(scene: Scene) -> None:
+    scene.transport.opening.set()
+    sums = checksums(scene.memory, [1, 6])
+    await scene.borrowing.pull([BlockCopy(3, 1, sums[0]), BlockCopy(9, 6, sums[1])], 5)
+    base = scene.memory.address
+    assert scene.transport.runs == [Run(10_024, base + 8, 8), Run(10_072, base + 48, 8)]
+    assert scene.borrowing.transferred_bytes == 16
+    assert scene.borrowing.abandon() == ()
+
+
+async def test_a_wrong_checksum_is_noticed_and_leaves_nothing_suspect(scene: Scene) -> None:
+    scene.transport.opening.set()
+    with pytest.raises(ChecksumMismatch):
+        await scene.borrowing.pull([BlockCopy(3, 1, 12345)], 5)
+    assert scene.borrowing.abandon() == ()
+
+
+async def test_blocks_of_a_cancelled_pull_come_back_when_it_has_ended(scene: Scene) -> None:
+    waiting = asyncio.create_task(scene.borrowing.pull([BlockCopy(0, 2), BlockCopy(1, 5)], 5))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert scene.borrowing.abandon() == (2, 5)
+    assert scene.borrowing.abandon() == ()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert scene.returned.empty()
+    scene.transport.opening.set()
+    assert await scene.returned.get() == (2, 5)
+
+
+async def test_blocks_of_a_pull_that_takes_too_long_come_back_when_it_has_ended(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(borrow, "PATIENCE_SECONDS", 0.0)
+    with pytest.raises(TimeoutError):
+        await scene.borrowing.pull([BlockCopy(0, 4)], 0.01)
+    assert scene.borrowing.abandon() == (4,)
+    assert scene.returned.empty()
+    scene.transport.opening.set()
+    assert await scene.returned.get() == (4,)
+
+
+@pytest.mark.parametrize("may_still_land", [True, False])
+async def test_blocks_of_a_failed_pull_are_suspect_if_bytes_may_land(scene: Scene, may_still_land: bool) -> None:
+    scene.transport.failure = TransferFailed("torn", may_still_land)
+    scene.transport.opening.set()
+    with pytest.raises(TransferFailed):
+        await scene.borrowing.pull([BlockCopy(0, 7)], 5)
+    assert scene.borrowing.abandon() == ((7,) if may_still_land else ())
+    if may_still_land:
+        assert await scene.returned.get() == (7,)
+
+
+async def test_a_lender_with_an_unknown_transport_is_read_through_the_last_of_ours(scene: Scene) -> None:
+    async with background() as tasks:
+        first, last = Scripted(), Scripted("grpc")
+        last.opening.set()
+        borrower = Borrower([first, last], scene.memory, tasks, scene.returned.put_nowait)
+        unknown = Lender(Endpoint("pigeon", "", 0), "peer:1", RequestKey("r"))
+        await borrower.borrow(unknown).pull([BlockCopy(0, 0)], 5)
+        assert (len(first.runs), len(last.runs)) == (0, 1)

@@ -1,0 +1,132 @@
+"""Joining, reporting, joining again, leaving: against a scheduler of a few lines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from weft.engine.messages import EngineLoad
+from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
+from weft.rpc.server import RpcServer
+from weft.worker.membership import Introduction, Membership
+from weft.worker.tasks import background
+from weft_mesh.v1 import scheduler_service_pb2 as pb2
+from weft_mesh.v1 import scheduler_service_pb2_grpc
+
+INTRODUCTION = Introduction(
+    worker=WorkerAddress("decode-3", "boot", "10.0.0.3:7000"),
+    role=WorkerRole.DECODE,
+    model="nano",
+    fingerprint=ModelFingerprint("cafe", "float32", 16, 4096, "v1"),
+    num_blocks=99,
+    max_context_tokens=512,
+    transport="mooncake",
+    metrics_address="10.0.0.3:9000",
+)
+LOAD = EngineLoad(1, 2, 3, 4, free_blocks=5, cached_blocks=6, active_blocks=7, quarantined_blocks=8)
+
+
+class Fleet(scheduler_service_pb2_grpc.FleetServiceServicer):
+    """Collects what workers say."""
+
+    def __init__(self) -> None:
+        self.said: asyncio.Queue[pb2.JoinRequest] = asyncio.Queue()
+
+    async def Join(self, request_iterator: Any, context: Any) -> AsyncIterator[pb2.JoinResponse]:
+        async for request in request_iterator:
+            self.said.put_nowait(request)
+            if request.WhichOneof("message") == "hello":
+                yield pb2.JoinResponse(report_interval_ms=10)
+
+    async def ListWorkers(self, request: Any, context: Any) -> pb2.ListWorkersResponse:
+        raise AssertionError("workers do not ask")
+
+    async def next(self, kind: str) -> Any:
+        """The next message, which must be of this kind."""
+        async with asyncio.timeout(10):
+            message = await self.said.get()
+        assert message.WhichOneof("message") == kind
+        return getattr(message, kind)
+
+    async def until_not_ready(self) -> None:
+        """Reports go on until one says so."""
+        while (await self.next("report")).ready:
+            pass
+
+
+@asynccontextmanager
+async def start_fleet(port: int = 0) -> AsyncIterator[tuple[Fleet, str]]:
+    rpc, fleet = RpcServer([]), Fleet()
+    scheduler_service_pb2_grpc.add_FleetServiceServicer_to_server(fleet, rpc.server)
+    try:
+        yield fleet, await rpc.start("127.0.0.1", port)
+    finally:
+        await rpc.stop(0)
+
+
+async def test_a_worker_introduces_itself_and_then_reports() -> None:
+    async with start_fleet() as (fleet, address), background() as tasks:
+        membership = Membership(address, INTRODUCTION, lambda: LOAD, lambda: True)
+        tasks.create_task(membership.keep())
+        await membership.until_joined()
+        hello = await fleet.next("hello")
+        assert (hello.worker.worker_id, hello.worker.boot_id, hello.worker.address) == (
+            "decode-3",
+            "boot",
+            "10.0.0.3:7000",
+        )
+        assert (hello.model, hello.num_blocks, hello.transport) == ("nano", 99, "mooncake")
+        for _ in range(3):
+            report = await fleet.next("report")
+            assert report.ready
+            assert (report.num_running, report.num_waiting, report.queued_prefill_tokens) == (1, 2, 3)
+            assert (report.free_blocks, report.quarantined_blocks) == (5, 8)
+
+
+async def test_a_dead_engine_or_a_full_pool_is_not_ready() -> None:
+    async with start_fleet() as (fleet, address), background() as tasks:
+        loads, able = [LOAD], [True]
+        membership = Membership(address, INTRODUCTION, lambda: loads[-1], lambda: able[-1])
+        tasks.create_task(membership.keep())
+        await fleet.next("hello")
+        assert (await fleet.next("report")).ready
+        loads.append(EngineLoad(active_blocks=26))
+        await fleet.until_not_ready()
+        loads.append(LOAD)
+        while not (await fleet.next("report")).ready:
+            pass
+        able.append(False)
+        await fleet.until_not_ready()
+
+
+async def test_a_scheduler_that_comes_back_is_joined_again() -> None:
+    async with background() as tasks:
+        async with start_fleet() as (first, address):
+            membership = Membership(address, INTRODUCTION, lambda: LOAD, lambda: True)
+            tasks.create_task(membership.keep())
+            await first.next("hello")
+        async with start_fleet(int(address.rpartition(":")[2])) as (second, _):
+            assert (await second.next("hello")).worker.boot_id == "boot"
+            await second.next("report")
+
+
+async def test_leaving_is_told_before_it_returns() -> None:
+    async with start_fleet() as (fleet, address), background() as tasks:
+        membership = Membership(address, INTRODUCTION, lambda: LOAD, lambda: True)
+        tasks.create_task(membership.keep())
+        await membership.until_joined()
+        await fleet.next("hello")
+        await membership.leave(5)
+        await fleet.until_not_ready()
+        assert not (await fleet.next("report")).ready
+
+
+async def test_leaving_without_a_scheduler_does_not_wait_for_ever() -> None:
+    async with start_fleet() as (_, address):
+        pass
+    async with background() as tasks:
+        membership = Membership(address, INTRODUCTION, lambda: LOAD, lambda: True)
+        tasks.create_task(membership.keep())
+        await membership.leave(0.05)

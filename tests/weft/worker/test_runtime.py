@@ -1,0 +1,89 @@
+"""From another thread to the loop, in order, and loudly when a consumer fails."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from weft import metrics
+from weft.engine.messages import EngineLoad, StepOutput
+from weft.worker.runtime import EngineFeed
+from weft.worker.tasks import background
+
+
+def emit(feed: EngineFeed, *outputs: StepOutput) -> None:
+    """As the engine would, from a thread of its own."""
+
+    def tell() -> None:
+        for output in outputs:
+            feed.listener(output)
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    thread.join()
+
+
+async def test_every_consumer_sees_every_step_in_order_on_the_loop() -> None:
+    feed = EngineFeed()
+    seen: list[tuple[int, int]] = []
+    done = asyncio.Event()
+    feed.subscribe(lambda output: seen.append((1, output.load.num_running)))
+    feed.subscribe(lambda output: seen.append((2, output.load.num_running)))
+    feed.subscribe(lambda output: done.set() if output.load.num_running == 3 else None)
+    emit(feed, *[StepOutput(EngineLoad(num_running=n)) for n in (1, 2, 3)])
+    assert seen == []
+    await done.wait()
+    assert seen == [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3)]
+    assert feed.load.num_running == 3
+
+
+async def test_totals_become_counters() -> None:
+    feed = EngineFeed()
+    before = metrics.ENGINE_TOKENS.labels("generated")._value.get()
+    done = asyncio.Event()
+    feed.subscribe(lambda output: done.set() if output.load.generated_tokens == 9 else None)
+    emit(feed, *[StepOutput(EngineLoad(generated_tokens=n), step_seconds=0.1) for n in (4, 9)])
+    await done.wait()
+    assert metrics.ENGINE_TOKENS.labels("generated")._value.get() == before + 9
+
+
+async def test_a_consumer_that_fails_breaks_the_feed() -> None:
+    feed = EngineFeed()
+
+    def fail(output: StepOutput) -> None:
+        raise ValueError("a bug")
+
+    feed.subscribe(fail)
+    emit(feed, StepOutput(EngineLoad()), StepOutput(EngineLoad()))
+    with pytest.raises(ValueError, match="a bug"):
+        await feed.until_broken()
+
+
+async def test_background_tasks_end_with_their_scope() -> None:
+    ended = asyncio.Event()
+
+    async def forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async with background() as tasks:
+        tasks.create_task(forever())
+        await asyncio.sleep(0)
+    assert ended.is_set()
+
+
+async def test_a_background_task_that_fails_ends_its_scope() -> None:
+    async def fail() -> None:
+        raise ValueError("a bug")
+
+    async def scope() -> None:
+        async with background() as tasks:
+            tasks.create_task(fail())
+            await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup):
+        await scope()
