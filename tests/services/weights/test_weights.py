@@ -138,6 +138,32 @@ async def test_a_caller_that_leaves_does_not_end_the_reading_for_others(
         assert (await stayer)[-1].ready.read_from_disk
 
 
+async def test_a_stop_in_the_middle_of_the_reading_leaves_nothing(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, may_go_on = threading.Event(), threading.Event()
+
+    def slowly(checkpoint: Checkpoint, report: image_module.Report, num_threads: int) -> image_module.Image:
+        def halting(num_bytes: int, file: str) -> None:
+            began.set()
+            assert may_go_on.wait(PATIENCE_SECONDS)
+            report(num_bytes, file)
+
+        return image_module.write_image(checkpoint, halting, num_threads)
+
+    async def serve() -> None:
+        async with serving(directory) as channel:
+            await load(channel)
+
+    monkeypatch.setattr(fetch, "write_image", slowly)
+    service = asyncio.create_task(serve())
+    assert await asyncio.to_thread(began.wait, PATIENCE_SECONDS)
+    service.cancel()
+    may_go_on.set()
+    await asyncio.wait({service})
+    assert service.cancelled()
+
+
 async def test_another_model_is_not_found(directory: Path) -> None:
     async with serving(directory) as channel:
         with pytest.raises(NotFound, match="no model 'other' here"):
