@@ -17,6 +17,7 @@ MAX_HEADERS = 64
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 75
+BACKLOG = 2048
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -113,6 +114,7 @@ def _bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(BACKLOG)  # from here on clients are kept waiting instead of refused
     except OSError as error:
         listener.close()
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; is the port taken?") from error

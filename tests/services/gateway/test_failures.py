@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,6 +17,7 @@ import pytest
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import SequenceDelta, Start, deltas, failing, forever, speaking
 
+ROOT = Path(__file__).parents[3]
 STREAM = {"model": MODEL_NAME, "prompt": "x", "stream": True}
 
 
@@ -214,3 +218,21 @@ async def test_when_one_choice_fails_the_others_are_cancelled(bench: MakeBench) 
         assert response.status_code == 500
         await b.decode.until(lambda: len(b.decode.cancelled) == 1)
         await b.scheduler.until(lambda: sorted(b.scheduler.stages()) == ["cancelled", "failed"])
+
+
+async def test_a_frozen_worker_is_noticed_long_before_the_requests_deadline(bench: MakeBench) -> None:
+    command = (sys.executable, "-m", "tests.services.gateway.fakes")
+    frozen = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
+    assert frozen.stdout is not None
+    try:
+        async with bench() as b, asyncio.timeout(20):
+            b.decode.address = (await frozen.stdout.readline()).decode().strip()
+            received = ""
+            async with b.http.stream("POST", "/v1/completions", json=STREAM) as response:
+                async for piece in response.aiter_text():
+                    received += piece
+                    frozen.send_signal(signal.SIGSTOP)
+            assert events(received)[-1]["error"]["code"] == "unavailable"
+    finally:
+        frozen.kill()
+        await frozen.wait()
