@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +26,8 @@ HELLO = [
     {"choices": [], "usage": USAGE},
     "[DONE]",
 ]
+# in a script: the stream stays open and silent
+HOLD = object()
 
 
 class Gateway:
@@ -31,6 +36,7 @@ class Gateway:
     def __init__(self) -> None:
         self.scripts: list[list[Any]] = []
         self.status = 200
+        self.released = threading.Event()
         self.asked: list[tuple[str, dict[str, Any], str | None]] = []
         gateway = self
 
@@ -44,8 +50,14 @@ class Gateway:
                 if gateway.status != 200:
                     self._send(gateway.status, json.dumps({"error": {"message": "model: no such model"}}))
                     return
-                events = [event if isinstance(event, str) else json.dumps(event) for event in gateway.scripts.pop(0)]
-                self._send(200, "".join(f"data: {event}\n\n" for event in events))
+                self.send_response(200)
+                self.end_headers()
+                for event in gateway.scripts.pop(0):
+                    if event is HOLD:
+                        gateway.released.wait(30)
+                        return
+                    text = event if isinstance(event, str) else json.dumps(event)
+                    self.wfile.write(f"data: {text}\n\n".encode())
 
             def _send(self, status: int, text: str) -> None:
                 self.send_response(status)
@@ -142,3 +154,21 @@ def test_a_refusal_is_shown_in_the_gateways_words(gateway: Gateway) -> None:
 def test_figures_count_the_rate_after_the_first_token() -> None:
     figures = Figures(prompt_tokens=8, completion_tokens=11, first_token_seconds=0.05, total_seconds=1.05)
     assert str(figures) == "first token 50 ms · 10 tokens/s · 11 tokens · 0/8 prompt tokens cached"
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_conversation(gateway: Gateway) -> None:
+    gateway.scripts = [[HELLO[1], HOLD], HELLO]
+    command = [sys.executable, "-m", "weft.cli.main", "chat", "--url", gateway.url]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"one\n")
+        process.stdin.flush()
+        said = process.stdout.read(3)
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(b"two\n", timeout=30)
+        gateway.released.set()
+    assert said == b"Hel"
+    assert rest.startswith(b" [stopped]\n")
+    assert process.returncode == 0
+    assert [message["content"] for message in gateway.asked[1][1]["messages"]] == ["one", "Hel", "two"]

@@ -1,0 +1,42 @@
+"""How a service's process ends when it cannot start."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from weft.config import ConfigError
+from weft.errors import BadCheckpoint, EngineFailed
+from weft.rpc.server import run
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("WEFT_PORT='x': expected int"), BadCheckpoint("model.safetensors: short")]
+)
+@pytest.mark.parametrize("is_in_a_task", [False, True])
+def test_what_another_start_cannot_mend_ends_with_status_2_and_one_line(
+    error: Exception, is_in_a_task: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail() -> None:
+        raise error
+
+    async def main() -> None:
+        if not is_in_a_task:
+            await fail()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail())
+
+    with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as ended:
+        run(main)
+    assert ended.value.code == 2
+    assert [record.getMessage() for record in caplog.records] == [f"cannot start: {error}"]
+
+
+def test_other_failures_come_out_as_they_are() -> None:
+    async def main() -> None:
+        raise EngineFailed("a bug")
+
+    with pytest.raises(EngineFailed, match="a bug"):
+        run(main)
