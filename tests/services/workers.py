@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import torch
 
 from tests.weft.tiny_llama import Tiny
@@ -232,10 +233,11 @@ class Gateway:
         self._reader = tasks.create_task(self._read())
 
     async def _read(self) -> None:
-        async for frame in self._stream:
-            self.frames.append(frame)
-            for delta in frame.deltas:
-                self._answers[delta.key.request_id].take(delta)
+        with suppress(grpc.aio.AioRpcError):  # the worker has gone
+            async for frame in self._stream:
+                self.frames.append(frame)
+                for delta in frame.deltas:
+                    self._answers[delta.key.request_id].take(delta)
 
     async def start(
         self,

@@ -26,7 +26,8 @@ _ENVIRONMENT = {
     "MC_TRANSFER_TIMEOUT": "5",
     # without it every transfer leaves a socket in TIME_WAIT
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
-    "MC_LOG_LEVEL": "ERROR",
+    # it reports errors at every start and for every peer that has gone; what matters comes back as a code
+    "GLOG_minloglevel": "3",
 }
 
 

@@ -31,7 +31,7 @@ WEIGHTS_WAIT_SECONDS = 120.0
 RETRY_SECONDS = 0.5
 CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS = 16, 64
 # by default a pool holds so many sequences of full length, memory permitting
-FULL_SEQUENCES = 64
+FULL_SEQUENCES = 32
 CPU_POOL_SHARE = 0.25
 GPU_POOL_SHARE = 0.85
 
@@ -50,6 +50,7 @@ class Booted:
     """An engine that has not been started, and what to tell peers about it."""
 
     engine: Engine
+    device: str
     fingerprint: ModelFingerprint
     engine_config: EngineConfig
 
@@ -127,7 +128,7 @@ def _build(
         max_context_tokens=model.max_positions,
         chunk_tokens=config.chunk_tokens,
         eos_token_ids=model.eos_token_ids,
-        pin_sealed=bool(config.kvstore_addr),
+        pin_sealed=bool(config.kvstore_addr) and machine.device == "cpu",
     )
     engine = build_engine(
         model,
@@ -142,7 +143,7 @@ def _build(
         *(machine.dtype, machine.device, num_blocks, machine.block_tokens, size >> 10),
     )
     fingerprint = ModelFingerprint(ready.weights_hash, machine.dtype, machine.block_tokens, size, KV_LAYOUT)
-    return Booted(engine, fingerprint, engine_config)
+    return Booted(engine, machine.device, fingerprint, engine_config)
 
 
 def parse_config(config_json: str) -> ModelConfig:

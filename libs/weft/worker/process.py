@@ -15,12 +15,13 @@ from weft import metrics
 from weft.config import describe
 from weft.engine.core import Engine
 from weft.errors import EngineFailed
-from weft.kv.memory import HostBlocks
+from weft.kv.memory import BlockBytes
 from weft.kv.transport import Transport
 from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
 from weft.rpc.blocks import GrpcTransport
 from weft.rpc.client import ChannelPool
 from weft.rpc.server import RpcServer, until_signal
+from weft.worker.blocks import open_blocks
 from weft.worker.boot import Booted, boot
 from weft.worker.config import WorkerConfig
 from weft.worker.membership import Introduction, Membership
@@ -54,7 +55,7 @@ class Workplace:
     engine: Engine
     feed: EngineFeed
     fingerprint: ModelFingerprint
-    memory: HostBlocks
+    memory: BlockBytes
     transports: tuple[Transport, ...]
     channels: ChannelPool
     store: StoreClient
@@ -103,12 +104,14 @@ async def _serve(
 
 async def _furnish(config: WorkerConfig, booted: Booted, feed: EngineFeed, tasks: asyncio.TaskGroup) -> Workplace:
     engine, pool = booted.engine, booted.engine.pool_memory
-    memory = HostBlocks(pool.address, pool.block_bytes, pool.num_blocks)
+    memory = open_blocks(pool, booted.device)
     channels = ChannelPool()
     fallback = GrpcTransport(channels, memory)
     pool_bytes = pool.block_bytes * pool.num_blocks
     transports = pick_transports(config.transport, config.peer_host, config.mooncake_protocol, fallback, pool_bytes)
-    store = StoreClient(config.kvstore_addr, pool, booted.fingerprint, engine.unpin)
+    # the store client copies in host memory only
+    store_address = config.kvstore_addr if booted.device == "cpu" else ""
+    store = StoreClient(store_address, pool, booted.fingerprint, engine.unpin)
     await store.connect()
     feed.subscribe(lambda output: store.offer(output.sealed))
     return Workplace(

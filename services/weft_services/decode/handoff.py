@@ -12,7 +12,7 @@ import time
 from weft import metrics
 from weft.engine.core import Engine
 from weft.engine.messages import FirstToken, Reserved
-from weft.errors import BadCheckpoint, DeadlineExceeded, Incompatible, Overloaded, PeerLost, WeftError
+from weft.errors import BadCheckpoint, Cancelled, DeadlineExceeded, Incompatible, Overloaded, PeerLost, WeftError
 from weft.kv.handoff import Accepted, LeaseClosed, PrefillOrder, PromptFinished, ReadyBlocks
 from weft.kv.transport import Lender, TransferFailed
 from weft.request import ModelFingerprint, PromptUsage, WorkerAddress
@@ -35,6 +35,7 @@ class BrokenPromise(Exception):
 
 _REASONS: dict[type[Exception], str] = {
     PeerLost: "peer_lost",
+    Cancelled: "peer_lost",
     Overloaded: "overloaded",
     Incompatible: "incompatible",
     BadCheckpoint: "incompatible",  # as FAILED_PRECONDITION comes back from the wire

@@ -167,4 +167,6 @@ class SequenceDesk:
     def _failed(self, key: RequestKey, error: WeftError) -> Delta:
         at_fault = isinstance(error, (EngineFailed, PeerLost, Incompatible))
         logger.warning("sequence failed: %s", error)
-        return Delta(key, failure=Failure(error.code, str(error), self._worker_id if at_fault else ""))
+        # what went wrong inside stays in the log
+        message = "the engine has failed" if isinstance(error, EngineFailed) else str(error)
+        return Delta(key, failure=Failure(error.code, message, self._worker_id if at_fault else ""))

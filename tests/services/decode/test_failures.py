@@ -47,10 +47,10 @@ async def expect_local(pair: Pair, prefill: WorkerAddress, reason: str) -> None:
 
 
 class OnPull(Meddler):
-    """Does something at the second pull."""
+    """Does something before the first pull, while prefill computes the next chunks."""
 
     async def before(self) -> None:
-        if self.num_pulls == 2:
+        if self.num_pulls == 1:
             await self.strike()
 
     async def strike(self) -> None:

@@ -1,0 +1,57 @@
+"""The pool's bytes as transports and checks see them, wherever the pool lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.engine.messages import PoolMemory
+from weft.kv.memory import BlockBytes, HostBlocks
+
+
+def open_blocks(pool: PoolMemory, device: str) -> BlockBytes:
+    """The pool of this process, on "cpu" or "cuda"."""
+    if device == "cpu":
+        return HostBlocks(pool.address, pool.block_bytes, pool.num_blocks)
+    return TensorBlocks(torch.as_tensor(_DeviceMemory(pool), device=device))
+
+
+class TensorBlocks:
+    """A pool that only torch can reach: `read` copies to the host, in order with the engine's work on its stream."""
+
+    def __init__(self, pool: Tensor) -> None:
+        """`pool`: uint8 [num_blocks, block_bytes], contiguous."""
+        assert pool.is_contiguous()
+        assert pool.dtype == torch.uint8
+        self._pool = pool
+        self.address = pool.data_ptr()
+        self.num_blocks, self.block_bytes = pool.shape
+
+    def read(self, block: int) -> memoryview:
+        """A copy."""
+        if not 0 <= block < self.num_blocks:
+            raise ValueError(f"no block {block} in a pool of {self.num_blocks}")
+        copied: Any = self._pool[block].to("cpu", copy=True).numpy()
+        return memoryview(copied)
+
+    def write(self, block: int, offset_bytes: int, data: bytes) -> None:
+        """See BlockBytes."""
+        if not 0 <= block < self.num_blocks or not 0 <= offset_bytes <= self.block_bytes - len(data):
+            raise ValueError(f"{len(data)} bytes at {offset_bytes} do not fit into block {block}")
+        if data:
+            source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            self._pool[block, offset_bytes : offset_bytes + len(data)].copy_(source)
+
+
+class _DeviceMemory:
+    """An address on the device, in the form that torch takes without copying."""
+
+    def __init__(self, pool: PoolMemory) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (pool.num_blocks, pool.block_bytes),
+            "typestr": "|u1",
+            "data": (pool.address, False),
+            "version": 3,
+        }

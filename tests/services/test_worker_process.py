@@ -1,0 +1,178 @@
+"""A worker's whole process in the test's loop: boot, health, joining, the engine's death, SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.services.workers import GREEDY, Gateway, prompt
+from tests.weft.tiny_llama import Tiny
+from weft.engine.runner import ModelRunner
+from weft.errors import EngineFailed
+from weft.request import WorkerAddress, WorkerRole
+from weft.rpc.client import open_channel
+from weft.rpc.server import SERVING, RpcServer
+from weft.weights.checkpoint import read_checkpoint
+from weft.weights.image import Image, write_image
+from weft.worker.config import TransportChoice, WorkerConfig
+from weft.worker.process import serve_worker
+from weft.worker.tasks import background
+from weft_mesh.v1 import scheduler_service_pb2 as fleet_pb2
+from weft_mesh.v1 import scheduler_service_pb2_grpc, weights_service_pb2_grpc
+from weft_mesh.v1 import weights_service_pb2 as weights_pb2
+from weft_services.decode.service import SERVICE_NAME, install
+
+
+class Peers(scheduler_service_pb2_grpc.FleetServiceServicer, weights_service_pb2_grpc.WeightServiceServicer):
+    """Scheduler and weights service in a few lines; joining can be held up."""
+
+    def __init__(self, image: Image, config_json: str) -> None:
+        self.image = image
+        self.config_json = config_json
+        self.said: asyncio.Queue[fleet_pb2.JoinRequest] = asyncio.Queue()
+        self.may_join = asyncio.Event()
+
+    async def Join(self, request_iterator: Any, context: Any) -> AsyncIterator[fleet_pb2.JoinResponse]:
+        async for request in request_iterator:
+            self.said.put_nowait(request)
+            if request.WhichOneof("message") == "hello":
+                await self.may_join.wait()
+                yield fleet_pb2.JoinResponse(report_interval_ms=20)
+
+    async def ListWorkers(self, request: Any, context: Any) -> fleet_pb2.ListWorkersResponse:
+        raise AssertionError("workers do not ask")
+
+    async def Load(self, request: Any, context: Any) -> AsyncIterator[weights_pb2.LoadResponse]:
+        yield weights_pb2.LoadResponse(
+            ready=weights_pb2.LoadReady(
+                shm_name=self.image.name,
+                size_bytes=self.image.size_bytes,
+                weights_hash=self.image.weights_hash,
+                config_json=self.config_json,
+            )
+        )
+
+
+@dataclass
+class Process:
+    """A worker that runs as a task, and what it told the scheduler."""
+
+    peers: Peers
+    task: asyncio.Task[None]
+    hello: fleet_pb2.WorkerHello
+
+    @property
+    def address(self) -> WorkerAddress:
+        return WorkerAddress(self.hello.worker.worker_id, self.hello.worker.boot_id, self.hello.worker.address)
+
+    async def health(self) -> int:
+        """As a probe sees it."""
+        channel = open_channel(self.hello.worker.address)
+        try:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            answer = await stub.Check(health_pb2.HealthCheckRequest())
+            return int(answer.status)
+        finally:
+            await channel.close()
+
+    async def until_serving(self) -> None:
+        """Joining lets it take work."""
+        self.peers.may_join.set()
+        async with asyncio.timeout(20):
+            while await self.health() != SERVING:
+                pass
+
+
+@asynccontextmanager
+async def start_process(tiny: Tiny, grace_seconds: float = 10.0) -> AsyncIterator[Process]:
+    checkpoint = read_checkpoint(tiny.directory)
+    image = write_image(checkpoint, lambda *progress: None, 1)
+    peers, rpc = Peers(image, checkpoint.config_json), RpcServer([])
+    scheduler_service_pb2_grpc.add_FleetServiceServicer_to_server(peers, rpc.server)
+    weights_service_pb2_grpc.add_WeightServiceServicer_to_server(peers, rpc.server)
+    async with AsyncExitStack() as stack:
+        stack.callback(image.release)
+        address = await rpc.start("127.0.0.1", 0)
+        stack.push_async_callback(rpc.stop, 0)
+        config = WorkerConfig(
+            worker_id="decode-7",
+            scheduler_addr=address,
+            weights_addr=address,
+            model_name="tiny",
+            num_blocks=32,
+            block_tokens=4,
+            transport=TransportChoice.GRPC,
+            grace_seconds=grace_seconds,
+        )
+        task = asyncio.create_task(serve_worker(config, WorkerRole.DECODE, SERVICE_NAME, install))
+        async with asyncio.timeout(20):
+            hello = (await peers.said.get()).hello
+        yield Process(peers, task, hello)
+        if not task.done():
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait({task})
+
+
+async def test_a_worker_serves_once_it_has_joined(tiny: Tiny) -> None:
+    async with start_process(tiny) as process:
+        assert await process.health() != SERVING
+        await process.until_serving()
+        assert (process.hello.model, process.hello.num_blocks, process.hello.transport) == ("tiny", 32, "grpc")
+        assert process.hello.fingerprint.weights_hash == process.peers.image.weights_hash
+        assert process.hello.max_context_tokens == 128
+        async with background() as tasks:
+            gateway = Gateway(process.address, tasks)
+            assert (await gateway.generate(prompt(9))).tokens == tiny.greedy(list(prompt(9)), GREEDY.max_tokens)
+            await gateway.leave()
+
+
+async def test_sigterm_says_goodbye_and_lets_what_lives_end(tiny: Tiny) -> None:
+    async with start_process(tiny) as process, background() as tasks:
+        await process.until_serving()
+        gateway = Gateway(process.address, tasks)
+        _, answer = await gateway.start(prompt(40), sampling=GREEDY)
+        await answer.has_begun.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await answer.has_ended.wait()
+        assert answer.tokens == tiny.greedy(list(prompt(40)), GREEDY.max_tokens)
+        await process.task
+        reports = [process.peers.said.get_nowait().report for _ in range(process.peers.said.qsize())]
+        assert not reports[-1].ready
+
+
+async def test_the_end_of_the_grace_cuts_off(tiny: Tiny) -> None:
+    async with start_process(tiny, grace_seconds=0.05) as process, background() as tasks:
+        await process.until_serving()
+        gateway = Gateway(process.address, tasks)
+        await gateway.start(prompt(20), prefill=WorkerAddress("p", "b", process.hello.worker.address))
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(20):
+            await process.task
+        await gateway.leave()
+
+
+async def test_a_dead_engine_ends_the_process_with_an_error(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with start_process(tiny) as process, background() as tasks:
+        await process.until_serving()
+
+        def explode(runner: ModelRunner, works: Sequence[object]) -> None:
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(ModelRunner, "execute", explode)
+        gateway = Gateway(process.address, tasks)
+        answer = await gateway.generate(prompt(9))
+        assert answer.failure is not None
+        assert (answer.failure.code, answer.failure.worker_id) == (EngineFailed.code, "decode-7")
+        assert "device" not in answer.failure.message
+        with pytest.raises(ExceptionGroup) as raised:
+            await process.task
+        assert raised.value.subgroup(EngineFailed) is not None
+        await gateway.leave()
