@@ -34,7 +34,7 @@ class PortTaken(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MeshOptions:
-    """What the user asked for. `threads` 0 shares the cores among the workers."""
+    """What the user asked for. `threads` 0 shares the cores among the workers; without Mooncake there is no store."""
 
     model: Path
     name: str = ""
@@ -47,6 +47,7 @@ class MeshOptions:
     transport: str = "auto"
     threads: int = 0
     log_level: str = "info"
+    has_store: bool = True
 
     @property
     def worker_threads(self) -> int:
@@ -116,7 +117,9 @@ def pick_addresses(options: MeshOptions) -> Addresses:
 def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
     """The children of `weft up`, in the order in which people think of them."""
     stores = [_valkey(at), _service("scheduler", at.scheduler, _common(options, at))]
-    stores.append(_service("kvstore", at.kvstore, {**_common(options, at), "WEFT_MASTER_PORT": str(at.master_port)}))
+    if options.has_store:
+        own = {**_common(options, at), "WEFT_MASTER_PORT": str(at.master_port)}
+        stores.append(_service("kvstore", at.kvstore, own))
     stores.append(_service("weights", at.weights, _common(options, at), WORKER_START_SECONDS))
     workers = [_worker(options, at, name) for name in at.workers]
     return [*stores, *workers, _gateway(options, at)]
@@ -133,7 +136,7 @@ def _common(options: MeshOptions, at: Addresses) -> dict[str, str]:
         "WEFT_MODEL_NAME": options.name,
         "WEFT_REDIS_URL": f"redis://{at.valkey}/0",
         "WEFT_SCHEDULER_ADDR": at.scheduler,
-        "WEFT_KVSTORE_ADDR": at.kvstore,
+        "WEFT_KVSTORE_ADDR": at.kvstore if options.has_store else "",
         "WEFT_WEIGHTS_ADDR": at.weights,
         "WEFT_DTYPE": options.dtype,
         "WEFT_TRANSPORT": options.transport,
@@ -161,7 +164,7 @@ def _worker(options: MeshOptions, at: Addresses, name: str) -> ChildSpec:
         command=(sys.executable, "-m", f"weft_services.{role}"),
         environ={**os.environ, **_common(options, at), **own},
         probe=functools.partial(grpc_serves, address),
-        after=("scheduler", "kvstore", "weights"),
+        after=("scheduler", "kvstore", "weights") if options.has_store else ("scheduler", "weights"),
         tier=1,
         start_seconds=WORKER_START_SECONDS,
     )

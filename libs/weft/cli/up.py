@@ -6,8 +6,10 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -18,6 +20,7 @@ from weft.cli.mesh import HARMLESS, Addresses, MeshOptions, PortTaken, mesh_spec
 from weft.cli.record import MeshRecord, recorded
 from weft.cli.supervisor import ChildFailed, Supervisor
 
+MOONCAKE_SECONDS = 30.0
 SHIPPED_MODEL = Path("models") / "weft-nano"
 
 
@@ -41,8 +44,23 @@ def find_model(given: Path | None) -> Path:
     raise UsageError(f"--model {given} {what}; it must be a checkpoint as Hugging Face ships them")
 
 
+def mooncake_trouble() -> str:
+    """Why Mooncake cannot be used here; empty when it can. Asked of a child: a library that fails to load may crash."""
+    check = [sys.executable, "-c", "import mooncake.engine, mooncake.store"]
+    try:
+        ended = subprocess.run(check, capture_output=True, text=True, timeout=MOONCAKE_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return "Mooncake takes too long to load"
+    reason = ended.stderr.strip().rpartition("\n")[2] or f"status {ended.returncode}"
+    return f"Mooncake does not load ({reason}): `make serve` says what to install" if ended.returncode else ""
+
+
 def up(options: MeshOptions) -> int:
     """Run the mesh until a signal ends it; returns the exit status."""
+    trouble = mooncake_trouble()
+    if trouble and options.transport == "mooncake":
+        raise UsageError(f"--transport mooncake: {trouble}")
+    options = replace(options, has_store=not trouble)
     try:
         at = pick_addresses(options)
     except PortTaken as error:
@@ -50,6 +68,8 @@ def up(options: MeshOptions) -> int:
     console = Console(soft_wrap=True)
     specs = mesh_specs(options, at)
     display = Display(console, [spec.name for spec in specs], _title(options), HARMLESS)
+    if trouble:
+        display.say(f"{trouble}; KV blocks move over gRPC, and there is no shared store")
     url = f"http://{reachable(options.host)}:{options.port}"
     note = MeshRecord(os.getpid(), time.time(), options.port, url, at.scheduler, _services(options, at))
     with recorded(note):

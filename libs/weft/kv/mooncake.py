@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from weft.kv.transport import Endpoint, Lender, Run, TransferFailed, coalesce
 
@@ -26,8 +28,7 @@ _ENVIRONMENT = {
     "MC_TRANSFER_TIMEOUT": "5",
     # without it every transfer leaves a socket in TIME_WAIT
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
-    # it reports errors at every start and for every peer that has gone; what matters comes back as a code
-    "GLOG_minloglevel": "3",
+    "MC_LOG_LEVEL": "ERROR",
 }
 
 
@@ -51,8 +52,10 @@ class MooncakeTransport:
         except (ImportError, OSError) as error:
             raise MooncakeUnavailable(str(error)) from error
         self._engine = TransferEngine()
-        if (code := self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")) != 0:
-            raise MooncakeUnavailable(f"initialize({host}, {protocol}) returned {code}")
+        with _held_stderr() as said:
+            code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
+            if code != 0:
+                raise MooncakeUnavailable(f"initialize({host}, {protocol}) returned {code}: {said()}")
         self._segment = f"{host}:{self._engine.get_rpc_port()}"
         self._pool_address = 0
         self._opened: set[str] = set()
@@ -99,6 +102,19 @@ class MooncakeTransport:
         await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
         if self._pool_address:
             self._engine.unregister_memory(self._pool_address)
+
+
+@contextmanager
+def _held_stderr() -> Iterator[Callable[[], str]]:
+    """Keep what the library writes to stderr: it reports an error at every start that is none."""
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lambda: os.pread(file.fileno(), 2000, 0).decode(errors="replace")
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
 
 
 def batches(runs: Sequence[Run]) -> Iterator[list[Run]]:

@@ -21,6 +21,7 @@ Prompt = str | tuple[int, ...] | Conversation
 class Generation:
     """A checked request. None in a sampling field means: as the model's own generation defaults say.
 
+    Without `max_tokens` the answer may fill the context, or be as long as `default_max_tokens` if that is less.
     `prompt_field` and `max_tokens_field` are the client's names for these, so that later errors can name them.
     """
 
@@ -29,6 +30,7 @@ class Generation:
     prompt_field: str
     max_tokens_field: str = "max_tokens"
     max_tokens: int | None = None
+    default_max_tokens: int | None = None
     n: int = 1
     temperature: float | None = None
     top_p: float | None = None

@@ -20,6 +20,8 @@ from weft_services.gateway.openai_fields import (
 )
 
 MAX_SEQUENCES = 128
+# as OpenAI has it
+DEFAULT_COMPLETION_TOKENS = 16
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Tool = Annotated[dict[str, Any], AfterValidator(check_tool)]
@@ -148,7 +150,13 @@ class CompletionBody(_Body):
         fields = self.common()
         if len(prompts) * fields["n"] > MAX_SEQUENCES:
             raise InvalidRequest(f"prompts times n is at most {MAX_SEQUENCES}", "n")
-        return Generation(prompts=prompts, prompt_field="prompt", num_logprobs=self.logprobs, **fields)
+        return Generation(
+            prompts=prompts,
+            prompt_field="prompt",
+            num_logprobs=self.logprobs,
+            default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+            **fields,
+        )
 
 
 def parse_chat(body: bytes) -> Generation:

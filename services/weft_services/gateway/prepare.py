@@ -132,7 +132,7 @@ def _too_long(size: str, field: str, limit: int) -> InvalidRequest:
 def _max_tokens(generation: Generation, num_prompt_tokens: int, limit: int) -> int:
     room = limit - num_prompt_tokens
     if generation.max_tokens is None:
-        return room
+        return min(room, generation.default_max_tokens or room)
     if generation.max_tokens > room:
         field = generation.max_tokens_field
         message = (

@@ -68,3 +68,10 @@ def test_a_taken_port_is_refused() -> None:
         taken.listen()
         with pytest.raises(PortTaken, match="--port"):
             check_port("127.0.0.1", taken.getsockname()[1], "--port")
+
+
+def test_without_mooncake_there_is_no_store_and_nobody_waits_for_one() -> None:
+    specs = {spec.name: spec for spec in mesh_specs(MeshOptions(Path("/m"), has_store=False), AT)}
+    assert "kvstore" not in specs
+    assert specs["prefill-0"].after == ("scheduler", "weights")
+    assert specs["prefill-0"].environ["WEFT_KVSTORE_ADDR"] == ""

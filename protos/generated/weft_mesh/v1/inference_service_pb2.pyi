@@ -38,7 +38,7 @@ class GenerationOptions(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     RETURN_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Most tokens to generate."""
+    """Most tokens to generate. Absent: 16 for Generate, whatever the context has room for in Chat."""
     temperature: _builtins.float
     """See SamplingParams."""
     top_p: _builtins.float
