@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.services.workers import GREEDY, Gateway, prompt
+from tests.services.attach import GREEDY, Gateway, prompt
 from tests.weft.tiny_llama import Tiny
 from weft.engine.runner import ModelRunner
 from weft.errors import EngineFailed

@@ -69,6 +69,21 @@ class HandOffs:
             self._engine.filled(order.key, num_hit)
             return None
         reception = self._reception(order, prefill, reserved)
+        finished = await self._receive(prefill, reception, num_hit)
+        if finished is None:
+            return None
+        self._engine.filled(order.key, num_tokens, FirstToken(finished.first_token_id, finished.logprobs))
+        return PromptUsage(
+            cached_tokens=finished.cached_tokens,
+            store_tokens=finished.store_tokens,
+            transferred_bytes=reception.transferred_bytes,
+            queue_ms=finished.queue_ms,
+            compute_ms=finished.compute_ms,
+            exposed_transfer_ms=reception.exposed_ms,
+            prefill_worker_id=prefill.worker_id,
+        )
+
+    async def _receive(self, prefill: WorkerAddress, reception: _Reception, num_hit: int) -> PromptFinished | None:
         finished: PromptFinished | None = None
         try:
             async with self._peers.open(prefill, reception.order) as call:
@@ -79,20 +94,9 @@ class HandOffs:
             logger.warning("hand-off from %s thrown away (%s): %s", prefill.worker_id, reason, error)
         finally:
             if finished is None:
-                self._engine.filled(order.key, num_hit, suspect_blocks=reception.abandon())
-        if finished is None:
-            return None
-        first = FirstToken(finished.first_token_id, finished.logprobs)
-        self._engine.filled(order.key, num_tokens, first)
-        return PromptUsage(
-            cached_tokens=finished.cached_tokens,
-            store_tokens=finished.store_tokens,
-            transferred_bytes=reception.transferred_bytes,
-            queue_ms=finished.queue_ms,
-            compute_ms=finished.compute_ms,
-            exposed_transfer_ms=reception.exposed_ms,
-            prefill_worker_id=prefill.worker_id,
-        )
+                # also when cancelled: whoever cancels the sequence next finds its suspect blocks in quarantine
+                self._engine.filled(reception.order.key, num_hit, suspect_blocks=reception.abandon())
+        return finished
 
     def _reception(self, order: SequenceOrder, prefill: WorkerAddress, reserved: Reserved) -> _Reception:
         prefill_order = PrefillOrder(

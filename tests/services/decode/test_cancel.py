@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from tests.services.workers import Gateway, Meddler, Pair, new_key, prompt, start_pair
+from tests.services.attach import Gateway, new_key, prompt
+from tests.services.workers import Meddler, Pair, start_pair
 from tests.weft.tiny_llama import Tiny
 from weft.errors import DeadlineExceeded, Incompatible, InvalidRequest, Overloaded, PeerLost
 from weft.request import SamplingParams
@@ -193,4 +195,24 @@ async def test_a_gateway_that_reads_too_slowly_loses_its_sequences(tiny: Tiny, m
         with pytest.raises(ExceptionGroup) as raised:
             await service.DecodeServicer(pair.decode.desk).Attach(peer.requests(start), peer)
         assert isinstance(as_weft_error(raised.value), Overloaded)
+        await pair.until_idle()
+
+
+async def test_many_at_once_some_of_them_cancelled_lose_no_block(tiny: Tiny) -> None:
+    chance = random.Random(4)
+    async with start_pair(tiny, "mooncake", num_blocks=96) as pair:
+        lengths = [chance.randrange(1, 90) for _ in range(24)]
+        started = [await pair.gateway.start(prompt(n, seed=n), pair.prefill.address) for n in lengths]
+        leaving = chance.sample(range(24), 9)
+        for index in leaving:
+            key, answer = started[index]
+            if index % 2:
+                async with asyncio.timeout(20):
+                    await answer.has_begun.wait()
+            await pair.gateway.cancel(key)
+        for index, (_, answer) in enumerate(started):
+            if index not in leaving:
+                async with asyncio.timeout(20):
+                    await answer.has_ended.wait()
+                assert answer.tokens == pair.expected(prompt(lengths[index], seed=lengths[index]))
         await pair.until_idle()

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.services.workers import CHUNK_TOKENS, Meddler, Pair, Worker, prompt, start_pair
+from tests.services.attach import prompt
+from tests.services.workers import CHUNK_TOKENS, Meddler, Pair, Worker, start_pair
 from tests.weft.tiny_llama import Tiny
 from weft import metrics
 from weft.kv.handoff import Accepted, LeaseClosed, PromptFinished, ReadyBlocks

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.services.workers import BLOCK_TOKENS, CHUNK_TOKENS, Meddler, Pair, new_key, prompt, start_pair
+from tests.services.attach import new_key, prompt
+from tests.services.workers import BLOCK_TOKENS, CHUNK_TOKENS, Meddler, Pair, start_pair
 from tests.weft.tiny_llama import Tiny
 from weft import metrics
 from weft.request import SamplingParams
