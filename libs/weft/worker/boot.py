@@ -164,4 +164,14 @@ def _free_bytes(machine: Machine, weight_bytes: int) -> int:
     if machine.device == "cuda":
         free, _ = torch.cuda.mem_get_info()
         return int((free - weight_bytes) * GPU_POOL_SHARE)
-    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_POOL_SHARE)
+    return int(_available_bytes() * CPU_POOL_SHARE)
+
+
+def _available_bytes() -> int:
+    """Memory that can be had without swapping. Linux counts what its page cache would give back; elsewhere it is half."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

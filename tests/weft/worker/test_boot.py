@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -72,6 +73,10 @@ def test_the_pool_is_bounded_by_need_and_by_memory_and_holds_one_sequence_at_lea
     assert default_num_blocks(1000, 16, 256, 10**12) == whole
     assert default_num_blocks(1000, 16, 256, 100_000) == 100
     assert default_num_blocks(1000, 16, 250, 0) == 16
+
+
+def test_memory_that_is_available_is_a_part_of_the_machines() -> None:
+    assert 2**20 < boot._available_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_the_models_config_comes_over_the_wire(tmp_path: Path) -> None:
