@@ -168,7 +168,7 @@ def _free_bytes(machine: Machine, weight_bytes: int) -> int:
 
 
 def _available_bytes() -> int:
-    """Memory that can be had without swapping. Linux counts what its page cache would give back; elsewhere it is half."""
+    """Memory that can be had without swapping, as Linux counts it; elsewhere half of all there is."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
