@@ -16,6 +16,8 @@ TEXT = (
     "A shipment of 36 crates left Lisbon on Monday; crate seven holds the blue lamp, crate nine the spare keys. "
     "Please call the weather tool for Oslo, then set a timer for twelve minutes and note the answer down. "
 )
+# below are special tokens
+FIRST_ORDINARY = 300
 
 
 @cache
@@ -33,15 +35,12 @@ def text_ids() -> tuple[int, ...]:
 
 
 def prompts(count: int, shortest: int, longest: int, salt: int) -> list[list[int]]:
-    """Prompts of evenly spread lengths; `salt` rotates the text, so that different salts share no prefix."""
+    """Prompts of evenly spread lengths. Their first tokens say salt and index, so no two share a block."""
     ids, step = text_ids(), (longest - shortest) / max(1, count - 1)
     lengths = [round(shortest + step * index) for index in range(count)]
-    out = []
-    for index, length in enumerate(lengths):
-        start = (salt * 37 + index * 11) % len(ids)
-        rotated = ids[start:] + ids[:start]
-        out.append(list((rotated * 2)[:length]))
-    return out
+    return [
+        [FIRST_ORDINARY + salt, FIRST_ORDINARY + index, *ids, *ids][:length] for index, length in enumerate(lengths)
+    ]
 
 
 @torch.inference_mode()

@@ -34,7 +34,7 @@ def assert_exact(mesh: Mesh, asked: list[list[int]]) -> list[int]:
 
 def test_cold_warm_and_after_a_store_hit_in_chunks_of_16(mesh: Mesh) -> None:
     asked = prompts(32, 1, 400, salt=1)
-    assert sum(assert_exact(mesh, asked)) < sum(map(len, asked)) // 2
+    assert assert_exact(mesh, asked) == [0] * len(asked)
     warm = assert_exact(mesh, asked)
     assert warm == [(len(prompt) - 1) // 16 * 16 for prompt in asked]
     mesh.wait_idle()
