@@ -17,12 +17,14 @@ import grpc
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from weft.rpc.client import open_channel
+
 ATTEMPT_SECONDS = 2.0
 
 
 async def grpc_serves(address: str) -> bool:
     """Does grpc.health.v1 at host:port answer SERVING."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with open_channel(address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=ATTEMPT_SECONDS)

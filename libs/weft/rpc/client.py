@@ -27,6 +27,8 @@ CHANNEL_OPTIONS = (
     # a restarted peer on the same port is found again quickly
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # a proxy named in the environment leads to the world outside, not to peers
+    ("grpc.enable_http_proxy", 0),
 )
 CallT = TypeVar("CallT")
 
