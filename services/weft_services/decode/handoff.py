@@ -164,6 +164,8 @@ class _Reception:
         end = event.first_index + len(event.blocks)
         if self._borrowing is None or event.first_index != self._next_index or end > len(self._table):
             raise BrokenPromise(f"blocks {event.first_index} to {end} were lent, {self._next_index} was to come next")
+        if event.checksums and len(event.checksums) != len(event.blocks):
+            raise BrokenPromise(f"{len(event.blocks)} blocks came with {len(event.checksums)} checksums")
         started = time.perf_counter()
         sums = event.checksums or (None,) * len(event.blocks)
         targets = self._table[event.first_index : end]

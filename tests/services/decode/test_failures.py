@@ -178,6 +178,7 @@ def plots(pair: Pair) -> dict[str, tuple[str, list[Any]]]:
         "closes before the end": ("lease_lost", [accepted, all_blocks, LeaseClosed(True)]),
         "lends too little": ("protocol", [accepted, ReadyBlocks(0, (1, 2)), finished, LeaseClosed(True)]),
         "lends too much": ("protocol", [accepted, ReadyBlocks(0, tuple(range(num_blocks + 1)))]),
+        "sums one block of many": ("protocol", [accepted, dataclasses.replace(all_blocks, checksums=(1,))]),
         "leaves a gap": ("protocol", [accepted, ReadyBlocks(1, (1,))]),
         "lends before it accepts": ("protocol", [all_blocks]),
         "falls silent": ("peer_lost", [accepted, all_blocks, finished]),
