@@ -34,7 +34,10 @@ def public_message(error: WeftError) -> str:
 
 def public_error(error: WeftError) -> WeftError:
     """The same leaf with its public message: what gRPC clients get."""
-    return from_code(error.code, public_message(error))
+    public = from_code(error.code, public_message(error))
+    if isinstance(public, Overloaded) and isinstance(error, Overloaded):
+        public.retry_after_seconds = error.retry_after_seconds
+    return public
 
 
 def status_of(error: WeftError) -> int:

@@ -136,7 +136,7 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
         self.decoders, self.model, self.max_context = decoders, model, max_context
         self.routed: list[scheduler_service_pb2.RouteRequest] = []
         self.settled: list[scheduler_service_pb2.Settlement] = []
-        self.refusal: tuple[grpc.StatusCode, str] | None = None
+        self.refusal: tuple[Any, ...] | None = None  # what `abort` takes
         self.is_prefill_ready = True
         self.is_stuck = False
         self.address = ""

@@ -127,3 +127,12 @@ async def test_models_and_health_are_told(bench: MakeBench) -> None:
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     break
             watch.cancel()
+
+
+async def test_a_full_fleet_says_when_to_come_back(bench: MakeBench) -> None:
+    async with bench() as b, stub_of(b) as stub:
+        b.scheduler.refusal = (grpc.StatusCode.RESOURCE_EXHAUSTED, "full", (("weft-retry-after", "7.500"),))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await anext(aiter(stub.Generate(pb.GenerateRequest(text="x"), timeout=10)))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert dict(refused.value.trailing_metadata())["weft-retry-after"] == "7.500"
