@@ -127,12 +127,15 @@ class Run:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that were not computed, as prefill counted them; never more than there are."""
-        cached = [0] * len(self.prepared.prompts)
+        """Prompt tokens that were not computed, as prefill counted them; never more than there are.
+
+        Of several choices that continue one prompt, the one that computed most of it counts, as the prompt counts once.
+        """
+        cached = [len(prompt.token_ids) for prompt in self.prepared.prompts]
         for flight in self._flights:
-            cached[flight.spec.prompt] += flight.usage.cached_tokens if flight.usage else 0
-        pairs = zip(cached, self.prepared.prompts, strict=True)
-        return sum(min(count, len(prompt.token_ids)) for count, prompt in pairs)
+            count = flight.usage.cached_tokens if flight.usage else 0
+            cached[flight.spec.prompt] = min(cached[flight.spec.prompt], count)
+        return sum(cached)
 
     @property
     def worst_prompt(self) -> PromptUsage:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 from openai.types.chat import ChatCompletionMessageParam
 
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
-from tests.services.gateway.fakes import LENGTH, speaking
+from tests.services.gateway.fakes import LENGTH, SequenceDelta, Start, speaking
 from weft.kv.prefix import block_keys
 
 USER: ChatCompletionMessageParam = {"role": "user", "content": "tell me the answer"}
@@ -90,6 +92,22 @@ async def test_two_choices_differ_in_seed_and_keep_their_indexes(bench: MakeBenc
         assert answer.usage.prompt_tokens == len(b.ids(PROMPT))
         assert answer.usage.prompt_tokens_details is not None
         assert answer.usage.prompt_tokens_details.cached_tokens == answer.usage.prompt_tokens  # never more
+
+
+async def test_a_prompt_that_the_first_of_two_choices_computed_was_not_cached(bench: MakeBench) -> None:
+    async with bench() as b:
+        scripts = [speaking([*b.ids("hello"), END], cached=count) for count in (0, 16)]
+
+        async def script(start: Start) -> AsyncIterator[SequenceDelta]:
+            async for delta in scripts.pop(0)(start):
+                yield delta
+
+        b.decode.script = script
+        answer = await b.client.chat.completions.create(model=MODEL_NAME, messages=[USER], n=2)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        # the prompt is counted once, so what was computed of it once counts as computed
+        assert answer.usage.prompt_tokens_details.cached_tokens == 0
 
 
 async def test_logprobs_have_the_shape_that_the_client_knows(bench: MakeBench) -> None:
