@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,8 +133,25 @@ def _load_template(directory: Path) -> ChatTemplate | None:
 
 def _load_defaults(directory: Path) -> SamplingDefaults:
     """What generation_config.json says; a model that does not sample by default is greedy."""
-    settings = _read_json(directory / "generation_config.json")
+    path = directory / "generation_config.json"
+    settings = _read_json(path)
     if settings.get("do_sample") is False:
         return SamplingDefaults(temperature=0.0)
-    known = {key: settings[key] for key in ("temperature", "top_p", "top_k", "min_p") if settings.get(key) is not None}
+    known: dict[str, Any] = {}
+    for key, is_usable in _USABLE_DEFAULTS.items():
+        value = settings.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, int | float) or not is_usable(value):
+            raise BadCheckpoint(f"{path}: {key} is {value!r}, which no request could use")
+        known[key] = max(value, 0)  # top_k -1 is another spelling of 0
     return SamplingDefaults(**known)
+
+
+# what requests may ask for; comparisons are false for NaN
+_USABLE_DEFAULTS: dict[str, Callable[[float], bool]] = {
+    "temperature": lambda value: 0 <= value < math.inf,
+    "top_p": lambda value: 0 < value <= 1,
+    "top_k": lambda value: isinstance(value, int) and -1 <= value < 2**31,
+    "min_p": lambda value: 0 <= value <= 1,
+}

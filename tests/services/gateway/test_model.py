@@ -1,0 +1,41 @@
+"""What the gateway reads of a checkpoint's generation defaults, good and bad."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.services.gateway.conftest import MODEL_NAME
+from weft.errors import BadCheckpoint
+from weft_services.gateway.generation import SamplingDefaults
+from weft_services.gateway.model import load_model
+
+
+def defaults(model_dir: Path, tmp_path: Path, **settings: Any) -> SamplingDefaults:
+    """As read from a generation_config.json with these settings."""
+    directory = tmp_path / MODEL_NAME
+    shutil.copytree(model_dir, directory, dirs_exist_ok=True)
+    (directory / "generation_config.json").write_text(json.dumps(settings))
+    return load_model(directory, MODEL_NAME).defaults
+
+
+def test_generation_defaults_are_the_models_own(model_dir: Path, tmp_path: Path) -> None:
+    assert defaults(model_dir, tmp_path, temperature=1, top_k=50, top_p=None) == SamplingDefaults(1.0, 1.0, 50, 0.0)
+    assert defaults(model_dir, tmp_path, do_sample=False, temperature=0.7).temperature == 0.0
+    # as some checkpoints and vLLM spell "no limit"
+    assert defaults(model_dir, tmp_path, top_k=-1).top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", "hot"), ("temperature", -1), ("top_k", 2.5), ("top_p", 0), ("top_p", 1.5), ("min_p", [0.1])],
+)
+def test_generation_defaults_that_no_request_could_use_are_refused_at_the_start(
+    model_dir: Path, tmp_path: Path, field: str, value: Any
+) -> None:
+    with pytest.raises(BadCheckpoint, match=rf"generation_config\.json: {field}"):
+        defaults(model_dir, tmp_path, **{field: value})
