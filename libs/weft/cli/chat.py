@@ -57,15 +57,16 @@ def run_chat(chat: Chat) -> int:
         # line editing and history for input()
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401
-    client = open_client(chat.url)
-    with asyncio.Runner() as runner:
-        try:
-            _converse(runner, client, chat, Console(highlight=False, soft_wrap=True))
-        except MeshError as error:
-            print(f"weft chat: {error}", file=sys.stderr)
-            return 1
-        finally:
-            runner.run(client.aclose())
+    try:
+        client = open_client(chat.url)
+        with asyncio.Runner() as runner:
+            try:
+                _converse(runner, client, chat, Console(highlight=False, soft_wrap=True))
+            finally:
+                runner.run(client.aclose())
+    except MeshError as error:
+        print(f"weft chat: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

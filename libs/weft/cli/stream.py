@@ -10,6 +10,10 @@ from typing import Any
 
 import httpx
 
+from weft.cli.record import DEFAULT_URL
+
+LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
+MAX_PORT = 65_535
 CONNECT_SECONDS = 5.0
 # between two pieces of an answer; prompts can wait behind others
 SILENCE_SECONDS = 120.0
@@ -44,8 +48,16 @@ class Figures:
 
 
 def open_client(url: str) -> httpx.AsyncClient:
-    """A client of the gateway at url; the caller closes it."""
-    return httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS))
+    """A client of the gateway at url; the caller closes it. Raises MeshError when that is no URL."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise MeshError(f"--url {url} is no URL: {error}") from error
+    if parsed.scheme not in ("http", "https") or not parsed.host or (parsed.port or 0) > MAX_PORT:
+        raise MeshError(f"--url {url} is no gateway's URL; it should look like {DEFAULT_URL}")
+    timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
+    # a proxy named in the environment does not lead back to this machine
+    return httpx.AsyncClient(base_url=url, timeout=timeout, trust_env=parsed.host not in LOOPBACK_HOSTS)
 
 
 async def stream_text(

@@ -101,6 +101,24 @@ def test_chat_shows_the_answer_without_control_characters_and_what_it_cost(gatew
     assert "3 tokens" in result.output
 
 
+def test_a_proxy_in_the_environment_is_not_for_this_machine(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    gateway.scripts = [HELLO]
+    result = runner.invoke(app, ["chat", "--url", gateway.url], input="hi\n")
+    assert result.exit_code == 0
+    assert "Hello" in result.output
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://127.0.0.1:x", "localhost:8000", "mesh"])
+@pytest.mark.parametrize("command", [["chat"], ["generate", "hi"]])
+def test_a_url_that_is_none_is_told_in_one_line(command: list[str], url: str) -> None:
+    result = runner.invoke(app, [*command, "--url", url], input="hi\n")
+    assert result.exit_code == 1
+    assert url in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 def test_reset_forgets_and_quit_leaves(gateway: Gateway) -> None:
     gateway.scripts = [HELLO, HELLO]
     result = runner.invoke(app, ["chat", "--url", gateway.url], input="one\n/reset\ntwo\n/quit\nthree\n")
