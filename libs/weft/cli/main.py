@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -148,6 +149,8 @@ def _gateway(url: str | None) -> str:
 
 def main() -> None:
     """Entry point of the `weft` script."""
+    # read when grpc is imported: its own lines about peers that leave would end up between ours
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     app()
 
 

@@ -129,6 +129,8 @@ def _common(options: MeshOptions, at: Addresses) -> dict[str, str]:
     return {
         "PYTHONUNBUFFERED": "1",
         "GRPC_ENABLE_FORK_SUPPORT": "0",
+        # a peer that says goodbye is worth no line of gRPC's own
+        "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "ERROR"),
         "WEFT_LOG_LEVEL": options.log_level.upper(),
         # part of what Ctrl-C may take
         "WEFT_GRACE_SECONDS": "1",

@@ -47,6 +47,14 @@ def test_a_users_own_settings_reach_the_services_but_not_their_addresses(monkeyp
     assert spec.environ["WEFT_PORT"] == "5"
 
 
+def test_grpc_keeps_its_own_log_to_errors_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    services = [spec for spec in mesh_specs(MeshOptions(Path("/m")), AT) if spec.name != "valkey"]
+    assert {spec.environ["GRPC_VERBOSITY"] for spec in services} == {"ERROR"}
+    monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
+    assert mesh_specs(MeshOptions(Path("/m")), AT)[1].environ["GRPC_VERBOSITY"] == "DEBUG"
+
+
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(2, 2, 1), (1, 2, 1), (8, 2, 4), (16, 3, 5)])
 def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch, cores: int, workers: int, threads: int) -> None:
     monkeypatch.setattr(module, "num_cores", lambda: cores)
