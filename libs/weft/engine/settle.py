@@ -47,11 +47,11 @@ class Settler:
         """The next token of a sequence, and the sequence's end if it is the last."""
         prompt = None if sequence.has_emitted else sequence.prompt_counts()
         sequence.token_ids.append(token.token_id)
-        self.num_generated_tokens += 1
         reason = None
         if sequence.is_prefill:
-            self._planner.hold(sequence)
+            self._planner.hold(sequence)  # its token counts where the sequence goes on
         else:
+            self.num_generated_tokens += 1
             reason = sequence.end_after(token.token_id, self._config.eos_token_ids, self._config.context_tokens)
         logprobs = (token.logprobs,) if token.logprobs else ()
         events.deltas.append(TokenDelta(sequence.spec.key, (token.token_id,), logprobs, prompt, reason))

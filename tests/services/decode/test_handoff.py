@@ -41,6 +41,14 @@ async def test_tokens_are_those_of_a_single_model_and_every_byte_is_counted(tiny
         await pair.until_idle()
 
 
+async def test_a_fleets_generated_tokens_are_those_of_the_answers(tiny: Tiny) -> None:
+    async with start_pair(tiny) as pair:
+        answers = [await pair.gateway.generate(prompt(20, seed=seed), pair.prefill.address) for seed in (1, 2)]
+        await pair.until_idle()
+        generated = pair.prefill.load.generated_tokens + pair.decode.load.generated_tokens
+        assert generated == sum(len(answer.tokens) for answer in answers)
+
+
 async def test_a_prompt_of_many_chunks_keeps_its_text(tiny: Tiny) -> None:
     async with start_pair(tiny, "mooncake") as pair:
         token_ids = prompt(20 * CHUNK_TOKENS + 1)
