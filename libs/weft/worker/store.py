@@ -77,6 +77,7 @@ class StoreClient:
         if not self._address:
             return
         self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(_tell_failure)
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await self._keeper.was_tried.wait()
@@ -236,6 +237,12 @@ class StoreClient:
         """Let the loop have its turn after every INLINE_BYTES."""
         if (slot + 1) % max(1, INLINE_BYTES // self._memory.block_bytes) == 0:
             await asyncio.sleep(0)
+
+
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    """A worker goes on without its store, but not in silence."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("the store is in use no more until this worker starts again", exc_info=error)
 
 
 def _check_codes(link: StoreLink, codes: Sequence[int]) -> None:

@@ -15,6 +15,7 @@ from tests.services.kvstore.node import KvStoreProcess, until
 from tests.weft.worker.pool import BLOCK_BYTES, Worker, content, key, working
 from weft import metrics
 from weft.engine.messages import SealedBlock
+from weft.worker.store_link import LinkKeeper
 
 FETCH_SECONDS = 5.0
 CANARY = b"\x5a" * BLOCK_BYTES
@@ -112,6 +113,24 @@ async def test_blocks_outlive_the_killed_worker_that_put_them(shared: KvStorePro
     async with working(Worker(shared.address, "outlived")) as other:
         assert await found(other, [*range(20)]) == 20
         assert all(other.read(number) == content(number) for number in range(20))
+
+
+async def test_background_work_that_fails_by_a_bug_is_told_when_it_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(_: LinkKeeper) -> None:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(LinkKeeper, "run", fail)
+    monkeypatch.setattr("weft.worker.store.CONNECT_SECONDS", 0.01)
+    worker = Worker("127.0.0.1:1")
+    await worker.store.connect()
+    assert "the store is in use no more" in caplog.text
+    assert "a bug" in caplog.text
+    worker.offer([3])
+    assert worker.unpinned == [3]
+    with pytest.raises(ExceptionGroup):
+        await worker.store.close()
 
 
 async def test_without_an_address_nothing_is_found_and_offers_are_declined() -> None:
