@@ -53,6 +53,9 @@ class ModelRunner:
         self._clear_new_tails(ordered)
         logits = self._model.forward(self._rows(ordered), self._batch(ordered))
         sampled = dict(zip([i for i in order if works[i].samples], self._sample(ordered, logits), strict=True))
+        if not sampled and self._device.type == "cuda":
+            # reading tokens back waits for the device; without any, peers would be told of KV that is not there yet
+            torch.cuda.current_stream(self._device).synchronize()
         return [sampled[i] for i in sorted(sampled)]
 
     def _rows(self, works: Items[Work]) -> Rows:
