@@ -117,6 +117,11 @@ class _Writes:
         self._last = asyncio.create_task(self._context.write(message))
         await asyncio.shield(self._last)
 
+    def time_remaining(self) -> float | None:
+        """Seconds to the caller's deadline; None without one."""
+        remaining: float | None = self._context.time_remaining()
+        return remaining
+
     async def settle(self) -> None:
         """The last message is out, or never will be. A peer that reads nothing is waited for until it is gone."""
         if self._last is not None:

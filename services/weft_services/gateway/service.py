@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     import grpc
 
 IDLE_SECONDS = 60.0
+# how long a client may leave full buffers unread
+SLOW_READER_SECONDS = 30.0
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 
@@ -40,27 +44,24 @@ class InferenceService(InferenceServiceServicer):
         self._pipeline = pipeline
         self._timeout_seconds = timeout_seconds
 
-    async def Generate(
-        self,
-        request: pb.GenerateRequest,
-        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    # both are coroutines that write, not generators: every write is bounded in time
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         """Continue a prompt."""
         body = _generate_fields(request, self._pipeline.model.name)
-        async for piece, usage in self._answer("grpc.generate", parse_completion, body, context.time_remaining()):
-            details = _details(piece, usage, request.options)
-            yield pb.GenerateResponse(text=piece.text, **details)
+        answer = self._answer("grpc.generate", parse_completion, body, context.time_remaining())
+        async with aclosing(answer) as pieces:
+            async for piece, usage in pieces:
+                details = _details(piece, usage, request.options)
+                await _write(context, pb.GenerateResponse(text=piece.text, **details))
 
-    async def Chat(
-        self,
-        request: pb.ChatRequest,
-        context: grpc.aio.ServicerContext[pb.ChatRequest, pb.ChatResponse],
-    ) -> AsyncIterator[pb.ChatResponse]:
+    async def Chat(self, request: pb.ChatRequest, context: Any) -> None:  # type: ignore[override]
         """Answer a conversation."""
         body = _chat_fields(request, self._pipeline.model.name)
-        async for piece, usage in self._answer("grpc.chat", parse_chat, body, context.time_remaining()):
-            details = _details(piece, usage, request.options)
-            yield pb.ChatResponse(content=piece.text, **details)
+        answer = self._answer("grpc.chat", parse_chat, body, context.time_remaining())
+        async with aclosing(answer) as pieces:
+            async for piece, usage in pieces:
+                details = _details(piece, usage, request.options)
+                await _write(context, pb.ChatResponse(content=piece.text, **details))
 
     async def ListModels(
         self,
@@ -78,7 +79,7 @@ class InferenceService(InferenceServiceServicer):
         parse: Callable[[bytes], Generation],
         fields: dict[str, Any],
         remaining_seconds: float | None,
-    ) -> AsyncIterator[tuple[Piece, Usage | None]]:
+    ) -> AsyncGenerator[tuple[Piece, Usage | None], None]:
         """Pieces of the only choice; the last one comes with the usage."""
         timeout = min(self._timeout_seconds, remaining_seconds or self._timeout_seconds)
         account = Account(name)
@@ -100,6 +101,14 @@ class InferenceService(InferenceServiceServicer):
             raise public_error(known) from error
         finally:
             account.close(Stage.CANCELLED)
+
+
+async def _write(context: Any, response: pb.GenerateResponse | pb.ChatResponse) -> None:
+    try:
+        async with asyncio.timeout(SLOW_READER_SECONDS):
+            await context.write(response)
+    except TimeoutError as error:
+        raise Cancelled("the client does not read its answer") from error
 
 
 def _generate_fields(request: pb.GenerateRequest, only_model: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, Bench, MakeBench
-from tests.services.gateway.fakes import LENGTH, STOP, failing, speaking
+from tests.services.gateway.fakes import LENGTH, STOP, SequenceDelta, Start, failing, speaking
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 
@@ -136,3 +136,20 @@ async def test_a_full_fleet_says_when_to_come_back(bench: MakeBench) -> None:
             await anext(aiter(stub.Generate(pb.GenerateRequest(text="x"), timeout=10)))
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert dict(refused.value.trailing_metadata())["weft-retry-after"] == "7.500"
+
+
+async def test_a_client_that_does_not_read_holds_neither_a_place_nor_the_engine(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft_services.gateway.service.SLOW_READER_SECONDS", 0.2)
+
+    async def talkative(start: Start) -> AsyncIterator[SequenceDelta]:
+        while True:
+            yield SequenceDelta(key=start.key, token_ids=[100] * 4096)
+
+    async with bench() as b, stub_of(b) as stub:
+        b.decode.script = talkative
+        call = stub.Generate(pb.GenerateRequest(text="x", options=pb.GenerationOptions(return_token_ids=True)))
+        await b.decode.until(lambda: len(b.decode.cancelled) == 1)
+        assert b.gateway.pipeline.num_in_flight == 0
+        call.cancel()

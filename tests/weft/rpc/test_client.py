@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -17,7 +19,8 @@ async def test_a_proxy_in_the_environment_is_not_for_the_mesh(monkeypatch: pytes
     await rpc.set_ready(True)
     try:
         async with open_channel(address) as channel:
-            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         assert await grpc_serves(address)
     finally:
