@@ -1,4 +1,4 @@
-"""The life of a request as one enum. Metrics, traces and the access log speak in these stages.
+"""The life of a request as one enum. Settlements, and the ends in metrics and the access log, are named by it.
 
     received -> routed -> reserved -> prefilling -> transferring -> decoding -> finished
         \\_________\\__________\\___________\\_____________\\____________\\-> failed
