@@ -57,7 +57,7 @@ def up(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP.")] = 8000,
     grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="Public gRPC.")] = 9000,
-    prefill: Annotated[int, typer.Option(min=0, max=64, help="Prefill workers.")] = 1,
+    prefill: Annotated[int, typer.Option(min=1, max=64, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")] = 1,
     dtype: Annotated[DType, typer.Option(help="Of weights and KV cache; auto: bfloat16 on a GPU.")] = DType.AUTO,
     transport: Annotated[Transport, typer.Option(help="Of KV blocks; auto: Mooncake, else gRPC.")] = Transport.AUTO,

@@ -52,7 +52,7 @@ class MeshOptions:
     @property
     def worker_threads(self) -> int:
         """torch threads of one worker; together they leave no core to two."""
-        return self.threads or max(1, num_cores() // max(1, self.num_prefill + self.num_decode))
+        return self.threads or max(1, num_cores() // (self.num_prefill + self.num_decode))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,9 @@ def free_ports(count: int) -> list[int]:
 
 
 def pick_addresses(options: MeshOptions) -> Addresses:
-    """Choose a port for each part. Raises PortTaken for the two that the user chose."""
+    """Choose a port for each part. Raises PortTaken for the two that the user chose, also when they are one."""
+    if options.port == options.grpc_port:
+        raise PortTaken(f"--port and --grpc-port are both {options.port}; choose another with --grpc-port")
     check_port(options.host, options.port, "--port")
     check_port(options.host, options.grpc_port, "--grpc-port")
     names = [f"prefill-{i}" for i in range(options.num_prefill)] + [f"decode-{i}" for i in range(options.num_decode)]

@@ -76,3 +76,20 @@ def test_status_without_a_mesh_says_what_to_do() -> None:
     result = runner.invoke(app, ["status"])
     assert result.exit_code == 1
     assert "weft up" in result.stderr
+
+
+def test_a_mesh_without_prefill_workers_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # nobody would compute prompts: it would never be ready
+    monkeypatch.setattr("weft.cli.up.up", lambda options: 0)
+    result = runner.invoke(app, ["up", "--model", str(checkpoint), "--prefill", "0"])
+    assert result.exit_code == 2
+    assert "--prefill" in result.stderr
+
+
+def test_one_port_cannot_serve_http_and_grpc(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.cli.up.asyncio.run", lambda coroutine: coroutine.close() or 0)
+    monkeypatch.setattr("weft.cli.up.mooncake_trouble", lambda: "")
+    port = str(free_port())
+    result = runner.invoke(app, ["up", "--model", str(checkpoint), "--port", port, "--grpc-port", port])
+    assert result.exit_code == 2
+    assert "--grpc-port" in result.stderr
