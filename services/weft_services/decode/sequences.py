@@ -113,6 +113,10 @@ class SequenceDesk:
             outbox.put([self._failed(order.key, error)])
         except TimeoutError:
             outbox.put([self._failed(order.key, DeadlineExceeded("the request's time is over"))])
+        except Exception:
+            # a bug; it must not end the stream, and with it every other sequence of the gateway
+            logger.exception("sequence failed by a bug")
+            outbox.put([self._failed(order.key, EngineFailed("internal error"))])
         finally:
             del self._sequences[order.key]
             if not self._sequences:

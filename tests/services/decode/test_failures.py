@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.services.attach import prompt
+from tests.services.attach import GREEDY, prompt
 from tests.services.workers import CHUNK_TOKENS, Meddler, Pair, Worker, start_pair
 from tests.weft.tiny_llama import Tiny
 from weft import metrics
@@ -21,6 +21,7 @@ from weft.rpc.handoff import event_to_wire, order_from_wire
 from weft.rpc.server import RpcServer
 from weft.worker import borrow
 from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
+from weft_services.decode.handoff import HandOffs
 
 LONG = prompt(4 * CHUNK_TOKENS + 3)
 
@@ -207,3 +208,22 @@ async def test_a_prefill_worker_that_breaks_its_word(tiny: Tiny) -> None:
                 assert answer.tokens == pair.expected(LONG)
                 assert failures(reason) == before + 1, name
         await pair.decode.until_idle()
+
+
+async def test_a_bug_in_one_hand_off_leaves_the_other_sequences_alone(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*_: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    async with start_pair(tiny) as pair:
+        _, other = await pair.gateway.start(LONG, sampling=dataclasses.replace(GREEDY, max_tokens=100))
+        monkeypatch.setattr(HandOffs, "fill", fail)
+        answer = await pair.gateway.generate(prompt(30, seed=5), pair.prefill.address)
+        assert answer.failure is not None
+        assert "a bug" not in answer.failure.message
+        assert "ZeroDivisionError: a bug" in caplog.text
+        async with asyncio.timeout(20):
+            await other.has_ended.wait()
+        assert other.tokens == pair.expected(LONG, 100)
+        await pair.until_idle()
