@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
-from weft.model.config import ModelConfig, expected_tensors, read_config
+from weft.model.config import ModelConfig, expected_tensors, is_ignored, read_config
 from weft.weights.header import TensorEntry, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-WEIGHT_DTYPES = ("F32", "F16", "BF16")
+# quantized checkpoints hold packed integers, or eight-bit floats, and their shapes beside the factors
+WEIGHT_DTYPES = ("F32", "F16", "BF16", "F8_E4M3", "I32", "I64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +126,9 @@ def _select(directory: Path, config: ModelConfig, found: dict[str, TensorSource]
         if source.entry.dtype not in WEIGHT_DTYPES:
             raise BadCheckpoint(f"{source.path}: tensor {name} has dtype {source.entry.dtype}, not a weight's")
     for name, source in found.items():
-        if name not in expected and not _is_ignored(name, config):
+        if name not in expected and not is_ignored(name, config):
             raise BadCheckpoint(f"{source.path}: tensor {name} is not part of a {config.architecture}")
     return tuple(found[name] for name in expected)
-
-
-def _is_ignored(name: str, config: ModelConfig) -> bool:
-    """Rotary frequencies are computed; a tied model's output matrix is its embedding."""
-    return name.endswith("rotary_emb.inv_freq") or (config.is_tied and name == "lm_head.weight")
 
 
 def _served_config(directory: Path, config: ModelConfig) -> str:

@@ -12,8 +12,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from tests.weft.tiny_llama import Tiny
 from weft.errors import BadCheckpoint
 from weft.model.config import Rope
-from weft.model.llama import Llama, Rows
+from weft.model.decoder import Decoder
 from weft.model.rotary import inverse_frequencies
+from weft.model.step import Rows
 from weft_kernels.paged_attention import PagedBatch
 
 BLOCK_TOKENS = 8
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 def forward(tiny: Tiny, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
     """All logits of one sequence in one go, its blocks in no particular order."""
     config = tiny.config
-    model = Llama(config, tiny.weights, dtype, CPU)
+    model = Decoder(config, tiny.weights, dtype, CPU)
     pool = torch.zeros(9, config.num_kv_heads, config.num_layers, 2, BLOCK_TOKENS, config.head_dim, dtype=dtype)
     table = [7, 2, 5, 0, 8, 1, 3, 6]
     positions = torch.arange(len(tokens))
@@ -50,13 +51,13 @@ def test_a_missing_tensor_is_named(grouped: Tiny) -> None:
     weights = grouped.weights
     del weights["model.layers.1.mlp.up_proj.weight"]
     with pytest.raises(BadCheckpoint, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing"):
-        Llama(grouped.config, weights, torch.float32, CPU)
+        Decoder(grouped.config, weights, torch.float32, CPU)
 
 
 def test_a_tensor_of_another_shape_is_named(grouped: Tiny) -> None:
     config = dataclasses.replace(grouped.config, intermediate_size=80)
     with pytest.raises(BadCheckpoint, match=r"gate_proj.* has shape \[96, 48\], expected \[80, 48\]"):
-        Llama(config, grouped.weights, torch.float32, CPU)
+        Decoder(config, grouped.weights, torch.float32, CPU)
 
 
 @pytest.mark.parametrize(

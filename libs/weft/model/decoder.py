@@ -1,0 +1,81 @@
+"""The forward pass of every family: one packed batch of tokens in, logits of the asked-for rows out, KV into the pool.
+
+Knows tensors and block slots; knows no sequences, no sampling, no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from weft.model.attention import GroupedAttention
+from weft.model.latent import LatentAttention
+from weft.model.linear import linear
+from weft.model.loading import Loader
+from weft.model.mlp import Mixture, Mlp
+from weft.model.rotary import cos_sin, inverse_frequencies
+from weft.model.spec import ModelConfig
+from weft.model.step import Rows, Step
+from weft_kernels.paged_attention import PagedBatch
+from weft_kernels.rms_norm import rms_norm
+
+
+class DecoderLayer:
+    """Norm, attention, norm, MLP; each pair added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, index: int, loader: Loader) -> None:
+        root = f"{config.prefix}model.layers.{index}."
+        self.eps = config.rms_norm_eps
+        self.input_norm = loader.tensor(root + "input_layernorm.weight")
+        self.attention: GroupedAttention | LatentAttention = (
+            LatentAttention(config, index, root + "self_attn.", loader)
+            if config.latent
+            else GroupedAttention(config, index, root + "self_attn.", loader)
+        )
+        self.mlp_norm = loader.tensor(root + "post_attention_layernorm.weight")
+        mlp = f"{root}{config.mlp_name}."
+        has_experts = config.layers[index].has_experts and config.experts
+        self.mlp: Mlp | Mixture = Mixture(has_experts, mlp, loader) if has_experts else Mlp(mlp, loader)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """[T, hidden]."""
+        x = x + self.attention.forward(rms_norm(x, self.input_norm, self.eps), step)
+        return x + self.mlp.forward(rms_norm(x, self.mlp_norm, self.eps))
+
+
+class Decoder:
+    """The model's tensors in the dtype and on the device they run in."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Raises BadCheckpoint, before anything is copied, for tensors that are not what the config asks for."""
+        loader = Loader(config, weights, dtype, device)
+        self.config = config
+        self.dtype = dtype
+        self.embedding = loader.tensor(config.prefix + "model.embed_tokens.weight")
+        self.layers = [DecoderLayer(config, index, loader) for index in range(config.num_layers)]
+        self.norm = loader.tensor(config.prefix + "model.norm.weight")
+        self.head = self.embedding if config.is_tied else loader.tensor(config.prefix + "lm_head.weight")
+        self.frequencies = inverse_frequencies(config.rope, config.rotated_dim).to(device)
+        loader.finish()
+
+    def forward(self, rows: Rows, batch: PagedBatch) -> Tensor:
+        """[R, vocab] float32 logits. Writes the KV of all rows into `batch.pool` at `rows.slots`."""
+        angles = cos_sin(rows.positions, self.frequencies, self.dtype, self.config.rope.attention_factor)
+        step = Step(rows.slots, batch, angles, self._temperature(rows.positions))
+        x = functional.embedding(rows.token_ids, self.embedding)
+        for layer in self.layers:
+            x = layer.forward(x, step)
+        x = rms_norm(x[rows.logit_rows], self.norm, self.config.rms_norm_eps)
+        return linear(x, self.head).float()
+
+    def _temperature(self, positions: Tensor) -> Tensor | None:
+        temperature = self.config.temperature
+        if temperature is None:
+            return None
+        growth = ((positions.float() + 1) / temperature.floor).floor().log1p()
+        return (growth * temperature.scale + 1)[:, None, None].to(self.dtype)
