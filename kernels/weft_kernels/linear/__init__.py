@@ -50,15 +50,16 @@ def pack(weight: Tensor, dtype: torch.dtype) -> PackedWeight:
     return PackedWeight(outputs, inputs, dtype, panels, library)
 
 
-def linear(x: Tensor, weight: PackedWeight) -> Tensor:
-    """out[..., o] = sum over i of x[..., i] * weight[o, i], summed in fp32, in x's dtype: the weight's `dtype`.
+def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """out[..., o] = sum over i of x[..., i] * weight[o, i], plus bias[o]; summed in fp32, returned in x's dtype.
 
-    x: [..., inputs]. The sums' order differs from torch's; it depends neither on threads nor on the other rows.
+    x: [..., inputs], of the weight's `dtype`. The sums' order is not torch's,
+    and depends neither on threads nor on the other rows.
     """
     assert x.dtype == weight.dtype
     assert x.shape[-1] == weight.num_inputs
     if weight.library is None:
-        return linear_torch(x, weight.data)
+        return linear_torch(x, weight.data, bias)
     wide = x.float().contiguous()
     out = torch.empty(*x.shape[:-1], weight.num_outputs)
     num_rows = out.numel() // weight.num_outputs
@@ -67,4 +68,4 @@ def linear(x: Tensor, weight: PackedWeight) -> Tensor:
         function = weight.library.weft_linear_bf16 if is_half else weight.library.weft_linear_f32
         sizes = (num_rows, weight.num_inputs, weight.num_outputs)
         function(wide.data_ptr(), *sizes, weight.data.data_ptr(), out.data_ptr(), torch.get_num_threads())
-    return out.to(x.dtype)
+    return (out if bias is None else out.add_(bias)).to(x.dtype)

@@ -14,9 +14,10 @@ def linear_reference(x: Tensor, weight: Tensor) -> Tensor:
     return (x.float() @ weight.float().T).to(x.dtype)
 
 
-def linear_torch(x: Tensor, weight: Tensor) -> Tensor:
+def linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The quickest that torch has for so many rows. x: [..., inputs]."""
     if x.is_cuda or x.element_size() != 4 or x.numel() // x.shape[-1] not in SWAPPED_ROWS:
-        return functional.linear(x, weight)
+        return functional.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
-    return (weight @ rows.T).T.reshape(*x.shape[:-1], len(weight))
+    out = (weight @ rows.T).T if bias is None else (weight @ rows.T).T + bias
+    return out.reshape(*x.shape[:-1], len(weight))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.model.linear import linear
 from weft.model.loading import Loader
 from weft.model.rotary import pairs_to_halves
 from weft.model.spec import HeadNorm, ModelConfig
 from weft.model.step import Step
 from weft_kernels.kv_write import kv_write
+from weft_kernels.linear import linear
 from weft_kernels.paged_attention import Span, paged_attention
 from weft_kernels.rms_norm import rms_norm
 from weft_kernels.rope import rope
@@ -27,11 +27,11 @@ class GroupedAttention:
         parts = [loader.linear(f"{root}{part}_proj") for part in "qkv"]
         if config.is_interleaved:
             parts[:2] = [pairs_to_halves(part, config.head_dim, config.head_dim) for part in parts[:2]]
-        self.qkv = torch.cat(parts)
+        self.qkv = loader.pack(torch.cat(parts))
         self.bias = None
         if config.has_qkv_bias:
             self.bias = torch.cat([loader.tensor(f"{root}{part}_proj.bias") for part in "qkv"])
-        self.output = loader.linear(root + "o_proj")
+        self.output = loader.pack(loader.linear(root + "o_proj"))
         if config.head_norm is HeadNorm.WEIGHTED:
             self.q_norm, self.k_norm = loader.tensor(root + "q_norm.weight"), loader.tensor(root + "k_norm.weight")
         elif config.head_norm is HeadNorm.PLAIN:

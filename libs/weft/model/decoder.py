@@ -13,12 +13,12 @@ from torch.nn import functional
 
 from weft.model.attention import GroupedAttention
 from weft.model.latent import LatentAttention
-from weft.model.linear import linear
 from weft.model.loading import Loader
 from weft.model.mlp import Mixture, Mlp
 from weft.model.rotary import cos_sin, inverse_frequencies
 from weft.model.spec import ModelConfig
 from weft.model.step import Rows, Step
+from weft_kernels.linear import linear
 from weft_kernels.paged_attention import PagedBatch
 from weft_kernels.rms_norm import rms_norm
 
@@ -56,10 +56,10 @@ class Decoder:
         loader = Loader(config, weights, dtype, device)
         self.config = config
         self.dtype = dtype
-        self.embedding = loader.tensor(config.prefix + "model.embed_tokens.weight")
+        self.embedding = loader.matrix(config.prefix + "model.embed_tokens.weight")
         self.layers = [DecoderLayer(config, index, loader) for index in range(config.num_layers)]
         self.norm = loader.tensor(config.prefix + "model.norm.weight")
-        self.head = self.embedding if config.is_tied else loader.tensor(config.prefix + "lm_head.weight")
+        self.head = loader.pack(self.embedding if config.is_tied else loader.matrix(config.prefix + "lm_head.weight"))
         self.frequencies = inverse_frequencies(config.rope, config.rotated_dim).to(device)
         loader.finish()
 
@@ -67,7 +67,7 @@ class Decoder:
         """[R, vocab] float32 logits. Writes the KV of all rows into `batch.pool` at `rows.slots`."""
         angles = cos_sin(rows.positions, self.frequencies, self.dtype, self.config.rope.attention_factor)
         step = Step(rows.slots, batch, angles, self._temperature(rows.positions))
-        x = functional.embedding(rows.token_ids, self.embedding)
+        x = functional.embedding(rows.token_ids, self.embedding).to(self.dtype)
         for layer in self.layers:
             x = layer.forward(x, step)
         x = rms_norm(x[rows.logit_rows], self.norm, self.config.rms_norm_eps)

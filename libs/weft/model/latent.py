@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.model.linear import linear
 from weft.model.loading import Loader
 from weft.model.rotary import pairs_to_halves
 from weft.model.spec import Latent, ModelConfig
 from weft.model.step import Step
 from weft_kernels.kv_write import kv_write
 from weft_kernels.latent_attention import latent_attention
+from weft_kernels.linear import linear
 from weft_kernels.rms_norm import rms_norm
 from weft_kernels.rope import rope
 
@@ -32,15 +32,16 @@ class LatentAttention:
         self.latent: Latent = config.latent
         self.index = index
         latent, q_name = self.latent, root + ("q_b_proj" if config.latent.q_rank else "q_proj")
-        self.q_down = loader.linear(root + "q_a_proj") if latent.q_rank else None
+        self.q_down = loader.pack(loader.linear(root + "q_a_proj")) if latent.q_rank else None
         self.q_norm = loader.tensor(root + "q_a_layernorm.weight") if latent.q_rank else None
-        self.q_up = self._halves(loader.linear(q_name), latent.nope_dim + latent.rope_dim)
-        self.kv_down = self._halves(loader.linear(root + "kv_a_proj_with_mqa"), latent.kv_rank + latent.rope_dim)
+        self.q_up = loader.pack(self._halves(loader.linear(q_name), latent.nope_dim + latent.rope_dim))
+        kv_down = self._halves(loader.linear(root + "kv_a_proj_with_mqa"), latent.kv_rank + latent.rope_dim)
+        self.kv_down = loader.pack(kv_down)
         self.kv_norm = loader.tensor(root + "kv_a_layernorm.weight")
-        kv_up = loader.linear(root + "kv_b_proj").view(config.num_heads, -1, latent.kv_rank)
+        kv_up = loader.linear(root + "kv_b_proj").to(loader.dtype).view(config.num_heads, -1, latent.kv_rank)
         self.to_latent = kv_up[:, : latent.nope_dim].contiguous()
         self.to_value = kv_up[:, latent.nope_dim :].transpose(1, 2).contiguous()
-        self.output = loader.linear(root + "o_proj")
+        self.output = loader.pack(loader.linear(root + "o_proj"))
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[T, hidden]; the rows' own vectors go into the pool first."""

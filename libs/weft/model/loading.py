@@ -11,12 +11,23 @@ import torch
 from torch import Tensor
 
 from weft.errors import BadCheckpoint
+from weft.model.quantization import stored_dtypes
 from weft.model.spec import ModelConfig, Packing
 from weft.model.tensors import expected_tensors, is_ignored
+from weft_kernels.linear import PackedWeight, pack
+
+DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
 
 
 class Loader:
-    """Hands out a model's tensors; `root` of the building blocks' names is theirs to add."""
+    """Hands out a model's tensors, each to the building block that asks for it by its whole name."""
 
     def __init__(
         self, config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
@@ -28,6 +39,8 @@ class Loader:
                 raise BadCheckpoint(f"tensor {name} is missing")
             if tuple(weights[name].shape) != shape:
                 raise BadCheckpoint(f"tensor {name} has shape {list(weights[name].shape)}, expected {list(shape)}")
+            if DTYPE_NAMES.get(weights[name].dtype) not in stored_dtypes(name, expected):
+                raise BadCheckpoint(f"tensor {name} has dtype {weights[name].dtype}, which it cannot be stored in")
         for name in weights:
             if name not in expected and not is_ignored(name, config):
                 raise BadCheckpoint(f"tensor {name} is not part of a {config.architecture}")
@@ -42,10 +55,22 @@ class Loader:
         self._unread.discard(name)
         return self._weights[name].to(device=self.device, dtype=dtype or self.dtype)
 
+    def matrix(self, name: str) -> Tensor:
+        """A tensor to be packed or looked up in, before it is brought to the model's dtype.
+
+        bfloat16 stays what it is on a CPU, where the kernels widen it as they read it; so does a table of embeddings.
+        """
+        is_kept = self.device.type == "cpu" and self._weights[name].dtype == torch.bfloat16
+        return self.tensor(name, torch.bfloat16 if is_kept else None)
+
     def linear(self, *names: str) -> Tensor:
-        """The weights of linear modules, unpacked and one below the other."""
+        """The weights of linear modules, unpacked and one below the other; see `matrix` for their dtype."""
         parts = [self._unpacked(name) for name in names]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def pack(self, weight: Tensor) -> PackedWeight:
+        """A weight [out, in] as the linear kernel takes it."""
+        return pack(weight, self.dtype)
 
     def finish(self) -> None:
         """Every expected tensor must have found its place: a model without it would compute something else."""
@@ -63,7 +88,7 @@ class Loader:
             self._unread.discard(name + ".weight")
             packed = self._weights[name + ".weight"].to(self.device)
             return unpack_fp8(packed, self.tensor(name + ".weight_scale_inv", torch.float32), how.block).to(self.dtype)
-        return self.tensor(name + ".weight")
+        return self.matrix(name + ".weight")
 
 
 def unpack_fp8(packed: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:

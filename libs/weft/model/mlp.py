@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from weft.model.linear import linear
 from weft.model.loading import Loader
 from weft.model.routing import route
 from weft.model.spec import Experts, Scoring
+from weft_kernels.linear import linear, pack
 from weft_kernels.moe import moe
 
 
@@ -17,8 +17,8 @@ class Mlp:
     """gate_up: [2 size, hidden]; down: [hidden, size]."""
 
     def __init__(self, root: str, loader: Loader) -> None:
-        self.gate_up = loader.linear(root + "gate_proj", root + "up_proj")
-        self.down = loader.linear(root + "down_proj")
+        self.gate_up = loader.pack(loader.linear(root + "gate_proj", root + "up_proj"))
+        self.down = loader.pack(loader.linear(root + "down_proj"))
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden]."""
@@ -33,7 +33,8 @@ class Mixture:
         self.experts = experts
         router = root + experts.router
         # biased scores lie close together: DeepSeek's router is meant to be computed in float32
-        self.router = loader.tensor(router + ".weight", torch.float32 if experts.has_bias else None)
+        router_dtype = torch.float32 if experts.has_bias else loader.dtype
+        self.router = pack(loader.tensor(router + ".weight", router_dtype), router_dtype)
         self.bias = loader.tensor(router + ".e_score_correction_bias", torch.float32) if experts.has_bias else None
         if experts.is_fused:
             self.gate_up = loader.tensor(root + "experts.gate_up_proj").transpose(1, 2).contiguous()
@@ -41,8 +42,8 @@ class Mixture:
         else:
             gate, up, down = experts.projections
             names = [f"{root}experts.{index}." for index in range(experts.num_experts)]
-            self.gate_up = torch.stack([loader.linear(name + gate, name + up) for name in names])
-            self.down = torch.stack([loader.linear(name + down) for name in names])
+            self.gate_up = torch.stack([loader.linear(name + gate, name + up) for name in names]).to(loader.dtype)
+            self.down = torch.stack([loader.linear(name + down) for name in names]).to(loader.dtype)
         self.shared = Mlp(f"{root}{experts.shared}.", loader) if experts.shared_size else None
 
     def forward(self, x: Tensor) -> Tensor:

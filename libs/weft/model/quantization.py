@@ -6,11 +6,13 @@ Block-scaled FP8 (DeepSeek, Kimi K2) and compressed-tensors' packed INT4 (Kimi K
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 
 from weft.model.fields import Fields
 from weft.model.spec import Packing, Quantization
 
 INT4_PER_WORD = 8
+FLOATS = ("F32", "F16", "BF16")
 
 
 def read_quantization(fields: Fields) -> Quantization | None:
@@ -35,6 +37,15 @@ def packed_shapes(name: str, shape: tuple[int, int], how: Quantization | None) -
         module + ".weight_scale": (rows, columns),
         module + ".weight_shape": (2,),
     }
+
+
+def stored_dtypes(name: str, names: Container[str]) -> tuple[str, ...]:
+    """What a tensor may be stored as, by safetensors' names; `names` are those of all tensors of the model."""
+    if name.endswith(".weight_packed"):
+        return ("I32",)
+    if name.endswith(".weight_shape"):
+        return ("I32", "I64")
+    return ("F8_E4M3",) if name.removesuffix(".weight") + ".weight_scale_inv" in names else FLOATS
 
 
 def _fp8(inner: Fields) -> Quantization:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.model.linear import linear
 from weft.model.spec import Experts, Scoring
+from weft_kernels.linear import PackedWeight, linear
 
 
-def route(x: Tensor, router: Tensor, bias: Tensor | None, experts: Experts) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, router: PackedWeight, bias: Tensor | None, experts: Experts) -> tuple[Tensor, Tensor]:
     """x [T, hidden], router [E, hidden], bias [E]: the chosen experts [T, k] int64 and their weights [T, k] float32."""
     logits = linear(x.to(router.dtype), router)
     if experts.scoring is Scoring.SOFTMAX:
