@@ -27,4 +27,4 @@ def moe_grouped(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, dow
         out *= sorted_weights
     unsorted = torch.empty_like(out)
     unsorted[order] = out
-    return unsorted.view(num_rows, top_k, -1).sum(1).to(x.dtype)
+    return unsorted.view(num_rows, top_k, x.shape[1]).sum(1).to(x.dtype)

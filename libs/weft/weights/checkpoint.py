@@ -14,13 +14,12 @@ from typing import Any
 
 from weft.errors import BadCheckpoint
 from weft.model.config import ModelConfig, expected_tensors, is_ignored, read_config
+from weft.model.quantization import stored_dtypes
 from weft.weights.header import TensorEntry, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# quantized checkpoints hold packed integers, or eight-bit floats, and their shapes beside the factors
-WEIGHT_DTYPES = ("F32", "F16", "BF16", "F8_E4M3", "I32", "I64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,7 @@ def _select(directory: Path, config: ModelConfig, found: dict[str, TensorSource]
             raise BadCheckpoint(
                 f"{source.path}: tensor {name} has shape {list(source.entry.shape)}, config.json asks for {list(shape)}"
             )
-        if source.entry.dtype not in WEIGHT_DTYPES:
+        if source.entry.dtype not in stored_dtypes(name, expected):
             raise BadCheckpoint(f"{source.path}: tensor {name} has dtype {source.entry.dtype}, not a weight's")
     for name, source in found.items():
         if name not in expected and not is_ignored(name, config):
