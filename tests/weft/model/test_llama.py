@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from tests.weft.tiny_llama import Tiny
 from weft.errors import BadCheckpoint
 from weft.model.config import Rope
 from weft.model.decoder import Decoder
-from weft.model.rotary import inverse_frequencies
+from weft.model.fields import Fields
+from weft.model.rope_fields import read_rope
+from weft.model.rotary import inverse_frequencies, pairs_to_halves
 from weft.model.step import Rows
 from weft_kernels.paged_attention import PagedBatch
 
@@ -76,3 +79,28 @@ def test_frequencies_are_those_of_transformers(grouped: Tiny, rope: Rope) -> Non
     config = type(grouped.oracle.config)(head_dim=128, max_position_embeddings=131072, rope_parameters=parameters)
     expected, _ = ROPE_INIT_FUNCTIONS[rope.kind](config)
     torch.testing.assert_close(inverse_frequencies(rope, 128), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"factor": 4.0, "original_max_position_embeddings": 32768},
+        {"factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0},
+        {"factor": 32, "original_max_position_embeddings": 4096, "mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 1},
+        {"factor": 16.0, "original_max_position_embeddings": 4096, "beta_slow": 2.5, "truncate": False},
+        {"factor": 8.0, "original_max_position_embeddings": 64, "attention_factor": 1.25, "mscale": 2.0},
+        {"factor": 8.0, "mscale_all_dim": 2.0},
+    ],
+)
+def test_yarn_is_that_of_transformers(grouped: Tiny, fields: dict[str, float]) -> None:
+    parameters = {"rope_theta": 50_000.0, "rope_type": "yarn", **fields}
+    config = type(grouped.oracle.config)(head_dim=64, max_position_embeddings=131072, rope_parameters=dict(parameters))
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config)
+    rope = read_rope(Fields(Path("config.json"), {"rope_parameters": parameters}), 131072)
+    torch.testing.assert_close(inverse_frequencies(rope, 64), expected, rtol=1e-6, atol=0)
+    assert rope.attention_factor == pytest.approx(factor)
+
+
+def test_rows_of_pairs_become_rows_of_halves() -> None:
+    rows = torch.arange(12)[:, None]
+    assert pairs_to_halves(rows, 6, 4).flatten().tolist() == [0, 1, 2, 4, 3, 5, 6, 7, 8, 10, 9, 11]
