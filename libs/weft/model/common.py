@@ -50,8 +50,6 @@ def _check(fields: Fields, config: ModelConfig) -> None:
     """What the forward pass takes for granted."""
     if config.num_heads % config.num_kv_heads:
         raise fields.fail("num_key_value_heads", f"{config.num_kv_heads} does not divide {config.num_heads} heads")
-    if config.head_dim % 2:
-        raise fields.fail("head_dim", f"must be even for rotary embeddings, found {config.head_dim}")
     activation = fields.values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise fields.fail("hidden_act", f"{activation!r} is not supported; supported: silu")

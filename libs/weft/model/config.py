@@ -38,6 +38,8 @@ def read_config(model_dir: Path) -> ModelConfig:
     """
     fields = read_json(model_dir / "config.json")
     config = FAMILIES[_architecture(fields)](fields)
+    if config.rotated_dim % 2:
+        raise fields.fail("head_dim", f"must be even for rotary embeddings, found {config.rotated_dim}")
     generation = model_dir / "generation_config.json"
     # It wins where it names any end tokens: it is the file that chat tuning updates.
     eos = read_eos(read_json(generation)) if generation.exists() else None

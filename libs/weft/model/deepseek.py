@@ -40,8 +40,6 @@ def read_wrapped(fields: Fields) -> ModelConfig:
 
 def _latent(fields: Fields, config: ModelConfig) -> Latent:
     nope, rotated = fields.whole("qk_nope_head_dim", 128), fields.whole("qk_rope_head_dim", 64)
-    if rotated % 2:
-        raise fields.fail("qk_rope_head_dim", f"must be even for rotary embeddings, found {rotated}")
     scale = (nope + rotated) ** -0.5
     parameters = fields.inner("rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling")
     if config.rope.kind != "default" and parameters.values.get("mscale_all_dim"):

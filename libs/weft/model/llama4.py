@@ -22,6 +22,8 @@ def read(fields: Fields) -> ModelConfig:
         shared="shared_expert",
         is_fused=True,
     )
+    if experts.top_k > experts.num_experts:
+        raise fields.fail("num_experts_per_tok", f"{experts.top_k} of {experts.num_experts} experts")
     is_tempered = fields.flag("attn_temperature_tuning", True)
     return replace(
         config,
