@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from weft_kernels.paged_attention.batch import PagedBatch, Span
-from weft_kernels.paged_attention.grouped import paged_attention_grouped
+from weft_kernels.paged_attention.rows import paged_attention_rows
 
 
 def latent_attention(q: Tensor, layer: int, batch: PagedBatch, value_dim: int, scale: float) -> Tensor:
@@ -17,4 +17,4 @@ def latent_attention(q: Tensor, layer: int, batch: PagedBatch, value_dim: int, s
     assert q.is_contiguous()
     assert q.dtype == batch.pool.dtype
     assert batch.pool.shape[1] == batch.pool.shape[3] == 1
-    return paged_attention_grouped(q, layer, batch, Span(), scale, value_dim)
+    return paged_attention_rows(q, layer, batch, Span(), scale, value_dim)

@@ -21,6 +21,8 @@ SIGNATURES: dict[str, list[type]] = {
     "weft_pack_f32": [POINTER, LONG, LONG, POINTER, INT],
     "weft_linear_bf16": [POINTER, LONG, LONG, LONG, POINTER, POINTER, INT],
     "weft_linear_f32": [POINTER, LONG, LONG, LONG, POINTER, POINTER, INT],
+    "weft_attend_f32": [POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, FLOAT, INT],
+    "weft_attend_bf16": [POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, FLOAT, INT],
 }
 
 
@@ -52,6 +54,7 @@ def load(isa: str) -> ctypes.CDLL | None:
     for name, types in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = types, None
-    library.weft_panel.restype = LONG
+    for name in ("weft_panel", "weft_width"):
+        getattr(library, name).restype = LONG
     logger.info("CPU kernels: %s", isa)
     return library

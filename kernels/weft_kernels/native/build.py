@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("linear/linear.cpp",)
+SOURCES = ("linear/linear.cpp", "paged_attention/rows.cpp")
 HEADERS = ("native/vector.h",)
 COMMON = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-x", "c++")
 FLAGS = {

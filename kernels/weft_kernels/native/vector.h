@@ -53,10 +53,52 @@ static WEFT_INLINE Floats load_wide(const uint16_t* from) {
     return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16);
 }
 
-static WEFT_INLINE float sum(Floats value) {
-    float total = 0;
-    for (int i = 0; i < W; i++) total += value[i];
-    return total;
+static WEFT_INLINE void store_narrow(float* to, Floats value) { store(to, value); }
+
+// To the nearest bfloat16, ties to even, as torch rounds; a NaN stays one.
+static WEFT_INLINE void store_narrow(uint16_t* to, Floats value) {
+    Words words = (Words)value, rounded = (words + 0x7FFFu + ((words >> 16) & 1u)) >> 16;
+    Words is_nan = (Words)(value != value);
+    rounded = (is_nan & 0x7FC0u) | (~is_nan & rounded);
+    store(to, __builtin_convertvector(rounded, Halves));
+}
+
+template <int Size>
+struct Sum {
+    typedef float Half __attribute__((vector_size(2 * Size)));
+    template <typename Vector>
+    static WEFT_INLINE float of(Vector value) {
+        Half halves[2];
+        std::memcpy(halves, &value, sizeof value);
+        return Sum<Size / 2>::of(halves[0] + halves[1]);
+    }
+};
+
+template <>
+struct Sum<2> {
+    template <typename Vector>
+    static WEFT_INLINE float of(Vector value) {
+        return value[0] + value[1];
+    }
+};
+
+static WEFT_INLINE float sum(Floats value) { return Sum<W>::of(value); }
+
+// e^x for x <= 0, within 2 units in the last place; below -87 it stays at the smallest normal number.
+static WEFT_INLINE Floats exponential(Floats x) {
+    x = x < -87.0f ? splat(-87.0f) : x;
+    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest whole number in the lowest bits
+    Floats shifted = x * 1.44269504f + ROUND;
+    Floats whole = shifted - ROUND;
+    Floats rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    Floats result = splat(1.9875691500e-4f);
+    result = result * rest + 1.3981999507e-3f;
+    result = result * rest + 8.3334519073e-3f;
+    result = result * rest + 4.1665795894e-2f;
+    result = result * rest + 1.6666665459e-1f;
+    result = result * rest + 5.0000001201e-1f;
+    result = result * rest * rest + rest + 1.0f;
+    return (Floats)((Words)result + ((Words)shifted << 23));
 }
 
 }  // namespace weft

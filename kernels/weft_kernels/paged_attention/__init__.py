@@ -7,7 +7,7 @@ from torch import Tensor
 from weft_kernels.paged_attention.batch import FULL as FULL
 from weft_kernels.paged_attention.batch import PagedBatch as PagedBatch
 from weft_kernels.paged_attention.batch import Span as Span
-from weft_kernels.paged_attention.grouped import paged_attention_grouped
+from weft_kernels.paged_attention.rows import paged_attention_rows
 
 
 def paged_attention(q: Tensor, layer: int, batch: PagedBatch, span: Span = FULL) -> Tensor:
@@ -19,4 +19,4 @@ def paged_attention(q: Tensor, layer: int, batch: PagedBatch, span: Span = FULL)
     """
     assert q.is_contiguous()
     assert q.dtype == batch.pool.dtype
-    return paged_attention_grouped(q, layer, batch, span, q.shape[-1] ** -0.5)
+    return paged_attention_rows(q, layer, batch, span, q.shape[-1] ** -0.5)
