@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft.model.attention import GroupedAttention
+from weft.model.expansion import plan_latent
 from weft.model.latent import LatentAttention
 from weft.model.loading import Loader
 from weft.model.mlp import Mixture, Mlp
@@ -66,7 +67,8 @@ class Decoder:
     def forward(self, rows: Rows, batch: PagedBatch) -> Tensor:
         """[R, vocab] float32 logits. Writes the KV of all rows into `batch.pool` at `rows.slots`."""
         angles = cos_sin(rows.positions, self.frequencies, self.dtype, self.config.rope.attention_factor)
-        step = Step(rows.slots, batch, angles, self._temperature(rows.positions))
+        latent = plan_latent(self.config.latent, batch) if self.config.latent else None
+        step = Step(rows.slots, batch, angles, self._temperature(rows.positions), latent)
         x = functional.embedding(rows.token_ids, self.embedding).to(self.dtype)
         for layer in self.layers:
             x = layer.forward(x, step)

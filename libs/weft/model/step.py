@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from weft.model.expansion import LatentPlan
 from weft_kernels.paged_attention import PagedBatch
 
 
@@ -21,9 +22,13 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`angles`: cosine and sine [T, rotated dim]. `temperature`: [T, 1, 1] for queries of unrotated layers, or None."""
+    """`angles`: cosine and sine [T, rotated dim]. `temperature`: [T, 1, 1] for queries of unrotated layers, or None.
+
+    `latent`: how latent attention goes about the batch, in models that have it.
+    """
 
     slots: Tensor
     batch: PagedBatch
     angles: tuple[Tensor, Tensor]
     temperature: Tensor | None
+    latent: LatentPlan | None

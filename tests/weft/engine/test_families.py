@@ -9,6 +9,7 @@ import pytest
 
 from tests.weft.engine.harness import Driver, copy_blocks, prefill
 from tests.weft.tiny_families import FAMILIES, TinyFamily
+from weft.model import expansion
 
 LENGTHS = [1, 7, 16, 17, 40]
 NUM_NEW = 24
@@ -43,6 +44,19 @@ def test_tokens_are_exact_in_mixed_batches_with_prefix_hits_and_preemption(name:
             counts = driver.heard[keys[-1]].counts
             assert limits.get("num_blocks") or (counts is not None and counts.num_cached_tokens >= 32)
             driver.assert_all_blocks_are_back()
+
+
+@pytest.mark.parametrize("workspace_bytes", [1, 20_000, 1 << 20])
+@pytest.mark.parametrize("name", ["deepseek", "deepseek-plain"])
+def test_tokens_are_exact_with_keys_made_for_long_chunks(
+    name: str, workspace_bytes: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expansion, "WORKSPACE_BYTES", workspace_bytes)
+    monkeypatch.setattr(expansion, "min_expanded_rows", lambda latent: 3)
+    tiny, prompts, expected = cases(name)
+    with Driver(tiny, chunk_tokens=13) as driver:
+        keys = [driver.submit(str(i), prompt, NUM_NEW) for i, prompt in enumerate(prompts)]
+        assert [driver.wait_end(key).tokens for key in keys] == expected
 
 
 @pytest.mark.parametrize("name", ["mistral-window", "qwen3-moe", "llama4", "deepseek"])
