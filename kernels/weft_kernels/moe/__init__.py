@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from weft_kernels.moe.experts import PackedExperts as PackedExperts
+from weft_kernels.moe.experts import pack_experts as pack_experts
 from weft_kernels.moe.grouped import moe_grouped
 
 
-def moe(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, is_on_input: bool) -> Tensor:
+def moe(x: Tensor, chosen: Tensor, weights: Tensor, experts: PackedExperts, is_on_input: bool) -> Tensor:
     """out[t] = sum over j of weights[t, j] * mlp(chosen[t, j], x[t]), mlp(e, x) = down[e] (silu(gate[e] x) * up[e] x).
 
-    x: [T, hidden]; chosen: [T, k] int64, no expert twice in a row; weights: [T, k] float32; gate_up: [E, 2 size,
-    hidden], gate above up; down: [E, hidden, size]. Returns [T, hidden] in x's dtype. With `is_on_input` the weight
-    multiplies x instead, before the expert sees it.
+    x: [T, hidden], of the dtype that the experts were packed for; chosen: [T, k] int64, no expert twice in a row;
+    weights: [T, k] float32. Returns [T, hidden] in x's dtype. With `is_on_input` the weight multiplies x instead,
+    before the expert sees it.
     """
-    return moe_grouped(x, chosen, weights, gate_up, down, is_on_input)
+    return moe_grouped(x, chosen, weights, experts, is_on_input)

@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from weft_kernels.linear import linear
+from weft_kernels.moe.experts import PackedExperts
 
-def moe_grouped(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, is_on_input: bool) -> Tensor:
+
+def moe_grouped(x: Tensor, chosen: Tensor, weights: Tensor, experts: PackedExperts, is_on_input: bool) -> Tensor:
     """See `weft_kernels.moe.moe`."""
     num_rows, top_k = chosen.shape
     order = chosen.flatten().argsort(stable=True)
@@ -17,11 +20,11 @@ def moe_grouped(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, dow
         into = (into * sorted_weights).to(x.dtype)
     out = torch.empty(len(order), x.shape[1], dtype=torch.float32, device=x.device)
     first = 0
-    for expert, count in enumerate(chosen.flatten().bincount(minlength=len(down)).tolist()):
+    for expert, count in enumerate(chosen.flatten().bincount(minlength=len(experts.down)).tolist()):
         if count:
             rows = slice(first, first + count)
-            gate, up = functional.linear(into[rows], gate_up[expert]).chunk(2, dim=-1)
-            out[rows] = functional.linear(functional.silu(gate) * up, down[expert])
+            gate, up = linear(into[rows], experts.gate_up[expert]).chunk(2, dim=-1)
+            out[rows] = linear(functional.silu(gate) * up, experts.down[expert])
             first += count
     if not is_on_input:
         out *= sorted_weights
