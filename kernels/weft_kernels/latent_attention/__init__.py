@@ -17,4 +17,8 @@ def latent_attention(q: Tensor, layer: int, batch: PagedBatch, value_dim: int, s
     assert q.is_contiguous()
     assert q.dtype == batch.pool.dtype
     assert batch.pool.shape[1] == batch.pool.shape[3] == 1
+    if q.is_cuda:
+        from weft_kernels.paged_attention.launch import paged_attention_kernels
+
+        return paged_attention_kernels(q, layer, batch, Span(), scale, value_dim)
     return paged_attention_rows(q, layer, batch, Span(), scale, value_dim)

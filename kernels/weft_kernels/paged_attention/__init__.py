@@ -19,4 +19,8 @@ def paged_attention(q: Tensor, layer: int, batch: PagedBatch, span: Span = FULL)
     """
     assert q.is_contiguous()
     assert q.dtype == batch.pool.dtype
+    if q.is_cuda:
+        from weft_kernels.paged_attention.launch import paged_attention_kernels
+
+        return paged_attention_kernels(q, layer, batch, span, q.shape[-1] ** -0.5)
     return paged_attention_rows(q, layer, batch, span, q.shape[-1] ** -0.5)
