@@ -24,7 +24,6 @@ def read(fields: Fields) -> ModelConfig:
     )
     if experts.top_k > experts.num_experts:
         raise fields.fail("num_experts_per_tok", f"{experts.top_k} of {experts.num_experts} experts")
-    is_tempered = fields.flag("attn_temperature_tuning", True)
     return replace(
         config,
         # `intermediate_size` is an expert's; dense layers have their own
@@ -32,7 +31,7 @@ def read(fields: Fields) -> ModelConfig:
         rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
         layers=_layers(fields, config.num_layers),
         head_norm=HeadNorm.PLAIN if fields.flag("use_qk_norm", True) else HeadNorm.NONE,
-        temperature=_temperature(fields) if is_tempered else None,
+        temperature=_temperature(fields),
         is_interleaved=True,
         experts=experts,
         mlp_name="feed_forward",
@@ -65,5 +64,9 @@ def _layers(fields: Fields, num_layers: int) -> tuple[Layer, ...]:
     )
 
 
-def _temperature(fields: Fields) -> Temperature:
-    return Temperature(fields.whole("floor_scale", 8192), fields.number("attn_scale", 0.1))
+def _temperature(fields: Fields) -> Temperature | None:
+    is_number = type(fields.values.get("attn_temperature_tuning")) is int  # the first checkpoints say 4 for true
+    is_wanted = (
+        fields.whole("attn_temperature_tuning", least=0) if is_number else fields.flag("attn_temperature_tuning", True)
+    )
+    return Temperature(fields.number("floor_scale", 8192), fields.number("attn_scale", 0.1)) if is_wanted else None

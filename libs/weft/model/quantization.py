@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container
+from functools import cache
 
 from weft.model.fields import Fields
 from weft.model.spec import Packing, Quantization
@@ -54,8 +55,10 @@ def _fp8(inner: Fields) -> Quantization:
     block = inner.wholes("weight_block_size", [])
     if len(block) != 2 or 0 in block:
         raise inner.fail("weight_block_size", f"expected rows and columns of a block, found {block!r}")
-    skipped = [rf"(.*\.)?{re.escape(name)}(\..*)?$" for name in inner.words("modules_to_not_convert")]
-    return Quantization(Packing.FP8_BLOCKS, (block[0], block[1]), tuple(skipped))
+    # whole parts of a module's name; lists of hundreds are common, so they are one expression
+    names = "|".join(re.escape(name) for name in inner.words("modules_to_not_convert"))
+    skipped = (rf"(.*\.)?({names})(\..*)?$",) if names else ()
+    return Quantization(Packing.FP8_BLOCKS, (block[0], block[1]), skipped)
 
 
 def _int4(inner: Fields) -> Quantization:
@@ -92,4 +95,9 @@ def _ignore(inner: Fields) -> list[str]:
 
 
 def _is_skipped(module: str, how: Quantization) -> bool:
-    return any(re.match(pattern, module) for pattern in how.skipped)
+    return bool(how.skipped) and _compiled(how.skipped).match(module) is not None
+
+
+@cache
+def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))

@@ -41,7 +41,7 @@ class HeadNorm(StrEnum):
 class Temperature:
     """Queries of unrotated layers times 1 + scale * log(1 + floor((position + 1) / floor))."""
 
-    floor: int
+    floor: float
     scale: float
 
 

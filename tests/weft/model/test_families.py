@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,6 +50,18 @@ def test_logits_are_those_of_transformers(name: str, family_of: Callable[[str], 
         torch.testing.assert_close(
             logits_in_chunks(tiny, chunk), expected, rtol=1e-4, atol=1e-4 * float(expected.std())
         )
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2-yarn", "qwen3", "llama4"])
+def test_logits_in_bf16_are_as_near_to_fp32_as_those_of_transformers(
+    name: str, family_of: Callable[[str], TinyFamily]
+) -> None:
+    tiny = family_of(name)
+    exact = tiny.logits(TOKENS)
+    rounded = replace(tiny, oracle=copy.deepcopy(tiny.oracle).to(torch.bfloat16))
+    theirs = (rounded.logits(TOKENS).float() - exact).pow(2).mean().sqrt()
+    ours = (logits_in_chunks(tiny, 16, torch.bfloat16) - exact).pow(2).mean().sqrt()
+    assert ours < 1.5 * theirs
 
 
 @pytest.mark.parametrize("name", FAMILIES)

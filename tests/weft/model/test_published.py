@@ -11,7 +11,7 @@ import pytest
 
 from weft.model.config import expected_tensors, read_config
 from weft.model.kv_layout import block_bytes
-from weft.model.spec import Layer, ModelConfig
+from weft.model.spec import Layer, ModelConfig, Temperature
 
 LLAMA_31_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -100,7 +100,7 @@ MIXTRAL_8X7B = {
     "rope_theta": 1000000.0,
     "sliding_window": None,
 }
-SCOUT = {
+SCOUT: dict[str, Any] = {
     "architectures": ["Llama4ForConditionalGeneration"],
     "eos_token_id": [200001, 200007, 200008],
     "text_config": {
@@ -267,6 +267,15 @@ def test_scout_has_no_positions_and_no_chunks_in_every_fourth_layer(tmp_path: Pa
     local, whole = Layer(chunk=8192, has_experts=True), Layer(is_rotated=False, has_experts=True)
     assert config.layers == (local, local, local, whole) * 12
     assert config.eos_token_ids == (200001, 200007, 200008)
+    assert config.temperature == Temperature(8192, 0.1)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(4, Temperature(8192, 0.1)), (0, None), (False, None)])
+def test_the_first_checkpoints_of_llama4_say_4_for_true(
+    value: object, expected: Temperature | None, tmp_path: Path
+) -> None:
+    text = {**SCOUT["text_config"], "attn_temperature_tuning": value}
+    assert read({**SCOUT, "text_config": text}, tmp_path).temperature == expected
 
 
 def test_deepseek_packs_all_but_norms_router_embedding_and_head(tmp_path: Path) -> None:

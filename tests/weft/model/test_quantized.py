@@ -131,6 +131,18 @@ def test_the_text_model_of_a_wrapped_one_is_served(
     assert names == {name for name in tiny.weights if name.startswith("language_model.")}
 
 
+def test_fp8_leaves_the_named_modules_alone(family_of: Family, tmp_path: Path) -> None:
+    names = ["lm_head", "model.layers.0.self_attn", "model.layers.1.mlp.down_proj", "up_proj", "layers.2.mlp.gate"]
+    config = json.loads((family_of("llama2").directory / "config.json").read_text())
+    config["quantization_config"] = FP8 | {"modules_to_not_convert": names}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    packed = {each for each in expected_tensors(read_config(tmp_path)) if each.endswith("_scale_inv")}
+    attention = {f"model.layers.{i}.self_attn.{part}_proj" for i in (1, 2) for part in "qkvo"}
+    mlp = {f"model.layers.{i}.mlp.{part}_proj" for i in range(3) for part in ("gate", "down")}
+    mlp.remove("model.layers.1.mlp.down_proj")
+    assert packed == {name + ".weight_scale_inv" for name in attention | mlp}
+
+
 def test_layers_that_predict_further_tokens_are_left_aside(family_of: Family) -> None:
     tiny = family_of("deepseek")
     config = replace(tiny.config, ignored=("model.layers.3.",))
