@@ -9,6 +9,7 @@ import subprocess
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from weft_kernels.native.build import FLAGS, BuildFailed, cached_library, is_supported_machine
 
@@ -23,6 +24,10 @@ SIGNATURES: dict[str, list[type]] = {
     "weft_linear_f32": [POINTER, LONG, LONG, LONG, POINTER, POINTER, INT],
     "weft_attend_f32": [POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, FLOAT, INT],
     "weft_attend_bf16": [POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, FLOAT, INT],
+    "weft_rms_norm": [POINTER, POINTER, POINTER, LONG, LONG, LONG, FLOAT, INT],
+    "weft_rope": [POINTER, POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, INT],
+    "weft_silu_mul": [POINTER, POINTER, LONG, LONG, INT],
+    "weft_kv_write": [POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, LONG, LONG, LONG],
 }
 
 
@@ -31,6 +36,15 @@ def native() -> ctypes.CDLL | None:
     return load(os.environ.get(CHOICE, "") or best_isa())
 
 
+def for_floats(x: Tensor, size: int) -> ctypes.CDLL | None:
+    """The library, where `x` is of floats on a CPU and runs of `size` of them are whole vectors."""
+    if x.dtype != torch.float32 or x.is_cuda:
+        return None
+    library = native()
+    return None if library is None or size % library.weft_width() else library
+
+
+@cache
 def best_isa() -> str:
     """What the processor can do, as torch sees it."""
     capability = torch.backends.cpu.get_cpu_capability().lower() if is_supported_machine() else ""

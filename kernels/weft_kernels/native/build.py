@@ -16,7 +16,14 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("linear/linear.cpp", "paged_attention/rows.cpp")
+SOURCES = (
+    "kv_write/kv_write.cpp",
+    "linear/linear.cpp",
+    "paged_attention/rows.cpp",
+    "rms_norm/rms_norm.cpp",
+    "rope/rope.cpp",
+    "silu_mul/silu_mul.cpp",
+)
 HEADERS = ("native/vector.h",)
 COMMON = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-x", "c++")
 FLAGS = {

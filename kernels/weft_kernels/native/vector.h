@@ -20,8 +20,11 @@ typedef float Floats __attribute__((vector_size(4 * W)));
 typedef uint32_t Words __attribute__((vector_size(4 * W)));
 typedef uint16_t Halves __attribute__((vector_size(2 * W)));
 
-// Accumulators that fit the registers beside two vectors of weights and one of activations.
+// Vector registers of the instruction set.
 constexpr int REGISTERS = WEFT_WIDTH == 16 ? 32 : 16;
+
+// Threads are not woken for less.
+constexpr long SERIAL_ITEMS = 1 << 15;
 
 template <typename Vector>
 static WEFT_INLINE Vector load(const void* from) {
@@ -37,18 +40,9 @@ static WEFT_INLINE void store(void* to, Vector value) {
 
 static WEFT_INLINE Floats splat(float value) { return Floats{} + value; }
 
-// bfloat16 is the upper half of a float: widening is exact.
-static WEFT_INLINE float widen(uint16_t value) {
-    uint32_t word = uint32_t(value) << 16;
-    float wide;
-    std::memcpy(&wide, &word, sizeof wide);
-    return wide;
-}
-
-static WEFT_INLINE float widen(float value) { return value; }
-
 static WEFT_INLINE Floats load_wide(const float* from) { return load<Floats>(from); }
 
+// bfloat16 is the upper half of a float: widening is exact.
 static WEFT_INLINE Floats load_wide(const uint16_t* from) {
     return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16);
 }
@@ -84,7 +78,7 @@ struct Sum<2> {
 
 static WEFT_INLINE float sum(Floats value) { return Sum<W>::of(value); }
 
-// e^x for x <= 0, within 2 units in the last place; below -87 it stays at the smallest normal number.
+// e^x for x <= 0, within 2 units in the last place; below -87 it stays at 1.6e-38.
 static WEFT_INLINE Floats exponential(Floats x) {
     x = x < -87.0f ? splat(-87.0f) : x;
     constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest whole number in the lowest bits

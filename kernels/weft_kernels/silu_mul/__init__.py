@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from weft_kernels.native import for_floats
 from weft_kernels.silu_mul.reference import silu_mul_reference
 
 
@@ -16,4 +18,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         from weft_kernels.silu_mul.kernel import silu_mul_kernel
 
         return silu_mul_kernel(gate_up)
-    return silu_mul_reference(gate_up)
+    size = gate_up.shape[-1] // 2
+    library = for_floats(gate_up, size)
+    if library is None:
+        return silu_mul_reference(gate_up)
+    assert gate_up.is_contiguous()
+    out = gate_up.new_empty(*gate_up.shape[:-1], size)
+    num_rows = gate_up.numel() // gate_up.shape[-1]
+    library.weft_silu_mul(gate_up.data_ptr(), out.data_ptr(), num_rows, size, torch.get_num_threads())
+    return out

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from weft.model.loading import Loader
 from weft.model.routing import route
 from weft.model.spec import Experts, Scoring
 from weft_kernels.linear import linear, pack
 from weft_kernels.moe import moe, pack_experts
+from weft_kernels.silu_mul import silu_mul
 
 
 class Mlp:
@@ -24,8 +24,7 @@ class Mlp:
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden]."""
-        gate, up = linear(x, self.gate_up).chunk(2, dim=-1)
-        return linear(functional.silu(gate) * up, self.down)
+        return linear(silu_mul(linear(x, self.gate_up)), self.down)
 
 
 class Mixture:
