@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,8 +13,12 @@ if not torch.cuda.is_available():
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _one_thread() -> Iterator[None]:
+    """Small tensors, and other processes on the same cores."""
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
