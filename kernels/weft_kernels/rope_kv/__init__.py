@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from weft_kernels.kv_write import kv_write
+from weft_kernels.rope import rope
 from weft_kernels.rope_kv.reference import rope_kv_reference
 
 
@@ -21,4 +23,10 @@ def rope_kv(
         from weft_kernels.rope_kv.kernel import rope_kv_kernel
 
         return rope_kv_kernel(qkv, cos, sin, pool, layer, slots, is_interleaved)
-    return rope_kv_reference(qkv, cos, sin, pool, layer, slots, is_interleaved)
+    if is_interleaved or cos.shape[1] != qkv.shape[2]:
+        return rope_kv_reference(qkv, cos, sin, pool, layer, slots, is_interleaved)
+    num_rotated = qkv.shape[1] - pool.shape[1]
+    num_heads = num_rotated - pool.shape[1]
+    rotated = rope(qkv[:, :num_rotated], cos, sin)
+    kv_write(rotated[:, num_heads:], qkv[:, num_rotated:], pool, layer, slots)
+    return rotated[:, :num_heads].contiguous()

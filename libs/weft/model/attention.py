@@ -14,6 +14,7 @@ from weft_kernels.linear import linear
 from weft_kernels.paged_attention import Span, paged_attention
 from weft_kernels.rms_norm import rms_norm
 from weft_kernels.rope import rope
+from weft_kernels.rope_kv import rope_kv
 
 
 class GroupedAttention:
@@ -39,24 +40,32 @@ class GroupedAttention:
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[T, hidden]; the rows' own keys go into the pool first."""
-        config = self.config
-        heads = linear(x, self.qkv, self.bias).view(len(x), -1, config.head_dim)
-        num_rotated = config.num_heads + config.num_kv_heads
-        qk = self._turn(heads[:, :num_rotated], step)
-        kv_write(qk[:, config.num_heads :], heads[:, num_rotated:], step.batch.pool, self.index, step.slots)
-        q = qk[:, : config.num_heads]
+        heads = linear(x, self.qkv, self.bias).view(len(x), -1, self.config.head_dim)
+        if self.config.head_norm is HeadNorm.WEIGHTED:
+            self._norm(heads, self.q_norm, self.k_norm)
+        pool = step.batch.pool
+        if self.layer.is_rotated and self.config.head_norm is not HeadNorm.PLAIN:
+            q = rope_kv(heads, *step.angles, pool, self.index, step.slots)
+        else:
+            q = self._write_plain(heads, step)
+        return linear(paged_attention(q, self.index, step.batch, self.span).flatten(1), self.output)
+
+    def _write_plain(self, heads: Tensor, step: Step) -> Tensor:
+        """Llama 4: rotation and then a norm, or neither and a temperature. Returns the queries."""
+        num_heads = self.config.num_heads
+        num_rotated = num_heads + self.config.num_kv_heads
+        qk = heads[:, :num_rotated]
+        if self.layer.is_rotated:
+            qk = rms_norm(rope(qk, *step.angles), self.plain_norm, self.config.rms_norm_eps)
+        kv_write(qk[:, num_heads:], heads[:, num_rotated:], step.batch.pool, self.index, step.slots)
+        q = qk[:, :num_heads]
         if step.temperature is not None and not self.layer.is_rotated:
             q = q * step.temperature
-        return linear(paged_attention(q.contiguous(), self.index, step.batch, self.span).flatten(1), self.output)
+        return q.contiguous()
 
-    def _turn(self, qk: Tensor, step: Step) -> Tensor:
-        """Norms and rotation of queries and keys."""
-        config = self.config
-        if config.head_norm is HeadNorm.WEIGHTED:
-            q = rms_norm(qk[:, : config.num_heads], self.q_norm, config.rms_norm_eps)
-            k = rms_norm(qk[:, config.num_heads :], self.k_norm, config.rms_norm_eps)
-            qk = torch.cat((q, k), dim=1)
-        if not self.layer.is_rotated:
-            return qk
-        qk = rope(qk, *step.angles)
-        return rms_norm(qk, self.plain_norm, config.rms_norm_eps) if config.head_norm is HeadNorm.PLAIN else qk
+    def _norm(self, heads: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
+        """In place."""
+        num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
+        for first, count, weight in ((0, num_heads, q_norm), (num_heads, num_kv_heads, k_norm)):
+            some = heads[:, first : first + count]
+            some.copy_(rms_norm(some, weight, self.config.rms_norm_eps))

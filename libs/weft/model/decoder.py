@@ -21,11 +21,11 @@ from weft.model.spec import ModelConfig
 from weft.model.step import Rows, Step
 from weft_kernels.linear import linear
 from weft_kernels.paged_attention import PagedBatch
-from weft_kernels.rms_norm import rms_norm
+from weft_kernels.rms_norm import add_rms_norm, rms_norm
 
 
 class DecoderLayer:
-    """Norm, attention, norm, MLP; each pair added to the residual stream."""
+    """Norm, attention, norm, MLP; each pair's result goes into the residual stream with the next norm, in one pass."""
 
     def __init__(self, config: ModelConfig, index: int, loader: Loader) -> None:
         root = f"{config.prefix}model.layers.{index}."
@@ -41,10 +41,14 @@ class DecoderLayer:
         has_experts = config.layers[index].has_experts and config.experts
         self.mlp: Mlp | Mixture = Mixture(has_experts, mlp, loader) if has_experts else Mlp(mlp, loader)
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        """[T, hidden]."""
-        x = x + self.attention.forward(rms_norm(x, self.input_norm, self.eps), step)
-        return x + self.mlp.forward(rms_norm(x, self.mlp_norm, self.eps))
+    def forward(self, stream: Tensor, pending: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        """The residual stream [T, hidden], and what the next layer is to add to it before its own norm."""
+        if pending is None:
+            normed = rms_norm(stream, self.input_norm, self.eps)
+        else:
+            stream, normed = add_rms_norm(pending, stream, self.input_norm, self.eps)
+        stream, normed = add_rms_norm(self.attention.forward(normed, step), stream, self.mlp_norm, self.eps)
+        return stream, self.mlp.forward(normed)
 
 
 class Decoder:
@@ -69,10 +73,12 @@ class Decoder:
         angles = cos_sin(rows.positions, self.frequencies, self.dtype, self.config.rope.attention_factor)
         latent = plan_latent(self.config.latent, batch) if self.config.latent else None
         step = Step(rows.slots, batch, angles, self._temperature(rows.positions), latent)
-        x = functional.embedding(rows.token_ids, self.embedding).to(self.dtype)
+        stream, pending = functional.embedding(rows.token_ids, self.embedding).to(self.dtype), None
         for layer in self.layers:
-            x = layer.forward(x, step)
-        x = rms_norm(x[rows.logit_rows], self.norm, self.config.rms_norm_eps)
+            stream, pending = layer.forward(stream, pending, step)
+        assert pending is not None
+        x = stream[rows.logit_rows] + pending[rows.logit_rows]
+        x = rms_norm(x, self.norm, self.config.rms_norm_eps)
         return linear(x, self.head).float()
 
     def _temperature(self, positions: Tensor) -> Tensor | None:
