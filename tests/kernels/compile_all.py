@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import weft_kernels.block_copy.kernel as block_copy
+import weft_kernels.moe.kernel as moe
 import weft_kernels.paged_attention.decode as decode
 import weft_kernels.paged_attention.prefill as prefill
 import weft_kernels.rms_norm.kernel as rms_norm
@@ -109,6 +110,9 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
     columns = {name: torch.ones(2, dtype=dtype) for name, dtype in names.items()}
     rows = SamplingRows(**columns, is_greedy=False, has_top_k_or_p=True)
     logits = torch.empty(2, 128_256)
+    rows_in, gates, downs = (torch.empty(shape, dtype=BF16) for shape in ((2, 2048), (8, 1536, 2048), (8, 2048, 768)))
+    few_rows = rows_in, torch.zeros(2, 4, dtype=i64), torch.ones(2, 4), gates, downs, False
+    many_rows = rows_in.repeat(128, 1), torch.zeros(256, 4, dtype=i64), torch.ones(256, 4), gates, downs, True
     return {
         "rms_norm": (rms_norm, "_rms_norm", lambda: rms_norm.rms_norm_kernel(x, weight, 1e-5)),
         "add_rms_norm": (rms_norm, "_rms_norm", lambda: rms_norm.add_rms_norm_kernel(x, x, weight, 1e-5)),
@@ -117,6 +121,10 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
         "rope": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(qkv, angles, angles, pool, 0, slots, False)),
         "rope pairs": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(qkv, angles, angles, pool, 0, slots, True)),
         "sampling": (sampling, "_sample", lambda: sampling.sample_kernel(logits, rows)),
+        "experts": (moe, "_gate_up", lambda: moe.moe_kernel(*few_rows)),
+        "experts, prompt": (moe, "_gate_up", lambda: moe.moe_kernel(*many_rows)),
+        "experts down": (moe, "_down", lambda: moe.moe_kernel(*few_rows)),
+        "experts down, prompt": (moe, "_down", lambda: moe.moe_kernel(*many_rows)),
         "decode": (decode, "_decode", lambda: decode.paged_attention_decode(q, keys, values, batch, shape, q)),
         "join": (decode, "_join", lambda: decode.paged_attention_decode(q, keys, values, batch, shape, q)),
         "decode, window": (

@@ -16,4 +16,8 @@ def moe(x: Tensor, chosen: Tensor, weights: Tensor, experts: PackedExperts, is_o
     weights: [T, k] float32. Returns [T, hidden] in x's dtype. With `is_on_input` the weight multiplies x instead,
     before the expert sees it.
     """
+    if experts.stacked is not None:
+        from weft_kernels.moe.kernel import moe_kernel
+
+        return moe_kernel(x, chosen, weights, *experts.stacked, is_on_input)
     return moe_grouped(x, chosen, weights, experts, is_on_input)
