@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <immintrin.h>
 
 #ifndef WEFT_WIDTH
 #define WEFT_WIDTH 4
@@ -57,26 +58,21 @@ static WEFT_INLINE void store_narrow(uint16_t* to, Floats value) {
     store(to, __builtin_convertvector(rounded, Halves));
 }
 
-template <int Size>
-struct Sum {
-    typedef float Half __attribute__((vector_size(2 * Size)));
-    template <typename Vector>
-    static WEFT_INLINE float of(Vector value) {
-        Half halves[2];
-        std::memcpy(halves, &value, sizeof value);
-        return Sum<Size / 2>::of(halves[0] + halves[1]);
-    }
-};
+static WEFT_INLINE __m128 quarter(Floats value) {
+#if WEFT_WIDTH == 16
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(value), _mm512_extractf32x8_ps(value, 1));
+#else
+    __m256 half = value;
+#endif
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
 
-template <>
-struct Sum<2> {
-    template <typename Vector>
-    static WEFT_INLINE float of(Vector value) {
-        return value[0] + value[1];
-    }
-};
+// The sums of four vectors, in less than half the time of four times one.
+static WEFT_INLINE __m128 sums_of_four(Floats a, Floats b, Floats c, Floats d) {
+    return _mm_hadd_ps(_mm_hadd_ps(quarter(a), quarter(b)), _mm_hadd_ps(quarter(c), quarter(d)));
+}
 
-static WEFT_INLINE float sum(Floats value) { return Sum<W>::of(value); }
+static WEFT_INLINE float sum(Floats value) { return sums_of_four(value, value, value, value)[0]; }
 
 // e^x for x <= 0, within 2 units in the last place; below -87 it stays at 1.6e-38.
 static WEFT_INLINE Floats exponential(Floats x) {

@@ -33,32 +33,65 @@ struct Row {
     long first, end;    // the keys that it sees
 };
 
-// Calls visit(place among the keys seen, block, offset in the block, count) for every run of keys in one block.
+// Calls visit(place among the keys seen, block, offset in the block, count, next block) for every run of keys in one
+// block.
 template <typename Visit>
 WEFT_INLINE void each_run(const Pool& pool, const Row& row, Visit visit) {
     for (long at = row.first; at < row.end;) {
-        long offset = at % pool.block_tokens, count = std::min(pool.block_tokens - offset, row.end - at);
-        visit(at - row.first, row.blocks[at / pool.block_tokens], offset, count);
+        long index = at / pool.block_tokens, offset = at % pool.block_tokens;
+        long count = std::min(pool.block_tokens - offset, row.end - at);
+        bool is_last = at + count >= row.end;
+        visit(at - row.first, row.blocks[index], offset, count, row.blocks[is_last ? index : index + 1]);
         at += count;
+    }
+}
+
+// The processor follows a run by itself, but not from one block to the next.
+template <typename Item>
+WEFT_INLINE void fetch(const Item* from, long count) {
+    for (long i = 0; i < count; i += 64 / long(sizeof(Item))) __builtin_prefetch(from + i);
+}
+
+// scores[h, 0..Keys] = q[h] . key, for Heads heads and Keys keys.
+template <typename Item, int Heads, int Keys>
+WEFT_INLINE void score_keys(const Item* key, const float* q, long dim, float* scores, long width) {
+    Floats sums[Heads][Keys] = {};
+    for (long d = 0; d < dim; d += W) {
+        Floats parts[Keys];
+#pragma GCC unroll 4
+        for (int t = 0; t < Keys; t++) parts[t] = load_wide(key + t * dim + d);
+#pragma GCC unroll 4
+        for (int h = 0; h < Heads; h++) {
+            Floats query = load<Floats>(q + h * dim + d);
+#pragma GCC unroll 4
+            for (int t = 0; t < Keys; t++) sums[h][t] += parts[t] * query;
+        }
+    }
+#pragma GCC unroll 4
+    for (int h = 0; h < Heads; h++) {
+        if (Keys == 4) {
+            store(scores + h * width, sums_of_four(sums[h][0], sums[h][1], sums[h][2 % Keys], sums[h][3 % Keys]));
+        } else {
+            scores[h * width] = sum(sums[h][0]);
+        }
     }
 }
 
 // scores[h, place] = q[h] . key, for Heads heads.
 template <typename Item, int Heads>
 void score(const Pool& pool, const Item* memory, const Row& row, long head, const float* q, float* scores, long width) {
-    each_run(pool, row, [&](long place, long block, long offset, long count) {
+    each_run(pool, row, [&](long place, long block, long offset, long count, long next) {
         const Item* key = memory + pool.keys(block, head) + offset * pool.dim;
-        for (long t = 0; t < count; t++, key += pool.dim) {
-            Floats sums[Heads] = {};
-            for (long d = 0; d < pool.dim; d += W) {
-                Floats part = load_wide(key + d);
-#pragma GCC unroll 4
-                for (int h = 0; h < Heads; h++) sums[h] += part * load<Floats>(q + h * pool.dim + d);
-            }
-#pragma GCC unroll 4
-            for (int h = 0; h < Heads; h++) scores[h * width + place + t] = sum(sums[h]);
+        const Item* ahead = memory + pool.keys(next, head);
+        long t = 0;
+        for (; t + 4 <= count; t += 4) {
+            fetch(ahead + t * pool.dim, 4 * pool.dim);
+            score_keys<Item, Heads, 4>(key + t * pool.dim, q, pool.dim, scores + place + t, width);
         }
+        for (; t < count; t++)
+            score_keys<Item, Heads, 1>(key + t * pool.dim, q, pool.dim, scores + place + t, width);
     });
+    fetch(memory + pool.values(row.blocks[row.first / pool.block_tokens], head), 16 * pool.dim);
 }
 
 // scores become weights that add up to 1; `width` is a multiple of W.
@@ -83,9 +116,11 @@ template <typename Item, int Heads, int Vectors>
 void mix(const Pool& pool, const Item* memory, const Row& row, long head, long d, const float* weights, long width,
          Item* out) {
     Floats sums[Heads][Vectors] = {};
-    each_run(pool, row, [&](long place, long block, long offset, long count) {
+    each_run(pool, row, [&](long place, long block, long offset, long count, long next) {
         const Item* value = memory + pool.values(block, head) + offset * pool.dim + d;
+        const Item* ahead = memory + pool.values(next, head) + d;
         for (long t = 0; t < count; t++, value += pool.dim) {
+            fetch(ahead + t * pool.dim, Vectors * W);
 #pragma GCC unroll 4
             for (int v = 0; v < Vectors; v++) {
                 Floats part = load_wide(value + v * W);
