@@ -36,7 +36,7 @@ class Expansion:
 class LatentPlan:
     """`absorbed`: rows and the batch that they make up, or None; together with `expanded`, all rows."""
 
-    absorbed: tuple[Tensor | slice, PagedBatch] | None
+    absorbed: tuple[Tensor, PagedBatch] | None
     expanded: tuple[Expansion, ...] = ()
 
 
@@ -54,7 +54,7 @@ def plan_latent(latent: Latent, batch: PagedBatch) -> LatentPlan:
     counts = [end - start for start, end in pairwise(starts)]
     least = min_expanded_rows(latent)
     if max(counts) < least:
-        return LatentPlan((slice(None), batch))
+        return LatentPlan((torch.arange(starts[-1], device=batch.pool.device), batch))
     few = [index for index, count in enumerate(counts) if count < least]
     many = [index for index, count in enumerate(counts) if count >= least]
     return LatentPlan(_absorbed(batch, few) if few else None, tuple(_expansion(latent, batch, index) for index in many))

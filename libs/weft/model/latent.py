@@ -68,6 +68,8 @@ class LatentAttention:
     def _attend(self, plain: Tensor, rotated: Tensor, step: Step) -> Tensor:
         """[T, heads, value_dim]."""
         assert step.latent is not None
+        if step.latent.absorbed is not None and not step.latent.expanded:
+            return self._absorbed(plain, rotated, step.latent.absorbed[1])
         values = plain.new_empty(*plain.shape[:2], self.latent.value_dim)
         if step.latent.absorbed is not None:
             rows, batch = step.latent.absorbed
