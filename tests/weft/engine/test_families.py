@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import cache
 
 import pytest
+import torch
 
 from tests.weft.engine.harness import Driver, copy_blocks, prefill
 from tests.weft.tiny_families import FAMILIES, TinyFamily
@@ -44,6 +46,20 @@ def test_tokens_are_exact_in_mixed_batches_with_prefix_hits_and_preemption(name:
             counts = driver.heard[keys[-1]].counts
             assert limits.get("num_blocks") or (counts is not None and counts.num_cached_tokens >= 32)
             driver.assert_all_blocks_are_back()
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "qwen3-moe", "llama4", "deepseek"])
+def test_blocks_that_held_nan_do_not_spoil_their_next_owners(
+    name: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expansion, "min_expanded_rows", lambda latent: 9)
+    tiny, prompts, expected = cases(name)
+    with Driver(tiny, num_blocks=10, chunk_tokens=16) as driver:
+        memory = driver.engine.pool_memory
+        pool = (ctypes.c_char * (memory.num_blocks * memory.block_bytes)).from_address(memory.address)
+        torch.frombuffer(pool, dtype=torch.float32).fill_(float("nan"))
+        keys = [driver.submit(str(i), prompt, NUM_NEW) for i, prompt in enumerate(prompts)]
+        assert [driver.wait_end(key).tokens for key in keys] == expected
 
 
 @pytest.mark.parametrize("workspace_bytes", [1, 20_000, 1 << 20])
