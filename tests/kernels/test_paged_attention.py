@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from weft_kernels.native import CHOICE
 from weft_kernels.paged_attention import PagedBatch, Span, paged_attention
 from weft_kernels.paged_attention.reference import paged_attention_reference
 
@@ -19,6 +20,12 @@ BATCHES = {
     "a chunk after others": [(5, 14)],
     "decodes and chunks": [(1, 17), (1, 3), (6, 6), (4, 12), (1, 5)],
 }
+
+
+@pytest.fixture(autouse=True)
+def use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of machines without the C++ kernels."""
+    monkeypatch.setenv(CHOICE, "torch")
 
 
 def make_batch(

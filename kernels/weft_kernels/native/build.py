@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = (
     "kv_write/kv_write.cpp",
     "linear/linear.cpp",
+    "paged_attention/chunks.cpp",
     "paged_attention/rows.cpp",
     "rms_norm/rms_norm.cpp",
     "rope/rope.cpp",

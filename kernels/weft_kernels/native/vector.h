@@ -48,6 +48,15 @@ static WEFT_INLINE Floats load_wide(const uint16_t* from) {
     return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16);
 }
 
+static WEFT_INLINE float widen(float value) { return value; }
+
+static WEFT_INLINE float widen(uint16_t value) {
+    uint32_t word = uint32_t(value) << 16;
+    float wide;
+    std::memcpy(&wide, &word, sizeof wide);
+    return wide;
+}
+
 static WEFT_INLINE void store_narrow(float* to, Floats value) { store(to, value); }
 
 // To the nearest bfloat16, ties to even, as torch rounds; a NaN stays one.

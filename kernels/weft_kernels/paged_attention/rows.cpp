@@ -168,14 +168,14 @@ void attend_all(const Pool& pool, const Item* memory, const Row& row, long head,
     }
 }
 
-// spans: for each row where its blocks begin in `blocks`, its first key and the end of its keys.
+// spans: for each row its place in q and out, where its blocks begin in `blocks`, its first key, the end of its keys.
 template <typename Item>
 void rows(const Item* q, const Item* memory, const int* blocks, const int* spans, Item* out, const long* sizes,
           float scale, int num_threads) {
     Pool pool{sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8]};
     long num_rows = sizes[0], num_heads = sizes[1], longest = 0, total = 0;
     for (long r = 0; r < num_rows; r++) {
-        long count = spans[3 * r + 2] - spans[3 * r + 1];
+        long count = spans[4 * r + 3] - spans[4 * r + 2];
         longest = std::max(longest, count);
         total += count;
     }
@@ -188,9 +188,10 @@ void rows(const Item* q, const Item* memory, const int* blocks, const int* spans
 #pragma omp for schedule(dynamic)
         for (long work = 0; work < num_rows * pool.kv_heads; work++) {
             long r = work / pool.kv_heads, head = work % pool.kv_heads;
-            Row row{blocks + spans[3 * r], spans[3 * r + 1], spans[3 * r + 2]};
-            attend_all(pool, memory, row, head, num_heads / pool.kv_heads, q + r * num_heads * pool.dim, scale,
-                       scratch.data(), out + r * num_heads * pool.value_dim);
+            const int* span = spans + 4 * r;
+            Row row{blocks + span[1], span[2], span[3]};
+            attend_all(pool, memory, row, head, num_heads / pool.kv_heads, q + span[0] * num_heads * pool.dim, scale,
+                       scratch.data(), out + span[0] * num_heads * pool.value_dim);
         }
     }
 }

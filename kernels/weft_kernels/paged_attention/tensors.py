@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,21 +51,25 @@ class Launches:
 def plan_launches(
     query_starts: Sequence[int], context_lens: Sequence[int], tables: Sequence[Sequence[int]], device: torch.device
 ) -> Launches:
-    """Copy a batch from host lists to the device, once for all layers."""
+    """Copy a batch from host lists to the device in one piece, once for all layers."""
     size = len(context_lens)
-    width = max(len(table) for table in tables)
-    table = torch.zeros(size, width, dtype=torch.int32)
+    width, head = _aligned(max(map(len, tables))), _aligned(size + 1)
+    memory = np.zeros(2 * head + size * width, dtype=np.int32)
+    memory[: size + 1] = query_starts
+    memory[head : head + size] = context_lens
+    table = memory[2 * head :].reshape(size, width)
     for row, blocks in enumerate(tables):
-        table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        table[row, : len(blocks)] = blocks
+    run = torch.from_numpy(memory).to(device)
     rows = [query_starts[i + 1] - query_starts[i] for i in range(size)]
-    whole = PagedTensors(
-        torch.tensor(query_starts, dtype=torch.int32).to(device),
-        torch.tensor(context_lens, dtype=torch.int32).to(device),
-        table.to(device),
-        max(rows),
-    )
+    whole = PagedTensors(run[: size + 1], run[head : head + size], run[2 * head :].view(size, width), max(rows))
     split = next((i for i, count in enumerate(rows) if count > MAX_DECODE_ROWS), size)
     return Launches(
         whole.slice(0, split, max(rows[:split])) if split else None,
         whole.slice(split, size, max(rows[split:])) if split < size else None,
     )
+
+
+def _aligned(count: int) -> int:
+    """Up to a multiple of 16: Triton compiles a kernel anew for sizes and addresses that are none."""
+    return -(-count // 16) * 16
