@@ -25,15 +25,15 @@ def paged_attention_decode(
     check(q, keys, values, batch, out)
     assert batch.max_rows <= MAX_DECODE_ROWS
     num_seqs, kv_heads = len(batch.context_lens), keys.shape[1]
-    num_rows, num_heads, _ = q.shape
-    group = num_heads // kv_heads
+    group = q.shape[1] // kv_heads
     block_m = max(16, min(64 if values.shape[3] < 512 else 32, triton.next_power_of_2(batch.max_rows * group)))
     num_m = triton.cdiv(batch.max_rows * group, block_m)
     tiles = shape.tiles(keys, values, 64 if keys.shape[3] * keys.itemsize <= 512 else 32)
     splits = shape.num_splits or _num_splits(num_seqs * kv_heads * num_m, q.device)
     assert splits & (splits - 1) == 0
-    parts = torch.empty(num_rows, num_heads, splits, values.shape[3], dtype=torch.float32, device=q.device)
-    logs = torch.empty(num_rows, num_heads, splits, dtype=torch.float32, device=q.device)
+    # With one split there is nothing to join: the part is the result, and lies where the result does.
+    logs = torch.empty(*q.shape[:2], splits, dtype=torch.float32, device=q.device)
+    parts = out if splits == 1 else logs.new_empty(*logs.shape, values.shape[3])
     _decode[(num_seqs, kv_heads * num_m, splits)](
         q,
         keys,
@@ -56,19 +56,19 @@ def paged_attention_decode(
         num_warps=8 if block_m * tiles["BLOCK_V"] > 64 * 128 else 4,
         num_stages=2,
     )
-    grid = (batch.max_rows * num_seqs, num_heads)
-    _join[grid](
-        parts,
-        logs,
-        batch.query_starts,
-        out,
-        HEADS=num_heads,
-        MAX_ROWS=batch.max_rows,
-        SPLITS=splits,
-        VALUE_DIM=values.shape[3],
-        BLOCK_V=tiles["BLOCK_V"],
-        num_warps=2,
-    )
+    if splits > 1:
+        _join[(batch.max_rows * num_seqs, q.shape[1])](
+            parts,
+            logs,
+            batch.query_starts,
+            out,
+            HEADS=q.shape[1],
+            MAX_ROWS=batch.max_rows,
+            SPLITS=splits,
+            VALUE_DIM=values.shape[3],
+            BLOCK_V=tiles["BLOCK_V"],
+            num_warps=2,
+        )
 
 
 def _num_splits(num_programs: int, device: torch.device) -> int:
@@ -167,8 +167,10 @@ def _decode(
         o_part = o_out * SPLITS + i_split
         o_v = tl.arange(0, BLOCK_V)
         m_part = m_m[:, None] & (o_v < VALUE_DIM)[None, :]
-        tl.store(p_parts + o_part[:, None] * VALUE_DIM + o_v[None, :], b_acc, mask=m_part)
-        tl.store(p_logs + o_part, b_max + tl.log2(tl.where(b_sum == 0.0, 1.0, b_sum)), mask=m_m)
+        p_part = p_parts + o_part[:, None] * VALUE_DIM + o_v[None, :]
+        tl.store(p_part, b_acc.to(p_parts.dtype.element_ty), mask=m_part)
+        if SPLITS > 1:
+            tl.store(p_logs + o_part, b_max + tl.log2(tl.where(b_sum == 0.0, 1.0, b_sum)), mask=m_m)
 
 
 @triton.jit
