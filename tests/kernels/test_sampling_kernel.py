@@ -54,8 +54,8 @@ def test_tokens_are_those_of_the_reference(num_items: int) -> None:
 
 @pytest.mark.parametrize("params", [PARAMS["plain"], PARAMS["all"], PARAMS["top-p"]], ids=["plain", "all", "top-p"])
 def test_many_draws_from_one_row_are_those_of_the_reference(params: dict[str, Any]) -> None:
-    logits = (torch.randn(60, generator=torch.Generator().manual_seed(1)) * 2).expand(40, -1)
-    rows = make_rows([params] * 40, [11] * 40, list(range(40)))
+    logits = (torch.randn(60, generator=torch.Generator().manual_seed(1)) * 2).expand(24, -1)
+    rows = make_rows([params] * 24, [11] * 24, list(range(24)))
     tokens = run(logits.contiguous(), rows)
     assert torch.equal(tokens, sample_reference(logits, rows))
     assert len(set(tokens.tolist())) > 3
@@ -63,8 +63,8 @@ def test_many_draws_from_one_row_are_those_of_the_reference(params: dict[str, An
 
 @pytest.mark.parametrize("params", [{"top_k": 2}, {"top_p": 0.7}])
 def test_tokens_that_tie_with_the_last_one_kept_stay(params: dict[str, Any]) -> None:
-    logits = torch.tensor([0.0, 3.0, 2.0, 2.0, -1.0]).expand(40, -1).contiguous()
-    rows = make_rows([{"temperature": 1.0, **params}] * 40, [5] * 40, list(range(40)))
+    logits = torch.tensor([0.0, 3.0, 2.0, 2.0, -1.0]).expand(24, -1).contiguous()
+    rows = make_rows([{"temperature": 1.0, **params}] * 24, [5] * 24, list(range(24)))
     assert set(run(logits, rows).tolist()) == {1, 2, 3}
 
 
