@@ -23,6 +23,11 @@ class Task:
     prompt_tokens: int
     new_tokens: int
     prefill_tokens: int
+    clock_name: str
+
+    def clock(self) -> float:
+        """Seconds of the wall, or of this process' own work: that holds on a busy machine too, with one thread."""
+        return time.process_time() if self.clock_name == "cpu" else time.perf_counter()
 
     def prompts(self, batch: int) -> list[list[int]]:
         """The same ones for every engine; no two begin alike."""
@@ -40,6 +45,7 @@ class Task:
             *("--model", str(self.model), "--threads", str(self.threads)),
             *("--batches", ",".join(map(str, self.batches)), "--prompt-tokens", str(self.prompt_tokens)),
             *("--new-tokens", str(self.new_tokens), "--prefill-tokens", str(self.prefill_tokens)),
+            *("--clock", self.clock_name),
         ]
 
 
@@ -50,12 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--prefill-tokens", type=int, default=2048)
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: for one thread on a busy machine"
+    )
 
 
 def to_task(options: argparse.Namespace, model: Path) -> Task:
     """From parsed arguments."""
     batches = tuple(int(each) for each in options.batches.split(","))
-    return Task(model, options.threads, batches, options.prompt_tokens, options.new_tokens, options.prefill_tokens)
+    sizes = options.prompt_tokens, options.new_tokens, options.prefill_tokens
+    return Task(model, options.threads, batches, *sizes, options.clock)
 
 
 def read_task() -> Task:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from loadtest.engine.cpu_task import Report, read_task
+from loadtest.engine.cpu_task import Report, Task, read_task
 
 
 @torch.inference_mode()
-def generate(model: Any, prompts: list[list[int]], new_tokens: int) -> tuple[list[float], list[int]]:
+def generate(model: Any, task: Task, prompts: list[list[int]], new_tokens: int) -> tuple[list[float], list[int]]:
     """Seconds of each decode step, and the first prompt's tokens."""
     cache = DynamicCache(config=model.config)
     logits = model(torch.tensor(prompts), past_key_values=cache, logits_to_keep=1).logits
@@ -20,9 +19,9 @@ def generate(model: Any, prompts: list[list[int]], new_tokens: int) -> tuple[lis
     for _ in range(new_tokens - 1):
         chosen = logits[:, -1].argmax(-1, keepdim=True)
         tokens.append(int(chosen[0]))
-        start = time.perf_counter()
+        start = task.clock()
         logits = model(chosen, past_key_values=cache, logits_to_keep=1).logits
-        times.append(time.perf_counter() - start)
+        times.append(task.clock() - start)
     return times, [*tokens, int(logits[0, -1].argmax())]
 
 
@@ -31,16 +30,16 @@ def main() -> None:
     task, report = read_task(), Report()
     torch.set_num_threads(task.threads)
     model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
-    generate(model, task.prompts(1), 1)
+    generate(model, task, task.prompts(1), 1)
     report.saw_first_token()
     for batch in task.batches:
-        times, tokens = generate(model, task.prompts(batch), task.new_tokens)
+        times, tokens = generate(model, task, task.prompts(batch), task.new_tokens)
         report.decoded(batch, times)
         if batch == 1:
             report.tokens = tokens
-    start = time.perf_counter()
-    generate(model, [task.long_prompt()], 1)
-    report.prefill_seconds = time.perf_counter() - start
+    start = task.clock()
+    generate(model, task, [task.long_prompt()], 1)
+    report.prefill_seconds = task.clock() - start
     report.print()
 
 

@@ -138,7 +138,7 @@ def test_an_unknown_choice_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
 def test_without_a_compiler_torch_does_the_work(
     monkeypatch: pytest.MonkeyPatch, tmp_path: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("WEFT_KERNEL_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "no-such-compiler")
     load.cache_clear()

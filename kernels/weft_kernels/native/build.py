@@ -52,7 +52,9 @@ def cached_library(isa: str) -> Path:
 
 
 def cache_dir() -> Path:
-    """Where built libraries are kept."""
+    """Where built libraries are kept: with the user, or where an image has them ($WEFT_KERNEL_CACHE)."""
+    if chosen := os.environ.get("WEFT_KERNEL_CACHE"):
+        return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / "native"
 
 
