@@ -17,6 +17,9 @@ COPY kernels kernels
 COPY libs libs
 COPY services services
 RUN /opt/weft/bin/pip install --no-cache-dir --no-deps --no-build-isolation .
+# the CPU kernels for every x86 instruction set that they know; the image that runs has no compiler
+RUN apt-get update && apt-get install -y --no-install-recommends g++ \
+    && { WEFT_KERNEL_CACHE=/opt/weft/kernels /opt/weft/bin/python -m weft_kernels.native || true; }
 
 FROM python:3.12-slim
 # Mooncake's wheels load these from the system
@@ -25,7 +28,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --system --uid 10001 --create-home weft
 COPY --from=build /opt/weft /opt/weft
-ENV PATH=/opt/weft/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/opt/weft/bin:$PATH WEFT_KERNEL_CACHE=/opt/weft/kernels PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER weft
 WORKDIR /home/weft
 CMD ["weft", "--help"]

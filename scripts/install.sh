@@ -79,5 +79,7 @@ install_torch || die "torch could not be installed; pip says why above." \
     "Without a GPU, PyTorch's index of CPU wheels is the place to get it: make WEFT_TORCH_INDEX=<its address> serve"
 install_weft || die "pip could not install what Weft needs; it says why above." "Try again; what was downloaded is kept."
 check_mooncake "$venv/bin/python"
+step "building the CPU kernels"
+"$venv/bin/python" -m weft_kernels.native || note "they need a C++ compiler (Debian, Ubuntu: apt install g++); Weft runs without, slower"
 echo "$sum" >"$venv/.installed-$kind"
 step "installed"

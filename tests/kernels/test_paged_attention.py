@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft_kernels.paged_attention import PagedBatch, paged_attention
+from weft_kernels.native import CHOICE
+from weft_kernels.paged_attention import PagedBatch, Span, paged_attention
 from weft_kernels.paged_attention.reference import paged_attention_reference
 
 BLOCK_TOKENS, NUM_LAYERS, NUM_BLOCKS = 4, 2, 40
@@ -19,6 +20,12 @@ BATCHES = {
     "a chunk after others": [(5, 14)],
     "decodes and chunks": [(1, 17), (1, 3), (6, 6), (4, 12), (1, 5)],
 }
+
+
+@pytest.fixture(autouse=True)
+def use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of machines without the C++ kernels."""
+    monkeypatch.setenv(CHOICE, "torch")
 
 
 def make_batch(
@@ -43,6 +50,27 @@ def test_grouped_attention_is_the_reference_in_fp32(spans: list[tuple[int, int]]
         torch.testing.assert_close(
             paged_attention(q, layer, batch), paged_attention_reference(q, layer, batch), rtol=1e-5, atol=1e-6
         )
+
+
+@pytest.mark.parametrize(
+    "span", [Span(1), Span(4), Span(6), Span(100), Span(0, 4), Span(0, 5), Span(0, 100), Span(3, 8)]
+)
+@pytest.mark.parametrize("spans", BATCHES.values(), ids=BATCHES)
+def test_windows_and_chunks_are_those_of_the_reference(spans: list[tuple[int, int]], span: Span) -> None:
+    q, batch = make_batch(spans, (4, 2), 8, torch.float32)
+    torch.testing.assert_close(
+        paged_attention(q, 1, batch, span), paged_attention_reference(q, 1, batch, span), rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(
+        paged_attention(q, 0, batch), paged_attention_reference(q, 0, batch), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_blocks_before_the_window_are_not_read() -> None:
+    q, batch = make_batch([(1, 30), (1, 23), (2, 17)], (4, 2), 8, torch.float32)
+    expected = paged_attention(q, 0, batch, Span(5))
+    batch.pool[[block for table in batch.block_tables for block in table[:2]]] = float("nan")
+    assert torch.equal(paged_attention(q, 0, batch, Span(5)), expected)
 
 
 def test_grouped_attention_is_the_reference_in_bf16() -> None:

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 
+from tests.weft.tiny_families import TinyFamily, make_family
 from tests.weft.tiny_llama import VARIANTS, Tiny, make_tiny
 
 
@@ -26,3 +27,9 @@ def tiny(request: pytest.FixtureRequest, tiny_of: Callable[[str], Tiny]) -> Tiny
 def grouped(tiny_of: Callable[[str], Tiny]) -> Tiny:
     """The plainest one."""
     return tiny_of("grouped")
+
+
+@pytest.fixture(scope="session")
+def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyFamily]:
+    """A tiny model of a family by the name in `FAMILIES`."""
+    return cache(lambda name: make_family(name, tmp_path_factory.mktemp(name)))

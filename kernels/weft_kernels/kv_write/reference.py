@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def kv_write_reference(k: Tensor, v: Tensor, pool: Tensor, layer: int, slots: Tensor) -> None:
+def kv_write_reference(k: Tensor, v: Tensor | None, pool: Tensor, layer: int, slots: Tensor) -> None:
     """See `weft_kernels.kv_write.kv_write`."""
     block_tokens = pool.shape[4]
     blocks, offsets = slots // block_tokens, slots % block_tokens
     pool[:, :, layer, 0][blocks, :, offsets] = k
-    pool[:, :, layer, 1][blocks, :, offsets] = v
+    if v is not None:
+        pool[:, :, layer, 1][blocks, :, offsets] = v

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from weft_kernels.paged_attention.batch import FULL as FULL
 from weft_kernels.paged_attention.batch import PagedBatch as PagedBatch
-from weft_kernels.paged_attention.grouped import paged_attention_grouped
+from weft_kernels.paged_attention.batch import Span as Span
+from weft_kernels.paged_attention.rows import paged_attention_rows
 
 
-def paged_attention(q: Tensor, layer: int, batch: PagedBatch) -> Tensor:
-    """out[r, h] = softmax(q[r, h] . K^T / sqrt(dim)) V over the keys that row r sees: its context up to itself.
+def paged_attention(q: Tensor, layer: int, batch: PagedBatch, span: Span = FULL) -> Tensor:
+    """out[r, h] = softmax(q[r, h] . K^T / sqrt(dim)) V over the keys that row r sees: up to itself, within `span`.
 
     q: [T, heads, dim], float32 or bfloat16, contiguous, of the pool's dtype; the rows lie as `batch` says.
     K, V: the keys and values of `layer` and key head h // (heads / kv_heads), in the blocks of the row's sequence.
@@ -17,4 +19,8 @@ def paged_attention(q: Tensor, layer: int, batch: PagedBatch) -> Tensor:
     """
     assert q.is_contiguous()
     assert q.dtype == batch.pool.dtype
-    return paged_attention_grouped(q, layer, batch)
+    if q.is_cuda:
+        from weft_kernels.paged_attention.launch import paged_attention_kernels
+
+        return paged_attention_kernels(q, layer, batch, span, q.shape[-1] ** -0.5)
+    return paged_attention_rows(q, layer, batch, span, q.shape[-1] ** -0.5)

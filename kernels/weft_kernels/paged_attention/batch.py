@@ -15,11 +15,32 @@ MASK_ITEMS = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Which keys up to itself a query sees: the last `window` ones, those of its own aligned `chunk`, or all (0)."""
+
+    window: int = 0
+    chunk: int = 0
+
+    def first(self, position: int) -> int:
+        """Position of the first key that the query at `position` sees."""
+        start = position - position % self.chunk if self.chunk else 0
+        return max(start, position + 1 - self.window) if self.window else start
+
+    def firsts(self, positions: Tensor) -> Tensor:
+        """The same, for many."""
+        starts = positions - positions % self.chunk if self.chunk else torch.zeros_like(positions)
+        return torch.maximum(starts, positions + 1 - self.window) if self.window else starts
+
+
+FULL = Span()
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
-    """`num_seqs` sequences with the same number of consecutive query rows each, padded to the longest context.
+    """`num_seqs` sequences with the same number of consecutive query rows each, padded to the most blocks.
 
     first_row .. end_row: their rows in the packed batch.
-    key_rows: [kv_heads * num_seqs * blocks], rows of the keys of layer 0 in the pool seen as [-1, block_tokens * dim].
+    key_rows: [kv_heads * num_seqs * blocks], rows of layer 0's keys in the pool seen as [-1, block_tokens * dim].
     mask: [1, num_seqs, queries * heads / kv_heads, keys], 0 or -inf, to be added to the scores.
     """
 
@@ -36,8 +57,8 @@ class PagedBatch:
 
     context_lens[s] counts all its tokens up to its last row, these rows included; block_tables[s] covers them,
     and may go on with blocks that are not written yet.
-    `pool` [blocks, kv_heads, layers, 2, block_tokens, dim] is contiguous. Sequences of one row and like length are
-    fastest when they are neighbours.
+    `pool` [blocks, kv_heads, layers, parts, block_tokens, dim] is contiguous; parts: keys and values, or one for both.
+    Sequences of one row and like length are fastest when they are neighbours.
     """
 
     pool: Tensor
@@ -48,23 +69,39 @@ class PagedBatch:
 
     @cached_property
     def groups(self) -> list[Group]:
-        """Made once, used by every layer."""
+        """Of layers in which every query sees all its context."""
+        return self.groups_within(FULL)
+
+    def groups_within(self, span: Span) -> list[Group]:
+        """Made once, used by every layer of that span."""
+        if span not in self._groups:
+            self._groups[span] = self._make_groups(span)
+        return self._groups[span]
+
+    @cached_property
+    def _groups(self) -> dict[Span, list[Group]]:
+        return {}
+
+    def _make_groups(self, span: Span) -> list[Group]:
         groups: list[Group] = []
         first = 0
         while first < len(self.context_lens):
             end = self._last_of_group(first)
-            groups += [self._decode_group(first, end)] if self._is_decode(first) else self._chunk_groups(first)
+            groups += (
+                [self._decode_group(first, end, span)] if self._is_decode(first) else self._chunk_groups(first, span)
+            )
             first = end
         return groups
 
     @cached_property
     def scratch(self) -> Tensor:
-        """[2, runs, block_tokens * dim]: gathered keys and values of one group at a time.
+        """[parts, runs, block_tokens * dim]: gathered keys and values of one group at a time.
 
         One for the whole batch: fresh memory at every layer costs more in page faults than the gathering itself.
         """
+        # A span only ever shortens what a group gathers: the groups of the full context have the most.
         num_runs = max(len(group.key_rows) for group in self.groups)
-        return self.pool.new_empty(2, num_runs, self.pool.shape[4] * self.pool.shape[5])
+        return self.pool.new_empty(self.pool.shape[3], num_runs, self.pool.shape[4] * self.pool.shape[5])
 
     def _is_decode(self, index: int) -> bool:
         return self.query_starts[index + 1] - self.query_starts[index] == 1
@@ -85,12 +122,11 @@ class PagedBatch:
             end += 1
         return end
 
-    def _decode_group(self, first: int, end: int) -> Group:
-        lens = torch.tensor(self.context_lens[first:end])
-        visible = lens[:, None].expand(-1, self.num_heads // self.pool.shape[1])
-        return self._group(self.query_starts[first], self.query_starts[end], list(range(first, end)), visible)
+    def _decode_group(self, first: int, end: int, span: Span) -> Group:
+        positions = torch.tensor(self.context_lens[first:end])[:, None] - 1
+        return self._group((self.query_starts[first], self.query_starts[end]), range(first, end), positions, span)
 
-    def _chunk_groups(self, index: int) -> list[Group]:
+    def _chunk_groups(self, index: int, span: Span) -> list[Group]:
         """A chunk in pieces: the mask stays bounded, and early rows do not read keys that they cannot see."""
         start, end = self.query_starts[index], self.query_starts[index + 1]
         context, ratio = self.context_lens[index], self.num_heads // self.pool.shape[1]
@@ -98,21 +134,33 @@ class PagedBatch:
         groups = []
         for row in range(start, end, size):
             last = min(row + size, end)
-            visible = torch.arange(context - (end - row) + 1, context - (end - last) + 1).repeat_interleave(ratio)
-            groups.append(self._group(row, last, [index], visible[None]))
+            positions = torch.arange(context - (end - row), context - (end - last))
+            groups.append(self._group((row, last), range(index, index + 1), positions[None], span))
         return groups
 
-    def _group(self, first_row: int, end_row: int, indices: list[int], visible: Tensor) -> Group:
-        """visible: [num_seqs, queries * ratio], how many leading keys each query sees."""
-        _, kv_heads, layers, _, block_tokens, _ = self.pool.shape
-        num_blocks = -(-int(visible.max()) // block_tokens)
-        # Padding repeats a sequence's own first block: even under a mask, only numbers that it wrote itself are read.
-        own = [min(num_blocks, -(-self.context_lens[i] // block_tokens)) for i in indices]
-        tables = [list(self.block_tables[i][:count]) for i, count in zip(indices, own, strict=True)]
-        tables = [table + table[:1] * (num_blocks - len(table)) for table in tables]
+    def _group(self, rows: tuple[int, int], indices: range, positions: Tensor, span: Span) -> Group:
+        """positions: [num_seqs, queries]."""
+        _, kv_heads, layers, parts, block_tokens, _ = self.pool.shape
+        firsts = span.firsts(positions)
+        starts = firsts.min(1).values // block_tokens
+        counts = positions.max(1).values // block_tokens + 1 - starts
+        num_blocks = int(counts.max())
+        # Padding repeats a sequence's own block: even under a mask, only numbers that it wrote itself are read.
+        tables = [
+            list(self.block_tables[index][start : start + count])
+            + [self.block_tables[index][start]] * (num_blocks - count)
+            for index, start, count in zip(indices, starts.tolist(), counts.tolist(), strict=True)
+        ]
         heads = torch.arange(kv_heads)[:, None, None]
-        key_rows = ((torch.tensor(tables) * kv_heads + heads) * (layers * 2)).flatten()
-        mask = torch.zeros(1, *visible.shape, num_blocks * block_tokens, dtype=self.pool.dtype)
-        mask.masked_fill_(torch.arange(mask.shape[-1]) >= visible[..., None], float("-inf"))
+        key_rows = ((torch.tensor(tables) * kv_heads + heads) * (layers * parts)).flatten()
+        mask = self._mask(positions, firsts, starts * block_tokens, num_blocks * block_tokens)
         device = self.pool.device
-        return Group(first_row, end_row, len(indices), key_rows.to(device), mask.to(device))
+        return Group(*rows, len(indices), key_rows.to(device), mask.to(device))
+
+    def _mask(self, positions: Tensor, firsts: Tensor, starts: Tensor, num_keys: int) -> Tensor:
+        """The gathered keys of a sequence begin at its `starts`; heads that share keys stand as further queries."""
+        ratio = self.num_heads // self.pool.shape[1]
+        keys = starts[:, None, None] + torch.arange(num_keys)
+        is_hidden = (keys > positions[..., None]) | (keys < firsts[..., None])
+        mask = torch.zeros(is_hidden.shape, dtype=self.pool.dtype).masked_fill_(is_hidden, float("-inf"))
+        return mask.repeat_interleave(ratio, dim=1)[None]

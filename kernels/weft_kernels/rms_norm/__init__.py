@@ -1,9 +1,11 @@
-"""Root mean square normalisation."""
+"""Root mean square normalisation, alone or with the addition before it."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from weft_kernels.native import for_floats
 from weft_kernels.rms_norm.reference import rms_norm_reference
 
 
@@ -12,4 +14,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     x: [..., H]; weight: [H]; same dtype. The norm is taken in fp32 and rounded to x's dtype before the weight.
     """
-    return rms_norm_reference(x, weight, eps)
+    if x.is_cuda:
+        from weft_kernels.rms_norm.kernel import rms_norm_kernel
+
+        return rms_norm_kernel(x, weight, eps)
+    library = for_floats(x, x.shape[-1])
+    if library is None or x.ndim != 2 or x.stride(1) != 1:
+        return rms_norm_reference(x, weight, eps)
+    out = x.new_empty(x.shape)
+    pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+    library.weft_rms_norm(*pointers, *x.shape, x.stride(0), eps, torch.get_num_threads())
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(s, rms_norm(s, weight, eps)) with s = residual + x, rounded to their dtype; all contiguous, x and s [..., H].
+
+    One pass on a GPU: the residual stream is read and written once between two layers.
+    """
+    if x.is_cuda:
+        from weft_kernels.rms_norm.kernel import add_rms_norm_kernel
+
+        return add_rms_norm_kernel(x, residual, weight, eps)
+    total = residual + x
+    return total, rms_norm(total, weight, eps)

@@ -15,6 +15,10 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     and summed in the order of the vocabulary. A row's token depends on its own logits and parameters alone.
     """
     assert logits.ndim == 2
+    if logits.is_cuda and not rows.is_greedy:
+        from weft_kernels.sampling.kernel import sample_kernel
+
+        return sample_kernel(logits, rows)
     return sample_reference(logits, rows)
 
 

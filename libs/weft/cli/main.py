@@ -140,6 +140,26 @@ def status(
     show_status(address, watch, as_json)
 
 
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Argument(help="Checkpoint directory; its config.json is enough.")],
+    gpu: Annotated[str, typer.Option(help="h100, h200, a100, l40s, rtx4090 or b200.")] = "h200",
+    gpus: Annotated[int, typer.Option(min=1, max=4096, help="How many of them.")] = 1,
+    tp: Annotated[int, typer.Option(min=0, help="GPUs that share each matrix; 0: all that divide.")] = 0,
+    pp: Annotated[int, typer.Option(min=0, help="Pipeline stages; 0: all that divide.")] = 0,
+    ep: Annotated[int, typer.Option(min=0, help="GPUs that share the experts; 0: all that divide.")] = 0,
+    dtype: Annotated[DType, typer.Option(help="Of weights and KV cache; auto: the checkpoint's.")] = DType.AUTO,
+    context: Annotated[int, typer.Option(min=0, help="Tokens a sequence; 0: 8192, or the model's.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that generate at once.")] = 32,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens in one step.")] = 2048,
+) -> None:
+    """What a model needs on GPUs: weights, KV, the context that fits, and the limits, from its config alone."""
+    from weft.cli.plan import PlanOptions, run_plan
+
+    options = PlanOptions(model, gpu.lower(), gpus, tp, pp, ep, dtype, context, batch, chunk_tokens)
+    raise typer.Exit(run_plan(options))
+
+
 def _gateway(url: str | None) -> str:
     """What --url says, else the latest mesh on this machine, else the usual port."""
     from weft.cli.record import DEFAULT_URL, running_meshes

@@ -12,7 +12,7 @@ from weft.engine.core import Engine
 from weft.engine.messages import StepOutput
 from weft.engine.runner import DTYPES, ModelRunner
 from weft.model.config import ModelConfig
-from weft.model.llama import Llama
+from weft.model.decoder import Decoder
 
 
 def build_engine(
@@ -29,5 +29,5 @@ def build_engine(
     Tensors of another dtype or device are copied; `weights` is not kept. Raises BadCheckpoint for missing tensors.
     """
     where = torch.device(device)
-    model = Llama(model_config, weights, DTYPES[dtype], where)
+    model = Decoder(model_config, weights, DTYPES[dtype], where)
     return Engine(ModelRunner(model, engine_config, dtype, where), engine_config, listener)

@@ -14,8 +14,9 @@ from torch import Tensor
 from weft.engine.batch import Sampled, Work
 from weft.engine.config import EngineConfig
 from weft.engine.messages import PoolMemory
+from weft.model.decoder import Decoder
 from weft.model.kv_layout import block_bytes
-from weft.model.llama import Llama, Rows
+from weft.model.step import Rows
 from weft.request import PositionLogprobs, SamplingParams, TokenLogprob
 from weft_kernels.paged_attention import PagedBatch
 from weft_kernels.sampling import SamplingRows, logprobs, sample
@@ -27,7 +28,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class ModelRunner:
     """One model on one device with its block pool."""
 
-    def __init__(self, model: Llama, config: EngineConfig, dtype: str, device: torch.device) -> None:
+    def __init__(self, model: Decoder, config: EngineConfig, dtype: str, device: torch.device) -> None:
         self._model = model
         self._block_tokens = config.block_tokens
         self._device = device
@@ -35,7 +36,14 @@ class ModelRunner:
         # Transfer engines register whole pages. Zeros: masked values are still multiplied, and 0 times NaN is NaN.
         memory = torch.zeros(config.num_blocks * size + PAGE_BYTES, dtype=torch.uint8, device=device)
         offset = -memory.data_ptr() % PAGE_BYTES
-        shape = (config.num_blocks, model.config.num_kv_heads, model.config.num_layers, 2, config.block_tokens, -1)
+        shape = (
+            config.num_blocks,
+            model.config.num_kv_heads,
+            model.config.num_layers,
+            model.config.kv_parts,
+            config.block_tokens,
+            -1,
+        )
         self.pool = memory[offset : offset + config.num_blocks * size].view(DTYPES[dtype]).view(shape)
         self._memory = PoolMemory(self.pool.data_ptr(), size, config.num_blocks)
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from weft.model.config import Rope
+from weft.model.spec import Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
@@ -18,14 +18,27 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
         return frequencies / rope.factor
     if rope.kind == "llama3":
         return _stretch_long_waves(frequencies, rope)
+    if rope.kind == "yarn":
+        return _yarn(frequencies, rope, head_dim)
     return frequencies
 
 
-def cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[T, head_dim] each, both halves alike. The angles are fp32 whatever `dtype` is."""
+def cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """[T, head_dim] each, both halves alike, times `factor`. The angles are fp32 whatever `dtype` is."""
     angles = positions[:, None].float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def pairs_to_halves(weight: Tensor, head_dim: int, rotated_dim: int) -> Tensor:
+    """Rows of a projection to heads, reordered so that rotating halves does what rotating neighbours did before.
+
+    The last `rotated_dim` rows of every head: even ones first, then odd ones. Scores keep their values, as queries and
+    keys are reordered alike.
+    """
+    heads = weight.view(-1, head_dim, weight.shape[1])
+    kept, rotated = heads[:, : head_dim - rotated_dim], heads[:, head_dim - rotated_dim :]
+    return torch.cat((kept, rotated[:, 0::2], rotated[:, 1::2]), dim=1).flatten(0, 1)
 
 
 def _stretch_long_waves(frequencies: Tensor, rope: Rope) -> Tensor:
@@ -33,8 +46,25 @@ def _stretch_long_waves(frequencies: Tensor, rope: Rope) -> Tensor:
     context = rope.original_max_positions
     waves = 2 * math.pi / frequencies
     slowed = frequencies / rope.factor
-    share = (context / waves - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    # some checkpoints set both factors alike: then nothing lies between
+    width = max(rope.high_freq_factor - rope.low_freq_factor, 1e-9)
+    share = (context / waves - rope.low_freq_factor) / width
     blended = (1 - share) * slowed + share * frequencies
     long = waves > context / rope.low_freq_factor
     short = waves < context / rope.high_freq_factor
     return torch.where(long, slowed, torch.where(short, frequencies, blended))
+
+
+def _yarn(frequencies: Tensor, rope: Rope, head_dim: int) -> Tensor:
+    """yarn: pairs that turn often within the trained context stay, those that seldom do slow down; between, a ramp."""
+
+    def pair_of(num_turns: float) -> float:
+        return head_dim * math.log(rope.original_max_positions / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.is_truncated:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    slowed = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return frequencies / rope.factor * slowed + frequencies * (1 - slowed)

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
-from weft.model.config import ModelConfig, expected_tensors, read_config
+from weft.model.config import ModelConfig, expected_tensors, is_ignored, read_config
+from weft.model.quantization import stored_dtypes
 from weft.weights.header import TensorEntry, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-WEIGHT_DTYPES = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,17 +122,12 @@ def _select(directory: Path, config: ModelConfig, found: dict[str, TensorSource]
             raise BadCheckpoint(
                 f"{source.path}: tensor {name} has shape {list(source.entry.shape)}, config.json asks for {list(shape)}"
             )
-        if source.entry.dtype not in WEIGHT_DTYPES:
+        if source.entry.dtype not in stored_dtypes(name, expected):
             raise BadCheckpoint(f"{source.path}: tensor {name} has dtype {source.entry.dtype}, not a weight's")
     for name, source in found.items():
-        if name not in expected and not _is_ignored(name, config):
+        if name not in expected and not is_ignored(name, config):
             raise BadCheckpoint(f"{source.path}: tensor {name} is not part of a {config.architecture}")
     return tuple(found[name] for name in expected)
-
-
-def _is_ignored(name: str, config: ModelConfig) -> bool:
-    """Rotary frequencies are computed; a tied model's output matrix is its embedding."""
-    return name.endswith("rotary_emb.inv_freq") or (config.is_tied and name == "lm_head.weight")
 
 
 def _served_config(directory: Path, config: ModelConfig) -> str:

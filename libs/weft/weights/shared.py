@@ -11,7 +11,14 @@ from weft.errors import NotFound
 from weft.weights.header import read_header
 from weft.weights.image import image_path
 
-TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TORCH_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 
 
 def open_image(shm_name: str, size_bytes: int) -> dict[str, torch.Tensor]:

@@ -85,7 +85,7 @@ def test_the_generation_config_overrides_the_end_tokens(
         ({"torch_dtype": "int8"}, ["dtype", "int8"]),
         ({"eos_token_id": ["</s>"]}, ["eos_token_id", "</s>"]),
         ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rope_scaling.rope_type", "yarn"]),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["rope_scaling.rope_type", "longrope"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor"]),
         ({"rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 0.5}}, ["rope_parameters.high_freq_factor", "0.5"]),
         ({"rope_scaling": "llama3"}, ["rope_scaling"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from tests.weft.tiny_llama import Tiny
 from weft.errors import BadCheckpoint
 from weft.model.config import Rope
-from weft.model.llama import Llama, Rows
-from weft.model.rotary import inverse_frequencies
+from weft.model.decoder import Decoder
+from weft.model.fields import Fields
+from weft.model.rope_fields import read_rope
+from weft.model.rotary import inverse_frequencies, pairs_to_halves
+from weft.model.step import Rows
 from weft_kernels.paged_attention import PagedBatch
 
 BLOCK_TOKENS = 8
@@ -23,7 +27,7 @@ CPU = torch.device("cpu")
 def forward(tiny: Tiny, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
     """All logits of one sequence in one go, its blocks in no particular order."""
     config = tiny.config
-    model = Llama(config, tiny.weights, dtype, CPU)
+    model = Decoder(config, tiny.weights, dtype, CPU)
     pool = torch.zeros(9, config.num_kv_heads, config.num_layers, 2, BLOCK_TOKENS, config.head_dim, dtype=dtype)
     table = [7, 2, 5, 0, 8, 1, 3, 6]
     positions = torch.arange(len(tokens))
@@ -50,13 +54,13 @@ def test_a_missing_tensor_is_named(grouped: Tiny) -> None:
     weights = grouped.weights
     del weights["model.layers.1.mlp.up_proj.weight"]
     with pytest.raises(BadCheckpoint, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing"):
-        Llama(grouped.config, weights, torch.float32, CPU)
+        Decoder(grouped.config, weights, torch.float32, CPU)
 
 
 def test_a_tensor_of_another_shape_is_named(grouped: Tiny) -> None:
     config = dataclasses.replace(grouped.config, intermediate_size=80)
     with pytest.raises(BadCheckpoint, match=r"gate_proj.* has shape \[96, 48\], expected \[80, 48\]"):
-        Llama(config, grouped.weights, torch.float32, CPU)
+        Decoder(config, grouped.weights, torch.float32, CPU)
 
 
 @pytest.mark.parametrize(
@@ -75,3 +79,28 @@ def test_frequencies_are_those_of_transformers(grouped: Tiny, rope: Rope) -> Non
     config = type(grouped.oracle.config)(head_dim=128, max_position_embeddings=131072, rope_parameters=parameters)
     expected, _ = ROPE_INIT_FUNCTIONS[rope.kind](config)
     torch.testing.assert_close(inverse_frequencies(rope, 128), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"factor": 4.0, "original_max_position_embeddings": 32768},
+        {"factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0},
+        {"factor": 32, "original_max_position_embeddings": 4096, "mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 1},
+        {"factor": 16.0, "original_max_position_embeddings": 4096, "beta_slow": 2.5, "truncate": False},
+        {"factor": 8.0, "original_max_position_embeddings": 64, "attention_factor": 1.25, "mscale": 2.0},
+        {"factor": 8.0, "mscale_all_dim": 2.0},
+    ],
+)
+def test_yarn_is_that_of_transformers(grouped: Tiny, fields: dict[str, float]) -> None:
+    parameters = {"rope_theta": 50_000.0, "rope_type": "yarn", **fields}
+    config = type(grouped.oracle.config)(head_dim=64, max_position_embeddings=131072, rope_parameters=dict(parameters))
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config)
+    rope = read_rope(Fields(Path("config.json"), {"rope_parameters": parameters}), 131072)
+    torch.testing.assert_close(inverse_frequencies(rope, 64), expected, rtol=1e-6, atol=0)
+    assert rope.attention_factor == pytest.approx(factor)
+
+
+def test_rows_of_pairs_become_rows_of_halves() -> None:
+    rows = torch.arange(12)[:, None]
+    assert pairs_to_halves(rows, 6, 4).flatten().tolist() == [0, 1, 2, 4, 3, 5, 6, 7, 8, 10, 9, 11]

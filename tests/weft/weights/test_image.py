@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.weft.weights.checkpoints import Tensors, make_checkpoint, safetensors_bytes
+from tests.weft.weights.checkpoints import (
+    Tensors,
+    make_checkpoint,
+    random_tensors,
+    safetensors_bytes,
+    write_config,
+)
 from weft.errors import BadCheckpoint, NotFound, Overloaded
 from weft.weights import image as image_module
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
@@ -231,3 +237,32 @@ def test_a_link_in_the_place_of_an_image_is_not_followed(tmp_path: Path) -> None
     with pytest.raises(BadCheckpoint, match="in the way"):
         find_image(checkpoint)
     path.unlink()
+
+
+def test_packed_weights_come_through_bit_for_bit(tmp_path: Path) -> None:
+    """Eight-bit floats and packed integers of quantized checkpoints; nothing in between reads them as numbers."""
+    fp8 = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    directory = tmp_path / "model"
+    directory.mkdir()
+    write_config(directory, quantization_config=fp8)
+    tensors = random_tensors(directory)
+    for name, (_, shape, _) in tensors.items():
+        if name.removesuffix(".weight") + ".weight_scale_inv" in tensors:
+            tensors[name] = ("F8_E4M3", shape, os.urandom(shape[0] * shape[1]))
+    (directory / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+    image = write(read_checkpoint(directory))
+    opened = open_image(image.name, image.size_bytes)
+    image.release()
+    assert {tensor.dtype for tensor in opened.values()} == {torch.float32, torch.bfloat16, torch.float8_e4m3fn}
+    for name, (_, _, data) in tensors.items():
+        assert opened[name].contiguous().view(torch.uint8).numpy().tobytes() == data
+
+
+def test_bytes_that_are_no_weights_are_refused_by_tensor(tmp_path: Path) -> None:
+    tensors = make_checkpoint(tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    _, shape, _ = tensors[name]
+    tensors[name] = ("F8_E4M3", shape, os.urandom(shape[0] * shape[1]))
+    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+    with pytest.raises(BadCheckpoint, match=r"up_proj\.weight has dtype F8_E4M3, not a weight's"):
+        read_checkpoint(tmp_path)

@@ -1,0 +1,24 @@
+"""Attention over one vector a token that is key and value at once, for all heads (multi-head latent attention)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from weft_kernels.paged_attention.batch import PagedBatch, Span
+from weft_kernels.paged_attention.rows import paged_attention_rows
+
+
+def latent_attention(q: Tensor, layer: int, batch: PagedBatch, value_dim: int, scale: float) -> Tensor:
+    """out[r, h] = softmax(scale * q[r, h] . C^T) C[:, :value_dim] over the vectors that row r sees.
+
+    q: [T, heads, dim], contiguous, of the pool's dtype. C: the vectors of `layer` in the blocks of the row's sequence;
+    the pool is [blocks, 1, layers, 1, block_tokens, dim]. Returns [T, heads, value_dim] in q's dtype.
+    """
+    assert q.is_contiguous()
+    assert q.dtype == batch.pool.dtype
+    assert batch.pool.shape[1] == batch.pool.shape[3] == 1
+    if q.is_cuda:
+        from weft_kernels.paged_attention.launch import paged_attention_kernels
+
+        return paged_attention_kernels(q, layer, batch, Span(), scale, value_dim)
+    return paged_attention_rows(q, layer, batch, Span(), scale, value_dim)

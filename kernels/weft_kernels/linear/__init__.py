@@ -1,0 +1,71 @@
+"""Linear layers with weights that are packed once, at load, for the machine that they run on."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft_kernels.linear.reference import linear_torch
+from weft_kernels.native import native
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight [num_outputs, num_inputs] for activations of `dtype`.
+
+    `data` is the plain matrix, or, where there is a `library`, its panels: bfloat16 as they came, else float32.
+    """
+
+    num_outputs: int
+    num_inputs: int
+    dtype: torch.dtype
+    data: Tensor
+    library: ctypes.CDLL | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """What it keeps in memory."""
+        return self.data.numel() * self.data.itemsize
+
+
+def pack(weight: Tensor, dtype: torch.dtype) -> PackedWeight:
+    """Prepare `weight` [outputs, inputs] for activations of `dtype` on the weight's device. Copies it on a CPU.
+
+    bfloat16 weights stay bfloat16 on a CPU even for float32 activations: they are widened as they are multiplied,
+    which is exact, and take half the memory and half the time to read.
+    """
+    library = native() if weight.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) else None
+    outputs, inputs = weight.shape
+    if library is None or not weight.numel():
+        return PackedWeight(outputs, inputs, dtype, weight.to(dtype).contiguous())
+    is_half = torch.bfloat16 in (weight.dtype, dtype)
+    plain = weight.to(torch.bfloat16 if is_half else torch.float32).contiguous()
+    width = library.weft_panel()
+    panels = plain.new_empty(-(-outputs // width), inputs, width)
+    function = library.weft_pack_bf16 if is_half else library.weft_pack_f32
+    function(plain.data_ptr(), outputs, inputs, panels.data_ptr(), torch.get_num_threads())
+    return PackedWeight(outputs, inputs, dtype, panels, library)
+
+
+def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """out[..., o] = sum over i of x[..., i] * weight[o, i], plus bias[o]; summed in fp32, returned in x's dtype.
+
+    x: [..., inputs], of the weight's `dtype`. The sums' order is not torch's,
+    and depends neither on threads nor on the other rows.
+    """
+    assert x.dtype == weight.dtype
+    assert x.shape[-1] == weight.num_inputs
+    if weight.library is None:
+        return linear_torch(x, weight.data, bias)
+    wide = x.float().contiguous()
+    out = torch.empty(*x.shape[:-1], weight.num_outputs)
+    num_rows = out.numel() // weight.num_outputs
+    if num_rows:
+        is_half = weight.data.dtype == torch.bfloat16
+        function = weight.library.weft_linear_bf16 if is_half else weight.library.weft_linear_f32
+        sizes = (num_rows, weight.num_inputs, weight.num_outputs)
+        function(wide.data_ptr(), *sizes, weight.data.data_ptr(), out.data_ptr(), torch.get_num_threads())
+    return (out if bias is None else out.add_(bias)).to(x.dtype)

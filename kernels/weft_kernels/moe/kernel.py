@@ -1,0 +1,191 @@
+"""Grouped products over rows sorted by expert: gate and up with their SiLU-mul in one launch, down in another.
+
+A program takes a tile of one expert's rows. Which tile is whose is found on the device, so that a captured graph runs
+whatever the router chooses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def moe_kernel(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, is_on_input: bool) -> Tensor:
+    """See `weft_kernels.moe.moe`; gate_up: [experts, 2 size, hidden], down: [experts, hidden, size]."""
+    num_experts, hidden, size = down.shape
+    num_rows, top_k = chosen.shape
+    assert x.shape == (num_rows, hidden)
+    assert gate_up.shape == (num_experts, 2 * size, hidden)
+    assert weights.shape == chosen.shape
+    assert weights.dtype == torch.float32
+    assert chosen.dtype == torch.int64
+    assert x.dtype == gate_up.dtype == down.dtype
+    assert x.device == chosen.device == weights.device == gate_up.device == down.device
+    assert all(each.is_contiguous() for each in (x, chosen, weights, gate_up, down))
+    if not num_rows:
+        return torch.empty_like(x)
+    ordered, order = chosen.flatten().sort(stable=True)
+    bounds = torch.searchsorted(ordered, torch.arange(num_experts + 1, device=x.device)).int()
+    num_items = num_rows * top_k
+    middle = torch.empty(num_items, size, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_items, hidden, dtype=torch.float32, device=x.device)
+    tiles = _tiles(num_items, num_experts, x.itemsize)
+    # every expert that is chosen at all may leave one tile half empty
+    num_tiles = triton.cdiv(num_items, tiles["BLOCK_M"]) + min(num_experts, num_items)
+    block_n = tiles["BLOCK_N"]
+    _gate_up[(triton.cdiv(size, block_n), num_tiles)](
+        x,
+        gate_up,
+        weights,
+        order,
+        bounds,
+        middle,
+        num_experts,
+        TOP_K=top_k,
+        HIDDEN=hidden,
+        SIZE=size,
+        ON_INPUT=is_on_input,
+        **tiles,
+    )
+    _down[(triton.cdiv(hidden, block_n), num_tiles)](
+        middle, down, weights, order, bounds, out, num_experts, HIDDEN=hidden, SIZE=size, ON_INPUT=is_on_input, **tiles
+    )
+    return out.view(num_rows, top_k, hidden).sum(1).to(x.dtype)
+
+
+def _tiles(num_items: int, num_experts: int, item_bytes: int) -> dict[str, Any]:
+    """As many rows as an expert gets on average: a decode step reads weights, a prompt multiplies."""
+    block_m = max(16, min(64, triton.next_power_of_2(triton.cdiv(num_items, num_experts))))
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": 64,
+        "BLOCK_K": 64 if item_bytes == 2 else 32,
+        "BLOCK_E": triton.next_power_of_2(num_experts),
+        "num_warps": 4,
+        "num_stages": 3,
+    }
+
+
+@triton.jit
+def _tile_of(
+    p_bounds: tl.tensor, i_tile: tl.tensor, num_experts: tl.tensor, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
+) -> tl.tensor:
+    """Expert, first sorted row and end of the expert's rows of a tile; no rows past the last tile."""
+    o_expert = tl.arange(0, BLOCK_E)
+    m_expert = o_expert < num_experts
+    # [BLOCK_E]
+    b_start = tl.load(p_bounds + o_expert, mask=m_expert, other=0)
+    b_end = tl.load(p_bounds + o_expert + 1, mask=m_expert, other=0)
+    b_tiles = (b_end - b_start + BLOCK_M - 1) // BLOCK_M
+    b_before = tl.cumsum(b_tiles, 0) - b_tiles
+    m_mine = (b_before <= i_tile) & (i_tile < b_before + b_tiles)
+    expert = tl.sum(tl.where(m_mine, o_expert, 0), 0)
+    first = tl.sum(tl.where(m_mine, b_start + (i_tile - b_before) * BLOCK_M, 0), 0)
+    return expert, first, tl.sum(tl.where(m_mine, b_end, 0), 0)
+
+
+@triton.jit
+def _product(
+    p_left: tl.tensor,
+    p_right: tl.tensor,
+    m_left: tl.tensor,
+    m_right: tl.tensor,
+    b_scale: tl.tensor,
+    SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """[BLOCK_M, BLOCK_N] fp32: rows at p_left [BLOCK_M] with rows at p_right [BLOCK_N], each of SIZE items."""
+    b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, SIZE, BLOCK_K):
+        o_k = start + tl.arange(0, BLOCK_K)
+        m_k = (o_k < SIZE)[None, :]
+        # [BLOCK_M, BLOCK_K], [BLOCK_N, BLOCK_K]
+        b_left = tl.load(p_left[:, None] + o_k[None, :], mask=m_left[:, None] & m_k, other=0.0)
+        if SCALED:
+            b_left = (b_left.to(tl.float32) * b_scale[:, None]).to(b_left.dtype)
+        b_right = tl.load(p_right[:, None] + o_k[None, :], mask=m_right[:, None] & m_k, other=0.0)
+        b_acc = tl.dot(b_left, tl.trans(b_right), b_acc, input_precision="ieee")
+    return b_acc
+
+
+@triton.jit
+def _gate_up(
+    p_x: tl.tensor,
+    p_weight: tl.tensor,
+    p_scales: tl.tensor,
+    p_order: tl.tensor,
+    p_bounds: tl.tensor,
+    p_out: tl.tensor,
+    num_experts: tl.tensor,
+    TOP_K: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    SIZE: tl.constexpr,
+    ON_INPUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+) -> None:
+    expert, first, end = _tile_of(p_bounds, tl.program_id(1), num_experts, BLOCK_E, BLOCK_M)
+    if first < end:
+        o_m = first + tl.arange(0, BLOCK_M)
+        o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        m_m = o_m < end
+        m_n = o_n < SIZE
+        # [BLOCK_M]
+        b_item = tl.load(p_order + o_m, mask=m_m, other=0)
+        b_scale = tl.load(p_scales + b_item, mask=m_m, other=0.0)
+        p_rows = p_x + b_item // TOP_K * HIDDEN
+        p_gate = p_weight + (expert.to(tl.int64) * 2 * SIZE + o_n) * HIDDEN
+        p_up = p_gate + SIZE * HIDDEN
+        b_gate = _product(p_rows, p_gate, m_m, m_n, b_scale, HIDDEN, ON_INPUT, BLOCK_M, BLOCK_N, BLOCK_K)
+        b_up = _product(p_rows, p_up, m_m, m_n, b_scale, HIDDEN, ON_INPUT, BLOCK_M, BLOCK_N, BLOCK_K)
+        # rounded where separate layers would round
+        b_gate = b_gate.to(p_out.dtype.element_ty).to(tl.float32)
+        b_silu = (b_gate * tl.sigmoid(b_gate)).to(p_out.dtype.element_ty).to(tl.float32)
+        b_out = b_silu * b_up.to(p_out.dtype.element_ty).to(tl.float32)
+        p_tile = p_out + o_m.to(tl.int64)[:, None] * SIZE + o_n[None, :]
+        tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
+
+
+@triton.jit
+def _down(
+    p_middle: tl.tensor,
+    p_weight: tl.tensor,
+    p_scales: tl.tensor,
+    p_order: tl.tensor,
+    p_bounds: tl.tensor,
+    p_out: tl.tensor,
+    num_experts: tl.tensor,
+    HIDDEN: tl.constexpr,
+    SIZE: tl.constexpr,
+    ON_INPUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+) -> None:
+    expert, first, end = _tile_of(p_bounds, tl.program_id(1), num_experts, BLOCK_E, BLOCK_M)
+    if first < end:
+        o_m = first + tl.arange(0, BLOCK_M)
+        o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        m_m = o_m < end
+        m_n = o_n < HIDDEN
+        # [BLOCK_M]
+        b_item = tl.load(p_order + o_m, mask=m_m, other=0)
+        b_scale = tl.load(p_scales + b_item, mask=m_m, other=0.0)
+        p_rows = p_middle + o_m.to(tl.int64) * SIZE
+        p_out_rows = p_weight + (expert.to(tl.int64) * HIDDEN + o_n) * SIZE
+        b_out = _product(p_rows, p_out_rows, m_m, m_n, b_scale, SIZE, False, BLOCK_M, BLOCK_N, BLOCK_K)
+        b_out = b_out.to(p_middle.dtype.element_ty).to(tl.float32)
+        if not ON_INPUT:
+            b_out *= b_scale[:, None]
+        # back to the places of row and choice, where they are added up in one order
+        tl.store(p_out + b_item[:, None] * HIDDEN + o_n[None, :], b_out, mask=m_m[:, None] & m_n[None, :])

@@ -1,0 +1,76 @@
+"""The C++ kernels of this machine's CPU, or nothing where they cannot be built: then torch does their work."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import subprocess
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from weft_kernels.native.build import FLAGS, BuildFailed, cached_library, is_supported_machine
+
+logger = logging.getLogger(__name__)
+# What this machine should use: avx512, avx2 or torch; empty: the best that it has.
+CHOICE = "WEFT_CPU_KERNELS"
+POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+SIGNATURES: dict[str, list[type]] = {
+    "weft_pack_bf16": [POINTER, LONG, LONG, POINTER, INT],
+    "weft_pack_f32": [POINTER, LONG, LONG, POINTER, INT],
+    "weft_linear_bf16": [POINTER, LONG, LONG, LONG, POINTER, POINTER, INT],
+    "weft_linear_f32": [POINTER, LONG, LONG, LONG, POINTER, POINTER, INT],
+    "weft_attend_f32": [POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, FLOAT, INT],
+    "weft_attend_bf16": [POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, FLOAT, INT],
+    "weft_attend_chunk_f32": [POINTER, POINTER, POINTER, POINTER, POINTER, FLOAT, INT],
+    "weft_attend_chunk_bf16": [POINTER, POINTER, POINTER, POINTER, POINTER, FLOAT, INT],
+    "weft_rms_norm": [POINTER, POINTER, POINTER, LONG, LONG, LONG, FLOAT, INT],
+    "weft_rope": [POINTER, POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, INT],
+    "weft_silu_mul": [POINTER, POINTER, LONG, LONG, INT],
+    "weft_kv_write": [POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, LONG, LONG, LONG],
+}
+
+
+def native() -> ctypes.CDLL | None:
+    """The library for this machine. The first call may compile it: it belongs to loading, never to a request."""
+    return load(os.environ.get(CHOICE, "") or best_isa())
+
+
+def for_floats(x: Tensor, size: int) -> ctypes.CDLL | None:
+    """The library, where `x` is of floats on a CPU and runs of `size` of them are whole vectors."""
+    if x.dtype != torch.float32 or x.is_cuda:
+        return None
+    library = native()
+    return None if library is None or size % library.weft_width() else library
+
+
+@cache
+def best_isa() -> str:
+    """What the processor can do, as torch sees it."""
+    capability = torch.backends.cpu.get_cpu_capability().lower() if is_supported_machine() else ""
+    return capability if capability in FLAGS else "torch"
+
+
+@cache
+def load(isa: str) -> ctypes.CDLL | None:
+    """The library of one instruction set; None for `torch` and where it cannot be had, which is logged once."""
+    if isa == "torch":
+        logger.info("CPU kernels: torch")
+        return None
+    if isa not in FLAGS:
+        raise ValueError(f"{CHOICE}: expected one of {', '.join((*FLAGS, 'torch'))}, found {isa!r}")
+    try:
+        # torch is imported above, so its OpenMP runtime is the one that this library finds: one set of threads.
+        library = ctypes.CDLL(str(cached_library(isa)))
+    except (BuildFailed, OSError, subprocess.TimeoutExpired) as error:
+        logger.warning("CPU kernels: torch, which is slower; %s cannot be had: %s", isa, error)
+        return None
+    for name, types in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = types, None
+    for name in ("weft_panel", "weft_width"):
+        getattr(library, name).restype = LONG
+    logger.info("CPU kernels: %s", isa)
+    return library

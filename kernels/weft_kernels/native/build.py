@@ -1,0 +1,86 @@
+"""Compiles the C++ kernels into one shared library for each instruction set, cached by what goes into it.
+
+Knows compilers and files; knows nothing of what the kernels compute.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCES = (
+    "kv_write/kv_write.cpp",
+    "linear/linear.cpp",
+    "paged_attention/chunks.cpp",
+    "paged_attention/rows.cpp",
+    "rms_norm/rms_norm.cpp",
+    "rope/rope.cpp",
+    "silu_mul/silu_mul.cpp",
+)
+HEADERS = ("native/vector.h",)
+COMMON = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-x", "c++")
+FLAGS = {
+    "avx2": ("-DWEFT_WIDTH=8", "-mavx2", "-mfma"),
+    "avx512": ("-DWEFT_WIDTH=16", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
+}
+BUILD_SECONDS = 120
+
+
+class BuildFailed(Exception):
+    """There is no compiler, or it did not take the sources."""
+
+
+def cached_library(isa: str) -> Path:
+    """The library of `isa`, built unless it lies in the cache. Raises BuildFailed, OSError."""
+    path = cache_dir() / f"weft-{isa}-{_digest(isa)}.so"
+    if path.exists():
+        return path
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(path.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # many workers may start at once; the first one builds
+        if not path.exists():
+            _build(isa, path)
+    return path
+
+
+def cache_dir() -> Path:
+    """Where built libraries are kept: with the user, or where an image has them ($WEFT_KERNEL_CACHE)."""
+    if chosen := os.environ.get("WEFT_KERNEL_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / "native"
+
+
+def is_supported_machine() -> bool:
+    """Is there a build for this kind of processor at all?"""
+    return platform.machine().lower() in ("x86_64", "amd64") and sys.platform == "linux"
+
+
+def _digest(isa: str) -> str:
+    digest = hashlib.blake2b(repr((COMMON, FLAGS[isa], SOURCES)).encode(), digest_size=10)
+    for name in (*SOURCES, *HEADERS):
+        digest.update((ROOT / name).read_bytes())
+    return digest.hexdigest()
+
+
+def _build(isa: str, path: Path) -> None:
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
+    if compiler is None:
+        raise BuildFailed("no C++ compiler found (c++, g++, clang++ or $CXX)")
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch) / path.name
+        command = [compiler, *COMMON, *FLAGS[isa], "-o", str(made), *(str(ROOT / name) for name in SOURCES)]
+        # With OpenMP where the compiler has it: the library then shares torch's own threads.
+        for attempt in ([*command, "-fopenmp"], command):
+            done = subprocess.run(attempt, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False)
+            if done.returncode == 0:
+                os.replace(made, path)
+                return
+    raise BuildFailed(f"{compiler} failed: {done.stderr.strip()[-2000:]}")

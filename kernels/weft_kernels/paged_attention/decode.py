@@ -1,0 +1,204 @@
+"""Decode and verification: few rows a sequence, all its keys, split over programs that a second launch joins."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft_kernels.paged_attention.shape import LOG2_E, Shape, check
+from weft_kernels.paged_attention.tensors import MAX_DECODE_ROWS, PagedTensors
+from weft_kernels.paged_attention.tile import first_visible, fold_tile, load_rows
+
+MAX_SPLITS = 32
+
+
+def paged_attention_decode(
+    q: Tensor, keys: Tensor, values: Tensor, batch: PagedTensors, shape: Shape, out: Tensor
+) -> None:
+    """out[r, h] for the rows of `batch`, each sequence with at most MAX_DECODE_ROWS of them.
+
+    The number of splits depends on the number of sequences and not on their lengths, so that a captured graph runs
+    for any lengths: each program finds its share of the keys on the device.
+    """
+    check(q, keys, values, batch, out)
+    assert batch.max_rows <= MAX_DECODE_ROWS
+    num_seqs, kv_heads = len(batch.context_lens), keys.shape[1]
+    group = q.shape[1] // kv_heads
+    block_m = max(16, min(64 if values.shape[3] < 512 else 32, triton.next_power_of_2(batch.max_rows * group)))
+    num_m = triton.cdiv(batch.max_rows * group, block_m)
+    tiles = shape.tiles(keys, values, 64 if keys.shape[3] * keys.itemsize <= 512 else 32)
+    splits = shape.num_splits or _num_splits(num_seqs * kv_heads * num_m, q.device)
+    assert splits & (splits - 1) == 0
+    # With one split there is nothing to join: the part is the result, and lies where the result does.
+    logs = torch.empty(*q.shape[:2], splits, dtype=torch.float32, device=q.device)
+    parts = out if splits == 1 else logs.new_empty(*logs.shape, values.shape[3])
+    _decode[(num_seqs, kv_heads * num_m, splits)](
+        q,
+        keys,
+        values,
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_tables,
+        parts,
+        logs,
+        *keys.stride()[:3],
+        batch.block_tables.stride(0),
+        shape.scale * LOG2_E,
+        SPLITS=splits,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        WINDOW=shape.window,
+        CHUNK=shape.chunk,
+        BLOCK_M=block_m,
+        **tiles,
+        num_warps=8 if block_m * tiles["BLOCK_V"] > 64 * 128 else 4,
+        num_stages=2,
+    )
+    if splits > 1:
+        _join[(batch.max_rows * num_seqs, q.shape[1])](
+            parts,
+            logs,
+            batch.query_starts,
+            out,
+            HEADS=q.shape[1],
+            MAX_ROWS=batch.max_rows,
+            SPLITS=splits,
+            VALUE_DIM=values.shape[3],
+            BLOCK_V=tiles["BLOCK_V"],
+            num_warps=2,
+        )
+
+
+def _num_splits(num_programs: int, device: torch.device) -> int:
+    """Enough for two programs on every multiprocessor, a power of two."""
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return int(min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(2 * num_sms, num_programs))))
+
+
+@triton.jit
+def _decode(
+    p_q: tl.tensor,
+    p_keys: tl.tensor,
+    p_values: tl.tensor,
+    p_starts: tl.tensor,
+    p_contexts: tl.tensor,
+    p_tables: tl.tensor,
+    p_parts: tl.tensor,
+    p_logs: tl.tensor,
+    stride_block: tl.tensor,
+    stride_head: tl.tensor,
+    stride_token: tl.tensor,
+    stride_table: tl.tensor,
+    scale: tl.tensor,
+    SPLITS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    VALUE_IS_KEY: tl.constexpr,
+) -> None:
+    i_seq = tl.program_id(0).to(tl.int64)
+    i_head = tl.program_id(1) % KV_HEADS
+    i_m = tl.program_id(1) // KV_HEADS
+    i_split = tl.program_id(2)
+    start = tl.load(p_starts + i_seq)
+    num_rows = tl.load(p_starts + i_seq + 1) - start
+    context = tl.load(p_contexts + i_seq)
+    if i_m * BLOCK_M < num_rows * GROUP:
+        # The query heads of one key head stand below each other, so that a key is read once for all of them.
+        o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        m_m = o_m < num_rows * GROUP
+        b_position = context - num_rows + o_m // GROUP
+        b_first = first_visible(b_position, WINDOW, CHUNK)
+        begin = first_visible(context - num_rows + i_m * BLOCK_M // GROUP, WINDOW, CHUNK)
+        end = tl.minimum(context, context - num_rows + (i_m * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
+        i_first = begin // BLOCK_N
+        i_end = tl.cdiv(end, BLOCK_N)
+        num_tiles = tl.cdiv(tl.maximum(i_end - i_first, 0), SPLITS)
+        i_from = i_first + i_split * num_tiles
+        # [BLOCK_M]
+        o_out = (start + o_m // GROUP).to(tl.int64) * (KV_HEADS * GROUP) + i_head * GROUP + o_m % GROUP
+        b_q = load_rows(p_q + o_out * DIM, m_m, 0, DIM, BLOCK_D)
+        b_q_tail = b_q
+        if BLOCK_TAIL > 0:
+            b_q_tail = load_rows(p_q + o_out * DIM, m_m, BLOCK_D, DIM, BLOCK_TAIL)
+        b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        b_sum = tl.zeros([BLOCK_M], tl.float32)
+        b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        for i_tile in range(i_from, tl.minimum(i_from + num_tiles, i_end)):
+            b_acc, b_max, b_sum = fold_tile(
+                b_acc,
+                b_max,
+                b_sum,
+                b_q,
+                b_q_tail,
+                b_first,
+                b_position,
+                i_tile,
+                begin,
+                end,
+                p_keys + i_head * stride_head,
+                p_values + i_head * stride_head,
+                p_tables + i_seq * stride_table,
+                stride_block,
+                stride_token,
+                scale,
+                True,
+                BLOCK_TOKENS,
+                DIM,
+                VALUE_DIM,
+                BLOCK_N,
+                BLOCK_D,
+                BLOCK_TAIL,
+                BLOCK_V,
+                VALUE_IS_KEY,
+            )
+        b_acc = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
+        o_part = o_out * SPLITS + i_split
+        o_v = tl.arange(0, BLOCK_V)
+        m_part = m_m[:, None] & (o_v < VALUE_DIM)[None, :]
+        p_part = p_parts + o_part[:, None] * VALUE_DIM + o_v[None, :]
+        tl.store(p_part, b_acc.to(p_parts.dtype.element_ty), mask=m_part)
+        if SPLITS > 1:
+            tl.store(p_logs + o_part, b_max + tl.log2(tl.where(b_sum == 0.0, 1.0, b_sum)), mask=m_m)
+
+
+@triton.jit
+def _join(
+    p_parts: tl.tensor,
+    p_logs: tl.tensor,
+    p_starts: tl.tensor,
+    p_out: tl.tensor,
+    HEADS: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    i_seq = tl.program_id(0) // MAX_ROWS
+    i_row = tl.load(p_starts + i_seq) + tl.program_id(0) % MAX_ROWS
+    if i_row < tl.load(p_starts + i_seq + 1):
+        o_out = i_row.to(tl.int64) * HEADS + tl.program_id(1)
+        o_split = tl.arange(0, SPLITS)
+        o_v = tl.arange(0, BLOCK_V)
+        m_v = o_v < VALUE_DIM
+        # [SPLITS]: a split without visible keys has the log of nothing, -inf, and weight 0
+        b_log = tl.load(p_logs + o_out * SPLITS + o_split)
+        top = tl.max(b_log, 0)
+        b_weight = tl.exp2(b_log - tl.where(top == float("-inf"), 0.0, top))
+        # [SPLITS, BLOCK_V]
+        p_part = p_parts + (o_out * SPLITS + o_split)[:, None] * VALUE_DIM + o_v[None, :]
+        b_part = tl.load(p_part, mask=m_v[None, :], other=0.0)
+        total = tl.sum(b_weight, 0)
+        b_out = tl.sum(b_part * b_weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+        tl.store(p_out + o_out * VALUE_DIM + o_v, b_out.to(p_out.dtype.element_ty), mask=m_v)

@@ -1,0 +1,213 @@
+// Attention of single query rows over keys and values where they lie in the pool: nothing is gathered or copied.
+//
+// One piece of work is one row and one key head. The heads that share the key head go over its keys together, so that
+// each key is read once; scores of all keys stay in a small buffer between the two products.
+
+#include "../native/vector.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+using namespace weft;
+
+namespace {
+
+// Heads at a time and vectors of one value at a time: what the registers hold.
+constexpr int MAX_HEADS = REGISTERS == 32 ? 4 : 2;
+constexpr int MAX_VECTORS = 4;
+constexpr long SERIAL_PRODUCTS = 1 << 17;
+
+struct Pool {
+    long kv_heads, layers, parts, block_tokens, dim, value_dim, layer;
+    // Items before the keys of one block and head.
+    long keys(long block, long head) const {
+        return ((block * kv_heads + head) * layers + layer) * parts * block_tokens * dim;
+    }
+    // Values stand behind the keys, or are their first part.
+    long values(long block, long head) const { return keys(block, head) + (parts - 1) * block_tokens * dim; }
+};
+
+struct Row {
+    const int* blocks;  // of its sequence
+    long first, end;    // the keys that it sees
+};
+
+// Calls visit(place among the keys seen, block, offset in the block, count, next block) for every run of keys in one
+// block.
+template <typename Visit>
+WEFT_INLINE void each_run(const Pool& pool, const Row& row, Visit visit) {
+    for (long at = row.first; at < row.end;) {
+        long index = at / pool.block_tokens, offset = at % pool.block_tokens;
+        long count = std::min(pool.block_tokens - offset, row.end - at);
+        bool is_last = at + count >= row.end;
+        visit(at - row.first, row.blocks[index], offset, count, row.blocks[is_last ? index : index + 1]);
+        at += count;
+    }
+}
+
+// The processor follows a run by itself, but not from one block to the next.
+template <typename Item>
+WEFT_INLINE void fetch(const Item* from, long count) {
+    for (long i = 0; i < count; i += 64 / long(sizeof(Item))) __builtin_prefetch(from + i);
+}
+
+// scores[h, 0..Keys] = q[h] . key, for Heads heads and Keys keys.
+template <typename Item, int Heads, int Keys>
+WEFT_INLINE void score_keys(const Item* key, const float* q, long dim, float* scores, long width) {
+    Floats sums[Heads][Keys] = {};
+    for (long d = 0; d < dim; d += W) {
+        Floats parts[Keys];
+#pragma GCC unroll 4
+        for (int t = 0; t < Keys; t++) parts[t] = load_wide(key + t * dim + d);
+#pragma GCC unroll 4
+        for (int h = 0; h < Heads; h++) {
+            Floats query = load<Floats>(q + h * dim + d);
+#pragma GCC unroll 4
+            for (int t = 0; t < Keys; t++) sums[h][t] += parts[t] * query;
+        }
+    }
+#pragma GCC unroll 4
+    for (int h = 0; h < Heads; h++) {
+        if (Keys == 4) {
+            store(scores + h * width, sums_of_four(sums[h][0], sums[h][1], sums[h][2 % Keys], sums[h][3 % Keys]));
+        } else {
+            scores[h * width] = sum(sums[h][0]);
+        }
+    }
+}
+
+// scores[h, place] = q[h] . key, for Heads heads.
+template <typename Item, int Heads>
+void score(const Pool& pool, const Item* memory, const Row& row, long head, const float* q, float* scores, long width) {
+    each_run(pool, row, [&](long place, long block, long offset, long count, long next) {
+        const Item* key = memory + pool.keys(block, head) + offset * pool.dim;
+        const Item* ahead = memory + pool.keys(next, head);
+        long t = 0;
+        for (; t + 4 <= count; t += 4) {
+            fetch(ahead + t * pool.dim, 4 * pool.dim);
+            score_keys<Item, Heads, 4>(key + t * pool.dim, q, pool.dim, scores + place + t, width);
+        }
+        for (; t < count; t++)
+            score_keys<Item, Heads, 1>(key + t * pool.dim, q, pool.dim, scores + place + t, width);
+    });
+    fetch(memory + pool.values(row.blocks[row.first / pool.block_tokens], head), 16 * pool.dim);
+}
+
+// scores become weights that add up to 1; `width` is a multiple of W.
+void softmax(float* scores, long count, long width) {
+    for (long i = count; i < width; i++) scores[i] = -INFINITY;
+    Floats highest = splat(-INFINITY), total = {};
+    for (long i = 0; i < width; i += W) {
+        Floats value = load<Floats>(scores + i);
+        highest = value > highest ? value : highest;
+    }
+    float top = highest[0];
+    for (int i = 1; i < W; i++) top = std::max(top, highest[i]);
+    for (long i = 0; i < width; i += W) store(scores + i, exponential(load<Floats>(scores + i) - top));
+    for (long i = count; i < width; i++) scores[i] = 0;
+    for (long i = 0; i < width; i += W) total += load<Floats>(scores + i);
+    float factor = 1 / sum(total);
+    for (long i = 0; i < width; i += W) store(scores + i, load<Floats>(scores + i) * factor);
+}
+
+// out[h, d ..] = sum over keys of weights[h, place] * value[d ..], for Heads heads and Vectors vectors.
+template <typename Item, int Heads, int Vectors>
+void mix(const Pool& pool, const Item* memory, const Row& row, long head, long d, const float* weights, long width,
+         Item* out) {
+    Floats sums[Heads][Vectors] = {};
+    each_run(pool, row, [&](long place, long block, long offset, long count, long next) {
+        const Item* value = memory + pool.values(block, head) + offset * pool.dim + d;
+        const Item* ahead = memory + pool.values(next, head) + d;
+        for (long t = 0; t < count; t++, value += pool.dim) {
+            fetch(ahead + t * pool.dim, Vectors * W);
+#pragma GCC unroll 4
+            for (int v = 0; v < Vectors; v++) {
+                Floats part = load_wide(value + v * W);
+#pragma GCC unroll 4
+                for (int h = 0; h < Heads; h++) sums[h][v] += part * splat(weights[h * width + place + t]);
+            }
+        }
+    });
+    for (int h = 0; h < Heads; h++)
+        for (int v = 0; v < Vectors; v++) store_narrow(out + h * pool.value_dim + d + v * W, sums[h][v]);
+}
+
+// The next Heads heads of one row that share `head`.
+template <typename Item, int Heads>
+void attend(const Pool& pool, const Item* memory, const Row& row, long head, const Item* q, float scale, float* scratch,
+            Item* out) {
+    long count = row.end - row.first, width = (count + W - 1) / W * W;
+    float* scores = scratch + Heads * pool.dim;
+    for (long i = 0; i < Heads * pool.dim; i += W) store(scratch + i, load_wide(q + i) * scale);
+    score<Item, Heads>(pool, memory, row, head, scratch, scores, width);
+    for (int h = 0; h < Heads; h++) softmax(scores + h * width, count, width);
+    long d = 0;
+    for (; d + MAX_VECTORS * W <= pool.value_dim; d += MAX_VECTORS * W)
+        mix<Item, Heads, MAX_VECTORS>(pool, memory, row, head, d, scores, width, out);
+    for (; d < pool.value_dim; d += W) mix<Item, Heads, 1>(pool, memory, row, head, d, scores, width, out);
+}
+
+template <typename Item>
+void attend_all(const Pool& pool, const Item* memory, const Row& row, long head, long ratio, const Item* q, float scale,
+                float* scratch, Item* out) {
+    for (long h = 0; h < ratio;) {
+        const Item* from = q + (head * ratio + h) * pool.dim;
+        Item* to = out + (head * ratio + h) * pool.value_dim;
+        long left = ratio - h;
+        if (MAX_HEADS >= 4 && left >= 4) {
+            attend<Item, 4>(pool, memory, row, head, from, scale, scratch, to);
+            h += 4;
+        } else if (left >= 2) {
+            attend<Item, 2>(pool, memory, row, head, from, scale, scratch, to);
+            h += 2;
+        } else {
+            attend<Item, 1>(pool, memory, row, head, from, scale, scratch, to);
+            h += 1;
+        }
+    }
+}
+
+// spans: for each row its place in q and out, where its blocks begin in `blocks`, its first key, the end of its keys.
+template <typename Item>
+void rows(const Item* q, const Item* memory, const int* blocks, const int* spans, Item* out, const long* sizes,
+          float scale, int num_threads) {
+    Pool pool{sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8]};
+    long num_rows = sizes[0], num_heads = sizes[1], longest = 0, total = 0;
+    for (long r = 0; r < num_rows; r++) {
+        long count = spans[4 * r + 3] - spans[4 * r + 2];
+        longest = std::max(longest, count);
+        total += count;
+    }
+    if (total * num_heads * pool.dim < SERIAL_PRODUCTS) num_threads = 1;
+    size_t scratch_size = MAX_HEADS * (pool.dim + longest + W);
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    {
+        static thread_local std::vector<float> scratch;
+        if (scratch.size() < scratch_size) scratch.resize(scratch_size);
+#pragma omp for schedule(dynamic)
+        for (long work = 0; work < num_rows * pool.kv_heads; work++) {
+            long r = work / pool.kv_heads, head = work % pool.kv_heads;
+            const int* span = spans + 4 * r;
+            Row row{blocks + span[1], span[2], span[3]};
+            attend_all(pool, memory, row, head, num_heads / pool.kv_heads, q + span[0] * num_heads * pool.dim, scale,
+                       scratch.data(), out + span[0] * num_heads * pool.value_dim);
+        }
+    }
+}
+
+}  // namespace
+
+// sizes: rows, heads, kv_heads, layers, parts, block_tokens, dim, value_dim, layer.
+WEFT_EXPORT void weft_attend_f32(const float* q, const float* memory, const int* blocks, const int* spans, float* out,
+                                 const long* sizes, float scale, int num_threads) {
+    rows(q, memory, blocks, spans, out, sizes, scale, num_threads);
+}
+
+WEFT_EXPORT void weft_attend_bf16(const uint16_t* q, const uint16_t* memory, const int* blocks, const int* spans,
+                                  uint16_t* out, const long* sizes, float scale, int num_threads) {
+    rows(q, memory, blocks, spans, out, sizes, scale, num_threads);
+}
+
+// Vectors of so many numbers must fill every dimension.
+WEFT_EXPORT long weft_width() { return W; }

@@ -1,0 +1,29 @@
+"""The gate of a SwiGLU layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft_kernels.native import for_floats
+from weft_kernels.silu_mul.reference import silu_mul_reference
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, where each row holds the gate and then the up projection.
+
+    gate_up: [..., 2 I], contiguous; returns [..., I]. silu is taken in fp32 and rounded before the product.
+    """
+    if gate_up.is_cuda:
+        from weft_kernels.silu_mul.kernel import silu_mul_kernel
+
+        return silu_mul_kernel(gate_up)
+    size = gate_up.shape[-1] // 2
+    library = for_floats(gate_up, size)
+    if library is None:
+        return silu_mul_reference(gate_up)
+    assert gate_up.is_contiguous()
+    out = gate_up.new_empty(*gate_up.shape[:-1], size)
+    num_rows = gate_up.numel() // gate_up.shape[-1]
+    library.weft_silu_mul(gate_up.data_ptr(), out.data_ptr(), num_rows, size, torch.get_num_threads())
+    return out

@@ -1,0 +1,12 @@
+"""What the gate means, rounded where Hugging Face rounds."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+
+def silu_mul_reference(gate_up: Tensor) -> Tensor:
+    """See `weft_kernels.silu_mul.silu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up

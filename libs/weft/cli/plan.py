@@ -1,0 +1,206 @@
+"""`weft plan`: what a deployment of a model needs and could reach, with the arithmetic shown. Knows tables alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from weft.errors import BadCheckpoint
+from weft.model.config import read_config
+from weft.model.footprint import ITEM_BYTES, Kind
+from weft.model.gpus import GPUS
+from weft.model.layout import GIB, UNBOUNDED, BadPlan, Demand, Layout, Stage, check_layout, layouts, on_stage, share
+from weft.model.limits import TERA, Step
+from weft.model.plan import COMMUNICATION_BYTES, RUNTIME_BYTES, Plan, make_plan
+from weft.model.spec import ModelConfig
+
+DEFAULT_CONTEXT = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """The command's options; 0 and "auto" leave it to the planner."""
+
+    model: Path
+    gpu: str
+    gpus: int
+    tp: int
+    pp: int
+    ep: int
+    dtype: str
+    context: int
+    batch: int
+    chunk_tokens: int
+
+
+def run_plan(options: PlanOptions, console: Console | None = None) -> int:
+    """Print the tables; returns the exit status: 0 fits, 1 does not, 2 cannot be asked."""
+    console = console or Console()
+    try:
+        config = _read(options.model)
+        demand = _demand(options, config)
+        plans = [make_plan(config, layout, demand) for layout in _layouts(options, config)]
+    except (BadCheckpoint, BadPlan) as error:
+        Console(stderr=True).print(f"weft plan: {error}", style="red", highlight=False, soft_wrap=True)
+        return 2
+    best = max(plans, key=lambda plan: (plan.longest, -plan.layout.pp, -plan.layout.ep))
+    console.print(_heading(config, demand, best), highlight=False)
+    console.print(_comparison(plans, demand))
+    console.print(_arithmetic(config, demand, best))
+    if not best.fits:
+        console.print("It does not fit: take more GPUs, larger ones, or another layout.", style="red")
+    return 0 if best.fits else 1
+
+
+def _read(model: Path) -> ModelConfig:
+    if model.is_file() and model.name != "config.json":
+        raise BadCheckpoint(f"{model}: expected a checkpoint directory or its config.json")
+    return read_config(model.parent if model.is_file() else model)
+
+
+def _demand(options: PlanOptions, config: ModelConfig) -> Demand:
+    if options.gpu not in GPUS:
+        raise BadPlan(f"--gpu: {options.gpu!r} is not known; known: {', '.join(GPUS)}")
+    if options.context > config.max_positions:
+        raise BadPlan(f"--context: {options.context} is more than the model's {config.max_positions} positions")
+    return Demand(
+        gpu=GPUS[options.gpu],
+        num_gpus=options.gpus,
+        context=options.context or min(DEFAULT_CONTEXT, config.max_positions),
+        dtype=config.dtype if options.dtype == "auto" else options.dtype,
+        chunk_tokens=options.chunk_tokens,
+        batch=options.batch,
+    )
+
+
+def _layouts(options: PlanOptions, config: ModelConfig) -> list[Layout]:
+    """Those that the options leave open; naming all of them, or none that can be, is checked by the planner."""
+    asked = {"tp": options.tp, "pp": options.pp, "ep": options.ep}
+    named = {name: value for name, value in asked.items() if value}
+    found = [
+        layout
+        for layout in layouts(config, options.gpus)
+        if all(getattr(layout, name) == value for name, value in named.items())
+    ]
+    if not found:
+        check_layout(config, Layout(**named), options.gpus)
+        raise BadPlan(f"--gpus: no layout of {config.num_heads} heads divides evenly over {options.gpus} GPUs")
+    return found
+
+
+def _heading(config: ModelConfig, demand: Demand, plan: Plan) -> str:
+    weights = plan.limits.weights.values()
+    stored = sum(weight.size_bytes for weight in weights)
+    params = sum(weight.params for weight in weights)
+    kind = config.quantization.packing.upper() if config.quantization else demand.dtype
+    name = f"{config.architecture} on {demand.num_gpus} x {demand.gpu.name}"
+    return f"[bold]{name}[/bold]: {params / 1e9:.2f} B parameters, {_gib(stored)} as {kind}, KV in {demand.dtype}"
+
+
+def _comparison(plans: list[Plan], demand: Demand) -> Table:
+    title = (
+        f"Layouts: GiB a GPU in the fullest stage; limits, not promises, for sequences of {demand.context:,} tokens,"
+        f" decode at batch {demand.batch} or all that fit"
+    )
+    table = Table(title=title, box=SIMPLE_HEAD)
+    columns = ("layout", "weights", "steps", "left for KV", "in all GPUs", "context that fits", "sequences")
+    for name in (*columns, "decode tok/s", "prefill tok/s"):
+        table.add_column(name, justify="left" if name == "layout" else "right")
+    for plan in plans:
+        stage = plan.tightest
+        parts = (stage.weights, stage.activations + stage.reserve, stage.kv)
+        decode = [f"{rate:,.0f}" for batch, rate in plan.decode if batch <= demand.batch]
+        table.add_row(
+            str(plan.layout),
+            *(f"{part / GIB:.2f}" for part in parts),
+            f"{plan.kv_gib:.1f}",
+            _tokens(plan.longest) if plan.fits else "none",
+            f"{plan.sequences:,}",
+            decode[-1] if decode else "-",
+            f"{plan.prefill:,.0f}" if plan.fits else "-",
+            style="" if plan.fits else "dim",
+        )
+    return table
+
+
+def _arithmetic(config: ModelConfig, demand: Demand, plan: Plan) -> Table:
+    stage, layout = plan.tightest, plan.layout
+    title = f"{layout}, one GPU of the fullest stage (layers {stage.layers.start} to {stage.layers.stop - 1})"
+    table = Table(title=title, box=SIMPLE_HEAD, show_header=False)
+    for line in _weight_lines(config, plan, stage):
+        table.add_row(*line)
+    parts = [f"runtime {_gib(RUNTIME_BYTES)}"]
+    parts += [f"communication {_gib(COMMUNICATION_BYTES)}"] if layout.num_gpus > 1 else []
+    chunk = f"of {demand.chunk_tokens:,} prompt tokens a step, logits of {demand.batch:,} rows"
+    table.add_row("activations", chunk, _gib(stage.activations))
+    table.add_row("reserve", " + ".join(parts), _gib(stage.reserve))
+    sums = " - ".join(f"{part / GIB:.2f}" for part in (stage.memory, stage.weights, stage.activations, stage.reserve))
+    table.add_row("left for KV", sums, _gib(stage.kv), end_section=True)
+    for line in [*_kv_lines(config, demand, plan, stage), *_limit_lines(demand, plan, stage)]:
+        table.add_row(*line)
+    return table
+
+
+def _weight_lines(config: ModelConfig, plan: Plan, stage: Stage) -> list[tuple[str, str, str]]:
+    total: dict[Kind, int] = {}
+    for kind, weight in on_stage(config, plan.limits.weights, stage.layers):
+        total[kind] = total.get(kind, 0) + weight.size_bytes
+    lines = []
+    for kind, size in total.items():
+        part = share(config, plan.layout, kind, size)
+        lines.append((f"weights: {kind}", f"{_gib(size)} / {round(size / part)}", _gib(part)))
+    return [*lines, ("weights", "sum of these", _gib(stage.weights))]
+
+
+def _kv_lines(config: ModelConfig, demand: Demand, plan: Plan, stage: Stage) -> list[tuple[str, str, str]]:
+    heads = -(-config.num_kv_heads // plan.layout.tp)
+    each = f"{heads} heads x {config.kv_parts} x {config.head_dim} x {ITEM_BYTES[demand.dtype]} B"
+    token = heads * config.kv_parts * config.head_dim * ITEM_BYTES[demand.dtype]
+    lines = [("KV a token", f"{stage.growing // token} growing layers x {each}", _gib(stage.growing))]
+    for size, window in stage.bounded:
+        most = f"{size // token} layers x {each} x at most {window:,} tokens"
+        lines.append(("KV within windows", most, f"{_gib(size * window)} a sequence"))
+    if plan.fits and stage.growing and plan.longest != UNBOUNDED:
+        bounded = stage.sequence(plan.longest) - stage.growing * plan.longest
+        left = f"({_gib(stage.kv)} - {_gib(bounded)})" if bounded else _gib(stage.kv)
+        made_of = f"{left} / {_gib(stage.growing)}" + (", least of all stages" if len(plan.stages) > 1 else "")
+        lines.append(("context that fits", made_of, f"{_tokens(plan.longest)} tokens"))
+    sequence = stage.sequence(demand.context)
+    made_of = f"{_gib(max(0, stage.kv))} / {_gib(sequence)}"
+    if plan.layout.replicas > 1:
+        made_of += f" x {plan.layout.replicas} replicas of the attention"
+    lines.append((f"sequences of {demand.context:,}", made_of, f"{plan.sequences:,}"))
+    return lines
+
+
+def _limit_lines(demand: Demand, plan: Plan, stage: Stage) -> list[tuple[str, str, str]]:
+    limits = plan.limits
+    steps = [(f"decode, batch {batch:,}", limits.decode_step(stage, batch), rate) for batch, rate in plan.decode]
+    if plan.fits:
+        steps.append((f"prefill, chunk {demand.chunk_tokens:,}", limits.prefill_step(stage), plan.prefill))
+    return [(name, _roofline(demand, plan, stage, step), f"{rate:,.0f} tok/s") for name, step, rate in steps]
+
+
+def _roofline(demand: Demand, plan: Plan, stage: Stage, step: Step) -> str:
+    read, computed = plan.limits.read_bytes(stage, step), plan.limits.operations(stage, step)
+    rate = demand.gpu.fp32_tflops if demand.dtype == "float32" else demand.gpu.tflops
+    memory, arithmetic = read / demand.gpu.bandwidth_tb / TERA * 1e3, computed / rate / TERA * 1e3
+    return (
+        f"max of {_gib(read)} / {demand.gpu.bandwidth_tb:g} TB/s = {memory:.3f} ms"
+        f" and {computed / TERA:.3g} TFLOP / {rate:g} TFLOP/s = {arithmetic:.3f} ms"
+    )
+
+
+def _gib(size: float) -> str:
+    """In a unit that shows it."""
+    if abs(size) >= GIB / 10:
+        return f"{size / GIB:.2f} GiB"
+    return f"{size * 1024 / GIB:.2f} MiB" if abs(size) >= GIB / 10240 else f"{size / 1024:.2f} KiB"
+
+
+def _tokens(count: int) -> str:
+    return "unbounded" if count == UNBOUNDED else f"{count:,}"

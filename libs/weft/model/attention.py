@@ -1,0 +1,71 @@
+"""Grouped-query attention: one layer's projections, head norms and rotation around paged attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.model.loading import Loader
+from weft.model.rotary import pairs_to_halves
+from weft.model.spec import HeadNorm, ModelConfig
+from weft.model.step import Step
+from weft_kernels.kv_write import kv_write
+from weft_kernels.linear import linear
+from weft_kernels.paged_attention import Span, paged_attention
+from weft_kernels.rms_norm import rms_norm
+from weft_kernels.rope import rope
+from weft_kernels.rope_kv import rope_kv
+
+
+class GroupedAttention:
+    """qkv: [(heads + 2 kv_heads) dim, hidden]; queries and keys of neighbouring pairs are reordered to halves."""
+
+    def __init__(self, config: ModelConfig, index: int, root: str, loader: Loader) -> None:
+        self.config = config
+        self.index = index
+        self.layer = config.layers[index]
+        self.span = Span(self.layer.window, self.layer.chunk)
+        parts = [loader.linear(f"{root}{part}_proj") for part in "qkv"]
+        if config.is_interleaved:
+            parts[:2] = [pairs_to_halves(part, config.head_dim, config.head_dim) for part in parts[:2]]
+        self.qkv = loader.pack(torch.cat(parts))
+        self.bias = None
+        if config.has_qkv_bias:
+            self.bias = torch.cat([loader.tensor(f"{root}{part}_proj.bias") for part in "qkv"])
+        self.output = loader.pack(loader.linear(root + "o_proj"))
+        if config.head_norm is HeadNorm.WEIGHTED:
+            self.q_norm, self.k_norm = loader.tensor(root + "q_norm.weight"), loader.tensor(root + "k_norm.weight")
+        elif config.head_norm is HeadNorm.PLAIN:
+            self.plain_norm = torch.ones(config.head_dim, dtype=loader.dtype, device=loader.device)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """[T, hidden]; the rows' own keys go into the pool first."""
+        heads = linear(x, self.qkv, self.bias).view(len(x), -1, self.config.head_dim)
+        if self.config.head_norm is HeadNorm.WEIGHTED:
+            self._norm(heads, self.q_norm, self.k_norm)
+        pool = step.batch.pool
+        if self.layer.is_rotated and self.config.head_norm is not HeadNorm.PLAIN:
+            q = rope_kv(heads, *step.angles, pool, self.index, step.slots)
+        else:
+            q = self._write_plain(heads, step)
+        return linear(paged_attention(q, self.index, step.batch, self.span).flatten(1), self.output)
+
+    def _write_plain(self, heads: Tensor, step: Step) -> Tensor:
+        """Llama 4: rotation and then a norm, or neither and a temperature. Returns the queries."""
+        num_heads = self.config.num_heads
+        num_rotated = num_heads + self.config.num_kv_heads
+        qk = heads[:, :num_rotated]
+        if self.layer.is_rotated:
+            qk = rms_norm(rope(qk, *step.angles), self.plain_norm, self.config.rms_norm_eps)
+        kv_write(qk[:, num_heads:], heads[:, num_rotated:], step.batch.pool, self.index, step.slots)
+        q = qk[:, :num_heads]
+        if step.temperature is not None and not self.layer.is_rotated:
+            q = q * step.temperature
+        return q.contiguous()
+
+    def _norm(self, heads: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
+        """In place."""
+        num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
+        for first, count, weight in ((0, num_heads, q_norm), (num_heads, num_kv_heads, k_norm)):
+            some = heads[:, first : first + count]
+            some.copy_(rms_norm(some, weight, self.config.rms_norm_eps))

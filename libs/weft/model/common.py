@@ -1,0 +1,65 @@
+"""What all families say in the same words in config.json: sizes, dtype, end tokens. The plainest is a Llama."""
+
+from __future__ import annotations
+
+from weft.model.fields import Fields
+from weft.model.quantization import read_quantization
+from weft.model.rope_fields import read_rope
+from weft.model.spec import Layer, ModelConfig
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def read_common(fields: Fields) -> ModelConfig:
+    """A plain Llama of these fields. Raises BadCheckpoint naming file and field."""
+    num_heads, hidden_size = fields.whole("num_attention_heads"), fields.whole("hidden_size")
+    max_positions = fields.whole("max_position_embeddings", 2048)
+    config = ModelConfig(
+        architecture=str(fields.words("architectures")[0]),
+        vocab_size=fields.whole("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.whole("intermediate_size"),
+        layers=(Layer(),) * fields.whole("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=fields.whole("num_key_value_heads", num_heads),
+        head_dim=fields.whole("head_dim", hidden_size // num_heads),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=read_rope(fields, max_positions),
+        max_positions=max_positions,
+        is_tied=fields.flag("tie_word_embeddings"),
+        eos_token_ids=read_eos(fields) or (),
+        dtype=_dtype(fields),
+        quantization=read_quantization(fields),
+    )
+    _check(fields, config)
+    return config
+
+
+def read_eos(fields: Fields) -> tuple[int, ...] | None:
+    """The end tokens, where any are named."""
+    value = fields.values.get("eos_token_id")
+    if value is None:
+        return None
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
+        raise fields.fail("eos_token_id", f"expected token ids, found {value!r}")
+    return tuple(ids)
+
+
+def _check(fields: Fields, config: ModelConfig) -> None:
+    """What the forward pass takes for granted."""
+    if config.num_heads % config.num_kv_heads:
+        raise fields.fail("num_key_value_heads", f"{config.num_kv_heads} does not divide {config.num_heads} heads")
+    activation = fields.values.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise fields.fail("hidden_act", f"{activation!r} is not supported; supported: silu")
+    for name in ("attention_bias", "mlp_bias"):
+        if fields.flag(name):
+            raise fields.fail(name, "biases are not supported")
+
+
+def _dtype(fields: Fields) -> str:
+    name = fields.values.get("dtype") or fields.values.get("torch_dtype") or "float32"
+    if name not in DTYPES:
+        raise fields.fail("dtype", f"{name!r} is not supported; supported: {', '.join(DTYPES)}")
+    return str(name)

@@ -1,0 +1,89 @@
+"""The forward pass of every family: one packed batch of tokens in, logits of the asked-for rows out, KV into the pool.
+
+Knows tensors and block slots; knows no sequences, no sampling, no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from weft.model.attention import GroupedAttention
+from weft.model.expansion import plan_latent
+from weft.model.latent import LatentAttention
+from weft.model.loading import Loader
+from weft.model.mlp import Mixture, Mlp
+from weft.model.rotary import cos_sin, inverse_frequencies
+from weft.model.spec import ModelConfig
+from weft.model.step import Rows, Step
+from weft_kernels.linear import linear
+from weft_kernels.paged_attention import PagedBatch
+from weft_kernels.rms_norm import add_rms_norm, rms_norm
+
+
+class DecoderLayer:
+    """Norm, attention, norm, MLP; each pair's result goes into the residual stream with the next norm, in one pass."""
+
+    def __init__(self, config: ModelConfig, index: int, loader: Loader) -> None:
+        root = f"{config.prefix}model.layers.{index}."
+        self.eps = config.rms_norm_eps
+        self.input_norm = loader.tensor(root + "input_layernorm.weight")
+        self.attention: GroupedAttention | LatentAttention = (
+            LatentAttention(config, index, root + "self_attn.", loader)
+            if config.latent
+            else GroupedAttention(config, index, root + "self_attn.", loader)
+        )
+        self.mlp_norm = loader.tensor(root + "post_attention_layernorm.weight")
+        mlp = f"{root}{config.mlp_name}."
+        has_experts = config.layers[index].has_experts and config.experts
+        self.mlp: Mlp | Mixture = Mixture(has_experts, mlp, loader) if has_experts else Mlp(mlp, loader)
+
+    def forward(self, stream: Tensor, pending: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        """The residual stream [T, hidden], and what the next layer is to add to it before its own norm."""
+        if pending is None:
+            normed = rms_norm(stream, self.input_norm, self.eps)
+        else:
+            stream, normed = add_rms_norm(pending, stream, self.input_norm, self.eps)
+        stream, normed = add_rms_norm(self.attention.forward(normed, step), stream, self.mlp_norm, self.eps)
+        return stream, self.mlp.forward(normed)
+
+
+class Decoder:
+    """The model's tensors in the dtype and on the device they run in."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Raises BadCheckpoint, before anything is copied, for tensors that are not what the config asks for."""
+        loader = Loader(config, weights, dtype, device)
+        self.config = config
+        self.dtype = dtype
+        self.embedding = loader.matrix(config.prefix + "model.embed_tokens.weight")
+        self.layers = [DecoderLayer(config, index, loader) for index in range(config.num_layers)]
+        self.norm = loader.tensor(config.prefix + "model.norm.weight")
+        self.head = loader.pack(self.embedding if config.is_tied else loader.matrix(config.prefix + "lm_head.weight"))
+        self.frequencies = inverse_frequencies(config.rope, config.rotated_dim).to(device)
+        loader.finish()
+
+    def forward(self, rows: Rows, batch: PagedBatch) -> Tensor:
+        """[R, vocab] float32 logits. Writes the KV of all rows into `batch.pool` at `rows.slots`."""
+        angles = cos_sin(rows.positions, self.frequencies, self.dtype, self.config.rope.attention_factor)
+        latent = plan_latent(self.config.latent, batch) if self.config.latent else None
+        step = Step(rows.slots, batch, angles, self._temperature(rows.positions), latent)
+        stream, pending = functional.embedding(rows.token_ids, self.embedding).to(self.dtype), None
+        for layer in self.layers:
+            stream, pending = layer.forward(stream, pending, step)
+        assert pending is not None
+        x = stream[rows.logit_rows] + pending[rows.logit_rows]
+        x = rms_norm(x, self.norm, self.config.rms_norm_eps)
+        return linear(x, self.head).float()
+
+    def _temperature(self, positions: Tensor) -> Tensor | None:
+        temperature = self.config.temperature
+        if temperature is None:
+            return None
+        growth = ((positions.float() + 1) / temperature.floor).floor().log1p()
+        return (growth * temperature.scale + 1)[:, None, None].to(self.dtype)

@@ -1,0 +1,102 @@
+"""A JSON object of a checkpoint that answers with the file and the field when a value is missing or of the wrong kind.
+
+Knows JSON, not models.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from weft.errors import BadCheckpoint
+
+# What the outer object of a wrapped model says for its text model too.
+INHERITED = ("architectures", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
+
+
+class Fields:
+    """Numbers must be above 0 unless said otherwise; null counts as absent."""
+
+    def __init__(self, path: Path, values: dict[str, Any], where: str = "") -> None:
+        self.path = path
+        self.values = values
+        self._where = where
+
+    def fail(self, field: str, problem: str) -> BadCheckpoint:
+        """The error to raise."""
+        return BadCheckpoint(f"{self.path}: {self._where}{field}: {problem}")
+
+    def whole(self, field: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number, `least` or above."""
+        value = self.values.get(field)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.fail(field, f"expected a whole number above {least - 1}, found {value!r}")
+        return value
+
+    def number(self, field: str, default: float | None = None) -> float:
+        """A number above 0."""
+        value = self.values.get(field)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise self.fail(field, f"expected a number above 0, found {value!r}")
+        return float(value)
+
+    def flag(self, field: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self.values.get(field)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self.fail(field, f"expected true or false, found {value!r}")
+        return value
+
+    def one_of(self, field: str, supported: tuple[str, ...], default: str) -> str:
+        """One of the supported words."""
+        value = self.values.get(field, default)
+        if value not in supported:
+            raise self.fail(field, f"{value!r} is not supported; supported: {', '.join(supported)}")
+        return str(value)
+
+    def wholes(self, field: str, default: list[int] | None = None) -> list[int]:
+        """A list of whole numbers, 0 or above."""
+        value = self.values.get(field)
+        value = default if value is None else value
+        if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
+            raise self.fail(field, f"expected a list of whole numbers, found {value!r}")
+        return value
+
+    def words(self, field: str) -> list[str]:
+        """A list of strings; absent: none."""
+        value = self.values.get(field) or []
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self.fail(field, f"expected a list of names, found {value!r}")
+        return value
+
+    def inner(self, field: str) -> Fields:
+        """An object inside this one; absent: an empty one."""
+        value = self.values.get(field) or {}
+        if not isinstance(value, dict):
+            raise self.fail(field, f"expected an object, found {value!r}")
+        return Fields(self.path, value, f"{self._where}{field}.")
+
+    def text(self) -> Fields:
+        """The text model's fields of a wrapped model."""
+        text = self.inner("text_config")
+        outer = {name: self.values[name] for name in INHERITED if name in self.values}
+        text.values = {**outer, **{name: value for name, value in text.values.items() if value is not None}}
+        text.values["architectures"] = self.values.get("architectures")
+        return text
+
+
+def read_json(path: Path) -> Fields:
+    """Raises BadCheckpoint for a file that holds no JSON object."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadCheckpoint(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise BadCheckpoint(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise BadCheckpoint(f"{path}: expected a JSON object, found {type(values).__name__}")
+    return Fields(path, values)

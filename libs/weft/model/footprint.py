@@ -1,0 +1,80 @@
+"""What a model's tensors weigh, by layer and by the way they may be divided over GPUs. No torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+
+from weft.model.quantization import INT4_PER_WORD, stored_dtypes
+from weft.model.spec import ModelConfig
+from weft.model.tensors import expected_tensors
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Kind(StrEnum):
+    """Who holds how much of a tensor."""
+
+    EMBEDDING = "embedding"  # divided by TP
+    HEAD = "head"  # divided by TP
+    ATTENTION = "attention"  # divided by TP: by query heads
+    KEYS_VALUES = "keys and values"  # divided by TP as far as there are key heads
+    MLP = "dense MLP"  # divided by TP
+    EXPERTS = "experts"  # divided over all GPUs of a stage
+    WHOLE = "norms, routers, latents"  # on every GPU
+
+
+@dataclass(slots=True)
+class Weight:
+    """`size_bytes` as stored; `params` as computed with: eight to a packed word, none for scales."""
+
+    size_bytes: int = 0
+    params: int = 0
+
+
+# A layer's number, or one of these two.
+FIRST, LAST = -1, -2
+Footprint = Mapping[tuple[int, Kind], Weight]
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_PATTERNS = (
+    (Kind.EXPERTS, re.compile(r"\.experts\.")),
+    (Kind.EMBEDDING, re.compile(r"embed_tokens\.")),
+    (Kind.HEAD, re.compile(r"lm_head\.")),
+    (Kind.KEYS_VALUES, re.compile(r"\.[kv]_proj\.")),
+    (Kind.ATTENTION, re.compile(r"\.(q_proj|o_proj|q_b_proj|kv_b_proj)\.")),
+    (Kind.MLP, re.compile(r"\.(gate_proj|up_proj|down_proj)\.")),
+    (Kind.WHOLE, re.compile("")),
+)
+
+
+@lru_cache(maxsize=16)
+def footprint(config: ModelConfig, dtype: str = "") -> Footprint:
+    """The text model's tensors as the checkpoint stores them; plain ones in `dtype` where one is given."""
+    shapes = expected_tensors(config)
+    item_bytes = ITEM_BYTES[dtype or config.dtype]
+    found: defaultdict[tuple[int, Kind], Weight] = defaultdict(Weight)
+    for name, shape in shapes.items():
+        kind = next(kind for kind, pattern in _PATTERNS if pattern.search(name))
+        layer = _LAYER.search(name)
+        place = int(layer[1]) if layer else FIRST if kind is Kind.EMBEDDING else LAST
+        weight = found[place, kind]
+        stored = stored_dtypes(name, shapes)
+        num_items = math.prod(shape)
+        weight.size_bytes += num_items * _item_bytes(name, stored, item_bytes)
+        if not name.endswith((".weight_scale", ".weight_scale_inv", ".weight_shape")):
+            weight.params += num_items * (INT4_PER_WORD if stored == ("I32",) else 1)
+    return found
+
+
+def _item_bytes(name: str, stored: tuple[str, ...], plain: int) -> int:
+    if stored == ("I32",) or name.endswith((".weight_scale_inv", ".e_score_correction_bias")):
+        return 4
+    if stored == ("F8_E4M3",):
+        return 1
+    return 8 if name.endswith(".weight_shape") else 2 if name.endswith(".weight_scale") else plain

@@ -1,0 +1,111 @@
+"""Multi-head latent attention: the cache holds one vector a token, from which all heads' keys and values would follow.
+
+Decoding never makes them: the weights that would are absorbed into queries and results. Long chunks do make them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from weft.model.expansion import Expansion
+from weft.model.loading import Loader
+from weft.model.rotary import pairs_to_halves
+from weft.model.spec import Latent, ModelConfig
+from weft.model.step import Step
+from weft_kernels.kv_write import kv_write
+from weft_kernels.latent_attention import latent_attention
+from weft_kernels.linear import linear
+from weft_kernels.paged_attention import PagedBatch, paged_attention
+from weft_kernels.rms_norm import rms_norm
+from weft_kernels.rope import rope
+
+# transformers and the published code build these norms without the config's eps
+LATENT_NORM_EPS = 1e-6
+
+
+class LatentAttention:
+    """Cached: normed latent (kv_rank) and rotated key part (rope_dim), in this order.
+
+    `to_latent` [heads, nope, kv_rank] takes queries to the latent, or, transposed, makes keys of it; `to_value`
+    [heads, kv_rank, value] takes results from it, or makes values of it.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, root: str, loader: Loader) -> None:
+        assert config.latent is not None
+        self.config = config
+        self.latent: Latent = config.latent
+        self.index = index
+        latent, q_name = self.latent, root + ("q_b_proj" if config.latent.q_rank else "q_proj")
+        self.q_down = loader.pack(loader.linear(root + "q_a_proj")) if latent.q_rank else None
+        self.q_norm = loader.tensor(root + "q_a_layernorm.weight") if latent.q_rank else None
+        self.q_up = loader.pack(self._halves(loader.linear(q_name), latent.nope_dim + latent.rope_dim))
+        kv_down = self._halves(loader.linear(root + "kv_a_proj_with_mqa"), latent.kv_rank + latent.rope_dim)
+        self.kv_down = loader.pack(kv_down)
+        self.kv_norm = loader.tensor(root + "kv_a_layernorm.weight")
+        kv_up = loader.linear(root + "kv_b_proj").to(loader.dtype).view(config.num_heads, -1, latent.kv_rank)
+        self.to_latent = kv_up[:, : latent.nope_dim].contiguous()
+        self.to_value = kv_up[:, latent.nope_dim :].transpose(1, 2).contiguous()
+        self.output = loader.pack(loader.linear(root + "o_proj"))
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """[T, hidden]; the rows' own vectors go into the pool first."""
+        latent = self.latent
+        down = linear(x, self.kv_down)[:, None]
+        compressed = rms_norm(down[..., : latent.kv_rank], self.kv_norm, LATENT_NORM_EPS)
+        cached = torch.cat((compressed, rope(down[..., latent.kv_rank :], *step.angles)), dim=-1)
+        kv_write(cached, None, step.batch.pool, self.index, step.slots)
+        return linear(self._attend(*self._queries(x, step), step).flatten(1), self.output)
+
+    def _queries(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """[T, heads, nope_dim] and, rotated, [T, heads, rope_dim]."""
+        if self.q_down is not None and self.q_norm is not None:
+            x = rms_norm(linear(x, self.q_down), self.q_norm, LATENT_NORM_EPS)
+        heads = linear(x, self.q_up).view(len(x), self.config.num_heads, -1)
+        return heads[..., : self.latent.nope_dim], rope(heads[..., self.latent.nope_dim :], *step.angles)
+
+    def _attend(self, plain: Tensor, rotated: Tensor, step: Step) -> Tensor:
+        """[T, heads, value_dim]."""
+        assert step.latent is not None
+        if step.latent.absorbed is not None and not step.latent.expanded:
+            return self._absorbed(plain, rotated, step.latent.absorbed[1])
+        values = plain.new_empty(*plain.shape[:2], self.latent.value_dim)
+        if step.latent.absorbed is not None:
+            rows, batch = step.latent.absorbed
+            values[rows] = self._absorbed(plain[rows], rotated[rows], batch)
+        for expansion in step.latent.expanded:
+            q = torch.cat((plain[expansion.rows], rotated[expansion.rows]), dim=-1)
+            values[expansion.rows] = self._expanded(q, step.batch.pool, expansion)
+        return values
+
+    def _absorbed(self, plain: Tensor, rotated: Tensor, batch: PagedBatch) -> Tensor:
+        """Queries go to the latent, and what they attended comes back from it."""
+        latent = self.latent
+        absorbed = torch.bmm(plain.transpose(0, 1), self.to_latent).transpose(0, 1)
+        q = torch.cat((absorbed, rotated), dim=-1)
+        attended = latent_attention(q, self.index, batch, latent.kv_rank, latent.scale)
+        return torch.bmm(attended.transpose(0, 1), self.to_value).transpose(0, 1)
+
+    def _expanded(self, q: Tensor, pool: Tensor, expansion: Expansion) -> Tensor:
+        """Keys and values of a whole context are made from its latent vectors, some heads at a time."""
+        latent, batch = self.latent, expansion.batch
+        keys, values = batch.pool[:, :, 0].unbind(2)  # [blocks, heads, block_tokens, dim] each
+        num_blocks, num_heads, block_tokens, dim = keys.shape
+        vectors = pool[expansion.blocks, 0, self.index, 0]
+        keys[..., latent.nope_dim : latent.nope_dim + latent.rope_dim] = vectors[:, None, :, latent.kv_rank :]
+        compressed = vectors[..., : latent.kv_rank].flatten(0, 1)
+        # the attention's own factor is that of the workspace's width
+        q = functional.pad(q * (latent.scale * dim**0.5), (0, dim - q.shape[-1]))
+        out = []
+        for first in range(0, self.config.num_heads, num_heads):
+            some = slice(first, first + num_heads)
+            made = torch.matmul(compressed, self.to_latent[some].transpose(1, 2))
+            keys[..., : latent.nope_dim] = made.view(num_heads, num_blocks, block_tokens, -1).transpose(0, 1)
+            made = torch.matmul(compressed, self.to_value[some])
+            values[..., : latent.value_dim] = made.view(num_heads, num_blocks, block_tokens, -1).transpose(0, 1)
+            out.append(paged_attention(q[:, some].contiguous(), 0, batch)[..., : latent.value_dim])
+        return torch.cat(out, dim=1)
+
+    def _halves(self, weight: Tensor, head_dim: int) -> Tensor:
+        return pairs_to_halves(weight, head_dim, self.latent.rope_dim) if self.config.is_interleaved else weight

@@ -1,0 +1,159 @@
+"""GPUs that share a model: who holds which bytes. No torch.
+
+A layout is TP x PP x EP: layers in `pp` stages, each stage on max(tp, ep) GPUs. TP divides heads and matrices; experts
+are divided over all GPUs of a stage; with ep > tp the attention stands ep / tp times, each with sequences of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.errors import WeftError
+from weft.model.footprint import FIRST, LAST, Footprint, Kind, Weight
+from weft.model.gpus import Gpu
+from weft.model.spec import ModelConfig
+
+GIB = 1 << 30
+# Longer than anything: all layers see a window alone, and KV stops growing.
+UNBOUNDED = 1 << 62
+
+
+class BadPlan(WeftError):
+    """A layout that cannot be; the message names the option."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How many GPUs share what."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @property
+    def stage_gpus(self) -> int:
+        """GPUs that hold the same layers."""
+        return max(self.tp, self.ep)
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the attention, each with its own sequences."""
+        return self.stage_gpus // self.tp
+
+    @property
+    def num_gpus(self) -> int:
+        """All of them."""
+        return self.stage_gpus * self.pp
+
+    def __str__(self) -> str:
+        return f"TP{self.tp} PP{self.pp} EP{self.ep}"
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is asked of a deployment. `chunk_tokens`: tokens of one prefill step; `dtype`: of KV and plain weights."""
+
+    gpu: Gpu
+    num_gpus: int
+    context: int
+    dtype: str
+    chunk_tokens: int = 2048
+    batch: int = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Bytes on each GPU of one pipeline stage. KV of a token is `growing` bytes, and `bounded` more within windows.
+
+    `bounded`: (bytes a token, tokens at most) of the layers of each window.
+    """
+
+    layers: range
+    weights: int
+    activations: int
+    reserve: int
+    memory: int
+    growing: int
+    bounded: tuple[tuple[int, int], ...]
+
+    @property
+    def kv(self) -> int:
+        """What is left for KV; below 0: the stage does not fit."""
+        return self.memory - self.weights - self.activations - self.reserve
+
+    def sequence(self, context: int) -> int:
+        """KV bytes of one sequence."""
+        return self.growing * context + sum(size * min(context, window) for size, window in self.bounded)
+
+    def longest(self) -> int:
+        """Tokens of the one sequence that fills the KV memory."""
+        widest = max((window for _, window in self.bounded), default=0)
+        if not self.growing and self.sequence(widest) <= self.kv:
+            return UNBOUNDED
+        low, high = 0, max(0, self.kv // self.growing if self.growing else widest)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.sequence(middle) <= self.kv else (low, middle - 1)
+        return low
+
+
+def layouts(config: ModelConfig, num_gpus: int) -> list[Layout]:
+    """All that divide this model evenly over so many GPUs."""
+    sizes = [size for size in range(1, num_gpus + 1) if num_gpus % size == 0]
+    found = []
+    for tp in sizes:
+        for pp in sizes:
+            for ep in sizes:
+                layout = Layout(tp, pp, ep)
+                if layout.num_gpus == num_gpus and not _problem(config, layout):
+                    found.append(layout)
+    return found
+
+
+def check_layout(config: ModelConfig, layout: Layout, num_gpus: int) -> None:
+    """Raises BadPlan."""
+    problem = _problem(config, layout)
+    if not problem and layout.num_gpus != num_gpus:
+        problem = f"--gpus: {layout} takes {layout.num_gpus} GPUs, not {num_gpus}"
+    if problem:
+        raise BadPlan(problem)
+
+
+def _problem(config: ModelConfig, layout: Layout) -> str:
+    """What keeps a layout from being, naming the option; empty if nothing does."""
+    tp, pp, ep = layout.tp, layout.pp, layout.ep
+    if config.num_heads % tp:
+        return f"--tp: {tp} does not divide {config.num_heads} heads"
+    if config.num_kv_heads % tp and tp % config.num_kv_heads:
+        return f"--tp: {tp} and {config.num_kv_heads} key heads do not divide each other"
+    if pp > config.num_layers:
+        return f"--pp: {pp} stages for {config.num_layers} layers"
+    if ep > 1 and config.experts is None:
+        return f"--ep: {config.architecture} has no experts"
+    if config.experts and config.experts.num_experts % ep:
+        return f"--ep: {ep} does not divide {config.experts.num_experts} experts"
+    if max(tp, ep) % min(tp, ep):
+        return f"--ep: {ep} and --tp {tp} do not divide each other"
+    return ""
+
+
+def on_stage(config: ModelConfig, weights: Footprint, layers: range) -> list[tuple[Kind, Weight]]:
+    """The weights that a stage holds: its layers', the first stage's embedding, the last one's head."""
+    has_first, has_last = layers.start == 0, layers.stop == config.num_layers
+    found = []
+    for (place, kind), weight in weights.items():
+        # a tied head is the embedding, and stands on the last stage once more
+        is_tied_head = config.is_tied and place == FIRST and has_last
+        if place in layers or (place == FIRST and has_first) or (place == LAST and has_last) or is_tied_head:
+            found.append((kind, weight))
+    return found
+
+
+def share(config: ModelConfig, layout: Layout, kind: Kind, size: int) -> int:
+    """How much of `size` one GPU of a stage holds."""
+    if kind is Kind.WHOLE:
+        return size
+    if kind is Kind.EXPERTS:
+        return -(-size // layout.stage_gpus)
+    parts = min(layout.tp, config.num_kv_heads) if kind is Kind.KEYS_VALUES else layout.tp
+    return -(-size // parts)

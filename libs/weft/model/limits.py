@@ -1,0 +1,105 @@
+"""How fast a layout could be at best: the slower of what memory must deliver and what must be multiplied. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.model.footprint import Footprint, Kind, Weight
+from weft.model.layout import Demand, Layout, Stage, on_stage, share
+from weft.model.spec import ModelConfig
+
+TERA = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a stage: `rows` tokens of each attention replica, `total` of all, each seeing `keys` at most."""
+
+    rows: float
+    total: float
+    keys: float
+    kv_bytes: float
+    has_head: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Tokens a second of all GPUs together."""
+
+    config: ModelConfig
+    layout: Layout
+    demand: Demand
+    weights: Footprint
+    stages: tuple[Stage, ...]
+
+    def decode(self, batch: int) -> float:
+        """`batch` sequences of the demand's context generate, in as many groups as keep all stages busy."""
+        seconds = [self.seconds(stage, self.decode_step(stage, batch)) for stage in self.stages]
+        return batch / max(sum(seconds), self._groups(batch) * max(seconds))
+
+    def prefill(self) -> float:
+        """Prompts of the demand's context in chunks; a token sees half of it on average."""
+        slowest = max(self.seconds(stage, self.prefill_step(stage)) for stage in self.stages)
+        return self.demand.chunk_tokens * self.layout.replicas / slowest
+
+    def decode_step(self, stage: Stage, batch: int) -> Step:
+        """One token of each sequence of one group."""
+        busy, context = min(batch, self.layout.replicas), self.demand.context
+        rows = batch / busy / self._groups(batch)
+        return Step(rows, rows * busy, context, rows * stage.sequence(context))
+
+    def prefill_step(self, stage: Stage) -> Step:
+        """One chunk."""
+        rows, half = self.demand.chunk_tokens, self.demand.context / 2
+        return Step(rows, rows * self.layout.replicas, half, stage.sequence(int(half)), has_head=False)
+
+    def seconds(self, stage: Stage, step: Step) -> float:
+        """Of one step on one GPU of the stage."""
+        gpu = self.demand.gpu
+        rate = gpu.fp32_tflops if self.demand.dtype == "float32" else gpu.tflops
+        return max(self.read_bytes(stage, step) / (gpu.bandwidth_tb * TERA), self.operations(stage, step) / rate / TERA)
+
+    def read_bytes(self, stage: Stage, step: Step) -> float:
+        """Each weight that some token needs, once, and the keys and values."""
+        total = step.kv_bytes
+        for kind, weight in self._computed(stage, step):
+            part = share(self.config, self.layout, kind, weight.size_bytes)
+            total += part * self.touched(step.total) if kind is Kind.EXPERTS else part
+        return total
+
+    def operations(self, stage: Stage, step: Step) -> float:
+        """Two for each weight and token, and for each number of each key and value that a head sees."""
+        total = 0.0
+        for kind, weight in self._computed(stage, step):
+            part = share(self.config, self.layout, kind, weight.params)
+            total += 2 * part * (step.total * self._chosen if kind is Kind.EXPERTS else step.rows)
+        spans = [self.config.layers[index].window or self.config.layers[index].chunk for index in stage.layers]
+        seen = sum(min(step.keys, span) if span else step.keys for span in spans)
+        return total + 2 * step.rows * seen * self._head_numbers(step) * self.config.num_heads / self.layout.tp
+
+    def touched(self, tokens: float) -> float:
+        """The share of the experts that at least one of so many tokens goes to, were they chosen at random."""
+        return float(1 - (1 - self._chosen) ** tokens)
+
+    def _groups(self, batch: int) -> int:
+        return min(self.layout.pp, -(-batch // min(batch, self.layout.replicas)))
+
+    @property
+    def _chosen(self) -> float:
+        return self.config.experts.top_k / self.config.experts.num_experts if self.config.experts else 1.0
+
+    def _head_numbers(self, step: Step) -> int:
+        """Of a key and a value of one head; latent ones are compared as they lie in decode, unfolded in prefill."""
+        latent = self.config.latent
+        if latent is None:
+            return 2 * self.config.head_dim
+        if step.has_head:
+            return self.config.head_dim + latent.kv_rank
+        return latent.nope_dim + latent.rope_dim + latent.value_dim
+
+    def _computed(self, stage: Stage, step: Step) -> list[tuple[Kind, Weight]]:
+        """Embeddings are looked up, unless they are the head too; a prompt needs the head for one row alone."""
+        is_last = stage.layers.stop == self.config.num_layers
+        head = Kind.EMBEDDING if self.config.is_tied else Kind.HEAD
+        skipped = {Kind.EMBEDDING, Kind.HEAD} - ({head} if is_last and step.has_head else set())
+        return [each for each in on_stage(self.config, self.weights, stage.layers) if each[0] not in skipped]

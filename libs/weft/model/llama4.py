@@ -1,0 +1,72 @@
+"""Llama 4's text model: chunked and unrotated layers in turn, top-1 routing beside a shared expert. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.model.common import read_common
+from weft.model.fields import Fields
+from weft.model.spec import Experts, HeadNorm, Layer, ModelConfig, Scoring, Temperature
+
+
+def read(fields: Fields) -> ModelConfig:
+    """See `weft.model.config.read_config`."""
+    config = read_common(fields)
+    experts = Experts(
+        num_experts=fields.whole("num_local_experts", 16),
+        top_k=fields.whole("num_experts_per_tok", 1),
+        size=config.intermediate_size,
+        scoring=Scoring.SIGMOID_INPUT,
+        shared_size=config.intermediate_size,
+        router="router",
+        shared="shared_expert",
+        is_fused=True,
+    )
+    if experts.top_k > experts.num_experts:
+        raise fields.fail("num_experts_per_tok", f"{experts.top_k} of {experts.num_experts} experts")
+    return replace(
+        config,
+        # `intermediate_size` is an expert's; dense layers have their own
+        intermediate_size=fields.whole("intermediate_size_mlp", 16384),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
+        layers=_layers(fields, config.num_layers),
+        head_norm=HeadNorm.PLAIN if fields.flag("use_qk_norm", True) else HeadNorm.NONE,
+        temperature=_temperature(fields),
+        is_interleaved=True,
+        experts=experts,
+        mlp_name="feed_forward",
+    )
+
+
+def read_wrapped(fields: Fields) -> ModelConfig:
+    """The text model inside the one that sees images as well."""
+    return replace(read(fields.text()), prefix="language_model.", ignored=("vision_model.", "multi_modal_projector."))
+
+
+def _layers(fields: Fields, num_layers: int) -> tuple[Layer, ...]:
+    interval = fields.whole("no_rope_layer_interval", 4)
+    # an empty list means the default too
+    rotated = fields.wholes("no_rope_layers", []) or [int((i + 1) % interval != 0) for i in range(num_layers)]
+    step = fields.whole("interleave_moe_layer_step", 1)
+    mixed = fields.wholes("moe_layers", list(range(step - 1, num_layers, step)))
+    chunk = 0 if fields.values.get("attention_chunk_size", 8192) is None else fields.whole("attention_chunk_size", 8192)
+    kinds = fields.words("layer_types") or ["chunked_attention" if each else "full_attention" for each in rotated]
+    for name, values in (("no_rope_layers", rotated), ("layer_types", kinds)):
+        if len(values) != num_layers:
+            raise fields.fail(name, f"expected {num_layers} entries, found {len(values)}")
+    if not set(kinds) <= {"chunked_attention", "full_attention"}:
+        raise fields.fail("layer_types", f"expected chunked_attention or full_attention a layer, found {kinds!r}")
+    return tuple(
+        Layer(
+            chunk=chunk if kinds[i] == "chunked_attention" else 0, is_rotated=bool(rotated[i]), has_experts=i in mixed
+        )
+        for i in range(num_layers)
+    )
+
+
+def _temperature(fields: Fields) -> Temperature | None:
+    is_number = type(fields.values.get("attn_temperature_tuning")) is int  # the first checkpoints say 4 for true
+    is_wanted = (
+        fields.whole("attn_temperature_tuning", least=0) if is_number else fields.flag("attn_temperature_tuning", True)
+    )
+    return Temperature(fields.number("floor_scale", 8192), fields.number("attn_scale", 0.1)) if is_wanted else None

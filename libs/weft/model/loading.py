@@ -1,0 +1,108 @@
+"""Checkpoint tensors by name, checked against the config, unpacked and brought to where they run.
+
+Knows names, shapes and packings; knows no blocks of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from weft.errors import BadCheckpoint
+from weft.model.quantization import stored_dtypes
+from weft.model.spec import ModelConfig, Packing
+from weft.model.tensors import expected_tensors, is_ignored
+from weft_kernels.linear import PackedWeight, pack
+
+DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
+
+
+class Loader:
+    """Hands out a model's tensors, each to the building block that asks for it by its whole name."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Raises BadCheckpoint when a tensor is missing, has another shape, or is not part of the model."""
+        expected = expected_tensors(config)
+        for name, shape in expected.items():
+            if name not in weights:
+                raise BadCheckpoint(f"tensor {name} is missing")
+            if tuple(weights[name].shape) != shape:
+                raise BadCheckpoint(f"tensor {name} has shape {list(weights[name].shape)}, expected {list(shape)}")
+            if DTYPE_NAMES.get(weights[name].dtype) not in stored_dtypes(name, expected):
+                raise BadCheckpoint(f"tensor {name} has dtype {weights[name].dtype}, which it cannot be stored in")
+        for name in weights:
+            if name not in expected and not is_ignored(name, config):
+                raise BadCheckpoint(f"tensor {name} is not part of a {config.architecture}")
+        self._weights = weights
+        self._config = config
+        self._unread = set(expected)
+        self.dtype = dtype
+        self.device = device
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """One tensor as it is, in the dtype that the model runs in, or in another."""
+        self._unread.discard(name)
+        return self._weights[name].to(device=self.device, dtype=dtype or self.dtype)
+
+    def matrix(self, name: str) -> Tensor:
+        """A tensor to be packed or looked up in, before it is brought to the model's dtype.
+
+        bfloat16 stays what it is on a CPU, where the kernels widen it as they read it; so does a table of embeddings.
+        """
+        is_kept = self.device.type == "cpu" and self._weights[name].dtype == torch.bfloat16
+        return self.tensor(name, torch.bfloat16 if is_kept else None)
+
+    def linear(self, *names: str) -> Tensor:
+        """The weights of linear modules, unpacked and one below the other; see `matrix` for their dtype."""
+        parts = [self._unpacked(name) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def pack(self, weight: Tensor) -> PackedWeight:
+        """A weight [out, in] as the linear kernel takes it."""
+        return pack(weight, self.dtype)
+
+    def finish(self) -> None:
+        """Every expected tensor must have found its place: a model without it would compute something else."""
+        assert not self._unread, f"tensors that no building block read: {sorted(self._unread)[:4]}"
+
+    def _unpacked(self, name: str) -> Tensor:
+        how = self._config.quantization
+        if name + ".weight_packed" in self._weights:
+            assert how is not None
+            self._unread.discard(name + ".weight_shape")
+            packed = self.tensor(name + ".weight_packed", torch.int32)
+            scale = self.tensor(name + ".weight_scale", torch.float32)
+            return unpack_int4(packed, scale, self._weights[name + ".weight_shape"]).to(self.dtype)
+        if how is not None and how.packing is Packing.FP8_BLOCKS and name + ".weight_scale_inv" in self._weights:
+            self._unread.discard(name + ".weight")
+            packed = self._weights[name + ".weight"].to(self.device)
+            return unpack_fp8(packed, self.tensor(name + ".weight_scale_inv", torch.float32), how.block).to(self.dtype)
+        return self.matrix(name + ".weight")
+
+
+def unpack_fp8(packed: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """float32: every `block` of rows and columns times its own factor; the last blocks may be cut."""
+    rows = scale.repeat_interleave(block[0], 0)[: packed.shape[0]]
+    return packed.float() * rows.repeat_interleave(block[1], 1)[:, : packed.shape[1]]
+
+
+def unpack_int4(packed: Tensor, scale: Tensor, shape: Tensor) -> Tensor:
+    """float32 [out, in]: eight values to a word, the first in the lowest bits, 8 stands for 0; a factor a group."""
+    num_out, num_in = shape.tolist()
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
+    values = ((packed[:, :, None] >> shifts) & 15).flatten(1)[:, :num_in] - 8
+    if values.shape != (num_out, num_in):
+        raise BadCheckpoint(f"packed weights {list(packed.shape)} do not hold {[num_out, num_in]}")
+    group = -(-num_in // scale.shape[1])
+    return values.float() * scale.repeat_interleave(group, 1)[:, :num_in]

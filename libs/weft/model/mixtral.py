@@ -1,0 +1,25 @@
+"""Mixtral: a Mistral with a mixture of experts in every layer. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.model.common import read_common
+from weft.model.fields import Fields
+from weft.model.mistral import read_window
+from weft.model.spec import Experts, Layer, ModelConfig
+
+
+def read(fields: Fields) -> ModelConfig:
+    """See `weft.model.config.read_config`."""
+    config = read_common(fields)
+    experts = Experts(
+        num_experts=fields.whole("num_local_experts", 8),
+        top_k=fields.whole("num_experts_per_tok", 2),
+        size=config.intermediate_size,
+        projections=("w1", "w3", "w2"),
+    )
+    if experts.top_k > experts.num_experts:
+        raise fields.fail("num_experts_per_tok", f"{experts.top_k} of {experts.num_experts} experts")
+    layer = Layer(window=read_window(fields, 0), has_experts=True)
+    return replace(config, layers=(layer,) * config.num_layers, experts=experts, mlp_name="block_sparse_moe")

@@ -1,0 +1,60 @@
+"""What follows attention in a layer: a gated MLP, or a mixture of them with a router before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from weft.model.loading import Loader
+from weft.model.routing import route
+from weft.model.spec import Experts, Scoring
+from weft_kernels.linear import linear, pack
+from weft_kernels.moe import moe, pack_experts
+from weft_kernels.silu_mul import silu_mul
+
+
+class Mlp:
+    """gate_up: [2 size, hidden]; down: [hidden, size]."""
+
+    def __init__(self, root: str, loader: Loader) -> None:
+        self.gate_up = loader.pack(loader.linear(root + "gate_proj", root + "up_proj"))
+        self.down = loader.pack(loader.linear(root + "down_proj"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden]."""
+        return linear(silu_mul(linear(x, self.gate_up)), self.down)
+
+
+class Mixture:
+    """A router, the experts that it chooses from, and the one that everybody sees, where there is one."""
+
+    def __init__(self, experts: Experts, root: str, loader: Loader) -> None:
+        self.experts = experts
+        router = root + experts.router
+        # biased scores lie close together: DeepSeek's router is meant to be computed in float32
+        router_dtype = torch.float32 if experts.has_bias else loader.dtype
+        self.router = pack(loader.tensor(router + ".weight", router_dtype), router_dtype)
+        self.bias = loader.tensor(router + ".e_score_correction_bias", torch.float32) if experts.has_bias else None
+        self.packed = pack_experts(_each_expert(experts, root + "experts.", loader), loader.dtype)
+        self.shared = Mlp(f"{root}{experts.shared}.", loader) if experts.shared_size else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden]."""
+        chosen, weights = route(x, self.router, self.bias, self.experts)
+        is_on_input = self.experts.scoring is Scoring.SIGMOID_INPUT
+        out = moe(x, chosen, weights, self.packed, is_on_input)
+        return out if self.shared is None else out + self.shared.forward(x)
+
+
+def _each_expert(experts: Experts, root: str, loader: Loader) -> Iterator[tuple[Tensor, Tensor]]:
+    """gate_up [2 size, hidden] and down [hidden, size], one expert at a time: together they may be most of a model."""
+    if experts.is_fused:
+        gate_up, down = loader.matrix(root + "gate_up_proj"), loader.matrix(root + "down_proj")
+        for index in range(experts.num_experts):
+            yield gate_up[index].T, down[index].T
+        return
+    gate, up, out = experts.projections
+    for index in range(experts.num_experts):
+        yield loader.linear(f"{root}{index}.{gate}", f"{root}{index}.{up}"), loader.linear(f"{root}{index}.{out}")

@@ -1,0 +1,95 @@
+"""Will a model fit, how much context beside it, and how fast could it be: arithmetic on a config. No torch.
+
+Limits are those of memory bandwidth and arithmetic alone: no communication, no launches, nothing that waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from weft.model.footprint import ITEM_BYTES, Footprint, footprint
+from weft.model.layout import GIB, Demand, Layout, Stage, on_stage, share
+from weft.model.limits import Limits
+from weft.model.spec import ModelConfig
+
+# CUDA context, libraries' workspaces, captured graphs; and buffers of NCCL where there are several GPUs.
+RUNTIME_BYTES = int(1.0 * GIB)
+COMMUNICATION_BYTES = int(0.5 * GIB)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One layout. `decode` is (sequences, tokens a second in all) at the demand's context, for some batch sizes."""
+
+    layout: Layout
+    stages: tuple[Stage, ...]
+    limits: Limits
+    kv_gib: float
+    longest: int
+    sequences: int
+    decode: tuple[tuple[int, float], ...]
+    prefill: float
+
+    @property
+    def tightest(self) -> Stage:
+        """The stage with the least room."""
+        return min(self.stages, key=lambda stage: stage.kv)
+
+    @property
+    def fits(self) -> bool:
+        """Every stage has room for its weights and at least one token."""
+        return self.longest > 0
+
+
+def make_plan(config: ModelConfig, layout: Layout, demand: Demand) -> Plan:
+    """The figures of one layout."""
+    weights = footprint(config, "" if config.quantization else demand.dtype)
+    bounds = [config.num_layers * index // layout.pp for index in range(layout.pp + 1)]
+    stages = tuple(_stage(config, layout, demand, weights, range(*pair)) for pair in pairwise(bounds))
+    room = min(stage.kv for stage in stages)
+    sequences = 0
+    if room > 0:
+        sequences = layout.replicas * min(stage.kv // max(1, stage.sequence(demand.context)) for stage in stages)
+    limits = Limits(config, layout, demand, weights, stages)
+    batches = sorted({size for size in (1, demand.batch, sequences) if 0 < size <= sequences})
+    return Plan(
+        layout=layout,
+        stages=stages,
+        limits=limits,
+        kv_gib=sum(max(0, stage.kv) for stage in stages) * layout.stage_gpus / GIB,
+        longest=min(stage.longest() for stage in stages) if room > 0 else 0,
+        sequences=sequences,
+        decode=tuple((size, limits.decode(size)) for size in batches),
+        prefill=limits.prefill(),
+    )
+
+
+def _stage(config: ModelConfig, layout: Layout, demand: Demand, weights: Footprint, layers: range) -> Stage:
+    item = ITEM_BYTES[demand.dtype]
+    token = -(-config.num_kv_heads // layout.tp) * config.kv_parts * config.head_dim * item
+    spans = [config.layers[index].window or config.layers[index].chunk for index in layers]
+    windows = sorted({span for span in spans if span})
+    reserve = RUNTIME_BYTES + (COMMUNICATION_BYTES if layout.num_gpus > 1 else 0)
+    return Stage(
+        layers=layers,
+        weights=sum(share(config, layout, kind, each.size_bytes) for kind, each in on_stage(config, weights, layers)),
+        activations=_activations(config, layout, demand),
+        reserve=reserve,
+        memory=int(demand.gpu.memory_gib * GIB),
+        growing=token * spans.count(0),
+        bounded=tuple((token * spans.count(window), window) for window in windows),
+    )
+
+
+def _activations(config: ModelConfig, layout: Layout, demand: Demand) -> int:
+    """The widest moment of a prefill step and of the logits of a decode step, both of which stay allocated."""
+    tokens, hidden, item = demand.chunk_tokens, config.hidden_size, ITEM_BYTES[demand.dtype]
+    heads = config.num_heads * config.head_dim // layout.tp
+    width = 3 * config.intermediate_size // layout.tp
+    if config.experts:
+        # each token once for every expert it goes to: input, two projections, product, output
+        each = 2 * hidden + 3 * config.experts.size * layout.ep // layout.stage_gpus
+        width = max(width, config.experts.top_k * each // layout.ep * layout.replicas)
+    logits = 2 * 4 * demand.batch * config.vocab_size // layout.tp
+    return tokens * item * (4 * hidden + max(3 * heads, width)) + logits

@@ -1,0 +1,59 @@
+"""Qwen2.5 (biased queries, keys, values), Qwen3 (normed heads) and Qwen3-MoE. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.model.common import read_common
+from weft.model.fields import Fields
+from weft.model.mistral import read_window
+from weft.model.spec import Experts, HeadNorm, Layer, ModelConfig
+
+DEFAULT_WINDOW = 4096
+
+
+def read_qwen2(fields: Fields) -> ModelConfig:
+    """See `weft.model.config.read_config`."""
+    config = read_common(fields)
+    return replace(config, has_qkv_bias=True, layers=_windows(fields, config.num_layers))
+
+
+def read_qwen3(fields: Fields) -> ModelConfig:
+    """See `weft.model.config.read_config`."""
+    config = read_common(fields)
+    # transformers' default, and not hidden_size / heads
+    head_dim = fields.whole("head_dim", 128)
+    layers = _windows(fields, config.num_layers)
+    return replace(config, head_norm=HeadNorm.WEIGHTED, head_dim=head_dim, layers=layers)
+
+
+def read_qwen3_moe(fields: Fields) -> ModelConfig:
+    """See `weft.model.config.read_config`."""
+    config = read_common(fields)
+    experts = Experts(
+        num_experts=fields.whole("num_experts", fields.whole("num_local_experts", 128)),  # transformers 5's name
+        top_k=fields.whole("num_experts_per_tok", 8),
+        size=fields.whole("moe_intermediate_size", 768),
+        is_renormalised=fields.flag("norm_topk_prob"),
+    )
+    if experts.top_k > experts.num_experts:
+        raise fields.fail("num_experts_per_tok", f"{experts.top_k} of {experts.num_experts} experts")
+    window = read_window(fields, DEFAULT_WINDOW) if fields.flag("use_sliding_window") else 0
+    dense, step = fields.wholes("mlp_only_layers", []), fields.whole("decoder_sparse_step", 1)
+    layers = tuple(
+        Layer(window=window, has_experts=index not in dense and (index + 1) % step == 0)
+        for index in range(config.num_layers)
+    )
+    return replace(config, head_norm=HeadNorm.WEIGHTED, experts=experts, layers=layers)
+
+
+def _windows(fields: Fields, num_layers: int) -> tuple[Layer, ...]:
+    """`layer_types` where it is written out; otherwise the layers from max_window_layers on, if asked for at all."""
+    window = read_window(fields, DEFAULT_WINDOW) if fields.flag("use_sliding_window") else 0
+    kinds = fields.words("layer_types")
+    if not kinds:
+        first = fields.whole("max_window_layers", 28, least=0)
+        kinds = ["sliding_attention" if window and index >= first else "full_attention" for index in range(num_layers)]
+    if len(kinds) != num_layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
+        raise fields.fail("layer_types", f"expected full_attention or sliding_attention a layer, found {kinds!r}")
+    return tuple(Layer(window=window if kind == "sliding_attention" else 0) for kind in kinds)

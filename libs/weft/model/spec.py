@@ -1,0 +1,167 @@
+"""A model as one frozen value: sizes, and which building blocks each of its layers is made of. No torch.
+
+Families fill it in from config.json; the tensors' names and the forward pass follow from it alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding. `kind` is default, linear, llama3 or yarn.
+
+    linear reads the factor as well, llama3 the fields up to `original_max_positions`, yarn all but the freq factors.
+    `attention_factor` multiplies cosine and sine.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    is_truncated: bool = True
+
+
+class HeadNorm(StrEnum):
+    """RMSNorm of every query and key head: with weights before rotation, or without after it (rotated layers only)."""
+
+    NONE = "none"
+    WEIGHTED = "weighted"
+    PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """Queries of unrotated layers times 1 + scale * log(1 + floor((position + 1) / floor))."""
+
+    floor: float
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention: keys and values of all heads come out of `kv_rank` numbers a token.
+
+    `rope_dim` more numbers, rotated, are one further key part for all heads. `q_rank` 0: queries are not factored.
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    scale: float
+
+
+class Scoring(StrEnum):
+    """How a router's logits become weights; see `weft.model.routing`."""
+
+    SOFTMAX = "softmax"
+    SIGMOID_INPUT = "sigmoid of the chosen, on the input"
+    SIGMOID_GROUPS = "biased sigmoid, best groups first"
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts. `shared_size` > 0: one more expert for every token, its output added as it is.
+
+    Names: `router`, `projections` (gate, up, down) of each expert, `shared`; `is_fused`: all experts of a layer in two
+    tensors, gate_up_proj [E, hidden, 2 size] and down_proj [E, size, hidden].
+    """
+
+    num_experts: int
+    top_k: int
+    size: int
+    scoring: Scoring = Scoring.SOFTMAX
+    is_renormalised: bool = True
+    factor: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    shared_size: int = 0
+    router: str = "gate"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: str = "shared_experts"
+    is_fused: bool = False
+
+    @property
+    def has_bias(self) -> bool:
+        """Choices are made with a bias for each expert, beside the router."""
+        return self.scoring is Scoring.SIGMOID_GROUPS
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What may differ from layer to layer. A query sees its last `window` keys, or those of its own aligned `chunk`."""
+
+    window: int = 0
+    chunk: int = 0
+    is_rotated: bool = True
+    has_experts: bool = False
+
+
+class Packing(StrEnum):
+    """FP8: E4M3 weights with a factor for every block. INT4: eight to an int32, with a factor for every group."""
+
+    FP8_BLOCKS = "fp8"
+    INT4_GROUPS = "int4"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How linear weights are stored. `block` is rows, columns; `skipped` are regular expressions over module names."""
+
+    packing: Packing
+    block: tuple[int, int]
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder-only model. `dtype` is what the checkpoint's tensors are meant to be, not what they run in.
+
+    `num_kv_heads` and `head_dim` are those of the cache, `kv_parts` is 2 for keys and values, 1 when both are one.
+    `prefix` stands before every tensor's name; tensors that begin with one of `ignored` are not the text model's.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: tuple[Layer, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: Rope
+    max_positions: int
+    is_tied: bool
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    kv_parts: int = 2
+    has_qkv_bias: bool = False
+    head_norm: HeadNorm = HeadNorm.NONE
+    temperature: Temperature | None = None
+    is_interleaved: bool = False
+    latent: Latent | None = None
+    experts: Experts | None = None
+    quantization: Quantization | None = None
+    mlp_name: str = "mlp"
+    prefix: str = ""
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+    @property
+    def rotated_dim(self) -> int:
+        """How many numbers of a head are rotated."""
+        return self.latent.rope_dim if self.latent else self.head_dim

@@ -1,0 +1,98 @@
+"""The tensors that a checkpoint must hold: their Hugging Face names and the shapes in which they ship. No torch."""
+
+from __future__ import annotations
+
+from weft.model.quantization import packed_shapes
+from weft.model.spec import Experts, HeadNorm, Latent, Layer, ModelConfig
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def expected_tensors(config: ModelConfig) -> Shapes:
+    """Every tensor a checkpoint of this config must hold.
+
+    A tied checkpoint may hold `lm_head.weight` as well; it is not expected and not read.
+    """
+    root = config.prefix + "model."
+    shapes: Shapes = {root + "embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    for index, layer in enumerate(config.layers):
+        shapes |= _layer(config, f"{root}layers.{index}.", layer)
+    shapes[root + "norm.weight"] = (config.hidden_size,)
+    if not config.is_tied:
+        shapes[config.prefix + "lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    return shapes
+
+
+def is_ignored(name: str, config: ModelConfig) -> bool:
+    """May be there and is not read: rotary frequencies are computed, a tied model's output matrix is its embedding."""
+    is_head = config.is_tied and name == config.prefix + "lm_head.weight"
+    return is_head or name.endswith("rotary_emb.inv_freq") or name.startswith(config.ignored)
+
+
+def _layer(config: ModelConfig, root: str, layer: Layer) -> Shapes:
+    shapes: Shapes = {root + "input_layernorm.weight": (config.hidden_size,)}
+    attention = root + "self_attn."
+    shapes |= _latent(config, attention, config.latent) if config.latent else _grouped(config, attention)
+    shapes[root + "post_attention_layernorm.weight"] = (config.hidden_size,)
+    mlp = f"{root}{config.mlp_name}."
+    if layer.has_experts and config.experts:
+        return shapes | _experts(config, mlp, config.experts)
+    return shapes | _mlp(config, mlp, config.intermediate_size)
+
+
+def _linear(config: ModelConfig, name: str, num_out: int, num_in: int) -> Shapes:
+    return packed_shapes(name + ".weight", (num_out, num_in), config.quantization)
+
+
+def _grouped(config: ModelConfig, root: str) -> Shapes:
+    hidden, q_size = config.hidden_size, config.num_heads * config.head_dim
+    kv_size = config.num_kv_heads * config.head_dim
+    shapes: Shapes = {}
+    for name, size in (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)):
+        shapes |= _linear(config, root + name, size, hidden)
+        if config.has_qkv_bias:
+            shapes[f"{root}{name}.bias"] = (size,)
+    if config.head_norm is HeadNorm.WEIGHTED:
+        shapes |= {root + "q_norm.weight": (config.head_dim,), root + "k_norm.weight": (config.head_dim,)}
+    return shapes | _linear(config, root + "o_proj", hidden, q_size)
+
+
+def _latent(config: ModelConfig, root: str, latent: Latent) -> Shapes:
+    hidden, heads = config.hidden_size, config.num_heads
+    q_size = heads * (latent.nope_dim + latent.rope_dim)
+    shapes: Shapes = {}
+    if latent.q_rank:
+        shapes |= _linear(config, root + "q_a_proj", latent.q_rank, hidden)
+        shapes[root + "q_a_layernorm.weight"] = (latent.q_rank,)
+        shapes |= _linear(config, root + "q_b_proj", q_size, latent.q_rank)
+    else:
+        shapes |= _linear(config, root + "q_proj", q_size, hidden)
+    shapes |= _linear(config, root + "kv_a_proj_with_mqa", latent.kv_rank + latent.rope_dim, hidden)
+    shapes[root + "kv_a_layernorm.weight"] = (latent.kv_rank,)
+    shapes |= _linear(config, root + "kv_b_proj", heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
+    return shapes | _linear(config, root + "o_proj", hidden, heads * latent.value_dim)
+
+
+def _mlp(config: ModelConfig, root: str, size: int) -> Shapes:
+    hidden = config.hidden_size
+    shapes = _linear(config, root + "gate_proj", size, hidden) | _linear(config, root + "up_proj", size, hidden)
+    return shapes | _linear(config, root + "down_proj", hidden, size)
+
+
+def _experts(config: ModelConfig, root: str, experts: Experts) -> Shapes:
+    hidden, size = config.hidden_size, experts.size
+    shapes: Shapes = {f"{root}{experts.router}.weight": (experts.num_experts, hidden)}
+    if experts.has_bias:
+        shapes[f"{root}{experts.router}.e_score_correction_bias"] = (experts.num_experts,)
+    if experts.is_fused:
+        shapes[root + "experts.gate_up_proj"] = (experts.num_experts, hidden, 2 * size)
+        shapes[root + "experts.down_proj"] = (experts.num_experts, size, hidden)
+    else:
+        gate, up, down = experts.projections
+        for index in range(experts.num_experts):
+            expert = f"{root}experts.{index}."
+            shapes |= _linear(config, expert + gate, size, hidden) | _linear(config, expert + up, size, hidden)
+            shapes |= _linear(config, expert + down, hidden, size)
+    if experts.shared_size:
+        shapes |= _mlp(config, f"{root}{experts.shared}.", experts.shared_size)
+    return shapes

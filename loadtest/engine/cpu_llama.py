@@ -1,0 +1,148 @@
+"""llama.cpp in the CPU comparison, through its C interface: all sequences in one batch a step, greedy.
+
+Runs in an environment of its own, with llama-cpp-python, gguf and numpy, and writes the model as float16 GGUF beside
+the checkpoint the first time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp
+import numpy as np
+
+from loadtest.engine.cpu_task import VOCAB_SIZE, Report, Task, read_task
+
+NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+}
+
+
+def read_bfloat16(path: Path) -> Iterator[tuple[str, Any]]:
+    """The tensors of a safetensors file as float32."""
+    data = np.memmap(path, dtype=np.uint8, mode="r")
+    size = int(data[:8].view(np.uint64)[0])
+    for name, entry in json.loads(bytes(data[8 : 8 + size])).items():
+        if name != "__metadata__":
+            start, end = (8 + size + offset for offset in entry["data_offsets"])
+            halves = np.frombuffer(bytes(data[start:end]), dtype=np.uint16)
+            yield name, (halves.astype(np.uint32) << 16).view(np.float32).reshape(entry["shape"])
+
+
+def convert(folder: Path) -> Path:
+    """The checkpoint as GGUF, made once."""
+    path = folder / "model-f16.gguf"
+    if path.exists():
+        return path
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_tokenizer_model("none")
+    for name, tensor in read_bfloat16(folder / "model.safetensors"):
+        writer.add_tensor(*_to_gguf(name, tensor, config["head_dim"]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _to_gguf(name: str, tensor: Any, head_dim: int) -> tuple[str, Any]:
+    """llama.cpp rotates neighbouring pairs where checkpoints rotate halves: rows of queries and keys move."""
+    if name.endswith(("q_proj.weight", "k_proj.weight")):
+        tensor = tensor.reshape(-1, 2, head_dim // 2, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
+    if name.startswith("model.layers."):
+        _, _, index, rest = name.split(".", 3)
+        return f"blk.{index}.{NAMES[rest]}", tensor.astype(np.float16) if tensor.ndim == 2 else tensor
+    return NAMES[name], tensor.astype(np.float16) if tensor.ndim == 2 else tensor
+
+
+class Llama:
+    """A model with room for the task's largest batch."""
+
+    def __init__(self, task: Task) -> None:
+        self.clock = task.clock
+        llama_cpp.llama_backend_init()
+        path = str(convert(task.model)).encode()
+        model_params = llama_cpp.llama_model_default_params()
+        self.model = llama_cpp.llama_model_load_from_file(path, model_params)
+        params = llama_cpp.llama_context_default_params()
+        params.n_seq_max = max(task.batches)
+        params.n_ctx = max(max(task.batches) * (task.prompt_tokens + task.new_tokens), task.prefill_tokens) + 512
+        params.n_batch, params.n_ubatch = 2048, 512
+        params.n_threads = params.n_threads_batch = task.threads
+        params.kv_unified = True
+        self.context = llama_cpp.llama_init_from_model(self.model, params)
+        self.batch = llama_cpp.llama_batch_init(2048, 0, 1)
+
+    def run(self, tokens: list[tuple[int, int, int, bool]]) -> list[int]:
+        """(token, position, sequence, wants logits): the best next token of those that want logits."""
+        self.batch.n_tokens = len(tokens)
+        for index, (token, position, sequence, is_wanted) in enumerate(tokens):
+            self.batch.token[index], self.batch.pos[index] = token, position
+            self.batch.n_seq_id[index], self.batch.seq_id[index][0] = 1, sequence
+            self.batch.logits[index] = is_wanted
+        if llama_cpp.llama_decode(self.context, self.batch):
+            raise RuntimeError("llama_decode failed")
+        wanted = [index for index, each in enumerate(tokens) if each[3]]
+        rows = [llama_cpp.llama_get_logits_ith(self.context, index) for index in wanted]
+        return [int(np.ctypeslib.as_array(row, shape=(VOCAB_SIZE,)).argmax()) for row in rows]
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[float], list[int]]:
+        """Seconds of each decode step, and the first prompt's tokens."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
+        last = []
+        for sequence, prompt in enumerate(prompts):
+            end = len(prompt) - 1
+            last += self.run([(token, at, sequence, at == end) for at, token in enumerate(prompt)])
+        times, first = [], last[:1]
+        for step in range(new_tokens - 1):
+            start = self.clock()
+            last = self.run([(token, len(prompts[i]) + step, i, True) for i, token in enumerate(last)])
+            times.append(self.clock() - start)
+            first.append(last[0])
+        return times, first
+
+
+def main() -> None:
+    """All of the task; figures on standard output."""
+    task, report = read_task(), Report()
+    llama = Llama(task)
+    llama.generate(task.prompts(1), 1)
+    report.saw_first_token()
+    for batch in task.batches:
+        times, tokens = llama.generate(task.prompts(batch), task.new_tokens)
+        report.decoded(batch, times)
+        if batch == 1:
+            report.tokens = tokens
+    start = task.clock()
+    llama.generate([task.long_prompt()], 1)
+    report.prefill_seconds = task.clock() - start
+    report.print()
+
+
+if __name__ == "__main__":
+    main()

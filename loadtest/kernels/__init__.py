@@ -1,0 +1,1 @@
+"""Benchmarks of single kernels beside the limit of the machine. Nothing here passes or fails."""

@@ -1,0 +1,174 @@
+"""Compile every kernel, as its launcher would call it, for an H100 and an H200; needs no GPU. Run as a program."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import weft_kernels.block_copy.kernel as block_copy
+import weft_kernels.moe.kernel as moe
+import weft_kernels.paged_attention.decode as decode
+import weft_kernels.paged_attention.prefill as prefill
+import weft_kernels.rms_norm.kernel as rms_norm
+import weft_kernels.rope_kv.kernel as rope_kv
+import weft_kernels.sampling.kernel as sampling
+import weft_kernels.silu_mul.kernel as silu_mul
+from weft_kernels.paged_attention.shape import Shape
+from weft_kernels.paged_attention.tensors import plan_launches
+from weft_kernels.sampling.rows import SamplingRows
+
+TARGET = GPUTarget("cuda", 90, 32)
+NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.uint8: "u8",
+}
+BF16 = torch.bfloat16
+
+
+class Recorder:
+    """Stands in for a kernel: takes the launch and compiles it instead."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.figures: dict[str, int] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self.compile
+
+    def compile(self, *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
+        names = [param.name for param in self.kernel.params]
+        values = {**dict(zip(names, args, strict=False)), **constants}
+        signature, aligned = {}, {}
+        for index, name in enumerate(names):
+            value = values[name]
+            if name in constants:
+                signature[name] = "constexpr"
+            elif isinstance(value, torch.Tensor):
+                signature[name] = "*" + NAMES[value.dtype]
+                aligned[(index,)] = [["tt.divisibility", 16]]
+            else:
+                signature[name] = "fp32" if isinstance(value, float) else "i32"
+                if isinstance(value, int) and value % 16 == 0:
+                    aligned[(index,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, signature, constants, aligned)
+        built = triton.compile(source, target=TARGET, options={"num_warps": num_warps, "num_stages": num_stages})
+        self.figures = {"shared": built.metadata.shared, **_resources(built.asm["cubin"])}
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    """Registers a thread, and its stack: what did not fit into them."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
+
+
+class Ignored:
+    """Stands in for the kernels that are not asked for."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **constants: None
+
+
+def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
+    """Module, kernel name and a call of its launcher, on shapes of an 8B model."""
+    x, weight = torch.empty(2, 4096, dtype=BF16), torch.empty(4096, dtype=BF16)
+    pool = torch.empty(4, 8, 2, 2, 64, 128, dtype=BF16)
+    qkv, angles = torch.empty(2, 48, 128, dtype=BF16), torch.empty(2, 128, dtype=BF16)
+    slots = torch.tensor([3, 70])
+    q = torch.empty(2, 32, 128, dtype=BF16)
+    keys, values = pool[:, :, 0, 0], pool[:, :, 0, 1]
+    batch = plan_launches([0, 1, 2], [70, 3], [[1, 2], [0]], torch.device("cpu")).decode
+    long = plan_launches([0, 64], [70], [[1, 2]], torch.device("cpu")).prefill
+    long_q = torch.empty(64, 32, 128, dtype=BF16)
+    assert batch is not None
+    assert long is not None
+    few = long.slice(0, 1, 2)
+    shape, windowed = Shape(0.1, num_splits=8), Shape(0.1, window=4096, num_splits=8)
+    latent = torch.empty(4, 1, 2, 1, 64, 576, dtype=BF16)[:, :, 0, 0]
+    latent_q, latent_out = torch.empty(2, 64, 576, dtype=BF16), torch.empty(2, 64, 512, dtype=BF16)
+    f32, f64, i64 = torch.float32, torch.float64, torch.int64
+    names = {"temperature": f32, "top_k": i64, "top_p": f64, "min_p": f32, "seeds": i64, "positions": i64}
+    columns = {name: torch.ones(2, dtype=dtype) for name, dtype in names.items()}
+    rows = SamplingRows(**columns, is_greedy=False, has_top_k_or_p=True)
+    logits = torch.empty(2, 128_256)
+    rows_in, gates, downs = (torch.empty(shape, dtype=BF16) for shape in ((2, 2048), (8, 1536, 2048), (8, 2048, 768)))
+    few_rows = rows_in, torch.zeros(2, 4, dtype=i64), torch.ones(2, 4), gates, downs, False
+    many_rows = rows_in.repeat(128, 1), torch.zeros(256, 4, dtype=i64), torch.ones(256, 4), gates, downs, True
+    return {
+        "rms_norm": (rms_norm, "_rms_norm", lambda: rms_norm.rms_norm_kernel(x, weight, 1e-5)),
+        "add_rms_norm": (rms_norm, "_rms_norm", lambda: rms_norm.add_rms_norm_kernel(x, x, weight, 1e-5)),
+        "silu_mul": (silu_mul, "_silu_mul", lambda: silu_mul.silu_mul_kernel(x)),
+        "gather": (block_copy, "_copy", lambda: block_copy.gather_blocks_kernel(pool, slots)),
+        "rope": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(qkv, angles, angles, pool, 0, slots, False)),
+        "rope pairs": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(qkv, angles, angles, pool, 0, slots, True)),
+        "sampling": (sampling, "_sample", lambda: sampling.sample_kernel(logits, rows)),
+        "experts": (moe, "_gate_up", lambda: moe.moe_kernel(*few_rows)),
+        "experts, prompt": (moe, "_gate_up", lambda: moe.moe_kernel(*many_rows)),
+        "experts down": (moe, "_down", lambda: moe.moe_kernel(*few_rows)),
+        "experts down, prompt": (moe, "_down", lambda: moe.moe_kernel(*many_rows)),
+        "decode": (decode, "_decode", lambda: decode.paged_attention_decode(q, keys, values, batch, shape, q)),
+        "join": (decode, "_join", lambda: decode.paged_attention_decode(q, keys, values, batch, shape, q)),
+        "decode, window": (
+            decode,
+            "_decode",
+            lambda: decode.paged_attention_decode(q, keys, values, batch, windowed, q),
+        ),
+        "decode, latent": (
+            decode,
+            "_decode",
+            lambda: decode.paged_attention_decode(latent_q, latent, latent[..., :512], batch, shape, latent_out),
+        ),
+        "prefill": (
+            prefill,
+            "_prefill",
+            lambda: prefill.paged_attention_prefill(long_q, keys, values, long, shape, long_q),
+        ),
+        "prefill, window": (
+            prefill,
+            "_prefill",
+            lambda: prefill.paged_attention_prefill(long_q, keys, values, long, windowed, long_q),
+        ),
+        "prefill, latent": (
+            prefill,
+            "_prefill",
+            lambda: prefill.paged_attention_prefill(latent_q, latent, latent[..., :512], few, shape, latent_out),
+        ),
+    }
+
+
+def compile_all() -> dict[str, dict[str, int]]:
+    """Figures by launch."""
+    found, all_launches = {}, launches()
+    for name, (module, wanted, launch) in all_launches.items():
+        kernels = {each: getattr(module, each) for other, each, _ in all_launches.values() if other is module}
+        recorder = Recorder(kernels[wanted])
+        for each in kernels:
+            setattr(module, each, recorder if each == wanted else Ignored())
+        launch()
+        for each, kernel in kernels.items():
+            setattr(module, each, kernel)
+        found[name] = recorder.figures
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all(), indent=1))

@@ -1,0 +1,196 @@
+"""The attention kernels against a definition: one row and one head at a time over the keys that it sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.device import DEVICE, DTYPES, close
+
+pytest.importorskip("triton")
+
+from weft_kernels.paged_attention.decode import paged_attention_decode
+from weft_kernels.paged_attention.prefill import paged_attention_prefill
+from weft_kernels.paged_attention.shape import Shape
+from weft_kernels.paged_attention.tensors import PagedTensors, plan_launches
+
+NUM_LAYERS, NUM_BLOCKS, LAYER = 3, 48, 1
+
+# (new rows, context with them) of each sequence
+DECODES = {
+    "one token": [(1, 1)],
+    "several lengths": [(1, 70), (1, 3), (1, 16), (1, 17)],
+    "verification": [(4, 70), (8, 8), (1, 33), (3, 65)],
+}
+PREFILLS = {
+    "one token": [(1, 1)],
+    "a whole prompt": [(37, 37)],
+    "chunks after contexts": [(5, 90), (66, 67), (1, 40)],
+}
+
+
+@dataclass
+class Case:
+    """A pool with random numbers where a sequence wrote, and NaN everywhere else."""
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    batch: PagedTensors
+
+    def expected(self, shape: Shape) -> Tensor:
+        out = torch.zeros(*self.q.shape[:2], self.values.shape[3], device=DEVICE)
+        group = self.q.shape[1] // self.keys.shape[1]
+        for index, (start, end) in enumerate(pairwise(self.batch.query_starts.tolist())):
+            context = int(self.batch.context_lens[index])
+            table = self.batch.block_tables[index].long()
+            keys, values = (each[table].transpose(1, 2).flatten(0, 1).float() for each in (self.keys, self.values))
+            for row in range(start, end):
+                position = context - (end - row)
+                first = max(0, position - shape.window + 1) if shape.window else 0
+                first = max(first, position // shape.chunk * shape.chunk) if shape.chunk else first
+                for head in range(self.q.shape[1]):
+                    seen = keys[first : position + 1, head // group]
+                    weights = (seen @ self.q[row, head].float() * shape.scale).softmax(0)
+                    out[row, head] = weights @ values[first : position + 1, head // group]
+        return out.to(self.q.dtype)
+
+
+def make_case(
+    spans: list[tuple[int, int]],
+    dtype: torch.dtype = torch.float32,
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 16,
+    block_tokens: int = 16,
+) -> Case:
+    generator = torch.Generator().manual_seed(len(spans) + dim)
+    num_heads, kv_heads = heads
+    pool = torch.full((NUM_BLOCKS, kv_heads, NUM_LAYERS, 2, block_tokens, dim), float("nan"))
+    free = torch.randperm(NUM_BLOCKS, generator=generator).tolist()
+    tables = []
+    for _, context in spans:
+        table = [free.pop() for _ in range(-(-context // block_tokens))]
+        for token in range(context):
+            place = pool[table[token // block_tokens], :, :, :, token % block_tokens]
+            place.copy_(torch.randn(place.shape, generator=generator))
+        tables.append(table)
+    starts = [sum(rows for rows, _ in spans[:i]) for i in range(len(spans) + 1)]
+    q = torch.randn(starts[-1], num_heads, dim, generator=generator).to(dtype).to(DEVICE)
+    pool = pool.to(dtype).to(DEVICE)
+    width = max(len(table) for table in tables) + 1
+    padded = torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32, device=DEVICE)
+    batch = PagedTensors(
+        torch.tensor(starts, dtype=torch.int32, device=DEVICE),
+        torch.tensor([context for _, context in spans], dtype=torch.int32, device=DEVICE),
+        padded,
+        max(rows for rows, _ in spans),
+    )
+    return Case(q, pool[:, :, LAYER, 0], pool[:, :, LAYER, 1], batch)
+
+
+def decode(case: Case, shape: Shape) -> Tensor:
+    out = case.q.new_full((*case.q.shape[:2], case.values.shape[3]), 7.0)
+    paged_attention_decode(case.q, case.keys, case.values, case.batch, shape, out)
+    return out
+
+
+def prefill(case: Case, shape: Shape) -> Tensor:
+    out = case.q.new_full((*case.q.shape[:2], case.values.shape[3]), 7.0)
+    paged_attention_prefill(case.q, case.keys, case.values, case.batch, shape, out)
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("spans", DECODES.values(), ids=DECODES)
+def test_decode_is_the_definition(spans: list[tuple[int, int]], num_splits: int, dtype: torch.dtype) -> None:
+    case, shape = make_case(spans, dtype), Shape(0.25, num_splits=num_splits)
+    close(decode(case, shape), case.expected(shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spans", PREFILLS.values(), ids=PREFILLS)
+def test_prefill_is_the_definition(spans: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    case, shape = make_case(spans, dtype), Shape(0.25)
+    close(prefill(case, shape), case.expected(shape))
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "block_tokens"), [((3, 1), 10, 4), ((10, 2), 24, 16), ((2, 2), 96, 8), ((5, 1), 32, 64)]
+)
+def test_odd_heads_dims_and_blocks(heads: tuple[int, int], dim: int, block_tokens: int) -> None:
+    case = make_case([(2, 45), (3, 12)], torch.float32, heads, dim, block_tokens)
+    shape = Shape(dim**-0.5, num_splits=2)
+    expected = case.expected(shape)
+    close(decode(case, shape), expected)
+    close(prefill(case, shape), expected)
+
+
+@pytest.mark.parametrize("shape", [Shape(0.25, window=8), Shape(0.25, chunk=8), Shape(0.25, window=1)])
+def test_windows_and_chunks_at_all_their_edges(shape: Shape) -> None:
+    spans = [(4, 7), (4, 8), (4, 9), (4, 10), (8, 16), (1, 1), (1, 130)]
+    case = make_case(spans)
+    expected = case.expected(shape)
+    close(decode(case, shape), expected)
+    close(prefill(case, shape), expected)
+
+
+@pytest.mark.parametrize("shape", [Shape(0.25, window=40), Shape(0.25, chunk=48), Shape(0.25, chunk=48, window=5)])
+def test_prefill_over_many_windows(shape: Shape) -> None:
+    case = make_case([(150, 200)])
+    close(prefill(case, shape), case.expected(shape))
+
+
+def test_blocks_that_have_left_the_window_may_be_anyones() -> None:
+    case, shape = make_case([(2, 100)]), Shape(0.25, window=20, num_splits=2)
+    expected = case.expected(shape)
+    owned = set(case.batch.block_tables[0].tolist())
+    case.batch.block_tables[0, :4] = next(block for block in range(NUM_BLOCKS) if block not in owned)  # all NaN
+    close(decode(case, shape), expected)
+    close(prefill(case, shape), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latent_attention_reads_values_from_the_front_of_its_keys(dtype: torch.dtype) -> None:
+    case, shape = make_case([(2, 40), (1, 67)], dtype, heads=(24, 1), dim=80), Shape(0.1, num_splits=2)
+    case.values = case.keys[..., :64]
+    close(decode(case, shape), case.expected(shape))
+    close(prefill(case, shape), case.expected(shape))
+
+
+def test_places_of_a_graph_that_no_sequence_takes_give_zeros() -> None:
+    case = make_case([(1, 20), (1, 5), (1, 9)])
+    shape = Shape(0.25, num_splits=2)
+    expected = case.expected(shape)
+    case.batch.context_lens[1] = 0
+    expected[1] = 0
+    close(decode(case, shape), expected)
+    close(prefill(case, shape), expected)
+
+
+def test_rows_of_other_sequences_are_left_alone() -> None:
+    case, shape = make_case([(2, 20), (1, 5), (3, 9)]), Shape(0.25, num_splits=2)
+    expected = case.expected(shape)
+    case.batch = case.batch.slice(1, 2, 1)
+    for run in (decode, prefill):
+        out = run(case, shape)
+        close(out[2], expected[2])
+        assert bool((out[:2] == 7).all())
+        assert bool((out[3:] == 7).all())
+
+
+def test_launches_split_at_the_first_long_sequence() -> None:
+    launches = plan_launches([0, 1, 3, 20, 21], [9, 8, 17, 3], [[3], [1], [5, 6], [0]], torch.device(DEVICE))
+    assert launches.decode is not None
+    assert launches.prefill is not None
+    assert (len(launches.decode.context_lens), launches.decode.max_rows) == (2, 2)
+    assert (len(launches.prefill.context_lens), launches.prefill.max_rows) == (2, 17)
+    assert launches.prefill.query_starts.tolist() == [3, 20, 21]
+    assert launches.prefill.block_tables[:, :2].tolist() == [[5, 6], [0, 0]]
+    assert launches.prefill.block_tables.shape[1] % 16 == 0
+    assert plan_launches([0, 1], [9], [[3]], torch.device(DEVICE)).prefill is None
+    assert plan_launches([0, 9], [9], [[3]], torch.device(DEVICE)).decode is None

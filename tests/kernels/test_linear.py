@@ -1,0 +1,159 @@
+"""A linear layer is the product of the widened weights, whichever way computes it."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from weft_kernels.linear import linear, pack
+from weft_kernels.linear.reference import linear_reference
+from weft_kernels.native import CHOICE, best_isa, load
+
+ISAS = [each for each in ("avx2", "avx512") if best_isa() in ("avx512", each)]
+DTYPES = [torch.float32, torch.bfloat16]
+COLUMNS = (1, 7, 31, 33, 257)
+
+
+@pytest.fixture(params=[*ISAS, "torch"])
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every way of computing that this machine has."""
+    monkeypatch.setenv(CHOICE, request.param)
+    return str(request.param)
+
+
+def close(out: Tensor, x: Tensor, weight: Tensor, tolerance: float = 1e-6) -> None:
+    """Within `tolerance` of the exact product, relative to the longest row and column."""
+    exact = x.double() @ weight.double().T
+    scale = x.double().norm(dim=-1).max() * weight.double().norm(dim=-1).max()
+    assert out.shape == exact.shape
+    assert ((out - exact).abs().max() <= tolerance * scale).item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_odd_shapes_come_out_as_the_exact_product_of_the_widened_weights(
+    isa: str, columns: int, dtype: torch.dtype
+) -> None:
+    for num_outputs in COLUMNS:
+        weight = torch.randn(num_outputs, columns).to(dtype)
+        packed = pack(weight, torch.float32)
+        for num_rows in (*range(1, 27), 64, 65, 130):
+            x = torch.randn(num_rows, columns)
+            close(linear(x, packed), x, weight)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 130), inputs=st.integers(1, 700), outputs=st.integers(1, 90), seed=st.integers(0, 99))
+@pytest.mark.parametrize("name", ISAS)
+def test_the_extension_agrees_with_torch(name: str, rows: int, inputs: int, outputs: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, inputs, generator=generator)
+    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CHOICE, name)
+        out = linear(x, pack(weight, torch.float32))
+    close(out, x, weight)
+    scale = x.norm(dim=-1).max() * weight.float().norm(dim=-1).max()
+    assert ((out - linear_reference(x, weight.float())).abs().max() <= 1e-6 * scale).item()
+
+
+@pytest.mark.usefixtures("isa")
+def test_bfloat16_activations_are_rounded_once_at_the_end() -> None:
+    x, weight = torch.randn(5, 96).bfloat16(), torch.randn(40, 96).bfloat16()
+    out = linear(x, pack(weight, torch.bfloat16))
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, (x.double() @ weight.double().T).bfloat16(), rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.usefixtures("isa")
+def test_rows_of_any_stride_and_dimensions_are_taken() -> None:
+    weight = torch.randn(40, 33)
+    packed = pack(weight, torch.float32)
+    wide = torch.randn(6, 70)
+    for x in (wide[:, 3:36], wide[::2, 3:36], wide.flatten()[1:34], wide[:, :66].view(6, 2, 33), wide[:0, :33]):
+        torch.testing.assert_close(linear(x, packed), x @ weight.T, rtol=1e-5, atol=1e-5)
+    transposed = torch.randn(33, 40)
+    x = wide[:, :33].contiguous()
+    torch.testing.assert_close(linear(x, pack(transposed.T, torch.float32)), x @ transposed, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ISAS)
+def test_the_number_of_threads_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHOICE, name)
+    weight = torch.randn(700, 513).bfloat16()
+    before = torch.get_num_threads()
+    try:
+        for num_rows in (1, 9, 40, 300):
+            x = torch.randn(num_rows, 513)
+            outs = []
+            for num_threads in (1, 2):
+                torch.set_num_threads(num_threads)
+                outs.append(linear(x, pack(weight, torch.float32)))
+            assert torch.equal(*outs)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ISAS)
+def test_a_row_comes_out_the_same_whatever_rows_stand_beside_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHOICE, name)
+    packed = pack(torch.randn(333, 600).bfloat16(), torch.float32)
+    x = torch.randn(40, 600)
+    whole = linear(x, packed)
+    for num_rows in range(1, 15):
+        assert torch.equal(linear(x[:num_rows], packed), whole[:num_rows])
+
+
+@pytest.mark.parametrize("name", ISAS)
+def test_bfloat16_weights_are_kept_once_in_two_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHOICE, name)
+    weight = torch.randn(64, 96).bfloat16()
+    assert pack(weight, torch.float32).num_bytes == 2 * weight.numel()
+    assert pack(weight.float(), torch.float32).num_bytes == 4 * weight.numel()
+
+
+@pytest.mark.parametrize("name", ISAS)
+def test_nan_and_infinity_pass_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHOICE, name)
+    weight = torch.randn(70, 20).bfloat16()
+    weight[69, 3], weight[5, 0] = float("nan"), float("inf")
+    out = linear(torch.ones(3, 20), pack(weight, torch.float32))
+    assert out[:, 69].isnan().all()
+    assert out[:, 5].isposinf().all()
+    assert out.isfinite().sum() == 3 * 68
+
+
+def test_an_unknown_choice_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHOICE, "sse9")
+    with pytest.raises(ValueError, match="WEFT_CPU_KERNELS: expected one of avx2, avx512, torch, found 'sse9'"):
+        pack(torch.ones(1, 1), torch.float32)
+
+
+@pytest.mark.skipif(not ISAS, reason="no build for this processor")
+def test_without_a_compiler_torch_does_the_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WEFT_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    load.cache_clear()
+    try:
+        weight, x = torch.randn(9, 5), torch.randn(3, 5)
+        packed = pack(weight, torch.float32)
+        assert packed.library is None
+        assert "no C++ compiler found" in caplog.text
+        torch.testing.assert_close(linear(x, packed), x @ weight.T)
+    finally:
+        load.cache_clear()
+
+
+@pytest.mark.parametrize("name", ISAS)
+def test_a_library_is_built_once(name: str) -> None:
+    library = load(name)
+    assert isinstance(library, ctypes.CDLL)
+    assert load(name) is library

@@ -1,0 +1,75 @@
+"""Whole models on the kernels that a GPU would run, interpreted: the logits are still those of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.weft.model import test_families
+from tests.weft.tiny_families import make_family
+from weft.model import attention, decoder, latent, mlp
+from weft_kernels.moe import PackedExperts
+from weft_kernels.paged_attention import FULL, PagedBatch, Span
+
+pytest.importorskip("triton")
+
+from weft_kernels.paged_attention.launch import paged_attention_kernels
+from weft_kernels.rms_norm.kernel import add_rms_norm_kernel, rms_norm_kernel
+from weft_kernels.rope_kv.kernel import rope_kv_kernel
+from weft_kernels.silu_mul.kernel import silu_mul_kernel
+
+NUM_TOKENS = 18
+NAMES = ["mistral-window", "qwen3-moe", "llama4", "deepseek"]
+
+
+def paged_attention(q: Tensor, layer: int, batch: PagedBatch, span: Span = FULL) -> Tensor:
+    return paged_attention_kernels(q, layer, batch, span, q.shape[-1] ** -0.5)
+
+
+def latent_attention(q: Tensor, layer: int, batch: PagedBatch, value_dim: int, scale: float) -> Tensor:
+    return paged_attention_kernels(q, layer, batch, FULL, scale, value_dim)
+
+
+def rope_kv(qkv: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, layer: int, slots: Tensor) -> Tensor:
+    return rope_kv_kernel(qkv, cos, sin, pool, layer, slots, False)
+
+
+def pack_experts(pairs: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype) -> PackedExperts:
+    gate_up, down = zip(*pairs, strict=True)
+    return PackedExperts((), (), (torch.stack(gate_up).to(dtype), torch.stack(down).to(dtype)))
+
+
+@pytest.fixture
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of what the models import."""
+    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+        (attention, "paged_attention", paged_attention),
+        (attention, "rope_kv", rope_kv),
+        (attention, "rms_norm", rms_norm_kernel),
+        (decoder, "rms_norm", rms_norm_kernel),
+        (decoder, "add_rms_norm", add_rms_norm_kernel),
+        (latent, "latent_attention", latent_attention),
+        (latent, "paged_attention", paged_attention),
+        (latent, "rms_norm", rms_norm_kernel),
+        (mlp, "silu_mul", silu_mul_kernel),
+        (mlp, "pack_experts", pack_experts),
+    ]
+    for module, name, kernel in replaced:
+        monkeypatch.setattr(module, name, kernel)
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_families, "NUM_TOKENS", NUM_TOKENS)
+    tiny = make_family(name, tmp_path)
+    expected = tiny.logits(test_families.TOKENS[:NUM_TOKENS])
+    # 8 rows at a time go to the decode kernel, 18 to the one for prefill
+    for chunk in (8, NUM_TOKENS):
+        logits = test_families.logits_in_chunks(tiny, chunk)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))

@@ -1,0 +1,70 @@
+"""Norm, rotation, gate and KV write in C++ give what their references define, for rows of any stride."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.test_linear import ISAS
+from weft_kernels.kv_write import kv_write
+from weft_kernels.kv_write.reference import kv_write_reference
+from weft_kernels.native import CHOICE
+from weft_kernels.rms_norm import rms_norm
+from weft_kernels.rms_norm.reference import rms_norm_reference
+from weft_kernels.rope import rope
+from weft_kernels.rope.reference import rope_reference
+from weft_kernels.silu_mul import silu_mul
+from weft_kernels.silu_mul.reference import silu_mul_reference
+
+pytestmark = pytest.mark.skipif(not ISAS, reason="no build for this processor")
+
+
+@pytest.fixture(params=ISAS, autouse=True)
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every instruction set that this machine has."""
+    monkeypatch.setenv(CHOICE, request.param)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("size", [16, 48, 1024, 33])
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 70])
+def test_norms(num_rows: int, size: int) -> None:
+    wide, weight = torch.randn(num_rows, size + 7), torch.randn(size)
+    for x in (wide[:, :size], wide[:, 3 : size + 3], wide[:, :size].contiguous()):
+        torch.testing.assert_close(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5), rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [16, 2816, 5])
+def test_gates(size: int) -> None:
+    x = torch.cat((torch.randn(7, 2 * size), torch.linspace(-120, 120, 2 * size)[None]))
+    torch.testing.assert_close(silu_mul(x), silu_mul_reference(x), rtol=2e-6, atol=1e-30)
+
+
+def test_a_gate_of_no_number_is_none() -> None:
+    x = torch.tensor([[float("nan"), float("inf"), *([0.0] * 14), *([1.0] * 16)]])
+    out = silu_mul(x)[0]
+    assert out[0].isnan()
+    assert out[1].isposinf()
+    assert (out[2:] == 0).all()
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128, 10])
+def test_rotations_of_heads_within_wider_rows(dim: int) -> None:
+    heads = torch.randn(9, 8, dim)
+    cos, sin = torch.randn(9, dim), torch.randn(9, dim)
+    for x in (heads, heads[:, :6], heads[:, 2:]):
+        torch.testing.assert_close(rope(x, cos, sin), rope_reference(x, cos, sin), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_keys_and_values_land_where_the_reference_puts_them(parts: int, dtype: torch.dtype) -> None:
+    heads = torch.randn(11, 9, 24).to(dtype)
+    slots = torch.randperm(6 * 4)[:11]
+    pools = [torch.zeros(6, 3, 2, parts, 4, 24, dtype=dtype) for _ in range(2)]
+    for layer in range(2):
+        new = heads[:, :3], heads[:, 5:8] if parts == 2 else None
+        kv_write(*new, pools[0], layer, slots)
+        kv_write_reference(*new, pools[1], layer, slots)
+    assert torch.equal(*pools)
+    assert pools[0].any()

@@ -1,0 +1,127 @@
+"""Rows attended in place, in C++, give what the reference defines, and read nothing but what they see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.test_linear import ISAS
+from tests.kernels.test_paged_attention import BATCHES, NUM_BLOCKS, NUM_LAYERS, make_batch
+from weft_kernels.latent_attention import latent_attention
+from weft_kernels.latent_attention.reference import latent_attention_reference
+from weft_kernels.native import CHOICE
+from weft_kernels.paged_attention import FULL, PagedBatch, Span, paged_attention
+from weft_kernels.paged_attention.reference import paged_attention_reference
+from weft_kernels.paged_attention.rows import make_rows
+
+SPANS = [FULL, Span(1), Span(6), Span(0, 5), Span(3, 8)]
+SHAPES = [((4, 4), 16), ((6, 2), 64), ((7, 1), 80), ((8, 2), 128), ((5, 1), 32), ((6, 2), 10), ((40, 1), 24)]
+MIXED = [(1, 17), (3, 9), (1, 3), (8, 30), (20, 21), (1, 5), (9, 9)]
+
+pytestmark = pytest.mark.skipif(not ISAS, reason="no build for this processor")
+
+
+@pytest.fixture(params=ISAS, autouse=True)
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every instruction set that this machine has."""
+    monkeypatch.setenv(CHOICE, request.param)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("span", SPANS)
+@pytest.mark.parametrize(("heads", "dim"), SHAPES)
+def test_rows_in_place_are_the_reference(heads: tuple[int, int], dim: int, span: Span) -> None:
+    for spans in (*BATCHES.values(), MIXED):
+        q, batch = make_batch(spans, heads, dim, torch.float32)
+        for layer in range(NUM_LAYERS):
+            expected = paged_attention_reference(q, layer, batch, span)
+            torch.testing.assert_close(paged_attention(q, layer, batch, span), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_bfloat16_is_rounded_once_at_the_end() -> None:
+    q, batch = make_batch(MIXED[:4], (4, 2), 64, torch.bfloat16)
+    expected = paged_attention_reference(q, 1, batch, FULL)
+    torch.testing.assert_close(paged_attention(q, 1, batch), expected, rtol=2**-7, atol=1e-3)
+
+
+def test_latent_vectors_are_key_and_value_at_once() -> None:
+    generator = torch.Generator().manual_seed(5)
+    pool = torch.randn(NUM_BLOCKS, 1, NUM_LAYERS, 1, 4, 96, generator=generator)
+    for heads in (6, 40):
+        batch = PagedBatch(pool, heads, [0, 1, 10], [13, 14], [[7, 3, 9, 20], [5, 2, 11, 12]])
+        q = torch.randn(10, heads, 96, generator=generator)
+        expected = latent_attention_reference(q, 1, batch, 80, 0.2)
+        torch.testing.assert_close(latent_attention(q, 1, batch, 80, 0.2), expected, rtol=1e-5, atol=3e-6)
+
+
+def test_sequences_with_queries_enough_to_fill_vectors_are_chunks() -> None:
+    _, batch = make_batch(MIXED, (4, 2), 16, torch.float32)
+    rows = make_rows(batch, FULL, 16)
+    assert [(each.first_row, each.num_rows, each.context) for each in rows.chunks] == [
+        (5, 8, 30),
+        (13, 20, 21),
+        (34, 9, 9),
+    ]
+    assert rows.spans[:, 0].tolist() == [0, 1, 2, 3, 4, 33]
+    assert not len(make_rows(batch, FULL, 0).spans)
+
+
+@pytest.mark.parametrize("span", SPANS)
+def test_nothing_but_the_keys_seen_is_read(span: Span) -> None:
+    counts = (1, 1, 3, 19)
+    q, batch = make_batch([(1, 22), (1, 5), (3, 7), (19, 30)], (4, 2), 16, torch.float32)
+    expected = paged_attention(q, 0, batch, span)
+    seen = torch.zeros(NUM_BLOCKS, batch.pool.shape[4], dtype=torch.bool)
+    for table, length, count in zip(batch.block_tables, batch.context_lens, counts, strict=True):
+        for at in range(span.first(length - count), length):
+            seen[table[at // 4], at % 4] = True
+    batch.pool.permute(0, 4, 1, 2, 3, 5)[~seen] = float("nan")
+    assert torch.equal(paged_attention(q, 0, batch, span), expected)
+
+
+def test_a_row_comes_out_the_same_alone_and_among_others() -> None:
+    q, batch = make_batch([(1, 30), (1, 12), (1, 29)], (4, 2), 64, torch.float32)
+    alone = PagedBatch(batch.pool, 4, [0, 1], [12], [batch.block_tables[1]])
+    assert torch.equal(paged_attention(q[1:2].contiguous(), 1, alone), paged_attention(q, 1, batch)[1:2])
+
+
+def test_a_prompt_comes_out_the_same_whole_and_in_chunks() -> None:
+    q, batch = make_batch([(90, 90)], (4, 2), 64, torch.float32)
+    whole = paged_attention(q, 1, batch)
+    for start, end in ((0, 16), (16, 41), (41, 90)):
+        part = PagedBatch(batch.pool, 4, [0, end - start], [end], batch.block_tables)
+        assert torch.equal(paged_attention(q[start:end].contiguous(), 1, part), whole[start:end])
+
+
+def test_scores_far_apart_and_long_contexts_stay_exact() -> None:
+    generator = torch.Generator().manual_seed(1)
+    pool = torch.randn(200, 1, 1, 2, 16, 64, generator=generator)
+    batch = PagedBatch(pool, 4, [0, 1], [3001], [torch.randperm(200, generator=generator).tolist()])
+    q = torch.randn(1, 4, 64, generator=generator)
+    for factor in (0.0, 1.0, 40.0, 1e4):
+        expected = paged_attention_reference(q * factor, 0, batch, FULL)
+        torch.testing.assert_close(
+            paged_attention(q * factor, 0, batch), expected, rtol=1e-4, atol=2e-6 * max(1, factor)
+        )
+
+
+def test_chunks_of_scores_far_apart_stay_exact() -> None:
+    q, batch = make_batch([(60, 130)], (4, 2), 64, torch.float32)
+    for factor in (0.0, 1.0, 40.0, 1e4):
+        expected = paged_attention_reference(q * factor, 0, batch, FULL)
+        torch.testing.assert_close(
+            paged_attention(q * factor, 0, batch), expected, rtol=1e-4, atol=2e-6 * max(1, factor)
+        )
+
+
+def test_the_number_of_threads_changes_nothing() -> None:
+    q, batch = make_batch([(1, 30), (1, 29), (8, 28), (60, 60)], (8, 4), 128, torch.float32)
+    before = torch.get_num_threads()
+    try:
+        outs = []
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            outs.append(paged_attention(q, 1, batch))
+        assert torch.equal(*outs)
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,94 @@
+"""The sampling kernel draws the reference's tokens: same filters, same noise, same order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.device import DEVICE
+from tests.kernels.test_sampling import make_rows
+
+pytest.importorskip("triton")
+
+from weft_kernels.sampling import SamplingRows
+from weft_kernels.sampling.kernel import sample_kernel
+from weft_kernels.sampling.reference import sample_reference
+
+# numpy, which the interpreter computes with, warns where floats overflow or are NaN; here they shall.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "plain": {"temperature": 1.0},
+    "hot": {"temperature": 3.0},
+    "top-k": {"temperature": 0.8, "top_k": 7},
+    "top-k of one": {"temperature": 1.0, "top_k": 1},
+    "top-k of all": {"temperature": 1.0, "top_k": 10**6},
+    "top-p": {"temperature": 1.1, "top_p": 0.6},
+    "tiny top-p": {"temperature": 1.0, "top_p": 1e-9},
+    "min-p": {"temperature": 1.3, "min_p": 0.2},
+    "all": {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    "cold": {"temperature": 1e-30},
+}
+
+
+def run(logits: Tensor, rows: SamplingRows) -> Tensor:
+    names = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
+    moved = replace(rows, **{name: getattr(rows, name).to(DEVICE) for name in names})
+    return sample_kernel(logits.to(DEVICE), moved).cpu()
+
+
+@pytest.mark.parametrize("num_items", [3, 997, 5000])
+def test_tokens_are_those_of_the_reference(num_items: int) -> None:
+    """One row for each way to sample, all in one launch."""
+    params = list(PARAMS.values())
+    for seed in range(3):
+        logits = torch.randn(len(params), num_items, generator=torch.Generator().manual_seed(seed)) * 4
+        rows = make_rows(params, list(range(seed, seed + len(params))), [seed * 100 - 7] * len(params))
+        assert torch.equal(run(logits, rows), sample_reference(logits, rows))
+
+
+@pytest.mark.parametrize("params", [PARAMS["plain"], PARAMS["all"], PARAMS["top-p"]], ids=["plain", "all", "top-p"])
+def test_many_draws_from_one_row_are_those_of_the_reference(params: dict[str, Any]) -> None:
+    logits = (torch.randn(60, generator=torch.Generator().manual_seed(1)) * 2).expand(24, -1)
+    rows = make_rows([params] * 24, [11] * 24, list(range(24)))
+    tokens = run(logits.contiguous(), rows)
+    assert torch.equal(tokens, sample_reference(logits, rows))
+    assert len(set(tokens.tolist())) > 3
+
+
+@pytest.mark.parametrize("params", [{"top_k": 2}, {"top_p": 0.7}])
+def test_tokens_that_tie_with_the_last_one_kept_stay(params: dict[str, Any]) -> None:
+    logits = torch.tensor([0.0, 3.0, 2.0, 2.0, -1.0]).expand(24, -1).contiguous()
+    rows = make_rows([{"temperature": 1.0, **params}] * 24, [5] * 24, list(range(24)))
+    assert set(run(logits, rows).tolist()) == {1, 2, 3}
+
+
+def test_forbidden_tokens_are_never_drawn_and_bad_logits_break_nothing() -> None:
+    logits = torch.full((6, 50), float("-inf"))
+    logits[:, 17] = 1.0
+    logits[3] = float("nan")
+    logits[4] = float("-inf")
+    params = [PARAMS[name] for name in ("plain", "all", "top-k of all", "plain", "top-p", "greedy")]
+    tokens = run(logits, make_rows(params, [1] * 6, list(range(6))))
+    assert tokens[[0, 1, 2, 5]].tolist() == [17] * 4
+    assert bool(((tokens >= 0) & (tokens < 50)).all())
+
+
+def test_the_first_of_equal_logits_is_the_greedy_one() -> None:
+    logits = torch.zeros(1, 9000)
+    logits[0, [5, 4097, 8200]] = 2.0
+    assert run(logits, make_rows([{}], [0], [0])).tolist() == [5]
+
+
+@pytest.mark.gpu
+def test_a_whole_vocabulary_on_the_device() -> None:
+    params = list(PARAMS.values()) * 8
+    logits = torch.randn(len(params), 128_256, generator=torch.Generator().manual_seed(2)) * 4
+    rows = make_rows(params, list(range(len(params))), [3] * len(params))
+    agreed = (run(logits, rows) == sample_reference(logits, rows)).double().mean()
+    assert agreed > 0.97  # exp rounds differently: a boundary of the CDF may move by 1e-7

@@ -1,0 +1,98 @@
+"""Every family generates the tokens of transformers in the engine, by whatever way its KV came about."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+
+from tests.weft.engine.harness import Driver, copy_blocks, prefill
+from tests.weft.tiny_families import FAMILIES, TinyFamily
+from weft.model import expansion
+
+LENGTHS = [1, 7, 16, 17, 40]
+NUM_NEW = 24
+Family = Callable[[str], TinyFamily]
+
+
+@pytest.fixture(scope="module")
+def cases(family_of: Family) -> Callable[[str], tuple[TinyFamily, list[list[int]], list[list[int]]]]:
+    """A model, prompts of mixed lengths, and what transformers makes of them."""
+
+    def make(name: str) -> tuple[TinyFamily, list[list[int]], list[list[int]]]:
+        tiny = family_of(name)
+        prompts = [[(5 * i * i + 3 * i + 7 * length) % 110 + 3 for i in range(length)] for length in LENGTHS]
+        expected = [tiny.greedy(prompt, NUM_NEW) for prompt in prompts]
+        assert all(len(set(tokens)) > 4 for tokens in expected[1:]), "the oracle's text is too dull to tell anything"
+        return tiny, prompts, expected
+
+    return cache(make)
+
+
+Cases = Callable[[str], tuple[TinyFamily, list[list[int]], list[list[int]]]]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_are_exact_in_mixed_batches_with_prefix_hits_and_preemption(name: str, cases: Cases) -> None:
+    tiny, prompts, expected = cases(name)
+    for limits in ({"chunk_tokens": 7}, {"chunk_tokens": 16, "num_blocks": 10}, {"block_tokens": 8}):
+        with Driver(tiny, "float32", "cpu", **limits) as driver:
+            for turn in ("cold", "warm"):
+                keys = [driver.submit(f"{turn}-{i}", prompt, NUM_NEW) for i, prompt in enumerate(prompts)]
+                assert [driver.wait_end(key).tokens for key in keys] == expected
+            counts = driver.heard[keys[-1]].counts
+            assert limits.get("num_blocks") or (counts is not None and counts.num_cached_tokens >= 32)
+            driver.assert_all_blocks_are_back()
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "qwen3-moe", "llama4", "deepseek"])
+def test_blocks_that_held_nan_do_not_spoil_their_next_owners(
+    name: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expansion, "min_expanded_rows", lambda latent: 9)
+    tiny, prompts, expected = cases(name)
+    with Driver(tiny, num_blocks=10, chunk_tokens=16) as driver:
+        memory = driver.engine.pool_memory
+        pool = (ctypes.c_char * (memory.num_blocks * memory.block_bytes)).from_address(memory.address)
+        torch.frombuffer(pool, dtype=torch.float32).fill_(float("nan"))
+        keys = [driver.submit(str(i), prompt, NUM_NEW) for i, prompt in enumerate(prompts)]
+        assert [driver.wait_end(key).tokens for key in keys] == expected
+
+
+@pytest.mark.parametrize("workspace_bytes", [1, 20_000, 1 << 20])
+@pytest.mark.parametrize("name", ["deepseek", "deepseek-plain"])
+def test_tokens_are_exact_with_keys_made_for_long_chunks(
+    name: str, workspace_bytes: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expansion, "WORKSPACE_BYTES", workspace_bytes)
+    monkeypatch.setattr(expansion, "min_expanded_rows", lambda latent: 3)
+    tiny, prompts, expected = cases(name)
+    with Driver(tiny, chunk_tokens=13) as driver:
+        keys = [driver.submit(str(i), prompt, NUM_NEW) for i, prompt in enumerate(prompts)]
+        assert [driver.wait_end(key).tokens for key in keys] == expected
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "qwen3-moe", "llama4", "deepseek"])
+def test_tokens_are_exact_one_prompt_token_at_a_time(name: str, cases: Cases) -> None:
+    tiny, prompts, expected = cases(name)
+    with Driver(tiny, chunk_tokens=1) as driver:
+        keys = [driver.submit(str(i), prompt, NUM_NEW) for i, prompt in enumerate(prompts)]
+        assert [driver.wait_end(key).tokens for key in keys] == expected
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "qwen3-moe", "llama4", "deepseek"])
+def test_tokens_are_exact_after_a_hand_off(name: str, cases: Cases) -> None:
+    tiny, prompts, expected = cases(name)
+    with Driver(tiny) as source, Driver(tiny) as target:
+        for number, prompt in enumerate(prompts):
+            key = target.submit(str(number), prompt, NUM_NEW, wait_for_kv=True)
+            reserved = target.wait_reserved(key)
+            first, blocks = prefill(source, str(number), prompt)
+            copy_blocks(source, blocks, target, reserved.block_table)
+            source.engine.release(key)
+            target.engine.filled(key, len(prompt), first)
+            assert target.wait_end(key).tokens == expected[number]
+        assert target.load.computed_prompt_tokens == 0

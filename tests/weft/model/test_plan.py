@@ -1,0 +1,288 @@
+"""The planner's memory is that of real files and real pools; its published figures are reproduced by hand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from tests.weft.model.test_quantized import FP8, INT4, quantized
+from tests.weft.tiny_families import FAMILIES, TinyFamily
+from tests.weft.tiny_llama import Tiny
+from weft.model.config import expected_tensors, read_config
+from weft.model.decoder import Decoder
+from weft.model.footprint import Kind, footprint
+from weft.model.gpus import GPUS, Gpu
+from weft.model.kv_layout import block_bytes
+from weft.model.layout import UNBOUNDED, BadPlan, Demand, Layout, Stage, check_layout, layouts
+from weft.model.plan import Plan, make_plan
+from weft.model.spec import HeadNorm, ModelConfig
+
+CONFIGS = Path(__file__).parent / "configs"
+NANO = Path(__file__).parents[3] / "models/weft-nano"
+SCOUT, KIMI, LLAMA = (read_config(CONFIGS / name) for name in ("llama4-scout", "kimi-k2.5", "llama3-8b"))
+
+
+def plan(config: ModelConfig, gpu: str, layout: Layout, context: int = 8192, dtype: str = "bfloat16") -> Plan:
+    return make_plan(config, layout, Demand(GPUS[gpu], layout.num_gpus, context, dtype))
+
+
+def file_bytes(directory: Path, config: ModelConfig) -> int:
+    """Of the tensors that the model is made of, without the file's header."""
+    total = 0
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            tensors = (file.get_tensor(name) for name in file.keys() if name in expected_tensors(config))  # noqa: SIM118
+            total += sum(tensor.nbytes for tensor in tensors)
+    return total
+
+
+def stored(config: ModelConfig) -> int:
+    return sum(weight.size_bytes for weight in footprint(config).values())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_are_the_bytes_of_the_file(name: str, family_of: Callable[[str], TinyFamily]) -> None:
+    tiny = family_of(name)
+    assert stored(tiny.config) == file_bytes(tiny.directory, tiny.config) > 0
+    one = plan(tiny.config, "h200", Layout(), 64, "float32").stages[0]
+    assert one.weights == stored(tiny.config)
+    assert sum(weight.params for weight in footprint(tiny.config).values()) * 4 == stored(tiny.config)
+
+
+@pytest.mark.parametrize(("name", "fields"), [("deepseek", FP8), ("kimi-k2", INT4), ("qwen3-moe", FP8)])
+def test_packed_weights_are_the_bytes_of_the_file(
+    name: str, fields: dict[str, object], family_of: Callable[[str], TinyFamily], tmp_path: Path
+) -> None:
+    plain = family_of(name)
+    tiny = quantized(plain, fields, tmp_path / "packed")
+    assert stored(tiny.config) == file_bytes(tiny.directory, tiny.config) < stored(plain.config)
+    for key, weight in footprint(plain.config).items():
+        # eight numbers to a word: the last word of a row of 20 holds four that are none
+        assert weight.params <= footprint(tiny.config)[key].params <= weight.params * 24 / 20
+
+
+def test_the_shipped_model_is_its_file() -> None:
+    if not NANO.exists():
+        pytest.skip("models/weft-nano is not here")
+    config = read_config(NANO)
+    assert stored(config) == file_bytes(NANO, config)
+    assert plan(config, "l40s", Layout(), 64, "float32").stages[0].weights == 2 * stored(config)
+
+
+@pytest.mark.parametrize("name", ["llama2", "qwen3", "mixtral", "deepseek"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kv_is_that_of_the_pools_blocks(name: str, dtype: str, family_of: Callable[[str], TinyFamily]) -> None:
+    config = family_of(name).config
+    stage = plan(config, "h200", Layout(), 64, dtype).stages[0]
+    assert stage.sequence(16) == stage.growing * 16 == block_bytes(config, dtype, 16)
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "llama4", "qwen2-window"])
+def test_layers_with_a_window_grow_no_further(name: str, family_of: Callable[[str], TinyFamily]) -> None:
+    config = family_of(name).config
+    stage = plan(config, "h200", Layout(), 64, "float32").stages[0]
+    assert stage.sequence(8) == block_bytes(config, "float32", 8)
+    num_bounded = sum(bool(layer.window or layer.chunk) for layer in config.layers)
+    layer_bytes = block_bytes(config, "float32", 1) // config.num_layers
+    assert stage.sequence(1000) - stage.sequence(100) == 900 * layer_bytes * (config.num_layers - num_bounded)
+
+
+def test_a_tied_model_has_one_table_on_one_stage_and_two_on_two(tiny_of: Callable[[str], Tiny]) -> None:
+    config = replace(LLAMA, is_tied=True)
+    table = config.vocab_size * config.hidden_size * 2
+    whole = plan(config, "h200", Layout()).stages[0].weights
+    first, last = plan(config, "h200", Layout(pp=2)).stages
+    assert whole == stored(config) == stored(LLAMA) - table
+    assert first.weights + last.weights == whole + table
+
+
+def test_scout_on_two_h200_has_room_for_more_than_a_million_tokens() -> None:
+    """48 layers of 16 experts; 12 of the layers are global, 36 keep 8,192 tokens."""
+    experts = 48 * 16 * 3 * 5120 * 8192
+    others = 48 * (2 * 5120 * 5120 + 2 * 5120 * 1024 + 3 * 5120 * 8192 + 16 * 5120 + 2 * 5120)
+    assert stored(SCOUT) == 2 * (experts + others + 2 * 202048 * 5120 + 5120)
+    found = plan(SCOUT, "h200", Layout(tp=2))
+    stage = found.stages[0]
+    assert found.kv_gib >= 56
+    assert found.longest >= 1_200_000
+    assert stage.growing == 12 * 4 * 2 * 128 * 2
+    assert stage.bounded == ((36 * 4 * 2 * 128 * 2, 8192),)
+    assert found.longest == (stage.kv - stage.bounded[0][0] * 8192) // stage.growing
+    assert not plan(SCOUT, "h200", Layout()).fits
+
+
+def test_kimi_on_eight_h100_leaves_thirty_gib() -> None:
+    experts = sum(each.size_bytes for (_, kind), each in footprint(KIMI).items() if kind is Kind.EXPERTS)
+    numbers = 60 * 384 * 3 * 7168 * 2048
+    assert experts == numbers // 2 + 2 * numbers // 32 + 60 * 384 * 3 * 2 * 8
+    assert 555e9 < stored(KIMI) < 595e9
+    assert 1.02e12 < sum(each.params for each in footprint(KIMI).values()) < 1.03e12
+    found = plan(KIMI, "h100", Layout(tp=8, ep=8))
+    assert found.kv_gib >= 30
+    assert found.fits
+    assert found.stages[0].growing == 61 * 576 * 2  # one latent for all heads: TP does not divide it
+
+
+@pytest.mark.parametrize(("config", "num_gpus"), [(LLAMA, 8), (SCOUT, 8), (KIMI, 16)])
+def test_shares_add_up_whatever_the_layout(config: ModelConfig, num_gpus: int) -> None:
+    """What is divided is there once; what stands on every GPU, as often as there are GPUs of its stage."""
+    total: dict[Kind, int] = {}
+    for (_, kind), weight in footprint(config).items():
+        total[kind] = total.get(kind, 0) + weight.size_bytes
+    for layout in layouts(config, num_gpus):
+        assert layout.num_gpus == num_gpus
+        expected = 0
+        for kind, size in total.items():
+            whole = layout.stage_gpus if kind is Kind.WHOLE else layout.replicas
+            copies = layout.tp // min(layout.tp, config.num_kv_heads) if kind is Kind.KEYS_VALUES else 1
+            expected += size * (1 if kind is Kind.EXPERTS else whole * copies)
+        found = sum(stage.weights for stage in plan(config, "b200", layout).stages) * layout.stage_gpus
+        assert expected <= found < expected + num_gpus * 10_000  # shares are rounded up
+
+
+STAGES = st.builds(
+    Stage,
+    layers=st.just(range(4)),
+    weights=st.just(0),
+    activations=st.just(0),
+    reserve=st.just(0),
+    memory=st.integers(0, 10**6),
+    growing=st.integers(0, 50),
+    bounded=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 3000)), max_size=3).map(tuple),
+)
+
+
+@given(STAGES)
+def test_the_longest_sequence_fits_and_the_next_one_does_not(stage: Stage) -> None:
+    longest = stage.longest()
+    if longest == UNBOUNDED:
+        assert stage.sequence(10**9) <= stage.kv
+    else:
+        assert stage.sequence(longest) <= stage.kv < stage.sequence(longest + 1)
+
+
+def test_limits_are_those_of_the_roofline_made_by_hand() -> None:
+    """The 8B model at a context of 1k on an H200 as measured: 4.3 TB/s, 790 TFLOP/s."""
+    demand = Demand(Gpu("measured", 139.7, 4.3, 790, 67), 1, 1024, "bfloat16")
+    limits = make_plan(LLAMA, Layout(), demand).limits
+    for batch, expected in {1: 284, 8: 2140, 32: 7100, 64: 11_700}.items():
+        assert limits.decode(batch) == pytest.approx(expected, rel=0.03)
+    assert limits.prefill() == pytest.approx(790e12 / (2 * 6.98e9 + 32 * 32 * 512 * 512), rel=0.02)
+
+
+def test_few_tokens_read_few_experts_and_many_read_all() -> None:
+    limits = plan(KIMI, "b200", Layout(tp=8, ep=8)).limits
+    assert limits.touched(1) == pytest.approx(8 / 384)
+    assert limits.touched(2) < 2 * 8 / 384
+    assert limits.touched(4096) == pytest.approx(1)
+
+
+def test_two_stages_answer_one_sequence_no_faster_and_many_twice_as_fast() -> None:
+    one, two = (plan(LLAMA, "h200", Layout(pp=pp), 1024).limits for pp in (1, 2))
+    assert two.decode(1) == pytest.approx(one.decode(1), rel=1e-6)
+    assert two.decode(64) == pytest.approx(2 * one.decode(32), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "message"),
+    [
+        (LLAMA, Layout(tp=3), "--tp: 3 does not divide 32 heads"),
+        (SCOUT, Layout(tp=20), "--tp: 20 and 8 key heads"),
+        (LLAMA, Layout(pp=33), "--pp: 33 stages for 32 layers"),
+        (LLAMA, Layout(ep=2), "--ep: LlamaForCausalLM has no experts"),
+        (SCOUT, Layout(ep=3), "--ep: 3 does not divide 16 experts"),
+        (KIMI, Layout(tp=4, ep=6), "--ep: 6 and --tp 4"),
+        (LLAMA, Layout(tp=2), "--gpus: TP2 PP1 EP1 takes 2 GPUs, not 4"),
+    ],
+)
+def test_layouts_that_cannot_be_name_the_option(config: ModelConfig, layout: Layout, message: str) -> None:
+    with pytest.raises(BadPlan, match=message):
+        check_layout(config, layout, 4)
+
+
+def test_a_model_larger_than_its_gpus_does_not_fit() -> None:
+    found = plan(KIMI, "l40s", Layout(tp=8, ep=8))
+    assert not found.fits
+    assert (found.kv_gib, found.longest, found.sequences, found.decode) == (0, 0, 0, ())
+
+
+def weft(*args: str) -> subprocess.CompletedProcess[str]:
+    code = "from weft.cli.main import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, "plan", *args], capture_output=True, text=True, check=False, timeout=50
+    )
+
+
+def test_the_command_shows_its_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    run = weft(str(CONFIGS / "llama4-scout"), "--gpu", "h200", "--gpus", "2")
+    assert run.returncode == 0, run.stderr
+    for text in ("107.77 B parameters", "TP2 PP1 EP1", "12 growing layers x 4 heads x 2 x 128 x 2 B", "8,192 tokens"):
+        assert text in run.stdout
+    assert weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "l40s", "--gpus", "8").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--gpu", "h300"], "--gpu: 'h300' is not known; known: h100"),
+        (["--gpus", "7", "--tp", "7"], "--tp: 7 does not divide 32 heads"),
+        (["--context", "200000"], "--context: 200000 is more than the model's 131072 positions"),
+    ],
+)
+def test_bad_options_are_named(args: list[str], message: str) -> None:
+    run = weft(str(CONFIGS / "llama3-8b"), *args)
+    assert run.returncode == 2
+    assert message in run.stderr.replace("\n", " ")
+
+
+def test_bad_configs_are_named_by_file_and_field(tmp_path: Path) -> None:
+    assert "no such file" in weft(str(tmp_path)).stderr
+    fields = json.loads((CONFIGS / "llama3-8b/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"hidden_size": -1}))
+    assert "config.json: hidden_size: expected a whole number above 0" in weft(str(tmp_path)).stderr
+
+
+def test_planning_needs_no_torch() -> None:
+    code = "import sys, weft.cli.plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def held_bytes(thing: object, seen: dict[int, int]) -> int:
+    """Of all tensors that an object holds on to, each memory once."""
+    if isinstance(thing, torch.Tensor):
+        seen[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    elif isinstance(thing, list | tuple):
+        for each in thing:
+            held_bytes(each, seen)
+    elif type(thing).__module__.startswith("weft"):
+        names = getattr(type(thing), "__slots__", None) or vars(thing)
+        for name in names:
+            held_bytes(getattr(thing, name), seen)
+    return sum(seen.values())
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "mixtral", "llama4", "deepseek"])
+def test_a_loaded_model_holds_what_the_plan_says(
+    name: str, family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In plain matrices, as on a GPU: a CPU's panels are padded. Frequencies and unlearned norms are not weights."""
+    monkeypatch.setattr("weft_kernels.linear.native", lambda: None)
+    tiny = family_of(name)
+    model = Decoder(tiny.config, tiny.weights, torch.float32, torch.device("cpu"))
+    config = tiny.config
+    extras = model.frequencies.nbytes
+    if config.head_norm is HeadNorm.PLAIN:
+        extras += 4 * config.head_dim * config.num_layers
+    planned = plan(config, "h200", Layout(), 64, "float32").stages[0].weights
+    assert held_bytes(model, {}) == planned + extras

@@ -1,0 +1,147 @@
+"""Tiny random models of every family as Hugging Face makes them, with their edges moved to where short texts reach."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.weft.tiny_llama import LLAMA3_ROPE, Tiny
+from weft.model.config import read_config
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+ODD = {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 10}
+QWEN_MOE = {**HEADS, "head_dim": 10, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+LLAMA4 = {
+    **HEADS,
+    "head_dim": 12,
+    "num_hidden_layers": 4,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 3,
+    "attention_chunk_size": 8,
+    "floor_scale": 16,
+    "attn_scale": 0.4,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+DEEPSEEK = {
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_nextn_predict_layers": 0,
+}
+SCALED = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
+
+# name: family, what is not as in the others
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("Llama", {**HEADS, "rms_norm_eps": 1e-5}),
+    "llama3": ("Llama", {**ODD, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {**HEADS, "head_dim": 10, "sliding_window": None}),
+    "mistral-window": ("Mistral", {**HEADS, "sliding_window": 8}),
+    "qwen2": ("Qwen2", {**HEADS, "tie_word_embeddings": True}),
+    "qwen2-window": ("Qwen2", {**HEADS, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen2-yarn": ("Qwen2", {**HEADS, "rope_parameters": YARN}),
+    "qwen3": ("Qwen3", {**ODD, "tie_word_embeddings": True}),
+    "qwen3-yarn": ("Qwen3", {**HEADS, "head_dim": 16, "rope_parameters": {**YARN, "attention_factor": 1.3}}),
+    "mixtral": ("Mixtral", {**HEADS, "num_local_experts": 5}),
+    "mixtral-window": ("Mixtral", {**HEADS, "sliding_window": 8, "num_experts_per_tok": 1, "num_local_experts": 3}),
+    "qwen3-moe": ("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3-moe-raw": ("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": False, "decoder_sparse_step": 2}),
+    "llama4": ("Llama4", LLAMA4),
+    "llama4-dense": (
+        "Llama4",
+        {**LLAMA4, "interleave_moe_layer_step": 2, "use_qk_norm": False, "rope_parameters": LLAMA3_ROPE},
+    ),
+    "llama4-plain": (
+        "Llama4",
+        {**LLAMA4, "num_experts_per_tok": 2, "attn_temperature_tuning": False, "no_rope_layers": [0, 1, 1, 0]},
+    ),
+    "deepseek": ("DeepseekV3", {**DEEPSEEK, "rope_parameters": SCALED}),
+    "deepseek-plain": ("DeepseekV3", {**DEEPSEEK, "q_lora_rank": None, "norm_topk_prob": False}),
+    "kimi-k2": (
+        "DeepseekV3",
+        {**DEEPSEEK, "n_group": 1, "topk_group": 1, "rope_parameters": {**SCALED, "factor": 8.0}},
+    ),
+    "deepseek-halves": ("DeepseekV3", {**DEEPSEEK, "rope_interleave": False, "n_shared_experts": 2}),
+}
+CLASSES = {"Llama4": "Llama4Text"}  # its text model has a config of its own
+
+
+@dataclass(frozen=True)
+class TinyFamily(Tiny):
+    """The weights come from the checkpoint: transformers keeps some in other shapes than it saves."""
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What a weights service would map."""
+        return load_file(self.directory / "model.safetensors")
+
+    def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
+        """Every token from the whole text: no cache of the oracle's takes part."""
+        tokens = list(prompt)
+        for _ in range(num_tokens):
+            tokens.append(int(self.logits(tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
+
+
+def make_family(name: str, directory: Path) -> TinyFamily:
+    """Norms, biases and corrections are random too: their initial values would hide that they are left out."""
+    family, changes = FAMILIES[name]
+    torch.manual_seed(13)
+    sizes = {"vocab_size": 113, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 3}
+    common = {"max_position_embeddings": 128, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2}
+    make_config = getattr(transformers, CLASSES.get(family, family) + "Config")
+    oracle = getattr(transformers, family + "ForCausalLM")(make_config(**{**sizes, **common, **changes}))
+    oracle.eval()
+    with torch.no_grad():
+        for tensor in [*oracle.parameters(), *(each for _, each in oracle.named_buffers() if each.ndim == 1)]:
+            if tensor.ndim == 1 and tensor.dtype == torch.float32 and _is_learned(oracle, tensor):
+                tensor += 0.3 * torch.randn_like(tensor)
+            elif tensor.ndim == 3 or (tensor.ndim == 2 and not tensor.any()):  # fused experts: some start as zeros
+                tensor.normal_(0, 0.2)
+    oracle.save_pretrained(directory)
+    return TinyFamily(oracle, directory, read_config(directory))
+
+
+def wrap(tiny: TinyFamily, architecture: str, directory: Path) -> TinyFamily:
+    """The same text model inside one that sees images, as it is published."""
+    config = json.loads((tiny.directory / "config.json").read_text())
+    outer = {"architectures": [architecture], "text_config": config, "eos_token_id": config.pop("eos_token_id")}
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(outer))
+    vision = {"vision_model.patch.weight": torch.ones(2, 2)}
+    if architecture.startswith("Kimi"):
+        vision = {"vision_tower.patch.weight": torch.ones(2, 2), "mm_projector.0.bias": torch.ones(2)}
+    save_file(
+        {**{"language_model." + k: v for k, v in tiny.weights.items()}, **vision}, directory / "model.safetensors"
+    )
+    return replace(tiny, directory=directory, config=read_config(directory))
+
+
+def _is_learned(oracle: Any, tensor: torch.Tensor) -> bool:
+    """Saved with the model, unlike rotary frequencies."""
+    return any(tensor.data_ptr() == each.data_ptr() for each in oracle.state_dict().values())
