@@ -25,7 +25,8 @@ MACHINES: tuple[dict[str, str], ...] = ({}, {"python_version": "3.11", "python_f
 def wanted() -> list[Requirement]:
     """What pyproject.toml names, all extras together, and what an editable install needs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"].values()
+    # the interpreter pins itself: with CUDA the version is torch's to choose
+    extras = [lines for name, lines in project["optional-dependencies"].items() if name != "interpreter"]
     return [Requirement(line) for lines in (BUILD, project["dependencies"], *extras) for line in lines]
 
 

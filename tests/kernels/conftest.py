@@ -1,15 +1,11 @@
-"""Kernels run in Triton's interpreter where there is no GPU: the choice is made when triton is first imported."""
+"""Kernel tests: one thread, and no GPU tests without a GPU."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)
