@@ -6,6 +6,8 @@
 
 #include "../native/vector.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <vector>
 
@@ -22,6 +24,9 @@ constexpr long ROWS_AT_ONCE = 20 * MAX_ROWS;
 // Bytes of weights a thread takes at a time, so that a thread whose core is busy elsewhere holds up nobody.
 constexpr long TAKE_BYTES = 128 * 1024;
 constexpr long SERIAL_PRODUCTS = 1 << 17;
+// One row is as fast as memory is: asking early gave 2%, pages of 2 MiB 6% (Zen 5, one thread).
+constexpr int LINES_AHEAD = 32;
+constexpr size_t HUGE_PAGE = 2 << 20;
 
 template <typename Weight>
 struct Pair;
@@ -64,7 +69,9 @@ WEFT_INLINE void tile(const float* x, const Weight* panel, float* out, const Spa
     for (long k = 0; k < span.num_inputs; k++) {
 #pragma GCC unroll 4
         for (int p = 0; p < Panels; p++) {
-            Pair<Weight> pair(panel + p * span.panel_stride + k * PANEL);
+            const Weight* line = panel + p * span.panel_stride + k * PANEL;
+            Pair<Weight> pair(line);
+            if (Rows == 1) __builtin_prefetch(line + LINES_AHEAD * PANEL);
 #pragma GCC unroll 12
             for (int r = 0; r < Rows; r++) {
                 Floats value = splat(x[k * Rows + r]);
@@ -189,10 +196,17 @@ void linear(const Shape& shape, const float* x, const Weight* packed, float* out
     }
 }
 
+// Before the first write; where the system has none to give, nothing changes.
+void ask_for_huge_pages(void* memory, size_t size) {
+    size_t start = (size_t(memory) + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1), end = (size_t(memory) + size) & ~(HUGE_PAGE - 1);
+    if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+}
+
 template <typename Weight>
 void pack(const Weight* weight, long num_outputs, long num_inputs, Weight* packed, int num_threads) {
     constexpr long AT_ONCE = 64;
     long num_panels = (num_outputs + PANEL - 1) / PANEL;
+    ask_for_huge_pages(packed, num_panels * PANEL * num_inputs * sizeof(Weight));
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
     for (long p = 0; p < num_panels; p++) {
         Weight* panel = packed + p * num_inputs * PANEL;

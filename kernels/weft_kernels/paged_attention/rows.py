@@ -70,7 +70,7 @@ def _longs(values: Sequence[int]) -> ctypes.Array[ctypes.c_long]:
 def _rows(batch: PagedBatch, span: Span, lanes: int) -> Rows:
     """Kept with the batch, as its cached properties are: made in the first layer of a span, used by the others."""
     kept = vars(batch)
-    key = f"rows {span}"
+    key = f"rows {span.window} {span.chunk}"
     if key not in kept:
         kept[key] = make_rows(batch, span, lanes)
     rows: Rows = kept[key]
