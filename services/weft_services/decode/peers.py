@@ -13,6 +13,9 @@ from weft.rpc.client import ChannelPool, owned
 from weft.rpc.handoff import event_from_wire, order_to_wire
 from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 
+# whatever lease a peer names, renewing it must not keep the loop busy
+MIN_RENEWAL_SECONDS = 0.01
+
 
 class PrefillCall:
     """One prompt's stream. Once accepted, the lease is renewed until `finish`."""
@@ -26,7 +29,7 @@ class PrefillCall:
 
     def keep_alive(self, lease_ms: int) -> None:
         """The lease has begun."""
-        self._renewal_seconds = lease_ms / 3000
+        self._renewal_seconds = max(lease_ms / 3000, MIN_RENEWAL_SECONDS)
         self._is_accepted.set()
 
     def finish(self) -> None:
