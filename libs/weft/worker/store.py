@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import xxhash
 
@@ -35,14 +34,6 @@ OFFERED_SHARE = 8
 INLINE_BYTES = 1024 * 1024
 # Mooncake's codes from here down: transfers or the master have failed; above: this object is not to be had
 TROUBLE_CODE = -800
-
-
-@dataclass(frozen=True, slots=True)
-class FetchResult:
-    """How many leading blocks are in place. `suspect_blocks` is always empty: nothing writes to the pool late."""
-
-    num_blocks: int
-    suspect_blocks: tuple[int, ...] = ()
 
 
 class StoreClient:
@@ -92,15 +83,15 @@ class StoreClient:
             if not self._task.cancelled():
                 self._task.result()
 
-    async def fetch(self, keys: Sequence[bytes], blocks: Sequence[int], timeout_seconds: float) -> FetchResult:
-        """Fill `blocks` with the blocks of `keys`, in this order, as far as the store has them without a gap.
+    async def fetch(self, keys: Sequence[bytes], blocks: Sequence[int], timeout_seconds: float) -> int:
+        """Fill `blocks` with the blocks of `keys`, in this order, as far as the store has them; returns how many.
 
         Never raises for a store that is away. Whatever it returns, and also when it is cancelled, nothing is written to
         the pool afterwards; blocks behind the returned count may hold anything.
         """
         link = self._keeper.link
         if link is None:
-            return FetchResult(0)
+            return 0
         try:
             async with asyncio.timeout(timeout_seconds):
                 checksums = await link.match(self._fingerprint, keys)
@@ -108,9 +99,9 @@ class StoreClient:
         except (StoreLost, WeftError, TimeoutError) as error:
             link.give_up(f"a fetch failed: {error or 'no answer in time'}")
             metrics.STORE_BLOCKS.labels("failed").inc(len(keys))
-            return FetchResult(0)
+            return 0
         metrics.STORE_BLOCKS.labels("got").inc(num_blocks)
-        return FetchResult(num_blocks)
+        return num_blocks
 
     def offer(self, sealed: Sequence[SealedBlock]) -> None:
         """Put these into the store sometime, if it is there and has room; returns at once."""

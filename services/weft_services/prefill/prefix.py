@@ -28,8 +28,8 @@ class StorePrefix:
         if first >= last or not self._store.is_connected:
             return 0
         keys = await self._keys(order)
-        found = await self._store.fetch(keys[first:last], reserved.block_table[first:last], FETCH_SECONDS)
-        return found.num_blocks * self._block_tokens
+        num_found = await self._store.fetch(keys[first:last], reserved.block_table[first:last], FETCH_SECONDS)
+        return num_found * self._block_tokens
 
     async def _keys(self, order: PrefillOrder) -> list[bytes]:
         arguments = (order.token_ids, self._block_tokens, order.cache_salt)

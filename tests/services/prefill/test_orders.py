@@ -15,7 +15,6 @@ from tests.services.workers import fingerprint_of
 from tests.weft.tiny_llama import Tiny
 from weft.kv.handoff import Accepted, LeaseClosed
 from weft.kv.memory import BlockBytes
-from weft.worker.store import FetchResult
 
 
 async def test_orders_that_cannot_be_taken_are_refused_by_name(tiny: Tiny) -> None:
@@ -78,7 +77,7 @@ class FakeStore:
         self.may_answer.set()
         self.was_asked = asyncio.Event()
 
-    async def fetch(self, keys: Sequence[bytes], blocks: Sequence[int], timeout_seconds: float) -> FetchResult:
+    async def fetch(self, keys: Sequence[bytes], blocks: Sequence[int], timeout_seconds: float) -> int:
         self.keys += keys
         self.was_asked.set()
         await self.may_answer.wait()
@@ -89,7 +88,7 @@ class FakeStore:
             assert self.target is not None
             self.target.write(block, 0, self.source[key])
             num_blocks += 1
-        return FetchResult(num_blocks)
+        return num_blocks
 
 
 async def test_what_the_store_has_is_not_computed(tiny: Tiny) -> None:
