@@ -105,6 +105,27 @@ def test_scores_far_apart_and_long_contexts_stay_exact() -> None:
         )
 
 
+@pytest.mark.parametrize("span", [FULL, Span(1500), Span(0, 1300)])
+@pytest.mark.parametrize(("heads", "dim"), [((4, 4), 16), ((6, 2), 64), ((5, 1), 32)])
+def test_long_contexts_are_cut_without_a_trace(heads: tuple[int, int], dim: int, span: Span) -> None:
+    """Rows that end just before, at and after a cut, two new ones of a sequence, and a short one between long ones."""
+    generator = torch.Generator().manual_seed(2)
+    pool = torch.full((600, heads[1], 2, 2, 16, dim), float("nan"))
+    shuffled = torch.randperm(600, generator=generator).tolist()
+    lengths = [1023, 1024, 30, 1025, 2600, 2049]
+    tables = [[shuffled.pop() for _ in range(-(-length // 16))] for length in lengths]
+    for table, length in zip(tables, lengths, strict=True):
+        for index, block in enumerate(table):
+            seen = pool[block, :, :, :, : length - index * 16]
+            seen.copy_(torch.randn(seen.shape, generator=generator))
+    batch = PagedBatch(pool, heads[0], [0, 1, 2, 3, 4, 6, 7], lengths, tables)
+    q = torch.randn(7, heads[0], dim, generator=generator)
+    out = paged_attention(q, 1, batch, span)
+    torch.testing.assert_close(out, paged_attention_reference(q, 1, batch, span), rtol=1e-4, atol=2e-6)
+    alone = PagedBatch(pool, heads[0], [0, 2], [2600], [tables[4]])
+    assert torch.equal(paged_attention(q[4:6].contiguous(), 1, alone, span), out[4:6])
+
+
 def test_chunks_of_scores_far_apart_stay_exact() -> None:
     q, batch = make_batch([(60, 130)], (4, 2), 64, torch.float32)
     for factor in (0.0, 1.0, 40.0, 1e4):
@@ -116,12 +137,17 @@ def test_chunks_of_scores_far_apart_stay_exact() -> None:
 
 def test_the_number_of_threads_changes_nothing() -> None:
     q, batch = make_batch([(1, 30), (1, 29), (8, 28), (60, 60)], (8, 4), 128, torch.float32)
+    long_pool = torch.randn(300, 1, 1, 2, 16, 64, generator=torch.Generator().manual_seed(4))
+    long_batch = PagedBatch(long_pool, 4, [0, 1], [4500], [range(300)])
+    long_q = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(5))
     before = torch.get_num_threads()
     try:
-        outs = []
+        outs, long_outs = [], []
         for num_threads in (1, 2):
             torch.set_num_threads(num_threads)
             outs.append(paged_attention(q, 1, batch))
+            long_outs.append(paged_attention(long_q, 0, long_batch))
         assert torch.equal(*outs)
+        assert torch.equal(*long_outs)
     finally:
         torch.set_num_threads(before)

@@ -1,7 +1,9 @@
 // Attention of single query rows over keys and values where they lie in the pool: nothing is gathered or copied.
 //
-// One piece of work is one row and one key head. The heads that share the key head go over its keys together, so that
-// each key is read once; scores of all keys stay in a small buffer between the two products.
+// One piece of work is one row, one key head and at most PIECE keys. The heads that share the key head go over the keys
+// together, so that each key is read once; scores stay in a small buffer between the two products. Where a row sees more
+// keys, its pieces are summed up afterwards: a few long contexts keep all threads busy, and as the cuts depend on the
+// row alone, so does its result, whatever else is in the batch and however many threads there are.
 
 #include "../native/vector.h"
 
@@ -17,6 +19,7 @@ namespace {
 constexpr int MAX_HEADS = REGISTERS == 32 ? 4 : 2;
 constexpr int MAX_VECTORS = 4;
 constexpr long SERIAL_PRODUCTS = 1 << 17;
+constexpr long PIECE = 1024;
 
 struct Pool {
     long kv_heads, layers, parts, block_tokens, dim, value_dim, layer;
@@ -94,8 +97,13 @@ void score(const Pool& pool, const Item* memory, const Row& row, long head, cons
     fetch(memory + pool.values(row.blocks[row.first / pool.block_tokens], head), 16 * pool.dim);
 }
 
+// What the scores of one head and piece were: the highest, and the sum of all exponentials relative to it.
+struct Scale {
+    float highest, total;
+};
+
 // scores become weights that add up to 1; `width` is a multiple of W.
-void softmax(float* scores, long count, long width) {
+Scale softmax(float* scores, long count, long width) {
     for (long i = count; i < width; i++) scores[i] = -INFINITY;
     Floats highest = splat(-INFINITY), total = {};
     for (long i = 0; i < width; i += W) {
@@ -107,14 +115,15 @@ void softmax(float* scores, long count, long width) {
     for (long i = 0; i < width; i += W) store(scores + i, exponential(load<Floats>(scores + i) - top));
     for (long i = count; i < width; i++) scores[i] = 0;
     for (long i = 0; i < width; i += W) total += load<Floats>(scores + i);
-    float factor = 1 / sum(total);
+    float sum_of_all = sum(total), factor = 1 / sum_of_all;
     for (long i = 0; i < width; i += W) store(scores + i, load<Floats>(scores + i) * factor);
+    return {top, sum_of_all};
 }
 
 // out[h, d ..] = sum over keys of weights[h, place] * value[d ..], for Heads heads and Vectors vectors.
-template <typename Item, int Heads, int Vectors>
+template <typename Item, typename Out, int Heads, int Vectors>
 void mix(const Pool& pool, const Item* memory, const Row& row, long head, long d, const float* weights, long width,
-         Item* out) {
+         Out* out) {
     Floats sums[Heads][Vectors] = {};
     each_run(pool, row, [&](long place, long block, long offset, long count, long next) {
         const Item* value = memory + pool.values(block, head) + offset * pool.dim + d;
@@ -133,65 +142,125 @@ void mix(const Pool& pool, const Item* memory, const Row& row, long head, long d
         for (int v = 0; v < Vectors; v++) store_narrow(out + h * pool.value_dim + d + v * W, sums[h][v]);
 }
 
-// The next Heads heads of one row that share `head`.
-template <typename Item, int Heads>
+// The next Heads heads of one row that share `head`: q [Heads, dim], out [Heads, value_dim], scales [Heads].
+template <typename Item, typename Out, int Heads>
 void attend(const Pool& pool, const Item* memory, const Row& row, long head, const Item* q, float scale, float* scratch,
-            Item* out) {
+            Out* out, Scale* scales) {
     long count = row.end - row.first, width = (count + W - 1) / W * W;
     float* scores = scratch + Heads * pool.dim;
     for (long i = 0; i < Heads * pool.dim; i += W) store(scratch + i, load_wide(q + i) * scale);
     score<Item, Heads>(pool, memory, row, head, scratch, scores, width);
-    for (int h = 0; h < Heads; h++) softmax(scores + h * width, count, width);
+    for (int h = 0; h < Heads; h++) scales[h] = softmax(scores + h * width, count, width);
     long d = 0;
     for (; d + MAX_VECTORS * W <= pool.value_dim; d += MAX_VECTORS * W)
-        mix<Item, Heads, MAX_VECTORS>(pool, memory, row, head, d, scores, width, out);
-    for (; d < pool.value_dim; d += W) mix<Item, Heads, 1>(pool, memory, row, head, d, scores, width, out);
+        mix<Item, Out, Heads, MAX_VECTORS>(pool, memory, row, head, d, scores, width, out);
+    for (; d < pool.value_dim; d += W) mix<Item, Out, Heads, 1>(pool, memory, row, head, d, scores, width, out);
 }
 
-template <typename Item>
+// All heads that share `head`: q [ratio, dim], out [ratio, value_dim], scales [ratio].
+template <typename Item, typename Out>
 void attend_all(const Pool& pool, const Item* memory, const Row& row, long head, long ratio, const Item* q, float scale,
-                float* scratch, Item* out) {
+                float* scratch, Out* out, Scale* scales) {
     for (long h = 0; h < ratio;) {
-        const Item* from = q + (head * ratio + h) * pool.dim;
-        Item* to = out + (head * ratio + h) * pool.value_dim;
+        const Item* from = q + h * pool.dim;
+        Out* to = out + h * pool.value_dim;
         long left = ratio - h;
         if (MAX_HEADS >= 4 && left >= 4) {
-            attend<Item, 4>(pool, memory, row, head, from, scale, scratch, to);
+            attend<Item, Out, 4>(pool, memory, row, head, from, scale, scratch, to, scales + h);
             h += 4;
         } else if (left >= 2) {
-            attend<Item, 2>(pool, memory, row, head, from, scale, scratch, to);
+            attend<Item, Out, 2>(pool, memory, row, head, from, scale, scratch, to, scales + h);
             h += 2;
         } else {
-            attend<Item, 1>(pool, memory, row, head, from, scale, scratch, to);
+            attend<Item, Out, 1>(pool, memory, row, head, from, scale, scratch, to, scales + h);
             h += 1;
         }
     }
 }
+
+// out [value_dim] = the pieces' results, each by its share of the exponentials. `stride`: scales from piece to piece.
+template <typename Item>
+void merge(const float* parts, const Scale* scales, long count, long stride, long value_dim, Item* out) {
+    float highest = -INFINITY, total = 0;
+    for (long i = 0; i < count; i++) highest = std::max(highest, scales[i * stride].highest);
+    for (long i = 0; i < count; i++) total += scales[i * stride].total * std::exp(scales[i * stride].highest - highest);
+    for (long d = 0; d < value_dim; d += W) {
+        Floats value = {};
+        for (long i = 0; i < count; i++) {
+            float share = scales[i * stride].total * std::exp(scales[i * stride].highest - highest) / total;
+            value += load<Floats>(parts + i * stride * value_dim + d) * share;
+        }
+        store_narrow(out + d, value);
+    }
+}
+
+// Row `row` of a batch, its key head, and which of its pieces; `part` is the first of the piece's places among results
+// to be merged.
+struct Work {
+    long row, head, piece, part;
+};
+
+// One piece for every row and key head that sees few keys; several otherwise, neighbours, in order.
+struct Works {
+    std::vector<Work> all;
+    std::vector<Work> split;  // the first piece of each that has several
+    long num_parts = 0, longest = 0, total = 0;
+
+    Works(const int* spans, long num_rows, long kv_heads, long ratio) {
+        for (long r = 0; r < num_rows; r++) {
+            long count = spans[4 * r + 3] - spans[4 * r + 2], pieces = (count + PIECE - 1) / PIECE;
+            longest = std::max(longest, std::min(count, PIECE));
+            total += count;
+            for (long head = 0; head < kv_heads; head++) {
+                if (pieces > 1) split.push_back({r, head, 0, num_parts});
+                for (long piece = 0; piece < pieces; piece++) {
+                    all.push_back({r, head, piece, num_parts});
+                    if (pieces > 1) num_parts += ratio;
+                }
+            }
+        }
+    }
+};
 
 // spans: for each row its place in q and out, where its blocks begin in `blocks`, its first key, the end of its keys.
 template <typename Item>
 void rows(const Item* q, const Item* memory, const int* blocks, const int* spans, Item* out, const long* sizes,
           float scale, int num_threads) {
     Pool pool{sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8]};
-    long num_rows = sizes[0], num_heads = sizes[1], longest = 0, total = 0;
-    for (long r = 0; r < num_rows; r++) {
-        long count = spans[4 * r + 3] - spans[4 * r + 2];
-        longest = std::max(longest, count);
-        total += count;
-    }
-    if (total * num_heads * pool.dim < SERIAL_PRODUCTS) num_threads = 1;
-    size_t scratch_size = MAX_HEADS * (pool.dim + longest + W);
+    long num_rows = sizes[0], num_heads = sizes[1], ratio = num_heads / pool.kv_heads;
+    Works works(spans, num_rows, pool.kv_heads, ratio);
+    if (works.total * num_heads * pool.dim < SERIAL_PRODUCTS) num_threads = 1;
+    size_t scratch_size = MAX_HEADS * (pool.dim + works.longest + W);
+    std::vector<float> parts(works.num_parts * pool.value_dim);
+    std::vector<Scale> scales(works.num_parts);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
         static thread_local std::vector<float> scratch;
+        static thread_local std::vector<Scale> unread;
         if (scratch.size() < scratch_size) scratch.resize(scratch_size);
+        if (unread.size() < size_t(ratio)) unread.resize(ratio);
 #pragma omp for schedule(dynamic)
-        for (long work = 0; work < num_rows * pool.kv_heads; work++) {
-            long r = work / pool.kv_heads, head = work % pool.kv_heads;
-            const int* span = spans + 4 * r;
-            Row row{blocks + span[1], span[2], span[3]};
-            attend_all(pool, memory, row, head, num_heads / pool.kv_heads, q + span[0] * num_heads * pool.dim, scale,
-                       scratch.data(), out + span[0] * num_heads * pool.value_dim);
+        for (size_t i = 0; i < works.all.size(); i++) {
+            const Work& work = works.all[i];
+            const int* span = spans + 4 * work.row;
+            long first = span[2] + work.piece * PIECE, end = std::min<long>(span[3], first + PIECE);
+            Row row{blocks + span[1], first, end};
+            const Item* from = q + (span[0] * num_heads + work.head * ratio) * pool.dim;
+            Item* to = out + (span[0] * num_heads + work.head * ratio) * pool.value_dim;
+            if (span[3] - span[2] <= PIECE)
+                attend_all(pool, memory, row, work.head, ratio, from, scale, scratch.data(), to, unread.data());
+            else
+                attend_all(pool, memory, row, work.head, ratio, from, scale, scratch.data(),
+                           parts.data() + work.part * pool.value_dim, scales.data() + work.part);
+        }
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < works.split.size(); i++) {
+            const Work& work = works.split[i];
+            const int* span = spans + 4 * work.row;
+            long pieces = (span[3] - span[2] + PIECE - 1) / PIECE;
+            for (long h = 0; h < ratio; h++)
+                merge(parts.data() + (work.part + h) * pool.value_dim, scales.data() + work.part + h, pieces, ratio,
+                      pool.value_dim, out + (span[0] * num_heads + work.head * ratio + h) * pool.value_dim);
         }
     }
 }
