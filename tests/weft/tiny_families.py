@@ -71,6 +71,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-window": ("Mixtral", {**HEADS, "sliding_window": 8, "num_experts_per_tok": 1, "num_local_experts": 3}),
     "qwen3-moe": ("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3-moe-raw": ("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": False, "decoder_sparse_step": 2}),
+    "smollm3": ("SmolLM3", {**HEADS, "num_hidden_layers": 4, "tie_word_embeddings": True, "pad_token_id": 0}),
+    "smollm3-window": (
+        "SmolLM3",
+        {
+            **HEADS,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "no_rope_layers": [0, 1, 0],
+            "tie_word_embeddings": False,
+            "pad_token_id": 0,
+        },
+    ),
     "llama4": ("Llama4", LLAMA4),
     "llama4-dense": (
         "Llama4",

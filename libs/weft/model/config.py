@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from weft.model import deepseek, llama, llama4, mistral, mixtral, qwen
+from weft.model import deepseek, llama, llama4, mistral, mixtral, qwen, smollm3
 from weft.model.common import read_eos
 from weft.model.fields import Fields, read_json
 from weft.model.spec import ModelConfig as ModelConfig
@@ -24,6 +24,7 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "Qwen3ForCausalLM": qwen.read_qwen3,
     "MixtralForCausalLM": mixtral.read,
     "Qwen3MoeForCausalLM": qwen.read_qwen3_moe,
+    "SmolLM3ForCausalLM": smollm3.read,
     "Llama4ForCausalLM": llama4.read,
     "Llama4ForConditionalGeneration": llama4.read_wrapped,
     "DeepseekV3ForCausalLM": deepseek.read,

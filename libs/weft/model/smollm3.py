@@ -1,0 +1,33 @@
+"""SmolLM3: a Llama that leaves the positions out in every fourth layer. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.model.common import read_common
+from weft.model.fields import Fields
+from weft.model.mistral import read_window
+from weft.model.spec import Layer, ModelConfig
+
+# What config.json leaves out when it is as in transformers' class.
+DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True}
+
+
+def read(fields: Fields) -> ModelConfig:
+    """See `weft.model.config.read_config`."""
+    fields.values = {**DEFAULTS, **fields.values}
+    config = read_common(fields)
+    count, interval = config.num_layers, fields.whole("no_rope_layer_interval", 4)
+    rotated = fields.wholes("no_rope_layers", []) or [int((index + 1) % interval != 0) for index in range(count)]
+    if len(rotated) < count:
+        raise fields.fail("no_rope_layers", f"expected {count} entries, found {len(rotated)}")
+    window = read_window(fields, 0) if fields.flag("use_sliding_window") else 0
+    default = ["full_attention" if each else "sliding_attention" for each in rotated]
+    kinds = fields.words("layer_types") or default
+    if len(kinds) < count or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise fields.fail("layer_types", f"expected full_attention or sliding_attention a layer, found {kinds!r}")
+    layers = (
+        Layer(window=window if kind == "sliding_attention" else 0, is_rotated=bool(is_rotated))
+        for kind, is_rotated in zip(kinds[:count], rotated[:count], strict=True)
+    )
+    return replace(config, layers=tuple(layers))
