@@ -25,10 +25,19 @@ class RequestKey:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must match, in llguidance's own form, for the tokenizer.json with this hash."""
+
+    text: str
+    tokenizer_hash: str
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen. Temperature 0 is greedy; `num_logprobs` None means no logprobs at all.
 
-    `seed` keys the noise together with the absolute position, so a sequence that moves keeps its text.
+    `seed` keys the noise together with the absolute position, and everything that looks back (penalties, `min_tokens`,
+    `grammar`) is a function of prompt and generated tokens, so a sequence that moves keeps its text.
     """
 
     max_tokens: int
@@ -40,6 +49,17 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     num_logprobs: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    grammar: Grammar | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Do tokens seen so far count."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from weft.kv.handoff import Accepted, LeaseClosed, PrefillOrder, PromptFinished,
 from weft.kv.transport import Endpoint
 from weft.request import (
     FinishReason,
+    Grammar,
     ModelFingerprint,
     PositionLogprobs,
     PromptUsage,
@@ -53,13 +54,19 @@ samplings = st.builds(
     stop_token_ids=tokens,
     ignore_eos=st.booleans(),
     num_logprobs=st.none() | u32,
+    frequency_penalty=f32,
+    presence_penalty=f32,
+    repetition_penalty=f32,
+    logit_bias=st.lists(st.tuples(u32, f32), max_size=3).map(tuple),
+    min_tokens=u32,
+    grammar=st.none() | st.builds(Grammar, text, text),
 )
 entries = st.builds(TokenLogprob, u32, f32)
 positions = st.builds(PositionLogprobs, entries, st.lists(entries, max_size=5).map(tuple))
 fingerprints = st.builds(ModelFingerprint, text, text, u32, u64, text)
 endpoints = st.builds(Endpoint, text, text, u64)
 usages = st.builds(PromptUsage, u32, u32, u64, u32, u32, u32, text)
-orders = st.builds(PrefillOrder, keys, text, fingerprints, tokens, samplings, st.binary(max_size=20), u32)
+orders = st.builds(PrefillOrder, keys, text, fingerprints, tokens, samplings, st.binary(max_size=20), u32, u32)
 events = st.one_of(
     st.builds(Accepted, text, endpoints, u32),
     st.builds(ReadyBlocks, u32, tokens, st.lists(u64, max_size=5).map(tuple)),

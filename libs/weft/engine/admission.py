@@ -5,6 +5,7 @@ from __future__ import annotations
 from weft.engine.config import EngineConfig
 from weft.engine.messages import SequenceMode, SequenceSpec
 from weft.errors import InvalidRequest
+from weft.request import SamplingParams
 
 
 def check(spec: SequenceSpec, config: EngineConfig) -> None:
@@ -20,7 +21,19 @@ def check(spec: SequenceSpec, config: EngineConfig) -> None:
             "prompt",
             "context_length_exceeded",
         )
-    if spec.sampling.num_logprobs is not None and spec.sampling.num_logprobs < 0:
-        raise InvalidRequest("the number of logprobs must not be negative", "logprobs")
+    _check_sampling(spec.sampling, config.vocab_size)
+    if not 0 <= spec.resumed_tokens < num_tokens:
+        raise InvalidRequest("more tokens are resumed than there are", "resumed_tokens")
     if spec.mode is SequenceMode.GENERATE and spec.sampling.max_tokens <= spec.resumed_tokens:
         raise InvalidRequest("max_tokens leaves nothing to generate", "max_tokens")
+
+
+def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    if sampling.num_logprobs is not None and sampling.num_logprobs < 0:
+        raise InvalidRequest("the number of logprobs must not be negative", "logprobs")
+    if any(not 0 <= token < vocab_size for token, _ in sampling.logit_bias):
+        raise InvalidRequest(f"token ids must be between 0 and {vocab_size - 1}", "logit_bias")
+    if sampling.min_tokens and any(token >= vocab_size for token in sampling.stop_token_ids):
+        raise InvalidRequest(f"token ids must be between 0 and {vocab_size - 1}", "stop_token_ids")
+    if not sampling.repetition_penalty > 0:
+        raise InvalidRequest("the repetition penalty must be above 0", "repetition_penalty")

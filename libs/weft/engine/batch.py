@@ -32,10 +32,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A new token, with logprobs when they were asked for."""
+    """A new token, with logprobs when asked for; with a `failure` it is none, and the sequence must end."""
 
     token_id: int
     logprobs: PositionLogprobs | None = None
+    failure: str | None = None
 
 
 class Planner:

@@ -14,6 +14,7 @@ from torch import Tensor
 from weft.engine.batch import Sampled, Work
 from weft.engine.config import EngineConfig
 from weft.engine.messages import PoolMemory
+from weft.engine.shaping import Shaper
 from weft.model.decoder import Decoder
 from weft.model.kv_layout import block_bytes
 from weft.model.step import Rows
@@ -32,6 +33,7 @@ class ModelRunner:
         self._model = model
         self._block_tokens = config.block_tokens
         self._device = device
+        self._shaper = Shaper(config.vocab_size, config.eos_token_ids, device)
         size = block_bytes(model.config, dtype, config.block_tokens)
         # Transfer engines register whole pages. Zeros: masked values are still multiplied, and 0 times NaN is NaN.
         memory = torch.zeros(config.num_blocks * size + PAGE_BYTES, dtype=torch.uint8, device=device)
@@ -107,12 +109,13 @@ class ModelRunner:
         if not sequences:
             return []
         params = [sequence.spec.sampling for sequence in sequences]
-        tokens = sample(logits, _sampling_rows(params, [len(each.token_ids) for each in sequences], self._device))
+        shaped, failures = self._shaper.shape(sequences, logits)
+        tokens = sample(shaped, _sampling_rows(params, [len(each.token_ids) for each in sequences], self._device))
         asked = [i for i, each in enumerate(params) if each.num_logprobs is not None]
         nums_top = [params[i].num_logprobs or 0 for i in asked]
         found = _position_logprobs(logits[asked], tokens[asked], nums_top) if asked else []
         by_row = dict(zip(asked, found, strict=True))
-        return [Sampled(token, by_row.get(row)) for row, token in enumerate(tokens.tolist())]
+        return [Sampled(token, by_row.get(row), failures.get(row)) for row, token in enumerate(tokens.tolist())]
 
 
 def _sampling_rows(params: Items[SamplingParams], positions: list[int], device: torch.device) -> SamplingRows:

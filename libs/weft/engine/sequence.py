@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from weft.engine.history import History
 from weft.engine.messages import PromptCounts, SequenceMode, SequenceSpec
 from weft.kv.prefix import block_key, reusable_blocks, root_key
 from weft.request import FinishReason
@@ -38,6 +39,7 @@ class Sequence:
     is_filled: bool = False
     admitted_at: float | None = None
     compute_seconds: float = 0.0
+    history: History | None = None
 
     @property
     def num_prompt(self) -> int:

@@ -12,8 +12,9 @@ from collections.abc import Sequence as Items
 from weft.engine.batch import Planner, Sampled, Work, report_progress
 from weft.engine.config import EngineConfig
 from weft.engine.events import Events
-from weft.engine.messages import SealedBlock, TokenDelta
+from weft.engine.messages import SealedBlock, SequenceFailed, TokenDelta
 from weft.engine.sequence import Sequence, State
+from weft.errors import InvalidRequest
 from weft.kv.blocks import BlockPool
 
 
@@ -45,6 +46,10 @@ class Settler:
 
     def accept(self, sequence: Sequence, token: Sampled, events: Events) -> None:
         """The next token of a sequence, and the sequence's end if it is the last."""
+        if token.failure is not None:
+            events.failures.append(SequenceFailed(sequence.spec.key, InvalidRequest(token.failure, "grammar")))
+            self._planner.remove(sequence)
+            return
         prompt = None if sequence.has_emitted else sequence.prompt_counts()
         sequence.token_ids.append(token.token_id)
         reason = None

@@ -27,6 +27,7 @@ def order_to_wire(order: PrefillOrder) -> prefill_service_pb2.PrefillStart:
         sampling=sampling_to_wire(order.sampling),
         cache_salt=order.cache_salt,
         held_blocks=order.held_blocks,
+        resumed_tokens=order.resumed_tokens,
     )
 
 
@@ -40,6 +41,7 @@ def order_from_wire(start: prefill_service_pb2.PrefillStart) -> PrefillOrder:
         sampling_from_wire(start.sampling),
         start.cache_salt,
         start.held_blocks,
+        start.resumed_tokens,
     )
 
 

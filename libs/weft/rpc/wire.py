@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.request import (
     FinishReason,
+    Grammar,
     ModelFingerprint,
     PositionLogprobs,
     PromptUsage,
@@ -71,6 +72,12 @@ def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
         num_logprobs=params.num_logprobs,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        repetition_penalty=None if params.repetition_penalty == 1.0 else params.repetition_penalty,
+        logit_bias=[common_pb2.TokenBias(token_id=token, bias=bias) for token, bias in params.logit_bias],
+        min_tokens=params.min_tokens,
+        grammar=_grammar_to_wire(params.grammar),
     )
 
 
@@ -86,7 +93,19 @@ def sampling_from_wire(params: common_pb2.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
         num_logprobs=params.num_logprobs if params.HasField("num_logprobs") else None,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        repetition_penalty=params.repetition_penalty if params.HasField("repetition_penalty") else 1.0,
+        logit_bias=tuple((entry.token_id, entry.bias) for entry in params.logit_bias),
+        min_tokens=params.min_tokens,
+        grammar=Grammar(params.grammar.text, params.grammar.tokenizer_hash) if params.HasField("grammar") else None,
     )
+
+
+def _grammar_to_wire(grammar: Grammar | None) -> common_pb2.Grammar | None:
+    if grammar is None:
+        return None
+    return common_pb2.Grammar(text=grammar.text, tokenizer_hash=grammar.tokenizer_hash)
 
 
 def _logprob_to_wire(entry: TokenLogprob) -> common_pb2.TokenLogprob:

@@ -107,6 +107,7 @@ class HandOffs:
             sampling=order.sampling,
             cache_salt=order.cache_salt,
             held_blocks=reserved.num_hit_tokens // self._fingerprint.block_tokens,
+            resumed_tokens=order.resumed_tokens,
         )
         return _Reception(prefill_order, reserved.block_table, prefill.address, self._borrower)
 

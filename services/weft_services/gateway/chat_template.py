@@ -65,7 +65,7 @@ class ChatTemplate:
                 messages=list(conversation.messages),
                 tools=list(conversation.tools) or None,
                 add_generation_prompt=True,
-                **self._special_tokens,
+                **{**conversation.kwargs, **self._special_tokens},
             )
         except _Refused as error:
             raise InvalidRequest(str(error), "messages") from error

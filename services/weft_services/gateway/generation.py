@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages and tools in OpenAI's form, checked, ready for the chat template."""
+    """Messages and tools in OpenAI's form, checked, ready for the chat template; `kwargs` are variables of its own."""
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 Prompt = str | tuple[int, ...] | Conversation
@@ -37,6 +38,11 @@ class Generation:
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -55,3 +61,4 @@ class SamplingDefaults:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0

@@ -154,4 +154,5 @@ _USABLE_DEFAULTS: dict[str, Callable[[float], bool]] = {
     "top_p": lambda value: 0 < value <= 1,
     "top_k": lambda value: isinstance(value, int) and -1 <= value < 2**31,
     "min_p": lambda value: 0 <= value <= 1,
+    "repetition_penalty": lambda value: 0 < value < math.inf,
 }

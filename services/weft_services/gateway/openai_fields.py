@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from typing import Any
 
 MAX_PROMPTS = 64
 MAX_TOOLS = 128
 MAX_NAME_CHARS = 128
 MAX_SESSION_CHARS = 256
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
+MAX_TEMPLATE_KWARGS = 32
+MAX_TEMPLATE_TEXT = 4096
+TEMPLATE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}", re.ASCII)
+# what the gateway itself gives to templates
+RESERVED_KWARGS = frozenset(
+    "messages tools documents add_generation_prompt bos_token eos_token pad_token unk_token "
+    "raise_exception strftime_now chat_template tokenize continue_final_message".split()
+)
 
 # Fields that change the answer and that Weft does not implement: any value but these is refused, not ignored.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -18,11 +30,9 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -31,14 +41,10 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "structured_outputs": (),
@@ -106,6 +112,43 @@ def _check_ids(ids: list[int]) -> tuple[int, ...]:
     if not ids:
         raise ValueError("a prompt needs at least one token")
     return tuple(ids)
+
+
+def check_logit_bias(value: Any) -> Any:
+    """Token ids as JSON has them, in strings, to what is added to their logits."""
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise ValueError("expected an object of token ids and numbers")
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"{len(value)} entries, at most {MAX_BIASES}")
+    return tuple(_check_bias(token, bias) for token, bias in value.items())
+
+
+def _check_bias(token: Any, bias: Any) -> tuple[int, float]:
+    if not (isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) < 10):
+        raise ValueError(f"{str(token)[:32]!r} is not a token id")
+    if isinstance(bias, bool) or not isinstance(bias, int | float) or not math.fabs(bias) <= MAX_BIAS:
+        raise ValueError(f"token {token}: the bias must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+    return int(token), float(bias)
+
+
+def check_template_kwargs(value: Any) -> dict[str, Any]:
+    """Plain values under names of the template's own; what the gateway gives to templates cannot be replaced."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError("expected an object")
+    if len(value) > MAX_TEMPLATE_KWARGS:
+        raise ValueError(f"{len(value)} entries, at most {MAX_TEMPLATE_KWARGS}")
+    for name, entry in value.items():
+        if not TEMPLATE_NAME.fullmatch(name) or name in RESERVED_KWARGS:
+            raise ValueError(f"{name[:64]!r} is not a name that a request may give to the template")
+        if not (entry is None or isinstance(entry, bool | int | float | str)):
+            raise ValueError(f"{name} must be a string, a number, a boolean or null")
+        if isinstance(entry, str) and len(entry) > MAX_TEMPLATE_TEXT:
+            raise ValueError(f"{name} is longer than {MAX_TEMPLATE_TEXT} characters")
+    return value
 
 
 def check_tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,9 @@ from weft_services.gateway.generation import Conversation, Generation, Prompt
 from weft_services.gateway.openai_fields import (
     MAX_TOOLS,
     as_stop_list,
+    check_logit_bias,
     check_prompt,
+    check_template_kwargs,
     check_tool,
     check_tool_call,
     flatten_content,
@@ -26,6 +28,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Tool = Annotated[dict[str, Any], AfterValidator(check_tool)]
 ToolCall = Annotated[dict[str, Any], AfterValidator(check_tool_call)]
+Bias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(check_logit_bias)]
+TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(check_template_kwargs)]
 Content = Annotated[str | None, BeforeValidator(flatten_content)]
 
 
@@ -74,6 +78,11 @@ class _Body(_Lenient):
     top_k: Annotated[int | None, Field(ge=-1, le=2**31 - 1)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
+    logit_bias: Bias = ()
+    min_tokens: Annotated[int | None, Field(ge=0)] = None
     n: Annotated[int | None, Field(ge=1, le=16)] = None
     stop: Annotated[list[StopText], BeforeValidator(as_stop_list), Field(max_length=4)] = []
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]] | None, Field(max_length=64)] = None
@@ -97,6 +106,11 @@ class _Body(_Lenient):
             "top_k": None if self.top_k is None else max(self.top_k, 0),
             "min_p": self.min_p,
             "seed": None if self.seed is None else self.seed % 2**64,
+            "frequency_penalty": self.frequency_penalty or 0.0,
+            "presence_penalty": self.presence_penalty or 0.0,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": self.logit_bias,
+            "min_tokens": self.min_tokens or 0,
             "stop": tuple(self.stop),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "ignore_eos": bool(self.ignore_eos),
@@ -114,6 +128,8 @@ class ChatBody(_Body):
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: Any = None
+    chat_template_kwargs: TemplateKwargs = {}
+    reasoning_effort: Annotated[str | None, Field(max_length=32)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
 
@@ -126,7 +142,9 @@ class ChatBody(_Body):
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
         tools = () if self.tool_choice == "none" else tuple(self.tools or ())
-        conversation = Conversation(tuple(message.for_template() for message in self.messages), tools)
+        messages = tuple(message.for_template() for message in self.messages)
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        conversation = Conversation(messages, tools, effort | self.chat_template_kwargs)
         fields = self.common()
         if self.max_completion_tokens is not None:
             fields |= {"max_tokens": self.max_completion_tokens, "max_tokens_field": "max_completion_tokens"}

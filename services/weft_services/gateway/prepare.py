@@ -78,7 +78,7 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
         token_ids = _token_ids(prompt, generation.prompt_field, model, limit)
         keys = block_keys(token_ids, block_tokens) if block_tokens else []
         prompts.append(PreparedPrompt(token_ids, tuple(keys)))
-    _check_stop_tokens(generation, model.vocabulary_size)
+    _check_named_tokens(generation, model.vocabulary_size)
     seed = secrets.randbits(63) if generation.seed is None else generation.seed
     sequences = []
     for index in range(len(prompts) * generation.n):
@@ -130,6 +130,14 @@ def _too_long(size: str, field: str, limit: int) -> InvalidRequest:
 
 
 def _max_tokens(generation: Generation, num_prompt_tokens: int, limit: int) -> int:
+    max_tokens = _length(generation, num_prompt_tokens, limit)
+    if generation.min_tokens > max_tokens:
+        message = f"min_tokens: {generation.min_tokens} is more than the {max_tokens} tokens that the answer may have"
+        raise InvalidRequest(message, "min_tokens", "invalid_value")
+    return max_tokens
+
+
+def _length(generation: Generation, num_prompt_tokens: int, limit: int) -> int:
     room = limit - num_prompt_tokens
     if generation.max_tokens is None:
         return min(room, generation.default_max_tokens or room)
@@ -143,10 +151,11 @@ def _max_tokens(generation: Generation, num_prompt_tokens: int, limit: int) -> i
     return generation.max_tokens
 
 
-def _check_stop_tokens(generation: Generation, vocabulary_size: int) -> None:
-    if any(token >= vocabulary_size for token in generation.stop_token_ids):
-        message = f"stop_token_ids: token ids are from 0 to {vocabulary_size - 1}"
-        raise InvalidRequest(message, "stop_token_ids", "invalid_value")
+def _check_named_tokens(generation: Generation, vocabulary_size: int) -> None:
+    biased = tuple(token for token, _ in generation.logit_bias)
+    for field, tokens in (("stop_token_ids", generation.stop_token_ids), ("logit_bias", biased)):
+        if any(token >= vocabulary_size for token in tokens):
+            raise InvalidRequest(f"{field}: token ids are from 0 to {vocabulary_size - 1}", field, "invalid_value")
 
 
 def _derive(seed: int, index: int) -> int:
@@ -159,6 +168,9 @@ def _derive(seed: int, index: int) -> int:
 
 def _sampling(generation: Generation, model: ServedModel, max_tokens: int, seed: int) -> SamplingParams:
     defaults = model.defaults
+    repetition = generation.repetition_penalty
+    if repetition is None:
+        repetition = defaults.repetition_penalty
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=defaults.temperature if generation.temperature is None else generation.temperature,
@@ -169,4 +181,9 @@ def _sampling(generation: Generation, model: ServedModel, max_tokens: int, seed:
         stop_token_ids=generation.stop_token_ids,
         ignore_eos=generation.ignore_eos,
         num_logprobs=generation.num_logprobs,
+        frequency_penalty=generation.frequency_penalty,
+        presence_penalty=generation.presence_penalty,
+        repetition_penalty=repetition,
+        logit_bias=generation.logit_bias,
+        min_tokens=generation.min_tokens,
     )

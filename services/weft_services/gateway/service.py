@@ -126,6 +126,8 @@ def _chat_fields(request: pb.ChatRequest, only_model: str) -> dict[str, Any]:
         "tools": [_json_field(tool, "tools_json") for tool in request.tools_json] or None,
         **_option_fields(request.options),
     }
+    if request.template_kwargs_json:
+        fields["chat_template_kwargs"] = _json_field(request.template_kwargs_json, "template_kwargs_json")
     if request.options.HasField("num_logprobs"):
         fields |= {"logprobs": True, "top_logprobs": request.options.num_logprobs}
     return fields
@@ -148,9 +150,11 @@ def _json_field(text: str, field: str) -> Any:
 
 
 def _option_fields(options: pb.GenerationOptions) -> dict[str, Any]:
-    given = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
-    fields = {name: getattr(options, name) for name in given if options.HasField(name)}  # type: ignore[arg-type]
+    given = "max_tokens temperature top_p top_k min_p seed frequency_penalty presence_penalty repetition_penalty"
+    fields = {name: getattr(options, name) for name in given.split() if options.HasField(name)}  # type: ignore[arg-type]
     return fields | {
+        "logit_bias": {str(token): bias for token, bias in options.logit_bias.items()},
+        "min_tokens": options.min_tokens,
         "stop": list(options.stop),
         "stop_token_ids": list(options.stop_token_ids),
         "ignore_eos": options.ignore_eos,

@@ -153,7 +153,13 @@ class LeaseDesk:
         self._check(order)
         lease = Lease(order)
         spec = SequenceSpec(
-            order.key, order.token_ids, order.sampling, SequenceMode.PREFILL, order.cache_salt, wait_for_kv=True
+            order.key,
+            order.token_ids,
+            order.sampling,
+            SequenceMode.PREFILL,
+            order.cache_salt,
+            wait_for_kv=True,
+            resumed_tokens=order.resumed_tokens,
         )
         self._engine.submit(spec)
         self._leases[order.key] = lease

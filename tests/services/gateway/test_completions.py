@@ -96,6 +96,36 @@ async def test_sampling_fields_reach_the_worker(bench: MakeBench) -> None:
         assert sampling.ignore_eos
         assert list(sampling.stop_token_ids) == [9]
         assert not sampling.HasField("num_logprobs")
+        assert not sampling.HasField("repetition_penalty")
+
+
+async def test_penalties_and_biases_reach_the_engine(bench: MakeBench) -> None:
+    async with bench() as b:
+        await b.client.completions.create(
+            model=MODEL_NAME,
+            prompt="x",
+            max_tokens=9,
+            frequency_penalty=0.5,
+            presence_penalty=-0.25,
+            logit_bias={"7": -100, "9": 2},
+            extra_body={"repetition_penalty": 1.25, "min_tokens": 4},
+        )
+        sampling = b.decode.started[0].sampling
+        assert (sampling.frequency_penalty, sampling.presence_penalty) == (0.5, -0.25)
+        assert (sampling.repetition_penalty, sampling.min_tokens) == (1.25, 4)
+        assert [(entry.token_id, entry.bias) for entry in sampling.logit_bias] == [(7, -100.0), (9, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"logit_bias": {"320": 1}}, "logit_bias"), ({"min_tokens": 6, "max_tokens": 5}, "min_tokens")],
+)
+async def test_what_only_the_model_can_tell_names_its_field(
+    bench: MakeBench, fields: dict[str, Any], param: str
+) -> None:
+    async with bench() as b:
+        status, error = await b.refused("/v1/completions", prompt="x", **fields)
+        assert (status, error["param"]) == (400, param)
 
 
 @pytest.mark.parametrize("stream", [False, True])

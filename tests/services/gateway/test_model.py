@@ -11,7 +11,8 @@ import pytest
 
 from tests.services.gateway.conftest import MODEL_NAME
 from weft.errors import BadCheckpoint
-from weft_services.gateway.generation import SamplingDefaults
+from weft_services.gateway.chat_template import ChatTemplate
+from weft_services.gateway.generation import Conversation, SamplingDefaults
 from weft_services.gateway.model import load_model
 
 
@@ -39,3 +40,9 @@ def test_generation_defaults_that_no_request_could_use_are_refused_at_the_start(
 ) -> None:
     with pytest.raises(BadCheckpoint, match=rf"generation_config\.json: {field}"):
         defaults(model_dir, tmp_path, **{field: value})
+
+
+def test_a_template_reads_variables_of_its_own_and_keeps_those_of_the_gateway() -> None:
+    template = ChatTemplate("{{ mood }}{{ bos_token }}{{ effort is defined }}", {"bos_token": "<s>"})
+    conversation = Conversation(({"role": "user", "content": "x"},), kwargs={"mood": "calm", "bos_token": "no"})
+    assert template.render(conversation) == "calm<s>False"

@@ -86,6 +86,12 @@ class SamplingParams(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy; otherwise logits are divided by it."""
     top_p: _builtins.float
@@ -102,9 +108,25 @@ class SamplingParams(_message.Message):
     """Generate on past the model's end token."""
     num_logprobs: _builtins.int
     """How many alternatives to report per token; absent: no logprobs, 0: the chosen token's only."""
+    frequency_penalty: _builtins.float
+    """Taken off a token's logit once for every time it was generated."""
+    presence_penalty: _builtins.float
+    """Taken off a token's logit if it was generated at all."""
+    repetition_penalty: _builtins.float
+    """Divides positive and multiplies negative logits of tokens seen in prompt or answer; absent: 1."""
+    min_tokens: _builtins.int
+    """No end token and no stop token before so many are generated."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ends the sequence like the model's own end token; the token itself is reported, never its text."""
+
+    @_builtins.property
+    def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenBias]:
+        """Added to logits before all of the above; one entry a token."""
+
+    @_builtins.property
+    def grammar(self) -> Global___Grammar:
+        """What the answer must match; absent: anything."""
 
     def __init__(
         self,
@@ -118,16 +140,83 @@ class SamplingParams(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
         num_logprobs: _builtins.int | None = ...,
+        frequency_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        logit_bias: _abc.Iterable[Global___TokenBias] | None = ...,
+        min_tokens: _builtins.int = ...,
+        grammar: Global___Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "num_logprobs", b"num_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_num_logprobs", b"_num_logprobs", "_repetition_penalty", b"_repetition_penalty", "grammar", b"grammar", "num_logprobs", b"num_logprobs", "repetition_penalty", b"repetition_penalty"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "num_logprobs", b"num_logprobs", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_num_logprobs", b"_num_logprobs", "_repetition_penalty", b"_repetition_penalty", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
+    _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grammar) -> _WhichOneofReturnType__grammar | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class TokenBias(_message.Message):
+    """A token and what is added to its logit."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    BIAS_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """Vocabulary index."""
+    bias: _builtins.float
+    """The addend."""
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        bias: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias", b"bias", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenBias: _TypeAlias = TokenBias  # noqa: Y015
+
+@_typing.final
+class Grammar(_message.Message):
+    """What an answer must match, token by token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKENIZER_HASH_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """In llguidance's own form: Lark text or a JSON object. Checked against the limits by whoever compiles it."""
+    tokenizer_hash: _builtins.str
+    """BLAKE2b of the tokenizer.json it was made for, hex; another one answers FAILED_PRECONDITION."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        tokenizer_hash: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "tokenizer_hash", b"tokenizer_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):

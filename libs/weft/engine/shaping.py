@@ -1,0 +1,130 @@
+"""From sequences to the changes of their logits: biases, penalties, bans before min_tokens, grammars' masks.
+
+Knows what requests ask for; how logits are changed is `weft_kernels.logit_changes`' matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from weft.engine.history import Constraint, History
+from weft.engine.sequence import Sequence
+from weft_kernels.logit_changes import LogitChanges, change
+
+Places = list[tuple[int, int]]
+
+
+class Shaper:
+    """Changes a step's logits. A sequence whose constraint has failed is left as it is, and named."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
+        self._num_words = -(-vocab_size // 32)
+        self._eos_token_ids = eos_token_ids
+        self._device = device
+
+    def shape(self, sequences: Items[Sequence], logits: Tensor) -> tuple[Tensor, dict[int, str]]:
+        """The logits to sample from, and for rows whose sequence must end: why. The logits given are not changed."""
+        if not any(is_shaped(each) for each in sequences):
+            return logits, {}
+        masks, failures = self._masks(sequences)
+        seen, penalties = self._seen(sequences)
+        mask_rows, words = (None, None) if masks is None else masks
+        changes = LogitChanges(
+            bias=self._bias(sequences),
+            seen=seen,
+            penalties=penalties,
+            banned=self._banned(sequences),
+            mask_rows=mask_rows,
+            masks=words,
+        )
+        return change(logits, changes), failures
+
+    def _bias(self, sequences: Items[Sequence]) -> tuple[Tensor, Tensor] | None:
+        places: Places = []
+        addends: list[float] = []
+        for row, sequence in enumerate(sequences):
+            for token, bias in sequence.spec.sampling.logit_bias:
+                places.append((row, token))
+                addends.append(bias)
+        if not places:
+            return None
+        return self._places(places), torch.tensor(addends, dtype=torch.float32, device=self._device)
+
+    def _seen(self, sequences: Items[Sequence]) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
+        rows: list[NDArray[np.int64]] = []
+        tokens: list[NDArray[np.int64]] = []
+        counts: list[NDArray[np.float32]] = []
+        for row, sequence in enumerate(sequences):
+            if sequence.spec.sampling.has_penalties:
+                ids, times = history_of(sequence).count(sequence.token_ids)
+                rows.append(np.full(len(ids), row))
+                tokens.append(ids)
+                counts.append(times)
+        if not rows:
+            return None, None
+        places = np.stack([np.concatenate(rows), np.concatenate(tokens)])
+        params = [each.spec.sampling for each in sequences]
+        penalties = [[each.repetition_penalty, each.frequency_penalty, each.presence_penalty] for each in params]
+        seen = (self._tensor(places), self._tensor(np.concatenate(counts)))
+        return seen, torch.tensor(penalties, dtype=torch.float32, device=self._device)
+
+    def _banned(self, sequences: Items[Sequence]) -> Tensor | None:
+        places: Places = []
+        for row, sequence in enumerate(sequences):
+            sampling = sequence.spec.sampling
+            if sequence.num_generated < sampling.min_tokens:
+                ends = () if sampling.ignore_eos else self._eos_token_ids
+                places += [(row, token) for token in {*ends, *sampling.stop_token_ids}]
+        return self._places(places) if places else None
+
+    def _masks(self, sequences: Items[Sequence]) -> tuple[tuple[Tensor, Tensor] | None, dict[int, str]]:
+        failures: dict[int, str] = {}
+        rows: list[int] = []
+        masks: list[NDArray[np.int32]] = []
+        for row, sequence in enumerate(sequences):
+            if sequence.spec.constraint is None:
+                continue
+            constraint = history_of(sequence).follow(sequence.token_ids)
+            mask, failure = self._mask(constraint)
+            if failure is None:
+                rows.append(row)
+                masks.append(mask)
+            else:
+                failures[row] = failure
+        if not rows:
+            return None, failures
+        return (torch.tensor(rows, device=self._device), self._tensor(np.stack(masks))), failures
+
+    def _mask(self, constraint: Constraint) -> tuple[NDArray[np.int32], str | None]:
+        words = np.zeros(self._num_words, dtype=np.int32)
+        if constraint.failure is None:
+            constraint.fill(words)
+        return words, constraint.failure
+
+    def _places(self, places: Places) -> Tensor:
+        return torch.tensor(places, dtype=torch.int64, device=self._device).T
+
+    def _tensor(self, values: NDArray[np.int64] | NDArray[np.int32] | NDArray[np.float32]) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+
+def is_shaped(sequence: Sequence) -> bool:
+    """Is the next token chosen from anything but the model's own logits."""
+    sampling = sequence.spec.sampling
+    if sampling.logit_bias or sampling.has_penalties or sequence.spec.constraint is not None:
+        return True
+    return sequence.num_generated < sampling.min_tokens
+
+
+def history_of(sequence: Sequence) -> History:
+    """Made when it is first asked for."""
+    if sequence.history is None:
+        spec = sequence.spec
+        num_prompt = len(spec.token_ids) - spec.resumed_tokens
+        sequence.history = History(num_prompt, spec.sampling.repetition_penalty != 1.0, spec.constraint)
+    return sequence.history

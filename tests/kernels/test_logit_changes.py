@@ -1,0 +1,55 @@
+"""Changes of logits: the sparse form is the loop that says what they mean, and the parts are those of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
+
+from weft_kernels.logit_changes import LogitChanges, change
+from weft_kernels.logit_changes.reference import change_reference
+
+ROWS, VOCAB = 4, 45
+
+
+def places(data: Any) -> torch.Tensor:
+    """Some (row, token) pairs, each once."""
+    pairs = data.draw(st.lists(st.tuples(st.integers(0, ROWS - 1), st.integers(0, VOCAB - 1)), unique=True, max_size=9))
+    return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T
+
+
+@given(data=st.data(), seed=st.integers(0, 99))
+@settings(max_examples=80, deadline=None)
+def test_the_sparse_form_means_what_the_loop_says(data: Any, seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    bias, seen, banned = places(data), places(data), places(data)
+    mask_rows = torch.tensor(data.draw(st.lists(st.integers(0, ROWS - 1), unique=True)), dtype=torch.int64)
+    changes = LogitChanges(
+        bias=(bias, torch.randn(bias.shape[1], generator=random)),
+        seen=(seen, torch.randint(0, 3, (seen.shape[1],), generator=random).float()),
+        penalties=torch.rand(ROWS, 3, generator=random) + 0.5,
+        banned=banned,
+        mask_rows=mask_rows,
+        masks=torch.randint(-(2**31), 2**31, (len(mask_rows), 2), dtype=torch.int32, generator=random),
+    )
+    logits = torch.randn(ROWS, VOCAB, generator=random)
+    before = logits.clone()
+    assert torch.equal(change(logits, changes), change_reference(logits, changes))
+    assert torch.equal(logits, before), "logprobs are still to be read from it"
+
+
+def test_repetition_penalty_and_bias_are_those_of_transformers() -> None:
+    logits = torch.randn(1, VOCAB)
+    seen = [3, 9, 30]
+    biases: Any = {(9,): 2.5, (40,): -100.0}
+    expected: Any = SequenceBiasLogitsProcessor(biases)(torch.tensor([seen]), logits)
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([seen]), expected)
+    changes = LogitChanges(
+        bias=(torch.tensor([[0, 0], [9, 40]]), torch.tensor([2.5, -100.0])),
+        seen=(torch.tensor([[0] * 3, seen]), torch.zeros(3)),
+        penalties=torch.tensor([[1.7, 0.0, 0.0]]),
+    )
+    assert torch.allclose(change(logits, changes), expected)
