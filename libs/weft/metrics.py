@@ -30,6 +30,15 @@ BOOKED_TOKENS = Gauge("weft_booked_tokens", "Tokens booked on workers", ["role"]
 BOOKED_REQUESTS = Gauge("weft_booked_requests", "Requests booked on workers", registry=REGISTRY)
 ROUTES = Counter("weft_routes", "Placements by reason or refusal", ["outcome"], registry=REGISTRY)
 
+# every service, for the stages of weft.lifetime that it sees
+STAGE_SECONDS = Histogram(
+    "weft_request_stage_seconds",
+    "Time that requests spent in a stage of their life",
+    ["stage"],
+    buckets=LATENCY_BUCKETS,
+    registry=REGISTRY,
+)
+
 # workers
 STEPS = Counter("weft_engine_steps", "Engine steps", registry=REGISTRY)
 STEP_SECONDS = Histogram(
@@ -54,6 +63,21 @@ TRANSFER_SECONDS = Histogram(
 )
 TRANSFER_FAILURES = Counter(
     "weft_kv_transfer_failures", "Hand-offs thrown away, by reason", ["reason"], registry=REGISTRY
+)
+OVERDUE_BLOCKS = Gauge(
+    "weft_kv_overdue_blocks", "Quarantined blocks whose pull should have ended long ago", registry=REGISTRY
+)
+LEASES = Counter(
+    "weft_kv_leases", "Leases by end: returned, cancelled, expired, broken, stalled", ["end"], registry=REGISTRY
+)
+EXPOSED_SECONDS = Histogram(
+    "weft_kv_exposed_transfer_seconds",
+    "From the last chunk's announcement to the last block checked: transfer that computing did not hide",
+    buckets=LATENCY_BUCKETS,
+    registry=REGISTRY,
+)
+FALLBACK_TOKENS = Gauge(
+    "weft_fallback_prompt_tokens", "Prompt tokens computed by decode because a hand-off failed", registry=REGISTRY
 )
 STORE_BLOCKS = Counter(
     "weft_kv_store_blocks", "Blocks by outcome: put, got, failed, skipped", ["outcome"], registry=REGISTRY

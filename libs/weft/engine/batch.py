@@ -65,7 +65,7 @@ class Planner:
         self.running.remove(sequence)
         sequence.state = State.HELD
 
-    def fill(self, sequence: Sequence, num_ready: int, suspects: Iterable[int], overdue_at: float) -> bool:
+    def fill(self, sequence: Sequence, num_ready: int, suspects: Iterable[int]) -> bool:
         """Somebody else wrote the first `num_ready` prompt tokens of a reserved sequence: it may run now.
 
         Suspect blocks go to quarantine and new ones take their place; False when there are none: it queues again.
@@ -77,7 +77,7 @@ class Planner:
         suspect = set(suspects) & set(sequence.blocks[sequence.num_sealed :])
         if suspect:
             num_ready = min(num_ready, size * min(sequence.blocks.index(block) for block in suspect))
-            if not self._replace(sequence, suspect, overdue_at):
+            if not self._replace(sequence, suspect):
                 self._requeue(sequence)
                 return False
         sequence.num_computed = max(sequence.num_computed, min(num_ready, sequence.num_prompt))
@@ -162,9 +162,9 @@ class Planner:
         sequence.blocks += self._pool.reserve(num_new)
         return True
 
-    def _replace(self, sequence: Sequence, suspect: set[int], overdue_at: float) -> bool:
+    def _replace(self, sequence: Sequence, suspect: set[int]) -> bool:
         """Swap the suspect blocks. False: not enough others, and the sequence is left with the good ones alone."""
-        self._pool.quarantine(suspect, overdue_at)
+        self._pool.quarantine(suspect)
         try:
             fresh = iter(self._pool.reserve(len(suspect)))
         except PoolExhausted:

@@ -11,7 +11,6 @@ class EngineConfig:
 
     `chunk_tokens`: prompt tokens computed in one step at most. `max_waiting`: sequences not yet admitted.
     `pin_sealed`: report full blocks for copying, at most `max_pinned` of them unanswered at a time.
-    `quarantine_seconds`: after this long a quarantined block is taken back without `unquarantine`.
     """
 
     num_blocks: int
@@ -24,7 +23,6 @@ class EngineConfig:
     eos_token_ids: tuple[int, ...] = ()
     pin_sealed: bool = False
     max_pinned: int = 64
-    quarantine_seconds: float = 120.0
 
     def __post_init__(self) -> None:
         names = "num_blocks block_tokens vocab_size chunk_tokens max_num_seqs max_waiting max_pinned"

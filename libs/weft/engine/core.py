@@ -16,11 +16,13 @@ from weft.engine.config import EngineConfig
 from weft.engine.inbox import Inbox
 from weft.engine.loop import Loop, Runner
 from weft.engine.messages import EngineLoad, FirstToken, PoolMemory, SequenceFailed, SequenceSpec, StepOutput
+from weft.engine.pulse import Pulse
 from weft.engine.sequence import Sequence
 from weft.errors import Cancelled, EngineFailed, WeftError
 from weft.request import RequestKey
 
 logger = logging.getLogger(__name__)
+STOP_PERIOD_SECONDS = 0.5
 
 
 class Engine:
@@ -42,6 +44,7 @@ class Engine:
         self._clock = clock
         self._loop = Loop(runner, config, listener, clock)
         self._inbox = Inbox(config.max_waiting)
+        self.pulse = Pulse(clock)
         self._thread = threading.Thread(target=self._run, name="weft-engine", daemon=True)
 
     def start(self) -> None:
@@ -49,10 +52,15 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the current step and wait for that; sequences still alive fail with Cancelled."""
+        """End after the current step and wait for that; sequences still alive fail with Cancelled.
+
+        A step that will not end is not waited for: its thread dies with the process.
+        """
         self._inbox.close()
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self._thread.ident is None:
+            return
+        while self._thread.is_alive() and not self.pulse.has_stopped:
+            self._thread.join(STOP_PERIOD_SECONDS)
 
     @property
     def is_alive(self) -> bool:
@@ -110,8 +118,10 @@ class Engine:
         try:
             is_idle = True
             while not self._inbox.is_closed:
-                items = self._inbox.take(self._loop.patience if is_idle else 0)
+                items = self._inbox.take(None if is_idle else 0)
+                self.pulse.begin()
                 is_idle = self._loop.turn(items)
+                self.pulse.end(has_computed=not is_idle)
                 self._inbox.count_waiting(self._loop.num_waiting)
         except Exception as cause:
             logger.exception("the engine's step failed; every live sequence fails with it")

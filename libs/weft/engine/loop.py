@@ -62,7 +62,6 @@ class Loop:
         """
         for item in items:
             self._enter(item) if isinstance(item, Sequence) else item()
-        self._sweep()
         works = self._planner.plan(self._events, self._clock())
         if works:
             if self._events:
@@ -71,12 +70,6 @@ class Loop:
         elif self._events or self._measure() != self.load:
             self._tell(0.0)
         return not works
-
-    @property
-    def patience(self) -> float | None:
-        """Seconds for which an idle loop may sleep; None: until something comes in."""
-        overdue_at = self._pool.next_overdue
-        return None if overdue_at is None else max(0.0, overdue_at - self._clock())
 
     @property
     def num_waiting(self) -> int:
@@ -95,8 +88,7 @@ class Loop:
             return
         if first is None or sequence.is_prefill:
             num_ready = min(num_ready, sequence.num_prompt - 1)  # the last token must be computed for its logits
-        overdue_at = self._clock() + self._config.quarantine_seconds
-        if not self._planner.fill(sequence, num_ready, suspects, overdue_at):
+        if not self._planner.fill(sequence, num_ready, suspects):
             return
         self._settler.seal(sequence, self._events)
         report_progress(sequence, self._events)
@@ -134,11 +126,6 @@ class Loop:
         self.load = self._measure()
         events, self._events = self._events, Events()
         self._listener(events.output(self.load, seconds))
-
-    def _sweep(self) -> None:
-        swept = self._pool.sweep(self._clock())
-        if swept:
-            logger.warning("blocks left quarantine unasked, %d of them: %s", len(swept), swept[:8])
 
     def _measure(self) -> EngineLoad:
         planner, counts = self._planner, self._pool.counts()

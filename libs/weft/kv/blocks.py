@@ -2,7 +2,9 @@
 
 free --reserve--> reserved(refs) --publish--> ready(key, refs) --last release--> cached(key) --evict--> free
                       |  last release --> free                     ^------match------'
-                      '--quarantine--> quarantined --unquarantine, sweep--> free
+                      '--quarantine--> quarantined --unquarantine--> free
+
+No time ends a quarantine: only whoever knows that nothing can write to the block any more does.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class BlockPool:
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._quarantined: dict[int, float] = {}  # block -> when it is overdue
+        self._quarantined: set[int] = set()
 
     @property
     def num_available(self) -> int:
@@ -97,30 +99,20 @@ class BlockPool:
             else:
                 heapq.heappush(self._free, block)
 
-    def quarantine(self, blocks: Iterable[int], overdue_at: float) -> None:
+    def quarantine(self, blocks: Iterable[int]) -> None:
         """Put private blocks with a single holder aside, taking that reference: somebody may still write there."""
         for block in blocks:
             assert self._refs.get(block) == 1, f"block {block} is not held by one alone"
             assert block not in self._key_of, f"block {block} is findable"
             del self._refs[block]
-            self._quarantined[block] = overdue_at
+            self._quarantined.add(block)
 
     def unquarantine(self, blocks: Iterable[int]) -> None:
         """These are safe now; blocks that are not in quarantine (any more) are left alone."""
         for block in blocks:
-            if self._quarantined.pop(block, None) is not None:
+            if block in self._quarantined:
+                self._quarantined.remove(block)
                 heapq.heappush(self._free, block)
-
-    def sweep(self, now: float) -> list[int]:
-        """Take back what is overdue; returns those blocks."""
-        overdue = [block for block, overdue_at in self._quarantined.items() if overdue_at <= now]
-        self.unquarantine(overdue)
-        return overdue
-
-    @property
-    def next_overdue(self) -> float | None:
-        """When `sweep` has something to do next; None when nothing is in quarantine."""
-        return min(self._quarantined.values(), default=None)
 
     def counts(self) -> PoolCounts:
         """Where the blocks are."""

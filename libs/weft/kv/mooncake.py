@@ -1,7 +1,8 @@
 """Pulls through Mooncake's Transfer Engine, peer to peer: the peer's name is its handshake listener's host:port.
 
-The library blocks its threads and spins while it waits, so it gets a few of its own. A transfer that it reports as
-failed may still write afterwards.
+Every run is a transfer of its own, submitted without waiting and asked about until it has ended: only then does nothing
+write any more. The library's own waiting calls return at the first failure or at a timeout, and what they leave behind
+was seen to land 30 seconds later, when a frozen peer went on.
 """
 
 from __future__ import annotations
@@ -12,20 +13,28 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
 
 from weft.kv.transport import Endpoint, Lender, Run, TransferFailed, coalesce
 
 logger = logging.getLogger(__name__)
-NUM_THREADS = 4
-# beyond 1024 queued entries a peer the library fails the whole batch and lets it land later
-MAX_BATCH_ENTRIES = 1024 // NUM_THREADS
-MAX_BATCH_BYTES = 64 * 1024 * 1024
+# a peer that hangs holds up so many pulls, and nobody else's
+PULLS_PER_PEER = 2
+# beyond 1024 queued transfers a peer the library fails the next ones
+MAX_IN_FLIGHT = 256
+MAX_RUN_BYTES = 16 * 1024 * 1024
+MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
+# between two questions; a transfer that has not moved for a second is asked about less often
+NAP_SECONDS, LONG_NAP_SECONDS, LONG_AFTER_SECONDS = 0.0001, 0.01, 1.0
+CLOSE_SECONDS = 10.0
+SUCCEEDED, FAILED = 1, -1
 _ENVIRONMENT = {
-    # seconds until a stuck transfer fails; the library takes no less than 5
-    "MC_TRANSFER_TIMEOUT": "5",
+    # seconds without a byte until the library closes the connection of a transfer and it has ended
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
     # without it every transfer leaves a socket in TIME_WAIT
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
     "MC_LOG_LEVEL": "ERROR",
@@ -59,7 +68,8 @@ class MooncakeTransport:
         self._segment = f"{host}:{self._engine.get_rpc_port()}"
         self._pool_address = 0
         self._opened: set[str] = set()
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="mooncake")
+        self._lanes: dict[str, _Lane] = {}
+        self._threads: set[threading.Thread] = set()
 
     def register(self, address: int, size_bytes: int) -> None:
         """Raises MooncakeUnavailable when the library refuses the memory."""
@@ -81,27 +91,129 @@ class MooncakeTransport:
     async def pull(self, lender: Lender, runs: Sequence[Run], timeout_seconds: float) -> None:
         """See Transport.pull."""
         deadline = time.monotonic() + timeout_seconds
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._threads, self._read_all, lender.endpoint.segment, coalesce(runs), deadline)
+        segment = lender.endpoint.segment
+        async with self._lane(segment):
+            await self._in_thread(Pull(self._engine, segment, coalesce(runs), deadline).run)
 
-    def _read_all(self, segment: str, runs: Sequence[Run], deadline: float) -> None:
-        for batch in batches(runs):
-            if time.monotonic() > deadline:
-                raise TransferFailed(f"pull from {segment} took too long", may_still_land=False)
-            code = self._engine.batch_transfer_sync_read(
-                segment,
-                [run.local_address for run in batch],
-                [run.remote_address for run in batch],
-                [run.size_bytes for run in batch],
-            )
-            if code != 0:
-                raise TransferFailed(f"mooncake read from {segment} returned {code}", may_still_land=True)
+    @asynccontextmanager
+    async def _lane(self, segment: str) -> AsyncIterator[None]:
+        lane = self._lanes.setdefault(segment, _Lane())
+        lane.num_users += 1
+        try:
+            async with lane.gate:
+                yield
+        finally:
+            lane.num_users -= 1
+            if not lane.num_users:
+                del self._lanes[segment]
+
+    async def _in_thread(self, function: Callable[[], None]) -> None:
+        """A thread of its own, about 0.1 ms: out of a pool, the threads of a peer that hangs would be missing."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def run() -> None:
+            error: Exception | None = None
+            try:
+                function()
+            except Exception as raised:
+                error = raised
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_settle, ended, error)
+
+        thread = threading.Thread(target=run, name="mooncake-pull", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+        try:
+            await ended
+        finally:
+            if not ended.cancelled():
+                self._threads.discard(thread)
 
     async def close(self) -> None:
-        """Wait for the threads, a stuck transfer's timeout at most, then give the memory back."""
-        await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
-        if self._pool_address:
+        """Wait for transfers to end, for so long, then give the memory back."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for thread in list(self._threads):
+            await asyncio.to_thread(thread.join, max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            logger.warning("transfers are still under way; the pool stays registered to the end of the process")
+        elif self._pool_address:
             self._engine.unregister_memory(self._pool_address)
+
+
+class Pull:
+    """Runs from one peer, a bounded number of transfers at a time. `run` blocks until the last of them has ended."""
+
+    def __init__(self, engine: Any, segment: str, runs: Sequence[Run], deadline: float) -> None:
+        self._engine = engine
+        self._segment = segment
+        self._deadline = deadline
+        self._waiting = deque(pieces(runs))
+        self._in_flight: dict[int, int] = {}  # transfer -> bytes
+        self._in_flight_bytes = 0
+        self._trouble = ""
+
+    def run(self) -> None:
+        """Raises TransferFailed."""
+        moved_at = time.monotonic()
+        while self._submit():
+            now = time.monotonic()
+            if self._collect():
+                moved_at = now
+            else:
+                time.sleep(NAP_SECONDS if now - moved_at < LONG_AFTER_SECONDS else LONG_NAP_SECONDS)
+        if self._trouble:
+            raise TransferFailed(f"mooncake read from {self._segment} {self._trouble}")
+
+    def _submit(self) -> bool:
+        """Begin what may begin; False when nothing is under way after that."""
+        while self._waiting and not self._trouble and self._has_room(self._waiting[0]):
+            if time.monotonic() > self._deadline:
+                self._trouble = "took too long"
+                break
+            run = self._waiting.popleft()
+            addresses = [run.local_address], [run.remote_address]
+            transfer = self._engine.batch_transfer_async_read(self._segment, *addresses, [run.size_bytes])
+            if transfer == 0:  # nothing was begun
+                self._trouble = "was refused"
+                break
+            self._in_flight[transfer] = run.size_bytes
+            self._in_flight_bytes += run.size_bytes
+        return bool(self._in_flight)
+
+    def _collect(self) -> bool:
+        """Take in what has ended; False when nothing has."""
+        ended = []
+        for transfer in self._in_flight:
+            status = self._engine.transfer_check_status(transfer)
+            if status in (SUCCEEDED, FAILED):
+                ended.append(transfer)
+            if status == FAILED:
+                self._trouble = self._trouble or "failed"
+        for transfer in ended:
+            self._in_flight_bytes -= self._in_flight.pop(transfer)
+        return bool(ended)
+
+    def _has_room(self, run: Run) -> bool:
+        is_within = self._in_flight_bytes + run.size_bytes <= MAX_IN_FLIGHT_BYTES
+        return not self._in_flight or (len(self._in_flight) < MAX_IN_FLIGHT and is_within)
+
+
+class _Lane:
+    """The pulls from one peer."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Semaphore(PULLS_PER_PEER)
+        self.num_users = 0
+
+
+def _settle(future: asyncio.Future[Any], error: Exception | None) -> None:
+    if future.done():
+        return  # cancelled
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
 
 
 @contextmanager
@@ -117,22 +229,9 @@ def _held_stderr() -> Iterator[Callable[[], str]]:
             os.close(kept)
 
 
-def batches(runs: Sequence[Run]) -> Iterator[list[Run]]:
-    """Cut into batches of bounded length and bytes, order kept; a run larger than a batch is cut itself."""
-    batch: list[Run] = []
-    batch_bytes = 0
+def pieces(runs: Sequence[Run]) -> Iterator[Run]:
+    """The runs, in order, those that are too long cut up."""
     for run in runs:
-        for piece in _pieces(run):
-            if batch and (len(batch) == MAX_BATCH_ENTRIES or batch_bytes + piece.size_bytes > MAX_BATCH_BYTES):
-                yield batch
-                batch, batch_bytes = [], 0
-            batch.append(piece)
-            batch_bytes += piece.size_bytes
-    if batch:
-        yield batch
-
-
-def _pieces(run: Run) -> Iterator[Run]:
-    for offset in range(0, run.size_bytes, MAX_BATCH_BYTES):
-        size = min(MAX_BATCH_BYTES, run.size_bytes - offset)
-        yield Run(run.remote_address + offset, run.local_address + offset, size)
+        for offset in range(0, run.size_bytes, MAX_RUN_BYTES):
+            size = min(MAX_RUN_BYTES, run.size_bytes - offset)
+            yield Run(run.remote_address + offset, run.local_address + offset, size)

@@ -37,11 +37,7 @@ class Run:
 
 
 class TransferFailed(Exception):
-    """A pull that did not complete. `may_still_land`: bytes may be written later; quarantine the target blocks."""
-
-    def __init__(self, message: str, may_still_land: bool) -> None:
-        super().__init__(message)
-        self.may_still_land = may_still_land
+    """A pull that did not complete. Like one that did, it has ended: nothing is written any more."""
 
 
 class Transport(Protocol):
@@ -63,8 +59,9 @@ class Transport(Protocol):
     async def pull(self, lender: Lender, runs: Sequence[Run], timeout_seconds: float) -> None:
         """Copy all runs, or raise TransferFailed.
 
-        Returns or raises only once no thread of ours writes any more, which may be later than the timeout. Cancelling
-        it does not stop the bytes: let it run in a task of its own, and wait for that with patience of your own.
+        Returns or raises only once nothing can be written any more, which may be much later than the timeout: that is
+        the proof on which blocks are used again. Cancelling it does not stop the bytes: let it run in a task of its
+        own, and wait for that with patience of your own.
         """
 
     async def close(self) -> None:

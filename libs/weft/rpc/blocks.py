@@ -62,9 +62,9 @@ class GrpcTransport:
                     self._memory.write(targets[chunk.block], chunk.offset_bytes, chunk.data)
                     missing -= len(chunk.data)
         except (WeftError, TimeoutError, KeyError, ValueError) as error:
-            raise TransferFailed(f"reading from {lender.address}: {error!r}", may_still_land=False) from error
+            raise TransferFailed(f"reading from {lender.address}: {error!r}") from error
         if missing != 0:
-            raise TransferFailed(f"{lender.address} left {missing} bytes unsent", may_still_land=False)
+            raise TransferFailed(f"{lender.address} left {missing} bytes unsent")
 
     def _pairs(self, peer: Endpoint, runs: Sequence[Run]) -> Iterator[tuple[int, int]]:
         size = self._memory.block_bytes

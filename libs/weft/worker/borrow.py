@@ -1,22 +1,21 @@
 """Pulls of a peer's blocks into ours. What may never happen: a block in use again while an old pull may still write it.
 
 A pull runs in a task of its own and is never interrupted. Whoever loses patience abandons it: the blocks go into
-quarantine, and come out when the pull has really ended and late bytes have had time to land.
+quarantine, and come out when the pull has really ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
 from weft import metrics
 from weft.kv.memory import BlockBytes, checksums
 from weft.kv.transport import Lender, Run, TransferFailed, Transport
+from weft.worker.quarantine import Quarantine
 
-# how long after a failed transfer its bytes may still land; about one second was seen with Mooncake over TCP
-SAFETY_SECONDS = 5.0
 PATIENCE_SECONDS = 1.0
 INLINE_CHECKSUM_BYTES = 512 * 1024
 
@@ -42,20 +41,20 @@ async def block_checksums(memory: BlockBytes, blocks: Sequence[int]) -> list[int
 
 
 class Borrower:
-    """Makes Borrowings. `tasks` outlives every one of them; `unquarantine` is the engine's."""
+    """Makes Borrowings. `tasks` outlives every one of them."""
 
     def __init__(
         self,
         transports: Sequence[Transport],
         memory: BlockBytes,
         tasks: asyncio.TaskGroup,
-        unquarantine: Callable[[Sequence[int]], None],
+        quarantine: Quarantine,
     ) -> None:
         self._transports = {transport.name: transport for transport in transports}
         self._fallback = transports[-1]
         self.memory = memory
         self._tasks = tasks
-        self._unquarantine = unquarantine
+        self.quarantine = quarantine
 
     def borrow(self, lender: Lender) -> Borrowing:
         """A lender whose transport we lack is read through the last of ours, which every lender answers."""
@@ -67,16 +66,6 @@ class Borrower:
         """Run a pull to its end, whoever waits for it."""
         return self._tasks.create_task(_outcome(pull))
 
-    def give_back_later(self, pulls: Sequence[asyncio.Task[TransferFailed | None]], blocks: Sequence[int]) -> None:
-        """End the quarantine of `blocks` once `pulls` have ended and late bytes have landed."""
-        self._tasks.create_task(self._give_back(pulls, blocks))
-
-    async def _give_back(self, pulls: Sequence[asyncio.Task[TransferFailed | None]], blocks: Sequence[int]) -> None:
-        if pulls:
-            await asyncio.wait(pulls)
-        await asyncio.sleep(SAFETY_SECONDS)
-        self._unquarantine(blocks)
-
 
 class Borrowing:
     """The pulls from one lender under one lease."""
@@ -87,7 +76,6 @@ class Borrowing:
         self._transport = transport
         self._lender = lender
         self._in_flight: dict[asyncio.Task[TransferFailed | None], tuple[int, ...]] = {}
-        self._suspects: list[int] = []
 
     async def pull(self, copies: Sequence[BlockCopy], timeout_seconds: float) -> None:
         """Copy and verify. Raises TransferFailed, ChecksumMismatch or TimeoutError.
@@ -99,10 +87,9 @@ class Borrowing:
         self._in_flight[pull] = tuple(copy.local for copy in copies)
         async with asyncio.timeout(timeout_seconds + PATIENCE_SECONDS):
             failure = await asyncio.shield(pull)
-        targets = self._in_flight.pop(pull)
         if failure is not None:
-            self._suspects += targets if failure.may_still_land else ()
             raise failure
+        del self._in_flight[pull]
         size = len(copies) * self._borrower.memory.block_bytes
         self.transferred_bytes += size
         metrics.TRANSFER_BYTES.labels(self._transport.name).inc(size)
@@ -110,13 +97,10 @@ class Borrowing:
         await self._verify(copies)
 
     def abandon(self) -> tuple[int, ...]:
-        """Give up: returns the blocks that may still be written. The caller must quarantine them before it yields."""
+        """Give up: returns the blocks of pulls that have not succeeded, to be quarantined before the caller yields."""
         pulls, self._in_flight = self._in_flight, {}
-        blocks = (*self._suspects, *(block for targets in pulls.values() for block in targets))
-        self._suspects = []
-        if blocks:
-            self._borrower.give_back_later(list(pulls), blocks)
-        return blocks
+        self._borrower.quarantine.add(pulls)
+        return tuple(block for targets in pulls.values() for block in targets)
 
     def _runs(self, copies: Sequence[BlockCopy]) -> list[Run]:
         memory, pool_address = self._borrower.memory, self._lender.endpoint.pool_address

@@ -20,6 +20,7 @@ from weft.rpc.wire import (
 )
 from weft.worker.borrow import Borrower
 from weft.worker.process import Workplace
+from weft.worker.quarantine import Quarantine
 from weft_mesh.v1 import decode_service_pb2, decode_service_pb2_grpc
 from weft_services.decode.handoff import HandOffs
 from weft_services.decode.order import Delta, SequenceOrder
@@ -111,7 +112,9 @@ SERVICE_NAME = decode_service_pb2.DESCRIPTOR.services_by_name["DecodeService"].f
 
 def install(place: Workplace, server: grpc.aio.Server) -> SequenceDesk:
     """Put the role to work at this place."""
-    borrower = Borrower(place.transports, place.memory, place.tasks, place.engine.unquarantine)
+    quarantine = Quarantine(place.engine.unquarantine)
+    place.tasks.create_task(quarantine.keep())
+    borrower = Borrower(place.transports, place.memory, place.tasks, quarantine)
     hand_offs = HandOffs(place.engine, PrefillPeers(place.channels), borrower, place.fingerprint)
     desk = SequenceDesk(place.engine, place.worker_id, place.boot_id, hand_offs)
     place.feed.subscribe(desk.on_step)

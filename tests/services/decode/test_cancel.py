@@ -15,7 +15,7 @@ from tests.weft.tiny_llama import Tiny
 from weft.errors import DeadlineExceeded, Incompatible, InvalidRequest, Overloaded, PeerLost
 from weft.request import SamplingParams
 from weft.rpc.status import as_weft_error
-from weft.worker import borrow
+from weft.worker import quarantine
 from weft.worker.tasks import background
 from weft_mesh.v1 import decode_service_pb2
 from weft_services.decode import service
@@ -26,7 +26,7 @@ ENDLESS = SamplingParams(max_tokens=150, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def _short_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(borrow, "SAFETY_SECONDS", 0.01)
+    monkeypatch.setattr(quarantine, "SAFETY_SECONDS", 0.01)
 
 
 class Gate(Meddler):

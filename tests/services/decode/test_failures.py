@@ -19,7 +19,7 @@ from weft.kv.transport import Run, TransferFailed
 from weft.request import WorkerAddress
 from weft.rpc.handoff import event_to_wire, order_from_wire
 from weft.rpc.server import RpcServer
-from weft.worker import borrow
+from weft.worker import borrow, quarantine
 from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from weft_services.decode.handoff import HandOffs
 
@@ -28,7 +28,7 @@ LONG = prompt(4 * CHUNK_TOKENS + 3)
 
 @pytest.fixture(autouse=True)
 def _short_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(borrow, "SAFETY_SECONDS", 0.01)
+    monkeypatch.setattr(quarantine, "SAFETY_SECONDS", 0.01)
 
 
 def failures(reason: str) -> float:
@@ -83,10 +83,10 @@ async def expect_local_again(pair: Pair) -> None:
     assert failures("peer_lost") == before + 1
 
 
-async def test_a_pull_that_fails_and_may_land_later(tiny: Tiny) -> None:
+async def test_a_pull_that_fails(tiny: Tiny) -> None:
     class Fail(OnPull):
         async def strike(self) -> None:
-            raise TransferFailed("torn", may_still_land=True)
+            raise TransferFailed("torn")
 
     async with start_pair(tiny, meddler=Fail()) as pair:
         await expect_local(pair, pair.prefill.address, "transfer")

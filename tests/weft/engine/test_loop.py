@@ -25,7 +25,6 @@ CONFIG = EngineConfig(
     max_num_seqs=4,
     pin_sealed=True,
     max_pinned=3,
-    quarantine_seconds=10.0,
 )
 
 
@@ -75,6 +74,7 @@ class LoopMachine(RuleBasedStateMachine):
         self.reserved: dict[RequestKey, tuple[int, ...]] = {}
         self.held: set[RequestKey] = set()
         self.pinned: list[int] = []
+        self.suspects: set[int] = set()
         self.is_idle = True
 
     def hear(self, output: StepOutput) -> None:
@@ -129,7 +129,14 @@ class LoopMachine(RuleBasedStateMachine):
         suspects = data.draw(st.lists(st.sampled_from(blocks), unique=True, max_size=2))
         self.runner.write(blocks, tokens, 0, num_ready)
         first = FirstToken(next_token(tokens)) if with_first else None
+        self.suspects.update(suspects)
         self.is_idle = self.loop.turn([lambda: self.loop.fill(key, num_ready, first, tuple(suspects))])
+
+    @precondition(lambda self: self.suspects)
+    @rule()
+    def transfers_end(self) -> None:
+        blocks, self.suspects = self.suspects, set()
+        self.is_idle = self.loop.turn([lambda: self.loop.unquarantine(blocks)])
 
     @precondition(lambda self: self.specs)
     @rule(data=st.data())
@@ -144,7 +151,7 @@ class LoopMachine(RuleBasedStateMachine):
         blocks, self.pinned = self.pinned, []
         self.is_idle = self.loop.turn([lambda: self.loop.unpin(blocks)])
 
-    @rule(seconds=st.sampled_from([0.0, 1.0, 20.0]))
+    @rule(seconds=st.sampled_from([0.0, 1.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.is_idle = self.loop.turn([])
@@ -171,8 +178,7 @@ class LoopMachine(RuleBasedStateMachine):
                 self.forget(key)
                 self.loop.cancel(key)
             pinned, self.pinned = self.pinned, []
-            self.now += 20.0
-            self.loop.turn([partial(self.loop.unpin, pinned)])
+            self.loop.turn([partial(self.loop.unpin, pinned), partial(self.loop.unquarantine, self.suspects)])
             if not self.specs and not self.pinned:
                 break
         assert self.specs == {}

@@ -65,19 +65,15 @@ def test_reserving_too_much_takes_nothing() -> None:
     assert pool.counts() == PoolCounts(free=2, active=0, cached=1, quarantined=0)
 
 
-def test_a_quarantined_block_comes_back_by_word_or_when_overdue() -> None:
+def test_a_quarantined_block_comes_back_by_word_alone() -> None:
     pool = BlockPool(3)
     first, second = pool.reserve(2)
-    pool.quarantine([first], 10.0)
-    pool.quarantine([second], 20.0)
-    assert pool.next_overdue == 10.0
+    pool.quarantine([first, second])
     assert pool.reserve(1) == [2]
     assert pool.num_available == 0
-    assert pool.sweep(9.9) == []
-    assert pool.sweep(10.0) == [first]
+    pool.unquarantine([first])
     pool.unquarantine([first, second, 2])  # only the second is in quarantine still
     assert pool.counts() == PoolCounts(free=2, active=1, cached=0, quarantined=0)
-    assert pool.next_overdue is None
 
 
 @pytest.mark.parametrize("misuse", ["publish twice", "quarantine a shared block", "pin a free block"])
@@ -87,7 +83,7 @@ def test_a_bug_in_the_caller_is_an_assertion(misuse: str) -> None:
     pool.publish(block, b"k")
     actions: dict[str, Callable[[], object]] = {
         "publish twice": lambda: pool.publish(block, b"other"),
-        "quarantine a shared block": lambda: pool.quarantine([block], 0.0),
+        "quarantine a shared block": lambda: pool.quarantine([block]),
         "pin a free block": lambda: pool.pin(1),
     }
     with pytest.raises(AssertionError):
@@ -155,12 +151,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.release([block])
         self.drop(block)
 
-    @rule(block=consumes(held), overdue_at=st.integers(0, 9))
-    def quarantine(self, block: int, overdue_at: int) -> None:
+    @rule(block=consumes(held))
+    def quarantine(self, block: int) -> None:
         if self.refs[block] > 1 or block in self.key_of:
             self.release(block)
             return
-        self.pool.quarantine([block], overdue_at)
+        self.pool.quarantine([block])
         self.drop(block)
         self.suspect.add(block)
 
@@ -170,12 +166,6 @@ class PoolMachine(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(sorted(self.suspect)))
         self.pool.unquarantine([block])
         self.suspect.remove(block)
-
-    @rule(now=st.integers(0, 9))
-    def sweep(self, now: int) -> None:
-        swept = self.pool.sweep(now)
-        assert set(swept) <= self.suspect
-        self.suspect -= set(swept)
 
     @invariant()
     def every_block_is_in_one_state(self) -> None:

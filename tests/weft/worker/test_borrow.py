@@ -1,4 +1,4 @@
-"""Blocks that a pull may still write stay out of use until it has ended and late bytes have had their time."""
+"""Blocks that a pull may still write stay out of use until it has ended."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 from weft.kv.memory import HostBlocks, checksums
 from weft.kv.transport import Endpoint, Lender, Run, TransferFailed
 from weft.request import RequestKey
-from weft.worker import borrow
+from weft.worker import borrow, quarantine
 from weft.worker.borrow import BlockCopy, Borrower, Borrowing, ChecksumMismatch
+from weft.worker.quarantine import OVERDUE_SECONDS, SAFETY_SECONDS, Quarantine
 from weft.worker.tasks import background
 
 LENDER = Lender(Endpoint("scripted", "", 10_000), "peer:1", RequestKey("r"))
@@ -59,13 +60,16 @@ class Scene:
 
 @pytest.fixture
 async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
-    monkeypatch.setattr(borrow, "SAFETY_SECONDS", 0.0)
+    monkeypatch.setattr(quarantine, "SAFETY_SECONDS", 0.0)
+    monkeypatch.setattr(quarantine, "SWEEP_SECONDS", 0.001)
     backing = (ctypes.c_ubyte * 64)(*range(64))
     memory = HostBlocks(ctypes.addressof(backing), 8, 8)
     returned: asyncio.Queue[Sequence[int]] = asyncio.Queue()
     transport = Scripted()
     async with background() as tasks:
-        borrower = Borrower([transport, Scripted("other")], memory, tasks, returned.put_nowait)
+        aside = Quarantine(returned.put_nowait)
+        tasks.create_task(aside.keep())
+        borrower = Borrower([transport, Scripted("other")], memory, tasks, aside)
         yield Scene(transport, memory, borrower.borrow(LENDER), returned)
 
 
@@ -113,22 +117,40 @@ async def test_blocks_of_a_pull_that_takes_too_long_come_back_when_it_has_ended(
     assert await scene.returned.get() == (4,)
 
 
-@pytest.mark.parametrize("may_still_land", [True, False])
-async def test_blocks_of_a_failed_pull_are_suspect_if_bytes_may_land(scene: Scene, may_still_land: bool) -> None:
-    scene.transport.failure = TransferFailed("torn", may_still_land)
+async def test_blocks_of_a_failed_pull_are_set_aside(scene: Scene) -> None:
+    scene.transport.failure = TransferFailed("torn")
     scene.transport.opening.set()
     with pytest.raises(TransferFailed):
         await scene.borrowing.pull([BlockCopy(0, 7)], 5)
-    assert scene.borrowing.abandon() == ((7,) if may_still_land else ())
-    if may_still_land:
-        assert await scene.returned.get() == (7,)
+    assert scene.borrowing.abandon() == (7,)
+    assert await scene.returned.get() == (7,)
+
+
+async def test_no_time_frees_a_block_before_its_pull_has_ended(caplog: pytest.LogCaptureFixture) -> None:
+    now, returned = [0.0], list[Sequence[int]]()
+    aside = Quarantine(returned.append, lambda: now[0])
+    pull = asyncio.create_task(asyncio.Event().wait())
+    aside.add({pull: (1, 2)})
+    now[0] = OVERDUE_SECONDS + 1
+    aside.sweep()
+    assert "2 blocks stay out" in caplog.text
+    now[0] = 1000 * OVERDUE_SECONDS
+    aside.sweep()
+    assert returned == []
+    pull.cancel()
+    await asyncio.wait([pull])
+    aside.sweep()
+    assert returned == []
+    now[0] += SAFETY_SECONDS
+    aside.sweep()
+    assert returned == [(1, 2)]
 
 
 async def test_a_lender_with_an_unknown_transport_is_read_through_the_last_of_ours(scene: Scene) -> None:
     async with background() as tasks:
         first, last = Scripted(), Scripted("grpc")
         last.opening.set()
-        borrower = Borrower([first, last], scene.memory, tasks, scene.returned.put_nowait)
+        borrower = Borrower([first, last], scene.memory, tasks, Quarantine(scene.returned.put_nowait))
         unknown = Lender(Endpoint("pigeon", "", 0), "peer:1", RequestKey("r"))
         await borrower.borrow(unknown).pull([BlockCopy(0, 0)], 5)
         assert (len(first.runs), len(last.runs)) == (0, 1)
