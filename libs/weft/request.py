@@ -80,7 +80,10 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptUsage:
-    """What a prompt cost, as counted by the worker that computed it. Times in milliseconds."""
+    """What a prompt cost, as counted by the worker that computed it. Times in milliseconds.
+
+    `failed_worker_id` names a prefill worker that was lost on the way.
+    """
 
     cached_tokens: int = 0
     store_tokens: int = 0
@@ -89,6 +92,7 @@ class PromptUsage:
     compute_ms: int = 0
     exposed_transfer_ms: int = 0
     prefill_worker_id: str = ""
+    failed_worker_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

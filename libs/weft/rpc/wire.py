@@ -172,6 +172,7 @@ def usage_to_wire(usage: PromptUsage) -> decode_service_pb2.PromptUsage:
         compute_ms=usage.compute_ms,
         exposed_transfer_ms=usage.exposed_transfer_ms,
         prefill_worker_id=usage.prefill_worker_id,
+        failed_worker_id=usage.failed_worker_id,
     )
 
 
@@ -185,4 +186,5 @@ def usage_from_wire(usage: decode_service_pb2.PromptUsage) -> PromptUsage:
         usage.compute_ms,
         usage.exposed_transfer_ms,
         usage.prefill_worker_id,
+        usage.failed_worker_id,
     )

@@ -33,6 +33,8 @@ class BrokenPromise(Exception):
     """The lender announced what cannot be, or less than the prompt."""
 
 
+# what the lender is to blame for: others should not be sent to it for a while
+_LOST = (PeerLost, Cancelled, DeadlineExceeded, TimeoutError)
 _REASONS: dict[type[Exception], str] = {
     PeerLost: "peer_lost",
     Cancelled: "peer_lost",
@@ -57,8 +59,11 @@ class HandOffs:
         self._borrower = borrower
         self._fingerprint = fingerprint
 
-    async def fill(self, order: SequenceOrder, prefill: WorkerAddress, reserved: Reserved) -> PromptUsage | None:
-        """Let the engine go on, with the prompt's KV in place or with the prompt to compute itself (then None).
+    async def fill(
+        self, order: SequenceOrder, prefill: WorkerAddress, reserved: Reserved, deadline: float
+    ) -> PromptUsage | None:
+        """Let the engine go on, with the prompt's KV in place or with the prompt to compute itself; then None, or only
+        the name of a lender that was lost. `deadline` in the loop's time.
 
         The engine hears `filled` on every way out, as the last act before returning; where a pull was broken off, with
         all blocks named that it may still write.
@@ -69,9 +74,9 @@ class HandOffs:
             self._engine.filled(order.key, num_hit)
             return None
         reception = self._reception(order, prefill, reserved)
-        finished = await self._receive(prefill, reception, num_hit)
+        finished = await self._receive(prefill, reception, num_hit, deadline)
         if finished is None:
-            return None
+            return PromptUsage(failed_worker_id=prefill.worker_id) if reception.is_lender_lost else None
         self._engine.filled(order.key, num_tokens, FirstToken(finished.first_token_id, finished.logprobs))
         return PromptUsage(
             cached_tokens=finished.cached_tokens,
@@ -83,13 +88,17 @@ class HandOffs:
             prefill_worker_id=prefill.worker_id,
         )
 
-    async def _receive(self, prefill: WorkerAddress, reception: _Reception, num_hit: int) -> PromptFinished | None:
+    async def _receive(
+        self, prefill: WorkerAddress, reception: _Reception, num_hit: int, deadline: float
+    ) -> PromptFinished | None:
         finished: PromptFinished | None = None
+        remaining = max(deadline - asyncio.get_running_loop().time(), 0.0)
         try:
-            async with self._peers.open(prefill, reception.order) as call:
+            async with self._peers.open(prefill, reception.order, remaining) as call:
                 finished = await reception.receive(call)
         except (WeftError, TimeoutError, TransferFailed, ChecksumMismatch, LeaseLost, BrokenPromise) as error:
             reason = _REASONS.get(type(error), "failed")
+            reception.is_lender_lost = isinstance(error, _LOST)
             metrics.TRANSFER_FAILURES.labels(reason).inc()
             logger.warning("hand-off from %s thrown away (%s): %s", prefill.worker_id, reason, error)
         finally:
@@ -118,6 +127,7 @@ class _Reception:
     def __init__(self, order: PrefillOrder, table: tuple[int, ...], address: str, borrower: Borrower) -> None:
         self.order = order
         self.exposed_ms = 0
+        self.is_lender_lost = False
         self._table = table
         self._address = address
         self._borrower = borrower

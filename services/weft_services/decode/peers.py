@@ -66,10 +66,12 @@ class PrefillPeers:
         self._channels = channels
 
     @asynccontextmanager
-    async def open(self, worker: WorkerAddress, order: PrefillOrder) -> AsyncIterator[PrefillCall]:
+    async def open(
+        self, worker: WorkerAddress, order: PrefillOrder, timeout_seconds: float
+    ) -> AsyncIterator[PrefillCall]:
         """Place an order; the call ends with the scope. Broken calls come out as WeftError."""
         stub = prefill_service_pb2_grpc.PrefillServiceStub(self._channels.get(worker.address))
         call = PrefillCall(order)
-        async with owned(stub.Prefill(call.requests())) as stream:
+        async with owned(stub.Prefill(call.requests(), timeout=timeout_seconds)) as stream:
             call.responses = aiter(stream)
             yield call

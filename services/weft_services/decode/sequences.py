@@ -107,8 +107,9 @@ class SequenceDesk:
         self._is_idle.clear()
         try:
             self._submit(order)
-            async with asyncio.timeout(order.remaining_seconds):
-                await self._live(sequence)
+            deadline = asyncio.get_running_loop().time() + order.remaining_seconds
+            async with asyncio.timeout_at(deadline):
+                await self._live(sequence, deadline)
         except WeftError as error:
             outbox.put([self._failed(order.key, error)])
         except TimeoutError:
@@ -140,11 +141,11 @@ class SequenceDesk:
         )
         self._engine.submit(spec)
 
-    async def _live(self, sequence: Sequence) -> None:
+    async def _live(self, sequence: Sequence, deadline: float) -> None:
         order = sequence.order
         if order.prefill is not None:
             reserved = await sequence.until_reserved()
-            sequence.usage = await self._hand_offs.fill(order, order.prefill, reserved)
+            sequence.usage = await self._hand_offs.fill(order, order.prefill, reserved, deadline)
         await sequence.until_ended()
 
     def _told(self, sequence: Sequence, delta: TokenDelta) -> Delta:
@@ -156,8 +157,9 @@ class SequenceDesk:
         """With the first token: as prefill counted it, or our own count when the prompt was computed here."""
         if delta.prompt is None:
             return None
-        if sequence.usage is not None:
-            return sequence.usage
+        lent = sequence.usage or PromptUsage()
+        if lent.prefill_worker_id:
+            return lent
         counts = delta.prompt
         metrics.PREFIX_QUERIES.inc(len(sequence.order.token_ids))
         metrics.PREFIX_HITS.labels("pool").inc(counts.num_cached_tokens)
@@ -166,6 +168,7 @@ class SequenceDesk:
             queue_ms=counts.queue_ms,
             compute_ms=counts.compute_ms,
             prefill_worker_id=self._worker_id,
+            failed_worker_id=lent.failed_worker_id,
         )
 
     def _failed(self, key: RequestKey, error: WeftError) -> Delta:

@@ -20,6 +20,7 @@ class Config:
     grpc_port: int = 9000
     max_requests: int = 1024
     request_timeout_seconds: float = 600.0
+    move_seconds: float = 30.0
     grace_seconds: float = 5.0
 
     def __post_init__(self) -> None:
@@ -32,7 +33,7 @@ class Config:
                 raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name)}: expected 0 to 65535")
         if self.max_requests < 1:
             raise ConfigError(f"WEFT_MAX_REQUESTS={self.max_requests}: expected at least 1")
-        for name in ("request_timeout_seconds", "grace_seconds"):
+        for name in ("request_timeout_seconds", "move_seconds", "grace_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name)}: expected more than 0")
 

@@ -42,8 +42,12 @@ class Inbox:
             self._deltas.append(delta)
         self._filled.set()
 
+    def wake(self) -> None:
+        """Let `take` return although there is nothing: something else has changed."""
+        self._filled.set()
+
     async def take(self) -> list[Delta]:
-        """Everything that has arrived, at least one. Raises Overloaded when the bound was passed."""
+        """Everything that has arrived; nothing after `wake`. Raises Overloaded when the bound was passed."""
         await self._filled.wait()
         self._filled.clear()
         if self._overflowed:

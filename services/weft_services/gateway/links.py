@@ -24,7 +24,7 @@ class DecodeLinks:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._opening: dict[str, asyncio.Lock] = {}
         self._lost = asyncio.Event()
-        self._is_closed = False
+        self.is_closed = False
 
     async def get(self, worker: WorkerAddress) -> DecodeLink:
         """The open stream to this boot of the worker. Raises PeerLost when it cannot be reached."""
@@ -32,7 +32,7 @@ class DecodeLinks:
         link = self._links.get(boot)
         if link is not None and not link.is_closed:
             return link
-        if self._is_closed:
+        if self.is_closed:
             raise PeerLost("the gateway is shutting down")
         async with self._opening.setdefault(boot, asyncio.Lock()):
             link = self._links.get(boot)
@@ -51,7 +51,7 @@ class DecodeLinks:
 
     def close(self) -> None:
         """End all streams, which cancels what still runs on them, and open no more."""
-        self._is_closed = True
+        self.is_closed = True
         for task in self._tasks.values():
             task.cancel()
 

@@ -27,7 +27,7 @@ from weft_mesh.v1.decode_service_pb2_grpc import DecodeServiceStub
 from weft_mesh.v1.scheduler_service_pb2_grpc import FleetServiceStub, SchedulerServiceStub
 from weft_services.gateway.inbox import Delta, Inbox
 
-CONNECT_SECONDS = 3.0
+CONNECT_SECONDS = 1.5
 ROUTE_SECONDS = 5.0
 SETTLE_SECONDS = 5.0
 POLL_SECONDS = 2.0
@@ -44,7 +44,7 @@ class RouteQuery:
     max_tokens: int
     session: bytes
     block_keys: tuple[bytes, ...]
-    excluded_worker_ids: tuple[str, ...] = ()
+    excluded_boot_ids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Scheduler:
             max_tokens=query.max_tokens,
             session=query.session,
             block_keys=query.block_keys,
-            excluded_worker_ids=query.excluded_worker_ids,
+            excluded_boot_ids=query.excluded_boot_ids,
         )
         try:
             with translated():

@@ -10,11 +10,12 @@ from contextlib import contextmanager, suppress
 from weft import metrics
 from weft.errors import Overloaded, PeerLost
 from weft_services.gateway.fleet import Fleet, FleetWatch
+from weft_services.gateway.flight import Mesh
 from weft_services.gateway.generation import Generation
 from weft_services.gateway.model import ServedModel
 from weft_services.gateway.openai_fields import session_hint
 from weft_services.gateway.prepare import Prepared, Workshop, prepare
-from weft_services.gateway.run import Mesh, Run
+from weft_services.gateway.run import Run
 
 
 class Pipeline:

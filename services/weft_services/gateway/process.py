@@ -12,12 +12,12 @@ from weft.rpc.server import RpcServer, until_signal
 from weft_services.gateway.app import build_app
 from weft_services.gateway.config import Config
 from weft_services.gateway.fleet import POLL_INTERVAL_SECONDS, FleetWatch
+from weft_services.gateway.flight import Mesh
 from weft_services.gateway.http_server import HttpServer
 from weft_services.gateway.links import DecodeLinks
 from weft_services.gateway.model import load_model
 from weft_services.gateway.peers import Scheduler
 from weft_services.gateway.pipeline import Pipeline
-from weft_services.gateway.run import Mesh
 from weft_services.gateway.service import SERVICE_NAME, add_inference_service
 from weft_services.gateway.settler import Settler
 
@@ -54,7 +54,8 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
     async with asyncio.TaskGroup() as group:
         links, settler = DecodeLinks(group), Settler(scheduler)
         watch = FleetWatch(scheduler, model.name)
-        pipeline = Pipeline(model, Mesh(scheduler, links, settler), watch, config.max_requests)
+        mesh = Mesh(scheduler, links, settler, group, config.move_seconds)
+        pipeline = Pipeline(model, mesh, watch, config.max_requests)
         rpc = RpcServer([SERVICE_NAME])
         add_inference_service(rpc.server, pipeline, config.request_timeout_seconds)
         app = build_app(pipeline, config.request_timeout_seconds)

@@ -68,11 +68,11 @@ class Booking:
         self._has_first_token = False
         self._is_closed = False
 
-    def first_token(self) -> None:
-        """The prompt is computed."""
+    def first_token(self, failed_worker_id: str = "") -> None:
+        """The prompt is computed; not by the worker that is named here, although it was asked."""
         if not (self._has_first_token or self._is_closed):
             self._has_first_token = True
-            self._settler.put(Settlement(self.key, FIRST_TOKEN))
+            self._settler.put(Settlement(self.key, FIRST_TOKEN, failed_worker_id))
 
     def close(self, stage: Stage, failed_worker_id: str = "") -> None:
         """Finished, failed or cancelled; later calls change nothing."""

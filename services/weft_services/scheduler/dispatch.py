@@ -71,6 +71,8 @@ class Dispatcher:
     def settle(self, key: RequestKey, stage: Stage, failed_id: str = "") -> None:
         """A booked request has come this far. Late, repeated and unknown ones change nothing."""
         booking = self._bookings.settle(key, stage)
+        if stage is Stage.DECODING and failed_id:
+            self.fleet.suspect(failed_id, self._clock())  # the prompt was computed all the same, but not there
         if booking is None:
             return
         if stage is Stage.FINISHED and booking.key == key:

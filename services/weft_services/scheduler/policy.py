@@ -80,7 +80,7 @@ def _choose_prefill(prefills: Sequence[Worker], decode: Worker, query: RouteQuer
 def _able(served: Iterable[Worker], role: WorkerRole, query: RouteQuery, now: float) -> list[Worker]:
     """Workers that can take this request in that role; ones that have just failed only when there is no other."""
     live = [worker for worker in served if worker.info.role.can(role)]
-    tried = [worker for worker in live if worker.worker_id not in query.excluded_worker_ids]
+    tried = [worker for worker in live if not query.excludes(worker)]
     ready = [worker for worker in tried if worker.report.ready]
     if not ready and any(worker.report.is_full for worker in tried):
         raise Overloaded(f"every {role} worker's pool is full")

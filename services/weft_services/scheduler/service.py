@@ -139,6 +139,7 @@ def _query(request: pb.RouteRequest) -> RouteQuery:
     _at_most("session", len(request.session), MAX_SESSION_BYTES)
     _at_most("block_keys", len(request.block_keys), MAX_BLOCK_KEYS)
     _at_most("excluded_worker_ids", len(request.excluded_worker_ids), MAX_EXCLUDED)
+    _at_most("excluded_boot_ids", len(request.excluded_boot_ids), MAX_EXCLUDED)
     if request.prompt_tokens == 0:
         raise InvalidRequest("prompt_tokens must be at least 1", "prompt_tokens")
     return RouteQuery(
@@ -148,6 +149,7 @@ def _query(request: pb.RouteRequest) -> RouteQuery:
         max_tokens=request.max_tokens,
         session=request.session,
         excluded_worker_ids=frozenset(request.excluded_worker_ids),
+        excluded_boot_ids=frozenset(request.excluded_boot_ids),
     )
 
 

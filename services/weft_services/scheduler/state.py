@@ -128,6 +128,12 @@ class RouteQuery:
     max_tokens: int
     session: bytes = b""
     excluded_worker_ids: frozenset[str] = frozenset()
+    excluded_boot_ids: frozenset[str] = frozenset()
+
+    def excludes(self, worker: Worker) -> bool:
+        """Has the request failed on this worker, or on this boot of it."""
+        address = worker.info.address
+        return address.worker_id in self.excluded_worker_ids or address.boot_id in self.excluded_boot_ids
 
 
 @dataclass(frozen=True, slots=True)

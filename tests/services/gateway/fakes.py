@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -67,7 +67,26 @@ def speaking(
     return script
 
 
-def failing(code: int, after: Iterable[SequenceDelta] = (), worker_id: str = "") -> Script:
+def answering(
+    token_ids: Sequence[int], dies_after: int | None = None, finish: common_pb2.FinishReason.ValueType = STOP
+) -> Script:
+    """Say what of the answer is not said yet, as an engine does; fall silent when so much of it is out."""
+
+    async def script(start: Start) -> AsyncIterator[SequenceDelta]:
+        said = list(start.token_ids)[len(start.token_ids) - start.resumed_tokens :]
+        assert said == list(token_ids[: len(said)]), "another answer is to be continued"
+        rest = list(token_ids[len(said) : dies_after])
+        for delta in (
+            deltas(start, rest, None if dies_after else finish, cached=len(start.token_ids) // 2) if rest else ()
+        ):
+            yield delta
+        if dies_after:
+            await forever()
+
+    return script
+
+
+def failing(code: int, worker_id: str = "") -> Script:
     """Fail with this code."""
 
     async def script(start: Start) -> AsyncIterator[SequenceDelta]:
@@ -130,7 +149,7 @@ class FakeDecode(DecodeServiceServicer):
 
 
 class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
-    """Places on the first worker that is not excluded, remembers everything."""
+    """Places on the first worker whose boot is not excluded, remembers everything."""
 
     def __init__(self, decoders: list[FakeDecode], model: str, max_context: int) -> None:
         self.decoders, self.model, self.max_context = decoders, model, max_context
@@ -161,7 +180,7 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
         if self.refusal is not None:
             await context.abort(*self.refusal)
         for decoder in self.decoders:
-            if decoder.worker_id not in request.excluded_worker_ids:
+            if decoder.boot_id not in request.excluded_boot_ids:
                 return scheduler_service_pb2.RouteResponse(decode=_address(decoder), prefill=_PREFILL)
         await context.abort(grpc.StatusCode.UNAVAILABLE, "no decode worker")
 

@@ -232,6 +232,7 @@ class PromptUsage(_message.Message):
     COMPUTE_MS_FIELD_NUMBER: _builtins.int
     EXPOSED_TRANSFER_MS_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_ID_FIELD_NUMBER: _builtins.int
+    FAILED_WORKER_ID_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens that were not computed, as counted by the worker that computed the rest."""
     store_tokens: _builtins.int
@@ -246,6 +247,8 @@ class PromptUsage(_message.Message):
     """From the last chunk computed to the last block read, milliseconds."""
     prefill_worker_id: _builtins.str
     """Who computed the prompt."""
+    failed_worker_id: _builtins.str
+    """A prefill worker that was lost on the way; decode computed the prompt in its place."""
     def __init__(
         self,
         *,
@@ -256,10 +259,11 @@ class PromptUsage(_message.Message):
         compute_ms: _builtins.int = ...,
         exposed_transfer_ms: _builtins.int = ...,
         prefill_worker_id: _builtins.str = ...,
+        failed_worker_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_ms", b"compute_ms", "exposed_transfer_ms", b"exposed_transfer_ms", "prefill_worker_id", b"prefill_worker_id", "queue_ms", b"queue_ms", "store_tokens", b"store_tokens", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_ms", b"compute_ms", "exposed_transfer_ms", b"exposed_transfer_ms", "failed_worker_id", b"failed_worker_id", "prefill_worker_id", b"prefill_worker_id", "queue_ms", b"queue_ms", "store_tokens", b"store_tokens", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -33,6 +33,7 @@ class RouteRequest(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     BLOCK_KEYS_FIELD_NUMBER: _builtins.int
     EXCLUDED_WORKER_IDS_FIELD_NUMBER: _builtins.int
+    EXCLUDED_BOOT_IDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Served model name."""
     prompt_tokens: _builtins.int
@@ -53,6 +54,10 @@ class RouteRequest(_message.Message):
     def excluded_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers that this request has already failed on."""
 
+    @_builtins.property
+    def excluded_boot_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The same by boot: a worker that has been restarted since is another one."""
+
     def __init__(
         self,
         *,
@@ -63,10 +68,11 @@ class RouteRequest(_message.Message):
         session: _builtins.bytes = ...,
         block_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         excluded_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+        excluded_boot_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "excluded_worker_ids", b"excluded_worker_ids", "key", b"key", "max_tokens", b"max_tokens", "model", b"model", "prompt_tokens", b"prompt_tokens", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "excluded_boot_ids", b"excluded_boot_ids", "excluded_worker_ids", b"excluded_worker_ids", "key", b"key", "max_tokens", b"max_tokens", "model", b"model", "prompt_tokens", b"prompt_tokens", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -201,7 +207,7 @@ class Settlement(_message.Message):
     stage: Global___Settlement.Stage.ValueType
     """Reached stage."""
     failed_worker_id: _builtins.str
-    """With STAGE_FAILED: who failed, if known."""
+    """With STAGE_FAILED: who failed, if known. With STAGE_FIRST_TOKEN: a prefill worker that was asked and did not deliver."""
     @_builtins.property
     def key(self) -> _common_pb2.RequestKey:
         """The attempt that was routed."""

@@ -1,0 +1,143 @@
+"""A `weft up` of one's own, and what can be done to its workers: SIGKILL, or SIGSTOP until they are healed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+import httpx
+import psutil
+
+from weft_mesh.v1 import scheduler_service_pb2, scheduler_service_pb2_grpc
+
+ROOT = Path(__file__).resolve().parent.parent
+START_SECONDS = 180.0
+MAX_REPORT_AGE_MS = 2500
+# a fault: what is done to a worker of that role, chosen by chance
+FAULTS = {
+    "kill-decode": (signal.SIGKILL, "decode"),
+    "freeze-decode": (signal.SIGSTOP, "decode"),
+    "kill-prefill": (signal.SIGKILL, "prefill"),
+    "freeze-prefill": (signal.SIGSTOP, "prefill"),
+}
+
+
+class MeshTrouble(Exception):
+    """The mesh does not do what can be expected of it; the message says what."""
+
+
+class LocalMesh:
+    """Two prefill and two decode workers, on free ports, while the block lasts."""
+
+    def __init__(self, model: str = "", num_prefill: int = 2, num_decode: int = 2) -> None:
+        port, grpc_port = _free_port(), _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._num_workers = num_prefill + num_decode
+        self._hit: dict[str, psutil.Process] = {}
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the mesh)
+        command = [sys.executable, "-m", "weft.cli.main", "up", "--port", str(port), "--grpc-port", str(grpc_port)]
+        command += ["--model", model or str(ROOT / "models" / "weft-nano"), "--dtype", "float32", "--threads", "1"]
+        command += ["--prefill", str(num_prefill), "--decode", str(num_decode)]
+        self._up = psutil.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def __enter__(self) -> Self:
+        deadline = time.monotonic() + START_SECONDS
+        while not self._is_ready():
+            if time.monotonic() > deadline or not self._up.is_running():
+                self.__exit__(None, None, None)
+                raise MeshTrouble(f"the mesh does not start:\n{self.log()[-4000:]}")
+            time.sleep(0.2)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._hit.values():
+            _signal(process, signal.SIGCONT)
+        self._up.send_signal(signal.SIGINT)
+        try:
+            self._up.wait(20)
+        except psutil.TimeoutExpired:
+            self._up.kill()
+
+    def log(self) -> str:
+        """All that was written so far."""
+        self._log.seek(0)
+        return self._log.read()
+
+    def worker(self, name: str) -> psutil.Process:
+        """The process of a worker. Raises LookupError while there is none."""
+        for process in self._up.children(recursive=True):
+            try:
+                if process.environ().get("WEFT_WORKER_ID") == name and "weft_services" in " ".join(process.cmdline()):
+                    return process
+            except psutil.Error:
+                continue
+        raise LookupError(name)
+
+    def hit(self, fault: str, dice: random.Random) -> str:
+        """Do it to one of the role's two workers; returns its name."""
+        number, role = FAULTS[fault]
+        name = f"{role}-{dice.randrange(2)}"
+        self._hit[name] = self.worker(name)
+        self._hit[name].send_signal(number)
+        return name
+
+    async def heal(self) -> None:
+        """Wake who was frozen, and wait until every worker has joined again and is ready."""
+        for process in self._hit.values():
+            _signal(process, signal.SIGCONT)
+        self._hit.clear()
+        deadline = time.monotonic() + START_SECONDS
+        while not await asyncio.to_thread(self._is_whole):
+            if time.monotonic() > deadline:
+                raise MeshTrouble(f"a worker does not come back:\n{self.log()[-4000:]}")
+            await asyncio.sleep(0.3)
+
+    async def moves(self, client: httpx.AsyncClient) -> int:
+        """Sequences that the gateway has moved so far."""
+        text = (await client.get("/metrics")).text
+        return round(sum(float(value) for value in re.findall(r"^weft_sequence_moves_total\{.*\} (\S+)$", text, re.M)))
+
+    def _is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/ready", timeout=5).status_code == httpx.codes.OK and self._is_whole()
+        except httpx.TransportError:
+            return False
+
+    def _is_whole(self) -> bool:
+        """As the scheduler sees it: every worker is there, ready, and has just said so."""
+        with grpc.insecure_channel(self._scheduler()) as channel:
+            stub = scheduler_service_pb2_grpc.FleetServiceStub(channel)  # type: ignore[no-untyped-call, unused-ignore]
+            fleet = stub.ListWorkers(scheduler_service_pb2.ListWorkersRequest(), timeout=10).workers
+        able = [worker for worker in fleet if worker.report.ready and worker.report_age_ms < MAX_REPORT_AGE_MS]
+        return len(able) == self._num_workers
+
+    def _scheduler(self) -> str:
+        gateways = [p for p in self._up.children(recursive=True) if "weft_services.gateway" in " ".join(p.cmdline())]
+        return gateways[0].environ()["WEFT_SCHEDULER_ADDR"]
+
+
+def _signal(process: psutil.Process, number: int) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,160 @@
+"""Does any stream get lost? Many at once, a worker killed or frozen at a random moment, every answer compared.
+
+    python -m loadtest.streams                    64 streams, 50 rounds, two prefill and two decode workers
+    python -m loadtest.streams --rounds 10 --streams 16 --faults kill-decode
+
+Starts a mesh of its own, asks everything once undisturbed, then again in every round while a worker is hit. Prints a
+line for each kind of fault: streams lost, answers that differ, and the longest silence of each stream.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.answers import Answer, Ask, ask, difference, make_asks
+from loadtest.local_mesh import FAULTS, LocalMesh, MeshTrouble
+from loadtest.mesh_bench import percentile, read_text
+
+NONE = "undisturbed"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to do. One round is all streams at once and one fault."""
+
+    model: str
+    streams: int
+    rounds: int
+    tokens: int
+    prompt_words: int
+    faults: tuple[str, ...]
+    seed: int
+    out: str
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the streams under one kind of fault. Seconds."""
+
+    rounds: int = 0
+    streams: int = 0
+    moved: int = 0
+    lost: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    firsts: list[float] = field(default_factory=list)
+
+    def add(self, asks: Sequence[Ask], expected: Sequence[Answer], answers: Sequence[Answer]) -> None:
+        """One round."""
+        self.rounds += 1
+        for each, reference, answer in zip(asks, expected, answers, strict=True):
+            self.streams += 1
+            if answer.error:
+                self.lost.append(f"{each.name}: {answer.error}")
+                continue
+            if difference_found := difference(reference, answer):
+                self.wrong.append(f"{each.name}: {difference_found}")
+            self.gaps.append(answer.longest_gap)
+            self.firsts.append(answer.first_seconds)
+
+
+async def run_all(client: httpx.AsyncClient, asks: Sequence[Ask]) -> tuple[list[Answer], float]:
+    """All at once; and how long it took."""
+    began = time.perf_counter()
+    answers = await asyncio.gather(*(ask(client, each) for each in asks))
+    return list(answers), time.perf_counter() - began
+
+
+async def measure(mesh: LocalMesh, asks: Sequence[Ask], options: Options) -> dict[str, Tally]:
+    """Undisturbed twice, the first time to warm the caches; then the rounds."""
+    dice, tallies = random.Random(options.seed), defaultdict[str, Tally](Tally)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=mesh.url, timeout=120.0, limits=limits) as client:
+        expected, _ = await run_all(client, asks)
+        if broken := [answer.error for answer in expected if answer.error]:
+            raise MeshTrouble(f"undisturbed streams fail: {broken[0]}")
+        again, seconds = await run_all(client, asks)
+        tallies[NONE].add(asks, expected, again)
+        for number in range(options.rounds):
+            fault = options.faults[number % len(options.faults)]
+            moves = await mesh.moves(client)
+            async with asyncio.TaskGroup() as group:
+                running = group.create_task(run_all(client, asks))
+                await asyncio.sleep(dice.uniform(0, 0.9 * seconds))
+                victim = mesh.hit(fault, dice)
+            answers, took = running.result()
+            tallies[fault].add(asks, expected, answers)
+            tallies[fault].moved += await mesh.moves(client) - moves
+            await mesh.heal()
+            state = f"lost {len(tallies[fault].lost)}, wrong {len(tallies[fault].wrong)}, {took:.1f} s"
+            print(f"round {number + 1} of {options.rounds}: {fault} {victim}, {state}", file=sys.stderr)
+    return dict(tallies)
+
+
+def render(tallies: dict[str, Tally], options: Options) -> Table:
+    """One line for each kind of fault."""
+    title = f"{options.streams} streams of up to {options.tokens} tokens; longest silence of a stream in seconds"
+    table = Table(title=title, box=None, padding=(0, 1))
+    headings = ("fault", "rounds", "streams", "moved", "lost", "wrong", "stall p50", "p99", "max", "TTFT p99", "max")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "fault" else "right")
+    for name, tally in tallies.items():
+        counts = (tally.rounds, tally.streams, tally.moved, len(tally.lost), len(tally.wrong))
+        stalls = [percentile(tally.gaps, percent) for percent in (50, 99, 100)]
+        firsts = [percentile(tally.firsts, percent) for percent in (99, 100)]
+        table.add_row(name, *map(str, counts), *(f"{value:.2f}" for value in stalls + firsts))
+    return table
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> Options:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Kill workers under streams and compare what clients get.")
+    parser.add_argument("--model", default="", help="a checkpoint; default the shipped one")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--tokens", type=int, default=64, help="an answer's most")
+    parser.add_argument("--prompt-words", type=int, default=60)
+    parser.add_argument("--faults", default=",".join(FAULTS), help="taken in turn")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", default="", help="a JSON file for all figures")
+    values = vars(parser.parse_args(arguments))
+    values["faults"] = tuple(values["faults"].split(","))
+    if unknown := set(values["faults"]) - set(FAULTS):
+        parser.error(f"--faults: no such fault: {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
+    return Options(**values)
+
+
+def main() -> None:
+    """Start a mesh, measure, print, write; status 1 when a stream was lost or wrong."""
+    options = parse_options()
+    asks = make_asks(read_text(""), options.streams, options.prompt_words, options.tokens, options.seed)
+    try:
+        with LocalMesh(options.model) as mesh:
+            tallies = asyncio.run(measure(mesh, asks, options))
+    except MeshTrouble as error:
+        sys.exit(f"streams: {error}")
+    Console(width=None if sys.stdout.isatty() else 160).print(render(tallies, options))
+    bad = [line for tally in tallies.values() for line in (*tally.lost, *tally.wrong)]
+    for line in bad[:20]:
+        print(line)
+    if options.out:
+        record = {"options": asdict(options), "tallies": {name: asdict(tally) for name, tally in tallies.items()}}
+        Path(options.out).write_text(json.dumps(record, indent=1))
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""A worker is lost in mid-answer: the answer goes on elsewhere, and the client cannot tell where the seam is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
+from tests.services.gateway.fakes import LENGTH, FakeDecode, SequenceDelta, Start, answering, deltas, failing
+
+TEXT = "the answer is here and there, hello world"
+
+
+async def kill_after(decode: FakeDecode, num_starts: int = 1) -> None:
+    """Once so many sequences run there, and what it says has had time to arrive."""
+    await decode.until(lambda: len(decode.started) >= num_starts)
+    await asyncio.sleep(0.05)
+    await decode.kill()
+
+
+async def ask(b: Bench, num_starts: int = 1, **fields: Any) -> httpx.Response:
+    """A completion whose worker dies on the way."""
+    async with asyncio.TaskGroup() as group:
+        body = {"model": MODEL_NAME, "prompt": "user", **fields}
+        asked = group.create_task(b.http.post("/v1/completions", json=body))
+        group.create_task(kill_after(b.decode, num_starts))
+    return asked.result()
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The data of an SSE body that ended well."""
+    data = [block.removeprefix("data: ") for block in response.text.split("\n\n") if block.startswith("data: ")]
+    assert data.pop() == "[DONE]"
+    return [orjson.loads(each) for each in data]
+
+
+@pytest.mark.parametrize("num_said", [1, 2, 5])
+async def test_a_stream_goes_on_with_the_next_token(bench: MakeBench, num_said: int) -> None:
+    async with bench(num_decoders=2) as b:
+        answer = [*b.ids(TEXT), END]
+        b.decode.script, b.decoders[1].script = answering(answer, dies_after=num_said), answering(answer)
+        response = await ask(b, stream=True, seed=7, temperature=1.0, max_tokens=100)
+        assert "".join(event["choices"][0]["text"] for event in events(response)) == TEXT
+        first, second = b.decode.started[0], b.decoders[1].started[0]
+        assert list(second.token_ids) == [*first.token_ids, *answer[:num_said]]
+        assert second.resumed_tokens == num_said
+        assert second.sampling == first.sampling, "the same seed, and max_tokens still counts from the prompt's end"
+        assert b.scheduler.routed[1].prompt_tokens == len(second.token_ids)
+        assert b.scheduler.routed[1].max_tokens == 100 - num_said
+        assert list(b.scheduler.routed[1].excluded_boot_ids) == ["boot-0"]
+        await b.scheduler.until(lambda: b.scheduler.stages(1) == ["first_token", "finished"])
+        assert b.scheduler.stages(0) == ["first_token", "failed"]
+
+
+async def test_usage_is_that_of_the_clients_prompt_and_of_one_answer(bench: MakeBench) -> None:
+    async with bench(num_decoders=2) as b:
+        answer = [*b.ids(TEXT), END]
+        b.decode.script, b.decoders[1].script = answering(answer, dies_after=4), answering(answer)
+        response = await ask(b, prompt=list(range(10, 30)))
+        assert response.json()["usage"] == {
+            "prompt_tokens": 20,
+            "completion_tokens": len(answer),
+            "total_tokens": 20 + len(answer),
+            "prompt_tokens_details": {"cached_tokens": 10},
+        }
+        assert response.json()["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_no_token_is_reported_twice_or_left_out(bench: MakeBench) -> None:
+    async with bench(num_decoders=2) as b:
+        answer = b.ids(TEXT)
+        b.decode.script = answering(answer, dies_after=3)
+        b.decoders[1].script = answering(answer, finish=LENGTH)
+        response = await ask(b, logprobs=2, return_token_ids=True, stream=True)
+        choices = [event["choices"][0] for event in events(response)]
+        assert [token for choice in choices for token in choice["token_ids"]] == answer
+        pieces = [choice["logprobs"] for choice in choices]
+        assert [text for each in pieces for text in each["tokens"]] == [b.tokenizer.decode([t]) for t in answer]
+        offsets = [offset for each in pieces for offset in each["text_offset"]]
+        assert offsets == sorted(set(offsets))
+        assert choices[-1]["finish_reason"] == "length"
+
+
+async def test_a_stop_string_across_the_seam_is_found(bench: MakeBench) -> None:
+    async with bench(num_decoders=2) as b:
+        answer = [*b.ids(TEXT), END]
+        cut = next(i for i in range(len(answer)) if "here" in b.tokenizer.decode(answer[:i])) - 1
+        seam = b.tokenizer.decode(answer[: cut + 2])[len(b.tokenizer.decode(answer[: cut - 1])) :]
+        b.decode.script, b.decoders[1].script = answering(answer, dies_after=cut), answering(answer)
+        response = await ask(b, stop=[seam])
+        assert response.json()["choices"][0]["text"] == TEXT[: TEXT.index(seam)]
+        assert response.json()["choices"][0]["finish_reason"] == "stop"
+        await b.decoders[1].until(lambda: len(b.decoders[1].cancelled) == 1)
+
+
+async def test_a_character_across_the_seam_is_whole(bench: MakeBench) -> None:
+    async with bench(num_decoders=2) as b:
+        answer = [*b.ids("a \N{GRINNING FACE} b"), END]
+        b.decode.script, b.decoders[1].script = answering(answer, dies_after=4), answering(answer)
+        assert (await ask(b)).json()["choices"][0]["text"] == "a \N{GRINNING FACE} b"
+
+
+async def test_all_choices_move_each_from_where_it_was(bench: MakeBench) -> None:
+    async with bench(num_decoders=2) as b:
+        answers = {5: [*b.ids("hello world"), END], 6: [*b.ids("the answer"), END]}
+
+        async def dying(start: Start) -> AsyncIterator[SequenceDelta]:
+            first = start.token_ids[0]
+            async for delta in answering(answers[first], dies_after=first - 4)(start):
+                yield delta
+
+        async def living(start: Start) -> AsyncIterator[SequenceDelta]:
+            async for delta in answering(answers[start.token_ids[0]])(start):
+                yield delta
+
+        b.decode.script, b.decoders[1].script = dying, living
+        response = await ask(b, num_starts=2, prompt=[[5], [6]])
+        assert [choice["text"] for choice in response.json()["choices"]] == ["hello world", "the answer"]
+        assert sorted(start.resumed_tokens for start in b.decoders[1].started) == [1, 2]
+
+
+async def test_a_stream_waits_for_its_only_worker_to_be_restarted(bench: MakeBench) -> None:
+    async with bench() as b:
+        answer = [*b.ids(TEXT), END]
+        b.decode.script = answering(answer, dies_after=3)
+
+        async def restart() -> None:
+            await kill_after(b.decode)
+            back = FakeDecode("decode-0", "boot-new")
+            back.script = answering(answer)
+            await back.open()
+            await b.scheduler.until(lambda: len(b.scheduler.routed) > 1)
+            b.decoders[0] = back
+
+        async with asyncio.TaskGroup() as group:
+            body = {"model": MODEL_NAME, "prompt": "user", "stream": True}
+            asked = group.create_task(b.http.post("/v1/completions", json=body))
+            group.create_task(restart())
+        assert "".join(event["choices"][0]["text"] for event in events(asked.result())) == TEXT
+        await b.decode.kill()
+
+
+async def test_a_stream_that_makes_headway_is_moved_as_often_as_it_takes(bench: MakeBench) -> None:
+    async with bench(num_decoders=6) as b:
+        answer = [*b.ids(TEXT), END]
+
+        async def one_token(start: Start) -> AsyncIterator[SequenceDelta]:
+            yield deltas(start, [answer[start.resumed_tokens]], None)[0]
+            async for failure in failing(14)(start):
+                yield failure
+
+        for decoder in b.decoders[:5]:
+            decoder.script = one_token
+        b.decoders[5].script = answering(answer)
+        response = await b.http.post("/v1/completions", json={"model": MODEL_NAME, "prompt": "user"})
+        assert response.json()["choices"][0]["text"] == TEXT
+        assert b.decoders[5].started[0].resumed_tokens == 5
+
+
+async def test_a_client_that_leaves_during_a_move_leaves_nothing_behind(bench: MakeBench) -> None:
+    async with bench() as b:
+        b.decode.script = answering(b.ids(TEXT), dies_after=2)
+        body = {"model": MODEL_NAME, "prompt": "user", "stream": True}
+        async with b.http.stream("POST", "/v1/completions", json=body) as response:
+            async for _ in response.aiter_text():
+                await b.decode.kill()
+                await b.scheduler.until(lambda: len(b.scheduler.routed) > 2)
+                break
+        routed = len(b.scheduler.routed)
+        await b.scheduler.until(lambda: b.scheduler.stages(routed - 1) == ["cancelled"])
+        assert b.gateway.pipeline.num_in_flight == 0
