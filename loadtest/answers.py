@@ -13,6 +13,11 @@ from loadtest.openai_client import events
 
 # a batch of other shapes adds up in another order
 LOGPROB_TOLERANCE = 2e-3
+EXTRA: dict[str, dict[str, Any]] = {
+    "logprobs": {"logprobs": 2},
+    "stop": {"stop": [" the", "er "]},
+    "two choices": {"n": 2},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +65,8 @@ def make_asks(text: str, count: int, prompt_words: int, max_tokens: int, seed: i
             "seed": 1000 + index,
         }
         kind = ("plain", "logprobs", "stop", "two choices")[index // 2 % 4]
-        extra: dict[str, Any] = {
-            "logprobs": {"logprobs": 2},
-            "stop": {"stop": [" the", "er "]},
-            "two choices": {"n": 2},
-        }
         is_streamed = index % 8 != 7
-        body |= extra.get(kind, {})
+        body |= EXTRA.get(kind, {})
         body |= {"stream": True, "stream_options": {"include_usage": True}} if is_streamed else {}
         asks.append(Ask(f"{index} ({kind}{'' if is_streamed else ', not streamed'})", body))
     return asks

@@ -76,21 +76,22 @@ class LocalMesh:
         self._log.seek(0)
         return self._log.read()
 
-    def worker(self, name: str) -> psutil.Process:
-        """The process of a worker. Raises LookupError while there is none."""
+    def child(self, module: str, worker_id: str = "") -> psutil.Process:
+        """The process of a service or worker. Raises LookupError while there is none."""
         for process in self._up.children(recursive=True):
             try:
-                if process.environ().get("WEFT_WORKER_ID") == name and "weft_services" in " ".join(process.cmdline()):
-                    return process
-            except psutil.Error:
+                environ, command = process.environ(), " ".join(process.cmdline())
+            except psutil.Error:  # it ends just now
                 continue
-        raise LookupError(name)
+            if f"weft_services.{module}" in command and worker_id == environ.get("WEFT_WORKER_ID", ""):
+                return process
+        raise LookupError(f"no process {worker_id or module}")
 
     def hit(self, fault: str, dice: random.Random) -> str:
         """Do it to one of the role's two workers; returns its name."""
         number, role = FAULTS[fault]
         name = f"{role}-{dice.randrange(2)}"
-        self._hit[name] = self.worker(name)
+        self._hit[name] = self.child(role, name)
         self._hit[name].send_signal(number)
         return name
 
@@ -113,20 +114,16 @@ class LocalMesh:
     def _is_ready(self) -> bool:
         try:
             return httpx.get(f"{self.url}/ready", timeout=5).status_code == httpx.codes.OK and self._is_whole()
-        except httpx.TransportError:
+        except (httpx.TransportError, grpc.RpcError, LookupError):
             return False
 
     def _is_whole(self) -> bool:
         """As the scheduler sees it: every worker is there, ready, and has just said so."""
-        with grpc.insecure_channel(self._scheduler()) as channel:
+        with grpc.insecure_channel(self.child("gateway").environ()["WEFT_SCHEDULER_ADDR"]) as channel:
             stub = scheduler_service_pb2_grpc.FleetServiceStub(channel)  # type: ignore[no-untyped-call, unused-ignore]
             fleet = stub.ListWorkers(scheduler_service_pb2.ListWorkersRequest(), timeout=10).workers
         able = [worker for worker in fleet if worker.report.ready and worker.report_age_ms < MAX_REPORT_AGE_MS]
         return len(able) == self._num_workers
-
-    def _scheduler(self) -> str:
-        gateways = [p for p in self._up.children(recursive=True) if "weft_services.gateway" in " ".join(p.cmdline())]
-        return gateways[0].environ()["WEFT_SCHEDULER_ADDR"]
 
 
 def _signal(process: psutil.Process, number: int) -> None:
