@@ -17,7 +17,7 @@ from weft.engine.messages import EngineLoad, StepOutput
 from weft.kv.memory import HostBlocks
 from weft.kv.mooncake import MooncakeTransport
 from weft.kv.transport import Endpoint, Lender, Run, Transport
-from weft.model.kv_layout import KV_LAYOUT, block_bytes
+from weft.model.kv_layout import block_bytes, kv_groups, layout_name
 from weft.request import ModelFingerprint, WorkerAddress
 from weft.rpc.blocks import GrpcTransport
 from weft.rpc.client import ChannelPool
@@ -118,7 +118,7 @@ class Worker:
 def fingerprint_of(tiny: Tiny) -> ModelFingerprint:
     """What workers of this model compare."""
     size = block_bytes(tiny.config, "float32", BLOCK_TOKENS)
-    return ModelFingerprint("cafe", "float32", BLOCK_TOKENS, size, KV_LAYOUT)
+    return ModelFingerprint("cafe", "float32", BLOCK_TOKENS, size, layout_name(tiny.config))
 
 
 @asynccontextmanager
@@ -133,7 +133,8 @@ async def start_worker(
 ) -> AsyncIterator[Worker]:
     """A worker on a port of its own."""
     feed = EngineFeed()
-    config = EngineConfig(num_blocks, BLOCK_TOKENS, tiny.config.vocab_size, 200, CHUNK_TOKENS)
+    reaches = kv_groups(tiny.config).reaches
+    config = EngineConfig(num_blocks, BLOCK_TOKENS, tiny.config.vocab_size, 200, CHUNK_TOKENS, reaches=reaches)
     engine = build_engine(
         tiny.config, tiny.weights, dtype="float32", device="cpu", engine_config=config, listener=feed.listener
     )

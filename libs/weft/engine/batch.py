@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from weft.engine.config import EngineConfig
 from weft.engine.events import Events
 from weft.engine.messages import PromptProgress, Reserved
+from weft.engine.pages import Pages
 from weft.engine.sequence import Sequence, State
-from weft.kv.blocks import BlockPool, PoolExhausted
+from weft.kv.blocks import BlockPool
+from weft.kv.groups import PageRun
 from weft.request import PositionLogprobs, RequestKey
 
 
@@ -49,6 +51,7 @@ class Planner:
         self._num_reserved = 0
         self._config = config
         self._pool = pool
+        self.pages = Pages(config.paging, pool)
 
     def add(self, sequence: Sequence) -> None:
         """A new sequence, at the end of the queue."""
@@ -72,15 +75,17 @@ class Planner:
         """
         assert sequence.state is State.RESERVED
         sequence.is_filled = True
-        size = self._config.block_tokens
+        num_hit = sequence.num_sealed
         # Matched blocks are shared and were never written to, so they cannot be suspect.
-        suspect = set(suspects) & set(sequence.blocks[sequence.num_sealed :])
+        fresh = [run.within(num_hit, run.end) for run in sequence.runs]
+        suspect = set(suspects).intersection(block for run in fresh for block in run.blocks)
         if suspect:
-            num_ready = min(num_ready, size * min(sequence.blocks.index(block) for block in suspect))
-            if not self._replace(sequence, suspect):
+            num_ready = min(num_ready, self._num_trusted(fresh, suspect))
+            if not self.pages.replace(sequence, suspect):
                 self._requeue(sequence)
                 return False
         sequence.num_computed = max(sequence.num_computed, min(num_ready, sequence.num_prompt))
+        self.pages.place(sequence, num_hit)
         sequence.num_cached = sequence.num_computed
         self._num_reserved -= 1
         self._run(sequence)
@@ -90,6 +95,7 @@ class Planner:
         """The next step: one token for everyone who generates, then prompt chunks within `chunk_tokens`."""
         works: list[Work] = []
         num_live = len(self.running)
+        self._catch_up()
         for sequence in list(self.running):
             # An earlier turn of this loop may have preempted it.
             if sequence.state is State.RUNNING and sequence.num_pending == 1 and self._grow(sequence):
@@ -103,15 +109,22 @@ class Planner:
         """Sequences that wait for somebody else's KV."""
         return self._num_reserved
 
+    def _catch_up(self) -> None:
+        """Pages that prompts could not get when they last went on come before anybody new."""
+        if self._config.paging.is_bounded:
+            for sequence in self.running:
+                self.pages.slide(sequence)
+
     def _chunks(self, planned: set[Sequence]) -> list[Work]:
         works: list[Work] = []
         budget = self._config.chunk_tokens
         for sequence in self.running:
-            if sequence in planned or not budget:
+            if sequence in planned:
                 continue
-            work = Work(sequence, min(budget, sequence.num_pending))
-            budget -= work.num_tokens
-            works.append(work)
+            num_tokens = min(budget, sequence.num_pending, self.pages.room(sequence) - sequence.num_computed)
+            if num_tokens:
+                budget -= num_tokens
+                works.append(Work(sequence, num_tokens))
         return works
 
     def _admit(self, events: Events, now: float) -> None:
@@ -128,7 +141,7 @@ class Planner:
             if sequence.spec.wait_for_kv and not sequence.is_filled:
                 sequence.state = State.RESERVED
                 self._num_reserved += 1
-                events.reserved.append(Reserved(sequence.spec.key, tuple(sequence.blocks), sequence.num_computed))
+                events.reserved.append(Reserved(sequence.spec.key, tuple(sequence.runs), sequence.num_computed))
             else:
                 self._run(sequence)
                 report_progress(sequence, events)
@@ -139,39 +152,33 @@ class Planner:
 
     def _seat(self, sequence: Sequence) -> bool:
         """Blocks for all its tokens, cached ones first; one more stays free for each sequence that may grow."""
-        size = self._config.block_tokens
-        hits = self._pool.match(sequence.reusable_keys(size))
         num_growing = self._num_reserved + sum(not other.is_prefill for other in self.running)
-        num_new = _blocks_for(sequence, size) - len(hits)
-        if num_new + num_growing > self._pool.num_available:
-            self._pool.release(hits)
+        num_hit = self.pages.seat(sequence, num_growing)
+        if num_hit is None:
             return False
-        sequence.blocks = hits + self._pool.reserve(num_new)
-        sequence.num_sealed = len(hits)
-        sequence.num_computed = len(hits) * size
+        sequence.num_sealed = num_hit
+        sequence.num_computed = num_hit * self._config.block_tokens
         return True
 
     def _grow(self, sequence: Sequence) -> bool:
         """A block for the next token, at the cost of the youngest; False when that was the sequence itself."""
-        num_new = _blocks_for(sequence, self._config.block_tokens) - len(sequence.blocks)
+        num_tokens = len(sequence.token_ids)
+        num_new = self.pages.num_lacking(sequence, num_tokens)
         while num_new > self._pool.num_available:
             victim = next(other for other in reversed(self.running) if not other.is_prefill)
             self._requeue(victim)
             if victim is sequence:
                 return False
-        sequence.blocks += self._pool.reserve(num_new)
+        if num_new:
+            self.pages.grow(sequence, num_tokens)
         return True
 
-    def _replace(self, sequence: Sequence, suspect: set[int]) -> bool:
-        """Swap the suspect blocks. False: not enough others, and the sequence is left with the good ones alone."""
-        self._pool.quarantine(suspect)
-        try:
-            fresh = iter(self._pool.reserve(len(suspect)))
-        except PoolExhausted:
-            sequence.blocks = [block for block in sequence.blocks if block not in suspect]
-            return False
-        sequence.blocks = [next(fresh) if block in suspect else block for block in sequence.blocks]
-        return True
+    def _num_trusted(self, fresh: list[PageRun], suspect: set[int]) -> int:
+        """Tokens before the first suspect page; none, where it depends on their number what lies in which page."""
+        if self._config.paging.is_bounded:
+            return 0
+        (run,) = fresh
+        return self._config.block_tokens * (run.first + min(map(run.blocks.index, suspect)))
 
     def _requeue(self, sequence: Sequence) -> None:
         """Preempt: tokens are kept, KV is found in the cache or computed again. It goes before all who never ran."""
@@ -188,16 +195,11 @@ class Planner:
             self._num_reserved -= 1
         elif sequence.state is State.RUNNING:
             self.running.remove(sequence)
-        self._pool.release(sequence.blocks)
-        sequence.blocks = []
+        self.pages.release(sequence)
 
 
 def report_progress(sequence: Sequence, events: Events) -> None:
     """For prefill sequences: what a peer may read by now."""
     if sequence.is_prefill and sequence.num_computed:
         num_ready = min(sequence.num_computed, sequence.num_prompt)
-        events.progress.append(PromptProgress(sequence.spec.key, tuple(sequence.blocks), num_ready))
-
-
-def _blocks_for(sequence: Sequence, block_tokens: int) -> int:
-    return -(-len(sequence.token_ids) // block_tokens)
+        events.progress.append(PromptProgress(sequence.spec.key, tuple(sequence.runs), num_ready))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, field
+
+from weft.kv.groups import Paging, Reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +14,7 @@ class EngineConfig:
 
     `chunk_tokens`: prompt tokens computed in one step at most. `max_waiting`: sequences not yet admitted.
     `pin_sealed`: report full blocks for copying, at most `max_pinned` of them unanswered at a time.
+    `reaches`: how far back each group of layers looks; blocks are pages, one for each group and `block_tokens` tokens.
     """
 
     num_blocks: int
@@ -23,6 +27,10 @@ class EngineConfig:
     eos_token_ids: tuple[int, ...] = ()
     pin_sealed: bool = False
     max_pinned: int = 64
+    reaches: tuple[Reach, ...] = (Reach(),)
+    paging: Paging = field(init=False)
+    # prompt and generated tokens of one sequence at most: the model's context, or all the pool can hold
+    context_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         names = "num_blocks block_tokens vocab_size chunk_tokens max_num_seqs max_waiting max_pinned"
@@ -31,8 +39,8 @@ class EngineConfig:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.max_context_tokens < 2:
             raise ValueError(f"max_context_tokens must be at least 2, not {self.max_context_tokens}")
-
-    @property
-    def context_tokens(self) -> int:
-        """Prompt and generated tokens of one sequence at most: the model's context, or all the pool can hold."""
-        return min(self.max_context_tokens, self.num_blocks * self.block_tokens)
+        paging = Paging(self.reaches, self.block_tokens, self.chunk_tokens)
+        counts = range(0, self.max_context_tokens + self.block_tokens, self.block_tokens)
+        longest = counts[bisect_right(counts, self.num_blocks, key=paging.max_pages) - 1]
+        object.__setattr__(self, "paging", paging)
+        object.__setattr__(self, "context_tokens", min(self.max_context_tokens, longest))

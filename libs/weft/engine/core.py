@@ -19,6 +19,7 @@ from weft.engine.messages import EngineLoad, FirstToken, PoolMemory, SequenceFai
 from weft.engine.pulse import Pulse
 from weft.engine.sequence import Sequence
 from weft.errors import Cancelled, EngineFailed, WeftError
+from weft.kv.groups import Paging
 from weft.request import RequestKey
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,11 @@ class Engine:
     def pool_memory(self) -> PoolMemory:
         """Where the block pool lies in this process."""
         return self._runner.pool_memory
+
+    @property
+    def paging(self) -> Paging:
+        """How the pages of sequences lie."""
+        return self._config.paging
 
     @property
     def load(self) -> EngineLoad:

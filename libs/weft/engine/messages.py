@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from weft.engine.history import Constraint
 from weft.errors import WeftError
+from weft.kv.groups import PageRun
 from weft.request import FinishReason, PositionLogprobs, RequestKey, SamplingParams
 
 
@@ -51,19 +52,25 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Blocks are held for the prompt; the first `num_hit_tokens` of it are there already."""
+    """Blocks are held for the prompt; the first `num_hit_tokens` of it are there already.
+
+    `runs`, one a group: where they lie in the end depends on how much of the prompt is filled, see `Paging.placed`.
+    """
 
     key: RequestKey
-    block_table: tuple[int, ...]
+    runs: tuple[PageRun, ...]
     num_hit_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """The KV of the first `num_ready_tokens` prompt tokens is final. For PREFILL sequences, after every chunk."""
+    """The KV of the first `num_ready_tokens` prompt tokens is final. For PREFILL sequences, after every chunk.
+
+    `runs`, one a group, hold what a token behind these looks at.
+    """
 
     key: RequestKey
-    block_table: tuple[int, ...]
+    runs: tuple[PageRun, ...]
     num_ready_tokens: int
 
 

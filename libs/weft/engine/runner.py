@@ -15,8 +15,9 @@ from weft.engine.batch import Sampled, Work
 from weft.engine.config import EngineConfig
 from weft.engine.messages import PoolMemory
 from weft.engine.shaping import Shaper
+from weft.kv.groups import PageRun
 from weft.model.decoder import Decoder
-from weft.model.kv_layout import block_bytes
+from weft.model.kv_layout import block_bytes, kv_groups
 from weft.model.step import Rows
 from weft.request import PositionLogprobs, SamplingParams, TokenLogprob
 from weft_kernels.paged_attention import PagedBatch
@@ -32,6 +33,10 @@ class ModelRunner:
     def __init__(self, model: Decoder, config: EngineConfig, dtype: str, device: torch.device) -> None:
         self._model = model
         self._block_tokens = config.block_tokens
+        self._paging = config.paging
+        groups = kv_groups(model.config)
+        if groups.reaches != config.reaches:
+            raise ValueError(f"the model's layers reach {groups.reaches}, the engine is for {config.reaches}")
         self._device = device
         self._shaper = Shaper(config.vocab_size, config.eos_token_ids, device)
         size = block_bytes(model.config, dtype, config.block_tokens)
@@ -41,7 +46,7 @@ class ModelRunner:
         shape = (
             config.num_blocks,
             model.config.num_kv_heads,
-            model.config.num_layers,
+            groups.size,
             model.config.kv_parts,
             config.block_tokens,
             -1,
@@ -61,7 +66,8 @@ class ModelRunner:
         order = sorted(range(len(works)), key=lambda i: (works[i].num_tokens > 1, -works[i].sequence.num_computed))
         ordered = [works[i] for i in order]
         self._clear_new_tails(ordered)
-        logits = self._model.forward(self._rows(ordered), self._batch(ordered))
+        batches = [self._batch(ordered, group) for group in range(len(self._paging.reaches))]
+        logits = self._model.forward(self._rows(ordered), batches)
         sampled = dict(zip([i for i in order if works[i].samples], self._sample(ordered, logits), strict=True))
         if not sampled and self._device.type == "cuda":
             # reading tokens back waits for the device; without any, peers would be told of KV that is not there yet
@@ -70,29 +76,40 @@ class ModelRunner:
 
     def _rows(self, works: Items[Work]) -> Rows:
         token_ids: list[int] = []
-        positions, slots = [], []
+        positions: list[np.ndarray] = []
+        slots: list[list[np.ndarray]] = []
         logit_rows: list[int] = []
         for work in works:
             sequence, start = work.sequence, work.sequence.num_computed
             token_ids += sequence.token_ids[start : start + work.num_tokens]
             at = np.arange(start, start + work.num_tokens)
-            blocks = np.array(sequence.blocks[start // self._block_tokens :])
-            first = start // self._block_tokens
             positions.append(at)
-            slots.append(blocks[at // self._block_tokens - first] * self._block_tokens + at % self._block_tokens)
+            slots.append([self._slots(run, at) for run in sequence.runs])
             if work.samples:
                 logit_rows.append(len(token_ids) - 1)
         return Rows(
             torch.tensor(token_ids, device=self._device),
             torch.from_numpy(np.concatenate(positions)).to(self._device),
-            torch.from_numpy(np.concatenate(slots)).to(self._device),
+            torch.from_numpy(np.concatenate(slots, axis=1)).to(self._device),
             torch.tensor(logit_rows, dtype=torch.int64, device=self._device),
         )
 
-    def _batch(self, works: Items[Work]) -> PagedBatch:
+    def _slots(self, run: PageRun, at: np.ndarray) -> np.ndarray:
+        """Where the KV of these consecutive positions goes."""
+        index = at // self._block_tokens
+        blocks = np.array(run.blocks[index[0] - run.first : index[-1] + 1 - run.first])
+        slots: np.ndarray = blocks[index - index[0]] * self._block_tokens + at % self._block_tokens
+        return slots
+
+    def _batch(self, works: Items[Work], group: int) -> PagedBatch:
+        """Contexts begin at the group's first page, or a little before: attention knows distances and chunks alone."""
         starts = [0, *np.cumsum([work.num_tokens for work in works]).tolist()]
-        lens = [work.sequence.num_computed + work.num_tokens for work in works]
-        tables = [work.sequence.blocks for work in works]
+        lens, tables = [], []
+        for work in works:
+            sequence, run = work.sequence, work.sequence.runs[group]
+            num_left_out = self._paging.num_left_out(group, run.first)
+            lens.append(sequence.num_computed + work.num_tokens - num_left_out * self._block_tokens)
+            tables.append(run.blocks[:1] * (run.first - num_left_out) + run.blocks)
         return PagedBatch(self.pool, self._model.config.num_heads, starts, lens, tables)
 
     def _clear_new_tails(self, works: Items[Work]) -> None:
@@ -101,7 +118,8 @@ class ModelRunner:
             start = work.sequence.num_computed
             index, num_filled = divmod(start + work.num_tokens, self._block_tokens)
             if num_filled and index * self._block_tokens >= start:
-                self.pool[work.sequence.blocks[index]].zero_()
+                for run in work.sequence.runs:
+                    self.pool[run.page(index)].zero_()
 
     def _sample(self, works: Items[Work], logits: Tensor) -> list[Sampled]:
         """One token for each row of `logits`, which are those of the works that sample."""

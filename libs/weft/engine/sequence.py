@@ -7,6 +7,7 @@ from enum import Enum, auto
 
 from weft.engine.history import History
 from weft.engine.messages import PromptCounts, SequenceMode, SequenceSpec
+from weft.kv.groups import PageRun
 from weft.kv.prefix import block_key, reusable_blocks, root_key
 from weft.request import FinishReason
 
@@ -24,6 +25,7 @@ class State(Enum):
 class Sequence:
     """`token_ids` is prompt plus generated; KV is final for the first `num_computed` of them.
 
+    `runs`: its pages, one run a group of layers.
     `keys` and `num_sealed` count leading blocks: keys known so far, and blocks that were matched or published.
     """
 
@@ -31,7 +33,7 @@ class Sequence:
     token_ids: list[int]
     submitted_at: float
     state: State = State.WAITING
-    blocks: list[int] = field(default_factory=list)
+    runs: list[PageRun] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     num_sealed: int = 0
     num_computed: int = 0
@@ -80,6 +82,10 @@ class Sequence:
         if count:
             self.key(count - 1, block_tokens)
         return self.keys[:count]
+
+    def num_reusable(self, block_tokens: int) -> int:
+        """Prompt tokens that whoever has the same prompt may take from a cache."""
+        return reusable_blocks(self.num_prompt, block_tokens) * block_tokens
 
     def end_after(self, token_id: int, eos_token_ids: tuple[int, ...], context_tokens: int) -> FinishReason | None:
         """Why the sequence ends with `token_id`, which is its last one already; None when it goes on."""

@@ -16,6 +16,7 @@ from weft.engine.messages import SealedBlock, SequenceFailed, TokenDelta
 from weft.engine.sequence import Sequence, State
 from weft.errors import InvalidRequest
 from weft.kv.blocks import BlockPool
+from weft.kv.groups import page_key
 
 
 class Settler:
@@ -40,6 +41,7 @@ class Settler:
                 self.num_computed_prompt_tokens += work.num_tokens
             sequence.num_computed += work.num_tokens
             self.seal(sequence, events)
+            self._planner.pages.slide(sequence)
             report_progress(sequence, events)
             if samples:
                 self.accept(sequence, next(tokens), events)
@@ -68,12 +70,20 @@ class Settler:
         assert sequence.state is State.RUNNING
         size = self._config.block_tokens
         while sequence.num_sealed < sequence.num_computed // size:
-            block, key = sequence.blocks[sequence.num_sealed], sequence.key(sequence.num_sealed, size)
+            index, key = sequence.num_sealed, sequence.key(sequence.num_sealed, size)
             sequence.num_sealed += 1
-            if self._pool.publish(block, key) and self._may_pin():
-                self._pool.pin(block)
-                self._pinned[block] += 1
-                events.sealed.append(SealedBlock(key, block))
+            for group, run in enumerate(sequence.runs):
+                block = run.page(index)
+                if block is not None:
+                    is_wanted = index >= self._config.paging.first(group, sequence.num_reusable(size))
+                    self._publish(block, page_key(key, group), is_wanted, events)
+
+    def _publish(self, block: int, key: bytes, is_wanted: bool, events: Events) -> None:
+        """`is_wanted`: not out of sight for whoever goes on from this prompt, and so worth a copy elsewhere."""
+        if self._pool.publish(block, key) and is_wanted and self._may_pin():
+            self._pool.pin(block)
+            self._pinned[block] += 1
+            events.sealed.append(SealedBlock(key, block))
 
     def unpin(self, blocks: Iterable[int]) -> None:
         """Sealed blocks were copied or declined; unknown ones are left alone."""

@@ -59,6 +59,10 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def is_known(self, key: bytes) -> bool:
+        """`match` would find it."""
+        return key in self._block_of
+
     def reserve(self, count: int) -> list[int]:
         """Take `count` private blocks with one reference each, evicting the least recently used cached ones.
 

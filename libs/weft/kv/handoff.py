@@ -36,11 +36,12 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class ReadyBlocks:
-    """Final bytes at prompt positions `first_index`..., in these blocks of the lender's pool."""
+    """Final bytes of a group of layers at prompt positions `first_index`..., in these blocks of the lender's pool."""
 
     first_index: int
     blocks: tuple[int, ...]
     checksums: tuple[int, ...] = ()
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from weft.model.kv_layout import kv_groups
 from weft.model.loading import Loader
 from weft.model.rotary import pairs_to_halves
 from weft.model.spec import HeadNorm, ModelConfig
@@ -22,7 +23,7 @@ class GroupedAttention:
 
     def __init__(self, config: ModelConfig, index: int, root: str, loader: Loader) -> None:
         self.config = config
-        self.index = index
+        self.group, self.index = kv_groups(config).places[index]
         self.layer = config.layers[index]
         self.span = Span(self.layer.window, self.layer.chunk)
         parts = [loader.linear(f"{root}{part}_proj") for part in "qkv"]
@@ -43,12 +44,12 @@ class GroupedAttention:
         heads = linear(x, self.qkv, self.bias).view(len(x), -1, self.config.head_dim)
         if self.config.head_norm is HeadNorm.WEIGHTED:
             self._norm(heads, self.q_norm, self.k_norm)
-        pool = step.batch.pool
+        batch = step.batches[self.group]
         if self.layer.is_rotated and self.config.head_norm is not HeadNorm.PLAIN:
-            q = rope_kv(heads, *step.angles, pool, self.index, step.slots)
+            q = rope_kv(heads, *step.angles, batch.pool, self.index, step.slots[self.group])
         else:
             q = self._write_plain(heads, step)
-        return linear(paged_attention(q, self.index, step.batch, self.span).flatten(1), self.output)
+        return linear(paged_attention(q, self.index, batch, self.span).flatten(1), self.output)
 
     def _write_plain(self, heads: Tensor, step: Step) -> Tensor:
         """Llama 4: rotation and then a norm, or neither and a temperature. Returns the queries."""
@@ -57,7 +58,8 @@ class GroupedAttention:
         qk = heads[:, :num_rotated]
         if self.layer.is_rotated:
             qk = rms_norm(rope(qk, *step.angles), self.plain_norm, self.config.rms_norm_eps)
-        kv_write(qk[:, num_heads:], heads[:, num_rotated:], step.batch.pool, self.index, step.slots)
+        pool, slots = step.batches[self.group].pool, step.slots[self.group]
+        kv_write(qk[:, num_heads:], heads[:, num_rotated:], pool, self.index, slots)
         q = qk[:, :num_heads]
         if step.temperature is not None and not self.layer.is_rotated:
             q = q * step.temperature

@@ -5,7 +5,7 @@ Knows tensors and block slots; knows no sequences, no sampling, no files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -68,11 +68,11 @@ class Decoder:
         self.frequencies = inverse_frequencies(config.rope, config.rotated_dim).to(device)
         loader.finish()
 
-    def forward(self, rows: Rows, batch: PagedBatch) -> Tensor:
-        """[R, vocab] float32 logits. Writes the KV of all rows into `batch.pool` at `rows.slots`."""
+    def forward(self, rows: Rows, batches: Sequence[PagedBatch]) -> Tensor:
+        """[R, vocab] float32 logits. Writes the KV of all rows into the batches' pool at `rows.slots`."""
         angles = cos_sin(rows.positions, self.frequencies, self.dtype, self.config.rope.attention_factor)
-        latent = plan_latent(self.config.latent, batch) if self.config.latent else None
-        step = Step(rows.slots, batch, angles, self._temperature(rows.positions), latent)
+        latent = plan_latent(self.config.latent, batches[0]) if self.config.latent else None
+        step = Step(rows.slots, batches, angles, self._temperature(rows.positions), latent)
         stream, pending = functional.embedding(rows.token_ids, self.embedding).to(self.dtype), None
         for layer in self.layers:
             stream, pending = layer.forward(stream, pending, step)

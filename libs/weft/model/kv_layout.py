@@ -1,17 +1,72 @@
-"""How a model's KV lies inside a block, in numbers: what peers must agree on before blocks move. No torch."""
+"""How a model's KV lies inside a page, in numbers: what peers must agree on before pages move. No torch."""
 
 from __future__ import annotations
 
-from weft.model.config import ModelConfig
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
 
-# [block][kv_head][layer][k, v][token][dim]: one block is one contiguous run, and so is any range of its heads.
-# Latent attention keeps one vector for both: one head, and k only.
-KV_LAYOUT = "bhlktd-v1"
+from weft.kv.groups import Reach
+from weft.model.spec import ModelConfig
+
+# [page][kv_head][layer of the group][k, v][token][dim]: one page is one contiguous run, and so is any range of its
+# heads. Latent attention keeps one vector for both: one head, and k only.
+KV_LAYOUT = "bhlktd-v2"
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
+@dataclass(frozen=True, slots=True)
+class KvGroups:
+    """Layers that look equally far back, `size` to a group, so that all pages are alike and one pool serves all.
+
+    `places`: for each layer its group and its place there. Groups that see everything come first.
+    """
+
+    size: int
+    reaches: tuple[Reach, ...]
+    places: tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=64)
+def kv_groups(config: ModelConfig) -> KvGroups:
+    """How the layers of a model are grouped."""
+    layers_of: dict[Reach, list[int]] = {}
+    for index, layer in enumerate(config.layers):
+        layers_of.setdefault(Reach(layer.window, layer.chunk), []).append(index)
+    size = group_size([len(layers) for layers in layers_of.values()])
+    reaches: list[Reach] = []
+    places: dict[int, tuple[int, int]] = {}
+    for reach in sorted(layers_of, key=lambda each: each.width > 0):
+        layers = layers_of[reach]
+        places.update({layer: (len(reaches) + at // size, at % size) for at, layer in enumerate(layers)})
+        reaches += [reach] * -(-len(layers) // size)
+    return KvGroups(size, tuple(reaches), tuple(places[index] for index in range(config.num_layers)))
+
+
+def group_size(counts: Collection[int]) -> int:
+    """Layers to a group, for so many layers of each kind: the fewest groups that leave little unused.
+
+    Places for which a kind has no layer are memory without use: a sixteenth of the layers at most, or none where a
+    smaller group divides all counts.
+    """
+
+    def cost(size: int) -> tuple[int, int]:
+        num_groups = sum(-(-count // size) for count in counts)
+        return num_groups, num_groups * size
+
+    fitting = [size for size in range(1, max(counts) + 1) if 16 * cost(size)[1] <= 17 * sum(counts)]
+    return min(fitting, key=cost)
+
+
+def layout_name(config: ModelConfig) -> str:
+    """What peers compare: order and version, then layers and reach of each group."""
+    groups = kv_groups(config)
+    names = [f"{groups.size}w{each.window}c{each.chunk}" if each.width else str(groups.size) for each in groups.reaches]
+    return "/".join((KV_LAYOUT, *names))
+
+
 def block_bytes(config: ModelConfig, dtype: str, block_tokens: int) -> int:
-    """Bytes of one block with `block_tokens` tokens of all layers; `dtype` is "float32" or "bfloat16"."""
-    num_vectors = config.num_kv_heads * config.num_layers * config.kv_parts * block_tokens
+    """Bytes of one page: `block_tokens` tokens of one group's layers; `dtype` is "float32" or "bfloat16"."""
+    num_vectors = config.num_kv_heads * kv_groups(config).size * config.kv_parts * block_tokens
     return num_vectors * config.head_dim * ITEM_BYTES[dtype]

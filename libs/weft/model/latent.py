@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft.model.expansion import Expansion
+from weft.model.kv_layout import kv_groups
 from weft.model.loading import Loader
 from weft.model.rotary import pairs_to_halves
 from weft.model.spec import Latent, ModelConfig
@@ -36,7 +37,7 @@ class LatentAttention:
         assert config.latent is not None
         self.config = config
         self.latent: Latent = config.latent
-        self.index = index
+        self.group, self.index = kv_groups(config).places[index]
         latent, q_name = self.latent, root + ("q_b_proj" if config.latent.q_rank else "q_proj")
         self.q_down = loader.pack(loader.linear(root + "q_a_proj")) if latent.q_rank else None
         self.q_norm = loader.tensor(root + "q_a_layernorm.weight") if latent.q_rank else None
@@ -55,7 +56,7 @@ class LatentAttention:
         down = linear(x, self.kv_down)[:, None]
         compressed = rms_norm(down[..., : latent.kv_rank], self.kv_norm, LATENT_NORM_EPS)
         cached = torch.cat((compressed, rope(down[..., latent.kv_rank :], *step.angles)), dim=-1)
-        kv_write(cached, None, step.batch.pool, self.index, step.slots)
+        kv_write(cached, None, step.batches[self.group].pool, self.index, step.slots[self.group])
         return linear(self._attend(*self._queries(x, step), step).flatten(1), self.output)
 
     def _queries(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
@@ -76,7 +77,7 @@ class LatentAttention:
             values[rows] = self._absorbed(plain[rows], rotated[rows], batch)
         for expansion in step.latent.expanded:
             q = torch.cat((plain[expansion.rows], rotated[expansion.rows]), dim=-1)
-            values[expansion.rows] = self._expanded(q, step.batch.pool, expansion)
+            values[expansion.rows] = self._expanded(q, step.batches[self.group].pool, expansion)
         return values
 
     def _absorbed(self, plain: Tensor, rotated: Tensor, batch: PagedBatch) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from weft_kernels.paged_attention import PagedBatch
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A packed batch: token_ids, positions and KV slots [T] int64, and the rows [R] int64 whose logits are wanted."""
+    """A batch: token_ids and positions [T], KV slots [groups, T], rows [R] whose logits are wanted. All int64."""
 
     token_ids: Tensor
     positions: Tensor
@@ -22,13 +23,14 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`angles`: cosine and sine [T, rotated dim]. `temperature`: [T, 1, 1] for queries of unrotated layers, or None.
+    """`slots`, `batches`: one a group of layers, see `weft.model.kv_layout`. `angles`: cosine, sine [T, rotated dim].
 
-    `latent`: how latent attention goes about the batch, in models that have it.
+    `temperature`: [T, 1, 1] for queries of unrotated layers, or None. `latent`: how latent attention goes about the
+    batch, in models that have it.
     """
 
     slots: Tensor
-    batch: PagedBatch
+    batches: Sequence[PagedBatch]
     angles: tuple[Tensor, Tensor]
     temperature: Tensor | None
     latent: LatentPlan | None

@@ -67,7 +67,7 @@ def event_to_wire(event: PrefillEvent) -> prefill_service_pb2.PrefillResponse:
             return prefill_service_pb2.PrefillResponse(accepted=accepted)
         case ReadyBlocks():
             blocks = prefill_service_pb2.BlocksReady(
-                first_index=event.first_index, blocks=event.blocks, checksums=event.checksums
+                first_index=event.first_index, blocks=event.blocks, checksums=event.checksums, group=event.group
             )
             return prefill_service_pb2.PrefillResponse(blocks=blocks)
         case PromptFinished():
@@ -85,7 +85,7 @@ def event_from_wire(response: prefill_service_pb2.PrefillResponse) -> PrefillEve
             return Accepted(accepted.boot_id, endpoint_from_wire(accepted.endpoint), accepted.lease_ms)
         case "blocks":
             ready = response.blocks
-            return ReadyBlocks(ready.first_index, tuple(ready.blocks), tuple(ready.checksums))
+            return ReadyBlocks(ready.first_index, tuple(ready.blocks), tuple(ready.checksums), ready.group)
         case "finished":
             return _finished_from_wire(response.finished)
         case "closing":

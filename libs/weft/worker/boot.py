@@ -18,8 +18,9 @@ from weft.engine.config import EngineConfig
 from weft.engine.core import Engine
 from weft.engine.messages import StepOutput
 from weft.errors import PeerLost
+from weft.kv.groups import Paging
 from weft.model.config import ModelConfig, read_config
-from weft.model.kv_layout import KV_LAYOUT, block_bytes
+from weft.model.kv_layout import block_bytes, kv_groups, layout_name
 from weft.request import ModelFingerprint
 from weft.rpc.client import open_channel, owned
 from weft.weights.shared import open_image
@@ -118,8 +119,9 @@ def _build(
 ) -> Booted:
     model = parse_config(ready.config_json)
     size = block_bytes(model, machine.dtype, machine.block_tokens)
+    paging = Paging(kv_groups(model).reaches, machine.block_tokens, config.chunk_tokens)
     num_blocks = config.num_blocks or default_num_blocks(
-        size, machine.block_tokens, model.max_positions, _free_bytes(machine, ready.size_bytes)
+        size, paging.max_pages(model.max_positions), _free_bytes(machine, ready.size_bytes)
     )
     engine_config = EngineConfig(
         num_blocks=num_blocks,
@@ -128,6 +130,7 @@ def _build(
         max_context_tokens=model.max_positions,
         chunk_tokens=config.chunk_tokens,
         eos_token_ids=model.eos_token_ids,
+        reaches=paging.reaches,
         pin_sealed=bool(config.kvstore_addr) and machine.device == "cpu",
     )
     engine = build_engine(
@@ -142,7 +145,7 @@ def _build(
         "engine: %s on %s, %d blocks of %d tokens, %d KiB each",
         *(machine.dtype, machine.device, num_blocks, machine.block_tokens, size >> 10),
     )
-    fingerprint = ModelFingerprint(ready.weights_hash, machine.dtype, machine.block_tokens, size, KV_LAYOUT)
+    fingerprint = ModelFingerprint(ready.weights_hash, machine.dtype, machine.block_tokens, size, layout_name(model))
     return Booted(engine, machine.device, fingerprint, engine_config)
 
 
@@ -153,10 +156,9 @@ def parse_config(config_json: str) -> ModelConfig:
         return read_config(Path(directory))
 
 
-def default_num_blocks(block_bytes: int, block_tokens: int, max_context_tokens: int, free_bytes: int) -> int:
-    """Room for FULL_SEQUENCES sequences of full length, or what `free_bytes` holds of it; one sequence at least."""
-    one = -(-max_context_tokens // block_tokens)
-    return max(one, min(FULL_SEQUENCES * one, free_bytes // block_bytes))
+def default_num_blocks(block_bytes: int, longest: int, free_bytes: int) -> int:
+    """Room for FULL_SEQUENCES sequences of `longest` blocks, or what `free_bytes` holds of it; at least for one."""
+    return max(longest, min(FULL_SEQUENCES * longest, free_bytes // block_bytes))
 
 
 def _free_bytes(machine: Machine, weight_bytes: int) -> int:

@@ -28,6 +28,7 @@ CONNECT_SECONDS = 2.0
 PUT_SECONDS = 2.0
 STAGING_BYTES = 16 * 1024 * 1024  # each for reading and for writing
 MAX_SLOTS = 32
+MAX_FIND_KEYS = 16_384
 # offered blocks are pinned: so much of the pool may wait for the store
 OFFERED_SHARE = 8
 # longest stretch of copying and hashing, about a tenth of a millisecond, before the loop has its turn
@@ -102,6 +103,22 @@ class StoreClient:
             return 0
         metrics.STORE_BLOCKS.labels("got").inc(num_blocks)
         return num_blocks
+
+    async def find(self, keys: Sequence[bytes], timeout_seconds: float) -> set[bytes]:
+        """Those of the keys that the store has. Never raises for a store that is away."""
+        link = self._keeper.link
+        if link is None:
+            return set()
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                parts = range(0, len(keys), MAX_FIND_KEYS)
+                are_there = [
+                    each for at in parts for each in await link.find(self._fingerprint, keys[at : at + MAX_FIND_KEYS])
+                ]
+        except (StoreLost, WeftError, TimeoutError) as error:
+            link.give_up(f"a look-up failed: {error or 'no answer in time'}")
+            return set()
+        return {key for key, is_there in zip(keys, are_there, strict=False) if is_there}
 
     def offer(self, sealed: Sequence[SealedBlock]) -> None:
         """Put these into the store sometime, if it is there and has room; returns at once."""

@@ -65,6 +65,13 @@ class StoreLink:
             response = await self._stub.Match(request, timeout=MATCH_SECONDS)
         return list(response.checksums)
 
+    async def find(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[bool]:
+        """Which of the keys are in the store. Raises WeftError."""
+        with translated():
+            request = pb2.MatchRequest(fingerprint=fingerprint, keys=keys, each=True)
+            response = await self._stub.Match(request, timeout=MATCH_SECONDS)
+        return [checksum != 0 for checksum in response.checksums]
+
     async def publish(self, fingerprint: bytes, blocks: Sequence[pb2.StoredBlock]) -> None:
         """Say that these have been put. Raises WeftError."""
         with translated():

@@ -13,6 +13,7 @@ from weft import metrics
 from weft.engine.core import Engine
 from weft.engine.messages import FirstToken, Reserved
 from weft.errors import BadCheckpoint, Cancelled, DeadlineExceeded, Incompatible, Overloaded, PeerLost, WeftError
+from weft.kv.groups import PageRun
 from weft.kv.handoff import Accepted, LeaseClosed, PrefillOrder, PromptFinished, ReadyBlocks
 from weft.kv.transport import Lender, TransferFailed
 from weft.request import ModelFingerprint, PromptUsage, WorkerAddress
@@ -118,21 +119,31 @@ class HandOffs:
             held_blocks=reserved.num_hit_tokens // self._fingerprint.block_tokens,
             resumed_tokens=order.resumed_tokens,
         )
-        return _Reception(prefill_order, reserved.block_table, prefill.address, self._borrower)
+        return _Reception(prefill_order, self._targets(order, reserved), prefill.address, self._borrower)
+
+    def _targets(self, order: SequenceOrder, reserved: Reserved) -> list[PageRun]:
+        """Of each group, the pages that are to be filled."""
+        paging, num_hit, num_tokens = self._engine.paging, reserved.num_hit_tokens, len(order.token_ids)
+        num_held = num_hit // paging.block_tokens
+        targets = []
+        for group, run in enumerate(reserved.runs):
+            lent = paging.lent(group, num_held, num_tokens)
+            targets.append(paging.placed(group, run, num_held, num_tokens).within(lent.start, lent.stop))
+        return targets
 
 
 class _Reception:
-    """Takes one lender's blocks, position by position, into `table`."""
+    """Takes one lender's blocks, group by group and position by position, into `targets`."""
 
-    def __init__(self, order: PrefillOrder, table: tuple[int, ...], address: str, borrower: Borrower) -> None:
+    def __init__(self, order: PrefillOrder, targets: list[PageRun], address: str, borrower: Borrower) -> None:
         self.order = order
         self.exposed_ms = 0
         self.is_lender_lost = False
-        self._table = table
+        self._targets = targets
         self._address = address
         self._borrower = borrower
         self._borrowing: Borrowing | None = None
-        self._next_index = order.held_blocks
+        self._next_index = [run.first for run in targets]
 
     @property
     def transferred_bytes(self) -> int:
@@ -150,8 +161,8 @@ class _Reception:
                     case ReadyBlocks():
                         await self._take(event)
                     case PromptFinished():
-                        if self._next_index != len(self._table):
-                            raise BrokenPromise(f"{len(self._table) - self._next_index} blocks were never lent")
+                        if self._next_index != [run.end for run in self._targets]:
+                            raise BrokenPromise(f"blocks were lent up to {self._next_index} of each group, and no more")
                         finished = event
                         call.finish()
                         patience.reschedule(asyncio.get_running_loop().time() + CLOSING_SECONDS)
@@ -172,16 +183,18 @@ class _Reception:
         call.keep_alive(event.lease_ms)
 
     async def _take(self, event: ReadyBlocks) -> None:
-        end = event.first_index + len(event.blocks)
-        if self._borrowing is None or event.first_index != self._next_index or end > len(self._table):
-            raise BrokenPromise(f"blocks {event.first_index} to {end} were lent, {self._next_index} was to come next")
+        end, group = event.first_index + len(event.blocks), event.group
+        if self._borrowing is None or group >= len(self._targets):
+            raise BrokenPromise(f"blocks of group {group} were lent, of {len(self._targets)}")
+        if event.first_index != self._next_index[group] or end > self._targets[group].end:
+            raise BrokenPromise(f"blocks {event.first_index} to {end} were lent, {self._next_index} were to come next")
         if event.checksums and len(event.checksums) != len(event.blocks):
             raise BrokenPromise(f"{len(event.blocks)} blocks came with {len(event.checksums)} checksums")
         started = time.perf_counter()
         sums = event.checksums or (None,) * len(event.blocks)
-        targets = self._table[event.first_index : end]
+        targets = self._targets[group].within(event.first_index, end).blocks
         copies = [BlockCopy(*each) for each in zip(event.blocks, targets, sums, strict=True)]
         await self._borrowing.pull(copies, PULL_SECONDS)
-        self._next_index = end
-        # the last time is the one that counts: everything before it was hidden behind the computing
-        self.exposed_ms = round((time.perf_counter() - started) * 1000)
+        self._next_index[group] = end
+        # the last time is the one that counts, groups together: everything before it was hidden behind the computing
+        self.exposed_ms = round((time.perf_counter() - started) * 1000) + (self.exposed_ms if group else 0)

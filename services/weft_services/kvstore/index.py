@@ -47,6 +47,10 @@ class BlockIndex:
             run.append(block)
         return run
 
+    def find(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[StoredBlock]:
+        """The blocks of those keys that are known."""
+        return [block for key in keys for block in self.leading_run(fingerprint, (key,))]
+
     def drop(self, fingerprint: bytes, blocks: Iterable[StoredBlock]) -> None:
         """They are gone from the store, unless somebody has put other bytes meanwhile."""
         for block in blocks:

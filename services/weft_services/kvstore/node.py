@@ -92,7 +92,21 @@ class NodeStore:
                 break
         return found
 
+    async def find(self, fingerprint: bytes, keys: Sequence[bytes]) -> dict[bytes, int]:
+        """The checksums of those that are in the store now, kept there for some seconds. Raises PeerLost."""
+        found: dict[bytes, int] = {}
+        for first in range(0, len(keys), MAX_KEYS_A_CALL):
+            known = self.index.find(fingerprint, keys[first : first + MAX_KEYS_A_CALL])
+            exist = await self._exist(fingerprint, known)
+            found |= {block.key: block.checksum for block, is_there in zip(known, exist, strict=True) if is_there}
+        return found
+
     async def _still_there(self, fingerprint: bytes, run: list[StoredBlock]) -> list[StoredBlock]:
+        exist = await self._exist(fingerprint, run)
+        return run[: exist.index(False)] if False in exist else run
+
+    async def _exist(self, fingerprint: bytes, run: list[StoredBlock]) -> list[bool]:
+        """Forgets those that are gone."""
         agent = self.running.agent
         if not run:
             return []
@@ -102,7 +116,7 @@ class NodeStore:
         except (StoreLost, TimeoutError) as error:
             raise PeerLost(f"the store does not answer: {error}") from error
         self.index.drop(fingerprint, [block for block, is_there in zip(run, exist, strict=True) if not is_there])
-        return run[: exist.index(False)] if False in exist else run
+        return exist
 
     async def run_once(self) -> None:
         """Ends by StoreLost or by cancellation, with both processes gone."""

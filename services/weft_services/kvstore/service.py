@@ -35,8 +35,11 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
         )
 
     async def Match(self, request: pb2.MatchRequest, context: Any) -> pb2.MatchResponse:
-        """The longest run of leading keys whose blocks are all in the store now."""
+        """The longest run of leading keys whose blocks are all in the store now, or what there is of each."""
         _check(request.fingerprint, request.keys, MAX_MATCH_KEYS, "keys")
+        if request.each:
+            sums = await self._store.find(request.fingerprint, request.keys)
+            return pb2.MatchResponse(checksums=[sums.get(key, 0) for key in request.keys])
         found = await self._store.match(request.fingerprint, request.keys)
         return pb2.MatchResponse(checksums=[block.checksum for block in found])
 

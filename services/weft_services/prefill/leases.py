@@ -10,6 +10,7 @@ from weft import metrics
 from weft.engine.core import Engine
 from weft.engine.messages import PromptProgress, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
 from weft.errors import Cancelled, Incompatible, InvalidRequest, NotFound, PeerLost, WeftError
+from weft.kv.groups import PageRun, Paging
 from weft.kv.handoff import PrefillEvent, PrefillOrder, PromptFinished, ReadyBlocks
 from weft.kv.memory import BlockBytes
 from weft.request import ModelFingerprint, RequestKey
@@ -62,33 +63,33 @@ class Lease:
             await self._change()
         return self._reserved
 
-    async def events(self, memory: BlockBytes, block_tokens: int, with_checksums: bool) -> AsyncIterator[PrefillEvent]:
+    async def events(self, memory: BlockBytes, paging: Paging, with_checksums: bool) -> AsyncIterator[PrefillEvent]:
         """Blocks as they become final, those that the borrower holds left out; last, the end of the prompt."""
-        next_index = self.order.held_blocks
+        held, num_tokens = self.order.held_blocks, len(self.order.token_ids)
+        next_index = [paging.lent(group, held, num_tokens).start for group in range(len(paging.reaches))]
         while True:
             # read before the progress: with the first token out, the progress is complete
             first = self._first
-            table, num_blocks = self._final_blocks(block_tokens, first is not None)
-            if num_blocks > next_index:
-                blocks = table[next_index:num_blocks]
-                self.lent.update(blocks)
-                sums = await block_checksums(memory, blocks) if with_checksums else []
-                yield ReadyBlocks(next_index, blocks, tuple(sums))
-                next_index = num_blocks
+            for group, run in self._final_runs(paging, first is not None):
+                if run.end > next_index[group]:
+                    blocks = run.within(next_index[group], run.end).blocks
+                    self.lent.update(blocks)
+                    sums = await block_checksums(memory, blocks) if with_checksums else []
+                    yield ReadyBlocks(next_index[group], blocks, tuple(sums), group)
+                    next_index[group] = run.end
             if first is not None:
                 self._is_complete = True
                 yield self._finished(first)
                 return
             await self._change()
 
-    def _final_blocks(self, block_tokens: int, is_complete: bool) -> tuple[tuple[int, ...], int]:
-        """The block table and how many of its leading blocks may be read; the partial tail only at the end."""
+    def _final_runs(self, paging: Paging, is_complete: bool) -> list[tuple[int, PageRun]]:
+        """What may be read of each group; the partial tail only at the end."""
         if self._progress is None:
-            return (), 0
-        table = self._progress.block_table
-        if is_complete:
-            return table, -(-len(self.order.token_ids) // block_tokens)
-        return table, self._progress.num_ready_tokens // block_tokens
+            return []
+        num_final = self._progress.num_ready_tokens // paging.block_tokens
+        end = paging.num_blocks(len(self.order.token_ids)) if is_complete else num_final
+        return [(group, run.within(run.first, end)) for group, run in enumerate(self._progress.runs)]
 
     def _finished(self, first: TokenDelta) -> PromptFinished:
         assert first.prompt is not None

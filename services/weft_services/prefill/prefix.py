@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from weft.engine.messages import Reserved
+from weft.kv.groups import PageRun, Paging, page_key
 from weft.kv.handoff import PrefillOrder
 from weft.kv.prefix import block_keys, reusable_blocks
 from weft.worker.store import StoreClient
@@ -17,22 +19,44 @@ INLINE_HASH_TOKENS = 8192
 class StorePrefix:
     """Fetches into blocks that a sequence has reserved; nothing is written there after `fetch` has ended."""
 
-    def __init__(self, store: StoreClient, block_tokens: int) -> None:
+    def __init__(self, store: StoreClient, paging: Paging) -> None:
         self._store = store
-        self._block_tokens = block_tokens
+        self._paging = paging
 
     async def fetch(self, order: PrefillOrder, reserved: Reserved) -> int:
         """How many tokens beyond the pool's own prefix were found and are in place now."""
-        first = reserved.num_hit_tokens // self._block_tokens
-        last = reusable_blocks(len(order.token_ids), self._block_tokens)
+        size = self._paging.block_tokens
+        first = reserved.num_hit_tokens // size
+        last = reusable_blocks(len(order.token_ids), size)
         if first >= last or not self._store.is_connected:
             return 0
-        keys = await self._keys(order)
-        num_found = await self._store.fetch(keys[first:last], reserved.block_table[first:last], FETCH_SECONDS)
-        return num_found * self._block_tokens
+        keys = (await self._keys(order))[:last]
+        if self._paging.is_bounded:
+            return await self._fetch_all(keys, first, reserved.runs) * size
+        (run,) = reserved.runs
+        return await self._store.fetch(keys[first:], run.blocks[first:last], FETCH_SECONDS) * size
+
+    async def _fetch_all(self, keys: Sequence[bytes], num_hit: int, runs: Sequence[PageRun]) -> int:
+        """Blocks beyond the first `num_hit`: as many as all groups can go on from, or none."""
+        paging, groups = self._paging, range(len(runs))
+        held = {page_key(key, group) for key in keys[:num_hit] for group in groups}
+        candidates = [page_key(key, group) for key in keys[num_hit:] for group in groups]
+        found = held | await self._store.find(candidates, FETCH_SECONDS)
+        num_blocks = paging.longest_hit(keys, found.__contains__)
+        if num_blocks <= num_hit:
+            return 0
+        num_tokens = num_blocks * paging.block_tokens
+        wanted: list[bytes] = []
+        pages: list[int] = []
+        for group, run in enumerate(runs):
+            lent = paging.lent(group, num_hit, num_tokens)
+            wanted += [page_key(key, group) for key in keys[lent.start : lent.stop]]
+            pages += paging.placed(group, run, num_hit, num_tokens).within(lent.start, lent.stop).blocks
+        is_whole = not wanted or await self._store.fetch(wanted, pages, FETCH_SECONDS) == len(wanted)
+        return num_blocks - num_hit if is_whole else 0
 
     async def _keys(self, order: PrefillOrder) -> list[bytes]:
-        arguments = (order.token_ids, self._block_tokens, order.cache_salt)
+        arguments = (order.token_ids, self._paging.block_tokens, order.cache_salt)
         if len(order.token_ids) <= INLINE_HASH_TOKENS:
             return block_keys(*arguments)
         return await asyncio.to_thread(block_keys, *arguments)

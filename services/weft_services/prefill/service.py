@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 
 from weft.errors import DeadlineExceeded, InvalidRequest, NotFound
+from weft.kv.groups import Paging
 from weft.kv.handoff import Accepted, LeaseClosed
 from weft.kv.memory import BlockBytes
 from weft.rpc.blocks import block_chunks
@@ -32,13 +33,13 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         desk: LeaseDesk,
         memory: BlockBytes,
         accepted: Accepted,
-        block_tokens: int,
+        paging: Paging,
         with_checksums: bool = True,
     ) -> None:
         self._desk = desk
         self._memory = memory
         self._accepted = accepted
-        self._block_tokens = block_tokens
+        self._paging = paging
         self._with_checksums = with_checksums
 
     # a coroutine that writes, not a generator: it holds a TaskGroup over its responses
@@ -56,7 +57,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
             async with asyncio.TaskGroup() as group:
                 listening = group.create_task(self._until_done(requests, lease))
                 await self._desk.fill(lease)
-                async for event in lease.events(self._memory, self._block_tokens, self._with_checksums):
+                async for event in lease.events(self._memory, self._paging, self._with_checksums):
                     await context.write(event_to_wire(event))
                 await listening
             # the engine has held every block since `lend`: nothing but the end of the scope gives them back
@@ -91,10 +92,10 @@ SERVICE_NAME = prefill_service_pb2.DESCRIPTOR.services_by_name["PrefillService"]
 
 def install(place: Workplace, server: grpc.aio.Server) -> LeaseDesk:
     """Put the role to work at this place."""
-    block_tokens = place.fingerprint.block_tokens
-    desk = LeaseDesk(place.engine, StorePrefix(place.store, block_tokens), place.boot_id, place.fingerprint)
+    paging = place.engine.paging
+    desk = LeaseDesk(place.engine, StorePrefix(place.store, paging), place.boot_id, place.fingerprint)
     place.feed.subscribe(desk.on_step)
     accepted = Accepted(place.boot_id, place.transports[0].endpoint(), round(LEASE_SECONDS * 1000))
-    servicer = PrefillServicer(desk, place.memory, accepted, block_tokens, place.with_checksums)
+    servicer = PrefillServicer(desk, place.memory, accepted, paging, place.with_checksums)
     prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
     return desk

@@ -15,6 +15,7 @@ from tests.services.prefill.borrower import start_lender
 from tests.services.workers import BLOCK_TOKENS, CHUNK_TOKENS, fingerprint_of
 from tests.weft.tiny_llama import Tiny
 from weft.engine.messages import PromptCounts, PromptProgress, TokenDelta
+from weft.kv.groups import PageRun, Paging, Reach
 from weft.kv.handoff import Accepted, LeaseClosed, PrefillOrder, PromptFinished, ReadyBlocks
 from weft.kv.memory import HostBlocks
 from weft.request import SamplingParams
@@ -126,14 +127,15 @@ async def test_only_announced_blocks_of_a_living_lease_can_be_read(tiny: Tiny) -
 
 
 def _ready(lease: Lease, num_tokens: int) -> None:
-    lease.on_progress(PromptProgress(lease.order.key, tuple(range(10, 16)), num_tokens))
+    lease.on_progress(PromptProgress(lease.order.key, (PageRun(0, tuple(range(10, 16))),), num_tokens))
 
 
 async def test_blocks_are_announced_chunk_by_chunk_and_the_partial_one_last(tiny: Tiny) -> None:
     order = PrefillOrder(new_key(), "", fingerprint_of(tiny), prompt(22), SamplingParams(max_tokens=1), held_blocks=1)
     lease = Lease(order)
+    paging = Paging((Reach(),), BLOCK_TOKENS, CHUNK_TOKENS)
     backing = (ctypes.c_ubyte * 64)()
-    events = lease.events(HostBlocks(ctypes.addressof(backing), 4, 16), BLOCK_TOKENS, with_checksums=False)
+    events = lease.events(HostBlocks(ctypes.addressof(backing), 4, 16), paging, with_checksums=False)
     _ready(lease, CHUNK_TOKENS)
     assert await anext(events) == ReadyBlocks(1, (11,))
     _ready(lease, CHUNK_TOKENS + 3)

@@ -23,6 +23,8 @@ from weft.engine.messages import (
     SequenceSpec,
     StepOutput,
 )
+from weft.kv.groups import PageRun
+from weft.model.kv_layout import kv_groups
 from weft.request import FinishReason, PositionLogprobs, RequestKey, SamplingParams
 
 DEADLINE_SECONDS = 30.0
@@ -46,6 +48,7 @@ class Driver:
 
     def __init__(self, tiny: Tiny, dtype: str = "float32", device: str = "cpu", **limits: Any) -> None:
         settings: dict[str, Any] = {"num_blocks": 64, "block_tokens": 16, "chunk_tokens": 64}
+        settings["reaches"] = kv_groups(tiny.config).reaches
         settings |= {"vocab_size": tiny.config.vocab_size, "max_context_tokens": tiny.config.max_positions}
         self.config = EngineConfig(**{**settings, "eos_token_ids": tiny.config.eos_token_ids, **limits})
         self.heard: dict[RequestKey, Heard] = {}
@@ -132,6 +135,18 @@ class Driver:
             heard.reason = delta.finish_reason
 
 
+def hand_over(source: Driver, lent: tuple[PageRun, ...], target: Driver, reserved: Reserved, num_tokens: int) -> int:
+    """What a hand-off of a prompt does: of each group, the pages that a token behind it looks at; returns how many."""
+    paging, num_pages = target.engine.paging, 0
+    num_hit = reserved.num_hit_tokens // paging.block_tokens
+    for group, (theirs, ours) in enumerate(zip(lent, reserved.runs, strict=True)):
+        needed = paging.lent(group, num_hit, num_tokens)
+        places = paging.placed(group, ours, num_hit, num_tokens).within(needed.start, needed.stop).blocks
+        copy_blocks(source, theirs.within(needed.start, needed.stop).blocks, target, places)
+        num_pages += len(needed)
+    return num_pages
+
+
 def copy_blocks(source: Driver, blocks: tuple[int, ...], target: Driver, into: tuple[int, ...]) -> None:
     """What a transfer does: bytes of one engine's blocks into another's."""
     theirs, ours = source.engine.pool_memory, target.engine.pool_memory
@@ -141,10 +156,10 @@ def copy_blocks(source: Driver, blocks: tuple[int, ...], target: Driver, into: t
         )
 
 
-def prefill(driver: Driver, name: str, prompt: list[int], **changes: Any) -> tuple[FirstToken, tuple[int, ...]]:
+def prefill(driver: Driver, name: str, prompt: list[int], **changes: Any) -> tuple[FirstToken, tuple[PageRun, ...]]:
     """Run a prefill sequence to its token; its blocks stay held."""
     key = driver.submit(name, prompt, mode=SequenceMode.PREFILL, **changes)
     heard = driver.heard[key]
     driver.wait(lambda: bool(heard.tokens))
     logprobs = heard.logprobs[0] if heard.logprobs else None
-    return FirstToken(heard.tokens[0], logprobs), heard.progress[-1].block_table
+    return FirstToken(heard.tokens[0], logprobs), heard.progress[-1].runs

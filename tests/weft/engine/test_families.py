@@ -9,9 +9,10 @@ from functools import cache
 import pytest
 import torch
 
-from tests.weft.engine.harness import Driver, copy_blocks, prefill
+from tests.weft.engine.harness import Driver, hand_over, prefill
 from tests.weft.tiny_families import FAMILIES, TinyFamily
 from weft.model import expansion
+from weft.model.kv_layout import kv_groups
 
 LENGTHS = [1, 7, 16, 17, 40]
 NUM_NEW = 24
@@ -38,13 +39,14 @@ Cases = Callable[[str], tuple[TinyFamily, list[list[int]], list[list[int]]]]
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_are_exact_in_mixed_batches_with_prefix_hits_and_preemption(name: str, cases: Cases) -> None:
     tiny, prompts, expected = cases(name)
-    for limits in ({"chunk_tokens": 7}, {"chunk_tokens": 16, "num_blocks": 10}, {"block_tokens": 8}):
+    few = {"chunk_tokens": 16, "num_blocks": 10 * len(kv_groups(tiny.config).reaches)}
+    for limits in ({"chunk_tokens": 7, "num_blocks": 256}, few, {"block_tokens": 8, "num_blocks": 256}):
         with Driver(tiny, "float32", "cpu", **limits) as driver:
             for turn in ("cold", "warm"):
                 keys = [driver.submit(f"{turn}-{i}", prompt, NUM_NEW) for i, prompt in enumerate(prompts)]
                 assert [driver.wait_end(key).tokens for key in keys] == expected
             counts = driver.heard[keys[-1]].counts
-            assert limits.get("num_blocks") or (counts is not None and counts.num_cached_tokens >= 32)
+            assert limits is few or (counts is not None and counts.num_cached_tokens >= 32)
             driver.assert_all_blocks_are_back()
 
 
@@ -54,7 +56,7 @@ def test_blocks_that_held_nan_do_not_spoil_their_next_owners(
 ) -> None:
     monkeypatch.setattr(expansion, "min_expanded_rows", lambda latent: 9)
     tiny, prompts, expected = cases(name)
-    with Driver(tiny, num_blocks=10, chunk_tokens=16) as driver:
+    with Driver(tiny, num_blocks=10 * len(kv_groups(tiny.config).reaches), chunk_tokens=16) as driver:
         memory = driver.engine.pool_memory
         pool = (ctypes.c_char * (memory.num_blocks * memory.block_bytes)).from_address(memory.address)
         torch.frombuffer(pool, dtype=torch.float32).fill_(float("nan"))
@@ -90,8 +92,8 @@ def test_tokens_are_exact_after_a_hand_off(name: str, cases: Cases) -> None:
         for number, prompt in enumerate(prompts):
             key = target.submit(str(number), prompt, NUM_NEW, wait_for_kv=True)
             reserved = target.wait_reserved(key)
-            first, blocks = prefill(source, str(number), prompt)
-            copy_blocks(source, blocks, target, reserved.block_table)
+            first, lent = prefill(source, str(number), prompt)
+            hand_over(source, lent, target, reserved, len(prompt))
             source.engine.release(key)
             target.engine.filled(key, len(prompt), first)
             assert target.wait_end(key).tokens == expected[number]

@@ -1,8 +1,12 @@
-"""The loop with a runner that only counts: whatever comes in whatever order, all ends well and no block is lost."""
+"""The loop with a runner that only counts: whatever comes in whatever order, all ends well and no block is lost.
+
+Once for a model whose layers all see everything, once for groups that see a window or a chunk.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from functools import partial
 
 from hypothesis import settings
@@ -12,8 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from weft.engine.batch import Sampled, Work
 from weft.engine.config import EngineConfig
 from weft.engine.loop import Loop
-from weft.engine.messages import FirstToken, PoolMemory, SequenceMode, SequenceSpec, StepOutput
+from weft.engine.messages import FirstToken, PoolMemory, Reserved, SequenceMode, SequenceSpec, StepOutput
 from weft.engine.sequence import Sequence
+from weft.kv.groups import PageRun, Reach
 from weft.request import FinishReason, RequestKey, SamplingParams
 
 CONFIG = EngineConfig(
@@ -26,6 +31,11 @@ CONFIG = EngineConfig(
     pin_sealed=True,
     max_pinned=3,
 )
+# windows and chunks that are smaller and larger than a block, and a chunk that no block ends with
+WINDOWS = replace(
+    CONFIG, num_blocks=45, reaches=(Reach(), Reach(window=3), Reach(chunk=6), Reach(window=9), Reach(chunk=16))
+)
+BOUNDED = replace(CONFIG, num_blocks=20, reaches=(Reach(window=5), Reach(window=5), Reach(chunk=7)))
 
 
 def next_token(tokens: Items[int]) -> int:
@@ -34,16 +44,26 @@ def next_token(tokens: Items[int]) -> int:
 
 
 class CountingRunner:
-    """Keeps what was written into which slot, and checks that a sequence reads its own KV and all of it."""
+    """Keeps what was written into which slot, and checks that a sequence reads its own KV, and all that it sees."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
-        self.pool_memory = PoolMemory(0, 1, CONFIG.num_blocks)
+        self.pool_memory = PoolMemory(0, 1, config.num_blocks)
 
-    def write(self, blocks: Items[int], tokens: Items[int], start: int, end: int) -> None:
-        """KV of a position is a function of all tokens up to it."""
-        for place in range(start, end):
-            self.slots[blocks[place // 4], place % 4] = tuple(tokens[: place + 1])
+    def write(self, group: int, run: PageRun, tokens: Items[int], places: range) -> None:
+        """KV of a position is a function of all tokens up to it, and another one in each group."""
+        for place in places:
+            page = run.page(place // 4)
+            assert page is not None, "no page to write to"
+            self.slots[page, place % 4] = (group, *tokens[: place + 1])
+
+    def check(self, group: int, run: PageRun, tokens: Items[int], seen: range) -> None:
+        """What lies where a token looks is what was written for it."""
+        for place in seen:
+            page = run.page(place // 4)
+            assert page is not None, "a page that is looked at is gone"
+            assert self.slots[page, place % 4] == (group, *tokens[: place + 1]), "somebody else's KV"
 
     def execute(self, works: Items[Work]) -> list[Sampled]:
         """Write, then read everything back."""
@@ -53,25 +73,33 @@ class CountingRunner:
             sequence = work.sequence
             end = sequence.num_computed + work.num_tokens
             assert work.num_tokens >= 1
-            self.write(sequence.blocks, sequence.token_ids, sequence.num_computed, end)
+            for group, run in enumerate(sequence.runs):
+                self.write(group, run, sequence.token_ids, range(sequence.num_computed, end))
         for work in works:
-            for place in range(work.sequence.num_computed + work.num_tokens):
-                found = self.slots[work.sequence.blocks[place // 4], place % 4]
-                assert found == tuple(work.sequence.token_ids[: place + 1]), "somebody else's KV"
+            end = work.sequence.num_computed + work.num_tokens
+            for group, run in enumerate(work.sequence.runs):
+                reach = self.config.reaches[group]
+                for position in range(work.sequence.num_computed, end):
+                    self.check(group, run, work.sequence.token_ids, range(reach.first(position), position + 1))
+                paging = self.config.paging
+                if reach.width:
+                    assert len(run.blocks) <= 2 * paging.most(group), "more pages than two windows and a step"
         return [Sampled(next_token(work.sequence.token_ids)) for work in works if work.samples]
 
 
 class LoopMachine(RuleBasedStateMachine):
     """Clients, peers and transfers in random order."""
 
+    config = CONFIG
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.runner = CountingRunner()
-        self.loop = Loop(self.runner, CONFIG, self.hear, lambda: self.now)
+        self.runner = CountingRunner(self.config)
+        self.loop = Loop(self.runner, self.config, self.hear, lambda: self.now)
         self.specs: dict[RequestKey, SequenceSpec] = {}
         self.texts: dict[RequestKey, list[int]] = {}
-        self.reserved: dict[RequestKey, tuple[int, ...]] = {}
+        self.reserved: dict[RequestKey, Reserved] = {}
         self.held: set[RequestKey] = set()
         self.pinned: list[int] = []
         self.suspects: set[int] = set()
@@ -80,10 +108,10 @@ class LoopMachine(RuleBasedStateMachine):
     def hear(self, output: StepOutput) -> None:
         load = output.load
         total = load.free_blocks + load.cached_blocks + load.active_blocks + load.quarantined_blocks
-        assert total == CONFIG.num_blocks
+        assert total == self.config.num_blocks
         assert not output.failures
         for reserved in output.reserved:
-            self.reserved[reserved.key] = reserved.block_table
+            self.reserved[reserved.key] = reserved
         self.pinned += [sealed.block for sealed in output.sealed]
         assert len(self.pinned) <= CONFIG.max_pinned
         for delta in output.deltas:
@@ -97,7 +125,7 @@ class LoopMachine(RuleBasedStateMachine):
                 assert delta.finish_reason is None
                 self.held.add(delta.key)
             elif delta.finish_reason is FinishReason.LENGTH:
-                num_expected = min(spec.sampling.max_tokens, CONFIG.context_tokens - len(spec.token_ids))
+                num_expected = min(spec.sampling.max_tokens, self.config.context_tokens - len(spec.token_ids))
                 assert len(text) == num_expected
                 self.forget(delta.key)
 
@@ -123,14 +151,26 @@ class LoopMachine(RuleBasedStateMachine):
     @rule(data=st.data(), with_first=st.booleans())
     def fill(self, data: st.DataObject, with_first: bool) -> None:
         key = data.draw(st.sampled_from(sorted(self.reserved, key=str)))
-        blocks = self.reserved.pop(key)
-        tokens = self.specs[key].token_ids
-        num_ready = data.draw(st.integers(0, len(tokens)))
+        reserved = self.reserved.pop(key)
+        spec = self.specs[key]
+        tokens = spec.token_ids
+        has_first = with_first and spec.mode is SequenceMode.GENERATE
+        num_ready = data.draw(st.integers(0, len(tokens) - (not has_first)))
+        blocks = [block for run in reserved.runs for block in run.blocks]
         suspects = data.draw(st.lists(st.sampled_from(blocks), unique=True, max_size=2))
-        self.runner.write(blocks, tokens, 0, num_ready)
-        first = FirstToken(next_token(tokens)) if with_first else None
+        self.transfer(reserved, tokens, num_ready)
+        first = FirstToken(next_token(tokens)) if has_first else None
         self.suspects.update(suspects)
         self.is_idle = self.loop.turn([lambda: self.loop.fill(key, num_ready, first, tuple(suspects))])
+
+    def transfer(self, reserved: Reserved, tokens: Items[int], num_ready: int) -> None:
+        """What peers do: of each group, write what a token behind the first `num_ready` looks at."""
+        paging, num_hit = self.config.paging, reserved.num_hit_tokens // 4
+        if num_ready > reserved.num_hit_tokens:
+            for group, run in enumerate(reserved.runs):
+                lent = paging.lent(group, num_hit, num_ready)
+                places = range(4 * lent.start, min(4 * lent.stop, num_ready))
+                self.runner.write(group, paging.placed(group, run, num_hit, num_ready), tokens, places)
 
     @precondition(lambda self: self.suspects)
     @rule()
@@ -172,8 +212,8 @@ class LoopMachine(RuleBasedStateMachine):
         """Whatever happened: answer everybody, and all ends."""
         for _ in range(1000):
             for key in list(self.reserved):
-                self.runner.write(self.reserved.pop(key), self.specs[key].token_ids, 0, 1)
-                self.loop.fill(key, 1, None, ())
+                del self.reserved[key]
+                self.loop.fill(key, 0, None, ())
             for key in list(self.held):
                 self.forget(key)
                 self.loop.cancel(key)
@@ -183,9 +223,24 @@ class LoopMachine(RuleBasedStateMachine):
                 break
         assert self.specs == {}
         load = self.loop.load
-        assert load.free_blocks + load.cached_blocks == CONFIG.num_blocks
+        assert load.free_blocks + load.cached_blocks == self.config.num_blocks
         assert (load.num_running, load.num_waiting, load.active_tokens, load.queued_prefill_tokens) == (0, 0, 0, 0)
 
 
+class WindowsMachine(LoopMachine):
+    """Some groups give pages back on the way."""
+
+    config = WINDOWS
+
+
+class BoundedMachine(LoopMachine):
+    """No group sees everything."""
+
+    config = BOUNDED
+
+
 LoopMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+WindowsMachine.TestCase.settings = BoundedMachine.TestCase.settings = LoopMachine.TestCase.settings
 TestLoopMachine = LoopMachine.TestCase
+TestWindowsMachine = WindowsMachine.TestCase
+TestBoundedMachine = BoundedMachine.TestCase

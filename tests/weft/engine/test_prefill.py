@@ -19,8 +19,8 @@ def test_progress_is_told_after_every_chunk_and_the_token_after_the_last(grouped
         heard = driver.heard[key]
         driver.wait(lambda: bool(heard.tokens))
         assert [each.num_ready_tokens for each in heard.progress] == [32, 64, 80]
-        assert len({each.block_table for each in heard.progress}) == 1
-        assert len(heard.progress[0].block_table) == 5
+        assert len({each.runs for each in heard.progress}) == 1
+        assert len(heard.progress[0].runs[0].blocks) == 5
         assert heard.tokens == grouped.greedy(PROMPT, 1)
         assert heard.reason is None
         assert heard.counts is not None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.weft.engine.harness import Driver, copy_blocks, prefill
+from tests.weft.engine.harness import Driver, hand_over, prefill
 from tests.weft.tiny_llama import Tiny
 
 PROMPT = list(range(3, 43))
@@ -58,8 +58,8 @@ def test_a_handed_off_sequence_continues_the_same_text(grouped: Tiny, sampling: 
         whole = source.generate(PROMPT, 24, "whole", **sampling).tokens
         key = target.submit("a", PROMPT, 24, wait_for_kv=True, **sampling)
         reserved = target.wait_reserved(key)
-        first, blocks = prefill(source, "a", PROMPT, **sampling)
-        copy_blocks(source, blocks, target, reserved.block_table)
+        first, lent = prefill(source, "a", PROMPT, **sampling)
+        hand_over(source, lent, target, reserved, len(PROMPT))
         target.engine.filled(key, len(PROMPT), first)
         assert target.wait_end(key).tokens == whole
 
@@ -98,8 +98,8 @@ def test_the_first_token_of_a_prefill_brings_its_logprobs_along(grouped: Tiny) -
     with Driver(grouped) as source, Driver(grouped) as target:
         key = target.submit("a", PROMPT, 3, wait_for_kv=True, num_logprobs=2)
         reserved = target.wait_reserved(key)
-        first, blocks = prefill(source, "a", PROMPT, num_logprobs=2)
-        copy_blocks(source, blocks, target, reserved.block_table)
+        first, lent = prefill(source, "a", PROMPT, num_logprobs=2)
+        hand_over(source, lent, target, reserved, len(PROMPT))
         target.engine.filled(key, len(PROMPT), first)
         heard = target.wait_end(key)
         assert len(heard.logprobs) == 3

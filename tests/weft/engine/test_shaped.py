@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.weft.engine.harness import Driver, copy_blocks, prefill
+from tests.weft.engine.harness import Driver, hand_over, prefill
 from tests.weft.tiny_llama import Tiny
 from weft.errors import InvalidRequest
 from weft.request import FinishReason
@@ -97,8 +97,8 @@ def test_text_goes_on_after_a_hand_off_and_elsewhere(grouped: Tiny, params: dict
     with Driver(grouped) as source, Driver(grouped) as target:
         key = target.submit("a", prompt, 20, wait_for_kv=True, **fields)
         reserved = target.wait_reserved(key)
-        first, blocks = prefill(source, "a", prompt, **fields)
-        copy_blocks(source, blocks, target, reserved.block_table)
+        first, lent = prefill(source, "a", prompt, **fields)
+        hand_over(source, lent, target, reserved, len(prompt))
         target.engine.filled(key, len(prompt), first)
         assert expected[:num_resumed] + target.wait_end(key).tokens == expected
 
@@ -128,9 +128,9 @@ def test_a_constraint_holds_from_the_first_token_through_preemption_and_hand_off
         prompt = PROMPT + expected[:8]
         key = target.submit("a", prompt, 30, wait_for_kv=True, resumed_tokens=8, constraint=EveryThird(size))
         reserved = target.wait_reserved(key)
-        first, blocks = prefill(source, "a", prompt, resumed_tokens=8, constraint=EveryThird(size))
+        first, lent = prefill(source, "a", prompt, resumed_tokens=8, constraint=EveryThird(size))
         assert first.token_id == expected[8]
-        copy_blocks(source, blocks, target, reserved.block_table)
+        hand_over(source, lent, target, reserved, len(prompt))
         target.engine.filled(key, len(prompt), first)
         assert expected[:8] + target.wait_end(key).tokens == expected
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.weft.engine.harness import Driver, copy_blocks, prefill
+from tests.weft.engine.harness import Driver, copy_blocks, hand_over, prefill
 from tests.weft.tiny_llama import Tiny
 from weft.model.config import read_config
 from weft.request import FinishReason
@@ -60,8 +60,8 @@ def test_tokens_are_exact_after_a_hand_off(tiny: Tiny, chunk_tokens: int) -> Non
             key = target.submit(str(number), prompt, 20, wait_for_kv=True)
             heard = target.heard[key]
             reserved = target.wait_reserved(key)
-            first, blocks = prefill(source, str(number), prompt)
-            copy_blocks(source, blocks, target, reserved.block_table)
+            first, lent = prefill(source, str(number), prompt)
+            hand_over(source, lent, target, reserved, len(prompt))
             source.engine.release(key)
             target.engine.filled(key, len(prompt), first)
             assert target.wait_end(key).tokens == tiny.greedy(prompt, 20)
@@ -79,8 +79,8 @@ def test_what_was_not_filled_is_computed_here(grouped: Tiny, num_ready: int) -> 
     with Driver(grouped) as source, Driver(grouped) as target:
         key = target.submit("a", prompt, 20, wait_for_kv=True)
         reserved = target.wait_reserved(key)
-        _, blocks = prefill(source, "a", prompt)
-        copy_blocks(source, blocks, target, reserved.block_table)
+        _, lent = prefill(source, "a", prompt)
+        hand_over(source, lent, target, reserved, len(prompt))
         target.engine.filled(key, num_ready)
         heard = target.wait_end(key)
         assert heard.tokens == grouped.greedy(prompt, 20)
@@ -94,10 +94,11 @@ def test_suspect_blocks_are_not_trusted_and_not_reused(grouped: Tiny) -> None:
     with Driver(grouped) as source, Driver(grouped) as target:
         key = target.submit("a", prompt, 20, wait_for_kv=True)
         reserved = target.wait_reserved(key)
-        first, blocks = prefill(source, "a", prompt)
-        suspect = reserved.block_table[2:4]
-        kept = (*reserved.block_table[:2], reserved.block_table[4])
-        copy_blocks(source, (*blocks[:2], blocks[4]), target, kept)
+        first, (lent,) = prefill(source, "a", prompt)
+        blocks = lent.blocks
+        (run,) = reserved.runs
+        suspect = run.blocks[2:4]
+        copy_blocks(source, (*blocks[:2], blocks[4]), target, (*run.blocks[:2], run.blocks[4]))
         target.engine.filled(key, 70, first, suspect)
         heard = target.wait_end(key)
         assert heard.tokens == grouped.greedy(prompt, 20)
@@ -114,10 +115,10 @@ def test_a_suspect_that_cannot_be_replaced_sends_the_sequence_back_to_the_queue(
     with Driver(grouped, num_blocks=4) as driver:
         key = driver.submit("a", prompt, 5, wait_for_kv=True)
         reserved = driver.wait_reserved(key)
-        driver.engine.filled(key, 40, None, reserved.block_table)
+        driver.engine.filled(key, 40, None, reserved.runs[0].blocks)
         driver.wait(lambda: driver.load.quarantined_blocks == 3)
         assert driver.load.num_waiting == 1
-        driver.engine.unquarantine(reserved.block_table)
+        driver.engine.unquarantine(reserved.runs[0].blocks)
         assert driver.wait_end(key).tokens == grouped.greedy(prompt, 5)
         driver.assert_all_blocks_are_back()
 

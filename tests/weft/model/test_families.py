@@ -11,34 +11,47 @@ import torch
 from safetensors import safe_open
 
 from tests.weft.tiny_families import FAMILIES, TinyFamily
+from weft.kv.groups import Paging
 from weft.model.config import expected_tensors
 from weft.model.decoder import Decoder
+from weft.model.kv_layout import kv_groups
 from weft.model.step import Rows
 from weft_kernels.paged_attention import PagedBatch
 
 BLOCK_TOKENS = 8
 NUM_TOKENS = 80
 TOKENS = [(11 * i * i + 7 * i + 5) % 113 for i in range(NUM_TOKENS)]
+NAN = float("nan")
 TABLE = [7, 2, 5, 0, 9, 8, 1, 3, 6, 10]
 
 
 def logits_in_chunks(tiny: TinyFamily, chunk: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """[NUM_TOKENS, vocab]: all logits of one sequence, its blocks in no particular order, the others poisoned."""
+    """[NUM_TOKENS, vocab]: all logits of one sequence, its blocks in no particular order, all others poisoned."""
     config = tiny.config
     model = Decoder(config, tiny.weights, dtype, torch.device("cpu"))
-    pool = torch.zeros(12, config.num_kv_heads, config.num_layers, config.kv_parts, BLOCK_TOKENS, config.head_dim)
+    groups = kv_groups(config)
+    paging = Paging(groups.reaches, BLOCK_TOKENS, chunk)
+    # each group has pages of its own
+    tables = [[12 * group + page for page in TABLE] for group in range(len(groups.reaches))]
+    pages = 12 * len(groups.reaches)
+    pool = torch.full((pages, config.num_kv_heads, groups.size, config.kv_parts, BLOCK_TOKENS, config.head_dim), NAN)
     pool = pool.to(dtype)
-    pool[[4, 11]] = float("nan")
     logits = []
     with torch.inference_mode():
         for start in range(0, NUM_TOKENS, chunk):
             positions = torch.arange(start, min(start + chunk, NUM_TOKENS))
             end, count = int(positions[-1]) + 1, len(positions)
-            slots = torch.tensor(TABLE)[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
-            batch = PagedBatch(pool, config.num_heads, [0, count], [end], [TABLE])
-            logits.append(
-                model.forward(Rows(torch.tensor(TOKENS[start:end]), positions, slots, torch.arange(count)), batch)
-            )
+            slots = torch.tensor(tables)[:, positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
+            batches = []
+            for group, table in enumerate(tables):
+                first = paging.first(group, start)
+                pool[table[:first]] = NAN
+                pool[table[-(-start // BLOCK_TOKENS) : -(-end // BLOCK_TOKENS)]] = 0
+                left_out = paging.num_left_out(group, first)
+                seen = [table[first]] * (first - left_out) + table[first:]
+                batches.append(PagedBatch(pool, config.num_heads, [0, count], [end - left_out * BLOCK_TOKENS], [seen]))
+            rows = Rows(torch.tensor(TOKENS[start:end]), positions, slots, torch.arange(count))
+            logits.append(model.forward(rows, batches))
     return torch.cat(logits)
 
 

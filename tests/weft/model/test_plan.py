@@ -22,7 +22,7 @@ from weft.model.config import expected_tensors, read_config
 from weft.model.decoder import Decoder
 from weft.model.footprint import Kind, footprint
 from weft.model.gpus import GPUS, Gpu
-from weft.model.kv_layout import block_bytes
+from weft.model.kv_layout import block_bytes, kv_groups
 from weft.model.layout import UNBOUNDED, BadPlan, Demand, Layout, Stage, check_layout, layouts
 from weft.model.plan import Plan, make_plan
 from weft.model.spec import HeadNorm, ModelConfig
@@ -91,9 +91,10 @@ def test_kv_is_that_of_the_pools_blocks(name: str, dtype: str, family_of: Callab
 def test_layers_with_a_window_grow_no_further(name: str, family_of: Callable[[str], TinyFamily]) -> None:
     config = family_of(name).config
     stage = plan(config, "h200", Layout(), 64, "float32").stages[0]
-    assert stage.sequence(8) == block_bytes(config, "float32", 8)
+    groups = kv_groups(config)
+    assert stage.sequence(8) == block_bytes(config, "float32", 8) * len(groups.reaches)
     num_bounded = sum(bool(layer.window or layer.chunk) for layer in config.layers)
-    layer_bytes = block_bytes(config, "float32", 1) // config.num_layers
+    layer_bytes = block_bytes(config, "float32", 1) // groups.size
     assert stage.sequence(1000) - stage.sequence(100) == 900 * layer_bytes * (config.num_layers - num_bounded)
 
 

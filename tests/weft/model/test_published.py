@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from weft.model.config import expected_tensors, read_config
-from weft.model.kv_layout import block_bytes
+from weft.model.kv_layout import block_bytes, kv_groups
 from weft.model.spec import Layer, ModelConfig, Temperature
 
 LLAMA_31_8B: dict[str, Any] = {
@@ -259,7 +259,8 @@ def test_published_configs_ask_for_the_weights_that_were_published(
 ) -> None:
     config = read(fields, tmp_path)
     assert num_weights(config) / 1e9 == pytest.approx(billions, rel=1e-3)
-    assert block_bytes(config, "bfloat16", 64) == 64 * kv_bytes_per_token
+    # a page is one group's share of a block
+    assert block_bytes(config, "bfloat16", 64) * len(kv_groups(config).reaches) == 64 * kv_bytes_per_token
 
 
 def test_scout_has_no_positions_and_no_chunks_in_every_fourth_layer(tmp_path: Path) -> None:

@@ -70,9 +70,9 @@ def test_what_settings_leave_open_follows_the_device() -> None:
 
 def test_the_pool_is_bounded_by_need_and_by_memory_and_holds_one_sequence_at_least() -> None:
     whole = boot.FULL_SEQUENCES * 16
-    assert default_num_blocks(1000, 16, 256, 10**12) == whole
-    assert default_num_blocks(1000, 16, 256, 100_000) == 100
-    assert default_num_blocks(1000, 16, 250, 0) == 16
+    assert default_num_blocks(1000, 16, 10**12) == whole
+    assert default_num_blocks(1000, 16, 100_000) == 100
+    assert default_num_blocks(1000, 16, 0) == 16
 
 
 def test_memory_that_is_available_is_a_part_of_the_machines() -> None:

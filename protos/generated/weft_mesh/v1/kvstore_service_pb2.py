@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"weft_mesh/v1/kvstore_service.proto\x12\x0cweft_mesh.v1\"\x11\n\x0f\x44\x65scribeRequest\"x\n\x10\x44\x65scribeResponse\x12\x16\n\x0emaster_address\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x15\n\rsegment_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\x04\x12\x10\n\x08protocol\x18\x05 \x01(\t\"1\n\x0cMatchRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\"\"\n\rMatchResponse\x12\x11\n\tchecksums\x18\x01 \x03(\x06\"P\n\x0ePublishRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12)\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x19.weft_mesh.v1.StoredBlock\"@\n\x0bStoredBlock\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x06\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"\x11\n\x0fPublishResponse2\xe5\x01\n\x0eKvStoreService\x12I\n\x08\x44\x65scribe\x12\x1d.weft_mesh.v1.DescribeRequest\x1a\x1e.weft_mesh.v1.DescribeResponse\x12@\n\x05Match\x12\x1a.weft_mesh.v1.MatchRequest\x1a\x1b.weft_mesh.v1.MatchResponse\x12\x46\n\x07Publish\x12\x1c.weft_mesh.v1.PublishRequest\x1a\x1d.weft_mesh.v1.PublishResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"weft_mesh/v1/kvstore_service.proto\x12\x0cweft_mesh.v1\"\x11\n\x0f\x44\x65scribeRequest\"x\n\x10\x44\x65scribeResponse\x12\x16\n\x0emaster_address\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x15\n\rsegment_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\x04\x12\x10\n\x08protocol\x18\x05 \x01(\t\"?\n\x0cMatchRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x0c\n\x04\x65\x61\x63h\x18\x03 \x01(\x08\"\"\n\rMatchResponse\x12\x11\n\tchecksums\x18\x01 \x03(\x06\"P\n\x0ePublishRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12)\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x19.weft_mesh.v1.StoredBlock\"@\n\x0bStoredBlock\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x06\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"\x11\n\x0fPublishResponse2\xe5\x01\n\x0eKvStoreService\x12I\n\x08\x44\x65scribe\x12\x1d.weft_mesh.v1.DescribeRequest\x1a\x1e.weft_mesh.v1.DescribeResponse\x12@\n\x05Match\x12\x1a.weft_mesh.v1.MatchRequest\x1a\x1b.weft_mesh.v1.MatchResponse\x12\x46\n\x07Publish\x12\x1c.weft_mesh.v1.PublishRequest\x1a\x1d.weft_mesh.v1.PublishResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,15 +36,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBERESPONSE']._serialized_start=71
   _globals['_DESCRIBERESPONSE']._serialized_end=191
   _globals['_MATCHREQUEST']._serialized_start=193
-  _globals['_MATCHREQUEST']._serialized_end=242
-  _globals['_MATCHRESPONSE']._serialized_start=244
-  _globals['_MATCHRESPONSE']._serialized_end=278
-  _globals['_PUBLISHREQUEST']._serialized_start=280
-  _globals['_PUBLISHREQUEST']._serialized_end=360
-  _globals['_STOREDBLOCK']._serialized_start=362
-  _globals['_STOREDBLOCK']._serialized_end=426
-  _globals['_PUBLISHRESPONSE']._serialized_start=428
-  _globals['_PUBLISHRESPONSE']._serialized_end=445
-  _globals['_KVSTORESERVICE']._serialized_start=448
-  _globals['_KVSTORESERVICE']._serialized_end=677
+  _globals['_MATCHREQUEST']._serialized_end=256
+  _globals['_MATCHRESPONSE']._serialized_start=258
+  _globals['_MATCHRESPONSE']._serialized_end=292
+  _globals['_PUBLISHREQUEST']._serialized_start=294
+  _globals['_PUBLISHREQUEST']._serialized_end=374
+  _globals['_STOREDBLOCK']._serialized_start=376
+  _globals['_STOREDBLOCK']._serialized_end=440
+  _globals['_PUBLISHRESPONSE']._serialized_start=442
+  _globals['_PUBLISHRESPONSE']._serialized_end=459
+  _globals['_KVSTORESERVICE']._serialized_start=462
+  _globals['_KVSTORESERVICE']._serialized_end=691
 # @@protoc_insertion_point(module_scope)

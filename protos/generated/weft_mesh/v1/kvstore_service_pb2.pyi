@@ -81,8 +81,11 @@ class MatchRequest(_message.Message):
 
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
+    EACH_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.bytes
     """Digest of the model fingerprint: different models never share."""
+    each: _builtins.bool
+    """Answer for every key, and not for the leading run: 0 for each that is not there."""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Block keys."""
@@ -92,10 +95,11 @@ class MatchRequest(_message.Message):
         *,
         fingerprint: _builtins.bytes = ...,
         keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        each: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "keys", b"keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["each", b"each", "fingerprint", b"fingerprint", "keys", b"keys"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -110,7 +114,7 @@ class MatchResponse(_message.Message):
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """xxh3_64 of each matched block, from the first key on; its length is the length of the match."""
+        """xxh3_64 of each matched block, from the first key on; its length is the length of the match, or that of the keys."""
 
     def __init__(
         self,

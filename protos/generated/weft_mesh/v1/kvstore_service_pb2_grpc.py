@@ -64,7 +64,7 @@ class KvStoreServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Match(self, request, context):
-        """The longest run of leading keys whose blocks are all in the store now.
+        """The longest run of leading keys whose blocks are all in the store now, or which keys are.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,7 @@ class KvStoreServiceStub:
     Describe: _grpc.UnaryUnaryMultiCallable[_kvstore_service_pb2.DescribeRequest, _kvstore_service_pb2.DescribeResponse]
     """How to reach the store itself."""
     Match: _grpc.UnaryUnaryMultiCallable[_kvstore_service_pb2.MatchRequest, _kvstore_service_pb2.MatchResponse]
-    """The longest run of leading keys whose blocks are all in the store now."""
+    """The longest run of leading keys whose blocks are all in the store now, or which keys are."""
     Publish: _grpc.UnaryUnaryMultiCallable[_kvstore_service_pb2.PublishRequest, _kvstore_service_pb2.PublishResponse]
     """These blocks have been put."""
 
@@ -48,7 +48,7 @@ class KvStoreServiceAsyncStub(KvStoreServiceStub):
     Describe: _aio.UnaryUnaryMultiCallable[_kvstore_service_pb2.DescribeRequest, _kvstore_service_pb2.DescribeResponse]  # type: ignore[assignment]
     """How to reach the store itself."""
     Match: _aio.UnaryUnaryMultiCallable[_kvstore_service_pb2.MatchRequest, _kvstore_service_pb2.MatchResponse]  # type: ignore[assignment]
-    """The longest run of leading keys whose blocks are all in the store now."""
+    """The longest run of leading keys whose blocks are all in the store now, or which keys are."""
     Publish: _aio.UnaryUnaryMultiCallable[_kvstore_service_pb2.PublishRequest, _kvstore_service_pb2.PublishResponse]  # type: ignore[assignment]
     """These blocks have been put."""
 
@@ -69,7 +69,7 @@ class KvStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_service_pb2.MatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_service_pb2.MatchResponse, _abc.Awaitable[_kvstore_service_pb2.MatchResponse]]:
-        """The longest run of leading keys whose blocks are all in the store now."""
+        """The longest run of leading keys whose blocks are all in the store now, or which keys are."""
 
     @_abc_1.abstractmethod
     def Publish(

@@ -227,15 +227,18 @@ Global___PrefillAccepted: _TypeAlias = PrefillAccepted  # noqa: Y015
 
 @_typing.final
 class BlocksReady(_message.Message):
-    """Consecutive blocks of the prompt whose bytes are final."""
+    """Consecutive blocks of the prompt whose bytes are final, for one group of layers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FIRST_INDEX_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     first_index: _builtins.int
     """Position in the prompt of the first block below."""
+    group: _builtins.int
+    """Which group of layers; groups that see a window only are lent what a token behind the prompt looks at."""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Block numbers in prefill's pool; address = pool_address + number * block_bytes."""
@@ -250,10 +253,11 @@ class BlocksReady(_message.Message):
         first_index: _builtins.int = ...,
         blocks: _abc.Iterable[_builtins.int] | None = ...,
         checksums: _abc.Iterable[_builtins.int] | None = ...,
+        group: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "checksums", b"checksums", "first_index", b"first_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "checksums", b"checksums", "first_index", b"first_index", "group", b"group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
