@@ -6,7 +6,8 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import grpc
@@ -15,6 +16,7 @@ from weft import metrics
 from weft.config import describe
 from weft.engine.core import Engine
 from weft.errors import EngineFailed
+from weft.grammar import load_grammars
 from weft.kv.memory import BlockBytes
 from weft.kv.transport import Transport
 from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
@@ -24,6 +26,7 @@ from weft.rpc.server import RpcServer, until_signal
 from weft.worker.blocks import open_blocks
 from weft.worker.boot import Booted, boot
 from weft.worker.config import WorkerConfig
+from weft.worker.grammars import GrammarDesk
 from weft.worker.membership import Introduction, Membership
 from weft.worker.runtime import EngineFeed
 from weft.worker.store import StoreClient
@@ -61,6 +64,7 @@ class Workplace:
     store: StoreClient
     tasks: asyncio.TaskGroup
     with_checksums: bool
+    grammars: GrammarDesk = field(default_factory=GrammarDesk)
 
 
 Install = Callable[[Workplace, grpc.aio.Server], Desk]
@@ -126,7 +130,15 @@ async def _furnish(config: WorkerConfig, booted: Booted, feed: EngineFeed, tasks
         store=store,
         tasks=tasks,
         with_checksums=config.kv_checksums,
+        grammars=_grammars(config, booted),
     )
+
+
+def _grammars(config: WorkerConfig, booted: Booted) -> GrammarDesk:
+    if config.model is None:
+        return GrammarDesk()
+    limits = booted.engine_config
+    return GrammarDesk(partial(load_grammars, config.model, limits.vocab_size, limits.eos_token_ids))
 
 
 def _membership(config: WorkerConfig, role: WorkerRole, place: Workplace, booted: Booted, bound: str) -> Membership:
@@ -171,6 +183,7 @@ async def _drain(grace_seconds: float, desk: Desk, membership: Membership, rpc: 
 
 
 async def _clear(place: Workplace) -> None:
+    place.grammars.close()
     await place.store.close()
     for transport in place.transports:
         await transport.close()

@@ -10,9 +10,11 @@ import logging
 
 from weft import log, metrics
 from weft.engine.core import Engine
+from weft.engine.history import Constraint
 from weft.engine.messages import Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
 from weft.errors import DeadlineExceeded, EngineFailed, Incompatible, PeerLost, WeftError
 from weft.request import PromptUsage, RequestKey
+from weft.worker.grammars import GrammarDesk
 from weft_services.decode.handoff import HandOffs
 from weft_services.decode.order import Delta, Failure, SequenceOrder
 from weft_services.decode.outbox import Outbox
@@ -64,11 +66,14 @@ class Sequence:
 class SequenceDesk:
     """All sequences of this worker. Subscribe `on_step` to the engine's feed."""
 
-    def __init__(self, engine: Engine, worker_id: str, boot_id: str, hand_offs: HandOffs) -> None:
+    def __init__(
+        self, engine: Engine, worker_id: str, boot_id: str, hand_offs: HandOffs, grammars: GrammarDesk
+    ) -> None:
         self._engine = engine
         self._worker_id = worker_id
         self._boot_id = boot_id
         self._hand_offs = hand_offs
+        self._grammars = grammars
         self._sequences: dict[RequestKey, Sequence] = {}
         self._is_open = True
         self._is_idle = asyncio.Event()
@@ -106,9 +111,9 @@ class SequenceDesk:
         sequence = self._sequences[order.key] = Sequence(order, outbox)
         self._is_idle.clear()
         try:
-            self._submit(order)
             deadline = asyncio.get_running_loop().time() + order.remaining_seconds
             async with asyncio.timeout_at(deadline):
+                self._submit(order, await self._grammars.open(order.sampling.grammar))
                 await self._live(sequence, deadline)
         except WeftError as error:
             outbox.put([self._failed(order.key, error)])
@@ -125,7 +130,7 @@ class SequenceDesk:
             if not sequence.has_ended:
                 self._engine.cancel(order.key)
 
-    def _submit(self, order: SequenceOrder) -> None:
+    def _submit(self, order: SequenceOrder, constraint: Constraint | None) -> None:
         if not self._is_open:
             raise PeerLost("this decode worker is leaving", self._worker_id)
         if order.decode_boot_id != self._boot_id:
@@ -138,6 +143,7 @@ class SequenceDesk:
             cache_salt=order.cache_salt,
             wait_for_kv=order.prefill is not None,
             resumed_tokens=order.resumed_tokens,
+            constraint=constraint,
         )
         self._engine.submit(spec)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 
@@ -13,6 +14,25 @@ class Conversation:
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class FormatKind(Enum):
+    """By what an answer is judged."""
+
+    SCHEMA = auto()  # a JSON schema
+    REGEX = auto()
+    GRAMMAR = auto()  # Lark or GBNF text
+    CHOICE = auto()  # one of several texts
+    TAGS = auto()  # free text, with JSON by a schema after certain triggers
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """What the whole answer must match. `field` is the client's name for it, so that later errors can name it."""
+
+    kind: FormatKind
+    value: Any
+    field: str
 
 
 Prompt = str | tuple[int, ...] | Conversation
@@ -43,6 +63,7 @@ class Generation:
     repetition_penalty: float | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
+    answer_format: AnswerFormat | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

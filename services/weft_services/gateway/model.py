@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from weft.errors import BadCheckpoint
+from weft.grammar import Grammars, load_grammars
 from weft_services.gateway.chat_template import ChatTemplate
 from weft_services.gateway.generation import SamplingDefaults
 
@@ -71,6 +72,7 @@ class ServedModel:
     defaults: SamplingDefaults
     vocabulary_size: int
     max_context_tokens: int
+    grammars: Grammars
 
 
 def load_model(directory: Path, name: str) -> ServedModel:
@@ -82,14 +84,16 @@ def load_model(directory: Path, name: str) -> ServedModel:
         codec = Codec(Tokenizer.from_file(str(tokenizer_file)))
     except Exception as error:  # the library raises bare Exception
         raise BadCheckpoint(f"{tokenizer_file}: {error}") from error
+    vocabulary_size = _positive_int(text_config, "vocab_size", directory)
     return ServedModel(
         name=name,
         created=int((directory / "config.json").stat().st_mtime),
         codec=codec,
         template=_load_template(directory),
         defaults=_load_defaults(directory),
-        vocabulary_size=_positive_int(text_config, "vocab_size", directory),
+        vocabulary_size=vocabulary_size,
         max_context_tokens=_positive_int(text_config, "max_position_embeddings", directory),
+        grammars=load_grammars(directory, vocabulary_size, _end_tokens(text_config)),
     )
 
 
@@ -112,6 +116,12 @@ def _positive_int(config: dict[str, Any], key: str, directory: Path) -> int:
     if not isinstance(value, int) or value < 1:
         raise BadCheckpoint(f"{directory / 'config.json'}: {key} is {value!r}, expected a positive integer")
     return value
+
+
+def _end_tokens(config: dict[str, Any]) -> list[int]:
+    """For checking grammars only; what ends an answer is the workers' to say."""
+    value = config.get("eos_token_id")
+    return [value] if isinstance(value, int) else [each for each in value or () if isinstance(each, int)]
 
 
 def _load_template(directory: Path) -> ChatTemplate | None:

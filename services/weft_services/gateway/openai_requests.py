@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from weft.errors import InvalidRequest
+from weft_services.gateway.answer_format import read_format
 from weft_services.gateway.generation import Conversation, Generation, Prompt
 from weft_services.gateway.openai_fields import (
     MAX_TOOLS,
@@ -83,6 +84,7 @@ class _Body(_Lenient):
     repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
     logit_bias: Bias = ()
     min_tokens: Annotated[int | None, Field(ge=0)] = None
+    response_format: Any = None
     n: Annotated[int | None, Field(ge=1, le=16)] = None
     stop: Annotated[list[StopText], BeforeValidator(as_stop_list), Field(max_length=4)] = []
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]] | None, Field(max_length=64)] = None
@@ -97,6 +99,10 @@ class _Body(_Lenient):
         if (field := unsupported_field(extra)) is not None:
             raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
         options = self.stream_options
+        answer_format = read_format(self.response_format, extra)
+        for name in ("ignore_eos", "min_tokens"):
+            if answer_format is not None and getattr(self, name):
+                raise InvalidRequest(f"{name}: {answer_format.field} says where the answer ends", name)
         return {
             "model": self.model,
             "max_tokens": self.max_tokens,
@@ -111,6 +117,7 @@ class _Body(_Lenient):
             "repetition_penalty": self.repetition_penalty,
             "logit_bias": self.logit_bias,
             "min_tokens": self.min_tokens or 0,
+            "answer_format": answer_format,
             "stop": tuple(self.stop),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "ignore_eos": bool(self.ignore_eos),

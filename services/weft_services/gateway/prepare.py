@@ -7,12 +7,13 @@ import hashlib
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from weft.errors import InvalidRequest, NotFound
 from weft.kv.prefix import block_keys
-from weft.request import SamplingParams
+from weft.request import Grammar, SamplingParams
+from weft_services.gateway.answer_grammar import grammar_text
 from weft_services.gateway.generation import Conversation, Generation, Prompt
 from weft_services.gateway.model import ServedModel
 
@@ -79,13 +80,27 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
         keys = block_keys(token_ids, block_tokens) if block_tokens else []
         prompts.append(PreparedPrompt(token_ids, tuple(keys)))
     _check_named_tokens(generation, model.vocabulary_size)
+    grammar = _grammar(generation, model)
     seed = secrets.randbits(63) if generation.seed is None else generation.seed
     sequences = []
     for index in range(len(prompts) * generation.n):
         num_tokens = len(prompts[index // generation.n].token_ids)
         sampling = _sampling(generation, model, _max_tokens(generation, num_tokens, limit), _derive(seed, index))
-        sequences.append(PreparedSequence(index // generation.n, sampling))
+        sequences.append(PreparedSequence(index // generation.n, replace(sampling, grammar=grammar)))
     return Prepared(generation, tuple(prompts), tuple(sequences))
+
+
+def _grammar(generation: Generation, model: ServedModel) -> Grammar | None:
+    """Compiled here to be refused here; workers get the text."""
+    answer = generation.answer_format
+    if answer is None:
+        return None
+    text = grammar_text(answer)
+    try:
+        model.grammars.compile(text)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{answer.field}: {error}", answer.field, "invalid_value") from error
+    return Grammar(text, model.grammars.tokenizer_hash)
 
 
 def check_model(name: str, model: ServedModel) -> None:

@@ -152,6 +152,9 @@ def _json_field(text: str, field: str) -> Any:
 def _option_fields(options: pb.GenerationOptions) -> dict[str, Any]:
     given = "max_tokens temperature top_p top_k min_p seed frequency_penalty presence_penalty repetition_penalty"
     fields = {name: getattr(options, name) for name in given.split() if options.HasField(name)}  # type: ignore[arg-type]
+    for name in ("response_format", "structured_outputs"):
+        if text := getattr(options, f"{name}_json"):
+            fields[name] = _json_field(text, f"options.{name}_json")
     return fields | {
         "logit_bias": {str(token): bias for token, bias in options.logit_bias.items()},
         "min_tokens": options.min_tokens,

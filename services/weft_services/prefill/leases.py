@@ -15,6 +15,7 @@ from weft.kv.handoff import PrefillEvent, PrefillOrder, PromptFinished, ReadyBlo
 from weft.kv.memory import BlockBytes
 from weft.request import ModelFingerprint, RequestKey
 from weft.worker.borrow import block_checksums
+from weft.worker.grammars import GrammarDesk
 from weft_services.prefill.prefix import StorePrefix
 
 
@@ -112,11 +113,19 @@ class Lease:
 class LeaseDesk:
     """All leases of this worker. Subscribe `on_step` to the engine's feed."""
 
-    def __init__(self, engine: Engine, store: StorePrefix, boot_id: str, fingerprint: ModelFingerprint) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        store: StorePrefix,
+        boot_id: str,
+        fingerprint: ModelFingerprint,
+        grammars: GrammarDesk,
+    ) -> None:
         self._engine = engine
         self._store = store
         self._boot_id = boot_id
         self._fingerprint = fingerprint
+        self._grammars = grammars
         self._leases: dict[RequestKey, Lease] = {}
         self._is_open = True
         self._is_idle = asyncio.Event()
@@ -151,6 +160,7 @@ class LeaseDesk:
 
         Raises Incompatible, InvalidRequest, Overloaded or PeerLost.
         """
+        constraint = await self._grammars.open(order.sampling.grammar)
         self._check(order)
         lease = Lease(order)
         spec = SequenceSpec(
@@ -161,6 +171,7 @@ class LeaseDesk:
             order.cache_salt,
             wait_for_kv=True,
             resumed_tokens=order.resumed_tokens,
+            constraint=constraint,
         )
         self._engine.submit(spec)
         self._leases[order.key] = lease

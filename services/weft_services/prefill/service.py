@@ -93,7 +93,8 @@ SERVICE_NAME = prefill_service_pb2.DESCRIPTOR.services_by_name["PrefillService"]
 def install(place: Workplace, server: grpc.aio.Server) -> LeaseDesk:
     """Put the role to work at this place."""
     paging = place.engine.paging
-    desk = LeaseDesk(place.engine, StorePrefix(place.store, paging), place.boot_id, place.fingerprint)
+    prefix = StorePrefix(place.store, paging)
+    desk = LeaseDesk(place.engine, prefix, place.boot_id, place.fingerprint, place.grammars)
     place.feed.subscribe(desk.on_step)
     accepted = Accepted(place.boot_id, place.transports[0].endpoint(), round(LEASE_SECONDS * 1000))
     servicer = PrefillServicer(desk, place.memory, accepted, paging, place.with_checksums)

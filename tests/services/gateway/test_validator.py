@@ -18,6 +18,17 @@ def chat(**fields: Any) -> Generation:
     return parse_chat(json.dumps({"model": "m", "messages": [USER], **fields}).encode())
 
 
+def schema_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
 def completion(**fields: Any) -> Generation:
     return parse_completion(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
 
@@ -77,9 +88,24 @@ def completion(**fields: Any) -> Generation:
         ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"guided_json": {}}, "guided_json"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": schema_format("x")}, "response_format.json_schema.schema"),
+        ({"response_format": schema_format(nested(40))}, "response_format.json_schema.schema"),
+        ({"response_format": schema_format({"description": "x" * 70_000})}, "response_format.json_schema.schema"),
+        ({"response_format": schema_format({"multipleOf": 99731})}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_regex": "a" * 5000}, "guided_regex"),
+        ({"guided_regex": ["a"]}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["a", 1]}, "guided_choice"),
+        ({"guided_grammar": "a: b\n" * 100}, "guided_grammar"),
+        ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ],
 )

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from weft_mesh.v1 import common_pb2 as weft__mesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$weft_mesh/v1/inference_service.proto\x12\x0cweft_mesh.v1\x1a\x19weft_mesh/v1/common.proto\"\x9b\x05\n\x11GenerationOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x19\n\x0cnum_logprobs\x18\n \x01(\rH\x06\x88\x01\x01\x12\x12\n\nsession_id\x18\x0b \x01(\t\x12\x18\n\x10return_token_ids\x18\x0c \x01(\x08\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x02H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0e \x01(\x02H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0f \x01(\x02H\t\x88\x01\x01\x12\x42\n\nlogit_bias\x18\x10 \x03(\x0b\x32..weft_mesh.v1.GenerationOptions.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\x11 \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x0f\n\r_num_logprobsB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penalty\"\x99\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.weft_mesh.v1.TokenIdsH\x00\x12\x30\n\x07options\x18\x04 \x01(\x0b\x32\x1f.weft_mesh.v1.GenerationOptionsB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xad\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12+\n\x08messages\x18\x02 \x03(\x0b\x32\x19.weft_mesh.v1.ChatMessage\x12\x12\n\ntools_json\x18\x03 \x03(\t\x12\x30\n\x07options\x18\x04 \x01(\x0b\x32\x1f.weft_mesh.v1.GenerationOptions\x12\x1c\n\x14template_kwargs_json\x18\x05 \x01(\t\"[\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x17\n\x0ftool_calls_json\x18\x03 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\"\xcb\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x30\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1e.weft_mesh.v1.PositionLogprobs\x12\x31\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1a.weft_mesh.v1.FinishReason\x12\'\n\x05usage\x18\x05 \x01(\x0b\x32\x13.weft_mesh.v1.UsageH\x00\x88\x01\x01\x42\x08\n\x06_usage\"\xca\x01\n\x0c\x43hatResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x30\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1e.weft_mesh.v1.PositionLogprobs\x12\x31\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1a.weft_mesh.v1.FinishReason\x12\'\n\x05usage\x18\x05 \x01(\x0b\x32\x13.weft_mesh.v1.UsageH\x00\x88\x01\x01\x42\x08\n\x06_usage\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x13\n\x11ListModelsRequest\"=\n\x12ListModelsResponse\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.weft_mesh.v1.ModelCard\"3\n\tModelCard\x12\n\n\x02id\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r2\xf1\x01\n\x10InferenceService\x12K\n\x08Generate\x12\x1d.weft_mesh.v1.GenerateRequest\x1a\x1e.weft_mesh.v1.GenerateResponse0\x01\x12?\n\x04\x43hat\x12\x19.weft_mesh.v1.ChatRequest\x1a\x1a.weft_mesh.v1.ChatResponse0\x01\x12O\n\nListModels\x12\x1f.weft_mesh.v1.ListModelsRequest\x1a .weft_mesh.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$weft_mesh/v1/inference_service.proto\x12\x0cweft_mesh.v1\x1a\x19weft_mesh/v1/common.proto\"\xda\x05\n\x11GenerationOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x19\n\x0cnum_logprobs\x18\n \x01(\rH\x06\x88\x01\x01\x12\x12\n\nsession_id\x18\x0b \x01(\t\x12\x18\n\x10return_token_ids\x18\x0c \x01(\x08\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x02H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0e \x01(\x02H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0f \x01(\x02H\t\x88\x01\x01\x12\x42\n\nlogit_bias\x18\x10 \x03(\x0b\x32..weft_mesh.v1.GenerationOptions.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\x11 \x01(\r\x12\x1c\n\x14response_format_json\x18\x12 \x01(\t\x12\x1f\n\x17structured_outputs_json\x18\x13 \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x0f\n\r_num_logprobsB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penalty\"\x99\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.weft_mesh.v1.TokenIdsH\x00\x12\x30\n\x07options\x18\x04 \x01(\x0b\x32\x1f.weft_mesh.v1.GenerationOptionsB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xad\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12+\n\x08messages\x18\x02 \x03(\x0b\x32\x19.weft_mesh.v1.ChatMessage\x12\x12\n\ntools_json\x18\x03 \x03(\t\x12\x30\n\x07options\x18\x04 \x01(\x0b\x32\x1f.weft_mesh.v1.GenerationOptions\x12\x1c\n\x14template_kwargs_json\x18\x05 \x01(\t\"[\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x17\n\x0ftool_calls_json\x18\x03 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\"\xcb\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x30\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1e.weft_mesh.v1.PositionLogprobs\x12\x31\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1a.weft_mesh.v1.FinishReason\x12\'\n\x05usage\x18\x05 \x01(\x0b\x32\x13.weft_mesh.v1.UsageH\x00\x88\x01\x01\x42\x08\n\x06_usage\"\xca\x01\n\x0c\x43hatResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x30\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1e.weft_mesh.v1.PositionLogprobs\x12\x31\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1a.weft_mesh.v1.FinishReason\x12\'\n\x05usage\x18\x05 \x01(\x0b\x32\x13.weft_mesh.v1.UsageH\x00\x88\x01\x01\x42\x08\n\x06_usage\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x13\n\x11ListModelsRequest\"=\n\x12ListModelsResponse\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.weft_mesh.v1.ModelCard\"3\n\tModelCard\x12\n\n\x02id\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r2\xf1\x01\n\x10InferenceService\x12K\n\x08Generate\x12\x1d.weft_mesh.v1.GenerateRequest\x1a\x1e.weft_mesh.v1.GenerateResponse0\x01\x12?\n\x04\x43hat\x12\x19.weft_mesh.v1.ChatRequest\x1a\x1a.weft_mesh.v1.ChatResponse0\x01\x12O\n\nListModels\x12\x1f.weft_mesh.v1.ListModelsRequest\x1a .weft_mesh.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,29 +35,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._loaded_options = None
   _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_GENERATIONOPTIONS']._serialized_start=82
-  _globals['_GENERATIONOPTIONS']._serialized_end=749
-  _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_start=548
-  _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_end=596
-  _globals['_GENERATEREQUEST']._serialized_start=752
-  _globals['_GENERATEREQUEST']._serialized_end=905
-  _globals['_TOKENIDS']._serialized_start=907
-  _globals['_TOKENIDS']._serialized_end=930
-  _globals['_CHATREQUEST']._serialized_start=933
-  _globals['_CHATREQUEST']._serialized_end=1106
-  _globals['_CHATMESSAGE']._serialized_start=1108
-  _globals['_CHATMESSAGE']._serialized_end=1199
-  _globals['_GENERATERESPONSE']._serialized_start=1202
-  _globals['_GENERATERESPONSE']._serialized_end=1405
-  _globals['_CHATRESPONSE']._serialized_start=1408
-  _globals['_CHATRESPONSE']._serialized_end=1610
-  _globals['_USAGE']._serialized_start=1612
-  _globals['_USAGE']._serialized_end=1692
-  _globals['_LISTMODELSREQUEST']._serialized_start=1694
-  _globals['_LISTMODELSREQUEST']._serialized_end=1713
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1715
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1776
-  _globals['_MODELCARD']._serialized_start=1778
-  _globals['_MODELCARD']._serialized_end=1829
-  _globals['_INFERENCESERVICE']._serialized_start=1832
-  _globals['_INFERENCESERVICE']._serialized_end=2073
+  _globals['_GENERATIONOPTIONS']._serialized_end=812
+  _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_start=611
+  _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_end=659
+  _globals['_GENERATEREQUEST']._serialized_start=815
+  _globals['_GENERATEREQUEST']._serialized_end=968
+  _globals['_TOKENIDS']._serialized_start=970
+  _globals['_TOKENIDS']._serialized_end=993
+  _globals['_CHATREQUEST']._serialized_start=996
+  _globals['_CHATREQUEST']._serialized_end=1169
+  _globals['_CHATMESSAGE']._serialized_start=1171
+  _globals['_CHATMESSAGE']._serialized_end=1262
+  _globals['_GENERATERESPONSE']._serialized_start=1265
+  _globals['_GENERATERESPONSE']._serialized_end=1468
+  _globals['_CHATRESPONSE']._serialized_start=1471
+  _globals['_CHATRESPONSE']._serialized_end=1673
+  _globals['_USAGE']._serialized_start=1675
+  _globals['_USAGE']._serialized_end=1755
+  _globals['_LISTMODELSREQUEST']._serialized_start=1757
+  _globals['_LISTMODELSREQUEST']._serialized_end=1776
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1778
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1839
+  _globals['_MODELCARD']._serialized_start=1841
+  _globals['_MODELCARD']._serialized_end=1892
+  _globals['_INFERENCESERVICE']._serialized_start=1895
+  _globals['_INFERENCESERVICE']._serialized_end=2136
 # @@protoc_insertion_point(module_scope)

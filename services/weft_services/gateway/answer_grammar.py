@@ -1,0 +1,91 @@
+"""AnswerFormat -> a grammar in llguidance's own form, as workers get it. Compiles nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+from llguidance.gbnf_to_lark import any_to_lark
+
+from weft.errors import InvalidRequest
+from weft.grammar import first_line
+from weft_services.gateway.generation import AnswerFormat, FormatKind
+
+# models left to themselves may pad JSON with white space without end
+WHITE_SPACE = r"[ \t\n\r]{0,16}"
+# any text
+TEXT = r"/(.|\n)*/"
+
+Part = dict[str, Any]
+
+
+def grammar_text(answer: AnswerFormat) -> str:
+    """A JSON object with the list of its parts. Raises InvalidRequest naming the field."""
+    return join(format_parts(answer))
+
+
+def join(parts: list[Part]) -> str:
+    """Parts refer to one another by name; the first one is where an answer begins."""
+    return orjson.dumps({"grammars": parts}).decode()
+
+
+def format_parts(answer: AnswerFormat, name: str = "answer") -> list[Part]:
+    """The first part has that name."""
+    match answer.kind:
+        case FormatKind.SCHEMA:
+            return [schema_part(answer.value, name)]
+        case FormatKind.REGEX:
+            return [lark_part(f"start: /{_escape_slashes(answer.value)}/", name)]
+        case FormatKind.CHOICE:
+            return [lark_part("start: " + " | ".join(map(quote, answer.value)), name)]
+        case FormatKind.GRAMMAR:
+            return [lark_part(_as_lark(answer), name)]
+        case FormatKind.TAGS:
+            return _tag_parts(answer.value, name)
+
+
+def schema_part(schema: dict[str, Any], name: str) -> Part:
+    """JSON by a schema, with bounded white space."""
+    return {"name": name, "json_schema": {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}}
+
+
+def lark_part(text: str, name: str) -> Part:
+    """Lark with llguidance's additions."""
+    return {"name": name, "lark_grammar": text}
+
+
+def quote(text: str) -> str:
+    """A literal in Lark."""
+    return json.dumps(text)
+
+
+def _escape_slashes(regex: str) -> str:
+    """A slash ends a regex in Lark unless it is escaped."""
+    out, is_escaped = [], False
+    for letter in regex:
+        out.append("\\/" if letter == "/" and not is_escaped else letter.replace("\n", "\\n"))
+        is_escaped = letter == "\\" and not is_escaped
+    return "".join(out)
+
+
+def _as_lark(answer: AnswerFormat) -> str:
+    try:
+        text: str = any_to_lark(answer.value)
+    except (ValueError, RecursionError, SyntaxError, IndexError, AssertionError) as error:
+        message = f"{answer.field}: neither Lark nor GBNF: {first_line(str(error))}"
+        raise InvalidRequest(message, answer.field) from error
+    return text
+
+
+def _tag_parts(tags: tuple[dict[str, Any], ...], name: str) -> list[Part]:
+    """Text and tags in any order; the text before a tag ends with the tag's trigger."""
+    rules = [f"start: ({' | '.join(f'tag_{i}' for i in range(len(tags)))})* TEXT", f"TEXT: {TEXT}"]
+    parts = []
+    for place, tag in enumerate(tags):
+        rest, end = tag["begin"][len(tag["trigger"]) :], tag["end"]
+        rules.append(f"open_{place}[lazy]: TEXT {quote(tag['trigger'])}")
+        literals = [f"open_{place}", quote(rest) if rest else "", f"@{name}_{place}", quote(end) if end else ""]
+        rules.append(f"tag_{place}: {' '.join(literals)}")
+        parts.append(schema_part(tag["schema"], f"{name}_{place}"))
+    return [lark_part("\n".join(rules), name), *parts]

@@ -1,0 +1,115 @@
+"""Answer formats: what reaches the workers is a grammar that means what was asked; what cannot be kept is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
+from tests.services.gateway.fakes import speaking
+from weft.grammar import hash_tokenizer, load_grammars
+
+USER: Any = {"role": "user", "content": "hi"}
+
+# each of them would take seconds, or all memory, without limits
+BOMBS: dict[str, dict[str, Any]] = {
+    "look-around": {"guided_regex": "(?=a)b"},
+    "brackets": {"guided_regex": "(" * 2000 + "a" + ")" * 2000},
+    "doubling terminals": {
+        "guided_grammar": "start: R0\n" + "\n".join(f"R{i}: R{i + 1} R{i + 1}" for i in range(60)) + '\nR60: "x"'
+    },
+    "doubling rules": {
+        "guided_grammar": "root ::= r0\n"
+        + "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(60))
+        + '\nr60 ::= "x"'
+    },
+    "nested brackets": {"guided_grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000},
+    "not a grammar": {"guided_grammar": "start: %%%"},
+    "remainders": {"guided_json": {"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}},
+    "unions of unions": {
+        "guided_json": {
+            "allOf": [
+                {"anyOf": [{"properties": {f"p{i}{j}": {"type": "integer"}}} for j in range(6)]} for i in range(8)
+            ]
+        }
+    },
+    "many properties": {"guided_json": {"properties": {f"p{i}": {} for i in range(3000)}}},
+    "a remote schema": {"guided_json": {"$ref": "http://example.com/schema"}},
+    "a keyword that cannot be kept": {"guided_json": {"type": "array", "uniqueItems": True}},
+}
+
+
+class Person(BaseModel):
+    """What the SDK makes a schema of."""
+
+    name: str
+    age: int
+
+
+@pytest.mark.parametrize("fields", BOMBS.values(), ids=BOMBS)
+async def test_what_cannot_be_kept_is_refused_and_named(bench: MakeBench, fields: dict[str, Any]) -> None:
+    async with bench() as b:
+        status, error = await b.refused("/v1/chat/completions", messages=[USER], **fields)
+        assert (status, error["param"]) == (400, next(iter(fields)))
+        assert next(iter(fields)) in error["message"]
+        assert not b.decode.started
+
+
+async def test_the_sdks_parse_helper_gets_its_schema_kept(bench: MakeBench, model_dir: Path) -> None:
+    async with bench() as b:
+        b.decode.script = speaking([*b.ids('{"name": "Ann", "age": 7}'), END])
+        answer = await b.client.chat.completions.parse(model=MODEL_NAME, messages=[USER], response_format=Person)
+        assert answer.choices[0].message.parsed == Person(name="Ann", age=7)
+        sent = b.decode.started[0].sampling.grammar
+        assert sent.tokenizer_hash == hash_tokenizer((model_dir / "tokenizer.json").read_bytes())
+        schema = json.loads(sent.text)["grammars"][0]["json_schema"]
+        assert schema["required"] == ["name", "age"]
+        matcher = load_grammars(model_dir, 320, [END]).compile(sent.text)
+        matcher.accept(b.ids('{"name": "Bob", "age": 12}'))
+        assert matcher.failure is None
+        matcher.accept(b.ids(","))
+        assert matcher.failure is not None
+
+
+async def test_without_a_format_no_grammar_is_sent(bench: MakeBench) -> None:
+    async with bench() as b:
+        await b.client.chat.completions.create(model=MODEL_NAME, messages=[USER], response_format={"type": "text"})
+        assert not b.decode.started[0].sampling.HasField("grammar")
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        ({"guided_regex": "a/b[0-9]"}, "a/b7", "a/c"),
+        ({"guided_choice": ["one", 'two "three"']}, 'two "three"', "two t"),
+        ({"structured_outputs": {"grammar": 'root ::= "x" [0-9]+'}}, "x12", "xx"),
+        ({"response_format": {"type": "json_object"}}, '{"a": [1, {"b": null}]}', "[1]"),
+        (
+            {
+                "response_format": {
+                    "type": "structural_tag",
+                    "structures": [{"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"}],
+                    "triggers": ["<f"],
+                }
+            },
+            "some text <f=a>12</f> more <f=a>3</f>",
+            "some text <f=b>",
+        ),
+    ],
+    ids=["regex", "choice", "grammar", "object", "tags"],
+)
+async def test_every_spelling_means_what_it_says(
+    bench: MakeBench, model_dir: Path, fields: dict[str, Any], good: str, bad: str
+) -> None:
+    async with bench() as b:
+        body = {"model": MODEL_NAME, "prompt": "x", **fields}
+        assert (await b.http.post("/v1/completions", json=body)).status_code == 200
+        grammars = load_grammars(model_dir, 320, [END])
+        for text, is_kept in ((good, True), (bad, False)):
+            matcher = grammars.compile(b.decode.started[0].sampling.grammar.text)
+            matcher.accept([*b.ids(text), *([END] if is_kept else [])])
+            assert (matcher.failure is None) == is_kept
