@@ -5,11 +5,12 @@ PORT ?= 8000
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint protos install install-dev pin clean
+.PHONY: help serve test soak lint protos install install-dev pin clean
 
 help:
 	@echo "make serve    install, then run the whole mesh on http://127.0.0.1:$(PORT)   (PORT=8080 ARGS='--decode 2')"
 	@echo "make test     install, then run every test                              (ARGS='-k name')"
+	@echo "make soak     the engine at random for 100,000 steps a family, freed memory poisoned (a quarter of an hour)"
 	@echo "make lint     style, types, import directions, wire contracts, compose"
 	@echo "make protos   compile protos/weft_mesh into protos/generated"
 	@echo "make pin      write constraints.txt from what is installed in $(VENV)"
@@ -20,6 +21,9 @@ serve: install
 
 test: install-dev
 	@exec $(BIN)/python -m pytest $(ARGS)
+
+soak: install-dev
+	WEFT_SOAK_STEPS=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/weft/engine/test_soak.py $(ARGS)
 
 lint: install-dev
 	@scripts/lint.sh

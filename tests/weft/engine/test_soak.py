@@ -1,0 +1,263 @@
+"""Freed blocks are poisoned with NaN while sequences come, go, are cancelled, preempted and handed over at random.
+
+Nothing of that may show: every token is the one that the sequence gets alone, and no block is lost. `make soak` runs
+100,000 steps a family, `make test` some hundreds. The driver acts on the engine's own thread, in its listener, so that
+a run is the same every time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.weft.engine.harness import Driver
+from tests.weft.tiny_llama import Tiny
+from weft.engine.build import build_engine
+from weft.engine.config import EngineConfig
+from weft.engine.messages import FirstToken, SequenceMode, SequenceSpec, StepOutput, TokenDelta
+from weft.kv.blocks import BlockPool
+from weft.request import RequestKey, SamplingParams
+
+NUM_STEPS = int(os.environ.get("WEFT_SOAK_STEPS", "600"))
+NUM_BLOCKS, BLOCK_TOKENS, MAX_LIVE = 26, 4, 12
+NUM_TEXTS, MAX_NEW = 24, 20
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt, how it is to go on, and how it does so alone."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    expected: list[int]
+
+
+@dataclass
+class Live:
+    """A sequence under way: what it is, and what has been said about it."""
+
+    text: Text
+    spec: SequenceSpec
+    tokens: list[int] = field(default_factory=list)
+    reserved: tuple[int, ...] = ()
+    source: RequestKey | None = None  # the held prefill from whose blocks its KV is to be copied
+
+
+def make_texts(tiny: Tiny) -> list[Text]:
+    """Greedy texts as transformers writes them; sampled ones as a clean engine does, one after the other."""
+    source = random.Random(5)
+    texts = []
+    with Driver(tiny, num_blocks=64) as alone:
+        for index in range(NUM_TEXTS):
+            shared = [17, 4, 99, 23, 8] * source.randrange(3)  # some begin alike, and hit each other's blocks
+            prompt = shared + [source.randrange(3, 110) for _ in range(source.randrange(1, 22))]
+            if index % 3:
+                sampling, expected = SamplingParams(MAX_NEW, ignore_eos=True), tiny.greedy(prompt, MAX_NEW)
+            else:
+                sampling = SamplingParams(MAX_NEW, 0.9, top_k=40, seed=index, ignore_eos=True)
+                heard = alone.generate(prompt, MAX_NEW, str(index), temperature=0.9, top_k=40, seed=index)
+                expected = heard.tokens
+            texts.append(Text(tuple(prompt), sampling, expected))
+    return texts
+
+
+class Poison:
+    """Fills every block with NaN in the moment in which it becomes free."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.blocks = torch.empty(0)
+        self.num_poisoned = 0
+        for name in ("release", "reserve", "unquarantine", "sweep"):
+            monkeypatch.setattr(BlockPool, name, self._watched(getattr(BlockPool, name)))
+
+    def _watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(pool: BlockPool, *args: Any) -> Any:
+            before = set(pool._free)
+            result = method(pool, *args)
+            fresh = set(result) if method.__name__ == "reserve" else set()  # evicted ones went through the free list
+            self.fill((set(pool._free) - before) | fresh)
+            return result
+
+        return call
+
+    def fill(self, blocks: Iterable[int]) -> None:
+        """Also what a transfer does that was given up and writes on."""
+        chosen = list(blocks)
+        if len(self.blocks) and chosen:
+            self.blocks[chosen] = float("nan")
+            self.num_poisoned += len(chosen)
+
+
+class Chaos:
+    """Asks for everything that an engine can be asked for, at random, and checks what it says."""
+
+    def __init__(self, tiny: Tiny, texts: list[Text], poison: Poison, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.texts = texts
+        self.live: dict[RequestKey, Live] = {}
+        self.held: dict[RequestKey, tuple[Live, tuple[int, ...], int]] = {}
+        self.suspects: list[int] = []
+        self.pinned: list[int] = []
+        self.counts: Counter[str] = Counter()
+        self.errors: list[str] = []
+        self.is_over = threading.Event()
+        config = EngineConfig(
+            num_blocks=NUM_BLOCKS,
+            block_tokens=BLOCK_TOKENS,
+            vocab_size=tiny.config.vocab_size,
+            max_context_tokens=tiny.config.max_positions,
+            chunk_tokens=11,
+            max_num_seqs=7,
+            pin_sealed=True,
+            max_pinned=3,
+            quarantine_seconds=1e9,
+        )
+        self.engine = build_engine(
+            tiny.config, tiny.weights, dtype="float32", device="cpu", engine_config=config, listener=self.hear
+        )
+        memory = self.engine.pool_memory
+        raw = (ctypes.c_char * (memory.num_blocks * memory.block_bytes)).from_address(memory.address)
+        self.blocks = torch.frombuffer(raw, dtype=torch.float32).view(memory.num_blocks, -1)
+        poison.blocks = self.blocks
+        poison.fill(range(NUM_BLOCKS))
+        self.poison = poison
+
+    def run(self, num_steps: int) -> None:
+        """Until so many steps have been and all sequences have ended, or something is wrong."""
+        self.num_steps = num_steps
+        self.engine.start()
+        self.begin()
+        is_over = self.is_over.wait(60 + num_steps / 50)
+        self.is_over.set()
+        self.engine.stop()
+        assert not self.errors, self.errors[:3]
+        assert is_over, f"stuck after {self.counts}"
+
+    def hear(self, output: StepOutput) -> None:
+        """On the engine's thread. What it raises would only end that thread: it is kept for the test."""
+        if self.is_over.is_set():
+            return
+        try:
+            self.check(output)
+            self.act(output)
+        except Exception as error:
+            self.errors.append(repr(error))
+        if self.errors or (self.counts["steps"] >= self.num_steps and not self.live and not self.held):
+            self.is_over.set()
+
+    def check(self, output: StepOutput) -> None:
+        load = output.load
+        self.counts["steps"] += output.step_seconds > 0
+        total = load.free_blocks + load.cached_blocks + load.active_blocks + load.quarantined_blocks
+        assert total == NUM_BLOCKS, f"{total} blocks of {NUM_BLOCKS}"
+        assert not output.failures, output.failures
+        for delta in output.deltas:
+            self.take(delta)
+        running = [each for each in self.live.values() if each.tokens]
+        self.counts["preempted"] += len(running) > load.num_running
+
+    def take(self, delta: TokenDelta) -> None:
+        live = self.live.get(delta.key)
+        if live is None:
+            return  # cancelled, and said before that was heard
+        live.tokens += delta.token_ids
+        expected = live.text.expected[: len(live.tokens)]
+        assert live.tokens == expected, f"{live.spec}: {live.tokens}, alone {expected}"
+        if delta.finish_reason is not None:
+            assert len(live.tokens) == live.spec.sampling.max_tokens
+            self.counts["ended"] += 1
+            del self.live[delta.key]
+
+    def act(self, output: StepOutput) -> None:
+        for progress in output.progress:
+            live = self.live.get(progress.key)
+            if live and live.tokens and progress.num_ready_tokens == len(live.spec.token_ids):
+                self.held[progress.key] = (self.live.pop(progress.key), progress.block_table, live.tokens[0])
+        for reserved in output.reserved:
+            if reserved.key in self.live:
+                self.live[reserved.key].reserved = reserved.block_table
+        self.pinned += [sealed.block for sealed in output.sealed]
+        is_last_round = self.counts["steps"] >= self.num_steps
+        must_act = is_last_round or not output.load.num_running  # nothing else would make the engine speak again
+        if not is_last_round and len(self.live) < MAX_LIVE and (must_act or self.random.random() < 0.4):
+            self.begin()
+        for key in list(self.live):
+            self.meddle(key, must_act)
+        for key in list(self.held):
+            if self.random.random() < 0.1 or must_act:
+                del self.held[key]
+                self.engine.release(key)
+        self.let_go(must_act)
+
+    def begin(self) -> None:
+        """One more sequence: generating, prefilling, or waiting for somebody else's KV."""
+        key = RequestKey(f"soak-{self.counts['begun']}")
+        kind = self.random.choice(("generate", "generate", "generate", "prefill", "wait"))
+        held = [live.text for live, _, _ in self.held.values()]
+        text = self.random.choice(held if held and kind == "wait" else self.texts)
+        sampling = replace(text.sampling, max_tokens=self.random.randrange(1, MAX_NEW + 1))
+        salt = self.random.choice((b"", b"", b"other"))
+        mode = SequenceMode.PREFILL if kind == "prefill" else SequenceMode.GENERATE
+        spec = SequenceSpec(key, text.prompt, sampling, mode, salt, wait_for_kv=kind == "wait")
+        self.live[key] = Live(text, spec)
+        self.counts["begun"] += 1
+        self.counts[kind] += 1
+        self.engine.submit(spec)
+
+    def meddle(self, key: RequestKey, must_act: bool) -> None:
+        """Cancel it, or bring what it waits for."""
+        live = self.live[key]
+        if self.random.random() < 0.01:
+            self.counts["cancelled"] += 1
+            del self.live[key]
+            self.engine.cancel(key)
+        elif live.reserved and (must_act or self.random.random() < 0.3):
+            self.bring(live)
+
+    def bring(self, live: Live) -> None:
+        """The whole KV of a held prefill of the same prompt, where there is one; else nothing, or writes gone astray."""
+        reserved, live.reserved = live.reserved, ()
+        for held, blocks, token in self.held.values():
+            if held.text is live.text:
+                self.blocks[list(reserved)] = self.blocks[list(blocks)]
+                self.counts["handed over"] += 1
+                self.engine.filled(live.spec.key, len(live.text.prompt), FirstToken(token))
+                return
+        suspects = [block for block in reserved[-2:] if self.random.random() < 0.5]
+        self.suspects += suspects
+        self.counts["suspect"] += len(suspects)
+        self.engine.filled(live.spec.key, 0, suspect_blocks=suspects)
+
+    def let_go(self, must_act: bool) -> None:
+        """Copies and stray writes end some time."""
+        for blocks, free in ((self.pinned, self.engine.unpin), (self.suspects, self.engine.unquarantine)):
+            if blocks and (self.random.random() < 0.2 or must_act):
+                free(list(blocks))
+                blocks.clear()
+
+
+@pytest.mark.timeout(120 + NUM_STEPS // 40)
+@pytest.mark.parametrize("name", ["llama2", "mistral-window", "llama4", "deepseek"])
+def test_poisoned_blocks_show_nowhere_whatever_happens(
+    name: str, family_of: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = family_of(name)
+    texts = make_texts(tiny)
+    poison = Poison(monkeypatch)
+    chaos = Chaos(tiny, texts, poison, seed=1)
+    chaos.run(NUM_STEPS)
+    print(name, dict(chaos.counts), poison.num_poisoned, "blocks poisoned")
+    load = chaos.engine.load
+    assert (load.active_blocks, load.quarantined_blocks, load.active_tokens) == (0, 0, 0)
+    for kind in ("ended", "cancelled", "preempted", "handed over", "suspect"):
+        assert chaos.counts[kind], f"nothing was {kind}"
+    assert poison.num_poisoned > NUM_STEPS / 10
