@@ -1,27 +1,88 @@
-"""Families whose cache is shaped otherwise are handed off from prefill to decode workers like a Llama."""
+"""Every family is handed off, over the wire, from a prefill worker in another process, and goes on as transformers."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 
-from tests.services.workers import start_pair
-from tests.weft.tiny_families import make_family
+from tests.services.attach import Gateway
+from tests.services.workers import start_worker
+from tests.weft.tiny_families import FAMILIES, TinyFamily, make_family
+from weft.request import SamplingParams, WorkerAddress
+from weft.worker.tasks import background
+from weft_services.decode.service import install
 
 LENGTHS = (1, 7, 24, 45)
+SAMPLING = SamplingParams(max_tokens=16, ignore_eos=True)
+OVER_MOONCAKE = ("llama4", "deepseek")  # their caches are shaped least like a Llama's
+Family = Callable[[str], TinyFamily]
+
+pytestmark = pytest.mark.timeout(180)  # the first test waits for all models and for a process
 
 
-@pytest.mark.parametrize("transport", ["grpc", "mooncake"])
-@pytest.mark.parametrize("name", ["mistral-window", "qwen3-moe", "llama4", "deepseek"])
-async def test_tokens_after_a_hand_off_are_those_of_transformers(name: str, transport: str, tmp_path: Path) -> None:
-    tiny = make_family(name, tmp_path)
-    async with start_pair(tiny, transport) as pair:
+@pytest.fixture(scope="module")
+def family_of(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """Each model once."""
+    return cache(lambda name: make_family(name, tmp_path_factory.mktemp(name) / name))
+
+
+def argument(transport: str, tiny: TinyFamily) -> str:
+    """What the child is asked for, and answers with."""
+    return f"{transport}:{tiny.directory}"
+
+
+@pytest.fixture(scope="module")
+def prefills(family_of: Family) -> Iterator[dict[str, WorkerAddress]]:
+    """Prefill workers of all families, in one process of their own."""
+    arguments = [argument("grpc", family_of(name)) for name in FAMILIES]
+    arguments += [argument("mooncake", family_of(name)) for name in OVER_MOONCAKE]
+    command = [sys.executable, "-m", "tests.services.decode.prefill_child", *arguments]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        line = next((line for line in child.stdout if line.startswith("{")), "")
+        assert line, f"the prefill process ended with {child.wait(10)}"
+        yield {name: WorkerAddress(*words) for name, words in json.loads(line).items()}
+    finally:
+        child.stdin.close()
+        try:
+            child.wait(20)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        child.stdout.close()
+
+
+async def check(tiny: TinyFamily, transport: str, prefill: WorkerAddress) -> None:
+    """Prompts within a block and over many; a second time, from decode's own cache."""
+    async with start_worker(tiny, "decode-0", install, transport) as decode, background() as tasks:
+        gateway = Gateway(decode.address, tasks)
         for length in LENGTHS:
             token_ids = tuple((5 * i * i + 3 * i + 7 * length) % 110 + 3 for i in range(length))
-            answer = await pair.gateway.generate(token_ids, pair.prefill.address)
-            assert answer.failure is None
-            assert answer.tokens == tiny.greedy(list(token_ids), len(answer.tokens))
-            assert answer.usage is not None
-            assert answer.usage.transferred_bytes > 0
-        await pair.until_idle()
+            expected = tiny.greedy(list(token_ids), SAMPLING.max_tokens)
+            for turn in ("handed off", "from its own cache"):
+                answer = await gateway.generate(token_ids, prefill, sampling=SAMPLING)
+                assert answer.failure is None
+                assert answer.tokens == expected, turn
+                assert answer.usage is not None
+                if turn == "handed off":
+                    assert answer.usage.prefill_worker_id == prefill.worker_id
+                    assert answer.usage.transferred_bytes > 0
+        await decode.until_idle()
+        await gateway.leave()
+
+
+@pytest.mark.parametrize(
+    ("transport", "name"), [*(("grpc", name) for name in FAMILIES), *(("mooncake", name) for name in OVER_MOONCAKE)]
+)
+async def test_tokens_are_exact_after_a_hand_off_between_processes(
+    transport: str, name: str, prefills: dict[str, WorkerAddress], family_of: Family
+) -> None:
+    tiny = family_of(name)
+    await check(tiny, transport, prefills[argument(transport, tiny)])

@@ -224,7 +224,7 @@ class Chaos:
             self.bring(live)
 
     def bring(self, live: Live) -> None:
-        """The whole KV of a held prefill of the same prompt, where there is one; else nothing, or writes gone astray."""
+        """The KV of a held prefill of the same prompt, where there is one; else nothing, or writes gone astray."""
         reserved, live.reserved = live.reserved, ()
         for held, blocks, token in self.held.values():
             if held.text is live.text:

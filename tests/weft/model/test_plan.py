@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from tests.weft.engine.harness import Driver
 from tests.weft.model.test_quantized import FP8, INT4, quantized
 from tests.weft.tiny_families import FAMILIES, TinyFamily
 from tests.weft.tiny_llama import Tiny
@@ -273,7 +274,17 @@ def held_bytes(thing: object, seen: dict[int, int]) -> int:
     return sum(seen.values())
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "mixtral", "llama4", "deepseek"])
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engines_pool_is_what_the_plan_says(name: str, dtype: str, family_of: Callable[[str], TinyFamily]) -> None:
+    tiny = family_of(name)
+    driver = Driver(tiny, dtype, num_blocks=5, block_tokens=4)  # below all windows
+    memory = driver.engine.pool_memory
+    stage = plan(tiny.config, "h200", Layout(), 64, dtype).stages[0]
+    assert memory.block_bytes * memory.num_blocks == 5 * stage.sequence(4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_loaded_model_holds_what_the_plan_says(
     name: str, family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
 ) -> None:
