@@ -49,6 +49,7 @@ class Live:
     spec: SequenceSpec
     tokens: list[int] = field(default_factory=list)
     reserved: tuple[int, ...] = ()
+    num_hits: int = 0  # the first of those blocks, which are shared: nobody writes there
     source: RequestKey | None = None  # the held prefill from whose blocks its KV is to be copied
 
 
@@ -76,7 +77,7 @@ class Poison:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.blocks = torch.empty(0)
         self.num_poisoned = 0
-        for name in ("release", "reserve", "unquarantine", "sweep"):
+        for name in ("release", "reserve", "unquarantine"):
             monkeypatch.setattr(BlockPool, name, self._watched(getattr(BlockPool, name)))
 
     def _watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +120,6 @@ class Chaos:
             max_num_seqs=7,
             pin_sealed=True,
             max_pinned=3,
-            quarantine_seconds=1e9,
         )
         self.engine = build_engine(
             tiny.config, tiny.weights, dtype="float32", device="cpu", engine_config=config, listener=self.hear
@@ -184,7 +184,8 @@ class Chaos:
                 self.held[progress.key] = (self.live.pop(progress.key), progress.block_table, live.tokens[0])
         for reserved in output.reserved:
             if reserved.key in self.live:
-                self.live[reserved.key].reserved = reserved.block_table
+                live = self.live[reserved.key]
+                live.reserved, live.num_hits = reserved.block_table, reserved.num_hit_tokens // BLOCK_TOKENS
         self.pinned += [sealed.block for sealed in output.sealed]
         is_last_round = self.counts["steps"] >= self.num_steps
         must_act = is_last_round or not output.load.num_running  # nothing else would make the engine speak again
@@ -201,8 +202,8 @@ class Chaos:
     def begin(self) -> None:
         """One more sequence: generating, prefilling, or waiting for somebody else's KV."""
         key = RequestKey(f"soak-{self.counts['begun']}")
-        kind = self.random.choice(("generate", "generate", "generate", "prefill", "wait"))
         held = [live.text for live, _, _ in self.held.values()]
+        kind = self.random.choice(("generate", "generate", "generate", "prefill", "wait", *(["wait"] * len(held))))
         text = self.random.choice(held if held and kind == "wait" else self.texts)
         sampling = replace(text.sampling, max_tokens=self.random.randrange(1, MAX_NEW + 1))
         salt = self.random.choice((b"", b"", b"other"))
@@ -228,17 +229,19 @@ class Chaos:
         reserved, live.reserved = live.reserved, ()
         for held, blocks, token in self.held.values():
             if held.text is live.text:
-                self.blocks[list(reserved)] = self.blocks[list(blocks)]
+                hits = live.num_hits
+                self.blocks[list(reserved[hits:])] = self.blocks[list(blocks[hits : len(reserved)])]
                 self.counts["handed over"] += 1
                 self.engine.filled(live.spec.key, len(live.text.prompt), FirstToken(token))
                 return
-        suspects = [block for block in reserved[-2:] if self.random.random() < 0.5]
+        suspects = [block for block in reserved[live.num_hits :][-2:] if self.random.random() < 0.5]
         self.suspects += suspects
         self.counts["suspect"] += len(suspects)
         self.engine.filled(live.spec.key, 0, suspect_blocks=suspects)
 
     def let_go(self, must_act: bool) -> None:
-        """Copies and stray writes end some time."""
+        """Copies and stray writes end some time; until then those writes go on."""
+        self.poison.fill(self.suspects)
         for blocks, free in ((self.pinned, self.engine.unpin), (self.suspects, self.engine.unquarantine)):
             if blocks and (self.random.random() < 0.2 or must_act):
                 free(list(blocks))
