@@ -23,12 +23,14 @@ from tests.weft.engine.harness import Driver
 from tests.weft.tiny_llama import Tiny
 from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
-from weft.engine.messages import FirstToken, SequenceMode, SequenceSpec, StepOutput, TokenDelta
+from weft.engine.messages import FirstToken, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
 from weft.kv.blocks import BlockPool
+from weft.kv.groups import PageRun
+from weft.model.kv_layout import kv_groups
 from weft.request import RequestKey, SamplingParams
 
 NUM_STEPS = int(os.environ.get("WEFT_SOAK_STEPS", "600"))
-NUM_BLOCKS, BLOCK_TOKENS, MAX_LIVE = 26, 4, 12
+NUM_BLOCKS, BLOCK_TOKENS, MAX_LIVE = 26, 4, 12  # blocks for each group of layers
 NUM_TEXTS, MAX_NEW = 24, 20
 
 
@@ -48,16 +50,14 @@ class Live:
     text: Text
     spec: SequenceSpec
     tokens: list[int] = field(default_factory=list)
-    reserved: tuple[int, ...] = ()
-    num_hits: int = 0  # the first of those blocks, which are shared: nobody writes there
-    source: RequestKey | None = None  # the held prefill from whose blocks its KV is to be copied
+    reserved: Reserved | None = None  # until it has been filled
 
 
 def make_texts(tiny: Tiny) -> list[Text]:
     """Greedy texts as transformers writes them; sampled ones as a clean engine does, one after the other."""
     source = random.Random(5)
     texts = []
-    with Driver(tiny, num_blocks=64) as alone:
+    with Driver(tiny, num_blocks=256) as alone:
         for index in range(NUM_TEXTS):
             shared = [17, 4, 99, 23, 8] * source.randrange(3)  # some begin alike, and hit each other's blocks
             prompt = shared + [source.randrange(3, 110) for _ in range(source.randrange(1, 22))]
@@ -105,14 +105,16 @@ class Chaos:
         self.random = random.Random(seed)
         self.texts = texts
         self.live: dict[RequestKey, Live] = {}
-        self.held: dict[RequestKey, tuple[Live, tuple[int, ...], int]] = {}
+        self.held: dict[RequestKey, tuple[Live, tuple[PageRun, ...], int]] = {}
         self.suspects: list[int] = []
         self.pinned: list[int] = []
         self.counts: Counter[str] = Counter()
         self.errors: list[str] = []
         self.is_over = threading.Event()
+        reaches = kv_groups(tiny.config).reaches
         config = EngineConfig(
-            num_blocks=NUM_BLOCKS,
+            num_blocks=NUM_BLOCKS * len(reaches),
+            reaches=reaches,
             block_tokens=BLOCK_TOKENS,
             vocab_size=tiny.config.vocab_size,
             max_context_tokens=tiny.config.max_positions,
@@ -128,7 +130,7 @@ class Chaos:
         raw = (ctypes.c_char * (memory.num_blocks * memory.block_bytes)).from_address(memory.address)
         self.blocks = torch.frombuffer(raw, dtype=torch.float32).view(memory.num_blocks, -1)
         poison.blocks = self.blocks
-        poison.fill(range(NUM_BLOCKS))
+        poison.fill(range(memory.num_blocks))
         self.poison = poison
 
     def run(self, num_steps: int) -> None:
@@ -158,7 +160,7 @@ class Chaos:
         load = output.load
         self.counts["steps"] += output.step_seconds > 0
         total = load.free_blocks + load.cached_blocks + load.active_blocks + load.quarantined_blocks
-        assert total == NUM_BLOCKS, f"{total} blocks of {NUM_BLOCKS}"
+        assert total == len(self.blocks), f"{total} blocks of {len(self.blocks)}"
         assert not output.failures, output.failures
         for delta in output.deltas:
             self.take(delta)
@@ -181,11 +183,10 @@ class Chaos:
         for progress in output.progress:
             live = self.live.get(progress.key)
             if live and live.tokens and progress.num_ready_tokens == len(live.spec.token_ids):
-                self.held[progress.key] = (self.live.pop(progress.key), progress.block_table, live.tokens[0])
+                self.held[progress.key] = (self.live.pop(progress.key), progress.runs, live.tokens[0])
         for reserved in output.reserved:
             if reserved.key in self.live:
-                live = self.live[reserved.key]
-                live.reserved, live.num_hits = reserved.block_table, reserved.num_hit_tokens // BLOCK_TOKENS
+                self.live[reserved.key].reserved = reserved
         self.pinned += [sealed.block for sealed in output.sealed]
         is_last_round = self.counts["steps"] >= self.num_steps
         must_act = is_last_round or not output.load.num_running  # nothing else would make the engine speak again
@@ -226,18 +227,28 @@ class Chaos:
 
     def bring(self, live: Live) -> None:
         """The KV of a held prefill of the same prompt, where there is one; else nothing, or writes gone astray."""
-        reserved, live.reserved = live.reserved, ()
-        for held, blocks, token in self.held.values():
+        reserved, live.reserved = live.reserved, None
+        assert reserved is not None
+        num_hits = reserved.num_hit_tokens // BLOCK_TOKENS  # those blocks are shared: nobody writes there
+        for held, runs, token in self.held.values():
             if held.text is live.text:
-                hits = live.num_hits
-                self.blocks[list(reserved[hits:])] = self.blocks[list(blocks[hits : len(reserved)])]
+                self.copy(runs, reserved, num_hits, len(live.text.prompt))
                 self.counts["handed over"] += 1
                 self.engine.filled(live.spec.key, len(live.text.prompt), FirstToken(token))
                 return
-        suspects = [block for block in reserved[live.num_hits :][-2:] if self.random.random() < 0.5]
+        blocks = [block for run in reserved.runs for block in run.within(num_hits, run.end).blocks]
+        suspects = [block for block in blocks[-3:] if self.random.random() < 0.5]
         self.suspects += suspects
         self.counts["suspect"] += len(suspects)
         self.engine.filled(live.spec.key, 0, suspect_blocks=suspects)
+
+    def copy(self, lent: tuple[PageRun, ...], reserved: Reserved, num_hits: int, num_tokens: int) -> None:
+        """Of each group, the pages that the next token looks at."""
+        paging = self.engine.paging
+        for group, (theirs, ours) in enumerate(zip(lent, reserved.runs, strict=True)):
+            needed = paging.lent(group, num_hits, num_tokens)
+            places = paging.placed(group, ours, num_hits, num_tokens).within(needed.start, needed.stop)
+            self.blocks[list(places.blocks)] = self.blocks[list(theirs.within(needed.start, needed.stop).blocks)]
 
     def let_go(self, must_act: bool) -> None:
         """Copies and stray writes end some time; until then those writes go on."""
