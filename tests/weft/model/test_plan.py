@@ -10,23 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from tests.weft.engine.harness import Driver
 from tests.weft.model.test_quantized import FP8, INT4, quantized
 from tests.weft.tiny_families import FAMILIES, TinyFamily
 from tests.weft.tiny_llama import Tiny
 from weft.model.config import expected_tensors, read_config
-from weft.model.decoder import Decoder
 from weft.model.footprint import Kind, footprint
 from weft.model.gpus import GPUS, Gpu
 from weft.model.kv_layout import block_bytes, kv_groups
 from weft.model.layout import UNBOUNDED, BadPlan, Demand, Layout, Stage, check_layout, layouts
 from weft.model.plan import Plan, make_plan
-from weft.model.spec import HeadNorm, ModelConfig
+from weft.model.spec import ModelConfig
 
 CONFIGS = Path(__file__).parent / "configs"
 NANO = Path(__file__).parents[3] / "models/weft-nano"
@@ -258,43 +255,3 @@ def test_bad_configs_are_named_by_file_and_field(tmp_path: Path) -> None:
 def test_planning_needs_no_torch() -> None:
     code = "import sys, weft.cli.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def held_bytes(thing: object, seen: dict[int, int]) -> int:
-    """Of all tensors that an object holds on to, each memory once."""
-    if isinstance(thing, torch.Tensor):
-        seen[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-    elif isinstance(thing, list | tuple):
-        for each in thing:
-            held_bytes(each, seen)
-    elif type(thing).__module__.startswith("weft"):
-        names = getattr(type(thing), "__slots__", None) or vars(thing)
-        for name in names:
-            held_bytes(getattr(thing, name), seen)
-    return sum(seen.values())
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engines_pool_is_what_the_plan_says(name: str, dtype: str, family_of: Callable[[str], TinyFamily]) -> None:
-    tiny = family_of(name)
-    driver = Driver(tiny, dtype, num_blocks=5, block_tokens=4)  # below all windows
-    memory = driver.engine.pool_memory
-    stage = plan(tiny.config, "h200", Layout(), 64, dtype).stages[0]
-    assert memory.block_bytes * memory.num_blocks == 5 * stage.sequence(4)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_loaded_model_holds_what_the_plan_says(
-    name: str, family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In plain matrices, as on a GPU: a CPU's panels are padded. Frequencies and unlearned norms are not weights."""
-    monkeypatch.setattr("weft_kernels.linear.native", lambda: None)
-    tiny = family_of(name)
-    model = Decoder(tiny.config, tiny.weights, torch.float32, torch.device("cpu"))
-    config = tiny.config
-    extras = model.frequencies.nbytes
-    if config.head_norm is HeadNorm.PLAIN:
-        extras += 4 * config.head_dim * config.num_layers
-    planned = plan(config, "h200", Layout(), 64, "float32").stages[0].weights
-    assert held_bytes(model, {}) == planned + extras

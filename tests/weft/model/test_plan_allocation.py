@@ -1,0 +1,64 @@
+"""What the planner counts is what a loaded model and an engine's pool really take, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.weft.engine.harness import Driver
+from tests.weft.tiny_families import FAMILIES, TinyFamily
+from weft.model.decoder import Decoder
+from weft.model.gpus import GPUS
+from weft.model.kv_layout import kv_groups
+from weft.model.layout import Demand, Layout, Stage
+from weft.model.plan import make_plan
+from weft.model.spec import HeadNorm, ModelConfig
+
+
+def one_stage(config: ModelConfig, dtype: str) -> Stage:
+    """The plan for a single GPU."""
+    return make_plan(config, Layout(), Demand(GPUS["h200"], 1, 64, dtype)).stages[0]
+
+
+def held_bytes(thing: object, seen: dict[int, int]) -> int:
+    """Of all tensors that an object holds on to, each memory once."""
+    if isinstance(thing, torch.Tensor):
+        seen[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    elif isinstance(thing, list | tuple):
+        for each in thing:
+            held_bytes(each, seen)
+    elif type(thing).__module__.startswith("weft"):
+        names = getattr(type(thing), "__slots__", None) or vars(thing)
+        for name in names:
+            held_bytes(getattr(thing, name), seen)
+    return sum(seen.values())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engines_pool_is_what_the_plan_says(name: str, dtype: str, family_of: Callable[[str], TinyFamily]) -> None:
+    tiny = family_of(name)
+    groups = kv_groups(tiny.config)
+    driver = Driver(tiny, dtype, num_blocks=5 * len(groups.reaches), block_tokens=4)  # below all windows
+    memory = driver.engine.pool_memory
+    stage = one_stage(tiny.config, dtype)
+    num_places = groups.size * len(groups.reaches)  # one for each layer, in most models
+    assert memory.block_bytes * memory.num_blocks * tiny.config.num_layers == 5 * num_places * stage.sequence(4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_loaded_model_holds_what_the_plan_says(
+    name: str, family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In plain matrices, as on a GPU: a CPU's panels are padded. Frequencies and unlearned norms are not weights."""
+    monkeypatch.setattr("weft_kernels.linear.native", lambda: None)
+    tiny = family_of(name)
+    model = Decoder(tiny.config, tiny.weights, torch.float32, torch.device("cpu"))
+    config = tiny.config
+    extras = model.frequencies.nbytes
+    if config.head_norm is HeadNorm.PLAIN:
+        extras += 4 * config.head_dim * config.num_layers
+    planned = one_stage(config, "float32").weights
+    assert held_bytes(model, {}) == planned + extras
