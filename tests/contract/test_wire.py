@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.kv.handoff import Accepted, LeaseClosed, PrefillOrder, PromptFinished, ReadyBlocks
+from weft.kv.handoff import Accepted, Heartbeat, LeaseClosed, PrefillOrder, PromptFinished, ReadyBlocks
 from weft.kv.transport import Endpoint
 from weft.request import (
     FinishReason,
@@ -72,6 +72,7 @@ events = st.one_of(
     st.builds(ReadyBlocks, u32, tokens, st.lists(u64, max_size=5).map(tuple)),
     st.builds(PromptFinished, u32, st.none() | positions, u32, u32, u32, u32),
     st.builds(LeaseClosed, st.booleans()),
+    st.builds(Heartbeat),
 )
 
 

@@ -14,6 +14,7 @@ from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
 from weft.engine.core import Engine
 from weft.engine.messages import EngineLoad, StepOutput
+from weft.kv.handoff import LEASE_SECONDS
 from weft.kv.memory import HostBlocks
 from weft.kv.mooncake import MooncakeTransport
 from weft.kv.transport import Endpoint, Lender, Run, Transport
@@ -130,6 +131,7 @@ async def start_worker(
     num_blocks: int = 64,
     store: Any = None,
     meddler: Meddler | None = None,
+    lease_seconds: float = LEASE_SECONDS,
 ) -> AsyncIterator[Worker]:
     """A worker on a port of its own."""
     feed = EngineFeed()
@@ -165,6 +167,7 @@ async def start_worker(
                 store=store or StoreClient("", pool, fingerprint_of(tiny), engine.unpin),
                 tasks=tasks,
                 with_checksums=True,
+                lease_seconds=lease_seconds,
             )
             desk = install(place, rpc.server)
             address = await rpc.start("127.0.0.1", 0)
@@ -200,12 +203,17 @@ class Pair:
 
 @asynccontextmanager
 async def start_pair(
-    tiny: Tiny, transport: str = "grpc", meddler: Meddler | None = None, store: Any = None, num_blocks: int = 64
+    tiny: Tiny,
+    transport: str = "grpc",
+    meddler: Meddler | None = None,
+    store: Any = None,
+    num_blocks: int = 64,
+    lease_seconds: float = LEASE_SECONDS,
 ) -> AsyncIterator[Pair]:
     """Both workers, speaking `transport`; the meddler is decode's, the store prefill's, `num_blocks` decode's."""
     async with AsyncExitStack() as stack:
         prefill = await stack.enter_async_context(
-            start_worker(tiny, "prefill-0", install_prefill, transport, store=store)
+            start_worker(tiny, "prefill-0", install_prefill, transport, store=store, lease_seconds=lease_seconds)
         )
         decode = await stack.enter_async_context(
             start_worker(tiny, "decode-0", install_decode, transport, meddler=meddler, num_blocks=num_blocks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 # a turn is a step: it takes what the model takes on this machine, which only steps that have ended tell
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 20.0
 PATIENCE_IN_TURNS = 4.0
 # nothing has ended yet: kernels may be compiled, graphs captured, pages faulted in
 FIRST_PATIENCE_SECONDS = 180.0

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weft.kv.transport import Endpoint
 from weft.request import ModelFingerprint, PositionLogprobs, RequestKey, SamplingParams
+
+# silence of either side that ends a hand-off; both sides speak three times as often
+LEASE_SECONDS = 10.0
+SIGNS_A_LEASE = 3
+
+
+def is_late(key: RequestKey, living: Iterable[RequestKey]) -> bool:
+    """A later attempt at the same request lives already: this message was overtaken and must change nothing."""
+    return any(key.request_id == other.request_id and key.generation < other.generation for other in living)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,4 +73,9 @@ class LeaseClosed:
     lease_held: bool
 
 
-PrefillEvent = Accepted | ReadyBlocks | PromptFinished | LeaseClosed
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The lender lives, and its engine's thread moves."""
+
+
+PrefillEvent = Accepted | ReadyBlocks | PromptFinished | LeaseClosed | Heartbeat

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.kv.handoff import Accepted, LeaseClosed, PrefillEvent, PrefillOrder, PromptFinished, ReadyBlocks
+from weft.kv.handoff import Accepted, Heartbeat, LeaseClosed, PrefillEvent, PrefillOrder, PromptFinished, ReadyBlocks
 from weft.kv.transport import Endpoint
 from weft.rpc.wire import (
     fingerprint_from_wire,
@@ -75,6 +75,8 @@ def event_to_wire(event: PrefillEvent) -> prefill_service_pb2.PrefillResponse:
         case LeaseClosed():
             closing = prefill_service_pb2.LeaseClosing(lease_held=event.lease_held)
             return prefill_service_pb2.PrefillResponse(closing=closing)
+        case Heartbeat():
+            return prefill_service_pb2.PrefillResponse(heartbeat=prefill_service_pb2.PrefillHeartbeat())
 
 
 def event_from_wire(response: prefill_service_pb2.PrefillResponse) -> PrefillEvent:
@@ -90,6 +92,8 @@ def event_from_wire(response: prefill_service_pb2.PrefillResponse) -> PrefillEve
             return _finished_from_wire(response.finished)
         case "closing":
             return LeaseClosed(response.closing.lease_held)
+        case "heartbeat":
+            return Heartbeat()
         case _:
             raise ValueError("an event of an unknown kind")
 

@@ -7,6 +7,10 @@ from enum import StrEnum
 from pathlib import Path
 
 from weft.config import ConfigError
+from weft.kv.handoff import LEASE_SECONDS
+
+# below this, a busy machine is silent for longer
+MIN_LEASE_SECONDS = 1.0
 
 
 class Dtype(StrEnum):
@@ -32,6 +36,14 @@ class MooncakeProtocol(StrEnum):
     RDMA = "rdma"
 
 
+class Checksums(StrEnum):
+    """Of every block that is handed off; auto is on over TCP, off where the network checks for itself."""
+
+    AUTO = "auto"
+    ON = "1"
+    OFF = "0"
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """Zero means: choose for me (ports, block size, blocks from memory, all cores)."""
@@ -52,7 +64,8 @@ class WorkerConfig:
     chunk_tokens: int = 512
     transport: TransportChoice = TransportChoice.AUTO
     mooncake_protocol: MooncakeProtocol = MooncakeProtocol.TCP
-    kv_checksums: bool = True
+    kv_checksums: Checksums = Checksums.AUTO
+    lease_seconds: float = LEASE_SECONDS
     threads: int = 0
     grace_seconds: float = 30.0
 
@@ -60,10 +73,18 @@ class WorkerConfig:
         for name in ("port", "metrics_port", "block_tokens", "num_blocks", "threads"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"WEFT_{name.upper()} must not be negative")
+        if self.lease_seconds < MIN_LEASE_SECONDS:
+            raise ConfigError(f"WEFT_LEASE_SECONDS must be at least {MIN_LEASE_SECONDS:g}")
         if self.chunk_tokens < 1:
             raise ConfigError("WEFT_CHUNK_TOKENS must be at least 1")
         if not self.served_name:
             raise ConfigError("WEFT_MODEL_NAME or WEFT_MODEL must be set")
+
+    def has_checksums(self, transport: str) -> bool:
+        """With the transport in use."""
+        if self.kv_checksums is Checksums.AUTO:
+            return transport != "mooncake" or self.mooncake_protocol is MooncakeProtocol.TCP
+        return self.kv_checksums is Checksums.ON
 
     @property
     def served_name(self) -> str:

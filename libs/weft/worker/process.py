@@ -17,6 +17,7 @@ from weft.config import describe
 from weft.engine.core import Engine
 from weft.errors import EngineFailed
 from weft.grammar import load_grammars
+from weft.kv.handoff import LEASE_SECONDS
 from weft.kv.memory import BlockBytes
 from weft.kv.transport import Transport
 from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
@@ -27,11 +28,13 @@ from weft.worker.blocks import open_blocks
 from weft.worker.boot import Booted, boot
 from weft.worker.config import WorkerConfig
 from weft.worker.grammars import GrammarDesk
+from weft.worker.health import Health
 from weft.worker.membership import Introduction, Membership
 from weft.worker.runtime import EngineFeed
 from weft.worker.store import StoreClient
 from weft.worker.tasks import background
 from weft.worker.transports import pick_transports
+from weft.worker.vitals import Vitals
 
 logger = logging.getLogger(__name__)
 WATCH_SECONDS = 0.25
@@ -65,6 +68,7 @@ class Workplace:
     tasks: asyncio.TaskGroup
     with_checksums: bool
     grammars: GrammarDesk = field(default_factory=GrammarDesk)
+    lease_seconds: float = LEASE_SECONDS
 
 
 Install = Callable[[Workplace, grpc.aio.Server], Desk]
@@ -95,10 +99,16 @@ async def _serve(
     place = await _furnish(config, booted, feed, tasks)
     desk = install(place, rpc.server)
     address = await rpc.start(config.host, config.port)
-    membership = _membership(config, role, place, booted, address)
+    engine = place.engine
+    vitals = Vitals(engine.pulse, lambda: engine.load, booted.engine_config.num_blocks)
+    health = Health(vitals, rpc)
+    introduction = _introduction(config, role, place, booted, address)
+    membership = Membership(
+        config.scheduler_addr, introduction, lambda: engine.load, lambda: engine.is_alive and health.is_fit
+    )
     keeping = tasks.create_task(membership.keep())
     try:
-        await until_signal(_announce(membership, rpc), _watch(booted.engine), feed.until_broken())
+        await until_signal(_announce(membership, health), _watch(engine, health), feed.until_broken())
         await _drain(config.grace_seconds, desk, membership, rpc)
     finally:
         keeping.cancel()
@@ -129,8 +139,9 @@ async def _furnish(config: WorkerConfig, booted: Booted, feed: EngineFeed, tasks
         channels=channels,
         store=store,
         tasks=tasks,
-        with_checksums=config.kv_checksums,
+        with_checksums=config.has_checksums(transports[0].name),
         grammars=_grammars(config, booted),
+        lease_seconds=config.lease_seconds,
     )
 
 
@@ -141,11 +152,11 @@ def _grammars(config: WorkerConfig, booted: Booted) -> GrammarDesk:
     return GrammarDesk(partial(load_grammars, config.model, limits.vocab_size, limits.eos_token_ids))
 
 
-def _membership(config: WorkerConfig, role: WorkerRole, place: Workplace, booted: Booted, bound: str) -> Membership:
+def _introduction(config: WorkerConfig, role: WorkerRole, place: Workplace, booted: Booted, bound: str) -> Introduction:
     address = f"{config.peer_host}:{bound.rpartition(':')[2]}"
     metrics_address = f"{config.peer_host}:{metrics.expose(config.host, config.metrics_port)}"
     logger.info("listening at=%s metrics=%s boot=%s", address, metrics_address, place.boot_id)
-    introduction = Introduction(
+    return Introduction(
         worker=WorkerAddress(place.worker_id, place.boot_id, address),
         role=role,
         model=config.served_name,
@@ -155,17 +166,16 @@ def _membership(config: WorkerConfig, role: WorkerRole, place: Workplace, booted
         transport=place.transports[0].name,
         metrics_address=metrics_address,
     )
-    engine = place.engine
-    return Membership(config.scheduler_addr, introduction, lambda: engine.load, lambda: engine.is_alive)
 
 
-async def _announce(membership: Membership, rpc: RpcServer) -> None:
+async def _announce(membership: Membership, health: Health) -> None:
     await membership.until_joined()
-    await rpc.set_ready(True)
+    await health.join()
 
 
-async def _watch(engine: Engine) -> None:
-    while engine.is_alive:  # noqa: ASYNC110 - a thread that dies tells nobody
+async def _watch(engine: Engine, health: Health) -> None:
+    while engine.is_alive:  # a thread that dies or hangs tells nobody
+        await health.check()
         await asyncio.sleep(WATCH_SECONDS)
     raise EngineFailed("the engine's thread has ended")
 

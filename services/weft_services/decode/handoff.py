@@ -5,38 +5,28 @@ Whatever breaks it, the prompt is computed here instead: slower, never wrong.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 
 from weft import metrics
 from weft.engine.core import Engine
 from weft.engine.messages import FirstToken, Reserved
 from weft.errors import BadCheckpoint, Cancelled, DeadlineExceeded, Incompatible, Overloaded, PeerLost, WeftError
 from weft.kv.groups import PageRun
-from weft.kv.handoff import Accepted, LeaseClosed, PrefillOrder, PromptFinished, ReadyBlocks
-from weft.kv.transport import Lender, TransferFailed
+from weft.kv.handoff import PrefillOrder, PromptFinished
+from weft.kv.transport import TransferFailed
+from weft.lifetime import Stage
 from weft.request import ModelFingerprint, PromptUsage, WorkerAddress
-from weft.worker.borrow import BlockCopy, Borrower, Borrowing, ChecksumMismatch
+from weft.worker.borrow import Borrower, ChecksumMismatch
+from weft_services.decode.fallback import Fallbacks
 from weft_services.decode.order import SequenceOrder
-from weft_services.decode.peers import PrefillCall, PrefillPeers
+from weft_services.decode.peers import PrefillPeers
+from weft_services.decode.reception import BrokenPromise, LeaseLost, Reception
+from weft_services.decode.stages import StageClock
 
 logger = logging.getLogger(__name__)
-PULL_SECONDS = 30.0
-CLOSING_SECONDS = 5.0
-
-
-class LeaseLost(Exception):
-    """The lender took blocks back while we read."""
-
-
-class BrokenPromise(Exception):
-    """The lender announced what cannot be, or less than the prompt."""
-
-
 # what the lender is to blame for: others should not be sent to it for a while
 _LOST = (PeerLost, Cancelled, DeadlineExceeded, TimeoutError)
-_REASONS: dict[type[Exception], str] = {
+_REASONS: dict[type[BaseException], str] = {
     PeerLost: "peer_lost",
     Cancelled: "peer_lost",
     Overloaded: "overloaded",
@@ -51,32 +41,40 @@ _REASONS: dict[type[Exception], str] = {
 }
 
 
+_EXPECTED = (WeftError, TimeoutError, TransferFailed, ChecksumMismatch, LeaseLost, BrokenPromise)
+
+
 class HandOffs:
     """Fills reserved sequences with their prompts' KV."""
 
     def __init__(self, engine: Engine, peers: PrefillPeers, borrower: Borrower, fingerprint: ModelFingerprint) -> None:
+        self.fallbacks = Fallbacks()
         self._engine = engine
         self._peers = peers
         self._borrower = borrower
         self._fingerprint = fingerprint
 
     async def fill(
-        self, order: SequenceOrder, prefill: WorkerAddress, reserved: Reserved, deadline: float
+        self, order: SequenceOrder, prefill: WorkerAddress, reserved: Reserved, stages: StageClock
     ) -> PromptUsage | None:
         """Let the engine go on, with the prompt's KV in place or with the prompt to compute itself; then None, or only
-        the name of a lender that was lost. `deadline` in the loop's time.
+        the name of a lender that was lost.
 
         The engine hears `filled` on every way out, as the last act before returning; where a pull was broken off, with
-        all blocks named that it may still write.
+        all blocks named that it may still write. Raises PeerLost where prefill failed and this worker has enough of
+        such prompts to compute already.
         """
         num_hit, num_tokens = reserved.num_hit_tokens, len(order.token_ids)
         if num_hit and num_tokens - num_hit <= self._fingerprint.block_tokens:
             # a last block costs less to compute than to fetch
             self._engine.filled(order.key, num_hit)
+            stages.reach(Stage.PREFILLING)
             return None
         reception = self._reception(order, prefill, reserved)
-        finished = await self._receive(prefill, reception, num_hit, deadline)
+        finished = await self._receive(prefill, reception, num_hit, stages)
         if finished is None:
+            stages.reach(Stage.PREFILLING)
+            self.fallbacks.begin(order.key, num_tokens - num_hit, prefill.worker_id)
             return PromptUsage(failed_worker_id=prefill.worker_id) if reception.is_lender_lost else None
         self._engine.filled(order.key, num_tokens, FirstToken(finished.first_token_id, finished.logprobs))
         return PromptUsage(
@@ -85,19 +83,19 @@ class HandOffs:
             transferred_bytes=reception.transferred_bytes,
             queue_ms=finished.queue_ms,
             compute_ms=finished.compute_ms,
-            exposed_transfer_ms=reception.exposed_ms,
+            exposed_transfer_ms=round(reception.exposed_seconds * 1000),
             prefill_worker_id=prefill.worker_id,
         )
 
     async def _receive(
-        self, prefill: WorkerAddress, reception: _Reception, num_hit: int, deadline: float
+        self, prefill: WorkerAddress, reception: Reception, num_hit: int, stages: StageClock
     ) -> PromptFinished | None:
         finished: PromptFinished | None = None
-        remaining = max(deadline - asyncio.get_running_loop().time(), 0.0)
         try:
-            async with self._peers.open(prefill, reception.order, remaining) as call:
-                finished = await reception.receive(call)
-        except (WeftError, TimeoutError, TransferFailed, ChecksumMismatch, LeaseLost, BrokenPromise) as error:
+            async with self._peers.open(prefill, reception.order, stages.remaining_seconds) as call:
+                finished = await reception.receive(call, stages)
+        except* _EXPECTED as group:
+            error = first_leaf(group)
             reason = _REASONS.get(type(error), "failed")
             reception.is_lender_lost = isinstance(error, _LOST)
             metrics.TRANSFER_FAILURES.labels(reason).inc()
@@ -108,7 +106,7 @@ class HandOffs:
                 self._engine.filled(reception.order.key, num_hit, suspect_blocks=reception.abandon())
         return finished
 
-    def _reception(self, order: SequenceOrder, prefill: WorkerAddress, reserved: Reserved) -> _Reception:
+    def _reception(self, order: SequenceOrder, prefill: WorkerAddress, reserved: Reserved) -> Reception:
         prefill_order = PrefillOrder(
             key=order.key,
             prefill_boot_id=prefill.boot_id,
@@ -119,7 +117,7 @@ class HandOffs:
             held_blocks=reserved.num_hit_tokens // self._fingerprint.block_tokens,
             resumed_tokens=order.resumed_tokens,
         )
-        return _Reception(prefill_order, self._targets(order, reserved), prefill.address, self._borrower)
+        return Reception(prefill_order, self._targets(order, reserved), prefill.address, self._borrower)
 
     def _targets(self, order: SequenceOrder, reserved: Reserved) -> list[PageRun]:
         """Of each group, the pages that are to be filled."""
@@ -132,69 +130,7 @@ class HandOffs:
         return targets
 
 
-class _Reception:
-    """Takes one lender's blocks, group by group and position by position, into `targets`."""
-
-    def __init__(self, order: PrefillOrder, targets: list[PageRun], address: str, borrower: Borrower) -> None:
-        self.order = order
-        self.exposed_ms = 0
-        self.is_lender_lost = False
-        self._targets = targets
-        self._address = address
-        self._borrower = borrower
-        self._borrowing: Borrowing | None = None
-        self._next_index = [run.first for run in targets]
-
-    @property
-    def transferred_bytes(self) -> int:
-        """So far."""
-        return self._borrowing.transferred_bytes if self._borrowing else 0
-
-    async def receive(self, call: PrefillCall) -> PromptFinished:
-        """Everything, to the lender's word that the lease held."""
-        finished: PromptFinished | None = None
-        async with asyncio.timeout(None) as patience:
-            async for event in call.events():
-                match event:
-                    case Accepted():
-                        self._accept(event, call)
-                    case ReadyBlocks():
-                        await self._take(event)
-                    case PromptFinished():
-                        if self._next_index != [run.end for run in self._targets]:
-                            raise BrokenPromise(f"blocks were lent up to {self._next_index} of each group, and no more")
-                        finished = event
-                        call.finish()
-                        patience.reschedule(asyncio.get_running_loop().time() + CLOSING_SECONDS)
-                    case LeaseClosed():
-                        if finished is None or not event.lease_held:
-                            raise LeaseLost("the lender took blocks back")
-                        return finished
-        raise PeerLost("the lender ended the call early")
-
-    def abandon(self) -> tuple[int, ...]:
-        """The blocks that a pull may still write."""
-        return self._borrowing.abandon() if self._borrowing else ()
-
-    def _accept(self, event: Accepted, call: PrefillCall) -> None:
-        if event.boot_id != self.order.prefill_boot_id:
-            raise Incompatible("another boot of the prefill worker answered")
-        self._borrowing = self._borrower.borrow(Lender(event.endpoint, self._address, self.order.key))
-        call.keep_alive(event.lease_ms)
-
-    async def _take(self, event: ReadyBlocks) -> None:
-        end, group = event.first_index + len(event.blocks), event.group
-        if self._borrowing is None or group >= len(self._targets):
-            raise BrokenPromise(f"blocks of group {group} were lent, of {len(self._targets)}")
-        if event.first_index != self._next_index[group] or end > self._targets[group].end:
-            raise BrokenPromise(f"blocks {event.first_index} to {end} were lent, {self._next_index} were to come next")
-        if event.checksums and len(event.checksums) != len(event.blocks):
-            raise BrokenPromise(f"{len(event.blocks)} blocks came with {len(event.checksums)} checksums")
-        started = time.perf_counter()
-        sums = event.checksums or (None,) * len(event.blocks)
-        targets = self._targets[group].within(event.first_index, end).blocks
-        copies = [BlockCopy(*each) for each in zip(event.blocks, targets, sums, strict=True)]
-        await self._borrowing.pull(copies, PULL_SECONDS)
-        self._next_index[group] = end
-        # the last time is the one that counts, groups together: everything before it was hidden behind the computing
-        self.exposed_ms = round((time.perf_counter() - started) * 1000) + (self.exposed_ms if group else 0)
+def first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What went wrong first; the rest came of it."""
+    error = group.exceptions[0]
+    return first_leaf(error) if isinstance(error, BaseExceptionGroup) else error

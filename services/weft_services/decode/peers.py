@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from weft.errors import PeerLost
-from weft.kv.handoff import PrefillEvent, PrefillOrder
+from weft.kv.handoff import LEASE_SECONDS, SIGNS_A_LEASE, PrefillEvent, PrefillOrder
 from weft.request import WorkerAddress
-from weft.rpc.client import ChannelPool, owned
+from weft.rpc.client import ChannelPool, owned, translated
 from weft.rpc.handoff import event_from_wire, order_to_wire
 from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 
@@ -18,45 +18,46 @@ MIN_RENEWAL_SECONDS = 0.01
 
 
 class PrefillCall:
-    """One prompt's stream. Once accepted, the lease is renewed until `finish`."""
+    """One prompt's stream, kept alive until `finish`."""
 
     def __init__(self, order: PrefillOrder) -> None:
         self._order = order
-        self._renewal_seconds = 0.0
-        self._is_accepted = asyncio.Event()
-        self._is_done = asyncio.Event()
+        self._renewal_seconds = LEASE_SECONDS / SIGNS_A_LEASE
+        self._is_done = False
+        self._has_news = asyncio.Event()
         self.responses: AsyncIterator[prefill_service_pb2.PrefillResponse]
 
     def keep_alive(self, lease_ms: int) -> None:
-        """The lease has begun."""
-        self._renewal_seconds = max(lease_ms / 3000, MIN_RENEWAL_SECONDS)
-        self._is_accepted.set()
+        """The lease has begun; this is what the lender takes for silence."""
+        self._renewal_seconds = max(lease_ms / 1000 / SIGNS_A_LEASE, MIN_RENEWAL_SECONDS)
+        self._has_news.set()
 
     def finish(self) -> None:
         """The last read has returned."""
-        self._is_done.set()
+        self._is_done = True
+        self._has_news.set()
 
     async def requests(self) -> AsyncIterator[prefill_service_pb2.PrefillRequest]:
         """Our side of the stream: the order, renewals, done."""
         yield prefill_service_pb2.PrefillRequest(start=order_to_wire(self._order))
-        await self._is_accepted.wait()
-        while True:
+        while not self._is_done:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._renewal_seconds):
-                    await self._is_done.wait()
-            if self._is_done.is_set():
-                break
+                    await self._has_news.wait()
+                    self._has_news.clear()
+                    continue
             yield prefill_service_pb2.PrefillRequest(renewal=prefill_service_pb2.LeaseRenewal())
         yield prefill_service_pb2.PrefillRequest(done=prefill_service_pb2.TransferDone())
 
     async def events(self) -> AsyncIterator[PrefillEvent]:
         """Their side."""
-        async for response in self.responses:
-            try:
-                event = event_from_wire(response)
-            except ValueError as error:
-                raise PeerLost(f"prefill said something unheard of: {error}") from error
-            yield event
+        with translated():
+            async for response in self.responses:
+                try:
+                    event = event_from_wire(response)
+                except ValueError as error:
+                    raise PeerLost(f"prefill said something unheard of: {error}") from error
+                yield event
 
 
 class PrefillPeers:

@@ -12,14 +12,19 @@ from weft import log, metrics
 from weft.engine.core import Engine
 from weft.engine.history import Constraint
 from weft.engine.messages import Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
-from weft.errors import DeadlineExceeded, EngineFailed, Incompatible, PeerLost, WeftError
+from weft.engine.pulse import Pulse
+from weft.errors import DeadlineExceeded, EngineFailed, Incompatible, Overloaded, PeerLost, WeftError
+from weft.kv.handoff import is_late
+from weft.lifetime import Stage
 from weft.request import PromptUsage, RequestKey
 from weft.worker.grammars import GrammarDesk
 from weft_services.decode.handoff import HandOffs
 from weft_services.decode.order import Delta, Failure, SequenceOrder
 from weft_services.decode.outbox import Outbox
+from weft_services.decode.stages import StageClock
 
 logger = logging.getLogger(__name__)
+WATCH_SECONDS = 0.5
 
 
 class Sequence:
@@ -30,18 +35,25 @@ class Sequence:
         self.outbox = outbox
         self.usage: PromptUsage | None = None
         self.has_ended = False
+        self.stages = StageClock(order.remaining_seconds)
         self._reserved: Reserved | None = None
         self._failure: WeftError | None = None
         self._changed = asyncio.Event()
 
     def on_reserved(self, reserved: Reserved) -> None:
         """Blocks are held."""
+        self.stages.reach(Stage.RESERVED)
         self._reserved = reserved
         self._changed.set()
 
     def end(self, failure: WeftError | None = None) -> None:
         """The engine has let go of it already."""
         self.has_ended = True
+        self._failure = failure
+        self._changed.set()
+
+    def give_up(self, failure: WeftError) -> None:
+        """The engine has not."""
         self._failure = failure
         self._changed.set()
 
@@ -102,19 +114,26 @@ class SequenceDesk:
         for outbox, frame in frames.items():
             outbox.put(frame)
 
+    async def watch(self, pulse: Pulse) -> None:
+        """For ever: when the engine stands still, its sequences go on elsewhere."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if pulse.has_stopped:
+                for sequence in self._sequences.values():
+                    sequence.give_up(PeerLost("the decode engine stands still", self._worker_id))
+
     async def run(self, order: SequenceOrder, outbox: Outbox[Delta]) -> None:
         """A sequence from its start to its end, which is told to `outbox` unless this is cancelled. A second order with
-        a key that lives already changes nothing."""
-        if order.key in self._sequences:
+        a key that lives already changes nothing, nor does one of an earlier attempt."""
+        if order.key in self._sequences or is_late(order.key, self._sequences):
             return
         log.request_id.set(str(order.key))
         sequence = self._sequences[order.key] = Sequence(order, outbox)
         self._is_idle.clear()
         try:
-            deadline = asyncio.get_running_loop().time() + order.remaining_seconds
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout(order.remaining_seconds):
                 self._submit(order, await self._grammars.open(order.sampling.grammar))
-                await self._live(sequence, deadline)
+                await self._live(sequence)
         except WeftError as error:
             outbox.put([self._failed(order.key, error)])
         except TimeoutError:
@@ -125,6 +144,8 @@ class SequenceDesk:
             outbox.put([self._failed(order.key, EngineFailed("internal error"))])
         finally:
             del self._sequences[order.key]
+            self._hand_offs.fallbacks.end(order.key)
+            sequence.stages.reach(Stage.FINISHED)
             if not self._sequences:
                 self._is_idle.set()
             if not sequence.has_ended:
@@ -147,16 +168,19 @@ class SequenceDesk:
         )
         self._engine.submit(spec)
 
-    async def _live(self, sequence: Sequence, deadline: float) -> None:
+    async def _live(self, sequence: Sequence) -> None:
         order = sequence.order
         if order.prefill is not None:
             reserved = await sequence.until_reserved()
-            sequence.usage = await self._hand_offs.fill(order, order.prefill, reserved, deadline)
+            sequence.usage = await self._hand_offs.fill(order, order.prefill, reserved, sequence.stages)
         await sequence.until_ended()
 
     def _told(self, sequence: Sequence, delta: TokenDelta) -> Delta:
         if delta.finish_reason is not None:
             sequence.end()
+        if delta.prompt is not None:
+            sequence.stages.computed(delta.prompt)
+            sequence.stages.reach(Stage.DECODING)
         return Delta(delta.key, delta.token_ids, delta.logprobs, self._usage(sequence, delta), delta.finish_reason)
 
     def _usage(self, sequence: Sequence, delta: TokenDelta) -> PromptUsage | None:
@@ -167,6 +191,7 @@ class SequenceDesk:
         if lent.prefill_worker_id:
             return lent
         counts = delta.prompt
+        self._hand_offs.fallbacks.end(delta.key)
         metrics.PREFIX_QUERIES.inc(len(sequence.order.token_ids))
         metrics.PREFIX_HITS.labels("pool").inc(counts.num_cached_tokens)
         return PromptUsage(
@@ -178,8 +203,10 @@ class SequenceDesk:
         )
 
     def _failed(self, key: RequestKey, error: WeftError) -> Delta:
-        at_fault = isinstance(error, (EngineFailed, PeerLost, Incompatible))
+        # one that is full is no more at fault than another, but the next attempt should go elsewhere
+        at_fault = isinstance(error, (EngineFailed, PeerLost, Incompatible, Overloaded))
+        worker_id = (isinstance(error, PeerLost) and error.worker_id) or (self._worker_id if at_fault else "")
         logger.warning("sequence failed: %s", error)
         # what went wrong inside stays in the log
         message = "the engine has failed" if isinstance(error, EngineFailed) else str(error)
-        return Delta(key, failure=Failure(error.code, message, self._worker_id if at_fault else ""))
+        return Delta(key, failure=Failure(error.code, message, worker_id))

@@ -117,6 +117,7 @@ def install(place: Workplace, server: grpc.aio.Server) -> SequenceDesk:
     borrower = Borrower(place.transports, place.memory, place.tasks, quarantine)
     hand_offs = HandOffs(place.engine, PrefillPeers(place.channels), borrower, place.fingerprint)
     desk = SequenceDesk(place.engine, place.worker_id, place.boot_id, hand_offs, place.grammars)
+    place.tasks.create_task(desk.watch(place.engine.pulse))
     place.feed.subscribe(desk.on_step)
     decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(desk), server)
     return desk

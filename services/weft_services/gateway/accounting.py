@@ -29,7 +29,9 @@ class Account:
 
     def reached(self, stage: str) -> None:
         """Note when a stage was reached: prepared, routed, first_token."""
-        self._stages[stage] = time.monotonic()
+        self._stages[stage] = now = time.monotonic()
+        if stage == Stage.ROUTED:
+            metrics.STAGE_SECONDS.labels(Stage.RECEIVED).observe(now - self._received)
 
     def watch(self, run: Run) -> None:
         """The run whose counts go into the books."""

@@ -11,7 +11,7 @@ from weft.engine.core import Engine
 from weft.engine.messages import PromptProgress, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
 from weft.errors import Cancelled, Incompatible, InvalidRequest, NotFound, PeerLost, WeftError
 from weft.kv.groups import PageRun, Paging
-from weft.kv.handoff import PrefillEvent, PrefillOrder, PromptFinished, ReadyBlocks
+from weft.kv.handoff import PrefillEvent, PrefillOrder, PromptFinished, ReadyBlocks, is_late
 from weft.kv.memory import BlockBytes
 from weft.request import ModelFingerprint, RequestKey
 from weft.worker.borrow import block_checksums
@@ -26,6 +26,8 @@ class Lease:
         self.order = order
         self.store_tokens = 0
         self.lent: set[int] = set()
+        # how it ended, for the metric; a stream that breaks says nothing
+        self.end = "broken"
         self._reserved: Reserved | None = None
         self._progress: PromptProgress | None = None
         self._first: TokenDelta | None = None
@@ -55,6 +57,7 @@ class Lease:
 
     def dismiss(self) -> None:
         """The borrower is done; before the prompt is, that means it has lost interest."""
+        self.end = "returned" if self._is_complete else "cancelled"
         if not self._is_complete:
             self.fail(Cancelled("decode no longer wants the prompt"))
 
@@ -135,6 +138,11 @@ class LeaseDesk:
         """Take no new orders; leases that live go on."""
         self._is_open = False
 
+    @property
+    def is_stalled(self) -> bool:
+        """The engine's thread stands still; nothing that is being computed will be."""
+        return self._engine.pulse.has_stopped
+
     async def until_idle(self) -> None:
         """All leases have ended."""
         await self._is_idle.wait()
@@ -183,6 +191,7 @@ class LeaseDesk:
             if not self._leases:
                 self._is_idle.set()
             self._engine.release(order.key)
+            metrics.LEASES.labels(lease.end).inc()
 
     async def fill(self, lease: Lease) -> None:
         """Take what the store has beyond the pool's own prefix, then let the engine compute the rest."""
@@ -209,5 +218,7 @@ class LeaseDesk:
             raise Incompatible("the prefill worker has been restarted since the request was routed")
         if (difference := self._fingerprint.difference(order.fingerprint)) is not None:
             raise Incompatible(f"prefill and decode differ in {difference}")
+        if is_late(order.key, self._leases):
+            raise Cancelled("a later attempt at the request is being computed")
         if order.key in self._leases:
             raise InvalidRequest("this attempt is being computed already")

@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 
-from weft.errors import DeadlineExceeded, InvalidRequest, NotFound
+from weft.errors import DeadlineExceeded, InvalidRequest, NotFound, PeerLost
 from weft.kv.groups import Paging
-from weft.kv.handoff import Accepted, LeaseClosed
+from weft.kv.handoff import SIGNS_A_LEASE, Accepted, Heartbeat, LeaseClosed, PrefillEvent
 from weft.kv.memory import BlockBytes
 from weft.rpc.blocks import block_chunks
 from weft.rpc.handoff import event_to_wire, order_from_wire
@@ -20,9 +20,21 @@ from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from weft_services.prefill.leases import Lease, LeaseDesk
 from weft_services.prefill.prefix import StorePrefix
 
-LEASE_SECONDS = 10.0
 FIRST_MESSAGE_SECONDS = 10.0
 Requests = AsyncIterator[prefill_service_pb2.PrefillRequest]
+
+
+class _Speaker:
+    """Our side of a stream: one message at a time, whoever speaks."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._turn = asyncio.Lock()
+
+    async def say(self, event: PrefillEvent) -> None:
+        """Returns when gRPC has taken the message."""
+        async with self._turn:
+            await self._context.write(event_to_wire(event))
 
 
 class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
@@ -51,17 +63,29 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
             first = await anext(requests, None)
         if first is None or first.WhichOneof("message") != "start":
             raise InvalidRequest("the first message must be start", "start")
+        speaker = _Speaker(context)
         async with self._desk.lend(order_from_wire(first.start)) as lease:
-            await lease.until_reserved()
-            await context.write(event_to_wire(self._accepted))
             async with asyncio.TaskGroup() as group:
                 listening = group.create_task(self._until_done(requests, lease))
+                group.create_task(self._beat(speaker, listening, lease))
+                await lease.until_reserved()
+                await speaker.say(self._accepted)
                 await self._desk.fill(lease)
                 async for event in lease.events(self._memory, self._paging, self._with_checksums):
-                    await context.write(event_to_wire(event))
-                await listening
+                    await speaker.say(event)
             # the engine has held every block since `lend`: nothing but the end of the scope gives them back
-            await context.write(event_to_wire(LeaseClosed(lease_held=True)))
+            await speaker.say(LeaseClosed(lease_held=True))
+
+    async def _beat(self, speaker: _Speaker, listening: asyncio.Task[None], lease: Lease) -> None:
+        """Tell decode that the engine lives until decode is done; raises PeerLost when the engine stands still."""
+        while True:
+            await asyncio.wait({listening}, timeout=self._accepted.lease_ms / 1000 / SIGNS_A_LEASE)
+            if listening.done():
+                return
+            if self._desk.is_stalled:
+                lease.end = "stalled"
+                raise PeerLost("the prefill engine stands still")
+            await speaker.say(Heartbeat())
 
     async def _until_done(self, requests: Requests, lease: Lease) -> None:
         """Returns at decode's `done`; raises DeadlineExceeded when decode is silent for longer than the lease."""
@@ -70,6 +94,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
                 async with asyncio.timeout(self._accepted.lease_ms / 1000):
                     request = await anext(requests, None)
             except TimeoutError:
+                lease.end = "expired"
                 raise DeadlineExceeded("the lease ended: decode fell silent") from None
             if request is None or request.WhichOneof("message") == "done":
                 break
@@ -96,7 +121,7 @@ def install(place: Workplace, server: grpc.aio.Server) -> LeaseDesk:
     prefix = StorePrefix(place.store, paging)
     desk = LeaseDesk(place.engine, prefix, place.boot_id, place.fingerprint, place.grammars)
     place.feed.subscribe(desk.on_step)
-    accepted = Accepted(place.boot_id, place.transports[0].endpoint(), round(LEASE_SECONDS * 1000))
+    accepted = Accepted(place.boot_id, place.transports[0].endpoint(), round(place.lease_seconds * 1000))
     servicer = PrefillServicer(desk, place.memory, accepted, paging, place.with_checksums)
     prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
     return desk

@@ -12,7 +12,15 @@ import grpc
 from tests.services.attach import new_key
 from tests.services.workers import Worker, fingerprint_of, start_worker
 from tests.weft.tiny_llama import Tiny
-from weft.kv.handoff import Accepted, PrefillEvent, PrefillOrder, PromptFinished, ReadyBlocks
+from weft.kv.handoff import (
+    LEASE_SECONDS,
+    Accepted,
+    Heartbeat,
+    PrefillEvent,
+    PrefillOrder,
+    PromptFinished,
+    ReadyBlocks,
+)
 from weft.request import RequestKey, SamplingParams
 from weft.rpc.client import open_channel
 from weft.rpc.handoff import event_from_wire, order_to_wire
@@ -40,9 +48,13 @@ class Borrower:
         await self.call.write(pb2.PrefillRequest(done=pb2.TransferDone()))
 
     async def next(self) -> PrefillEvent:
-        response = await self.call.read()
-        assert isinstance(response, pb2.PrefillResponse), await self.call.code()
-        return event_from_wire(response)
+        """What comes next, heartbeats left out."""
+        while True:
+            response = await self.call.read()
+            assert isinstance(response, pb2.PrefillResponse), await self.call.code()
+            event = event_from_wire(response)
+            if not isinstance(event, Heartbeat):
+                return event
 
     async def status(self) -> grpc.StatusCode:
         """How the call ends; what is said before is of no interest."""
@@ -87,8 +99,8 @@ class Lender:
 
 
 @asynccontextmanager
-async def start_lender(tiny: Tiny, store: Any = None) -> AsyncIterator[Lender]:
-    async with start_worker(tiny, "prefill-0", install, store=store) as worker:
+async def start_lender(tiny: Tiny, store: Any = None, lease_seconds: float = LEASE_SECONDS) -> AsyncIterator[Lender]:
+    async with start_worker(tiny, "prefill-0", install, store=store, lease_seconds=lease_seconds) as worker:
         channel = open_channel(worker.address.address)
         yield Lender(worker, prefill_service_pb2_grpc.PrefillServiceStub(channel), tiny)
         await channel.close()

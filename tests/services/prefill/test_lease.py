@@ -19,7 +19,6 @@ from weft.kv.groups import PageRun, Paging, Reach
 from weft.kv.handoff import Accepted, LeaseClosed, PrefillOrder, PromptFinished, ReadyBlocks
 from weft.kv.memory import HostBlocks
 from weft.request import SamplingParams
-from weft_services.prefill import service
 from weft_services.prefill.leases import Lease
 
 
@@ -67,9 +66,8 @@ async def test_what_the_pool_holds_counts_as_cached(tiny: Tiny) -> None:
         assert sum(len(event.blocks) for event in ready) == 9
 
 
-async def test_silence_ends_the_lease(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "LEASE_SECONDS", 0.1)
-    async with start_lender(tiny) as lender:
+async def test_silence_ends_the_lease(tiny: Tiny) -> None:
+    async with start_lender(tiny, lease_seconds=0.1) as lender:
         borrower = lender.borrower(prompt(22))
         ready, _ = await borrower.until_finished()
         assert await borrower.status() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -79,9 +77,8 @@ async def test_silence_ends_the_lease(tiny: Tiny, monkeypatch: pytest.MonkeyPatc
         assert raised.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_renewals_keep_the_lease(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "LEASE_SECONDS", 1.0)
-    async with start_lender(tiny) as lender:
+async def test_renewals_keep_the_lease(tiny: Tiny) -> None:
+    async with start_lender(tiny, lease_seconds=1.0) as lender:
         borrower = lender.borrower(prompt(22))
         await borrower.until_finished()
         for _ in range(15):

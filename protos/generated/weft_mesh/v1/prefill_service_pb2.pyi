@@ -151,7 +151,7 @@ Global___TransferDone: _TypeAlias = TransferDone  # noqa: Y015
 
 @_typing.final
 class PrefillResponse(_message.Message):
-    """Prefill's side of the call, in this order: accepted, blocks..., first token, closing."""
+    """Prefill's side of the call, in this order: accepted, blocks..., first token, closing; heartbeats anywhere in between."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -159,6 +159,7 @@ class PrefillResponse(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     CLOSING_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___PrefillAccepted:
         """The prompt is admitted and the lease begins."""
@@ -175,6 +176,10 @@ class PrefillResponse(_message.Message):
     def closing(self) -> Global___LeaseClosing:
         """The lease has ended by decode's word."""
 
+    @_builtins.property
+    def heartbeat(self) -> Global___PrefillHeartbeat:
+        """Prefill and its engine live. Silence longer than the lease means that they do not."""
+
     def __init__(
         self,
         *,
@@ -182,16 +187,34 @@ class PrefillResponse(_message.Message):
         blocks: Global___BlocksReady | None = ...,
         finished: Global___PrefillFinished | None = ...,
         closing: Global___LeaseClosing | None = ...,
+        heartbeat: Global___PrefillHeartbeat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "blocks", b"blocks", "closing", b"closing", "event", b"event", "finished", b"finished"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "blocks", b"blocks", "closing", b"closing", "event", b"event", "finished", b"finished", "heartbeat", b"heartbeat"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "blocks", b"blocks", "closing", b"closing", "event", b"event", "finished", b"finished"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "blocks", b"blocks", "closing", b"closing", "event", b"event", "finished", b"finished", "heartbeat", b"heartbeat"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "blocks", "finished", "closing"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "blocks", "finished", "closing", "heartbeat"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015
+
+@_typing.final
+class PrefillHeartbeat(_message.Message):
+    """Sent three times a lease for as long as the engine's thread moves."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillHeartbeat: _TypeAlias = PrefillHeartbeat  # noqa: Y015
 
 @_typing.final
 class PrefillAccepted(_message.Message):

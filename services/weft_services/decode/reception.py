@@ -1,0 +1,147 @@
+"""One lender's blocks, group by group and position by position, into blocks that are reserved here.
+
+One task reads what the lender says, another pulls what was announced, all of it at a time: while a pull is under way
+the lender computes on, and its silence is noticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from weft import metrics
+from weft.errors import Incompatible, PeerLost
+from weft.kv.groups import PageRun
+from weft.kv.handoff import (
+    LEASE_SECONDS,
+    Accepted,
+    LeaseClosed,
+    PrefillEvent,
+    PrefillOrder,
+    PromptFinished,
+    ReadyBlocks,
+)
+from weft.kv.transport import Lender
+from weft.lifetime import Stage
+from weft.worker.borrow import BlockCopy, Borrower, Borrowing
+from weft_services.decode.peers import PrefillCall
+from weft_services.decode.stages import StageClock
+
+PULL_SECONDS = 30.0
+
+
+class LeaseLost(Exception):
+    """The lender took blocks back while we read."""
+
+
+class BrokenPromise(Exception):
+    """The lender announced what cannot be, or less than the prompt."""
+
+
+class Reception:
+    """`receive` once, then perhaps `abandon`."""
+
+    def __init__(self, order: PrefillOrder, targets: list[PageRun], address: str, borrower: Borrower) -> None:
+        self.order = order
+        self.exposed_seconds = 0.0
+        self.is_lender_lost = False
+        self._targets = targets
+        self._address = address
+        self._borrower = borrower
+        self._borrowing: Borrowing | None = None
+        self._lent: list[list[int]] = [[] for _ in targets]  # the lender's blocks, from each target's first on
+        self._copies: list[BlockCopy] = []  # announced, not yet pulled
+        self._announced_at = 0.0  # the last of them
+        self._finished: PromptFinished | None = None
+        self._has_news = asyncio.Event()
+        self._stages = StageClock(0.0)
+
+    @property
+    def transferred_bytes(self) -> int:
+        """So far."""
+        return self._borrowing.transferred_bytes if self._borrowing else 0
+
+    async def receive(self, call: PrefillCall, stages: StageClock) -> PromptFinished:
+        """Everything, to the lender's word that the lease held. Raises ExceptionGroup."""
+        self._stages = stages
+        async with asyncio.TaskGroup() as group:
+            pulling = group.create_task(self._pull(call))
+            finished = await self._listen(call, pulling)
+        return finished
+
+    def abandon(self) -> tuple[int, ...]:
+        """The blocks that a pull may still write."""
+        return self._borrowing.abandon() if self._borrowing else ()
+
+    async def _listen(self, call: PrefillCall, pulling: asyncio.Task[None]) -> PromptFinished:
+        loop = asyncio.get_running_loop()
+        silence_seconds = LEASE_SECONDS
+        async with asyncio.timeout(silence_seconds) as patience:
+            async for event in call.events():
+                if isinstance(event, Accepted):
+                    silence_seconds = event.lease_ms / 1000
+                elif isinstance(event, LeaseClosed):
+                    return self._closed(event, pulling)
+                self._take(event, call)
+                patience.reschedule(loop.time() + silence_seconds)
+        raise PeerLost("the lender ended the call early")
+
+    def _take(self, event: PrefillEvent, call: PrefillCall) -> None:
+        match event:
+            case Accepted():
+                self._accept(event, call)
+            case ReadyBlocks():
+                self._announce(event)
+            case PromptFinished():
+                num_lent = [len(blocks) for blocks in self._lent]
+                num_lacking = [len(target.blocks) for target in self._targets]
+                if num_lent != num_lacking:
+                    raise BrokenPromise(f"{num_lent} blocks of each group were lent, not {num_lacking}")
+                self._finished = event
+                self._stages.reach(Stage.TRANSFERRING)
+                self._has_news.set()
+
+    def _accept(self, event: Accepted, call: PrefillCall) -> None:
+        if event.boot_id != self.order.prefill_boot_id:
+            raise Incompatible("another boot of the prefill worker answered")
+        if self._borrowing is None:  # said twice, it changes nothing
+            self._stages.reach(Stage.PREFILLING)
+            self._borrowing = self._borrower.borrow(Lender(event.endpoint, self._address, self.order.key))
+            call.keep_alive(event.lease_ms)
+
+    def _announce(self, event: ReadyBlocks) -> None:
+        if self._borrowing is None or event.group >= len(self._targets):
+            raise BrokenPromise(f"blocks of group {event.group} were lent, of {len(self._targets)}")
+        target, lent = self._targets[event.group], self._lent[event.group]
+        first, end = event.first_index - target.first, event.first_index + len(event.blocks)
+        if first >= 0 and tuple(lent[first : first + len(event.blocks)]) == event.blocks:
+            return  # said twice
+        if first != len(lent) or end > target.end:
+            raise BrokenPromise(f"blocks {event.first_index} to {end} were lent, {target.first + len(lent)} was next")
+        if event.checksums and len(event.checksums) != len(event.blocks):
+            raise BrokenPromise(f"{len(event.blocks)} blocks came with {len(event.checksums)} checksums")
+        sums = event.checksums or (None,) * len(event.blocks)
+        blocks = target.within(event.first_index, end).blocks
+        self._copies += [BlockCopy(*each) for each in zip(event.blocks, blocks, sums, strict=True)]
+        lent += event.blocks
+        self._announced_at = time.perf_counter()
+        self._has_news.set()
+
+    async def _pull(self, call: PrefillCall) -> None:
+        """Until the whole prompt is here; then tell the lender so."""
+        while self._copies or self._finished is None:
+            await self._has_news.wait()
+            self._has_news.clear()
+            copies, self._copies = self._copies, []
+            if copies:
+                assert self._borrowing is not None
+                await self._borrowing.pull(copies, PULL_SECONDS)
+        # everything before the last announcement was hidden behind the computing
+        self.exposed_seconds = time.perf_counter() - self._announced_at
+        metrics.EXPOSED_SECONDS.observe(self.exposed_seconds)
+        call.finish()
+
+    def _closed(self, event: LeaseClosed, pulling: asyncio.Task[None]) -> PromptFinished:
+        if self._finished is None or not pulling.done() or not event.lease_held:
+            raise LeaseLost("the lender took blocks back")
+        return self._finished

@@ -1,0 +1,38 @@
+"""How long a sequence is in each stage of its life, as far as the decode worker sees it, and how long it may live."""
+
+from __future__ import annotations
+
+import time
+
+from weft import metrics
+from weft.engine.messages import PromptCounts
+from weft.lifetime import Stage
+
+
+class StageClock:
+    """Made when the gateway's order arrives; every stage that is left is counted with its time."""
+
+    def __init__(self, remaining_seconds: float) -> None:
+        self.stage = Stage.ROUTED
+        self._since = time.perf_counter()
+        self._deadline = self._since + remaining_seconds
+
+    @property
+    def remaining_seconds(self) -> float:
+        """To the request's deadline."""
+        return max(self._deadline - time.perf_counter(), 0.0)
+
+    def reach(self, stage: Stage) -> None:
+        """The next stage; the same once more changes nothing."""
+        if stage is self.stage:
+            return
+        now = time.perf_counter()
+        metrics.STAGE_SECONDS.labels(self.stage).observe(now - self._since)
+        self.stage, self._since = stage, now
+
+    def computed(self, counts: PromptCounts) -> None:
+        """The engine computed a prompt that nobody waited for: it alone knows when it began."""
+        if self.stage is Stage.ROUTED:
+            metrics.STAGE_SECONDS.labels(Stage.ROUTED).observe(counts.queue_ms / 1000)
+            metrics.STAGE_SECONDS.labels(Stage.PREFILLING).observe(counts.compute_ms / 1000)
+            self.stage, self._since = Stage.DECODING, time.perf_counter()
