@@ -52,7 +52,7 @@ SEQUENCES = Gauge("weft_sequences", "Sequences by state", ["state"], registry=RE
 BLOCKS = Gauge("weft_kv_blocks", "Blocks by state", ["state"], registry=REGISTRY)
 PREFIX_QUERIES = Counter("weft_prefix_cache_query_tokens", "Prompt tokens looked up", registry=REGISTRY)
 PREFIX_HITS = Counter(
-    "weft_prefix_cache_hit_tokens", "Prompt tokens found, by tier: pool, store", ["tier"], registry=REGISTRY
+    "weft_prefix_cache_hit_tokens", "Prompt tokens found, by tier: pool, dram, nvme", ["tier"], registry=REGISTRY
 )
 TRANSFER_BYTES = Counter(
     "weft_kv_transfer_bytes", "Bytes of blocks pulled from prefill", ["transport"], registry=REGISTRY
@@ -85,6 +85,37 @@ FALLBACK_TOKENS = Gauge(
 STORE_BLOCKS = Counter(
     "weft_kv_store_blocks", "Blocks by outcome: put, got, failed, skipped", ["outcome"], registry=REGISTRY
 )
+TIER_FETCH_BYTES = Counter(
+    "weft_kv_tier_fetch_bytes", "Bytes of blocks fetched from a tier", ["tier"], registry=REGISTRY
+)
+TIER_FETCH_SECONDS = Histogram(
+    "weft_kv_tier_fetch_seconds",
+    "Duration of one batch fetched from a tier",
+    ["tier"],
+    buckets=LATENCY_BUCKETS,
+    registry=REGISTRY,
+)
+TIER_DECISIONS = Counter(
+    "weft_kv_tier_decisions",
+    "Blocks found in the store, by what was estimated to be quicker: fetch, compute",
+    ["tier", "decision"],
+    registry=REGISTRY,
+)
+
+# kvstore
+TIER_BLOCKS = Gauge("weft_kv_tier_blocks", "Blocks in a tier, as far as kvstore knows", ["tier"], registry=REGISTRY)
+TIER_BYTES_USED = Gauge("weft_kv_tier_used_bytes", "Bytes that a tier takes", ["tier"], registry=REGISTRY)
+TIER_MOVES = Counter(
+    "weft_kv_tier_moves", "Blocks moved: spilled to disk, loaded from it, lost on the way", ["move"], registry=REGISTRY
+)
+TIER_EVICTIONS = Counter(
+    "weft_kv_tier_evictions",
+    "Blocks dropped, by reason: room, expired, quota, damaged, replaced, gone",
+    ["tier", "reason"],
+    registry=REGISTRY,
+)
+INDEX_BLOCKS = Gauge("weft_kv_index_blocks", "Blocks in the index of workers' pools", registry=REGISTRY)
+INDEX_RESYNCS = Counter("weft_kv_index_resyncs", "Workers told to begin anew with a snapshot", registry=REGISTRY)
 
 
 def expose(host: str, port: int) -> int:

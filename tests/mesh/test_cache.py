@@ -86,4 +86,4 @@ def test_a_prefix_computed_by_a_killed_prefill_worker_is_found_in_the_store(mesh
     mesh.kill_and_wait_for_return("prefill-0", "decode-0")
     answer = ask(mesh, prompt)
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
-    assert mesh.metric("prefill-0", "weft_prefix_cache_hit_tokens_total", tier="store") == 192
+    assert mesh.metric("prefill-0", "weft_prefix_cache_hit_tokens_total", tier="dram") == 192

@@ -42,7 +42,7 @@ def test_cold_warm_and_after_a_store_hit_in_chunks_of_16(mesh: Mesh) -> None:
     mesh.kill_and_wait_for_return("prefill-0", "decode-0")
     from_store = assert_exact(mesh, asked)
     assert from_store == warm
-    assert mesh.metric("prefill-0", "weft_prefix_cache_hit_tokens_total", tier="store") > 0
+    assert mesh.metric("prefill-0", "weft_prefix_cache_hit_tokens_total", tier="dram") > 0
 
 
 def test_chunks_of_64_with_two_workers_of_each_role() -> None:

@@ -23,6 +23,7 @@ from weft.request import ModelFingerprint, WorkerAddress
 from weft.rpc.blocks import GrpcTransport
 from weft.rpc.client import ChannelPool
 from weft.rpc.server import RpcServer
+from weft.worker.estimate import FetchEstimate
 from weft.worker.process import Workplace
 from weft.worker.runtime import EngineFeed
 from weft.worker.store import StoreClient
@@ -164,7 +165,8 @@ async def start_worker(
                 memory=memory,
                 transports=tuple(transports),
                 channels=channels,
-                store=store or StoreClient("", pool, fingerprint_of(tiny), engine.unpin),
+                store=store
+                or StoreClient("", pool, fingerprint_of(tiny), engine.unpin, FetchEstimate(BLOCK_TOKENS, CHUNK_TOKENS)),
                 tasks=tasks,
                 with_checksums=True,
                 lease_seconds=lease_seconds,

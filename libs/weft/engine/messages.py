@@ -108,6 +108,7 @@ class SealedBlock:
 
     block_key: bytes
     block: int
+    tenant: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from weft.engine.sequence import Sequence, State
 from weft.errors import InvalidRequest
 from weft.kv.blocks import BlockPool
 from weft.kv.groups import page_key
+from weft.kv.prefix import tenant_tag
 
 
 class Settler:
@@ -72,18 +73,19 @@ class Settler:
         while sequence.num_sealed < sequence.num_computed // size:
             index, key = sequence.num_sealed, sequence.key(sequence.num_sealed, size)
             sequence.num_sealed += 1
+            tenant = tenant_tag(sequence.spec.cache_salt)
             for group, run in enumerate(sequence.runs):
                 block = run.page(index)
                 if block is not None:
                     is_wanted = index >= self._config.paging.first(group, sequence.num_reusable(size))
-                    self._publish(block, page_key(key, group), is_wanted, events)
+                    self._publish(SealedBlock(page_key(key, group), block, tenant), is_wanted, events)
 
-    def _publish(self, block: int, key: bytes, is_wanted: bool, events: Events) -> None:
+    def _publish(self, sealed: SealedBlock, is_wanted: bool, events: Events) -> None:
         """`is_wanted`: not out of sight for whoever goes on from this prompt, and so worth a copy elsewhere."""
-        if self._pool.publish(block, key) and is_wanted and self._may_pin():
-            self._pool.pin(block)
-            self._pinned[block] += 1
-            events.sealed.append(SealedBlock(key, block))
+        if self._pool.publish(sealed.block, sealed.block_key) and is_wanted and self._may_pin():
+            self._pool.pin(sealed.block)
+            self._pinned[sealed.block] += 1
+            events.sealed.append(sealed)
 
     def unpin(self, blocks: Iterable[int]) -> None:
         """Sealed blocks were copied or declined; unknown ones are left alone."""

@@ -21,6 +21,11 @@ def root_key(cache_salt: bytes, extras: bytes = b"") -> bytes:
     return digest.digest()
 
 
+def tenant_tag(cache_salt: bytes) -> bytes:
+    """8 bytes by which quotas tell tenants apart without knowing their salts; empty for those who share."""
+    return hashlib.blake2b(cache_salt, digest_size=8, person=b"weft-kv-tenant").digest() if cache_salt else b""
+
+
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The key of one full block."""
     digest = hashlib.blake2b(parent, digest_size=KEY_BYTES, person=b"weft-kv-block")

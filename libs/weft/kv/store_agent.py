@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 MAX_PENDING = 256
 MAX_LINE_BYTES = 1024 * 1024
 START_SECONDS = 15.0
+NO_SPACE = -200  # Mooncake's code; it begins to evict when it has answered so
 
 
 class StoreLost(Exception):

@@ -65,8 +65,12 @@ def execute(store: Any, staging: Staging | None, request: dict[str, Any]) -> lis
     assert staging is not None, "started without a staging area"
     addresses = [staging.address + offset for offset in request["offsets"]]
     sizes = [request["size"]] * len(keys)
-    call = store.batch_put_from if request["op"] == "put" else store.batch_get_into
-    return list(call(keys, addresses, sizes))
+    if request["op"] == "get":
+        return list(store.batch_get_into(keys, addresses, sizes))
+    codes = list(store.batch_put_from(keys, addresses, sizes))
+    # what nobody has asked for yet would be the first that the library evicts, before kvstore could copy it to its disk
+    store.batch_is_exist([key for key, code in zip(keys, codes, strict=True) if code == 0])
+    return codes
 
 
 def main() -> None:

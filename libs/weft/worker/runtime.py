@@ -12,12 +12,15 @@ from weft import metrics
 from weft.engine.messages import EngineLoad, StepOutput
 
 Consumer = Callable[[StepOutput], None]
+ComputeListener = Callable[[int, float], None]
 
 
 class EngineFeed:
     """`listener` runs on the engine's thread; everything else on the loop that the feed was made in."""
 
     def __init__(self) -> None:
+        # told of every step that was all prompt tokens: how many, and how long it took
+        self.on_computed: ComputeListener | None = None
         self.load = EngineLoad()
         self._loop = asyncio.get_running_loop()
         self._consumers: list[Consumer] = []
@@ -51,6 +54,7 @@ class EngineFeed:
         if output.step_seconds:
             metrics.STEPS.inc()
             metrics.STEP_SECONDS.observe(output.step_seconds)
+        self._measure(before, load, output.step_seconds)
         metrics.ENGINE_TOKENS.labels("prompt").inc(load.computed_prompt_tokens - before.computed_prompt_tokens)
         metrics.ENGINE_TOKENS.labels("generated").inc(load.generated_tokens - before.generated_tokens)
         metrics.SEQUENCES.labels("running").set(load.num_running)
@@ -59,3 +63,8 @@ class EngineFeed:
         metrics.BLOCKS.labels("cached").set(load.cached_blocks)
         metrics.BLOCKS.labels("active").set(load.active_blocks)
         metrics.BLOCKS.labels("quarantined").set(load.quarantined_blocks)
+
+    def _measure(self, before: EngineLoad, load: EngineLoad, seconds: float) -> None:
+        num_tokens = load.computed_prompt_tokens - before.computed_prompt_tokens
+        if self.on_computed and seconds and num_tokens and load.generated_tokens == before.generated_tokens:
+            self.on_computed(num_tokens, seconds)

@@ -10,9 +10,11 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from weft.errors import WeftError
 from weft.kv.store_agent import StoreAgent, StoreLost, StoreSpec
+from weft.kv.tiers import Tier
 from weft.rpc.client import open_channel, translated
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
@@ -21,10 +23,20 @@ logger = logging.getLogger(__name__)
 DESCRIBE_SECONDS = 1.0
 MATCH_SECONDS = 0.5
 PUBLISH_SECONDS = 2.0
+PROMOTE_SECONDS = 2.0
+TIERS = {pb2.STORE_TIER_UNSPECIFIED: Tier.DRAM, pb2.STORE_TIER_DRAM: Tier.DRAM, pb2.STORE_TIER_NVME: Tier.NVME}
 WATCH_INTERVAL_SECONDS = 1.0
 MAX_FAILED_WATCHES = 2
 FIRST_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A block that the store has: the xxh3_64 of its bytes, and where it lies."""
+
+    checksum: int
+    tier: Tier
 
 
 class StoreLink:
@@ -58,12 +70,21 @@ class StoreLink:
         except TimeoutError:
             return False
 
-    async def match(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[int]:
-        """Checksums of the longest leading run of keys that is in the store. Raises WeftError."""
+    async def match(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[Match]:
+        """The longest leading run of keys that is in the store. Raises WeftError."""
         with translated():
             request = pb2.MatchRequest(fingerprint=fingerprint, keys=keys)
             response = await self._stub.Match(request, timeout=MATCH_SECONDS)
-        return list(response.checksums)
+        # a kvstore that names no tiers has only one
+        tiers = response.tiers or [pb2.STORE_TIER_DRAM] * len(response.checksums)
+        return [Match(sum_, TIERS[tier]) for sum_, tier in zip(response.checksums, tiers, strict=True)]
+
+    async def promote(self, fingerprint: bytes, keys: Sequence[bytes]) -> int:
+        """Bring blocks from the store's disk into its memory; how many leading ones came. Raises WeftError."""
+        with translated():
+            request = pb2.PromoteRequest(fingerprint=fingerprint, keys=keys)
+            response = await self._stub.Promote(request, timeout=PROMOTE_SECONDS)
+        return response.num_promoted
 
     async def find(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[bool]:
         """Which of the keys are in the store. Raises WeftError."""

@@ -1,12 +1,14 @@
 """`python -m weft_services.kvstore`: one kvstore process."""
 
+import asyncio
 import logging
 
 from weft import log, metrics
-from weft.config import describe, read_config
+from weft.config import ConfigError, describe, read_config
 from weft.rpc.server import RpcServer, run, until_signal
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 from weft_services.kvstore.config import Config
+from weft_services.kvstore.disk import DiskLimits, DiskTier
 from weft_services.kvstore.node import NodeStore, Place
 from weft_services.kvstore.service import SERVICE_NAME, KvStoreServicer
 
@@ -17,12 +19,29 @@ async def main() -> None:
     logging.info(describe(config))
     rpc = RpcServer([SERVICE_NAME])
     place = Place(config.host, config.store_host, config.master_port, config.segment_bytes)
-    store = NodeStore(place, announce=rpc.set_ready)
+    disk = await _open_disk(config)
+    store = NodeStore(place, rpc.set_ready, disk, config.cache_ttl_seconds)
     pb2_grpc.add_KvStoreServiceServicer_to_server(KvStoreServicer(store), rpc.server)
     address = await rpc.start(config.host, config.port)
     logging.info("listening at=%s metrics=%d", address, metrics.expose(config.host, config.metrics_port))
-    await until_signal(store.run())
-    await rpc.stop(grace_seconds=0.5)
+    try:
+        await until_signal(store.run())
+        await rpc.stop(grace_seconds=0.5)
+    finally:
+        if disk is not None:
+            await asyncio.to_thread(disk.close)
+
+
+async def _open_disk(config: Config) -> DiskTier | None:
+    """A disk that cannot be used is a setting to correct, not a reason to serve without."""
+    if config.disk_path is None:
+        return None
+    disk = DiskTier(config.disk_path, DiskLimits(config.disk_bytes, config.cache_ttl_seconds, config.tenant_share))
+    try:
+        await disk.open()
+    except OSError as error:
+        raise ConfigError(f"WEFT_DISK_PATH={config.disk_path}: {error}") from error
+    return disk
 
 
 if __name__ == "__main__":

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from weft.config import ConfigError
 
 WILDCARD_HOSTS = ("0.0.0.0", "::")
+MIN_DISK_BYTES = 64 * 1024 * 1024
 MIN_SEGMENT_BYTES = 16 * 1024 * 1024  # Mooncake's own unit of allocation
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`advertise_host` is how workers reach this machine, `host` if empty; ports 0 mean any free one."""
+    """`advertise_host` is how workers reach this machine, `host` if empty; ports 0 mean any free one.
+
+    `disk_path` empty: no disk tier. `cache_ttl_seconds` 0: blocks do not age. `tenant_share` is what one tenant may
+    fill of the disk.
+    """
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -20,12 +26,23 @@ class Config:
     metrics_port: int = 0
     master_port: int = 0
     segment_bytes: int = 256 * 1024 * 1024
+    disk_path: Path | None = None
+    disk_bytes: int = 8 * 1024 * 1024 * 1024
+    cache_ttl_seconds: float = 0.0
+    tenant_share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.host in WILDCARD_HOSTS and not self.advertise_host:
             raise ConfigError(f"WEFT_ADVERTISE_HOST must be set with WEFT_HOST={self.host}: workers need one address")
         if self.segment_bytes < MIN_SEGMENT_BYTES:
             raise ConfigError(f"WEFT_SEGMENT_BYTES={self.segment_bytes}: at least {MIN_SEGMENT_BYTES} are needed")
+
+        if self.disk_bytes < MIN_DISK_BYTES:
+            raise ConfigError(f"WEFT_DISK_BYTES={self.disk_bytes}: at least {MIN_DISK_BYTES} are needed")
+        if self.cache_ttl_seconds < 0:
+            raise ConfigError("WEFT_CACHE_TTL_SECONDS must not be negative")
+        if not 0 < self.tenant_share <= 1:
+            raise ConfigError(f"WEFT_TENANT_SHARE={self.tenant_share}: must be above 0 and at most 1")
 
     @property
     def store_host(self) -> str:

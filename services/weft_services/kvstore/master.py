@@ -14,6 +14,7 @@ from weft.kv.store_agent import StoreLost
 
 START_SECONDS = 10.0
 POLL_SECONDS = 0.02
+LEASE_MS = 500
 PROGRAM = "mooncake_master"
 HOW_TO_INSTALL = "install it with: pip install 'weft[mooncake-cpu]' (or mooncake-cuda12, mooncake-cuda13)"
 
@@ -75,8 +76,11 @@ def _spawn(program: str, bind_host: str, port: int) -> subprocess.Popen[bytes]:
         "metrics_host": "127.0.0.1",
         "metrics_port": _free_port("127.0.0.1"),
         "enable_metric_reporting": "false",
-        # how long a block that was just found cannot be evicted
-        "default_kv_lease_ttl": 5000,
+        # how long a block that was just found or read cannot be evicted; what is put is read at once, to be spilled, so
+        # the store takes no more than its size in such a time
+        "default_kv_lease_ttl": LEASE_MS,
+        # how much goes at a time when room is needed
+        "eviction_ratio": 0.1,
     }
     return subprocess.Popen(
         [*command, *(f"--{name}={value}" for name, value in options.items())],

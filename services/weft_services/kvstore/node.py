@@ -1,6 +1,7 @@
 """The node's Mooncake Store, kept alive: a master, and a process that lends it memory. Started anew when one fails.
 
-What was stored is lost with either, so every start has a boot id of its own and begins with an empty index.
+What was in memory is lost with either, so every start has a boot id of its own and begins with an empty index; what is
+on disk stays.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from dataclasses import dataclass
 from weft.errors import PeerLost
 from weft.kv.store_agent import StoreAgent, StoreLost, StoreSpec
 from weft.kv.store_keys import store_key
+from weft.kv.tiers import Tier
+from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.index import BlockIndex, StoredBlock
 from weft_services.kvstore.master import Master
+from weft_services.kvstore.mover import STAGING_BYTES, Mover
 
 logger = logging.getLogger(__name__)
 PROTOCOL = "tcp"
@@ -41,19 +45,35 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A store that answers."""
+    """A store that answers. Without a disk there is nothing to move."""
 
     boot_id: str
     master: Master
     agent: StoreAgent
+    mover: Mover | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A block of a match, and where it lies."""
+
+    checksum: int
+    tier: Tier
 
 
 class NodeStore:
     """`announce(ready)` is called at every change, before anything else is told."""
 
-    def __init__(self, place: Place, announce: Callable[[bool], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        place: Place,
+        announce: Callable[[bool], Awaitable[None]],
+        disk: DiskTier | None = None,
+        ttl_seconds: float = 0.0,
+    ) -> None:
         self.place = place
-        self.index = BlockIndex()
+        self.disk = disk
+        self.index = BlockIndex(ttl_seconds=ttl_seconds)
         self._announce = announce
         self._running: Running | None = None
         self._trouble = "the store is starting"
@@ -81,41 +101,77 @@ class NodeStore:
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
 
-    async def match(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[StoredBlock]:
-        """The longest leading run that is in the store now, kept there for some seconds. Raises PeerLost."""
-        found: list[StoredBlock] = []
+    async def match(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[Found]:
+        """The longest leading run that is in the store now; what is in memory stays there for some seconds.
+
+        Raises PeerLost.
+        """
+        run: list[Found] = []
         for first in range(0, len(keys), MAX_KEYS_A_CALL):
-            part = keys[first : first + MAX_KEYS_A_CALL]
-            run = await self._still_there(fingerprint, self.index.leading_run(fingerprint, part))
-            found += run
-            if len(run) < len(part):
+            for found in await self._find(fingerprint, self._up_to_gap(fingerprint, keys[first:])):
+                if found is None:
+                    return run
+                run.append(found)
+            if len(run) < first + MAX_KEYS_A_CALL:
                 break
-        return found
+        return run
 
-    async def find(self, fingerprint: bytes, keys: Sequence[bytes]) -> dict[bytes, int]:
-        """The checksums of those that are in the store now, kept there for some seconds. Raises PeerLost."""
-        found: dict[bytes, int] = {}
+    async def find(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[Found | None]:
+        """What there is of each key, None for nothing. Raises PeerLost."""
+        found: list[Found | None] = []
         for first in range(0, len(keys), MAX_KEYS_A_CALL):
-            known = self.index.find(fingerprint, keys[first : first + MAX_KEYS_A_CALL])
-            exist = await self._exist(fingerprint, known)
-            found |= {block.key: block.checksum for block, is_there in zip(known, exist, strict=True) if is_there}
+            found += await self._find(fingerprint, keys[first : first + MAX_KEYS_A_CALL])
         return found
 
-    async def _still_there(self, fingerprint: bytes, run: list[StoredBlock]) -> list[StoredBlock]:
-        exist = await self._exist(fingerprint, run)
-        return run[: exist.index(False)] if False in exist else run
+    def published(self, fingerprint: bytes, blocks: Sequence[StoredBlock]) -> None:
+        """These have been put. Raises PeerLost."""
+        mover = self.running.mover
+        self.index.add(fingerprint, blocks)
+        if mover is not None:
+            mover.spill(fingerprint, blocks)
 
-    async def _exist(self, fingerprint: bytes, run: list[StoredBlock]) -> list[bool]:
+    async def promote(self, fingerprint: bytes, keys: Sequence[bytes]) -> int:
+        """Bring blocks up from the disk; how many leading ones are in memory now. Raises PeerLost, Overloaded."""
+        mover = self.running.mover
+        if mover is None:
+            return 0
+        try:
+            return await mover.promote(fingerprint, keys)
+        except StoreLost as error:
+            raise PeerLost(f"the store does not answer: {error}") from error
+
+    def _up_to_gap(self, fingerprint: bytes, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Leading keys that are known somewhere, as many as one call takes."""
+        for place, key in enumerate(keys[:MAX_KEYS_A_CALL]):
+            if self.index.find(fingerprint, key) is None and self._on_disk(fingerprint, key) is None:
+                return keys[:place]
+        return keys[:MAX_KEYS_A_CALL]
+
+    async def _find(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[Found | None]:
+        known = [block for key in keys if (block := self.index.find(fingerprint, key)) is not None]
+        exist = await self._exist(fingerprint, known)
+        in_memory = {
+            block.key: Found(block.checksum, Tier.DRAM)
+            for block, is_there in zip(known, exist, strict=True)
+            if is_there
+        }
+        return [in_memory.get(key) or self._on_disk(fingerprint, key) for key in keys]
+
+    def _on_disk(self, fingerprint: bytes, key: bytes) -> Found | None:
+        header = self.disk.find(fingerprint, key) if self.disk is not None else None
+        return Found(header.checksum, Tier.NVME) if header is not None else None
+
+    async def _exist(self, fingerprint: bytes, known: list[StoredBlock]) -> list[bool]:
         """Forgets those that are gone."""
         agent = self.running.agent
-        if not run:
+        if not known:
             return []
-        names = [store_key(fingerprint, block.key, block.checksum) for block in run]
+        names = [store_key(fingerprint, block.key, block.checksum) for block in known]
         try:
             exist = await agent.exist(names, MATCH_SECONDS)
         except (StoreLost, TimeoutError) as error:
             raise PeerLost(f"the store does not answer: {error}") from error
-        self.index.drop(fingerprint, [block for block, is_there in zip(run, exist, strict=True) if not is_there])
+        self.index.drop(fingerprint, [block for block, is_there in zip(known, exist, strict=True) if not is_there])
         return exist
 
     async def run_once(self) -> None:
@@ -123,18 +179,32 @@ class NodeStore:
         place = self.place
         master = await Master.start(place.bind_host, place.host, place.master_port)
         try:
-            spec = StoreSpec(master.address, place.host, PROTOCOL, segment_bytes=place.segment_bytes)
+            staging_bytes = STAGING_BYTES if self.disk is not None else 0
+            spec = StoreSpec(master.address, place.host, PROTOCOL, place.segment_bytes, staging_bytes)
             async with StoreAgent.running(spec) as agent:
-                self._running = Running(uuid.uuid4().hex, master, agent)
+                mover = Mover(agent, self.index, self.disk) if self.disk is not None else None
+                self._running = Running(uuid.uuid4().hex, master, agent, mover)
                 logger.info("store of %d MiB at the master %s", place.segment_bytes >> 20, master.address)
                 await self._announce(True)
-                await self._watch(self._running)
+                await self._keep(self._running)
         finally:
             if self._running is not None:
                 self._running = None
                 self.index.clear()
                 await self._announce(False)
             await master.stop()
+
+    async def _keep(self, running: Running) -> None:
+        """Ends by StoreLost, with no move under way."""
+        if running.mover is None:
+            await self._watch(running)
+            return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(running.mover.run())
+                tasks.create_task(self._watch(running))
+        except* StoreLost as lost:
+            raise lost.exceptions[0] from None
 
     async def _watch(self, running: Running) -> None:
         """A frozen master is as useless as a dead one."""

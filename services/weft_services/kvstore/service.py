@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from weft.errors import InvalidRequest
+from weft.kv.tiers import Tier
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 from weft_services.kvstore.index import StoredBlock
-from weft_services.kvstore.node import PROTOCOL, NodeStore
+from weft_services.kvstore.node import PROTOCOL, Found, NodeStore
 
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["KvStoreService"].full_name
 FINGERPRINT_BYTES = 16
 MAX_KEY_BYTES = 64
 MAX_MATCH_KEYS = 65_536
 MAX_PUBLISH_BLOCKS = 1024
+MAX_PROMOTE_KEYS = 1024
+MAX_TENANT_BYTES = 8
+TIERS = {Tier.DRAM: pb2.STORE_TIER_DRAM, Tier.NVME: pb2.STORE_TIER_NVME}
 
 
 class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
@@ -31,25 +37,40 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
             boot_id=running.boot_id,
             segment_bytes=self._store.place.segment_bytes,
             num_blocks=len(self._store.index),
+            num_disk_blocks=len(self._store.disk) if self._store.disk is not None else 0,
             protocol=PROTOCOL,
         )
 
     async def Match(self, request: pb2.MatchRequest, context: Any) -> pb2.MatchResponse:
         """The longest run of leading keys whose blocks are all in the store now, or what there is of each."""
         _check(request.fingerprint, request.keys, MAX_MATCH_KEYS, "keys")
-        if request.each:
-            sums = await self._store.find(request.fingerprint, request.keys)
-            return pb2.MatchResponse(checksums=[sums.get(key, 0) for key in request.keys])
-        found = await self._store.match(request.fingerprint, request.keys)
-        return pb2.MatchResponse(checksums=[block.checksum for block in found])
+        find = self._store.find if request.each else self._store.match
+        return match_to_wire(await find(request.fingerprint, request.keys))
+
+    async def Promote(self, request: pb2.PromoteRequest, context: Any) -> pb2.PromoteResponse:
+        """Bring blocks from the disk into the store's memory."""
+        _check(request.fingerprint, request.keys, MAX_PROMOTE_KEYS, "keys")
+        return pb2.PromoteResponse(num_promoted=await self._store.promote(request.fingerprint, request.keys))
 
     async def Publish(self, request: pb2.PublishRequest, context: Any) -> pb2.PublishResponse:
         """These blocks have been put."""
         _check(request.fingerprint, [block.key for block in request.blocks], MAX_PUBLISH_BLOCKS, "blocks")
-        _ = self._store.running
-        blocks = [StoredBlock(block.key, block.checksum, block.size_bytes) for block in request.blocks]
-        self._store.index.add(request.fingerprint, blocks)
+        if any(len(block.tenant) > MAX_TENANT_BYTES for block in request.blocks):
+            raise InvalidRequest(f"blocks: a tenant has at most {MAX_TENANT_BYTES} bytes", "blocks")
+        now = time.time()
+        blocks = [
+            StoredBlock(block.key, block.checksum, block.size_bytes, block.tenant, now) for block in request.blocks
+        ]
+        self._store.published(request.fingerprint, blocks)
         return pb2.PublishResponse()
+
+
+def match_to_wire(found: Sequence[Found | None]) -> pb2.MatchResponse:
+    """0 and no tier for what is not there."""
+    return pb2.MatchResponse(
+        checksums=[block.checksum if block else 0 for block in found],
+        tiers=[TIERS[block.tier] if block else pb2.STORE_TIER_UNSPECIFIED for block in found],
+    )
 
 
 def _check(fingerprint: bytes, keys: Any, max_keys: int, field: str) -> None:

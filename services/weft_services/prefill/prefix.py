@@ -9,9 +9,11 @@ from weft.engine.messages import Reserved
 from weft.kv.groups import PageRun, Paging, page_key
 from weft.kv.handoff import PrefillOrder
 from weft.kv.prefix import block_keys, reusable_blocks
+from weft.kv.tiers import Tier
 from weft.worker.store import StoreClient
+from weft.worker.store_get import Wanted
 
-FETCH_SECONDS = 2.0
+STALL_SECONDS = 2.0
 # below this the hashes take less time than a thread
 INLINE_HASH_TOKENS = 8192
 
@@ -23,37 +25,44 @@ class StorePrefix:
         self._store = store
         self._paging = paging
 
-    async def fetch(self, order: PrefillOrder, reserved: Reserved) -> int:
-        """How many tokens beyond the pool's own prefix were found and are in place now."""
+    async def fetch(self, order: PrefillOrder, reserved: Reserved) -> dict[Tier, int]:
+        """How many tokens beyond the pool's own prefix were fetched from which tier and are in place now."""
         size = self._paging.block_tokens
         first = reserved.num_hit_tokens // size
         last = reusable_blocks(len(order.token_ids), size)
         if first >= last or not self._store.is_connected:
-            return 0
+            return {}
         keys = (await self._keys(order))[:last]
         if self._paging.is_bounded:
-            return await self._fetch_all(keys, first, reserved.runs) * size
+            return await self._fetch_all(keys, first, reserved.runs)
         (run,) = reserved.runs
-        return await self._store.fetch(keys[first:], run.blocks[first:last], FETCH_SECONDS) * size
+        fetched = await self._store.fetch(Wanted(keys[first:], run.blocks[first:last]), STALL_SECONDS)
+        return {tier: num_blocks * size for tier, num_blocks in fetched.by_tier.items()}
 
-    async def _fetch_all(self, keys: Sequence[bytes], num_hit: int, runs: Sequence[PageRun]) -> int:
-        """Blocks beyond the first `num_hit`: as many as all groups can go on from, or none."""
+    async def _fetch_all(self, keys: Sequence[bytes], num_hit: int, runs: Sequence[PageRun]) -> dict[Tier, int]:
+        """Tokens beyond the first `num_hit` blocks: as many as all groups can go on from, or none."""
         paging, groups = self._paging, range(len(runs))
         held = {page_key(key, group) for key in keys[:num_hit] for group in groups}
         candidates = [page_key(key, group) for key in keys[num_hit:] for group in groups]
-        found = held | await self._store.find(candidates, FETCH_SECONDS)
+        found = held | await self._store.find(candidates, STALL_SECONDS)
         num_blocks = paging.longest_hit(keys, found.__contains__)
         if num_blocks <= num_hit:
-            return 0
+            return {}
         num_tokens = num_blocks * paging.block_tokens
+        num_saved = num_tokens - num_hit * paging.block_tokens
         wanted: list[bytes] = []
         pages: list[int] = []
         for group, run in enumerate(runs):
             lent = paging.lent(group, num_hit, num_tokens)
             wanted += [page_key(key, group) for key in keys[lent.start : lent.stop]]
             pages += paging.placed(group, run, num_hit, num_tokens).within(lent.start, lent.stop).blocks
-        is_whole = not wanted or await self._store.fetch(wanted, pages, FETCH_SECONDS) == len(wanted)
-        return num_blocks - num_hit if is_whole else 0
+        if not wanted:
+            return {Tier.POOL: num_saved}
+        fetched = await self._store.fetch(Wanted(wanted, pages, num_saved), STALL_SECONDS)
+        if fetched.num_blocks < len(wanted):
+            return {}
+        # the slowest tier that had a part in it
+        return {max(fetched.by_tier, key=list(Tier).index): num_saved}
 
     async def _keys(self, order: PrefillOrder) -> list[bytes]:
         arguments = (order.token_ids, self._paging.block_tokens, order.cache_salt)

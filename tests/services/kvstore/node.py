@@ -34,10 +34,12 @@ async def until(what: str, condition: Callable[[], bool]) -> None:
 class KvStoreProcess:
     """`python -m weft_services.kvstore` on a port that stays the same over restarts."""
 
-    def __init__(self, segment_bytes: int = 64 << 20) -> None:
+    def __init__(self, segment_bytes: int = 64 << 20, **settings: str) -> None:
+        """`settings`: WEFT_* variables besides."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.address = f"127.0.0.1:{probe.getsockname()[1]}"
         self._segment_bytes = segment_bytes
+        self._settings = settings
         self._process: psutil.Popen | None = None
 
     @property
@@ -62,6 +64,7 @@ class KvStoreProcess:
             **os.environ,
             "WEFT_PORT": self.address.rpartition(":")[2],
             "WEFT_SEGMENT_BYTES": str(self._segment_bytes),
+            **self._settings,
         }
         command = [sys.executable, "-m", "weft_services.kvstore"]
         self._process = psutil.Popen(command, env=environment, stdin=subprocess.DEVNULL)

@@ -18,28 +18,33 @@ def keys(*numbers: int) -> list[bytes]:
     return [bytes([number]) for number in numbers]
 
 
+def leading_run(index: BlockIndex, fingerprint: bytes, keys: list[bytes]) -> list[StoredBlock]:
+    found = [index.find(fingerprint, key) for key in keys]
+    return [block for block in found[: found.index(None) if None in found else len(found)] if block is not None]
+
+
 def test_a_run_ends_at_the_first_unknown_key() -> None:
     index = BlockIndex()
     index.add(ONE, [block(1), block(2), block(4)])
-    assert index.leading_run(ONE, keys(1, 2, 3, 4)) == [block(1), block(2)]
-    assert index.leading_run(ONE, keys(3, 1)) == []
-    assert index.leading_run(ONE, []) == []
+    assert leading_run(index, ONE, keys(1, 2, 3, 4)) == [block(1), block(2)]
+    assert leading_run(index, ONE, keys(3, 1)) == []
+    assert leading_run(index, ONE, []) == []
 
 
 def test_models_are_told_apart() -> None:
     index = BlockIndex()
     index.add(ONE, [block(1)])
-    assert index.leading_run(OTHER, keys(1)) == []
+    assert leading_run(index, OTHER, keys(1)) == []
 
 
 def test_the_least_recently_matched_is_forgotten_first() -> None:
     index = BlockIndex(max_blocks=3)
     index.add(ONE, [block(1), block(2), block(3)])
-    index.leading_run(ONE, keys(1))
+    leading_run(index, ONE, keys(1))
     index.add(ONE, [block(4)])
     assert len(index) == 3
-    assert index.leading_run(ONE, keys(2)) == []
-    assert index.leading_run(ONE, keys(1, 3, 4)) == [block(1), block(3), block(4)]
+    assert leading_run(index, ONE, keys(2)) == []
+    assert leading_run(index, ONE, keys(1, 3, 4)) == [block(1), block(3), block(4)]
 
 
 def test_a_block_that_was_put_anew_is_not_dropped_for_the_old_one() -> None:
@@ -48,8 +53,19 @@ def test_a_block_that_was_put_anew_is_not_dropped_for_the_old_one() -> None:
     index.add(ONE, [old])
     index.add(ONE, [new])
     index.drop(ONE, [old])
-    assert index.leading_run(ONE, keys(1)) == [new]
+    assert leading_run(index, ONE, keys(1)) == [new]
     index.drop(ONE, [new])
+    assert len(index) == 0
+
+
+def test_a_block_is_not_found_after_its_time() -> None:
+    now = 1000.0
+    index = BlockIndex(ttl_seconds=60, clock=lambda: now)
+    index.add(ONE, [StoredBlock(b"k", 1, 10, stored_at=1000.0)])
+    now = 1060.0
+    assert index.find(ONE, b"k") is not None
+    now = 1060.5
+    assert index.find(ONE, b"k") is None
     assert len(index) == 0
 
 
@@ -67,7 +83,6 @@ def test_any_history_agrees_with_a_plain_set(history: list[tuple[str, list[int]]
             index.drop(ONE, map(block, numbers))
             known.difference_update(numbers)
         else:
-            run = index.leading_run(ONE, keys(*numbers))
-            expected = next((place for place, number in enumerate(numbers) if number not in known), len(numbers))
-            assert run == [block(number) for number in numbers[:expected]]
+            found = [index.find(ONE, key) for key in keys(*numbers)]
+            assert found == [block(number) if number in known else None for number in numbers]
         assert len(index) == len(known)

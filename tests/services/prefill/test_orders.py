@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -15,6 +14,8 @@ from tests.services.workers import fingerprint_of
 from tests.weft.tiny_llama import Tiny
 from weft.kv.handoff import Accepted, LeaseClosed
 from weft.kv.memory import BlockBytes
+from weft.kv.tiers import Tier
+from weft.worker.store_get import Fetched, Wanted
 
 
 async def test_orders_that_cannot_be_taken_are_refused_by_name(tiny: Tiny) -> None:
@@ -77,18 +78,19 @@ class FakeStore:
         self.may_answer.set()
         self.was_asked = asyncio.Event()
 
-    async def fetch(self, keys: Sequence[bytes], blocks: Sequence[int], timeout_seconds: float) -> int:
-        self.keys += keys
+    async def fetch(self, wanted: Wanted, stall_seconds: float) -> Fetched:
+        self.keys += wanted.keys
         self.was_asked.set()
         await self.may_answer.wait()
-        num_blocks = 0
-        for key, block in zip(keys, blocks, strict=True):
+        fetched = Fetched()
+        for key, block in zip(wanted.keys, wanted.blocks, strict=True):
             if key not in self.source:
                 break
             assert self.target is not None
             self.target.write(block, 0, self.source[key])
-            num_blocks += 1
-        return num_blocks
+            fetched.num_blocks += 1
+            fetched.by_tier[Tier.DRAM] = fetched.num_blocks
+        return fetched
 
 
 async def test_what_the_store_has_is_not_computed(tiny: Tiny) -> None:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 from weft.engine.messages import PoolMemory, SealedBlock
 from weft.request import ModelFingerprint
+from weft.worker.estimate import FetchEstimate
 from weft.worker.store import StoreClient
 
 BLOCK_BYTES = 96 * 1024
@@ -32,7 +33,7 @@ class Worker:
         self.unpinned: list[int] = []
         pool = PoolMemory(ctypes.addressof(self._bytes), BLOCK_BYTES, num_blocks)
         fingerprint = ModelFingerprint(model, "float32", 16, BLOCK_BYTES, "layout-1")
-        self.store = StoreClient(address, pool, fingerprint, self.unpinned.extend)
+        self.store = StoreClient(address, pool, fingerprint, self.unpinned.extend, FetchEstimate(16, 512))
 
     def write(self, block: int, data: bytes) -> None:
         """Fill a block."""

@@ -15,6 +15,8 @@ from tests.services.kvstore.node import KvStoreProcess, until
 from tests.weft.worker.pool import BLOCK_BYTES, Worker, content, key, working
 from weft import metrics
 from weft.engine.messages import SealedBlock
+from weft.kv.tiers import Tier
+from weft.worker.store_get import Wanted
 from weft.worker.store_link import LinkKeeper
 
 FETCH_SECONDS = 5.0
@@ -50,7 +52,7 @@ async def offered(worker: Worker, numbers: list[int]) -> None:
 
 async def found(worker: Worker, numbers: list[int]) -> int:
     """How many blocks a fetch brings; into the blocks that hold them anyway."""
-    return await worker.store.fetch([key(number) for number in numbers], numbers, FETCH_SECONDS)
+    return (await worker.store.fetch(Wanted([key(number) for number in numbers], numbers), FETCH_SECONDS)).num_blocks
 
 
 async def test_blocks_of_one_worker_are_fetched_by_another_up_to_the_first_gap(shared: KvStoreProcess) -> None:
@@ -61,7 +63,8 @@ async def test_blocks_of_one_worker_are_fetched_by_another_up_to_the_first_gap(s
         targets = [*range(10, 57)]
         for target in targets:
             other.write(target, CANARY)
-        assert await other.store.fetch([key(number) for number in wanted], targets, FETCH_SECONDS) == 45
+        fetched = await other.store.fetch(Wanted([key(number) for number in wanted], targets), FETCH_SECONDS)
+        assert fetched.by_tier == {Tier.DRAM: 45}
         assert all(other.read(10 + number) == content(number) for number in range(45))
         assert other.read(55) == other.read(56) == CANARY
 
@@ -185,7 +188,8 @@ async def test_a_frozen_store_is_left_alone_and_never_writes_late(kvstore: KvSto
             worker.write(number, CANARY)
         frozen: psutil.Process = getattr(kvstore, victim)
         frozen.suspend()
-        assert await worker.store.fetch([key(number) for number in range(40)], [*range(40)], 1.0) == 0
+        fetched = await worker.store.fetch(Wanted([key(number) for number in range(40)], [*range(40)]), 1.0)
+        assert fetched.num_blocks == 0
         assert not worker.store.is_connected
         assert await found(worker, [0]) == 0
         worker.unpinned.clear()
@@ -206,7 +210,9 @@ async def test_a_fetch_that_is_cancelled_writes_nothing_afterwards(kvstore: KvSt
         for number in range(40):
             worker.write(number, CANARY)
         kvstore.owner.suspend()
-        fetch = asyncio.create_task(worker.store.fetch([key(n) for n in range(40)], [*range(40)], FETCH_SECONDS))
+        fetch = asyncio.create_task(
+            worker.store.fetch(Wanted([key(n) for n in range(40)], [*range(40)]), FETCH_SECONDS)
+        )
         await asyncio.sleep(0.2)
         fetch.cancel()
         await asyncio.wait({fetch})

@@ -24,27 +24,33 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"weft_mesh/v1/kvstore_service.proto\x12\x0cweft_mesh.v1\"\x11\n\x0f\x44\x65scribeRequest\"x\n\x10\x44\x65scribeResponse\x12\x16\n\x0emaster_address\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x15\n\rsegment_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\x04\x12\x10\n\x08protocol\x18\x05 \x01(\t\"?\n\x0cMatchRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x0c\n\x04\x65\x61\x63h\x18\x03 \x01(\x08\"\"\n\rMatchResponse\x12\x11\n\tchecksums\x18\x01 \x03(\x06\"P\n\x0ePublishRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12)\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x19.weft_mesh.v1.StoredBlock\"@\n\x0bStoredBlock\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x06\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"\x11\n\x0fPublishResponse2\xe5\x01\n\x0eKvStoreService\x12I\n\x08\x44\x65scribe\x12\x1d.weft_mesh.v1.DescribeRequest\x1a\x1e.weft_mesh.v1.DescribeResponse\x12@\n\x05Match\x12\x1a.weft_mesh.v1.MatchRequest\x1a\x1b.weft_mesh.v1.MatchResponse\x12\x46\n\x07Publish\x12\x1c.weft_mesh.v1.PublishRequest\x1a\x1d.weft_mesh.v1.PublishResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"weft_mesh/v1/kvstore_service.proto\x12\x0cweft_mesh.v1\"\x11\n\x0f\x44\x65scribeRequest\"\x91\x01\n\x10\x44\x65scribeResponse\x12\x16\n\x0emaster_address\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x15\n\rsegment_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\x04\x12\x10\n\x08protocol\x18\x05 \x01(\t\x12\x17\n\x0fnum_disk_blocks\x18\x06 \x01(\x04\"?\n\x0cMatchRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x0c\n\x04\x65\x61\x63h\x18\x03 \x01(\x08\"J\n\rMatchResponse\x12\x11\n\tchecksums\x18\x01 \x03(\x06\x12&\n\x05tiers\x18\x02 \x03(\x0e\x32\x17.weft_mesh.v1.StoreTier\"3\n\x0ePromoteRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\"\'\n\x0fPromoteResponse\x12\x14\n\x0cnum_promoted\x18\x01 \x01(\r\"P\n\x0ePublishRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12)\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x19.weft_mesh.v1.StoredBlock\"P\n\x0bStoredBlock\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x06\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06tenant\x18\x04 \x01(\x0c\"\x11\n\x0fPublishResponse*Q\n\tStoreTier\x12\x1a\n\x16STORE_TIER_UNSPECIFIED\x10\x00\x12\x13\n\x0fSTORE_TIER_DRAM\x10\x01\x12\x13\n\x0fSTORE_TIER_NVME\x10\x02\x32\xad\x02\n\x0eKvStoreService\x12I\n\x08\x44\x65scribe\x12\x1d.weft_mesh.v1.DescribeRequest\x1a\x1e.weft_mesh.v1.DescribeResponse\x12@\n\x05Match\x12\x1a.weft_mesh.v1.MatchRequest\x1a\x1b.weft_mesh.v1.MatchResponse\x12\x46\n\x07Promote\x12\x1c.weft_mesh.v1.PromoteRequest\x1a\x1d.weft_mesh.v1.PromoteResponse\x12\x46\n\x07Publish\x12\x1c.weft_mesh.v1.PublishRequest\x1a\x1d.weft_mesh.v1.PublishResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weft_mesh.v1.kvstore_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_STORETIER']._serialized_start=637
+  _globals['_STORETIER']._serialized_end=718
   _globals['_DESCRIBEREQUEST']._serialized_start=52
   _globals['_DESCRIBEREQUEST']._serialized_end=69
-  _globals['_DESCRIBERESPONSE']._serialized_start=71
-  _globals['_DESCRIBERESPONSE']._serialized_end=191
-  _globals['_MATCHREQUEST']._serialized_start=193
-  _globals['_MATCHREQUEST']._serialized_end=256
-  _globals['_MATCHRESPONSE']._serialized_start=258
-  _globals['_MATCHRESPONSE']._serialized_end=292
-  _globals['_PUBLISHREQUEST']._serialized_start=294
-  _globals['_PUBLISHREQUEST']._serialized_end=374
-  _globals['_STOREDBLOCK']._serialized_start=376
-  _globals['_STOREDBLOCK']._serialized_end=440
-  _globals['_PUBLISHRESPONSE']._serialized_start=442
-  _globals['_PUBLISHRESPONSE']._serialized_end=459
-  _globals['_KVSTORESERVICE']._serialized_start=462
-  _globals['_KVSTORESERVICE']._serialized_end=691
+  _globals['_DESCRIBERESPONSE']._serialized_start=72
+  _globals['_DESCRIBERESPONSE']._serialized_end=217
+  _globals['_MATCHREQUEST']._serialized_start=219
+  _globals['_MATCHREQUEST']._serialized_end=282
+  _globals['_MATCHRESPONSE']._serialized_start=284
+  _globals['_MATCHRESPONSE']._serialized_end=358
+  _globals['_PROMOTEREQUEST']._serialized_start=360
+  _globals['_PROMOTEREQUEST']._serialized_end=411
+  _globals['_PROMOTERESPONSE']._serialized_start=413
+  _globals['_PROMOTERESPONSE']._serialized_end=452
+  _globals['_PUBLISHREQUEST']._serialized_start=454
+  _globals['_PUBLISHREQUEST']._serialized_end=534
+  _globals['_STOREDBLOCK']._serialized_start=536
+  _globals['_STOREDBLOCK']._serialized_end=616
+  _globals['_PUBLISHRESPONSE']._serialized_start=618
+  _globals['_PUBLISHRESPONSE']._serialized_end=635
+  _globals['_KVSTORESERVICE']._serialized_start=721
+  _globals['_KVSTORESERVICE']._serialized_end=1022
 # @@protoc_insertion_point(module_scope)

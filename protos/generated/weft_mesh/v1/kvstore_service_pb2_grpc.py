@@ -45,6 +45,11 @@ class KvStoreServiceStub:
                 request_serializer=weft__mesh_dot_v1_dot_kvstore__service__pb2.MatchRequest.SerializeToString,
                 response_deserializer=weft__mesh_dot_v1_dot_kvstore__service__pb2.MatchResponse.FromString,
                 _registered_method=True)
+        self.Promote = channel.unary_unary(
+                '/weft_mesh.v1.KvStoreService/Promote',
+                request_serializer=weft__mesh_dot_v1_dot_kvstore__service__pb2.PromoteRequest.SerializeToString,
+                response_deserializer=weft__mesh_dot_v1_dot_kvstore__service__pb2.PromoteResponse.FromString,
+                _registered_method=True)
         self.Publish = channel.unary_unary(
                 '/weft_mesh.v1.KvStoreService/Publish',
                 request_serializer=weft__mesh_dot_v1_dot_kvstore__service__pb2.PublishRequest.SerializeToString,
@@ -64,7 +69,14 @@ class KvStoreServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Match(self, request, context):
-        """The longest run of leading keys whose blocks are all in the store now, or which keys are.
+        """The longest run of leading keys whose blocks are all in the store now, in memory or on disk, or which keys are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Promote(self, request, context):
+        """Bring blocks from the disk into the store's memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,6 +101,11 @@ def add_KvStoreServiceServicer_to_server(servicer, server):
                     servicer.Match,
                     request_deserializer=weft__mesh_dot_v1_dot_kvstore__service__pb2.MatchRequest.FromString,
                     response_serializer=weft__mesh_dot_v1_dot_kvstore__service__pb2.MatchResponse.SerializeToString,
+            ),
+            'Promote': grpc.unary_unary_rpc_method_handler(
+                    servicer.Promote,
+                    request_deserializer=weft__mesh_dot_v1_dot_kvstore__service__pb2.PromoteRequest.FromString,
+                    response_serializer=weft__mesh_dot_v1_dot_kvstore__service__pb2.PromoteResponse.SerializeToString,
             ),
             'Publish': grpc.unary_unary_rpc_method_handler(
                     servicer.Publish,
@@ -151,6 +168,33 @@ class KvStoreService:
             '/weft_mesh.v1.KvStoreService/Match',
             weft__mesh_dot_v1_dot_kvstore__service__pb2.MatchRequest.SerializeToString,
             weft__mesh_dot_v1_dot_kvstore__service__pb2.MatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Promote(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft_mesh.v1.KvStoreService/Promote',
+            weft__mesh_dot_v1_dot_kvstore__service__pb2.PromoteRequest.SerializeToString,
+            weft__mesh_dot_v1_dot_kvstore__service__pb2.PromoteResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,13 @@
+"""Where a block may lie, the fastest first. The same names in every process, metric and message."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Tier(StrEnum):
+    """POOL: a worker's own memory. DRAM: memory of the shared store. NVME: the store's disk."""
+
+    POOL = "pool"
+    DRAM = "dram"
+    NVME = "nvme"

@@ -1,0 +1,181 @@
+"""Moves blocks between the store's memory and the disk, in batches: down in the background, up when a worker asks.
+
+Bytes go through the staging area of the store's own agent: its first half for what goes up, its second for what goes
+down. A move is never cut off half way, because the area is its own until it has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft import metrics
+from weft.errors import Overloaded
+from weft.kv.store_agent import NO_SPACE, StoreAgent
+from weft.kv.store_keys import store_key
+from weft_services.kvstore.disk import DiskTier
+from weft_services.kvstore.index import BlockIndex, StoredBlock
+from weft_services.kvstore.record import RecordHeader
+
+logger = logging.getLogger(__name__)
+STAGING_BYTES = 128 * 1024 * 1024  # taken page by page, as it is used
+MAX_BATCH_BYTES = 16 * 1024 * 1024
+MAX_BATCH_BLOCKS = 128
+MAX_SPILLS = 16_384  # blocks that wait for the disk; more are left out
+MAX_PROMOTIONS = 16
+NO_SPACE_PAUSES = (0.02, 0.05, *(0.1,) * 8)  # Mooncake evicts in the background, when it is asked for room
+
+
+@dataclass(frozen=True, slots=True)
+class Spill:
+    """A block that is to go down."""
+
+    fingerprint: bytes
+    block: StoredBlock
+
+
+class Mover:
+    """For one start of the store. `run` does the spilling; everything belongs to the event loop."""
+
+    def __init__(self, agent: StoreAgent, index: BlockIndex, disk: DiskTier) -> None:
+        self._agent = agent
+        self._index = index
+        self._disk = disk
+        self._spills: deque[Spill] = deque()
+        self._has_spills = asyncio.Event()
+        self._promoting = asyncio.Lock()
+        self._num_promotions = 0
+        self._moves: set[asyncio.Task[int]] = set()
+
+    def spill(self, fingerprint: bytes, blocks: Sequence[StoredBlock]) -> None:
+        """Copy these to the disk sometime; returns at once."""
+        for block in blocks:
+            if len(self._spills) >= MAX_SPILLS:
+                metrics.TIER_MOVES.labels("lost").inc()
+            elif self._disk.find(fingerprint, block.key) is None:
+                self._spills.append(Spill(fingerprint, block))
+        self._has_spills.set()
+
+    async def run(self) -> None:
+        """Until cancelled; raises StoreLost."""
+        while True:
+            await self._has_spills.wait()
+            if not self._spills:
+                self._has_spills.clear()
+                continue
+            await self._whole(self._spill_batch(self._next_batch()))
+
+    async def promote(self, fingerprint: bytes, keys: Sequence[bytes]) -> int:
+        """Bring leading blocks up; returns how many are in memory now. Raises Overloaded or StoreLost."""
+        if self._num_promotions >= MAX_PROMOTIONS:
+            raise Overloaded("too many workers wait for the disk")
+        self._num_promotions += 1
+        try:
+            return await self._whole(self._promote(fingerprint, keys))
+        finally:
+            self._num_promotions -= 1
+
+    async def _whole(self, move: Coroutine[Any, Any, int]) -> int:
+        """Run to the end, whoever waits for it."""
+        task = asyncio.create_task(move)
+        self._moves.add(task)
+        task.add_done_callback(self._moves.discard)
+        # nobody may be left to hear of a failure
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(task)
+
+    async def _promote(self, fingerprint: bytes, keys: Sequence[bytes]) -> int:
+        num_done = 0
+        async with self._promoting:
+            while num_done < len(keys):
+                headers = self._headers(fingerprint, keys[num_done:])
+                if not headers:
+                    break
+                num_up = await self._promote_batch(headers)
+                num_done += num_up
+                if num_up < len(headers):
+                    break
+        metrics.TIER_MOVES.labels("promoted").inc(num_done)
+        return num_done
+
+    def _headers(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[RecordHeader]:
+        """Leading blocks on disk that fit into one batch; all of one model, and so of one size."""
+        headers: list[RecordHeader] = []
+        for key in keys:
+            header = self._disk.find(fingerprint, key)
+            if header is None or header.size_bytes != (headers[0] if headers else header).size_bytes:
+                break
+            if len(headers) == _batch_blocks(header.size_bytes):
+                break
+            headers.append(header)
+        return headers
+
+    async def _promote_batch(self, headers: Sequence[RecordHeader]) -> int:
+        size, fingerprint = headers[0].size_bytes, headers[0].fingerprint
+        offsets = [slot * size for slot in range(len(headers))]
+        staged = [self._agent.staging[offset : offset + size] for offset in offsets]
+        num_read = await self._disk.read(fingerprint, [header.key for header in headers], staged)
+        names = [store_key(fingerprint, header.key, header.checksum) for header in headers[:num_read]]
+        num_put = await self._put(names, offsets[:num_read], size)
+        blocks = [
+            StoredBlock(header.key, header.checksum, size, header.tenant, header.stored_at)
+            for header in headers[:num_put]
+        ]
+        self._index.add(fingerprint, blocks)
+        return num_put
+
+    async def _put(self, names: Sequence[str], offsets: Sequence[int], size: int) -> int:
+        """How many leading blocks found room; it is asked for more than once."""
+        num_put = 0
+        for pause in (*NO_SPACE_PAUSES, None):
+            codes = await self._agent.put(names[num_put:], offsets[num_put:], size)
+            num_put += next((place for place, code in enumerate(codes) if code != 0), len(codes))
+            if num_put == len(names) or codes[-1] not in (0, NO_SPACE) or pause is None:
+                break
+            await asyncio.sleep(pause)
+        return num_put
+
+    def _next_batch(self) -> list[Spill]:
+        """Neighbours in the queue of one model."""
+        first = self._spills.popleft()
+        batch = [first]
+        while self._spills and len(batch) < _batch_blocks(first.block.size_bytes):
+            following = self._spills[0]
+            if (following.fingerprint, following.block.size_bytes) != (first.fingerprint, first.block.size_bytes):
+                break
+            batch.append(self._spills.popleft())
+        return batch
+
+    async def _spill_batch(self, batch: Sequence[Spill]) -> int:
+        size, half = batch[0].block.size_bytes, STAGING_BYTES // 2
+        if size > half:
+            return 0
+        offsets = [half + slot * size for slot in range(len(batch))]
+        names = [store_key(spill.fingerprint, spill.block.key, spill.block.checksum) for spill in batch]
+        codes = await self._agent.get(names, offsets, size)
+        now = time.time()
+        records = [
+            (_header(spill, now), self._agent.staging[offset : offset + size])
+            for spill, offset, code in zip(batch, offsets, codes, strict=True)
+            if code == size
+        ]
+        num_written = await self._disk.write(records)
+        metrics.TIER_MOVES.labels("spilled").inc(num_written)
+        metrics.TIER_MOVES.labels("lost").inc(len(batch) - len(records))
+        return num_written
+
+
+def _batch_blocks(size_bytes: int) -> int:
+    return max(1, min(MAX_BATCH_BLOCKS, MAX_BATCH_BYTES // size_bytes))
+
+
+def _header(spill: Spill, now: float) -> RecordHeader:
+    block = spill.block
+    return RecordHeader(
+        spill.fingerprint, block.tenant, block.key, block.size_bytes, block.checksum, block.stored_at or now
+    )

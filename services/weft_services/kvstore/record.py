@@ -1,0 +1,58 @@
+"""A block as it lies on disk: a header that names and checks it, then its bytes. Knows no files."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import xxhash
+
+_FIELDS = struct.Struct("<8s16s8sB64sxxxxxxxQQd")
+_SUM = struct.Struct("<Q")
+HEADER_BYTES = _FIELDS.size + _SUM.size
+_MAGIC = b"weftkv01"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """`checksum` is the xxh3_64 of the block's bytes, `stored_at` in seconds since the epoch."""
+
+    fingerprint: bytes
+    tenant: bytes
+    key: bytes
+    size_bytes: int
+    checksum: int
+    stored_at: float
+
+    @property
+    def record_bytes(self) -> int:
+        """Header and block."""
+        return HEADER_BYTES + self.size_bytes
+
+
+def pack(header: RecordHeader) -> bytes:
+    """The header's bytes, its own checksum last."""
+    fields = _FIELDS.pack(
+        _MAGIC,
+        header.fingerprint,
+        header.tenant,
+        len(header.key),
+        header.key,
+        header.size_bytes,
+        header.checksum,
+        header.stored_at,
+    )
+    return fields + _SUM.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def unpack(data: bytes) -> RecordHeader | None:
+    """None for anything that `pack` did not write whole."""
+    if len(data) != HEADER_BYTES:
+        return None
+    fields = data[: _FIELDS.size]
+    if _SUM.unpack(data[_FIELDS.size :])[0] != xxhash.xxh3_64_intdigest(fields):
+        return None
+    magic, fingerprint, tenant, key_bytes, key, size_bytes, checksum, stored_at = _FIELDS.unpack(fields)
+    if magic != _MAGIC:
+        return None
+    return RecordHeader(fingerprint, tenant.rstrip(b"\0"), key[:key_bytes], size_bytes, checksum, stored_at)

@@ -1,0 +1,110 @@
+"""One file of the disk tier: records one after another, only ever appended to. Blocking calls, for a thread.
+
+A record that was not written whole is cut off when the file is opened again: nothing behind it can be trusted either.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import xxhash
+
+from weft_services.kvstore.record import HEADER_BYTES, RecordHeader, pack, unpack
+
+SUFFIX = ".kvlog"
+
+
+class Segment:
+    """An open file. It stays readable for whoever still holds this object, also after `unlink`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.number = int(path.stem, 16)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.size_bytes = os.fstat(self._fd).st_size
+        weakref.finalize(self, os.close, self._fd)
+
+    def records(self) -> Iterator[tuple[int, RecordHeader]]:
+        """Offsets and headers of all whole records; whatever follows them is cut off. For a file just opened.
+
+        The last record is read, too: a process may have been killed while it was written.
+        """
+        offset, last = 0, None
+        while (header := self._header(offset)) is not None:
+            if last is not None:
+                yield last
+            last = (offset, header)
+            offset += header.record_bytes
+        if last is not None:
+            if self._is_sound(*last):
+                yield last
+            else:
+                offset = last[0]
+        if offset < self.size_bytes:
+            self._cut(offset)
+
+    def append(self, header: RecordHeader, body: memoryview) -> int:
+        """Write one record at the end; returns its offset. Raises OSError, leaving the file as it was."""
+        return self._grow([pack(header), body], header.record_bytes)
+
+    def append_from(self, other: Segment, offset: int, record_bytes: int) -> int:
+        """Copy a whole record from another segment; returns its offset here. Raises OSError, leaving ours as it was."""
+        record = memoryview(bytearray(record_bytes))
+        if os.preadv(other._fd, [record], offset) != record_bytes:
+            raise OSError(errno.EIO, "a record is cut short", str(other.path))
+        return self._grow([record], record_bytes)
+
+    def read(self, offset: int, body: memoryview) -> bool:
+        """Fill `body` with the block of the record at `offset`; False when the file does not have it all."""
+        try:
+            return os.preadv(self._fd, [body], offset + HEADER_BYTES) == len(body)
+        except OSError:
+            return False
+
+    def forget_cached(self) -> None:
+        """Have the kernel write the file out and drop it from its page cache, so that reads come from the device."""
+        os.fdatasync(self._fd)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def unlink(self) -> None:
+        """Remove the file's name; its space is free when the last reader has let go."""
+        self.path.unlink(missing_ok=True)
+
+    def _grow(self, parts: Sequence[bytes | memoryview], num_bytes: int) -> int:
+        offset = self.size_bytes
+        try:
+            if os.pwritev(self._fd, parts, offset) != num_bytes:
+                raise OSError(errno.ENOSPC, "a record did not fit", str(self.path))
+        except OSError:
+            self._cut(offset)
+            raise
+        self.size_bytes = offset + num_bytes
+        return offset
+
+    def _cut(self, offset: int) -> None:
+        os.ftruncate(self._fd, offset)
+        self.size_bytes = offset
+
+    def _header(self, offset: int) -> RecordHeader | None:
+        header = unpack(os.pread(self._fd, HEADER_BYTES, offset))
+        if header is None or offset + header.record_bytes > self.size_bytes:
+            return None
+        return header
+
+    def _is_sound(self, offset: int, header: RecordHeader) -> bool:
+        body = os.pread(self._fd, header.size_bytes, offset + HEADER_BYTES)
+        return xxhash.xxh3_64_intdigest(body) == header.checksum
+
+
+def open_segments(directory: Path) -> list[Segment]:
+    """All segments of a directory, the oldest first. Raises OSError."""
+    return [Segment(path) for path in sorted(directory.glob("*" + SUFFIX))]
+
+
+def new_segment(directory: Path, number: int) -> Segment:
+    """An empty one. Raises OSError."""
+    return Segment(directory / f"{number:016x}{SUFFIX}")

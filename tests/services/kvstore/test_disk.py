@@ -1,0 +1,236 @@
+"""The disk tier: what it keeps over a restart, what it drops, and that nothing is ever half."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from weft_services.kvstore.disk import DiskLimits, DiskTier
+from weft_services.kvstore.record import HEADER_BYTES, RecordHeader, pack, unpack
+
+MODEL = b"m" * 16
+SIZE = 4096
+RECORD = HEADER_BYTES + SIZE
+MIB = 1024 * 1024
+
+
+def body(number: int) -> bytes:
+    return number.to_bytes(4, "little") * (SIZE // 4)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def record(number: int, tenant: bytes = b"", stored_at: float = 0.0) -> tuple[RecordHeader, memoryview]:
+    data = body(number)
+    header = RecordHeader(MODEL, tenant, key(number), SIZE, xxhash.xxh3_64_intdigest(data), stored_at)
+    return header, memoryview(data)
+
+
+async def opened(directory: Path, max_bytes: int = MIB, **limits: Any) -> DiskTier:
+    disk = DiskTier(directory, DiskLimits(max_bytes, **limits))
+    await disk.open()
+    return disk
+
+
+async def written(disk: DiskTier, numbers: Sequence[int]) -> None:
+    assert await disk.write([record(number) for number in numbers]) == len(numbers)
+
+
+async def read(disk: DiskTier, numbers: Sequence[int]) -> int:
+    """How many leading blocks came; each of them is right."""
+    bodies = [memoryview(bytearray(SIZE)) for _ in numbers]
+    count = await disk.read(MODEL, [key(number) for number in numbers], bodies)
+    assert [bytes(data) for data in bodies[:count]] == [body(number) for number in numbers[:count]]
+    return count
+
+
+def there(disk: DiskTier, numbers: Sequence[int]) -> list[int]:
+    return [number for number in numbers if disk.find(MODEL, key(number)) is not None]
+
+
+def files(directory: Path) -> list[Path]:
+    return list(directory.glob("*.kvlog"))
+
+
+def damage(directory: Path, place: int, flip: int) -> None:
+    """Another byte at this place of the only file."""
+    [file] = files(directory)
+    data = bytearray(file.read_bytes())
+    data[place] ^= flip
+    file.write_bytes(data)
+
+
+async def test_what_was_written_is_found_again_by_the_next_process(tmp_path: Path) -> None:
+    disk = await opened(tmp_path)
+    await written(disk, range(20))
+    assert await read(disk, [3, 4, 5]) == 3
+    assert await read(disk, [3, 99, 5]) == 1
+    disk.close()
+    again = await opened(tmp_path)
+    assert there(again, range(21)) == [*range(20)]
+    assert await read(again, [*range(20)]) == 20
+    assert again.find(b"x" * 16, key(1)) is None, "another model's blocks"
+    again.close()
+
+
+async def test_two_processes_never_share_a_directory(tmp_path: Path) -> None:
+    disk = await opened(tmp_path)
+    with pytest.raises(OSError, match="in use by another kvstore"):
+        await opened(tmp_path)
+    disk.close()
+    (await opened(tmp_path)).close()
+
+
+@pytest.mark.parametrize("cut", [1, SIZE // 2, SIZE, SIZE + 1, RECORD - 1])
+async def test_a_half_written_record_is_cut_off(tmp_path: Path, cut: int) -> None:
+    disk = await opened(tmp_path)
+    await written(disk, range(5))
+    disk.close()
+    [file] = files(tmp_path)
+    os.truncate(file, 5 * RECORD - cut)
+    again = await opened(tmp_path)
+    assert there(again, range(5)) == [0, 1, 2, 3]
+    await written(again, [7])
+    assert await read(again, [3, 7]) == 2
+    again.close()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, 5 * RECORD - 1), flip=st.integers(1, 255), restart=st.booleans())
+async def test_a_damaged_byte_anywhere_is_a_miss_and_never_a_wrong_block(
+    tmp_path_factory: pytest.TempPathFactory, place: int, flip: int, restart: bool
+) -> None:
+    directory = tmp_path_factory.mktemp("disk")
+    disk = await opened(directory)
+    await written(disk, range(5))
+    if restart:
+        disk.close()
+    damage(directory, place, flip)
+    if restart:
+        disk = await opened(directory)
+    for number in range(5):
+        came = await read(disk, [number])
+        assert came == (number in there(disk, range(5)))
+    assert len(there(disk, range(5))) >= place // RECORD, "what lies before the damage is kept"
+    disk.close()
+
+
+async def test_a_full_disk_takes_no_more_and_hurts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    disk = DiskTier(tmp_path, DiskLimits(MIB), clock=lambda: now)
+    await disk.open()
+    await written(disk, range(30))
+
+    def half(fd: int, parts: Sequence[bytes], offset: int) -> int:
+        return os.pwrite(fd, b"".join(bytes(part) for part in parts)[:1000], offset)
+
+    monkeypatch.setattr(os, "pwritev", half)
+    assert await disk.write([record(50)]) == 0
+    monkeypatch.undo()
+    assert await disk.write([record(51)]) == 0, "left alone for a while"
+    kept = there(disk, range(60))
+    assert 50 not in kept
+    assert await read(disk, kept) == len(kept)
+    now += 10
+    assert await disk.write([record(51)]) == 1
+    disk.close()
+    again = await opened(tmp_path)
+    assert there(again, range(60)) == [*kept, 51]
+    again.close()
+
+
+async def test_a_disk_without_room_answers_with_an_error_that_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    disk = await opened(tmp_path)
+    monkeypatch.setattr(os, "pwritev", full)
+    assert await disk.write([record(1)]) == 0
+    disk.close()
+
+
+async def test_the_limit_holds_and_what_was_read_outlives_what_was_not(tmp_path: Path) -> None:
+    disk = await opened(tmp_path, max_bytes=64 * RECORD)
+    for number in range(200):
+        await written(disk, [number])
+        if number % 10 == 0:
+            assert await read(disk, [0]) == 1
+        assert sum(file.stat().st_size for file in files(tmp_path)) <= 64 * RECORD
+    assert there(disk, [0, 1, 2, 198, 199]) == [0, 198, 199]
+    assert len(disk) >= 48
+    assert await read(disk, [0]) == 1
+    disk.close()
+
+
+async def test_blocks_age_also_while_no_process_runs(tmp_path: Path) -> None:
+    now = 1000.0
+    disk = DiskTier(tmp_path, DiskLimits(MIB, ttl_seconds=60), clock=lambda: now)
+    await disk.open()
+    assert await disk.write([record(1, stored_at=990), record(2, stored_at=1000)]) == 2
+    disk.close()
+    now = 1055.0
+    again = DiskTier(tmp_path, DiskLimits(MIB, ttl_seconds=60), clock=lambda: now)
+    await again.open()
+    assert there(again, [1, 2]) == [2]
+    again.close()
+
+
+async def test_a_tenant_over_its_quota_loses_its_own_oldest_blocks(tmp_path: Path) -> None:
+    disk = await opened(tmp_path, max_bytes=200 * RECORD, tenant_share=0.1)
+    assert await disk.write([record(number, b"small") for number in range(5)]) == 5
+    assert await disk.write([record(number, b"greedy") for number in range(100, 160)]) == 60
+    assert there(disk, range(5)) == [*range(5)]
+    assert there(disk, range(100, 160)) == [*range(140, 160)]
+    disk.close()
+
+
+WRITE_FOREVER = """
+import asyncio, sys
+from pathlib import Path
+from tests.services.kvstore.test_disk import opened, record
+
+async def main():
+    disk = await opened(Path(sys.argv[1]), max_bytes=64 << 20)
+    for number in range(1_000_000):
+        await disk.write([record(number)])
+        print(number, flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_process_killed_in_mid_write_leaves_only_whole_blocks(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITE_FOREVER, str(tmp_path)]
+    with psutil.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+        for _ in range(50):
+            last = int(await asyncio.to_thread(process.stdout.readline))
+        process.kill()
+    again = await opened(tmp_path, max_bytes=64 << 20)
+    assert len(again) > last
+    numbers = [*range(len(again))]
+    assert await read(again, numbers) == len(numbers)
+    again.close()
+
+
+def test_a_header_that_was_not_written_whole_is_none() -> None:
+    header, _ = record(5, b"tenant", 12.5)
+    packed = pack(header)
+    assert unpack(packed) == header
+    assert unpack(packed[:-1]) is None
+    assert unpack(b"\0" * HEADER_BYTES) is None

@@ -1,0 +1,125 @@
+"""Blocks on the kvstore's disk as a worker sees them: real kvstore, real Mooncake, real files."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.services.kvstore.node import KvStoreProcess, until
+from tests.weft.worker.pool import BLOCK_BYTES, Worker, content, key, working
+from weft.kv.tiers import Tier
+from weft.worker.store_get import Fetched, Wanted
+
+SECONDS = 10.0
+NUMBERS = [*range(40)]
+
+
+@pytest.fixture
+def kvstore(tmp_path: Path) -> Iterator[KvStoreProcess]:
+    node = KvStoreProcess(WEFT_DISK_PATH=str(tmp_path / "disk"), WEFT_DISK_BYTES=str(64 << 20))
+    node.start()
+    yield node
+    node.stop()
+
+
+async def fetch(worker: Worker, numbers: list[int]) -> Fetched:
+    """Into blocks that held something else; what came is checked."""
+    targets = [100 + number for number in numbers]
+    for target in targets:
+        worker.write(target, b"\x5a" * BLOCK_BYTES)
+    fetched = await worker.store.fetch(Wanted([key(number) for number in numbers], targets), SECONDS)
+    for number, target in list(zip(numbers, targets, strict=True))[: fetched.num_blocks]:
+        assert worker.read(target) == content(number)
+    return fetched
+
+
+def disk_bytes(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.glob("disk/*.kvlog"))
+
+
+async def spilled(directory: Path, worker: Worker, numbers: list[int]) -> None:
+    """Offer these and wait until all are on disk."""
+    before = disk_bytes(directory)
+    worker.unpinned.clear()
+    for first in range(0, len(numbers), 20):
+        worker.offer(numbers[first : first + 20])
+        await until("these were put", lambda end=first + 20: len(worker.unpinned) >= min(end, len(numbers)))  # type: ignore[misc]
+    await until("they are on disk", lambda: disk_bytes(directory) >= before + len(numbers) * BLOCK_BYTES)
+
+
+async def restart(kvstore: KvStoreProcess, worker: Worker) -> None:
+    """SIGKILL of every process of the store."""
+    children = kvstore.kill()
+    assert not psutil.wait_procs(children, timeout=10)[1]
+    await until("it was noticed", lambda: not worker.store.is_connected)
+    await asyncio.to_thread(kvstore.start)
+    await until("connected again", lambda: worker.store.is_connected)
+
+
+async def test_blocks_survive_the_death_of_every_process_and_come_up_again(
+    kvstore: KvStoreProcess, tmp_path: Path
+) -> None:
+    async with working(Worker(kvstore.address)) as worker:
+        await spilled(tmp_path, worker, NUMBERS)
+        assert (await fetch(worker, NUMBERS)).by_tier == {Tier.DRAM: 40}
+        await restart(kvstore, worker)
+        assert (await fetch(worker, NUMBERS)).by_tier == {Tier.NVME: 40}
+        assert (await fetch(worker, NUMBERS)).by_tier == {Tier.DRAM: 40}, "they are in memory again"
+    async with working(Worker(kvstore.address, "another model")) as other:
+        assert (await fetch(other, NUMBERS)).num_blocks == 0
+
+
+async def test_a_damaged_block_on_disk_is_a_miss_and_what_precedes_it_a_hit(
+    kvstore: KvStoreProcess, tmp_path: Path
+) -> None:
+    async with working(Worker(kvstore.address)) as worker:
+        await spilled(tmp_path, worker, NUMBERS)
+        damage(tmp_path, content(25))
+        await restart(kvstore, worker)
+        assert (await fetch(worker, NUMBERS)).num_blocks == 25
+        assert (await fetch(worker, NUMBERS[26:])).num_blocks == 14
+
+
+def damage(directory: Path, block: bytes) -> None:
+    for file in directory.glob("disk/*.kvlog"):
+        data = file.read_bytes()
+        if block in data:
+            file.write_bytes(data.replace(block, block[:-1] + b"\0"))
+            return
+    raise AssertionError("the block is in no file")
+
+
+async def test_more_than_fits_into_memory_is_found_on_disk(tmp_path: Path) -> None:
+    node = KvStoreProcess(16 << 20, WEFT_DISK_PATH=str(tmp_path / "disk"), WEFT_DISK_BYTES=str(128 << 20))
+    await asyncio.to_thread(node.start)
+    many = [*range(400)]
+    try:
+        async with working(Worker(node.address, num_blocks=512)) as worker:
+            await spilled(tmp_path, worker, many)
+            tiers: set[Tier] = set()
+            for first in range(0, 400, 80):
+                # a memory of 170 blocks, all of them in use a moment ago, may have no room at once
+                async with asyncio.timeout(SECONDS):
+                    while (fetched := await fetch(worker, many[first : first + 80])).num_blocks < 80:
+                        tiers.update(fetched.by_tier)
+                tiers.update(fetched.by_tier)
+            assert Tier.NVME in tiers
+    finally:
+        node.stop()
+
+
+async def test_a_frozen_disk_owner_costs_time_and_nothing_else(kvstore: KvStoreProcess, tmp_path: Path) -> None:
+    async with working(Worker(kvstore.address)) as worker:
+        await spilled(tmp_path, worker, NUMBERS)
+        await restart(kvstore, worker)
+        promoting = asyncio.create_task(worker.store.fetch(Wanted([key(n) for n in NUMBERS], NUMBERS), 1.0))
+        kvstore.owner.suspend()
+        fetched = await promoting
+        kvstore.owner.resume()
+        assert all(worker.read(number) == content(number) for number in NUMBERS[: fetched.num_blocks])
+        await until("connected again", lambda: worker.store.is_connected)
+        assert (await fetch(worker, NUMBERS)).num_blocks == 40
