@@ -44,7 +44,8 @@ class LocalMesh:
         port, grpc_port = _free_port(), _free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._num_workers = num_prefill + num_decode
-        self._hit: dict[str, psutil.Process] = {}
+        self._hit: list[psutil.Process] = []
+        self._gone: set[str] = set()  # boot ids of the killed
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the mesh)
         command = [sys.executable, "-m", "weft.cli.main", "up", "--port", str(port), "--grpc-port", str(grpc_port)]
         command += ["--model", model or str(ROOT / "models" / "weft-nano"), "--dtype", "float32", "--threads", "1"]
@@ -63,7 +64,7 @@ class LocalMesh:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in self._hit.values():
+        for process in self._hit:
             _signal(process, signal.SIGCONT)
         self._up.send_signal(signal.SIGINT)
         try:
@@ -91,13 +92,16 @@ class LocalMesh:
         """Do it to one of the role's two workers; returns its name."""
         number, role = FAULTS[fault]
         name = f"{role}-{dice.randrange(2)}"
-        self._hit[name] = self.child(role, name)
-        self._hit[name].send_signal(number)
+        process = self.child(role, name)
+        self._hit.append(process)
+        if number == signal.SIGKILL:
+            self._gone |= {worker.boot_id for worker in self._addresses() if worker.worker_id == name}
+        process.send_signal(number)
         return name
 
     async def heal(self) -> None:
         """Wake who was frozen, and wait until every worker has joined again and is ready."""
-        for process in self._hit.values():
+        for process in self._hit:
             _signal(process, signal.SIGCONT)
         self._hit.clear()
         deadline = time.monotonic() + START_SECONDS
@@ -118,12 +122,17 @@ class LocalMesh:
             return False
 
     def _is_whole(self) -> bool:
-        """As the scheduler sees it: every worker is there, ready, and has just said so."""
+        """As the scheduler sees it: every worker is there, ready, has just said so, and is none of the killed."""
+        able = [w for w in self._fleet() if w.report.ready and w.report_age_ms < MAX_REPORT_AGE_MS]
+        return len([w for w in able if w.hello.worker.boot_id not in self._gone]) == self._num_workers
+
+    def _addresses(self) -> list[scheduler_service_pb2.WorkerAddress]:
+        return [worker.hello.worker for worker in self._fleet()]
+
+    def _fleet(self) -> list[scheduler_service_pb2.WorkerStatus]:
         with grpc.insecure_channel(self.child("gateway").environ()["WEFT_SCHEDULER_ADDR"]) as channel:
             stub = scheduler_service_pb2_grpc.FleetServiceStub(channel)  # type: ignore[no-untyped-call, unused-ignore]
-            fleet = stub.ListWorkers(scheduler_service_pb2.ListWorkersRequest(), timeout=10).workers
-        able = [worker for worker in fleet if worker.report.ready and worker.report_age_ms < MAX_REPORT_AGE_MS]
-        return len(able) == self._num_workers
+            return list(stub.ListWorkers(scheduler_service_pb2.ListWorkersRequest(), timeout=10).workers)
 
 
 def _signal(process: psutil.Process, number: int) -> None:

@@ -43,6 +43,7 @@ class Options:
     faults: tuple[str, ...]
     seed: int
     out: str
+    log: str
 
 
 @dataclass(slots=True)
@@ -99,7 +100,9 @@ async def measure(mesh: LocalMesh, asks: Sequence[Ask], options: Options) -> dic
             tallies[fault].add(asks, expected, answers)
             tallies[fault].moved += await mesh.moves(client) - moves
             await mesh.heal()
-            state = f"lost {len(tallies[fault].lost)}, wrong {len(tallies[fault].wrong)}, {took:.1f} s"
+            stall = max(answer.longest_gap for answer in answers)
+            ends = f"lost {len(tallies[fault].lost)}, wrong {len(tallies[fault].wrong)}"
+            state = f"longest stall {stall:.2f} s, {ends}, {took:.1f} s"
             print(f"round {number + 1} of {options.rounds}: {fault} {victim}, {state}", file=sys.stderr)
     return dict(tallies)
 
@@ -130,6 +133,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument("--faults", default=",".join(FAULTS), help="taken in turn")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", default="", help="a JSON file for all figures")
+    parser.add_argument("--log", default="", help="a file for the mesh's log")
     values = vars(parser.parse_args(arguments))
     values["faults"] = tuple(values["faults"].split(","))
     if unknown := set(values["faults"]) - set(FAULTS):
@@ -143,7 +147,11 @@ def main() -> None:
     asks = make_asks(read_text(""), options.streams, options.prompt_words, options.tokens, options.seed)
     try:
         with LocalMesh(options.model) as mesh:
-            tallies = asyncio.run(measure(mesh, asks, options))
+            try:
+                tallies = asyncio.run(measure(mesh, asks, options))
+            finally:
+                if options.log:
+                    Path(options.log).write_text(mesh.log())
     except MeshTrouble as error:
         sys.exit(f"streams: {error}")
     Console(width=None if sys.stdout.isatty() else 160).print(render(tallies, options))

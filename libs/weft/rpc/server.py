@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -32,11 +32,20 @@ SERVER_OPTIONS = (
 
 
 class RpcServer:
-    """One listener with health and reflection. NOT_SERVING until `set_ready(True)`."""
+    """One listener with health and reflection. NOT_SERVING until `set_ready(True)`.
 
-    def __init__(self, service_names: Sequence[str]) -> None:
+    `options` go before those of a listener for peers; `inner` interceptors may raise WeftError.
+    """
+
+    def __init__(
+        self,
+        service_names: Sequence[str],
+        options: Iterable[tuple[str, int]] = (),
+        inner: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
         self._names = tuple(service_names)
-        self.server = grpc.aio.server(interceptors=[StatusInterceptor()], options=list(SERVER_OPTIONS))
+        merged = {**dict(SERVER_OPTIONS), **dict(options)}
+        self.server = grpc.aio.server(interceptors=[StatusInterceptor(), *inner], options=list(merged.items()))
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)

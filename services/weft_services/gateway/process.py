@@ -13,6 +13,7 @@ from weft_services.gateway.app import build_app
 from weft_services.gateway.config import Config
 from weft_services.gateway.fleet import POLL_INTERVAL_SECONDS, FleetWatch
 from weft_services.gateway.flight import Mesh
+from weft_services.gateway.grpc_edge import LISTENER_OPTIONS, Admission
 from weft_services.gateway.http_server import HttpServer
 from weft_services.gateway.links import DecodeLinks
 from weft_services.gateway.model import load_model
@@ -56,7 +57,7 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
         watch = FleetWatch(scheduler, model.name)
         mesh = Mesh(scheduler, links, settler, group, config.move_seconds)
         pipeline = Pipeline(model, mesh, watch, config.max_requests)
-        rpc = RpcServer([SERVICE_NAME])
+        rpc = RpcServer([SERVICE_NAME], LISTENER_OPTIONS, [Admission(pipeline, SERVICE_NAME)])
         add_inference_service(rpc.server, pipeline, config.request_timeout_seconds)
         app = build_app(pipeline, config.request_timeout_seconds)
         http = HttpServer(app, config.host, config.http_port, config.grace_seconds + LAST_WORDS_SECONDS)

@@ -84,15 +84,14 @@ class InferenceService(InferenceServiceServicer):
         timeout = min(self._timeout_seconds, remaining_seconds or self._timeout_seconds)
         account = Account(name)
         try:
-            with self._pipeline.admitted():
-                prepared = await self._pipeline.prepare(lambda: parse(orjson.dumps(fields)))
-                run = self._pipeline.run(prepared, "", timeout)
-                account.watch(run)
-                async with run:
-                    while (pieces := await run.next(IDLE_SECONDS)) is not None:
-                        account.tokens(pieces)
-                        for piece in pieces:
-                            yield piece, account.usage() if piece.finish_reason else None
+            prepared = await self._pipeline.prepare(lambda: parse(orjson.dumps(fields)))
+            run = self._pipeline.run(prepared, "", timeout)
+            account.watch(run)
+            async with run:
+                while (pieces := await run.next(IDLE_SECONDS)) is not None:
+                    account.tokens(pieces)
+                    for piece in pieces:
+                        yield piece, account.usage() if piece.finish_reason else None
             account.close(Stage.FINISHED)
         except Exception as error:
             known = as_weft_error(error)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import openai
 import pytest
 
@@ -133,12 +136,32 @@ async def test_more_requests_than_allowed_are_turned_away(bench: MakeBench) -> N
             assert response.headers["retry-after"] == "1"
 
 
-async def test_answers_are_sent_without_nagles_delay(bench: MakeBench) -> None:
-    async with bench() as b:
+def accepted_sockets(address: str) -> list[socket.socket]:
+    """Duplicates of this process's ends of connections to a listener of its own."""
+    port, found = int(address.rpartition(":")[2]), []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                continue
+            sock = socket.socket(fileno=os.dup(int(number)))
+            is_ours = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockname()[1] == port
+            if is_ours and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.append(sock)
+            else:
+                sock.close()
+    return found
+
+
+@pytest.mark.parametrize("face", ["http", "grpc"])
+async def test_answers_are_sent_without_nagles_delay(bench: MakeBench, face: str) -> None:
+    async with bench() as b, grpc.aio.insecure_channel(b.gateway.grpc_address) as channel:
         await b.http.get("/health")
-        (connection,) = b.gateway.http.server_state.connections
-        sock = connection.transport.get_extra_info("socket")
-        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+        await channel.channel_ready()
+        sockets = accepted_sockets(b.gateway.http_address if face == "http" else b.gateway.grpc_address)
+        assert sockets
+        for sock in sockets:
+            with sock:
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
 
 
 @pytest.mark.parametrize(

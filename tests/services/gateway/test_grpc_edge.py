@@ -1,0 +1,75 @@
+"""What strangers can do to the public gRPC listener before their requests are understood."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.services.gateway.conftest import END, Bench, MakeBench
+from tests.services.gateway.fakes import forever, speaking
+from weft_mesh.v1 import inference_service_pb2 as pb
+from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
+from weft_services.gateway import grpc_edge
+from weft_services.gateway.exchange import MAX_BODY_BYTES
+
+GENERATE = "/weft_mesh.v1.InferenceService/Generate"
+
+
+@asynccontextmanager
+async def channel_to(b: Bench) -> AsyncIterator[Any]:
+    """To the public listener."""
+    async with grpc.aio.insecure_channel(b.gateway.grpc_address) as channel:
+        yield channel
+
+
+async def unsaid() -> AsyncIterator[bytes]:
+    """A request that is announced and never sent."""
+    await forever()
+    yield b""
+
+
+async def code_of(call: Any) -> grpc.StatusCode:
+    """How a call ends."""
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        async for _ in call:
+            pass
+    return refusal.value.code()
+
+
+async def test_a_message_larger_than_a_body_may_be_is_refused(bench: MakeBench) -> None:
+    async with bench() as b, channel_to(b) as channel:
+        request = pb.GenerateRequest(text="x" * (MAX_BODY_BYTES + 1))
+        call = InferenceServiceStub(channel).Generate(request, timeout=10)
+        assert await code_of(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert b.gateway.pipeline.num_in_flight == 0
+
+
+async def test_a_call_has_its_place_before_its_message_is_read(bench: MakeBench) -> None:
+    async with bench(max_requests=1) as b, channel_to(b) as channel:
+        first = channel.stream_stream(GENERATE)(unsaid())
+        while b.gateway.pipeline.num_in_flight == 0:  # noqa: ASYNC110 (nobody tells)
+            await asyncio.sleep(0.01)
+        assert await code_of(channel.stream_stream(GENERATE)(unsaid())) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        response = await b.http.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
+        assert response.status_code == 429, "both listeners count together"
+        first.cancel()
+        while b.gateway.pipeline.num_in_flight:  # noqa: ASYNC110 (nobody tells)
+            await asyncio.sleep(0.01)
+
+
+async def test_a_message_that_does_not_come_gives_its_place_back(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_edge, "BODY_SECONDS", 0.05)
+    async with bench() as b, channel_to(b) as channel:
+        assert await code_of(channel.stream_stream(GENERATE)(unsaid())) is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await code_of(channel.stream_stream(GENERATE)(iter(()))) is grpc.StatusCode.INVALID_ARGUMENT
+        b.decode.script = speaking([*b.ids("hello"), END])
+        stub = InferenceServiceStub(channel)
+        answer = [response.text async for response in stub.Generate(pb.GenerateRequest(text="x"), timeout=10)]
+        assert "".join(answer) == "hello"
