@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,8 +73,8 @@ def make_asks(text: str, count: int, prompt_words: int, max_tokens: int, seed: i
     return asks
 
 
-async def ask(client: httpx.AsyncClient, request: Ask) -> Answer:
-    """To its end; failures are told in the answer."""
+async def ask(client: httpx.AsyncClient, request: Ask, on_piece: Callable[[], None] = lambda: None) -> Answer:
+    """To its end; failures are told in the answer. `on_piece` is called when something of a stream has come."""
     answer, began = Answer(), time.perf_counter()
     body = {"model": "weft-nano", **request.body}
     try:
@@ -83,7 +84,7 @@ async def ask(client: httpx.AsyncClient, request: Ask) -> Answer:
             answer.first_seconds = time.perf_counter() - began
         else:
             async with client.stream("POST", "/v1/completions", json=body) as response:
-                await _read_stream(response, answer, began)
+                await _read_stream(response, answer, began, on_piece)
     except (httpx.HTTPError, ValueError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     if not answer.error and not all(choice.finish_reason for choice in answer.choices.values()):
@@ -93,7 +94,7 @@ async def ask(client: httpx.AsyncClient, request: Ask) -> Answer:
     return answer
 
 
-async def _read_stream(response: httpx.Response, answer: Answer, began: float) -> None:
+async def _read_stream(response: httpx.Response, answer: Answer, began: float, on_piece: Callable[[], None]) -> None:
     if response.status_code != httpx.codes.OK:
         answer.error = f"HTTP {response.status_code}: {(await response.aread())[:200]!r}"
         return
@@ -109,6 +110,7 @@ async def _read_stream(response: httpx.Response, answer: Answer, began: float) -
         last = now
         for event in arrived:
             _read(event, answer)
+            on_piece()
 
 
 def _read(event: dict[str, Any], answer: Answer) -> None:

@@ -122,6 +122,10 @@ class _Writes:
         remaining: float | None = self._context.time_remaining()
         return remaining
 
+    def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        """What the caller sent beside its messages."""
+        return tuple((key, value) for key, value in self._context.invocation_metadata() or ())
+
     async def settle(self) -> None:
         """The last message is out, or never will be. A peer that reads nothing is waited for until it is gone."""
         if self._last is not None:

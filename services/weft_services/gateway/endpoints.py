@@ -12,26 +12,18 @@ from weft.lifetime import Stage
 from weft.rpc.status import as_weft_error
 from weft_services.gateway.accounting import REJECTED, Account
 from weft_services.gateway.error_body import status_of
-from weft_services.gateway.exchange import JSON_HEADERS, Reply, header, read_json_body, unless_disconnected
+from weft_services.gateway.exchange import JSON_HEADERS, Reply, read_json_body, unless_disconnected
 from weft_services.gateway.frames import KEEP_ALIVE, ChatFrames, Choice, CompletionFrames
 from weft_services.gateway.generation import Generation
 from weft_services.gateway.model import Codec
 from weft_services.gateway.pipeline import Pipeline
 from weft_services.gateway.prepare import Prepared
 from weft_services.gateway.run import Run
+from weft_services.gateway.sessions import Session, session_of
 
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 10.0
-# One signal under many names, in this order.
-SESSION_HEADERS = (
-    b"x-session-affinity",
-    b"x-session-id",
-    b"session-id",
-    b"x-claude-code-session-id",
-    b"x-dynamo-session-id",
-    b"x-smg-routing-key",
-)
 
 Frames = ChatFrames | CompletionFrames
 MakeFrames = Callable[[Prepared, Codec, str | None], Frames]
@@ -61,13 +53,13 @@ class GenerationEndpoint:
         try:
             with self._pipeline.admitted():
                 body = await read_json_body(scope, receive)
-                await unless_disconnected(receive, self._answer(body, _session(scope), reply, account))
+                await unless_disconnected(receive, self._answer(body, session_of(scope["headers"]), reply, account))
         except Exception as error:
             await _fail(reply, account, error)
         finally:
             account.close(Stage.CANCELLED)
 
-    async def _answer(self, body: bytes, session: str, reply: Reply, account: Account) -> None:
+    async def _answer(self, body: bytes, session: Session, reply: Reply, account: Account) -> None:
         try:
             prepared = await self._pipeline.prepare(lambda: self._parse(body))
             account.reached("prepared")
@@ -82,10 +74,6 @@ class GenerationEndpoint:
                     await _collect(run, frames, reply, account)
         except Exception as error:
             await _fail(reply, account, error)
-
-
-def _session(scope: Scope) -> str:
-    return next((value for name in SESSION_HEADERS if (value := header(scope, name))), "")
 
 
 async def _stream(run: Run, frames: Frames, reply: Reply, account: Account) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.errors import Overloaded, WeftError
@@ -26,9 +27,13 @@ class Delta:
 
 
 class Inbox:
-    """Filled by the Attach streams, emptied by the request's one task. A reader that is too slow loses the request."""
+    """Filled by the Attach streams, emptied by the request's one task. A reader that is too slow loses the request.
 
-    def __init__(self, max_deltas: int = MAX_DELTAS) -> None:
+    `on_overflow` is called when that has happened: the reader may not come back for long.
+    """
+
+    def __init__(self, on_overflow: Callable[[], None] = lambda: None, max_deltas: int = MAX_DELTAS) -> None:
+        self._on_overflow = on_overflow
         self._deltas: deque[Delta] = deque()
         self._max_deltas = max_deltas
         self._filled = asyncio.Event()
@@ -36,10 +41,11 @@ class Inbox:
 
     def put(self, delta: Delta) -> None:
         """Never blocks; beyond the bound the delta is dropped and the next `take` raises."""
-        if len(self._deltas) >= self._max_deltas:
-            self._overflowed = True
-        else:
+        if len(self._deltas) < self._max_deltas:
             self._deltas.append(delta)
+        elif not self._overflowed:
+            self._overflowed = True
+            self._on_overflow()
         self._filled.set()
 
     def wake(self) -> None:

@@ -29,7 +29,9 @@ class Codec:
 
     def encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         """All ids of a text; with `add_special_tokens` whatever the tokenizer puts around one, such as BOS."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # `encode` would hold the interpreter's lock, for 0.4 s with 160,000 tokens; a batch is encoded without it
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(encoding.ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""

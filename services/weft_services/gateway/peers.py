@@ -257,7 +257,7 @@ class DecodeLink:
             inbox.put(_delta_from_wire(key, delta))
 
     def _fail_all(self, error: PeerLost) -> None:
-        for key, inbox in self._inboxes.items():
+        for key, inbox in list(self._inboxes.items()):  # one that overflows takes its request's keys away
             inbox.put(Delta(key, error=error, worker_id=error.worker_id))
         self._inboxes.clear()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -13,9 +12,9 @@ from weft_services.gateway.fleet import Fleet, FleetWatch
 from weft_services.gateway.flight import Mesh
 from weft_services.gateway.generation import Generation
 from weft_services.gateway.model import ServedModel
-from weft_services.gateway.openai_fields import session_hint
 from weft_services.gateway.prepare import Prepared, Workshop, prepare
 from weft_services.gateway.run import Run
+from weft_services.gateway.sessions import Session
 
 
 class Pipeline:
@@ -72,20 +71,11 @@ class Pipeline:
         limit = fleet.max_context_tokens or self.model.max_context_tokens
         return await self._workshop.do(lambda: prepare(parse(), self.model, fleet.block_tokens, limit))
 
-    def run(self, prepared: Prepared, session: str, timeout_seconds: float) -> Run:
+    def run(self, prepared: Prepared, session: Session, timeout_seconds: float) -> Run:
         """The request on the mesh; enter it to begin. A session given beside the request goes before its own."""
         deadline = asyncio.get_running_loop().time() + timeout_seconds
-        hint = session_hint(session, prepared.generation.session)
-        return Run(self._mesh, prepared, self.model.codec, session_digest("", hint), deadline)
+        return Run(self._mesh, prepared, self.model.codec, session.digest(prepared.generation.session), deadline)
 
     def close(self) -> None:
         """Stop the threads."""
         self._workshop.close()
-
-
-def session_digest(tenant: str, hint: str) -> bytes:
-    """What the scheduler sees of a session: one-way, and different for every tenant. Empty without a session."""
-    if not hint:
-        return b""
-    tenant_key = hashlib.blake2b(tenant.encode(), digest_size=32, person=b"weft-tenant").digest()
-    return hashlib.blake2b(hint.encode(), key=tenant_key, digest_size=16, person=b"weft-session").digest()

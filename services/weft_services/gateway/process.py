@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from weft_services.gateway.settler import Settler
 logger = logging.getLogger(__name__)
 
 LAST_WORDS_SECONDS = 1.0
+# how long a thread at work on a long prompt may keep the event loop from going on; Python's own 5 ms add up
+SWITCH_SECONDS = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class Gateway:
 
 async def serve(config: Config) -> None:
     """The whole life of the process: until SIGTERM or SIGINT, then drained."""
+    sys.setswitchinterval(SWITCH_SECONDS)
     async with running(config) as gateway:
         logger.info("listening http=%s grpc=%s", gateway.http_address, gateway.grpc_address)
         await until_signal()

@@ -28,7 +28,7 @@ class Run:
     def __init__(self, mesh: Mesh, prepared: Prepared, codec: Codec, session: bytes, deadline: float) -> None:
         """`deadline` in the loop's time."""
         self.prepared = prepared
-        self._shared = Shared(prepared, session, deadline, Inbox())
+        self._shared = Shared(prepared, session, deadline, Inbox(self._abandon))
         self._failure: WeftError | None = None  # to be raised once the pieces before it are delivered
         stops = prepared.generation.stop
         self._flights = [

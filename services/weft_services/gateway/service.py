@@ -22,6 +22,7 @@ from weft_services.gateway.generation import Generation
 from weft_services.gateway.openai_requests import parse_chat, parse_completion
 from weft_services.gateway.pipeline import Pipeline
 from weft_services.gateway.sequence import Piece
+from weft_services.gateway.sessions import session_of
 
 if TYPE_CHECKING:
     import grpc
@@ -48,7 +49,7 @@ class InferenceService(InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         """Continue a prompt."""
         body = _generate_fields(request, self._pipeline.model.name)
-        answer = self._answer("grpc.generate", parse_completion, body, context.time_remaining())
+        answer = self._answer("grpc.generate", parse_completion, body, context)
         async with aclosing(answer) as pieces:
             async for piece, usage in pieces:
                 details = _details(piece, usage, request.options)
@@ -57,7 +58,7 @@ class InferenceService(InferenceServiceServicer):
     async def Chat(self, request: pb.ChatRequest, context: Any) -> None:  # type: ignore[override]
         """Answer a conversation."""
         body = _chat_fields(request, self._pipeline.model.name)
-        answer = self._answer("grpc.chat", parse_chat, body, context.time_remaining())
+        answer = self._answer("grpc.chat", parse_chat, body, context)
         async with aclosing(answer) as pieces:
             async for piece, usage in pieces:
                 details = _details(piece, usage, request.options)
@@ -78,14 +79,15 @@ class InferenceService(InferenceServiceServicer):
         name: str,
         parse: Callable[[bytes], Generation],
         fields: dict[str, Any],
-        remaining_seconds: float | None,
+        context: Any,
     ) -> AsyncGenerator[tuple[Piece, Usage | None], None]:
         """Pieces of the only choice; the last one comes with the usage."""
-        timeout = min(self._timeout_seconds, remaining_seconds or self._timeout_seconds)
+        timeout = min(self._timeout_seconds, context.time_remaining() or self._timeout_seconds)
+        session = session_of(context.invocation_metadata())
         account = Account(name)
         try:
             prepared = await self._pipeline.prepare(lambda: parse(orjson.dumps(fields)))
-            run = self._pipeline.run(prepared, "", timeout)
+            run = self._pipeline.run(prepared, session, timeout)
             account.watch(run)
             async with run:
                 while (pieces := await run.next(IDLE_SECONDS)) is not None:

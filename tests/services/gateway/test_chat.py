@@ -152,3 +152,13 @@ async def test_a_session_header_reaches_the_scheduler_as_a_digest_only(bench: Ma
         assert first == second == from_body
         assert len(first) == 16
         assert none == b""
+
+
+async def test_the_same_session_under_another_key_is_another_session(bench: MakeBench) -> None:
+    async with bench() as b:
+        for key in ("mine", "yours", "mine"):
+            headers = {"authorization": f"Bearer {key}", "session-id": "secret"}
+            body = {"model": MODEL_NAME, "messages": [USER]}
+            await b.http.post("/v1/chat/completions", json=body, headers=headers)
+        mine, yours, again = (query.session for query in b.scheduler.routed)
+        assert mine == again != yours

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
+from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import SequenceDelta, Start, deltas, forever, speaking
 from weft.errors import Overloaded
 from weft.request import RequestKey
@@ -70,6 +70,32 @@ async def test_a_client_that_does_not_read_is_cut_off(bench: MakeBench, monkeypa
         writer.write(request_bytes(stream=True))
         await b.decode.until(lambda: len(b.decode.cancelled) == 1)
         await b.scheduler.until(lambda: b.scheduler.stages()[-1:] == ["cancelled"])
+        writer.close()
+
+
+async def test_a_client_that_does_not_read_delays_nobody_and_is_kept_a_bounded_rest(bench: MakeBench) -> None:
+    async with bench() as b:
+
+        async def flood_or_answer(start: Start) -> AsyncIterator[SequenceDelta]:
+            """Sequences of one worker share its stream."""
+            if start.sampling.max_tokens < 100:
+                for delta in deltas(start, [*b.ids("hello"), END]):
+                    yield delta
+                return
+            for delta in deltas(start, b.ids("x" * 8), finish=None):
+                yield delta
+            while True:
+                yield SequenceDelta(key=start.key, token_ids=b.ids("xyz" * 70))
+
+        b.decode.script = flood_or_answer
+        _, writer = await connect(b)
+        writer.write(request_bytes(stream=True))
+        await b.decode.until(lambda: len(b.decode.started) == 1)
+        for _ in range(5):
+            answer = await b.client.completions.create(model=MODEL_NAME, prompt="x", max_tokens=20)
+            assert answer.choices[0].text == "hello"
+        # what the client has not taken is bounded: the engine is let go, long before the slow reader's own time is over
+        await b.decode.until(lambda: len(b.decode.cancelled) == 1)
         writer.close()
 
 

@@ -38,6 +38,15 @@ async def test_generate_streams_text_and_ends_with_usage(bench: MakeBench) -> No
         assert (b.decode.started[0].sampling.seed, b.decode.started[0].sampling.max_tokens) == (3, 50)
 
 
+async def test_a_session_in_the_metadata_is_the_one_of_the_header(bench: MakeBench) -> None:
+    async with bench() as b, stub_of(b) as stub:
+        await b.http.post("/v1/completions", json={"model": MODEL_NAME, "prompt": "x"}, headers={"session-id": "s"})
+        request, metadata = pb.GenerateRequest(text="x"), (("session-id", "s"),)
+        assert [response async for response in stub.Generate(request, timeout=10, metadata=metadata)]
+        from_rest, from_grpc = (query.session for query in b.scheduler.routed)
+        assert from_rest == from_grpc != b""
+
+
 async def test_chat_renders_the_same_prompt_as_rest(bench: MakeBench) -> None:
     async with bench() as b, stub_of(b) as stub:
         b.decode.script = speaking([*b.ids("hello"), END])
@@ -97,7 +106,7 @@ async def test_bad_requests_name_the_field(bench: MakeBench, request_: Any, code
 
 
 async def test_a_lost_worker_is_unavailable_without_addresses(bench: MakeBench) -> None:
-    async with bench() as b, stub_of(b) as stub:
+    async with bench(move_seconds=0.1) as b, stub_of(b) as stub:
         b.decode.script = failing(14)
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             async for _ in stub.Generate(pb.GenerateRequest(text="x"), timeout=10):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,21 @@ def test_a_template_reads_variables_of_its_own_and_keeps_those_of_the_gateway() 
     template = ChatTemplate("{{ mood }}{{ bos_token }}{{ effort is defined }}", {"bos_token": "<s>"})
     conversation = Conversation(({"role": "user", "content": "x"},), kwargs={"mood": "calm", "bos_token": "no"})
     assert template.render(conversation) == "calm<s>False"
+
+
+def test_encoding_a_long_text_leaves_the_interpreter_to_others(model_dir: Path) -> None:
+    codec, done = load_model(model_dir, MODEL_NAME).codec, threading.Event()
+    text = "the answer is here and there, hello world " * 30_000
+
+    def encode() -> None:
+        codec.encode(text, add_special_tokens=True)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    turns = 0
+    while not done.wait(0.001):
+        turns += 1
+    thread.join()
+    # `Tokenizer.encode`, which holds the interpreter's lock, allows about two
+    assert turns > 10

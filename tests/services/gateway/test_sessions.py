@@ -1,0 +1,42 @@
+"""Session headers: which one counts, and what becomes of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft_services.gateway.sessions import HEADERS, Session, session_of
+
+
+@pytest.mark.parametrize("position", range(len(HEADERS)))
+def test_every_header_counts_before_those_after_it_and_before_the_body(position: int) -> None:
+    headers = [(name.encode(), name.encode()) for name in reversed(HEADERS[position:])]
+    assert session_of(headers).hint == HEADERS[position]
+    assert session_of(headers).digest("of the body") == Session(hint=HEADERS[position]).digest("")
+
+
+def test_a_header_that_cannot_be_used_is_passed_over() -> None:
+    headers = [("x-session-affinity", "x" * 257), ("x-session-id", ""), ("session-id", "s")]
+    assert session_of(headers).hint == "s"
+
+
+def test_without_a_session_there_is_no_digest() -> None:
+    assert Session().digest("") == b""
+    assert Session("tenant").digest("x" * 257) == b""
+
+
+def test_a_digest_says_nothing_and_differs_by_tenant() -> None:
+    digests = {Session(tenant, "session").digest("") for tenant in ("", "a", "b")}
+    assert len(digests) == 3
+    assert all(len(digest) == 16 and b"session" not in digest for digest in digests)
+
+
+def test_a_tenant_is_whoever_shows_the_same_key() -> None:
+    assert session_of([("authorization", "Bearer a"), ("x-api-key", "b")]).tenant == "Bearer a"
+    assert session_of([("x-api-key", "b")]).tenant == "b"
+
+
+@pytest.mark.parametrize(
+    "name", ["x-data-parallel-rank", "x-smg-target-worker", "x-prefiller-host-port", "x-tenant-id"]
+)
+def test_headers_that_name_workers_or_tenants_are_not_read(name: str) -> None:
+    assert session_of([(name, "decode-0")]) == Session()
