@@ -36,14 +36,19 @@ def failures(reason: str) -> float:
     return float(metrics.TRANSFER_FAILURES.labels(reason)._value.get())
 
 
+# why others should leave the prefill worker alone for a while
+BLAMED = {"peer_lost", "timeout"}
+
+
 async def expect_local(pair: Pair, prefill: WorkerAddress, *reasons: str) -> None:
-    """The prompt is computed by decode, for one of these reasons."""
+    """The prompt is computed by decode, for one of these reasons; a lender that was lost is named."""
     before = sum(map(failures, reasons))
     answer = await pair.gateway.generate(LONG, prefill)
     assert answer.failure is None
     assert answer.tokens == pair.expected(LONG)
     assert answer.usage is not None
     assert answer.usage.prefill_worker_id == "decode-0"
+    assert answer.usage.failed_worker_id == (prefill.worker_id if BLAMED.intersection(reasons) else "")
     assert sum(map(failures, reasons)) == before + 1
     await pair.decode.until_idle()
 
@@ -155,9 +160,11 @@ class Liar(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     def __init__(self, plot: Sequence[Any]) -> None:
         self.plot = plot
+        self.seconds_left: float | None = None
 
     async def Prefill(self, request_iterator: Any, context: Any) -> AsyncIterator[prefill_service_pb2.PrefillResponse]:
         order = order_from_wire((await anext(aiter(request_iterator))).start)
+        self.seconds_left = context.time_remaining()
         for event in self.plot:
             yield event_to_wire(
                 dataclasses.replace(event, boot_id=order.prefill_boot_id) if isinstance(event, Accepted) else event
@@ -187,10 +194,10 @@ def plots(pair: Pair) -> dict[str, tuple[str, list[Any]]]:
 
 
 @asynccontextmanager
-async def start_liar(plot: Sequence[Any]) -> AsyncIterator[WorkerAddress]:
+async def start_liar(liar: Liar) -> AsyncIterator[WorkerAddress]:
     """On a port of its own."""
     rpc = RpcServer([])
-    prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(Liar(plot), rpc.server)
+    prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(liar, rpc.server)
     try:
         yield WorkerAddress("liar", "boot", await rpc.start("127.0.0.1", 0))
     finally:
@@ -201,12 +208,14 @@ async def test_a_prefill_worker_that_breaks_its_word(tiny: Tiny) -> None:
     async with start_pair(tiny) as pair:
         assert pair.decode.place.memory.block_bytes == 2304
         for name, (reason, plot) in plots(pair).items():
-            async with start_liar(plot) as address:
+            async with start_liar(liar := Liar(plot)) as address:
                 before = failures(reason)
                 # a salt of its own: decode must not find the prompt in its cache
                 answer = await pair.gateway.generate(LONG, address, cache_salt=name.encode())
                 assert answer.tokens == pair.expected(LONG)
                 assert failures(reason) == before + 1, name
+                assert liar.seconds_left is not None, "the request's deadline goes along"
+                assert liar.seconds_left < 31  # the wire rounds up
         await pair.decode.until_idle()
 
 

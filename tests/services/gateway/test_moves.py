@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import httpx
 import orjson
 import pytest
 
 from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import LENGTH, FakeDecode, SequenceDelta, Start, answering, deltas, failing
+from weft_services.gateway import flight
 
 TEXT = "the answer is here and there, hello world"
 
@@ -143,6 +145,46 @@ async def test_a_stream_waits_for_its_only_worker_to_be_restarted(bench: MakeBen
             group.create_task(restart())
         assert "".join(event["choices"][0]["text"] for event in events(asked.result())) == TEXT
         await b.decode.kill()
+
+
+async def test_a_lonely_worker_that_failed_is_asked_again_when_it_is_no_longer_suspect(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flight, "SUSPECT_SECONDS", 0.2)
+    async with bench() as b:
+        answer = [*b.ids(TEXT), END]
+
+        async def script(start: Start) -> AsyncIterator[SequenceDelta]:
+            if not start.resumed_tokens:
+                yield deltas(start, answer[:1], None)[0]
+                yield await anext(failing(14)(start))
+            async for delta in answering(answer)(start):
+                yield delta
+
+        b.decode.script = script
+        response = await b.http.post("/v1/completions", json={"model": MODEL_NAME, "prompt": "user"})
+        assert response.json()["choices"][0]["text"] == TEXT
+        excluded = [list(query.excluded_boot_ids) for query in b.scheduler.routed]
+        assert excluded[:2] == [[], ["boot-0"]]
+        assert excluded[-1] == []
+
+
+async def test_streams_are_moved_once_the_scheduler_is_back(bench: MakeBench) -> None:
+    async with bench(num_decoders=2) as b:
+        answer = [*b.ids(TEXT), END]
+        b.decode.script, b.decoders[1].script = answering(answer, dies_after=3), answering(answer)
+
+        async def break_and_mend() -> None:
+            await b.decode.until(lambda: len(b.decode.started) == 1)
+            b.scheduler.refusal = (grpc.StatusCode.UNAVAILABLE, "going away")
+            await kill_after(b.decode)
+            await b.scheduler.until(lambda: len(b.scheduler.routed) >= 3)
+            b.scheduler.refusal = None
+
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(b.http.post("/v1/completions", json={"model": MODEL_NAME, "prompt": "user"}))
+            group.create_task(break_and_mend())
+        assert asked.result().json()["choices"][0]["text"] == TEXT
 
 
 async def test_a_stream_that_makes_headway_is_moved_as_often_as_it_takes(bench: MakeBench) -> None:

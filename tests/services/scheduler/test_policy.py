@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -214,6 +215,13 @@ def test_when_every_decode_worker_is_excluded_or_not_ready_nobody_is_chosen() ->
     workers = pair()
     not_ready(workers[1])
     assert "ready" in str(refusal(workers, query()))
+
+
+def test_another_boot_of_an_excluded_worker_is_another_worker() -> None:
+    workers = pair()
+    boot = workers[1].info.address.boot_id
+    assert isinstance(refusal(workers, replace(query(), excluded_boot_ids=frozenset({boot}))), PeerLost)
+    assert place(workers, replace(query(), excluded_boot_ids=frozenset({f"{boot}-before"}))) == ("p0", "d0")
 
 
 def test_a_worker_whose_pool_is_full_is_busy_and_not_lost() -> None:

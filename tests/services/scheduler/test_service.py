@@ -160,6 +160,7 @@ BAD_ROUTES = {
     "model": pb.RouteRequest(key=GOOD_KEY, prompt_tokens=1, model="m" * 257),
     "prompt_tokens": pb.RouteRequest(key=GOOD_KEY),
     "key.request_id": pb.RouteRequest(prompt_tokens=1),
+    "excluded_boot_ids": pb.RouteRequest(key=GOOD_KEY, prompt_tokens=1, excluded_boot_ids=["b"] * 65),
 }
 
 
@@ -219,6 +220,18 @@ async def test_a_failure_that_is_told_after_the_retry_still_counts_against_the_w
         await scheduler.settle("r", FAILED, first)
         for number in range(3):
             assert (await scheduler.route(f"other-{number}")).decode.worker_id != first
+
+
+async def test_a_prefill_worker_that_did_not_deliver_is_passed_over_although_the_request_goes_on(
+    scheduler: Scheduler,
+) -> None:
+    async with AsyncExitStack() as stack:
+        await join(stack, scheduler, "prefill-0", "prefill-1", "decode-0")
+        failed = (await scheduler.route("r")).prefill.worker_id
+        await scheduler.settle("r", pb.Settlement.STAGE_FIRST_TOKEN, failed)
+        for number in range(3):
+            assert (await scheduler.route(f"other-{number}")).prefill.worker_id != failed
+        await scheduler.settle("r", FINISHED)
 
 
 async def test_a_session_returns_to_its_workers_until_one_of_them_fails(valkey: ValkeyServer) -> None:
