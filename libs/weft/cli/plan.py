@@ -160,14 +160,23 @@ def _kv_lines(config: ModelConfig, demand: Demand, plan: Plan, stage: Stage) -> 
     heads = -(-config.num_kv_heads // plan.layout.tp)
     each = f"{heads} heads x {config.kv_parts} x {config.head_dim} x {ITEM_BYTES[demand.dtype]} B"
     token = heads * config.kv_parts * config.head_dim * ITEM_BYTES[demand.dtype]
-    lines = [("KV a token", f"{stage.growing // token} growing layers x {each}", _gib(stage.growing))]
-    for size, window in stage.bounded:
-        most = f"{size // token} layers x {each} x at most {window:,} tokens"
-        lines.append(("KV within windows", most, f"{_gib(size * window)} a sequence"))
-    if plan.fits and stage.growing and plan.longest != UNBOUNDED:
-        bounded = stage.sequence(plan.longest) - stage.growing * plan.longest
-        left = f"({_gib(stage.kv)} - {_gib(bounded)})" if bounded else _gib(stage.kv)
-        made_of = f"{left} / {_gib(stage.growing)}" + (", least of all stages" if len(plan.stages) > 1 else "")
+    paging, size = stage.paging, stage.paging.block_tokens
+    group_layers = stage.page // token // size
+    lines = [("KV page", f"{group_layers} layers x {each} x {size} tokens", _gib(stage.page))]
+    growing = sum(not reach.width for reach in paging.reaches)
+    if growing:
+        made_of = f"{growing} x {group_layers} growing layers, a page each for {size} tokens"
+        lines.append(("KV a token", made_of, _gib(growing * stage.page / size)))
+    for reach in sorted({reach for reach in paging.reaches if reach.width}, key=lambda each: each.width):
+        most = paging.most_generating(paging.reaches.index(reach))
+        number = paging.reaches.count(reach)
+        made_of = f"{number} x {group_layers} layers that see {reach.width:,} tokens, at most {most:,} pages each"
+        lines.append(("KV within windows", made_of, f"{_gib(number * most * stage.page)} a sequence"))
+    if plan.fits and growing and plan.longest != UNBOUNDED:
+        bounded = paging.max_pages(plan.longest) - growing * paging.num_blocks(plan.longest)
+        pages = f"{_gib(stage.kv)} are {stage.kv // stage.page:,} pages"
+        left = f"({pages}, {bounded:,} for a prompt's windows)" if bounded else pages
+        made_of = f"{left} / {growing} x {size}" + (", least of all stages" if len(plan.stages) > 1 else "")
         lines.append(("context that fits", made_of, f"{_tokens(plan.longest)} tokens"))
     sequence = stage.sequence(demand.context)
     made_of = f"{_gib(max(0, stage.kv))} / {_gib(sequence)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from weft.kv.groups import Paging, Reach
@@ -40,7 +39,5 @@ class EngineConfig:
         if self.max_context_tokens < 2:
             raise ValueError(f"max_context_tokens must be at least 2, not {self.max_context_tokens}")
         paging = Paging(self.reaches, self.block_tokens, self.chunk_tokens)
-        counts = range(0, self.max_context_tokens + self.block_tokens, self.block_tokens)
-        longest = counts[bisect_right(counts, self.num_blocks, key=paging.max_pages) - 1]
         object.__setattr__(self, "paging", paging)
-        object.__setattr__(self, "context_tokens", min(self.max_context_tokens, longest))
+        object.__setattr__(self, "context_tokens", paging.longest(self.num_blocks, self.max_context_tokens))

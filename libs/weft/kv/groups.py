@@ -5,6 +5,7 @@ A page holds one block of tokens for one group's layers. Knows numbers, no pool,
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
@@ -78,7 +79,7 @@ class Paging:
     def most(self, group: int) -> int:
         """Pages with which a group can always take the next step, wherever in a block it begins; 0: no limit."""
         width = self.reaches[group].width
-        return self._spanned(width - 1 + self.chunk_tokens) if width else 0
+        return self._spanned(group, width - 1 + self.chunk_tokens) if width else 0
 
     def num_new(self, group: int, num_hit: int, num_blocks: int) -> int:
         """Pages to be had behind `num_hit` found blocks before a sequence of so many may start.
@@ -87,10 +88,28 @@ class Paging:
         """
         return min(num_blocks - num_hit, self.most(group) or num_blocks)
 
-    def max_pages(self, num_tokens: int) -> int:
-        """Of a sequence of so many tokens at any time of its life, in all groups together."""
+    def most_generating(self, group: int) -> int:
+        """Pages of a group while tokens are generated one by one; 0: no limit."""
+        width = self.reaches[group].width
+        return self._spanned(group, width) if width else 0
+
+    def num_pages(self, num_tokens: int) -> int:
+        """What a sequence of so many tokens takes while it generates, in all groups together."""
         total = self.num_blocks(num_tokens)
-        return sum(self._held(group, total) for group in range(len(self.reaches)))
+        return sum(min(total, self.most_generating(group) or total) for group in range(len(self.reaches)))
+
+    def max_pages(self, num_tokens: int) -> int:
+        """What a sequence of so many tokens takes at any time of its life: as a prompt, found pages beside new ones."""
+        total, pages = self.num_blocks(num_tokens), 0
+        for group, reach in enumerate(self.reaches):
+            most = self._spanned(group, reach.width - 1) + self.most(group) if reach.width else total
+            pages += min(total, most)
+        return pages
+
+    def longest(self, num_pages: int, max_tokens: int) -> int:
+        """Tokens of the longest sequence that so many pages can take through its life, `max_tokens` at most."""
+        counts = range(0, max_tokens + self.block_tokens, self.block_tokens)
+        return min(max_tokens, counts[bisect_right(counts, num_pages, key=self.max_pages) - 1])
 
     def placed(self, group: int, run: PageRun, num_fixed: int, num_tokens: int) -> PageRun:
         """What becomes of a run once `num_tokens` tokens have their KV.
@@ -131,14 +150,11 @@ class Paging:
                 num_blocks = next(lacking, num_blocks)
         return num_blocks
 
-    def _held(self, group: int, num_blocks: int) -> int:
-        """Found pages, as many as one token sees, and new ones."""
-        width = self.reaches[group].width
-        return min(num_blocks, self._spanned(width - 1) + self.most(group)) if width else num_blocks
-
-    def _spanned(self, num_tokens: int) -> int:
-        """Blocks that so many tokens in a row touch at most."""
-        return (num_tokens + self.block_tokens - 2) // self.block_tokens + 1
+    def _spanned(self, group: int, num_tokens: int) -> int:
+        """Blocks that so many tokens in a row touch at most, where the first one may be the first that is seen."""
+        reach = self.reaches[group]
+        latest = self.block_tokens - (1 if reach.window else gcd(reach.chunk, self.block_tokens))
+        return (latest + num_tokens - 1) // self.block_tokens + 1
 
 
 def page_key(key: bytes, group: int) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.errors import WeftError
+from weft.kv.groups import Paging
 from weft.model.footprint import FIRST, LAST, Footprint, Kind, Weight
 from weft.model.gpus import Gpu
 from weft.model.spec import ModelConfig
@@ -51,7 +52,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What is asked of a deployment. `chunk_tokens`: tokens of one prefill step; `dtype`: of KV and plain weights."""
+    """What is asked of a deployment. `chunk_tokens`: tokens of one prefill step; `dtype`: of KV and plain weights.
+
+    `block_tokens`: tokens of a page of KV.
+    """
 
     gpu: Gpu
     num_gpus: int
@@ -59,13 +63,14 @@ class Demand:
     dtype: str
     chunk_tokens: int = 2048
     batch: int = 32
+    block_tokens: int = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Bytes on each GPU of one pipeline stage. KV of a token is `growing` bytes, and `bounded` more within windows.
 
-    `bounded`: (bytes a token, tokens at most) of the layers of each window.
+    `bounded`: (bytes a token, tokens at most) of the layers of each window. `page`: bytes of what the pool hands out.
     """
 
     layers: range
@@ -75,26 +80,25 @@ class Stage:
     memory: int
     growing: int
     bounded: tuple[tuple[int, int], ...]
+    page: int
+    paging: Paging
 
     @property
     def kv(self) -> int:
         """What is left for KV; below 0: the stage does not fit."""
         return self.memory - self.weights - self.activations - self.reserve
 
-    def sequence(self, context: int) -> int:
-        """KV bytes of one sequence."""
+    def seen(self, context: int) -> int:
+        """KV bytes that the last of so many tokens looks at."""
         return self.growing * context + sum(size * min(context, window) for size, window in self.bounded)
 
+    def sequence(self, context: int) -> int:
+        """KV bytes that a sequence takes while it generates up to so many tokens: whole pages."""
+        return self.page * self.paging.num_pages(context)
+
     def longest(self) -> int:
-        """Tokens of the one sequence that fills the KV memory."""
-        widest = max((window for _, window in self.bounded), default=0)
-        if not self.growing and self.sequence(widest) <= self.kv:
-            return UNBOUNDED
-        low, high = 0, max(0, self.kv // self.growing if self.growing else widest)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.sequence(middle) <= self.kv else (low, middle - 1)
-        return low
+        """Tokens of the one sequence that the KV memory can take through its life, as the engine counts."""
+        return self.paging.longest(max(0, self.kv) // self.page, UNBOUNDED)
 
 
 def layouts(config: ModelConfig, num_gpus: int) -> list[Layout]:

@@ -46,12 +46,12 @@ class Limits:
         """One token of each sequence of one group."""
         busy, context = min(batch, self.layout.replicas), self.demand.context
         rows = batch / busy / self._groups(batch)
-        return Step(rows, rows * busy, context, rows * stage.sequence(context))
+        return Step(rows, rows * busy, context, rows * stage.seen(context))
 
     def prefill_step(self, stage: Stage) -> Step:
         """One chunk."""
         rows, half = self.demand.chunk_tokens, self.demand.context / 2
-        return Step(rows, rows * self.layout.replicas, half, stage.sequence(int(half)), has_head=False)
+        return Step(rows, rows * self.layout.replicas, half, stage.seen(int(half)), has_head=False)
 
     def seconds(self, stage: Stage, step: Step) -> float:
         """Of one step on one GPU of the stage."""

@@ -5,10 +5,12 @@ Limits are those of memory bandwidth and arithmetic alone: no communication, no 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from weft.kv.groups import Paging
 from weft.model.footprint import ITEM_BYTES, Footprint, footprint
+from weft.model.kv_layout import kv_groups
 from weft.model.layout import GIB, Demand, Layout, Stage, on_stage, share
 from weft.model.limits import Limits
 from weft.model.spec import ModelConfig
@@ -70,6 +72,7 @@ def _stage(config: ModelConfig, layout: Layout, demand: Demand, weights: Footpri
     token = -(-config.num_kv_heads // layout.tp) * config.kv_parts * config.head_dim * item
     spans = [config.layers[index].window or config.layers[index].chunk for index in layers]
     windows = sorted({span for span in spans if span})
+    groups = kv_groups(replace(config, layers=config.layers[layers.start : layers.stop]))
     reserve = RUNTIME_BYTES + (COMMUNICATION_BYTES if layout.num_gpus > 1 else 0)
     return Stage(
         layers=layers,
@@ -79,6 +82,8 @@ def _stage(config: ModelConfig, layout: Layout, demand: Demand, weights: Footpri
         memory=int(demand.gpu.memory_gib * GIB),
         growing=token * spans.count(0),
         bounded=tuple((token * spans.count(window), window) for window in windows),
+        page=token * groups.size * demand.block_tokens,
+        paging=Paging(groups.reaches, demand.block_tokens, demand.chunk_tokens),
     )
 
 

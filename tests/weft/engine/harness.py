@@ -104,7 +104,11 @@ class Driver:
     def wait(self, condition: Callable[[], bool]) -> None:
         """Listen until it is so."""
         while not condition():
-            self._hear(self._outputs.get(timeout=DEADLINE_SECONDS))
+            self.wait_step()
+
+    def wait_step(self) -> None:
+        """Listen to what the next step says."""
+        self._hear(self._outputs.get(timeout=DEADLINE_SECONDS))
 
     def assert_all_blocks_are_back(self) -> None:
         """Nothing runs, and every block is free or cached."""

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from tests.weft.model.test_quantized import FP8, INT4, quantized
 from tests.weft.tiny_families import FAMILIES, TinyFamily
 from tests.weft.tiny_llama import Tiny
+from weft.kv.groups import Paging, Reach
 from weft.model.config import expected_tensors, read_config
 from weft.model.footprint import Kind, footprint
 from weft.model.gpus import GPUS, Gpu
@@ -82,7 +83,8 @@ def test_the_shipped_model_is_its_file() -> None:
 def test_kv_is_that_of_the_pools_blocks(name: str, dtype: str, family_of: Callable[[str], TinyFamily]) -> None:
     config = family_of(name).config
     stage = plan(config, "h200", Layout(), 64, dtype).stages[0]
-    assert stage.sequence(16) == stage.growing * 16 == block_bytes(config, dtype, 16)
+    assert stage.seen(64) == stage.growing * 64 == stage.sequence(64) == block_bytes(config, dtype, 64)
+    assert stage.sequence(65) == 2 * stage.page
 
 
 @pytest.mark.parametrize("name", ["mistral-window", "llama4", "qwen2-window"])
@@ -90,10 +92,11 @@ def test_layers_with_a_window_grow_no_further(name: str, family_of: Callable[[st
     config = family_of(name).config
     stage = plan(config, "h200", Layout(), 64, "float32").stages[0]
     groups = kv_groups(config)
-    assert stage.sequence(8) == block_bytes(config, "float32", 8) * len(groups.reaches)
+    assert stage.sequence(8) == block_bytes(config, "float32", 64) * len(groups.reaches)
+    assert stage.seen(8) == block_bytes(config, "float32", 8) * len(groups.reaches)
     num_bounded = sum(bool(layer.window or layer.chunk) for layer in config.layers)
     layer_bytes = block_bytes(config, "float32", 1) // groups.size
-    assert stage.sequence(1000) - stage.sequence(100) == 900 * layer_bytes * (config.num_layers - num_bounded)
+    assert stage.seen(1000) - stage.seen(100) == 900 * layer_bytes * (config.num_layers - num_bounded)
 
 
 def test_a_tied_model_has_one_table_on_one_stage_and_two_on_two(tiny_of: Callable[[str], Tiny]) -> None:
@@ -116,7 +119,9 @@ def test_scout_on_two_h200_has_room_for_more_than_a_million_tokens() -> None:
     assert found.longest >= 1_200_000
     assert stage.growing == 12 * 4 * 2 * 128 * 2
     assert stage.bounded == ((36 * 4 * 2 * 128 * 2, 8192),)
-    assert found.longest == (stage.kv - stage.bounded[0][0] * 8192) // stage.growing
+    # one group of 12 layers grows; three keep a chunk and a prompt's step of 2,048 tokens, beside a chunk found
+    assert stage.page == 64 * stage.growing
+    assert found.longest == (stage.kv // stage.page - 3 * (128 + 160)) * 64
     assert not plan(SCOUT, "h200", Layout()).fits
 
 
@@ -149,6 +154,7 @@ def test_shares_add_up_whatever_the_layout(config: ModelConfig, num_gpus: int) -
         assert expected <= found < expected + num_gpus * 10_000  # shares are rounded up
 
 
+REACHES = st.builds(Reach, window=st.integers(0, 3000)) | st.builds(Reach, chunk=st.integers(0, 3000))
 STAGES = st.builds(
     Stage,
     layers=st.just(range(4)),
@@ -156,18 +162,25 @@ STAGES = st.builds(
     activations=st.just(0),
     reserve=st.just(0),
     memory=st.integers(0, 10**6),
-    growing=st.integers(0, 50),
-    bounded=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 3000)), max_size=3).map(tuple),
+    growing=st.just(0),
+    bounded=st.just(()),
+    page=st.integers(1, 500),
+    paging=st.builds(
+        Paging,
+        reaches=st.lists(REACHES, min_size=1, max_size=4).map(tuple),
+        block_tokens=st.integers(1, 64),
+        chunk_tokens=st.integers(1, 512),
+    ),
 )
 
 
 @given(STAGES)
 def test_the_longest_sequence_fits_and_the_next_one_does_not(stage: Stage) -> None:
     longest = stage.longest()
-    if longest == UNBOUNDED:
-        assert stage.sequence(10**9) <= stage.kv
-    else:
-        assert stage.sequence(longest) <= stage.kv < stage.sequence(longest + 1)
+    taken = [stage.page * stage.paging.max_pages(count) for count in (longest, min(longest + 1, UNBOUNDED))]
+    assert taken[0] <= stage.kv
+    assert taken[1] > stage.kv or longest == UNBOUNDED
+    assert stage.sequence(longest) <= stage.kv
 
 
 def test_limits_are_those_of_the_roofline_made_by_hand() -> None:
@@ -226,7 +239,13 @@ def test_the_command_shows_its_arithmetic(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("COLUMNS", "160")
     run = weft(str(CONFIGS / "llama4-scout"), "--gpu", "h200", "--gpus", "2")
     assert run.returncode == 0, run.stderr
-    for text in ("107.77 B parameters", "TP2 PP1 EP1", "12 growing layers x 4 heads x 2 x 128 x 2 B", "8,192 tokens"):
+    for text in (
+        "107.77 B parameters",
+        "TP2 PP1 EP1",
+        "12 layers x 4 heads x 2 x 128 x 2 B x 64 tokens",
+        "1 x 12 growing layers",
+        "8,192 tokens",
+    ):
         assert text in run.stdout
     assert weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "l40s", "--gpus", "8").returncode == 1
 
