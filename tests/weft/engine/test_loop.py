@@ -50,6 +50,7 @@ class CountingRunner:
         self.config = config
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self.pool_memory = PoolMemory(0, 1, config.num_blocks)
+        self.chunks: list[tuple[RequestKey, int]] = []
 
     def write(self, group: int, run: PageRun, tokens: Items[int], places: range) -> None:
         """KV of a position is a function of all tokens up to it, and another one in each group."""
@@ -69,6 +70,7 @@ class CountingRunner:
         """Write, then read everything back."""
         assert len({id(work.sequence) for work in works}) == len(works)
         assert sum(work.num_tokens for work in works if work.num_tokens > 1) <= CONFIG.chunk_tokens
+        self.chunks += [(work.sequence.spec.key, work.num_tokens) for work in works]
         for work in works:
             sequence = work.sequence
             end = sequence.num_computed + work.num_tokens
@@ -244,3 +246,26 @@ WindowsMachine.TestCase.settings = BoundedMachine.TestCase.settings = LoopMachin
 TestLoopMachine = LoopMachine.TestCase
 TestWindowsMachine = WindowsMachine.TestCase
 TestBoundedMachine = BoundedMachine.TestCase
+
+
+def test_a_prompt_whose_pages_another_holds_stands_still_until_they_are_back() -> None:
+    config = replace(CONFIG, num_blocks=8, chunk_tokens=4, pin_sealed=False, reaches=(Reach(window=8),))
+    outputs: list[StepOutput] = []
+    runner = CountingRunner(config)
+    loop = Loop(runner, config, outputs.append)
+    prompt = [place % 3 for place in range(32)]
+    keys = [RequestKey("first"), RequestKey("second")]
+    specs = [SequenceSpec(key, tuple(prompt), SamplingParams(1), SequenceMode.PREFILL) for key in keys]
+    for _ in range(3):
+        loop.turn([Sequence(specs[0], list(prompt), 0.0)] if not loop.keys else [])
+    # it finds two pages that the first one is about to give back, and takes all that are left
+    loop.turn([Sequence(specs[1], list(prompt), 0.0)])
+    assert (loop.load.free_blocks, loop.load.cached_blocks, loop.load.num_running) == (0, 0, 2)
+    while not loop.turn([]):
+        pass
+    told = [(delta.key, delta.token_ids) for output in outputs for delta in output.deltas]
+    assert told == [(key, (next_token(prompt),)) for key in keys]
+    # without pages the first one left its turn to the second, and came back to it
+    turns = [key for key, _ in runner.chunks]
+    assert turns.index(keys[1]) < len(turns) - 1 - turns[::-1].index(keys[0])
+    assert [sum(count for key, count in runner.chunks if key == each) for each in keys] == [32, 32 - 12]
