@@ -19,7 +19,7 @@ from weft.model.spec import HeadNorm, ModelConfig
 
 def one_stage(config: ModelConfig, dtype: str) -> Stage:
     """The plan for a single GPU."""
-    return make_plan(config, Layout(), Demand(GPUS["h200"], 1, 64, dtype)).stages[0]
+    return make_plan(config, Layout(), Demand(GPUS["h200"], 1, 64, dtype, block_tokens=4)).stages[0]
 
 
 def held_bytes(thing: object, seen: dict[int, int]) -> int:
@@ -44,8 +44,8 @@ def test_an_engines_pool_is_what_the_plan_says(name: str, dtype: str, family_of:
     driver = Driver(tiny, dtype, num_blocks=5 * len(groups.reaches), block_tokens=4)  # below all windows
     memory = driver.engine.pool_memory
     stage = one_stage(tiny.config, dtype)
-    num_places = groups.size * len(groups.reaches)  # one for each layer, in most models
-    assert memory.block_bytes * memory.num_blocks * tiny.config.num_layers == 5 * num_places * stage.sequence(4)
+    assert memory.block_bytes == stage.page
+    assert memory.block_bytes * memory.num_blocks == 5 * stage.sequence(4)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
