@@ -1,0 +1,109 @@
+"""Everything about the engine on a bare GPU machine, from a checkout, in ten minutes: torch and triton are enough.
+
+    PYTHONPATH=libs:kernels:. python -m loadtest.engine.gpu --out results
+    PYTHONPATH=libs:kernels:. python -m loadtest.engine.gpu --out results --tiny     the same on any machine, in seconds
+
+Measures the device's own limits, attention alone, then decode, prefill and mixed load of the 8B, 70B, Scout and Kimi
+shapes, and transformers beside it where it is installed. After every point everything is in results/: results.json,
+results.md, sweep.svg. A second run goes on where the first one ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from loadtest.engine.attention import sweep_attention
+from loadtest.engine.drive import Settings
+from loadtest.engine.hf_peers import run_peers
+from loadtest.engine.limits import measure
+from loadtest.engine.report import write_report
+from loadtest.engine.results import Results
+from loadtest.engine.shapes import SHAPES, Shape, weight_bytes
+from loadtest.engine.sweep import GPU_BATCHES, GPU_CONTEXTS, GPU_PROMPTS, Grid, Sweep, facts
+from weft.model.gpus import Gpu
+from weft.model.layout import GIB
+
+FULL = Grid(GPU_BATCHES, GPU_CONTEXTS, GPU_PROMPTS, (8, 32), 24, 30.0)
+# layers of larger models: where bandwidth and arithmetic meet, not every corner
+PART = Grid((1, 32, 128, 256), (1024, 8192), (2048, 8192), (32,), 24, 20.0)
+TINY = Grid((1, 4), (128, 1024), (300,), (2,), 6, 10.0)
+
+
+def settings_for(device: str, is_tiny: bool) -> Settings:
+    """As a worker would run."""
+    dtype, block_tokens = ("float32", 16) if device == "cpu" else ("bfloat16", 64)
+    if is_tiny:
+        return Settings(device, dtype, block_tokens, 512, 8, 0.05)
+    return Settings(device, dtype, block_tokens, 8192, max(GPU_BATCHES) + 1)
+
+
+def run_shape(shape: Shape, settings: Settings, gpu: Gpu, grid: Grid, results: Results) -> None:
+    """One engine for all points of a shape; a shape that fails is named, and the others go on."""
+    needed = weight_bytes(shape.config()) / GIB
+    title = f"{shape.title}: {needed:.1f} GiB of weights"
+    if needed > 0.85 * gpu.memory_gib:
+        results.facts[shape.name] = f"{title}, more than this device has"
+        return
+    if all(results.has(point) for point in grid.points(shape.name)):
+        return
+    started = time.monotonic()
+    try:
+        sweep = Sweep(shape, settings, gpu, grid)
+    except torch.cuda.OutOfMemoryError as error:
+        results.facts[shape.name] = f"{title}; {str(error).splitlines()[0]}"
+        return
+    results.facts[shape.name] = f"{title}, ready in {time.monotonic() - started:.1f} s"
+    try:
+        sweep.run(results)
+    finally:
+        sweep.close()
+        results.save()
+        del sweep
+        free()
+
+
+def free() -> None:
+    """Give the last engine's memory back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def main() -> None:
+    """All of it, in the order of what is wanted most."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shapes", default="8B,Kimi,Scout,70B")
+    parser.add_argument("--limit-seconds", type=float, default=560.0)
+    parser.add_argument("--tiny", action="store_true", help="tiny models of the same architectures")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = Results.open(options.out / "results.json", options.limit_seconds)
+    settings = settings_for(options.device, options.tiny)
+    gpu = measure(options.device)
+    results.facts |= facts(settings, gpu)
+    if not results.attention:
+        results.attention = [asdict(row) for row in sweep_attention(options.device, gpu, options.tiny)]
+        results.save()
+        free()
+    for index, name in enumerate(options.shapes.split(",")):
+        shape = SHAPES[name].tiny() if options.tiny else SHAPES[name]
+        grid = TINY if options.tiny else FULL if index == 0 else PART
+        run_shape(shape, settings, gpu, grid, results)
+        write_report(results, options.out)
+        if index == 0:
+            run_peers(shape, settings, grid, results)
+            free()
+    write_report(results, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""What this device delivers, measured in the same run as everything that is compared with it.
+
+Bandwidth: the faster of reading and of copying a buffer that no cache holds. Operations: one large matrix product.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from weft.model.footprint import footprint
+from weft.model.gpus import Gpu
+from weft.model.layout import GIB, Demand, Layout
+from weft.model.limits import TERA, Limits
+from weft.model.plan import make_plan
+from weft.model.spec import ModelConfig
+
+CPU_BYTES, GPU_BYTES = 256 << 20, 1 << 30
+CPU_SIZE, GPU_SIZE = 1536, 8192
+
+
+def seconds(call: Callable[[], object], device: str, repeats: int = 7) -> list[float]:
+    """Of each call, after two to warm up."""
+    times = []
+    for index in range(repeats + 2):
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        if index >= 2:
+            times.append(time.perf_counter() - start)
+    return times
+
+
+def synchronize(device: str) -> None:
+    """Wait for all that was asked of the device."""
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def measure(device: str) -> Gpu:
+    """As the planner takes it."""
+    is_cpu = device == "cpu"
+    dtype = torch.float32 if is_cpu else torch.bfloat16
+    size = CPU_SIZE if is_cpu else GPU_SIZE
+    source = torch.zeros((CPU_BYTES if is_cpu else GPU_BYTES) // dtype.itemsize, dtype=dtype, device=device)
+    target = torch.empty_like(source)
+    # the best call of all: a limit is what the device can do, whoever else is busy
+    reading, copying = min(seconds(source.sum, device)), min(seconds(lambda: target.copy_(source), device))
+    bandwidth = max(source.nbytes / reading, 2 * source.nbytes / copying)
+    left, right = torch.randn(2, size, size, device=device).to(dtype)
+    rate = 2 * size**3 / min(seconds(lambda: left @ right, device)) / TERA
+    if is_cpu:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Gpu(f"CPU, {torch.get_num_threads()} threads", memory / GIB, bandwidth / TERA, rate, rate)
+    memory = torch.cuda.mem_get_info(device)[1]
+    return Gpu(torch.cuda.get_device_name(device), memory / GIB, bandwidth / TERA, rate, rate)
+
+
+def limits_of(config: ModelConfig, gpu: Gpu, dtype: str, context: int, chunk_tokens: int) -> Limits:
+    """The planner's rooflines on measured rates. On a CPU weights are read in the dtype in which they are stored."""
+    plan = make_plan(config, Layout(), Demand(gpu, 1, context, dtype, chunk_tokens))
+    return replace(plan.limits, weights=footprint(config))
