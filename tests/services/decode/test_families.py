@@ -63,6 +63,7 @@ async def check(tiny: TinyFamily, transport: str, prefill: WorkerAddress) -> Non
     """Prompts within a block and over many; a second time, from decode's own cache."""
     async with start_worker(tiny, "decode-0", install, transport) as decode, background() as tasks:
         gateway = Gateway(decode.address, tasks)
+        paging = decode.engine.paging
         for length in LENGTHS:
             token_ids = tuple((5 * i * i + 3 * i + 7 * length) % 110 + 3 for i in range(length))
             expected = tiny.greedy(list(token_ids), SAMPLING.max_tokens)
@@ -73,7 +74,9 @@ async def check(tiny: TinyFamily, transport: str, prefill: WorkerAddress) -> Non
                 assert answer.usage is not None
                 if turn == "handed off":
                     assert answer.usage.prefill_worker_id == prefill.worker_id
-                    assert answer.usage.transferred_bytes > 0
+                    # of layers with a window, what the next token sees
+                    num_pages = sum(len(paging.lent(group, 0, length)) for group in range(len(paging.reaches)))
+                    assert answer.usage.transferred_bytes == num_pages * decode.engine.pool_memory.block_bytes
         await decode.until_idle()
         await gateway.leave()
 

@@ -51,6 +51,7 @@ class Driver:
         settings["reaches"] = kv_groups(tiny.config).reaches
         settings |= {"vocab_size": tiny.config.vocab_size, "max_context_tokens": tiny.config.max_positions}
         self.config = EngineConfig(**{**settings, "eos_token_ids": tiny.config.eos_token_ids, **limits})
+        self.tiny = tiny
         self.heard: dict[RequestKey, Heard] = {}
         self.sealed: list[SealedBlock] = []
         self.load = EngineLoad(free_blocks=self.config.num_blocks)

@@ -1,0 +1,122 @@
+"""What the store keeps of layers that see a window, and how a prompt goes on from it: exact tokens, few pages."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from tests.services.attach import new_key
+from tests.services.workers import fingerprint_of
+from tests.weft.engine.harness import Driver
+from tests.weft.tiny_families import TinyFamily, make_family
+from weft.engine.messages import Reserved
+from weft.kv.groups import Paging, page_key
+from weft.kv.handoff import PrefillOrder
+from weft.kv.prefix import block_keys
+from weft.kv.tiers import Tier
+from weft.request import RequestKey, SamplingParams
+from weft.worker.store import StoreClient
+from weft.worker.store_get import Fetched, Wanted
+from weft_services.prefill.prefix import StorePrefix
+
+LIMITS: dict[str, Any] = {"block_tokens": 4, "chunk_tokens": 16, "num_blocks": 256}
+NAMES = ["mistral-window", "qwen2-window", "llama4"]
+PROMPT = [(5 * i * i + 3 * i) % 110 + 3 for i in range(57)]
+
+
+class PageStore:
+    """Pages by key; says what it was asked for."""
+
+    is_connected = True
+
+    def __init__(self, pages: dict[bytes, bytes]) -> None:
+        self.pages = pages
+        self.target: Driver | None = None
+        self.num_fetched = 0
+
+    async def find(self, keys: Sequence[bytes], stall_seconds: float) -> set[bytes]:
+        return self.pages.keys() & set(keys)
+
+    async def fetch(self, wanted: Wanted, stall_seconds: float) -> Fetched:
+        assert self.target is not None
+        memory = self.target.engine.pool_memory
+        for key, block in zip(wanted.keys, wanted.blocks, strict=True):
+            ctypes.memmove(memory.address + block * memory.block_bytes, self.pages[key], memory.block_bytes)
+        self.num_fetched += len(wanted.keys)
+        return Fetched(len(wanted.keys), {Tier.DRAM: len(wanted.keys)})
+
+
+def sealed_pages(driver: Driver) -> dict[bytes, bytes]:
+    """What a store would have been given."""
+    memory = driver.engine.pool_memory
+    return {
+        sealed.block_key: ctypes.string_at(memory.address + sealed.block * memory.block_bytes, memory.block_bytes)
+        for sealed in driver.sealed
+    }
+
+
+def first_turn(tiny: TinyFamily) -> tuple[list[int], dict[bytes, bytes], Paging]:
+    """A prompt and its answer, and what was offered of them."""
+    with Driver(tiny, **LIMITS, pin_sealed=True, max_pinned=1000) as driver:
+        answer = driver.generate(PROMPT, 30).tokens
+        assert answer == tiny.greedy(PROMPT, 30)
+        return PROMPT + answer, sealed_pages(driver), driver.engine.paging
+
+
+def fetched(store: PageStore, driver: Driver, key: RequestKey, tokens: list[int], reserved: Reserved) -> int:
+    """Tokens that the store adds."""
+    store.target = driver
+    order = PrefillOrder(key, "", fingerprint_of(driver.tiny), tuple(tokens), SamplingParams(1))
+    prefix = StorePrefix(cast("StoreClient", store), driver.engine.paging)
+    return sum(asyncio.run(prefix.fetch(order, reserved)).values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pages_out_of_sight_at_the_prompts_end_are_not_offered(name: str, tmp_path: Path) -> None:
+    text, pages, paging = first_turn(make_family(name, tmp_path))
+    keys = block_keys(text[:-1], 4)
+    for group in range(len(paging.reaches)):
+        offered = [index for index, key in enumerate(keys) if page_key(key, group) in pages]
+        assert offered == [*range(paging.first(group, len(PROMPT) // 4 * 4), len(keys))]
+
+
+@pytest.mark.parametrize("num_own", [0, 9, 57])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_turn_goes_on_from_the_store(name: str, num_own: int, tmp_path: Path) -> None:
+    tiny = make_family(name, tmp_path)
+    text, pages, paging = first_turn(tiny)
+    follow_up = [*text, 5, 6, 7, 8, 9]
+    store = PageStore(pages)
+    with Driver(tiny, **LIMITS) as driver:
+        if num_own:
+            driver.generate(PROMPT[:num_own], 1, "own")
+        key = driver.submit("two", follow_up, 20, wait_for_kv=True)
+        reserved = driver.wait_reserved(key)
+        assert reserved.num_hit_tokens == num_own // 4 * 4
+        num_found = fetched(store, driver, key, follow_up, reserved)
+        # the last token of the answer has no KV
+        assert reserved.num_hit_tokens + num_found == (len(text) - 1) // 4 * 4
+        lent = [paging.lent(group, num_own // 4, (len(text) - 1) // 4 * 4) for group in range(len(paging.reaches))]
+        assert store.num_fetched == sum(map(len, lent))
+        driver.engine.filled(key, reserved.num_hit_tokens + num_found)
+        assert driver.wait_end(key).tokens == tiny.greedy(follow_up, 20)
+        driver.assert_all_blocks_are_back()
+
+
+def test_a_prefix_of_which_a_window_is_lacking_is_not_taken(tmp_path: Path) -> None:
+    tiny = make_family("llama4", tmp_path)
+    text, pages, _ = first_turn(tiny)
+    follow_up = [*text, 5, 6, 7]
+    store = PageStore({key: page for key, page in pages.items() if len(key) == 32})
+    with Driver(tiny, **LIMITS) as driver:
+        key = driver.submit(new_key().request_id, follow_up, 10, wait_for_kv=True)
+        num_found = fetched(store, driver, key, follow_up, driver.wait_reserved(key))
+        # 80 tokens end with a chunk: nothing of the chunked layers is looked at from there
+        assert num_found == 80
+        driver.engine.filled(key, num_found)
+        assert driver.wait_end(key).tokens == tiny.greedy(follow_up, 10)
