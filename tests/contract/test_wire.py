@@ -38,6 +38,7 @@ def through_bytes(message: MessageT) -> MessageT:
 
 
 u32 = st.integers(0, 2**32 - 1)
+i32 = st.integers(-(2**31), 2**31 - 1)
 u64 = st.integers(0, 2**64 - 1)
 f32 = st.floats(width=32, allow_nan=False)
 text = st.text(max_size=20)
@@ -66,7 +67,7 @@ positions = st.builds(PositionLogprobs, entries, st.lists(entries, max_size=5).m
 fingerprints = st.builds(ModelFingerprint, text, text, u32, u64, text)
 endpoints = st.builds(Endpoint, text, text, u64)
 usages = st.builds(PromptUsage, u32, u32, u64, u32, u32, u32, text)
-orders = st.builds(PrefillOrder, keys, text, fingerprints, tokens, samplings, st.binary(max_size=20), u32, u32)
+orders = st.builds(PrefillOrder, keys, text, fingerprints, tokens, samplings, st.binary(max_size=20), u32, u32, i32)
 events = st.one_of(
     st.builds(Accepted, text, endpoints, u32),
     st.builds(ReadyBlocks, u32, tokens, st.lists(u64, max_size=5).map(tuple)),
@@ -164,11 +165,12 @@ def test_a_start_becomes_an_order(
         cache_salt=b"salt",
         remaining_ms=number,
         resumed_tokens=number,
+        priority=-7,
     )
     order = order_from_wire(through_bytes(start))
     assert (order.key, order.prefill, order.token_ids, order.sampling) == (key, prefill, token_ids, sampling)
     assert (order.decode_boot_id, order.cache_salt, order.resumed_tokens) == ("boot", b"salt", number)
-    assert order.remaining_seconds == number / 1000
+    assert (order.remaining_seconds, order.priority) == (number / 1000, -7)
 
 
 @given(keys, tokens, st.lists(positions, max_size=3).map(tuple), st.none() | usages)

@@ -166,7 +166,7 @@ async def test_a_dead_engine_ends_the_process_with_an_error(tiny: Tiny, monkeypa
         def explode(runner: ModelRunner, works: Sequence[object]) -> None:
             raise RuntimeError("the device is gone")
 
-        monkeypatch.setattr(ModelRunner, "execute", explode)
+        monkeypatch.setattr(ModelRunner, "launch", explode)
         gateway = Gateway(process.address, tasks)
         answer = await gateway.generate(prompt(9))
         assert answer.failure is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.engine.config import EngineConfig
 from weft.engine.messages import SequenceMode, SequenceSpec
+from weft.engine.waiting import MAX_PRIORITY
 from weft.errors import InvalidRequest
 from weft.request import SamplingParams
 
@@ -24,6 +25,8 @@ def check(spec: SequenceSpec, config: EngineConfig) -> None:
     _check_sampling(spec.sampling, config.vocab_size)
     if not 0 <= spec.resumed_tokens < num_tokens:
         raise InvalidRequest("more tokens are resumed than there are", "resumed_tokens")
+    if abs(spec.priority) > MAX_PRIORITY:
+        raise InvalidRequest(f"the priority must be between -{MAX_PRIORITY} and {MAX_PRIORITY}", "priority")
     if spec.mode is SequenceMode.GENERATE and spec.sampling.max_tokens <= spec.resumed_tokens:
         raise InvalidRequest("max_tokens leaves nothing to generate", "max_tokens")
 

@@ -5,7 +5,7 @@ Knows sequences and block numbers; knows neither tensors nor threads.
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from weft.engine.events import Events
 from weft.engine.messages import PromptProgress, Reserved
 from weft.engine.pages import Pages
 from weft.engine.sequence import Sequence, State
+from weft.engine.waiting import WaitingLine
 from weft.kv.blocks import BlockPool
 from weft.kv.groups import PageRun
 from weft.request import PositionLogprobs, RequestKey
@@ -21,15 +22,15 @@ from weft.request import PositionLogprobs, RequestKey
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The next `num_tokens` tokens of a sequence; `samples` when they are its last ones."""
+    """`num_tokens` tokens of a sequence from position `start` on; `samples`: a new token comes of the last one.
+
+    The first one may be a token that the host does not know yet, as the step before is still to sample it.
+    """
 
     sequence: Sequence
+    start: int
     num_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """A new token comes of it."""
-        return self.num_tokens == self.sequence.num_pending
+    samples: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +43,41 @@ class Sampled:
 
 
 class Planner:
-    """Owner of the sequences. `running` is in order of admission, the youngest last; `waiting` is first come first."""
+    """Owner of the sequences. `running` is in the order of their turns, as `waiting` is; see `weft.engine.waiting`."""
 
     def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
         self.live: dict[RequestKey, Sequence] = {}
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingLine()
         self.running: list[Sequence] = []
+        self._seated: set[Sequence] = set()  # all who hold blocks
         self._num_reserved = 0
         self._config = config
         self._pool = pool
         self.pages = Pages(config.paging, pool)
 
     def add(self, sequence: Sequence) -> None:
-        """A new sequence, at the end of the queue."""
+        """A new sequence."""
         self.live[sequence.spec.key] = sequence
-        self.waiting.append(sequence)
+        self.waiting.enter(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """The end of a sequence in whatever state; its blocks go back."""
+        """The end of a sequence in whatever state; its blocks go back, at once or after the steps under way."""
         self._leave(sequence)
+        sequence.state = State.ENDED
         del self.live[sequence.spec.key]
+        if not sequence.is_under_way:
+            self.pages.release(sequence)
+
+    def arrive(self, work: Work) -> bool:
+        """A step is done with this part of it; False when the sequence has ended meanwhile."""
+        sequence = work.sequence
+        sequence.num_computed += work.num_tokens
+        sequence.num_expected -= work.samples
+        if sequence.state is not State.ENDED:
+            return True
+        if not sequence.is_under_way:
+            self.pages.release(sequence)
+        return False
 
     def hold(self, sequence: Sequence) -> None:
         """A prefill is complete: it computes no more, and keeps its blocks."""
@@ -84,30 +100,49 @@ class Planner:
             if not self.pages.replace(sequence, suspect):
                 self._requeue(sequence)
                 return False
-        sequence.num_computed = max(sequence.num_computed, min(num_ready, sequence.num_prompt))
+        sequence.set_computed(max(sequence.num_computed, min(num_ready, sequence.num_prompt)))
         self.pages.place(sequence, num_hit)
         sequence.num_cached = sequence.num_computed
         self._num_reserved -= 1
         self._run(sequence)
         return True
 
-    def plan(self, events: Events, now: float) -> list[Work]:
-        """The next step: one token for everyone who generates, then prompt chunks within `chunk_tokens`."""
-        works: list[Work] = []
-        num_live = len(self.running)
+    def plan(self, events: Events, now: float, is_settled: bool) -> list[Work] | None:
+        """The next step: one token for everyone who generates, then prompt chunks within `chunk_tokens`.
+
+        None, when not `is_settled`: the step under way must be settled first, because somebody is to be preempted, or
+        has no next token before the last one is known.
+        """
+        if not is_settled and any(each.num_expected and each.is_shaped_by_its_text for each in self.running):
+            return None
+        num_running = len(self.running)
         self._catch_up()
         for sequence in list(self.running):
             # An earlier turn of this loop may have preempted it.
-            if sequence.state is State.RUNNING and sequence.num_pending == 1 and self._grow(sequence):
-                works.append(Work(sequence, 1))
-        if len(self.running) == num_live or not works:  # with somebody preempted, there is no room for others
-            self._admit(events, now)
-        return works + self._chunks({work.sequence for work in works})
+            is_next = sequence.state is State.RUNNING and sequence.num_pending == 1
+            if is_next and not self._grow(sequence, is_settled):
+                return None
+        # with somebody preempted, there is no room for others
+        has_room = len(self.running) == num_running or not self.running
+        if has_room and not self._admit(events, now, is_settled):
+            return None
+        return self._works()
 
     @property
     def num_reserved(self) -> int:
         """Sequences that wait for somebody else's KV."""
         return self._num_reserved
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """Prompt tokens to be computed here, as far as is known."""
+        to_prefill = (sequence for sequence in self.running if not sequence.has_emitted)
+        return self.waiting.num_prefill_tokens + sum(sequence.num_pending for sequence in to_prefill)
+
+    @property
+    def active_tokens(self) -> int:
+        """Of all that live."""
+        return self.waiting.num_tokens + sum(len(sequence.token_ids) for sequence in self._seated)
 
     def _catch_up(self) -> None:
         """Pages that prompts could not get when they last went on come before anybody new."""
@@ -115,24 +150,39 @@ class Planner:
             for sequence in self.running:
                 self.pages.slide(sequence)
 
-    def _chunks(self, planned: set[Sequence]) -> list[Work]:
-        works: list[Work] = []
+    def _works(self) -> list[Work]:
+        """From here on the step counts as under way."""
+        single = [sequence for sequence in self.running if sequence.num_pending == 1]
+        others = [sequence for sequence in self.running if sequence.num_pending > 1]
+        works = [self._work(sequence, 1) for sequence in single]
         budget = self._config.chunk_tokens
-        for sequence in self.running:
-            if sequence in planned:
-                continue
-            num_tokens = min(budget, sequence.num_pending, self.pages.room(sequence) - sequence.num_computed)
+        for sequence in others:
+            num_tokens = min(budget, sequence.num_pending, self.pages.room(sequence) - sequence.num_launched)
             if num_tokens:
                 budget -= num_tokens
-                works.append(Work(sequence, num_tokens))
+                works.append(self._work(sequence, num_tokens))
         return works
 
-    def _admit(self, events: Events, now: float) -> None:
-        while self.waiting and len(self.running) + self._num_reserved < self._config.max_num_seqs:
-            sequence = self.waiting[0]
-            if not self._seat(sequence):
-                return
-            self.waiting.popleft()
+    def _work(self, sequence: Sequence, num_tokens: int) -> Work:
+        work = Work(sequence, sequence.num_launched, num_tokens, num_tokens == sequence.num_pending)
+        sequence.num_launched += num_tokens
+        if work.samples:
+            sequence.expect(self._config.context_tokens)
+        return work
+
+    def _admit(self, events: Events, now: float, is_settled: bool) -> bool:
+        """Let in who fits, in turn; False when somebody would have to be preempted for that, and may not."""
+        while self.waiting:
+            sequence = self.waiting.first
+            while not self._seat(sequence):
+                victim = self._yielding(sequence)
+                if victim is None:
+                    return True
+                if not is_settled:
+                    return False
+                self._requeue(victim)
+            self.waiting.take(sequence)
+            self._seated.add(sequence)
             if sequence.admitted_at is None:
                 sequence.admitted_at = now
                 sequence.num_cached = sequence.num_computed
@@ -145,32 +195,46 @@ class Planner:
             else:
                 self._run(sequence)
                 report_progress(sequence, events)
+        return True
 
     def _run(self, sequence: Sequence) -> None:
         sequence.state = State.RUNNING
-        self.running.append(sequence)
+        insort(self.running, sequence, key=lambda other: other.turn)
 
     def _seat(self, sequence: Sequence) -> bool:
         """Blocks for all its tokens, cached ones first; one more stays free for each sequence that may grow."""
+        if len(self.running) + self._num_reserved >= self._config.max_num_seqs:
+            return False
         num_growing = self._num_reserved + sum(not other.is_prefill for other in self.running)
         num_hit = self.pages.seat(sequence, num_growing)
         if num_hit is None:
             return False
         sequence.num_sealed = num_hit
-        sequence.num_computed = num_hit * self._config.block_tokens
+        sequence.set_computed(num_hit * self._config.block_tokens)
         return True
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """A block for the next token, at the cost of the youngest; False when that was the sequence itself."""
-        num_tokens = len(sequence.token_ids)
-        num_new = self.pages.num_lacking(sequence, num_tokens)
+    def _yielding(self, sequence: Sequence) -> Sequence | None:
+        """Who makes way for a sequence of higher priority: the last in turn, if all such together give room enough."""
+        lower = [
+            other
+            for other in self.running
+            if not other.is_prefill and other.turn > sequence.turn and other.spec.priority < sequence.spec.priority
+        ]
+        room = self._pool.num_available + sum(len(run.blocks) for other in lower for run in other.runs)
+        return lower[-1] if lower and room >= self.pages.num_wanted(sequence) else None
+
+    def _grow(self, sequence: Sequence, is_settled: bool) -> bool:
+        """A block for the next token, at the cost of the last in turn, maybe itself; False when that may not be."""
+        num_new = self.pages.num_lacking(sequence)
         while num_new > self._pool.num_available:
+            if not is_settled:
+                return False
             victim = next(other for other in reversed(self.running) if not other.is_prefill)
             self._requeue(victim)
             if victim is sequence:
-                return False
+                return True
         if num_new:
-            self.pages.grow(sequence, num_tokens)
+            self.pages.grow(sequence)
         return True
 
     def _num_trusted(self, fresh: list[PageRun], suspect: set[int]) -> int:
@@ -181,21 +245,22 @@ class Planner:
         return self._config.block_tokens * (run.first + min(map(run.blocks.index, suspect)))
 
     def _requeue(self, sequence: Sequence) -> None:
-        """Preempt: tokens are kept, KV is found in the cache or computed again. It goes before all who never ran."""
+        """Preempt: tokens are kept, KV is found in the cache or computed again."""
         self._leave(sequence)
+        self.pages.release(sequence)
         sequence.state = State.WAITING
-        sequence.num_computed = 0
+        sequence.set_computed(0)
         sequence.num_sealed = 0
-        self.waiting.appendleft(sequence)
+        self.waiting.put_back(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
+        self._seated.discard(sequence)
         if sequence.state is State.WAITING:
-            self.waiting.remove(sequence)
+            self.waiting.take(sequence)
         elif sequence.state is State.RESERVED:
             self._num_reserved -= 1
         elif sequence.state is State.RUNNING:
             self.running.remove(sequence)
-        self.pages.release(sequence)
 
 
 def report_progress(sequence: Sequence, events: Events) -> None:

@@ -14,6 +14,7 @@ class EngineConfig:
     `chunk_tokens`: prompt tokens computed in one step at most. `max_waiting`: sequences not yet admitted.
     `pin_sealed`: report full blocks for copying, at most `max_pinned` of them unanswered at a time.
     `reaches`: how far back each group of layers looks; blocks are pages, one for each group and `block_tokens` tokens.
+    `steps_ahead`: 1 plans and launches a step while the one before runs, 0 after it; the tokens are the same.
     """
 
     num_blocks: int
@@ -22,7 +23,8 @@ class EngineConfig:
     max_context_tokens: int
     chunk_tokens: int = 512
     max_num_seqs: int = 64
-    max_waiting: int = 256
+    max_waiting: int = 8192
+    steps_ahead: int = 0
     eos_token_ids: tuple[int, ...] = ()
     pin_sealed: bool = False
     max_pinned: int = 64
@@ -36,8 +38,11 @@ class EngineConfig:
         for name in names.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.steps_ahead not in (0, 1):
+            raise ValueError(f"steps_ahead must be 0 or 1, not {self.steps_ahead}")
         if self.max_context_tokens < 2:
             raise ValueError(f"max_context_tokens must be at least 2, not {self.max_context_tokens}")
-        paging = Paging(self.reaches, self.block_tokens, self.chunk_tokens)
+        # a step is planned beside the one under way, whose pages cannot have gone back yet
+        paging = Paging(self.reaches, self.block_tokens, self.chunk_tokens * (1 + self.steps_ahead))
         object.__setattr__(self, "paging", paging)
         object.__setattr__(self, "context_tokens", paging.longest(self.num_blocks, self.max_context_tokens))

@@ -129,6 +129,7 @@ class Engine:
                 is_idle = self._loop.turn(items)
                 self.pulse.end(has_computed=not is_idle)
                 self._inbox.count_waiting(self._loop.num_waiting)
+            self._loop.finish()
         except Exception as cause:
             logger.exception("the engine's step failed; every live sequence fails with it")
             error = EngineFailed(f"the engine's step failed: {cause!r}")

@@ -19,6 +19,7 @@ class Inbox:
         self._max_waiting = max_waiting
         self._changed = threading.Condition()
         self._items: deque[Sequence | Command] = deque()
+        self._num_entering = 0
         self._num_waiting = 0
         self._is_closed = False
 
@@ -32,9 +33,9 @@ class Inbox:
         with self._changed:
             if self._is_closed:
                 raise EngineFailed("the engine has ended")
-            if self._num_waiting >= self._max_waiting:
-                raise Overloaded(f"{self._num_waiting} sequences are waiting already")
-            self._num_waiting += 1
+            if self._num_waiting + self._num_entering >= self._max_waiting:
+                raise Overloaded(f"{self._num_waiting + self._num_entering} sequences are waiting already")
+            self._num_entering += 1
             self._items.append(sequence)
             self._changed.notify()
 
@@ -52,12 +53,15 @@ class Inbox:
                 self._changed.wait(timeout)
             items = list(self._items)
             self._items.clear()
+            # until the engine's thread has counted them among its own
+            self._num_waiting += self._num_entering
+            self._num_entering = 0
             return items
 
     def count_waiting(self, num_waiting: int) -> None:
         """The engine's thread tells how many of those it took have not been admitted."""
         with self._changed:
-            self._num_waiting = num_waiting + sum(isinstance(item, Sequence) for item in self._items)
+            self._num_waiting = num_waiting
 
     def close(self) -> None:
         """Take in nothing more and wake the thread."""

@@ -1,5 +1,7 @@
-"""One turn of the engine: commands, then plan -> execute -> settle, then one StepOutput. Knows time, but no threads.
+"""One turn of the engine: commands, then plan -> launch -> settle, then one StepOutput. Knows time, but no threads.
 
+With `steps_ahead` 0 a step is settled in the turn that launched it. With 1 it is settled in the next turn, after that
+has launched its own: while the device computes one step, the host settles the one before and plans the one after.
 What a step contains is the planner's and the settler's matter, how it is computed the runner's.
 """
 
@@ -7,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from typing import Protocol
 
 from weft.engine.batch import Planner, Sampled, Work, report_progress
@@ -24,6 +28,13 @@ from weft.request import RequestKey
 logger = logging.getLogger(__name__)
 
 
+class Launched(Protocol):
+    """A step that the device works on."""
+
+    def collect(self) -> list[Sampled]:
+        """Wait until it is done; one token for each work that samples, in their order."""
+
+
 class Runner(Protocol):
     """The part with tensors: owns the pool's bytes, computes and samples."""
 
@@ -31,8 +42,17 @@ class Runner(Protocol):
     def pool_memory(self) -> PoolMemory:
         """Where the pool lies."""
 
-    def execute(self, works: Items[Work]) -> list[Sampled]:
-        """Compute the KV of every work's tokens; one token for each work that samples, in their order."""
+    def launch(self, works: Items[Work]) -> Launched:
+        """Begin to compute the KV of every work's tokens, after all steps launched before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step under way."""
+
+    works: Items[Work]
+    launched: Launched
+    began_at: float
 
 
 class Loop:
@@ -53,23 +73,35 @@ class Loop:
         self._planner = Planner(config, self._pool)
         self._settler = Settler(config, self._pool, self._planner)
         self._events = Events()
+        self._under_way: deque[Step] = deque()
+        self._settled_at = 0.0
         self.load = self._measure()
 
     def turn(self, items: Items[Sequence | Command]) -> bool:
-        """Take in what came, run one step if there is work; True when there was none.
+        """Take in what came, launch a step if there is work, settle what is due; True when there was neither.
 
         The listener hears of a step, of events, and of a load that is another than before.
         """
         for item in items:
             self._enter(item) if isinstance(item, Sequence) else item()
-        works = self._planner.plan(self._events, self._clock())
+        works = self._plan()
         if works:
             if self._events:
                 self._tell(0.0)  # peers can start on these while the step computes
-            self._compute(works)
-        elif self._events or self._measure() != self.load:
+            began_at = self._clock()
+            self._under_way.append(Step(works, self._runner.launch(works), began_at))
+        is_due = len(self._under_way) > (self._config.steps_ahead if works else 0)
+        if is_due:
+            self._settle()
+        elif not works and (self._events or self._measure() != self.load):
             self._tell(0.0)
-        return not works
+        # what was settled may have made room for somebody
+        return not works and not is_due
+
+    def finish(self) -> None:
+        """Wait for the device; what comes of it is dropped."""
+        while self._under_way:
+            self._under_way.popleft().launched.collect()
 
     @property
     def num_waiting(self) -> int:
@@ -115,12 +147,20 @@ class Loop:
             return
         self._planner.add(sequence)
 
-    def _compute(self, works: list[Work]) -> None:
-        started = self._clock()
-        sampled = self._runner.execute(works)
-        seconds = self._clock() - started
-        self._settler.settle(works, sampled, seconds, self._events)
-        self._tell(seconds)
+    def _plan(self) -> list[Work]:
+        works = self._planner.plan(self._events, self._clock(), is_settled=not self._under_way)
+        while works is None:
+            self._settle()
+            works = self._planner.plan(self._events, self._clock(), is_settled=not self._under_way)
+        return works
+
+    def _settle(self) -> None:
+        """The oldest step under way."""
+        step = self._under_way.popleft()
+        sampled = step.launched.collect()
+        began_at, self._settled_at = max(step.began_at, self._settled_at), self._clock()
+        self._settler.settle(step.works, sampled, self._settled_at - began_at, self._events)
+        self._tell(self._settled_at - began_at)
 
     def _tell(self, seconds: float) -> None:
         self.load = self._measure()
@@ -129,13 +169,11 @@ class Loop:
 
     def _measure(self) -> EngineLoad:
         planner, counts = self._planner, self._pool.counts()
-        computing = [sequence for sequence in planner.live.values() if sequence.state is not State.HELD]
-        to_prefill = [each for each in computing if each.state is not State.RESERVED and not each.has_emitted]
         return EngineLoad(
             num_running=len(planner.running),
             num_waiting=len(planner.waiting) + planner.num_reserved,
-            queued_prefill_tokens=sum(sequence.num_pending for sequence in to_prefill),
-            active_tokens=sum(len(sequence.token_ids) for sequence in planner.live.values()),
+            queued_prefill_tokens=planner.queued_prefill_tokens,
+            active_tokens=planner.active_tokens,
             free_blocks=counts.free,
             cached_blocks=counts.cached,
             active_blocks=counts.active,

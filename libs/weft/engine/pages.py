@@ -39,23 +39,31 @@ class Pages:
         sequence.runs = [self._extended(*each) for each in zip(hits, wanted, strict=True)]
         return num_hit
 
-    def num_lacking(self, sequence: Sequence, num_tokens: int) -> int:
-        """Pages that it takes to go on to so many tokens."""
-        num_blocks = self._paging.num_blocks(num_tokens)
+    def num_wanted(self, sequence: Sequence) -> int:
+        """Pages that it takes to begin, when none are found."""
+        num_blocks = self._paging.num_blocks(len(sequence.token_ids))
+        return sum([self._paging.num_new(group, 0, num_blocks) for group in self._groups])
+
+    def num_lacking(self, sequence: Sequence) -> int:
+        """Pages that it takes to go on."""
+        num_blocks = self._paging.num_blocks(sequence.num_tokens)
         return sum([num_blocks - run.end for run in sequence.runs])
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """Pages for so many tokens; they must be available."""
-        num_blocks = self._paging.num_blocks(num_tokens)
+    def grow(self, sequence: Sequence) -> None:
+        """Pages for its next token; they must be available."""
+        num_blocks = self._paging.num_blocks(sequence.num_tokens)
         for group, run in enumerate(sequence.runs):
             if num_blocks > run.end:
                 sequence.runs[group] = self._extended(run, num_blocks - run.end)
 
     def slide(self, sequence: Sequence) -> None:
-        """After a step: pages that no later token looks at go back, and their like come for the rest of the prompt."""
+        """After a step: pages that no later token looks at go back, and their like come for the rest of the prompt.
+
+        A step under way is later: it looks at nothing that goes.
+        """
         for group in self._bounded:
             run = sequence.runs[group]
-            is_short = run.end < self._paging.num_blocks(len(sequence.token_ids))
+            is_short = run.end < self._paging.num_blocks(sequence.num_tokens)
             if is_short or self._paging.first(group, sequence.num_computed) > run.first:
                 self._move(sequence, group, run.end)
 
@@ -92,7 +100,7 @@ class Pages:
 
     def _move(self, sequence: Sequence, group: int, num_fixed: int) -> None:
         paging, run = self._paging, sequence.runs[group]
-        num_blocks = paging.num_blocks(len(sequence.token_ids))
+        num_blocks = paging.num_blocks(sequence.num_tokens)
         kept = paging.placed(group, run, num_fixed, sequence.num_computed)
         num_left = len(run.blocks) - len(kept.blocks)
         self._pool.release(run.blocks[:num_left])

@@ -13,12 +13,13 @@ from weft.request import FinishReason
 
 
 class State(Enum):
-    """Where a sequence stands: waiting -> (reserved ->) running -> held (prefill only); preemption leads back."""
+    """waiting -> (reserved ->) running -> (held, for prefill only ->) ended; preemption leads back to waiting."""
 
     WAITING = auto()
     RESERVED = auto()  # holds blocks that somebody else fills
     RUNNING = auto()
     HELD = auto()  # a finished prefill whose blocks are being read
+    ENDED = auto()  # forgotten, but for a step under way that still writes its blocks
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +27,8 @@ class Sequence:
     """`token_ids` is prompt plus generated; KV is final for the first `num_computed` of them.
 
     `runs`: its pages, one run a group of layers.
+    A step under way adds to `num_launched` at once and to `num_computed` when it is done; between the two lies what it
+    computes. `num_expected` tokens come of it that are still on the device.
     `keys` and `num_sealed` count leading blocks: keys known so far, and blocks that were matched or published.
     """
 
@@ -37,11 +40,15 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)
     num_sealed: int = 0
     num_computed: int = 0
+    num_launched: int = 0
+    num_expected: int = 0
+    is_closing: bool = False  # the token expected is its last, whichever it is
     num_cached: int = 0
     is_filled: bool = False
     admitted_at: float | None = None
     compute_seconds: float = 0.0
     history: History | None = None
+    turn: tuple[float, int] = (0.0, 0)  # see `weft.engine.waiting`; given when the planner takes it in
 
     @property
     def num_prompt(self) -> int:
@@ -49,14 +56,39 @@ class Sequence:
         return len(self.spec.token_ids)
 
     @property
+    def num_tokens(self) -> int:
+        """Those under way included."""
+        return len(self.token_ids) + self.num_expected
+
+    @property
     def num_pending(self) -> int:
-        """Tokens whose KV is still to be computed. At least 1 while the sequence lives: the last one gives logits."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens for steps to come. At least 1 while the sequence goes on: the last one gives logits."""
+        return 0 if self.is_closing else self.num_tokens - self.num_launched
+
+    @property
+    def is_under_way(self) -> bool:
+        """A step computes on it, and writes its blocks."""
+        return self.num_launched > self.num_computed
+
+    def set_computed(self, num_tokens: int) -> None:
+        """The KV of so many leading tokens is there, by whatever way."""
+        assert not self.is_under_way
+        self.num_computed = self.num_launched = num_tokens
 
     @property
     def num_generated(self) -> int:
         """Generated tokens, those of earlier attempts included."""
         return len(self.token_ids) - self.num_prompt + self.spec.resumed_tokens
+
+    @property
+    def num_preceding(self) -> int:
+        """Of a token that a step under way samples: tokens generated before it."""
+        return self.num_generated + self.num_expected - 1
+
+    @property
+    def is_shaped_by_its_text(self) -> bool:
+        """Each token must be known to the host before the next one can be sampled."""
+        return self.spec.sampling.has_penalties or self.spec.constraint is not None
 
     @property
     def is_prefill(self) -> bool:
@@ -95,6 +127,13 @@ class Sequence:
         if self.num_generated >= sampling.max_tokens or len(self.token_ids) >= context_tokens:
             return FinishReason.LENGTH
         return None
+
+    def expect(self, context_tokens: int) -> None:
+        """A step under way will give one more token."""
+        self.num_expected += 1
+        is_full = self.num_tokens >= context_tokens
+        is_long = self.num_generated + self.num_expected >= self.spec.sampling.max_tokens
+        self.is_closing = self.is_prefill or is_full or is_long
 
     def prompt_counts(self) -> PromptCounts:
         """What the prompt cost, as sent with the first token."""

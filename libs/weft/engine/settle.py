@@ -36,16 +36,17 @@ class Settler:
         tokens = iter(sampled)
         for work in works:
             sequence = work.sequence
-            samples = work.samples
+            token = next(tokens) if work.samples else None
+            if not self._planner.arrive(work):
+                continue
             if not sequence.has_emitted:
                 sequence.compute_seconds += seconds
                 self.num_computed_prompt_tokens += work.num_tokens
-            sequence.num_computed += work.num_tokens
             self.seal(sequence, events)
             self._planner.pages.slide(sequence)
             report_progress(sequence, events)
-            if samples:
-                self.accept(sequence, next(tokens), events)
+            if token is not None:
+                self.accept(sequence, token, events)
 
     def accept(self, sequence: Sequence, token: Sampled, events: Events) -> None:
         """The next token of a sequence, and the sequence's end if it is the last."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from weft.engine.device import Link
 from weft.engine.history import Constraint, History
 from weft.engine.sequence import Sequence
 from weft_kernels.logit_changes import LogitChanges, change
@@ -22,10 +22,10 @@ Places = list[tuple[int, int]]
 class Shaper:
     """Changes a step's logits. A sequence whose constraint has failed is left as it is, and named."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], link: Link) -> None:
         self._num_words = -(-vocab_size // 32)
         self._eos_token_ids = eos_token_ids
-        self._device = device
+        self._upload = link.upload
 
     def shape(self, sequences: Items[Sequence], logits: Tensor) -> tuple[Tensor, dict[int, str]]:
         """The logits to sample from, and for rows whose sequence must end: why. The logits given are not changed."""
@@ -53,7 +53,7 @@ class Shaper:
                 addends.append(bias)
         if not places:
             return None
-        return self._places(places), torch.tensor(addends, dtype=torch.float32, device=self._device)
+        return self._places(places), self._upload(np.array(addends, dtype=np.float32))
 
     def _seen(self, sequences: Items[Sequence]) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
         rows: list[NDArray[np.int64]] = []
@@ -70,14 +70,14 @@ class Shaper:
         places = np.stack([np.concatenate(rows), np.concatenate(tokens)])
         params = [each.spec.sampling for each in sequences]
         penalties = [[each.repetition_penalty, each.frequency_penalty, each.presence_penalty] for each in params]
-        seen = (self._tensor(places), self._tensor(np.concatenate(counts)))
-        return seen, torch.tensor(penalties, dtype=torch.float32, device=self._device)
+        seen = (self._upload(places), self._upload(np.concatenate(counts)))
+        return seen, self._upload(np.array(penalties, dtype=np.float32))
 
     def _banned(self, sequences: Items[Sequence]) -> Tensor | None:
         places: Places = []
         for row, sequence in enumerate(sequences):
             sampling = sequence.spec.sampling
-            if sequence.num_generated < sampling.min_tokens:
+            if sequence.num_preceding < sampling.min_tokens:
                 ends = () if sampling.ignore_eos else self._eos_token_ids
                 places += [(row, token) for token in {*ends, *sampling.stop_token_ids}]
         return self._places(places) if places else None
@@ -98,7 +98,7 @@ class Shaper:
                 failures[row] = failure
         if not rows:
             return None, failures
-        return (torch.tensor(rows, device=self._device), self._tensor(np.stack(masks))), failures
+        return (self._upload(np.array(rows)), self._upload(np.stack(masks))), failures
 
     def _mask(self, constraint: Constraint) -> tuple[NDArray[np.int32], str | None]:
         words = np.zeros(self._num_words, dtype=np.int32)
@@ -107,18 +107,15 @@ class Shaper:
         return words, constraint.failure
 
     def _places(self, places: Places) -> Tensor:
-        return torch.tensor(places, dtype=torch.int64, device=self._device).T
-
-    def _tensor(self, values: NDArray[np.int64] | NDArray[np.int32] | NDArray[np.float32]) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return self._upload(np.array(places).T)
 
 
 def is_shaped(sequence: Sequence) -> bool:
     """Is the next token chosen from anything but the model's own logits."""
     sampling = sequence.spec.sampling
-    if sampling.logit_bias or sampling.has_penalties or sequence.spec.constraint is not None:
+    if sampling.logit_bias or sequence.is_shaped_by_its_text:
         return True
-    return sequence.num_generated < sampling.min_tokens
+    return sequence.num_preceding < sampling.min_tokens
 
 
 def history_of(sequence: Sequence) -> History:

@@ -33,6 +33,7 @@ class PrefillOrder:
     cache_salt: bytes = b""
     held_blocks: int = 0
     resumed_tokens: int = 0
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ def order_to_wire(order: PrefillOrder) -> prefill_service_pb2.PrefillStart:
         cache_salt=order.cache_salt,
         held_blocks=order.held_blocks,
         resumed_tokens=order.resumed_tokens,
+        priority=order.priority,
     )
 
 
@@ -42,6 +43,7 @@ def order_from_wire(start: prefill_service_pb2.PrefillStart) -> PrefillOrder:
         start.cache_salt,
         start.held_blocks,
         start.resumed_tokens,
+        start.priority,
     )
 
 

@@ -119,7 +119,8 @@ def _build(
 ) -> Booted:
     model = parse_config(ready.config_json)
     size = block_bytes(model, machine.dtype, machine.block_tokens)
-    paging = Paging(kv_groups(model).reaches, machine.block_tokens, config.chunk_tokens)
+    steps_ahead = int(machine.device == "cuda")
+    paging = Paging(kv_groups(model).reaches, machine.block_tokens, config.chunk_tokens * (1 + steps_ahead))
     num_blocks = config.num_blocks or default_num_blocks(
         size, paging.max_pages(model.max_positions), _free_bytes(machine, ready.size_bytes)
     )
@@ -131,6 +132,7 @@ def _build(
         chunk_tokens=config.chunk_tokens,
         eos_token_ids=model.eos_token_ids,
         reaches=paging.reaches,
+        steps_ahead=steps_ahead,
         pin_sealed=bool(config.kvstore_addr) and machine.device == "cpu",
     )
     engine = build_engine(

@@ -116,6 +116,7 @@ class HandOffs:
             cache_salt=order.cache_salt,
             held_blocks=reserved.num_hit_tokens // self._fingerprint.block_tokens,
             resumed_tokens=order.resumed_tokens,
+            priority=order.priority,
         )
         return Reception(prefill_order, self._targets(order, reserved), prefill.address, self._borrower)
 

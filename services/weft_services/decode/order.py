@@ -19,6 +19,7 @@ class SequenceOrder:
     remaining_seconds: float
     cache_salt: bytes = b""
     resumed_tokens: int = 0
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

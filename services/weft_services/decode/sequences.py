@@ -165,6 +165,7 @@ class SequenceDesk:
             wait_for_kv=order.prefill is not None,
             resumed_tokens=order.resumed_tokens,
             constraint=constraint,
+            priority=order.priority,
         )
         self._engine.submit(spec)
 

@@ -87,6 +87,7 @@ def order_from_wire(start: decode_service_pb2.StartSequence) -> SequenceOrder:
         remaining_seconds=start.remaining_ms / 1000,
         cache_salt=start.cache_salt,
         resumed_tokens=start.resumed_tokens,
+        priority=start.priority,
     )
 
 

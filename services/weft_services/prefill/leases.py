@@ -173,14 +173,15 @@ class LeaseDesk:
         self._check(order)
         lease = Lease(order)
         spec = SequenceSpec(
-            order.key,
-            order.token_ids,
-            order.sampling,
-            SequenceMode.PREFILL,
-            order.cache_salt,
+            key=order.key,
+            token_ids=order.token_ids,
+            sampling=order.sampling,
+            mode=SequenceMode.PREFILL,
+            cache_salt=order.cache_salt,
             wait_for_kv=True,
             resumed_tokens=order.resumed_tokens,
             constraint=constraint,
+            priority=order.priority,
         )
         self._engine.submit(spec)
         self._leases[order.key] = lease

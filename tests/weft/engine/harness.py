@@ -46,9 +46,12 @@ class Heard:
 class Driver:
     """Submits, listens, and knows when to stop waiting."""
 
+    steps_ahead = 0
+
     def __init__(self, tiny: Tiny, dtype: str = "float32", device: str = "cpu", **limits: Any) -> None:
         settings: dict[str, Any] = {"num_blocks": 64, "block_tokens": 16, "chunk_tokens": 64}
         settings["reaches"] = kv_groups(tiny.config).reaches
+        settings["steps_ahead"] = self.steps_ahead
         settings |= {"vocab_size": tiny.config.vocab_size, "max_context_tokens": tiny.config.max_positions}
         self.config = EngineConfig(**{**settings, "eos_token_ids": tiny.config.eos_token_ids, **limits})
         self.tiny = tiny

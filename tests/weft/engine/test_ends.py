@@ -10,10 +10,11 @@ import pytest
 
 from tests.weft.engine.harness import Driver, prefill
 from tests.weft.tiny_llama import Tiny
-from weft.engine.batch import Sampled, Work
+from weft.engine.batch import Work
 from weft.engine.loop import Loop
 from weft.engine.messages import FirstToken, SequenceMode
 from weft.engine.runner import ModelRunner
+from weft.engine.sampler import LaunchedStep
 from weft.errors import Cancelled, EngineFailed, InvalidRequest, Overloaded
 from weft.request import FinishReason, RequestKey
 
@@ -81,6 +82,7 @@ def test_a_first_token_that_ends_the_text_is_emitted_and_ends_it(grouped: Tiny, 
         ([5] * 10, {"num_logprobs": -1}, "logprobs"),
         ([5] * 10, {"num_tokens": 0}, "max_tokens"),
         ([5] * 10, {"num_tokens": 4, "resumed_tokens": 4}, "max_tokens"),
+        ([5] * 10, {"priority": 11}, "priority"),
     ],
 )
 def test_what_can_never_run_is_refused_with_the_field(
@@ -224,14 +226,14 @@ def test_stopping_fails_what_lives_and_joins_the_thread(grouped: Tiny) -> None:
 def test_a_crash_fails_every_living_sequence_and_is_logged(
     grouped: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def crash(self: ModelRunner, works: Sequence[Work]) -> list[Sampled]:
+    def crash(self: ModelRunner, works: Sequence[Work]) -> LaunchedStep:
         raise RuntimeError("the device is gone")
 
     with Driver(grouped) as driver:
         reserved = driver.submit("reserved", PROMPT, wait_for_kv=True)
         driver.wait_reserved(reserved)
         assert driver.engine.is_alive
-        monkeypatch.setattr(ModelRunner, "execute", crash)
+        monkeypatch.setattr(ModelRunner, "launch", crash)
         running = driver.submit("running", PROMPT)
         driver.wait(lambda: all(driver.heard[key].failure for key in (reserved, running)))
         failure = driver.heard[running].failure

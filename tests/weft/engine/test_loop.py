@@ -8,95 +8,39 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from weft.engine.batch import Sampled, Work
-from weft.engine.config import EngineConfig
+from tests.weft.engine.counting import BOUNDED, CONFIG, WINDOWS, CountingRunner, next_token
 from weft.engine.loop import Loop
-from weft.engine.messages import FirstToken, PoolMemory, Reserved, SequenceMode, SequenceSpec, StepOutput
+from weft.engine.messages import FirstToken, Reserved, SequenceMode, SequenceSpec, StepOutput
 from weft.engine.sequence import Sequence
-from weft.kv.groups import PageRun, Reach
+from weft.kv.groups import Reach
 from weft.request import FinishReason, RequestKey, SamplingParams
-
-CONFIG = EngineConfig(
-    num_blocks=9,
-    block_tokens=4,
-    vocab_size=100,
-    max_context_tokens=40,
-    chunk_tokens=6,
-    max_num_seqs=4,
-    pin_sealed=True,
-    max_pinned=3,
-)
-# windows and chunks that are smaller and larger than a block, and a chunk that no block ends with
-WINDOWS = replace(
-    CONFIG, num_blocks=45, reaches=(Reach(), Reach(window=3), Reach(chunk=6), Reach(window=9), Reach(chunk=16))
-)
-BOUNDED = replace(CONFIG, num_blocks=20, reaches=(Reach(window=5), Reach(window=5), Reach(chunk=7)))
-
-
-def next_token(tokens: Items[int]) -> int:
-    """A text that depends on everything before it."""
-    return (sum((place + 1) * token for place, token in enumerate(tokens)) * 7 + 3) % 100
-
-
-class CountingRunner:
-    """Keeps what was written into which slot, and checks that a sequence reads its own KV, and all that it sees."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self.config = config
-        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
-        self.pool_memory = PoolMemory(0, 1, config.num_blocks)
-        self.chunks: list[tuple[RequestKey, int]] = []
-
-    def write(self, group: int, run: PageRun, tokens: Items[int], places: range) -> None:
-        """KV of a position is a function of all tokens up to it, and another one in each group."""
-        for place in places:
-            page = run.page(place // 4)
-            assert page is not None, "no page to write to"
-            self.slots[page, place % 4] = (group, *tokens[: place + 1])
-
-    def check(self, group: int, run: PageRun, tokens: Items[int], seen: range) -> None:
-        """What lies where a token looks is what was written for it."""
-        for place in seen:
-            page = run.page(place // 4)
-            assert page is not None, "a page that is looked at is gone"
-            assert self.slots[page, place % 4] == (group, *tokens[: place + 1]), "somebody else's KV"
-
-    def execute(self, works: Items[Work]) -> list[Sampled]:
-        """Write, then read everything back."""
-        assert len({id(work.sequence) for work in works}) == len(works)
-        assert sum(work.num_tokens for work in works if work.num_tokens > 1) <= CONFIG.chunk_tokens
-        self.chunks += [(work.sequence.spec.key, work.num_tokens) for work in works]
-        for work in works:
-            sequence = work.sequence
-            end = sequence.num_computed + work.num_tokens
-            assert work.num_tokens >= 1
-            for group, run in enumerate(sequence.runs):
-                self.write(group, run, sequence.token_ids, range(sequence.num_computed, end))
-        for work in works:
-            end = work.sequence.num_computed + work.num_tokens
-            for group, run in enumerate(work.sequence.runs):
-                reach = self.config.reaches[group]
-                for position in range(work.sequence.num_computed, end):
-                    self.check(group, run, work.sequence.token_ids, range(reach.first(position), position + 1))
-                paging = self.config.paging
-                if reach.width:
-                    assert len(run.blocks) <= 2 * paging.most(group), "more pages than two windows and a step"
-        return [Sampled(next_token(work.sequence.token_ids)) for work in works if work.samples]
 
 
 class LoopMachine(RuleBasedStateMachine):
     """Clients, peers and transfers in random order."""
 
     config = CONFIG
+    steps_ahead = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
+        # groups that give pages back hold those of two steps when one is under way
+        more = 7 * self.steps_ahead * self.config.paging.is_bounded
+        self.config = replace(self.config, steps_ahead=self.steps_ahead, num_blocks=self.config.num_blocks + more)
         self.runner = CountingRunner(self.config)
         self.loop = Loop(self.runner, self.config, self.hear, lambda: self.now)
         self.specs: dict[RequestKey, SequenceSpec] = {}
@@ -121,6 +65,7 @@ class LoopMachine(RuleBasedStateMachine):
             assert (delta.prompt is None) == bool(text)
             assert delta.prompt is None or delta.prompt.num_cached_tokens <= len(spec.token_ids)
             for token in delta.token_ids:
+                assert not text or text[-1] not in spec.sampling.stop_token_ids, "a token after the end"
                 assert token == next_token([*spec.token_ids, *text])
                 text.append(token)
             if spec.mode is SequenceMode.PREFILL:
@@ -129,6 +74,9 @@ class LoopMachine(RuleBasedStateMachine):
             elif delta.finish_reason is FinishReason.LENGTH:
                 num_expected = min(spec.sampling.max_tokens, self.config.context_tokens - len(spec.token_ids))
                 assert len(text) == num_expected
+                self.forget(delta.key)
+            elif delta.finish_reason is FinishReason.STOP:
+                assert text[-1] in spec.sampling.stop_token_ids
                 self.forget(delta.key)
 
     def forget(self, key: RequestKey) -> None:
@@ -141,11 +89,13 @@ class LoopMachine(RuleBasedStateMachine):
         num_tokens=st.integers(1, 30),
         mode=st.sampled_from(SequenceMode),
         waits=st.booleans(),
+        stops=st.sampled_from([(), (3,), tuple(range(0, 100, 7))]),
+        priority=st.integers(-1, 1),
     )
-    def submit(self, prompt: list[int], num_tokens: int, mode: SequenceMode, waits: bool) -> None:
-        key = RequestKey(str(len(self.texts)))
-        sampling = SamplingParams(num_tokens, ignore_eos=True)
-        self.specs[key] = SequenceSpec(key, tuple(prompt), sampling, mode, wait_for_kv=waits)
+    def submit(self, num_tokens: int, stops: tuple[int, ...], **fields: Any) -> None:
+        key, prompt, waits = RequestKey(str(len(self.texts))), fields.pop("prompt"), fields.pop("waits")
+        sampling = SamplingParams(num_tokens, stop_token_ids=stops, ignore_eos=True)
+        self.specs[key] = SequenceSpec(key, tuple(prompt), sampling, wait_for_kv=waits, **fields)
         self.texts[key] = []
         self.is_idle = self.loop.turn([Sequence(self.specs[key], prompt, self.now)])
 
@@ -202,9 +152,16 @@ class LoopMachine(RuleBasedStateMachine):
     def run_until_idle(self) -> None:
         for _ in range(1000):
             if self.is_idle:
+                before = self.loop.load
+                assert self.loop.turn([])
+                assert self.loop.load == before, "there was something left to do"
                 return
             self.is_idle = self.loop.turn([])
         raise AssertionError("the loop does not come to rest")
+
+    @invariant()
+    def no_more_is_under_way_than_was_asked_for(self) -> None:
+        assert len(self.runner.under_way) <= self.steps_ahead
 
     @invariant()
     def the_living_are_those_who_should(self) -> None:
@@ -220,8 +177,9 @@ class LoopMachine(RuleBasedStateMachine):
                 self.forget(key)
                 self.loop.cancel(key)
             pinned, self.pinned = self.pinned, []
-            self.loop.turn([partial(self.loop.unpin, pinned), partial(self.loop.unquarantine, self.suspects)])
-            if not self.specs and not self.pinned:
+            answers = [partial(self.loop.unpin, pinned), partial(self.loop.unquarantine, self.suspects)]
+            self.is_idle = self.loop.turn(answers)
+            if self.is_idle and not self.specs and not self.pinned:
                 break
         assert self.specs == {}
         load = self.loop.load
@@ -241,11 +199,10 @@ class BoundedMachine(LoopMachine):
     config = BOUNDED
 
 
-LoopMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
-WindowsMachine.TestCase.settings = BoundedMachine.TestCase.settings = LoopMachine.TestCase.settings
-TestLoopMachine = LoopMachine.TestCase
-TestWindowsMachine = WindowsMachine.TestCase
-TestBoundedMachine = BoundedMachine.TestCase
+@pytest.mark.parametrize("machine", [LoopMachine, WindowsMachine, BoundedMachine])
+def test_whatever_comes_in_whatever_order_all_ends_well(machine: type[LoopMachine], steps_ahead: int) -> None:
+    bounds = settings(max_examples=120, stateful_step_count=40, deadline=None)
+    run_state_machine_as_test(type(machine.__name__, (machine,), {"steps_ahead": steps_ahead}), settings=bounds)
 
 
 def test_a_prompt_whose_pages_another_holds_stands_still_until_they_are_back() -> None:

@@ -1,0 +1,100 @@
+"""From logits to tokens: sampled on the device, where the next step finds them, and copied to the host meanwhile.
+
+Knows sequences and their parameters, not how the logits came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.engine.batch import Sampled, Work
+from weft.engine.config import EngineConfig
+from weft.engine.device import Link, Mark
+from weft.engine.sequence import Sequence
+from weft.engine.shaping import Shaper
+from weft.request import PositionLogprobs, SamplingParams, TokenLogprob
+from weft_kernels.sampling import SamplingRows, logprobs, sample
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """`on_host`: tokens, and then, where somebody `asked`, three tensors of logprobs: of the chosen, values, ids.
+
+    `order`: where in them the results stand, in the order of the works. By row: `asked`, how many logprobs, and
+    `failures`, why there is no token.
+    """
+
+    on_host: tuple[Tensor, ...]
+    order: Items[int]
+    done: Mark
+    asked: dict[int, int] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+
+    def collect(self) -> list[Sampled]:
+        """Wait until the step is done; without any tokens too, as peers will read the KV that it wrote."""
+        self.done.wait()
+        if not self.on_host:
+            return []
+        tokens, *found = (each.tolist() for each in self.on_host)
+        sampled = [Sampled(token, failure=self.failures.get(row)) for row, token in enumerate(tokens)]
+        for at, (row, num_top) in enumerate(self.asked.items()):
+            position = _position_logprobs(tokens[row], [each[at] for each in found], num_top)
+            sampled[row] = replace(sampled[row], logprobs=position)
+        return [sampled[row] for row in self.order]
+
+
+class Sampler:
+    """Remembers the last step's tokens: by the time the next one is launched, the host may not know them."""
+
+    def __init__(self, link: Link, config: EngineConfig) -> None:
+        self.last = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=link.device)
+        self._shaper = Shaper(config.vocab_size, config.eos_token_ids, link)
+        self._rows: dict[Sequence, int] = {}
+        self._link = link
+
+    def last_row(self, sequence: Sequence) -> int:
+        """Where in `last` the newest token of a sequence stands, which the last step sampled."""
+        return self._rows[sequence]
+
+    def launch(self, works: Items[Work], order: Items[int], logits: Tensor) -> LaunchedStep:
+        """One token for each row of `logits`, which are those of `works`; `order`: of the results."""
+        self._rows = {work.sequence: row for row, work in enumerate(works)}
+        if not works:
+            return LaunchedStep((), order, self._link.mark())
+        params = [work.sequence.spec.sampling for work in works]
+        shaped, failures = self._shaper.shape([work.sequence for work in works], logits)
+        tokens = sample(shaped, self._sampling_rows(params, [work.start + work.num_tokens for work in works]))
+        self.last[: len(works)] = tokens
+        asked = {row: each.num_logprobs for row, each in enumerate(params) if each.num_logprobs is not None}
+        found: tuple[Tensor, ...] = ()
+        if asked:
+            rows = self._link.upload(np.array(list(asked)))
+            found = logprobs(logits[rows], tokens[rows], max(asked.values()))
+        on_host = tuple(self._link.download(each) for each in (tokens, *found))
+        return LaunchedStep(on_host, order, self._link.mark(), asked, failures)
+
+    def _sampling_rows(self, params: Items[SamplingParams], positions: list[int]) -> SamplingRows:
+        upload = self._link.upload
+        seeds = np.array([each.seed & 0xFFFF_FFFF_FFFF_FFFF for each in params], dtype=np.uint64).view(np.int64)
+        return SamplingRows(
+            temperature=upload(np.array([each.temperature for each in params], dtype=np.float32)),
+            top_k=upload(np.array([min(each.top_k, 2**31) for each in params])),
+            top_p=upload(np.array([each.top_p for each in params], dtype=np.float64)),
+            min_p=upload(np.array([each.min_p for each in params], dtype=np.float32)),
+            seeds=upload(seeds),
+            positions=upload(np.array(positions)),
+            is_greedy=all(each.temperature <= 0 for each in params),
+            has_top_k_or_p=any(each.top_k > 0 or each.top_p < 1 for each in params),
+        )
+
+
+def _position_logprobs(token: int, found: Items[Any], num_top: int) -> PositionLogprobs:
+    chosen, values, ids = found
+    top = zip(ids[:num_top], values[:num_top], strict=True)
+    return PositionLogprobs(TokenLogprob(token, chosen), tuple(TokenLogprob(*pair) for pair in top))

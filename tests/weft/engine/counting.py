@@ -1,0 +1,109 @@
+"""A runner that only counts: its KV is a function of the text, and its device as slow as it can be."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+
+from weft.engine.batch import Sampled, Work
+from weft.engine.config import EngineConfig
+from weft.engine.messages import PoolMemory
+from weft.engine.sequence import Sequence
+from weft.kv.groups import PageRun, Reach
+from weft.request import RequestKey
+
+CONFIG = EngineConfig(
+    num_blocks=9,
+    block_tokens=4,
+    vocab_size=100,
+    max_context_tokens=40,
+    chunk_tokens=6,
+    max_num_seqs=4,
+    pin_sealed=True,
+    max_pinned=3,
+)
+# windows and chunks that are smaller and larger than a block, and a chunk that no block ends with
+WINDOWS = replace(
+    CONFIG, num_blocks=45, reaches=(Reach(), Reach(window=3), Reach(chunk=6), Reach(window=9), Reach(chunk=16))
+)
+BOUNDED = replace(CONFIG, num_blocks=20, reaches=(Reach(window=5), Reach(window=5), Reach(chunk=7)))
+
+
+def next_token(tokens: Items[int]) -> int:
+    """A text that depends on everything before it."""
+    return (sum((place + 1) * token for place, token in enumerate(tokens)) * 7 + 3) % 100
+
+
+class CountingRunner:
+    """Keeps what was written into which slot, and checks that a sequence reads its own KV, and all that it sees."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.pool_memory = PoolMemory(0, 1, config.num_blocks)
+        self.chunks: list[tuple[RequestKey, int]] = []
+        self.under_way: deque[Counted] = deque()
+        self.last: dict[Sequence, int] = {}
+
+    def write(self, group: int, run: PageRun, tokens: Items[int], places: range) -> None:
+        """KV of a position is a function of all tokens up to it, and another one in each group."""
+        for place in places:
+            page = run.page(place // 4)
+            assert page is not None, "no page to write to"
+            self.slots[page, place % 4] = (group, *tokens[: place + 1])
+
+    def check(self, group: int, run: PageRun, tokens: Items[int], seen: range) -> None:
+        """What lies where a token looks is what was written for it."""
+        for place in seen:
+            page = run.page(place // 4)
+            assert page is not None, "a page that is looked at is gone"
+            assert self.slots[page, place % 4] == (group, *tokens[: place + 1]), "somebody else's KV"
+
+    def launch(self, works: Items[Work]) -> Counted:
+        """Note what a device would be given."""
+        assert len({id(work.sequence) for work in works}) == len(works)
+        assert sum(work.num_tokens for work in works if work.num_tokens > 1) <= self.config.chunk_tokens
+        assert all(work.num_tokens >= 1 for work in works)
+        for group, reach in enumerate(self.config.reaches):
+            most = 2 * self.config.paging.most(group)
+            held = [len(work.sequence.runs[group].blocks) for work in works]
+            assert not reach.width or max(held) <= most, "more pages than two windows and a step"
+        noted = [(each, list(each.sequence.runs), list(each.sequence.token_ids)) for each in works]
+        self.chunks += [(work.sequence.spec.key, work.num_tokens) for work in works]
+        self.under_way.append(Counted(self, noted))
+        return self.under_way[-1]
+
+
+@dataclass
+class Counted:
+    """One step, as it was when it was launched."""
+
+    runner: CountingRunner
+    works: list[tuple[Work, list[PageRun], list[int]]]  # with pages and tokens
+    sampled: list[Sampled] | None = None
+
+    def collect(self) -> list[Sampled]:
+        """The device is as slow as it can be: it begins when somebody waits."""
+        while self.sampled is None:
+            self.runner.under_way.popleft().compute()
+        return self.sampled
+
+    def compute(self) -> None:
+        """Write, then read everything back."""
+        runner, last = self.runner, self.runner.last
+        runner.last, self.sampled = {}, []
+        for work, runs, text in self.works:
+            if work.start == len(text):
+                text.append(last[work.sequence])
+            for group, run in enumerate(runs):
+                runner.write(group, run, text, range(work.start, work.start + work.num_tokens))
+        for work, runs, text in self.works:
+            end = work.start + work.num_tokens
+            for group, run in enumerate(runs):
+                for position in range(work.start, end):
+                    runner.check(group, run, text, range(runner.config.reaches[group].first(position), position + 1))
+            assert work.samples == (end == len(text))
+            if work.samples:
+                runner.last[work.sequence] = next_token(text)
+                self.sampled.append(Sampled(next_token(text)))

@@ -1,0 +1,119 @@
+"""Who goes first, who makes way, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tests.weft.engine.counting import CONFIG, CountingRunner
+from weft.engine.loop import Loop
+from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
+from weft.engine.sequence import Sequence
+from weft.engine.waiting import LEVEL_SECONDS
+from weft.request import RequestKey, SamplingParams
+
+
+class Played:
+    """A loop under a clock of its own, and the order in which sequences began and ended."""
+
+    def __init__(self, steps_ahead: int, **limits: Any) -> None:
+        self.now = 0.0
+        self.begun: list[str] = []
+        self.ended: list[str] = []
+        config = replace(CONFIG, steps_ahead=steps_ahead, pin_sealed=False, **limits)
+        self.loop = Loop(CountingRunner(config), config, self.hear, lambda: self.now)
+
+    def hear(self, output: StepOutput) -> None:
+        for delta in output.deltas:
+            name = delta.key.request_id
+            if name not in self.begun:
+                self.begun.append(name)
+            if delta.finish_reason is not None:
+                self.ended.append(name)
+
+    def submit(self, name: str, priority: int, num_tokens: int = 1, prompt: int = 4, **changes: Any) -> None:
+        """Without a turn."""
+        fields = {"mode": SequenceMode.GENERATE, "priority": priority, "cache_salt": name.encode(), **changes}
+        spec = SequenceSpec(RequestKey(name), (1,) * prompt, SamplingParams(num_tokens, ignore_eos=True), **fields)
+        self.loop._enter(Sequence(spec, list(spec.token_ids), self.now))
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.loop.turn([])
+
+    def run(self) -> None:
+        while not self.loop.turn([]):
+            pass
+
+
+def test_higher_priorities_go_first_and_equal_ones_in_the_order_they_came(steps_ahead: int) -> None:
+    played = Played(steps_ahead, max_num_seqs=1)
+    for name, priority in (("batch", -1), ("one", 0), ("urgent", 1), ("two", 0), ("urgent too", 1)):
+        played.submit(name, priority)
+    played.run()
+    assert played.ended == ["urgent", "urgent too", "one", "two", "batch"]
+
+
+def test_a_level_of_priority_is_worth_so_much_waiting_and_no_more(steps_ahead: int) -> None:
+    """However many come, those a level higher overtake only if they come soon enough."""
+    played = Played(steps_ahead, max_num_seqs=1)
+    played.submit("patient", 0)
+    for number in range(100):
+        played.now = (number + 1) * LEVEL_SECONDS / 10
+        played.submit(str(number), 1)
+    played.run()
+    overtaken_by = played.ended.index("patient")
+    assert played.ended[:overtaken_by] == [str(number) for number in range(overtaken_by)]
+    assert overtaken_by == 9  # the tenth came a whole level later
+
+
+def test_prompts_of_higher_priority_are_computed_first(steps_ahead: int) -> None:
+    played = Played(steps_ahead)
+    played.submit("long", 0, prompt=12)
+    played.submit("urgent", 1, prompt=12)
+    played.run()
+    assert played.begun == ["urgent", "long"]
+
+
+def test_the_last_in_turn_is_preempted_when_blocks_run_out_however_long_it_has_run(steps_ahead: int) -> None:
+    """9 blocks of 4: three texts of 16 tokens do not fit together."""
+    played = Played(steps_ahead)
+    for name, priority in (("batch", -1), ("urgent", 1), ("usual", 0)):
+        played.submit(name, priority, num_tokens=12)
+        played.turn(2)
+    played.run()
+    assert played.begun == ["batch", "urgent", "usual"]
+    assert played.ended == ["urgent", "usual", "batch"]
+
+
+def test_a_sequence_of_higher_priority_takes_the_seat_of_a_lower_one_and_gives_it_back(steps_ahead: int) -> None:
+    played = Played(steps_ahead, max_num_seqs=2)
+    played.submit("batch", -1, num_tokens=20)
+    played.submit("usual", 0, num_tokens=20)
+    played.turn(4)
+    played.submit("urgent", 1, num_tokens=2)
+    played.run()
+    assert played.ended == ["urgent", "usual", "batch"]
+
+
+def test_nobody_makes_way_where_that_would_not_be_room_enough(steps_ahead: int) -> None:
+    played = Played(steps_ahead)
+    played.submit("held", 1, prompt=20, mode=SequenceMode.PREFILL)
+    played.turn(6)
+    played.submit("batch", -1, num_tokens=8)
+    played.turn(4)
+    played.submit("urgent", 1, prompt=20)
+    played.run()
+    assert played.ended == ["batch"]
+    played.loop.cancel(RequestKey("held"))
+    played.run()
+    assert played.ended == ["batch", "urgent"]
+
+
+def test_equals_do_not_make_way_for_one_another(steps_ahead: int) -> None:
+    played = Played(steps_ahead, max_num_seqs=1)
+    played.submit("first", 0, num_tokens=10)
+    played.turn(3)
+    played.submit("second", 0)
+    played.run()
+    assert played.ended == ["first", "second"]
