@@ -9,13 +9,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from weft.capacity.footprint import ITEM_BYTES, Kind
+from weft.capacity.gpus import GPUS
+from weft.capacity.layout import GIB, UNBOUNDED, BadPlan, Demand, Layout, Stage, check_layout, layouts, on_stage, share
+from weft.capacity.limits import TERA, Step
+from weft.capacity.plan import COMMUNICATION_BYTES, RUNTIME_BYTES, Plan, make_plan
 from weft.errors import BadCheckpoint
 from weft.model.config import read_config
-from weft.model.footprint import ITEM_BYTES, Kind
-from weft.model.gpus import GPUS
-from weft.model.layout import GIB, UNBOUNDED, BadPlan, Demand, Layout, Stage, check_layout, layouts, on_stage, share
-from weft.model.limits import TERA, Step
-from weft.model.plan import COMMUNICATION_BYTES, RUNTIME_BYTES, Plan, make_plan
 from weft.model.spec import ModelConfig
 
 DEFAULT_CONTEXT = 8192

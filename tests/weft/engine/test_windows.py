@@ -12,11 +12,11 @@ import torch
 
 from tests.weft.engine.harness import Driver, hand_over, prefill
 from tests.weft.tiny_families import TinyFamily
+from weft.capacity.gpus import GPUS
+from weft.capacity.layout import Demand, Layout
+from weft.capacity.plan import make_plan
 from weft.kv.blocks import BlockPool
-from weft.model.gpus import GPUS
 from weft.model.kv_layout import group_size, kv_groups
-from weft.model.layout import Demand, Layout
-from weft.model.plan import make_plan
 
 NAMES = ["mistral-window", "qwen2-window", "llama4"]
 LENGTHS = [1, 8, 23, 40, 57]

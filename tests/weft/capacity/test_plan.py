@@ -13,20 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-
 from tests.weft.model.test_quantized import FP8, INT4, quantized
 from tests.weft.tiny_families import FAMILIES, TinyFamily
 from tests.weft.tiny_llama import Tiny
+
+from weft.capacity.footprint import Kind, footprint
+from weft.capacity.gpus import GPUS, Gpu
+from weft.capacity.layout import UNBOUNDED, BadPlan, Demand, Layout, Stage, check_layout, layouts
+from weft.capacity.plan import Plan, make_plan
 from weft.kv.groups import Paging, Reach
 from weft.model.config import expected_tensors, read_config
-from weft.model.footprint import Kind, footprint
-from weft.model.gpus import GPUS, Gpu
 from weft.model.kv_layout import block_bytes, kv_groups
-from weft.model.layout import UNBOUNDED, BadPlan, Demand, Layout, Stage, check_layout, layouts
-from weft.model.plan import Plan, make_plan
 from weft.model.spec import ModelConfig
 
-CONFIGS = Path(__file__).parent / "configs"
+CONFIGS = Path(__file__).parents[1] / "model/configs"
 NANO = Path(__file__).parents[3] / "models/weft-nano"
 SCOUT, KIMI, LLAMA = (read_config(CONFIGS / name) for name in ("llama4-scout", "kimi-k2.5", "llama3-8b"))
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from weft.capacity.footprint import ITEM_BYTES, Footprint, footprint
+from weft.capacity.layout import GIB, Demand, Layout, Stage, on_stage, share
+from weft.capacity.limits import Limits
 from weft.kv.groups import Paging
-from weft.model.footprint import ITEM_BYTES, Footprint, footprint
 from weft.model.kv_layout import kv_groups
-from weft.model.layout import GIB, Demand, Layout, Stage, on_stage, share
-from weft.model.limits import Limits
 from weft.model.spec import ModelConfig
 
 # CUDA context, libraries' workspaces, captured graphs; and buffers of NCCL where there are several GPUs.

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weft.capacity.footprint import FIRST, LAST, Footprint, Kind, Weight
+from weft.capacity.gpus import Gpu
 from weft.errors import WeftError
 from weft.kv.groups import Paging
-from weft.model.footprint import FIRST, LAST, Footprint, Kind, Weight
-from weft.model.gpus import Gpu
 from weft.model.spec import ModelConfig
 
 GIB = 1 << 30

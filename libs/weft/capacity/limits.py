@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.model.footprint import Footprint, Kind, Weight
-from weft.model.layout import Demand, Layout, Stage, on_stage, share
+from weft.capacity.footprint import Footprint, Kind, Weight
+from weft.capacity.layout import Demand, Layout, Stage, on_stage, share
 from weft.model.spec import ModelConfig
 
 TERA = 1e12

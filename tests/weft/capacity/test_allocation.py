@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-
 from tests.weft.engine.harness import Driver
 from tests.weft.tiny_families import FAMILIES, TinyFamily
+
+from weft.capacity.gpus import GPUS
+from weft.capacity.layout import Demand, Layout, Stage
+from weft.capacity.plan import make_plan
 from weft.model.decoder import Decoder
-from weft.model.gpus import GPUS
 from weft.model.kv_layout import kv_groups
-from weft.model.layout import Demand, Layout, Stage
-from weft.model.plan import make_plan
 from weft.model.spec import HeadNorm, ModelConfig
 
 

@@ -1,0 +1,1 @@
+"""What a model takes, and what a machine could do with it at best: arithmetic on configs. No torch."""
