@@ -5,12 +5,13 @@ PORT ?= 8000
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test soak lint protos install install-dev pin clean
+.PHONY: help serve test soak chaos lint protos install install-dev pin clean
 
 help:
 	@echo "make serve    install, then run the whole mesh on http://127.0.0.1:$(PORT)   (PORT=8080 ARGS='--decode 2')"
 	@echo "make test     install, then run every test                              (ARGS='-k name')"
 	@echo "make soak     the engine at random for 100,000 steps a family, freed memory poisoned (a quarter of an hour)"
+	@echo "make chaos    the whole fault matrix, --rounds times                   (ARGS='--rounds 20')"
 	@echo "make lint     style, types, import directions, wire contracts, compose"
 	@echo "make protos   compile protos/weft_mesh into protos/generated"
 	@echo "make pin      write constraints.txt from what is installed in $(VENV)"
@@ -24,6 +25,10 @@ test: install-dev
 
 soak: install-dev
 	WEFT_SOAK_STEPS=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/weft/engine/test_soak.py $(ARGS)
+
+# --tb=native: Python 3.11 fails to show long tracebacks of nested groups
+chaos: install-dev
+	@exec $(BIN)/python -m pytest tests/chaos --rounds 1 --tb=native $(ARGS)
 
 lint: install-dev
 	@scripts/lint.sh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import re
 import signal
@@ -40,7 +41,9 @@ class MeshTrouble(Exception):
 class LocalMesh:
     """Two prefill and two decode workers, on free ports, while the block lasts."""
 
-    def __init__(self, model: str = "", num_prefill: int = 2, num_decode: int = 2) -> None:
+    def __init__(
+        self, model: str = "", num_prefill: int = 2, num_decode: int = 2, environment: dict[str, str] | None = None
+    ) -> None:
         port, grpc_port = _free_port(), _free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._num_workers = num_prefill + num_decode
@@ -50,7 +53,13 @@ class LocalMesh:
         command = [sys.executable, "-m", "weft.cli.main", "up", "--port", str(port), "--grpc-port", str(grpc_port)]
         command += ["--model", model or str(ROOT / "models" / "weft-nano"), "--dtype", "float32", "--threads", "1"]
         command += ["--prefill", str(num_prefill), "--decode", str(num_decode)]
-        self._up = psutil.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True)
+        self._up = psutil.Popen(
+            command,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+        )
 
     def __enter__(self) -> Self:
         deadline = time.monotonic() + START_SECONDS
@@ -120,6 +129,27 @@ class LocalMesh:
             return httpx.get(f"{self.url}/ready", timeout=5).status_code == httpx.codes.OK and self._is_whole()
         except (httpx.TransportError, grpc.RpcError, LookupError):
             return False
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """Every process of the mesh by service or worker, `weft up` itself included."""
+        named: dict[str, psutil.Process] = {"up": self._up}
+        for process in self._up.children(recursive=True):
+            try:
+                worker, command = process.environ().get("WEFT_WORKER_ID", ""), " ".join(process.cmdline())
+            except psutil.Error:  # it ends just now
+                continue
+            found = re.search(r"weft_services\.(\w+)|(valkey-server|mooncake_master|store_child)", command)
+            part = (found[1] or found[2]) if found else str(process.pid)
+            named[worker if worker.startswith(f"{part}-") else f"{worker} {part}".strip()] = process
+        return named
+
+    def missing_blocks(self) -> dict[str, int]:
+        """Blocks that are neither free nor cached, by worker; empty when the mesh is idle and nothing is lost."""
+        fleet = self._fleet()
+        missing = {
+            w.hello.worker.worker_id: w.hello.num_blocks - w.report.free_blocks - w.report.cached_blocks for w in fleet
+        }
+        return {name: count for name, count in missing.items() if count}
 
     def _is_whole(self) -> bool:
         """As the scheduler sees it: every worker is there, ready, has just said so, and is none of the killed."""

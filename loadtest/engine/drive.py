@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from weft.model.layout import GIB
 
 from loadtest.engine.shapes import RandomWeights, Shape, weight_bytes
 from weft.engine.build import build_engine
@@ -22,7 +23,6 @@ from weft.engine.config import EngineConfig
 from weft.engine.messages import FirstToken, PoolMemory, Reserved, SequenceMode, SequenceSpec, StepOutput
 from weft.kv.groups import Paging
 from weft.model.kv_layout import block_bytes, kv_groups
-from weft.model.layout import GIB
 from weft.request import RequestKey, SamplingParams
 
 DEADLINE_SECONDS = 300.0

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from weft.model.footprint import footprint
 
 from weft.model.config import FAMILIES, ModelConfig, expected_tensors
 from weft.model.fields import Fields
-from weft.model.footprint import footprint
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -133,8 +133,10 @@ async def start_worker(
     store: Any = None,
     meddler: Meddler | None = None,
     lease_seconds: float = LEASE_SECONDS,
+    boot_id: str = "",
+    port: int = 0,
 ) -> AsyncIterator[Worker]:
-    """A worker on a port of its own."""
+    """A worker on a port of its own, or on that one."""
     feed = EngineFeed()
     reaches = kv_groups(tiny.config).reaches
     config = EngineConfig(num_blocks, BLOCK_TOKENS, tiny.config.vocab_size, 200, CHUNK_TOKENS, reaches=reaches)
@@ -158,7 +160,7 @@ async def start_worker(
         async with background() as tasks:
             place = Workplace(
                 worker_id=name,
-                boot_id=f"boot-of-{name}",
+                boot_id=boot_id or f"boot-of-{name}",
                 engine=engine,
                 feed=feed,
                 fingerprint=fingerprint_of(tiny),
@@ -172,7 +174,7 @@ async def start_worker(
                 lease_seconds=lease_seconds,
             )
             desk = install(place, rpc.server)
-            address = await rpc.start("127.0.0.1", 0)
+            address = await rpc.start("127.0.0.1", port)
             try:
                 yield Worker(place, desk, WorkerAddress(name, place.boot_id, address), rpc)
             finally:
@@ -210,15 +212,20 @@ async def start_pair(
     meddler: Meddler | None = None,
     store: Any = None,
     num_blocks: int = 64,
+    prefill_blocks: int = 64,
     lease_seconds: float = LEASE_SECONDS,
 ) -> AsyncIterator[Pair]:
     """Both workers, speaking `transport`; the meddler is decode's, the store prefill's, `num_blocks` decode's."""
     async with AsyncExitStack() as stack:
         prefill = await stack.enter_async_context(
-            start_worker(tiny, "prefill-0", install_prefill, transport, store=store, lease_seconds=lease_seconds)
+            start_worker(
+                tiny, "prefill-0", install_prefill, transport, prefill_blocks, store, lease_seconds=lease_seconds
+            )
         )
         decode = await stack.enter_async_context(
-            start_worker(tiny, "decode-0", install_decode, transport, meddler=meddler, num_blocks=num_blocks)
+            start_worker(
+                tiny, "decode-0", install_decode, transport, num_blocks, meddler=meddler, lease_seconds=lease_seconds
+            )
         )
         tasks = await stack.enter_async_context(background())
         gateway = Gateway(decode.address, tasks)

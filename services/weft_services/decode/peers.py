@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from weft.errors import PeerLost
-from weft.kv.handoff import LEASE_SECONDS, SIGNS_A_LEASE, PrefillEvent, PrefillOrder
+from weft.kv.handoff import SIGNS_A_LEASE, PrefillEvent, PrefillOrder
 from weft.request import WorkerAddress
 from weft.rpc.client import ChannelPool, owned, translated
 from weft.rpc.handoff import event_from_wire, order_to_wire
@@ -20,16 +20,16 @@ MIN_RENEWAL_SECONDS = 0.01
 class PrefillCall:
     """One prompt's stream, kept alive until `finish`."""
 
-    def __init__(self, order: PrefillOrder) -> None:
+    def __init__(self, order: PrefillOrder, lease_seconds: float) -> None:
+        self.lease_seconds = lease_seconds
         self._order = order
-        self._renewal_seconds = LEASE_SECONDS / SIGNS_A_LEASE
         self._is_done = False
         self._has_news = asyncio.Event()
         self.responses: AsyncIterator[prefill_service_pb2.PrefillResponse]
 
     def keep_alive(self, lease_ms: int) -> None:
         """The lease has begun; this is what the lender takes for silence."""
-        self._renewal_seconds = max(lease_ms / 1000 / SIGNS_A_LEASE, MIN_RENEWAL_SECONDS)
+        self.lease_seconds = lease_ms / 1000
         self._has_news.set()
 
     def finish(self) -> None:
@@ -42,7 +42,7 @@ class PrefillCall:
         yield prefill_service_pb2.PrefillRequest(start=order_to_wire(self._order))
         while not self._is_done:
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._renewal_seconds):
+                async with asyncio.timeout(max(self.lease_seconds / SIGNS_A_LEASE, MIN_RENEWAL_SECONDS)):
                     await self._has_news.wait()
                     self._has_news.clear()
                     continue
@@ -61,10 +61,11 @@ class PrefillCall:
 
 
 class PrefillPeers:
-    """All prefill workers, by address."""
+    """All prefill workers, by address. Until one has named its lease it is taken to be ours."""
 
-    def __init__(self, channels: ChannelPool) -> None:
+    def __init__(self, channels: ChannelPool, lease_seconds: float) -> None:
         self._channels = channels
+        self._lease_seconds = lease_seconds
 
     @asynccontextmanager
     async def open(
@@ -72,7 +73,7 @@ class PrefillPeers:
     ) -> AsyncIterator[PrefillCall]:
         """Place an order; the call ends with the scope. Broken calls come out as WeftError."""
         stub = prefill_service_pb2_grpc.PrefillServiceStub(self._channels.get(worker.address))
-        call = PrefillCall(order)
+        call = PrefillCall(order, self._lease_seconds)
         async with owned(stub.Prefill(call.requests(), timeout=timeout_seconds)) as stream:
             call.responses = aiter(stream)
             yield call

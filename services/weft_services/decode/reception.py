@@ -13,7 +13,6 @@ from weft import metrics
 from weft.errors import Incompatible, PeerLost
 from weft.kv.groups import PageRun
 from weft.kv.handoff import (
-    LEASE_SECONDS,
     Accepted,
     LeaseClosed,
     PrefillEvent,
@@ -61,6 +60,10 @@ class Reception:
         """So far."""
         return self._borrowing.transferred_bytes if self._borrowing else 0
 
+    @property
+    def _is_all_lent(self) -> bool:
+        return all(len(lent) == len(target.blocks) for lent, target in zip(self._lent, self._targets, strict=True))
+
     async def receive(self, call: PrefillCall, stages: StageClock) -> PromptFinished:
         """Everything, to the lender's word that the lease held. Raises ExceptionGroup."""
         self._stages = stages
@@ -75,15 +78,12 @@ class Reception:
 
     async def _listen(self, call: PrefillCall, pulling: asyncio.Task[None]) -> PromptFinished:
         loop = asyncio.get_running_loop()
-        silence_seconds = LEASE_SECONDS
-        async with asyncio.timeout(silence_seconds) as patience:
+        async with asyncio.timeout(call.lease_seconds) as patience:
             async for event in call.events():
-                if isinstance(event, Accepted):
-                    silence_seconds = event.lease_ms / 1000
-                elif isinstance(event, LeaseClosed):
+                if isinstance(event, LeaseClosed):
                     return self._closed(event, pulling)
                 self._take(event, call)
-                patience.reschedule(loop.time() + silence_seconds)
+                patience.reschedule(loop.time() + call.lease_seconds)
         raise PeerLost("the lender ended the call early")
 
     def _take(self, event: PrefillEvent, call: PrefillCall) -> None:
@@ -93,10 +93,8 @@ class Reception:
             case ReadyBlocks():
                 self._announce(event)
             case PromptFinished():
-                num_lent = [len(blocks) for blocks in self._lent]
-                num_lacking = [len(target.blocks) for target in self._targets]
-                if num_lent != num_lacking:
-                    raise BrokenPromise(f"{num_lent} blocks of each group were lent, not {num_lacking}")
+                if not self._is_all_lent:
+                    raise BrokenPromise(f"only {sum(map(len, self._lent))} blocks were lent")
                 self._finished = event
                 self._stages.reach(Stage.TRANSFERRING)
                 self._has_news.set()
@@ -130,7 +128,9 @@ class Reception:
     async def _pull(self, call: PrefillCall) -> None:
         """Until the whole prompt is here; then tell the lender so."""
         while self._copies or self._finished is None:
-            await self._has_news.wait()
+            # the end of the prompt is said in one breath with its last blocks
+            async with asyncio.timeout(call.lease_seconds if self._is_all_lent else None):
+                await self._has_news.wait()
             self._has_news.clear()
             copies, self._copies = self._copies, []
             if copies:

@@ -116,7 +116,7 @@ def install(place: Workplace, server: grpc.aio.Server) -> SequenceDesk:
     quarantine = Quarantine(place.engine.unquarantine)
     place.tasks.create_task(quarantine.keep())
     borrower = Borrower(place.transports, place.memory, place.tasks, quarantine)
-    hand_offs = HandOffs(place.engine, PrefillPeers(place.channels), borrower, place.fingerprint)
+    hand_offs = HandOffs(place.engine, PrefillPeers(place.channels, place.lease_seconds), borrower, place.fingerprint)
     desk = SequenceDesk(place.engine, place.worker_id, place.boot_id, hand_offs, place.grammars)
     place.tasks.create_task(desk.watch(place.engine.pulse))
     place.feed.subscribe(desk.on_step)

@@ -1,0 +1,1 @@
+"""The fault matrix: what a request is doing, times what goes wrong."""

@@ -1,0 +1,67 @@
+"""How often the matrix runs, and the table of its cells at the end.
+
+Without `--rounds` (as in `make test`) a selection of in-process cells runs once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+import pytest
+
+from tests.weft.tiny_llama import Tiny, make_tiny
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`make chaos` sets it."""
+    parser.addoption("--rounds", type=int, default=0, help="run the whole fault matrix so many times")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Cells: all of them so many times, or the quick ones."""
+    rounds = metafunc.config.getoption("--rounds", default=0)
+    if "cell" in metafunc.fixturenames:
+        module = metafunc.module
+        cells = [cell for _ in range(rounds) for cell in module.CELLS] or module.QUICK
+        metafunc.parametrize("cell", cells, ids=[f"{fault}-{state}" for fault, state in cells])
+
+
+@pytest.fixture(autouse=True)
+def _noted(request: pytest.FixtureRequest) -> None:
+    """Each cell's place in the table."""
+    if "cell" in request.fixturenames:
+        request.node.user_properties.append(("cell", request.getfixturevalue("cell")))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Faults as rows, states as columns: cells passed of cells run."""
+    run: Counter[tuple[str, str]] = Counter()
+    passed: Counter[tuple[str, str]] = Counter()
+    for report in _reports(terminalreporter):
+        for cell in (value for name, value in report.user_properties if name == "cell"):
+            assert isinstance(cell, tuple)
+            run[cell] += 1
+            passed[cell] += report.passed
+    if not run:
+        return
+    states: dict[str, list[str]] = defaultdict(list)
+    for fault, state in run:
+        mark = f"{passed[fault, state]}/{run[fault, state]}"
+        states[fault].append(f"{state} {mark}")
+    terminalreporter.write_sep("-", f"fault matrix: {passed.total()} of {run.total()} cells passed")
+    for fault, marks in states.items():
+        terminalreporter.write_line(f"{fault:>34}  {'   '.join(marks)}")
+
+
+def _reports(terminalreporter: pytest.TerminalReporter) -> Iterable[pytest.TestReport]:
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            if report.when == "call":
+                yield report
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """Random weights, shared key heads."""
+    return make_tiny("grouped", tmp_path_factory.mktemp("tiny"))

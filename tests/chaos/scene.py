@@ -1,0 +1,115 @@
+"""A pair of workers in this process, a sequence that is to be hurt, and one beside it that must not notice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tests.chaos.relay import Hold, Hurt, Relay
+from tests.services.attach import Answer, Gateway, prompt
+from tests.services.workers import Pair, Worker, start_pair, start_worker
+from tests.weft.tiny_llama import Tiny
+from weft.request import RequestKey, SamplingParams, WorkerAddress
+from weft.rpc.server import RpcServer
+from weft.worker.tasks import background
+from weft_mesh.v1 import prefill_service_pb2_grpc
+from weft_services.prefill.service import install as install_prefill
+
+ENDLESS = SamplingParams(max_tokens=120, ignore_eos=True)
+VICTIM, OTHER = prompt(45, seed=21), prompt(11, seed=22)
+VICTIM_TOKENS, NUM_BLOCKS = 12, 96
+
+
+@dataclass
+class Scene:
+    """`lender` is where the victim's prompt is sent: the relay, which is prefill to whoever asks."""
+
+    pair: Pair
+    relay: Relay
+    hurt: Hurt
+    lender: WorkerAddress
+    gateway: Gateway
+    key: RequestKey | None = None
+    answer: Answer | None = None
+
+    async def start(self, **fields: Any) -> None:
+        """The victim."""
+        sampling = SamplingParams(max_tokens=VICTIM_TOKENS, ignore_eos=True)
+        self.key, self.answer = await self.gateway.start(VICTIM, self.lender, sampling=sampling, **fields)
+
+    async def expect_text(self) -> None:
+        """The victim ends well, with the tokens of an undisturbed one."""
+        assert self.answer is not None
+        async with asyncio.timeout(20):
+            await self.answer.has_ended.wait()
+        assert self.answer.failure is None, self.answer.failure
+        assert self.answer.tokens == self.pair.expected(VICTIM, VICTIM_TOKENS)
+
+    async def expect_failure(self, code: int) -> None:
+        """The victim ends with this status."""
+        assert self.answer is not None
+        async with asyncio.timeout(20):
+            await self.answer.has_ended.wait()
+        assert self.answer.failure is not None
+        assert self.answer.failure.code == code
+
+    def open(self) -> None:
+        """Whatever is held goes on."""
+        for hold in (self.relay.hold, self.hurt.hold):
+            hold.opening.set()
+
+    async def reached(self, hold: Hold) -> None:
+        """The victim is where it is to be hurt."""
+        async with asyncio.timeout(20):
+            await hold.is_reached.wait()
+
+    @asynccontextmanager
+    async def another_boot(self) -> AsyncIterator[Worker]:
+        """Prefill dies, and another process listens on the same port."""
+        old = self.pair.prefill
+        await old.rpc.stop(0)
+        port = int(old.address.address.rpartition(":")[2])
+        async with start_worker(
+            self.pair.tiny, "prefill-0", install_prefill, boot_id="another boot", port=port
+        ) as worker:
+            yield worker
+
+
+@asynccontextmanager
+async def scene_of(tiny: Tiny, event: str, hurt: Hurt, lease_seconds: float) -> AsyncIterator[Scene]:
+    """Held where prefill says `event`, or by the transport. At the end: the bystander's tokens, and every block."""
+    async with start_pair(tiny, meddler=hurt, num_blocks=NUM_BLOCKS, lease_seconds=lease_seconds) as pair:
+        hurt.victim = pair.decode
+        channel = pair.decode.place.channels.get(pair.prefill.address.address)
+        relay = Relay(prefill_service_pb2_grpc.PrefillServiceStub(channel), event, hurt.has_begun)
+        rpc = RpcServer([])
+        prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(relay, rpc.server)
+        lender = WorkerAddress("prefill-0", pair.prefill.address.boot_id, await rpc.start("127.0.0.1", 0))
+        async with background() as tasks:
+            gateway = Gateway(pair.decode.address, tasks)
+            _, bystander = await pair.gateway.start(OTHER, sampling=ENDLESS)
+            await bystander.has_begun.wait()
+            scene = Scene(pair, relay, hurt, lender, gateway)
+            yield scene
+            scene.open()
+            async with asyncio.timeout(20):
+                await bystander.has_ended.wait()
+            await _expect_nothing_amiss(pair, bystander)
+            await gateway.leave()
+            await rpc.stop(0)
+
+
+async def _expect_nothing_amiss(pair: Pair, bystander: Answer) -> None:
+    assert bystander.failure is None
+    assert bystander.tokens == pair.expected(OTHER, ENDLESS.max_tokens)
+    # whoever comes next finds good blocks, in the cache and elsewhere
+    for token_ids in (VICTIM, prompt(40, seed=23)):
+        answer = await pair.gateway.generate(token_ids)
+        assert answer.tokens == pair.expected(token_ids)
+    for worker in (pair.prefill, pair.decode):
+        load = await worker.until_load(lambda load: not (load.active_blocks or load.quarantined_blocks))
+        assert load.free_blocks + load.cached_blocks == worker.place.memory.num_blocks
+        assert (load.num_running, load.num_waiting, load.active_tokens) == (0, 0, 0)

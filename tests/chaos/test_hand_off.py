@@ -1,0 +1,217 @@
+"""Cells inside one process: every stage of a hand-off, held there, and hurt there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from tests.chaos.relay import Hurt
+from tests.chaos.scene import Scene, scene_of
+from tests.services.attach import prompt
+from tests.services.decode.test_stalled import standing
+from tests.services.workers import start_pair
+from tests.weft.tiny_llama import Tiny
+from weft.errors import DeadlineExceeded
+from weft.worker import borrow, quarantine
+from weft_services.decode import reception
+
+# a state: the event of prefill's that is held back
+EVENTS = {
+    "queued at prefill": "accepted",
+    "prefilling": "blocks",
+    "last chunk read": "finished",
+    "closing": "closing",
+}
+# or the pull
+PULLS = {"first pull": 1, "second pull": 2}
+DEADLINE_MS = 1500
+# where silence is the fault; elsewhere what is held must not end the lease
+SHORT_LEASE_SECONDS, LEASE_SECONDS = 1.0, 30.0
+
+
+async def client_gone(scene: Scene) -> None:
+    """One sequence is cancelled."""
+    assert scene.key is not None
+    assert scene.answer is not None
+    await scene.gateway.cancel(scene.key)
+    await scene.pair.decode.until_load(lambda load: load.num_running == 1 and not load.num_waiting)
+    scene.open()
+    assert not scene.answer.has_ended.is_set()
+
+
+async def stream_broken(scene: Scene) -> None:
+    """The gateway goes, with all that is its own."""
+    await scene.gateway.leave()
+    await scene.pair.decode.until_load(lambda load: load.num_running == 1 and not load.num_waiting)
+    scene.open()
+
+
+async def deadline(scene: Scene) -> None:
+    """The time that the victim was started with passes."""
+    await scene.expect_failure(DeadlineExceeded.code)
+    scene.open()
+
+
+async def prefill_dies(scene: Scene) -> None:
+    """Its listener and all its calls end."""
+    await scene.pair.prefill.rpc.stop(0)
+    scene.open()
+    await scene.expect_text()
+
+
+async def prefill_restarts(scene: Scene) -> None:
+    """Another boot answers at the same port."""
+    async with scene.another_boot() as worker:
+        scene.open()
+        await scene.expect_text()
+        token_ids = prompt(33, seed=31)
+        stale = await scene.pair.gateway.generate(token_ids, scene.pair.prefill.address)
+        assert stale.tokens == scene.pair.expected(token_ids)
+        fresh = await scene.pair.gateway.generate(prompt(33, seed=32), worker.address)
+        assert fresh.tokens == scene.pair.expected(prompt(33, seed=32))
+        assert fresh.usage is not None
+        assert fresh.usage.prefill_worker_id == "prefill-0"
+
+
+async def silence(scene: Scene) -> None:
+    """Longer than the lease; what was held comes after that, and must change nothing."""
+    await scene.expect_text()
+    scene.open()
+
+
+async def message_lost(scene: Scene) -> None:
+    """Never said."""
+    scene.relay.copies = 0
+    scene.open()
+    await scene.expect_text()
+
+
+async def message_doubled(scene: Scene) -> None:
+    """Said twice."""
+    scene.relay.copies = 2
+    scene.open()
+    await scene.expect_text()
+
+
+async def pull_ends(scene: Scene) -> None:
+    """As the transport was told."""
+    scene.open()
+    await scene.expect_text()
+
+
+async def pull_lands_late(scene: Scene) -> None:
+    """Nobody has patience any more when the bytes are written, on blocks that had better be nobody's."""
+    await scene.expect_text()
+    busy = [await scene.pair.gateway.generate(prompt(60, seed=seed)) for seed in (41, 42)]
+    assert scene.pair.decode.load.quarantined_blocks > 0
+    scene.open()
+    await scene.pair.decode.until_load(lambda load: load.quarantined_blocks == 0)
+    assert scene.hurt.num_late_blocks > 0
+    for seed, answer in zip((41, 42), busy, strict=True):
+        assert answer.tokens == scene.pair.expected(prompt(60, seed=seed))
+        again = await scene.pair.gateway.generate(prompt(60, seed=seed))
+        assert again.tokens == answer.tokens
+
+
+Strike = Callable[[Scene], Awaitable[None]]
+ANYWHERE: dict[str, Strike] = {
+    "client gone": client_gone,
+    "stream broken": stream_broken,
+    "deadline": deadline,
+    "prefill dies": prefill_dies,
+    "prefill restarts, same port": prefill_restarts,
+}
+SAID: dict[str, Strike] = {"silence": silence, "message lost": message_lost, "message doubled": message_doubled}
+PULLED: dict[str, tuple[str, Strike]] = {
+    "transfer fails": ("fails", pull_ends),
+    "transfer damages": ("damages", pull_ends),
+    "transfer fails, lands late": ("lands late", pull_lands_late),
+}
+CELLS = [
+    *((fault, state) for fault in ANYWHERE for state in (*EVENTS, *PULLS, "decoding")),
+    *((fault, state) for fault in SAID for state in EVENTS),
+    *((fault, state) for fault in PULLED for state in PULLS),
+]
+QUICK = [
+    ("client gone", "first pull"),
+    ("client gone", "last chunk read"),
+    ("stream broken", "prefilling"),
+    ("deadline", "second pull"),
+    ("prefill dies", "closing"),
+    ("prefill restarts, same port", "first pull"),
+    ("silence", "prefilling"),
+    ("message lost", "closing"),
+    ("message doubled", "prefilling"),
+    ("transfer fails", "second pull"),
+    ("transfer damages", "first pull"),
+    ("transfer fails, lands late", "first pull"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quarantine, "SAFETY_SECONDS", 0.01)
+    monkeypatch.setattr(quarantine, "SWEEP_SECONDS", 0.01)
+
+
+async def test_hand_off(tiny: Tiny, cell: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fault, state = cell
+    transfer_fault, strike = PULLED.get(fault, ("", ANYWHERE.get(fault) or SAID.get(fault)))
+    assert strike is not None
+    if fault == "transfer fails, lands late":
+        monkeypatch.setattr(reception, "PULL_SECONDS", 0.3)
+        monkeypatch.setattr(borrow, "PATIENCE_SECONDS", 0.0)
+    fields: dict[str, Any] = {"remaining_ms": DEADLINE_MS} if fault == "deadline" else {}
+    lease_seconds = SHORT_LEASE_SECONDS if fault in SAID else LEASE_SECONDS
+    hurt = Hurt(transfer_fault, PULLS.get(state, 0))
+    async with scene_of(tiny, EVENTS.get(state, ""), hurt, lease_seconds) as scene:
+        await scene.start(**fields)
+        if state == "decoding":
+            await _strike_while_decoding(scene, strike)
+            return
+        await scene.reached(scene.relay.hold if state in EVENTS else scene.hurt.hold)
+        await strike(scene)
+
+
+async def _strike_while_decoding(scene: Scene, strike: Strike) -> None:
+    assert scene.answer is not None
+    await scene.answer.has_begun.wait()
+    if strike is deadline:
+        async with standing(scene.pair.decode):
+            await strike(scene)
+    elif strike in (client_gone, stream_broken) and scene.answer.has_ended.is_set():
+        scene.open()
+    else:
+        await strike(scene)
+
+
+@pytest.mark.parametrize("fault", ["client gone", "deadline", "nothing"])
+@pytest.mark.parametrize("side", ["num_blocks", "prefill_blocks"])
+async def test_either_side_is_out_of_blocks(tiny: Tiny, fault: str, side: str) -> None:
+    """A request waits for the blocks of another, whose pull is held; it gets them, or leaves nothing behind."""
+    hurt = Hurt("", 1)
+    sizes: dict[str, Any] = {side: 20}
+    async with start_pair(tiny, meddler=hurt, lease_seconds=LEASE_SECONDS, **sizes) as pair:
+        _, first = await pair.gateway.start(prompt(70, seed=51), pair.prefill.address)
+        await hurt.hold.is_reached.wait()
+        fields: dict[str, Any] = {"remaining_ms": DEADLINE_MS} if fault == "deadline" else {}
+        key, second = await pair.gateway.start(prompt(70, seed=52), pair.prefill.address, **fields)
+        await pair.decode.until_load(lambda load: load.num_waiting == 2)
+        if fault == "client gone":
+            await pair.gateway.cancel(key)
+            await pair.decode.until_load(lambda load: load.num_waiting == 1)
+        if fault == "deadline":
+            await second.has_ended.wait()
+            assert second.failure is not None
+            assert second.failure.code == DeadlineExceeded.code
+        hurt.hold.opening.set()
+        for seed, answer in [(51, first)] + ([(52, second)] if fault == "nothing" else []):
+            async with asyncio.timeout(20):
+                await answer.has_ended.wait()
+            assert answer.tokens == pair.expected(prompt(70, seed=seed))
+        await pair.until_idle()
+        for worker in (pair.prefill, pair.decode):
+            assert worker.load.free_blocks + worker.load.cached_blocks == worker.place.memory.num_blocks
