@@ -52,7 +52,23 @@ class MeshOptions:
     @property
     def worker_threads(self) -> int:
         """torch threads of one worker; together they leave no core to two."""
-        return self.threads or max(1, num_cores() // (self.num_prefill + self.num_decode))
+        return self.threads or max(1, len(usable_cores()) // self.num_workers)
+
+    @property
+    def num_workers(self) -> int:
+        """Of both roles."""
+        return self.num_prefill + self.num_decode
+
+    def worker_cpus(self, index: int) -> str:
+        """The cores of one worker, as WEFT_CPUS has them; none of its own where there are not two for each.
+
+        On one core, a worker's computing and its talking would wait for each other.
+        """
+        cores = usable_cores()
+        size = len(cores) // self.num_workers
+        if size < max(2, self.threads):
+            return ""
+        return ",".join(map(str, cores[index * size : (index + 1) * size]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +83,10 @@ class Addresses:
     master_port: int
 
 
-def num_cores() -> int:
+def usable_cores() -> list[int]:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    has_choice = hasattr(os, "sched_getaffinity")
+    return sorted(os.sched_getaffinity(0)) if has_choice else list(range(os.cpu_count() or 1))
 
 
 def check_port(host: str, port: int, flag: str) -> None:
@@ -123,7 +140,7 @@ def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
         own = {**_common(options, at), "WEFT_MASTER_PORT": str(at.master_port)}
         stores.append(_service("kvstore", at.kvstore, own))
     stores.append(_service("weights", at.weights, _common(options, at), WORKER_START_SECONDS))
-    workers = [_worker(options, at, name) for name in at.workers]
+    workers = [_worker(options, at, name, options.worker_cpus(index)) for index, name in enumerate(at.workers)]
     return [*stores, *workers, _gateway(options, at)]
 
 
@@ -159,10 +176,10 @@ def _service(name: str, address: str, environ: Mapping[str, str], start_seconds:
     )
 
 
-def _worker(options: MeshOptions, at: Addresses, name: str) -> ChildSpec:
+def _worker(options: MeshOptions, at: Addresses, name: str, cpus: str) -> ChildSpec:
     role, address = name.split("-")[0], at.workers[name]
     host, _, port = address.rpartition(":")
-    own = {"WEFT_WORKER_ID": name, "WEFT_HOST": host, "WEFT_PORT": port, "WEFT_METRICS_PORT": "0"}
+    own = {"WEFT_WORKER_ID": name, "WEFT_HOST": host, "WEFT_PORT": port, "WEFT_METRICS_PORT": "0", "WEFT_CPUS": cpus}
     return ChildSpec(
         name=name,
         command=(sys.executable, "-m", f"weft_services.{role}"),

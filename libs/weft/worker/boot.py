@@ -25,6 +25,7 @@ from weft.request import ModelFingerprint
 from weft.rpc.client import open_channel, owned
 from weft.weights.shared import open_image
 from weft.worker.config import Dtype, WorkerConfig
+from weft.worker.cpus import pin
 from weft_mesh.v1 import weights_service_pb2, weights_service_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,9 @@ class Booted:
 
 async def boot(config: WorkerConfig, listener: Callable[[StepOutput], None]) -> Booted:
     """Load, map and build. Raises PeerLost when no weights service answers in time, BadCheckpoint, NotFound."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    num_cores = pin(config.cpus) if config.cpus else 0
+    if config.threads or num_cores:
+        torch.set_num_threads(config.threads or num_cores)
     machine = choose_machine(config, torch.cuda.is_available())
     ready = await load_weights(config.weights_addr, config.served_name)
     return await asyncio.to_thread(_build, config, machine, ready, listener)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from weft.config import ConfigError
 from weft.kv.handoff import LEASE_SECONDS
+from weft.worker.cpus import parse_cpus
 
 # below this, a busy machine is silent for longer
 MIN_LEASE_SECONDS = 1.0
@@ -67,6 +68,7 @@ class WorkerConfig:
     kv_checksums: Checksums = Checksums.AUTO
     lease_seconds: float = LEASE_SECONDS
     threads: int = 0
+    cpus: str = ""
     grace_seconds: float = 30.0
 
     def __post_init__(self) -> None:
@@ -75,6 +77,8 @@ class WorkerConfig:
                 raise ConfigError(f"WEFT_{name.upper()} must not be negative")
         if self.lease_seconds < MIN_LEASE_SECONDS:
             raise ConfigError(f"WEFT_LEASE_SECONDS must be at least {MIN_LEASE_SECONDS:g}")
+        if self.cpus:
+            parse_cpus(self.cpus)
         if self.chunk_tokens < 1:
             raise ConfigError("WEFT_CHUNK_TOKENS must be at least 1")
         if not self.served_name:

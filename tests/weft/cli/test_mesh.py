@@ -57,9 +57,29 @@ def test_grpc_keeps_its_own_log_to_errors_unless_told_otherwise(monkeypatch: pyt
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(2, 2, 1), (1, 2, 1), (8, 2, 4), (16, 3, 5)])
 def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch, cores: int, workers: int, threads: int) -> None:
-    monkeypatch.setattr(module, "num_cores", lambda: cores)
+    monkeypatch.setattr(module, "usable_cores", lambda: list(range(cores)))
     assert MeshOptions(Path("/m"), num_prefill=1, num_decode=workers - 1).worker_threads == threads
     assert MeshOptions(Path("/m"), threads=3).worker_threads == 3
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "expected"),
+    [
+        ([0, 1, 2, 3, 4, 5], 0, ["0,1", "2,3", "4,5"]),
+        ([4, 5, 6, 7, 9, 11, 12], 0, ["4,5", "6,7", "9,11"]),
+        ([0, 1, 2, 3, 4, 5], 1, ["0,1", "2,3", "4,5"]),
+        ([0, 1, 2, 3, 4, 5], 3, [""] * 3),
+        ([0, 1, 2, 3], 0, [""] * 3),
+    ],
+)
+def test_each_worker_has_cores_of_its_own_where_there_are_two_for_each(
+    monkeypatch: pytest.MonkeyPatch, cores: list[int], threads: int, expected: list[str]
+) -> None:
+    monkeypatch.setattr(module, "usable_cores", lambda: cores)
+    workers = [
+        spec for spec in mesh_specs(MeshOptions(Path("/m"), num_decode=2, threads=threads), AT) if "-" in spec.name
+    ]
+    assert [spec.environ["WEFT_CPUS"] for spec in workers] == expected
 
 
 def test_internal_ports_differ_are_free_and_lie_below_the_ephemeral_range() -> None:

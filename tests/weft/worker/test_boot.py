@@ -51,6 +51,7 @@ def test_peers_use_the_host_unless_another_is_advertised() -> None:
         ({"TRANSPORT": "pigeon"}, "WEFT_TRANSPORT"),
         ({"CHUNK_TOKENS": "0"}, "WEFT_CHUNK_TOKENS"),
         ({"NUM_BLOCKS": "-1"}, "WEFT_NUM_BLOCKS"),
+        ({"CPUS": "all"}, "WEFT_CPUS"),
         ({"MODEL": ""}, "WEFT_MODEL"),
         ({"WORKER_ID": ""}, "WEFT_WORKER_ID"),
     ],

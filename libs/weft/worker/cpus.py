@@ -1,0 +1,39 @@
+"""The cores that a worker keeps to, so that workers on one machine do not take turns on them. Knows no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+from weft.config import ConfigError
+
+RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """The cores of a list as Linux writes it, `0-3,8`. Raises ConfigError."""
+    cpus: set[int] = set()
+    for part in text.split(","):
+        match = RANGE.fullmatch(part.strip())
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ConfigError(f"WEFT_CPUS={text!r}: expected cores and ranges of cores, as in 0-3,8")
+        cpus.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return frozenset(cpus)
+
+
+def pin(text: str) -> int:
+    """Keep this process to these cores, threads that run already included; returns how many. Raises ConfigError.
+
+    Threads inherit it: call this before the pools of torch and gRPC start theirs.
+    """
+    cpus = parse_cpus(text)
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError("WEFT_CPUS: this system does not let a process choose its cores")
+    if lacking := cpus - os.sched_getaffinity(0):
+        raise ConfigError(f"WEFT_CPUS={text!r}: this process may not use core {min(lacking)}")
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
+            os.sched_setaffinity(int(task.name), cpus)
+    return len(cpus)
