@@ -12,10 +12,10 @@ import statistics
 from dataclasses import dataclass
 
 import torch
-from weft.model.gpus import Gpu
-from weft.model.limits import TERA
 
 from loadtest.engine.limits import measure, seconds
+from weft.capacity.gpus import Gpu
+from weft.capacity.limits import TERA
 from weft_kernels.paged_attention import PagedBatch, paged_attention
 
 NUM_LAYERS = 4

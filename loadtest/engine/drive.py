@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from weft.model.layout import GIB
 
 from loadtest.engine.shapes import RandomWeights, Shape, weight_bytes
+from weft.capacity.layout import GIB
 from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
 from weft.engine.messages import FirstToken, PoolMemory, Reserved, SequenceMode, SequenceSpec, StepOutput

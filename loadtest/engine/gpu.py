@@ -17,8 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from weft.model.gpus import Gpu
-from weft.model.layout import GIB
 
 from loadtest.engine.attention import sweep_attention
 from loadtest.engine.drive import Settings
@@ -28,6 +26,8 @@ from loadtest.engine.report import write_report
 from loadtest.engine.results import Results
 from loadtest.engine.shapes import SHAPES, Shape, weight_bytes
 from loadtest.engine.sweep import GPU_BATCHES, GPU_CONTEXTS, GPU_PROMPTS, Grid, Sweep, facts
+from weft.capacity.gpus import Gpu
+from weft.capacity.layout import GIB
 
 FULL = Grid(GPU_BATCHES, GPU_CONTEXTS, GPU_PROMPTS, (8, 32), 24, 30.0)
 # layers of larger models: where bandwidth and arithmetic meet, not every corner

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from weft.model.footprint import footprint
-from weft.model.gpus import Gpu
-from weft.model.layout import GIB, Demand, Layout
-from weft.model.limits import TERA, Limits
-from weft.model.plan import make_plan
 
+from weft.capacity.footprint import footprint
+from weft.capacity.gpus import Gpu
+from weft.capacity.layout import GIB, Demand, Layout
+from weft.capacity.limits import TERA, Limits
+from weft.capacity.plan import make_plan
 from weft.model.spec import ModelConfig
 
 CPU_BYTES, GPU_BYTES = 256 << 20, 1 << 30

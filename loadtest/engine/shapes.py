@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from weft.model.footprint import footprint
 
+from weft.capacity.footprint import footprint
 from weft.model.config import FAMILIES, ModelConfig, expected_tensors
 from weft.model.fields import Fields
 

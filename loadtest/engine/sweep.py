@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from weft.model.gpus import Gpu
-from weft.model.layout import GIB
 
 from loadtest.engine.drive import Bench, Settings
 from loadtest.engine.idle import measure_idle
@@ -25,6 +23,8 @@ from loadtest.engine.limits import limits_of, measure
 from loadtest.engine.report import write_report
 from loadtest.engine.results import Point, Results
 from loadtest.engine.shapes import SHAPES, Shape
+from weft.capacity.gpus import Gpu
+from weft.capacity.layout import GIB
 
 CPU_BATCHES, CPU_CONTEXTS, CPU_PROMPTS = (1, 2, 4, 8, 16, 32, 64), (128, 1024, 8192, 32_768), (512, 2048, 8192)
 GPU_BATCHES, GPU_CONTEXTS = (1, 8, 32, 64, 128, 256), (128, 1024, 8192, 32_768)
