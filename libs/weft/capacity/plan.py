@@ -83,7 +83,8 @@ def _stage(config: ModelConfig, layout: Layout, demand: Demand, weights: Footpri
         growing=token * spans.count(0),
         bounded=tuple((token * spans.count(window), window) for window in windows),
         page=token * groups.size * demand.block_tokens,
-        paging=Paging(groups.reaches, demand.block_tokens, demand.chunk_tokens),
+        # on a GPU a step is planned beside the one under way
+        paging=Paging(groups.reaches, demand.block_tokens, 2 * demand.chunk_tokens),
     )
 
 

@@ -148,7 +148,8 @@ class Planner:
         """Pages that prompts could not get when they last went on come before anybody new."""
         if self._config.paging.is_bounded:
             for sequence in self.running:
-                self.pages.slide(sequence)
+                if sequence.num_pending > 1:
+                    self.pages.slide(sequence)
 
     def _works(self) -> list[Work]:
         """From here on the step counts as under way."""

@@ -119,9 +119,9 @@ def test_scout_on_two_h200_has_room_for_more_than_a_million_tokens() -> None:
     assert found.longest >= 1_200_000
     assert stage.growing == 12 * 4 * 2 * 128 * 2
     assert stage.bounded == ((36 * 4 * 2 * 128 * 2, 8192),)
-    # one group of 12 layers grows; three keep a chunk and a prompt's step of 2,048 tokens, beside a chunk found
+    # one group of 12 layers grows; three keep a chunk and two steps of 2,048 tokens, beside a chunk found
     assert stage.page == 64 * stage.growing
-    assert found.longest == (stage.kv // stage.page - 3 * (128 + 160)) * 64
+    assert found.longest == (stage.kv // stage.page - 3 * (128 + 192)) * 64
     assert not plan(SCOUT, "h200", Layout()).fits
 
 

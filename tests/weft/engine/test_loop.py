@@ -25,7 +25,7 @@ from tests.weft.engine.counting import BOUNDED, CONFIG, WINDOWS, CountingRunner,
 from weft.engine.loop import Loop
 from weft.engine.messages import FirstToken, Reserved, SequenceMode, SequenceSpec, StepOutput
 from weft.engine.sequence import Sequence
-from weft.kv.groups import Reach
+from weft.kv.groups import PageRun, Reach
 from weft.request import FinishReason, RequestKey, SamplingParams
 
 
@@ -47,6 +47,7 @@ class LoopMachine(RuleBasedStateMachine):
         self.texts: dict[RequestKey, list[int]] = {}
         self.reserved: dict[RequestKey, Reserved] = {}
         self.held: set[RequestKey] = set()
+        self.lent: dict[RequestKey, list[PageRun]] = {}
         self.pinned: list[int] = []
         self.suspects: set[int] = set()
         self.is_idle = True
@@ -58,6 +59,12 @@ class LoopMachine(RuleBasedStateMachine):
         assert not output.failures
         for reserved in output.reserved:
             self.reserved[reserved.key] = reserved
+        for progress in output.progress:
+            num_prompt, num_final = len(self.specs[progress.key].token_ids), progress.num_ready_tokens // 4
+            self.lent[progress.key] = [
+                run.within(self.config.paging.lent(group, 0, num_prompt).start, num_final)
+                for group, run in enumerate(progress.runs)
+            ]
         self.pinned += [sealed.block for sealed in output.sealed]
         assert len(self.pinned) <= CONFIG.max_pinned
         for delta in output.deltas:
@@ -83,6 +90,7 @@ class LoopMachine(RuleBasedStateMachine):
         del self.specs[key]
         self.reserved.pop(key, None)
         self.held.discard(key)
+        self.lent.pop(key, None)
 
     @rule(
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=20),
@@ -162,6 +170,13 @@ class LoopMachine(RuleBasedStateMachine):
     @invariant()
     def no_more_is_under_way_than_was_asked_for(self) -> None:
         assert len(self.runner.under_way) <= self.steps_ahead
+
+    @invariant()
+    def what_a_peer_may_read_stays_as_it_is(self) -> None:
+        for key, runs in self.lent.items():
+            for group, run in enumerate(runs):
+                assert self.loop._pool._refs.keys() >= set(run.blocks)
+                self.runner.check(group, run, self.specs[key].token_ids, range(4 * run.first, 4 * run.end))
 
     @invariant()
     def the_living_are_those_who_should(self) -> None:
