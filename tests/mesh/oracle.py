@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ FIRST_ORDINARY = 300
 
 
 @cache
-def _model() -> Any:
+def _model(directory: Path) -> Any:
     torch.set_num_threads(1)
-    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     return model.eval()
 
 
@@ -44,9 +45,9 @@ def prompts(count: int, shortest: int, longest: int, salt: int) -> list[list[int
 
 
 @torch.inference_mode()
-def greedy(prompt: list[int], num_tokens: int) -> list[int]:
+def greedy(prompt: list[int], num_tokens: int, directory: Path = MODEL) -> list[int]:
     """The next tokens by arg max, running past the end token."""
-    output = _model().generate(
+    output = _model(directory).generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         max_new_tokens=num_tokens,
