@@ -7,10 +7,11 @@ from enum import StrEnum
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended, in OpenAI's words."""
+    """Why a sequence ended, in OpenAI's words. Engines say STOP or LENGTH; TOOL_CALLS is the gateway's to tell."""
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,6 @@ TEXT = r"/(.|\n)*/"
 Part = dict[str, Any]
 
 
-def grammar_text(answer: AnswerFormat) -> str:
-    """A JSON object with the list of its parts. Raises InvalidRequest naming the field."""
-    return join(format_parts(answer))
-
-
 def join(parts: list[Part]) -> str:
     """Parts refer to one another by name; the first one is where an answer begins."""
     return orjson.dumps({"grammars": parts}).decode()
@@ -45,9 +40,10 @@ def format_parts(answer: AnswerFormat, name: str = "answer") -> list[Part]:
             return _tag_parts(answer.value, name)
 
 
-def schema_part(schema: dict[str, Any], name: str) -> Part:
-    """JSON by a schema, with bounded white space."""
-    return {"name": name, "json_schema": {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}}
+def schema_part(schema: dict[str, Any], name: str, is_lenient: bool = False) -> Part:
+    """JSON by a schema, with bounded white space. Lenient: what cannot be kept of the schema is left out."""
+    options = {"whitespace_pattern": WHITE_SPACE, "lenient": is_lenient}
+    return {"name": name, "json_schema": {**schema, "x-guidance": options}}
 
 
 def lark_part(text: str, name: str) -> Part:

@@ -17,25 +17,30 @@ from starlette.routing import Route
 
 from weft.errors import EngineFailed, WeftError
 from weft.metrics import REGISTRY
+from weft_services.gateway.chat_frames import ChatFrames
 from weft_services.gateway.edge import RequestIds
-from weft_services.gateway.endpoints import GenerationEndpoint
+from weft_services.gateway.endpoints import Api, GenerationEndpoint
 from weft_services.gateway.error_body import HttpError, error_body, status_of
-from weft_services.gateway.frames import ChatFrames, CompletionFrames
+from weft_services.gateway.frames import CompletionFrames
 from weft_services.gateway.openai_requests import parse_chat, parse_completion
 from weft_services.gateway.pipeline import Pipeline
 from weft_services.gateway.prepare import check_model
 
 logger = logging.getLogger(__name__)
+APIS = {
+    "/v1/chat/completions": Api("chat.completions", parse_chat, ChatFrames),
+    "/v1/completions": Api("completions", parse_completion, CompletionFrames),
+}
 
 
 def build_app(pipeline: Pipeline, timeout_seconds: float) -> Starlette:
     """The whole HTTP face."""
-    chat = GenerationEndpoint(pipeline, "chat.completions", parse_chat, ChatFrames, timeout_seconds)
-    completions = GenerationEndpoint(pipeline, "completions", parse_completion, CompletionFrames, timeout_seconds)
+    generating = [
+        Route(path, GenerationEndpoint(pipeline, api, timeout_seconds), methods=["POST"]) for path, api in APIS.items()
+    ]
     pages = _Pages(pipeline)
     routes = [
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", completions, methods=["POST"]),
+        *generating,
         Route("/v1/models", pages.models),
         Route("/v1/models/{name:path}", pages.model),
         Route("/health", pages.health),

@@ -45,6 +45,7 @@ class ChatTemplate:
     """One compiled template. `special_tokens` are bos_token, eos_token and the like, as text."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self._environment = minijinja.Environment(
             fuel=FUEL, debug=False, trim_blocks=True, lstrip_blocks=True, pycompat=True

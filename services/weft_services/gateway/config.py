@@ -15,6 +15,7 @@ class Config:
     model: Path
     scheduler_addr: str
     model_name: str = ""
+    tool_format: str = "auto"
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 9000

@@ -1,9 +1,11 @@
-"""POST /v1/chat/completions and /v1/completions as plain ASGI callables: the hot path of the gateway."""
+"""The endpoints that generate, as plain ASGI callables: the hot path of the gateway, the same for every API."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
@@ -13,43 +15,57 @@ from weft.rpc.status import as_weft_error
 from weft_services.gateway.accounting import REJECTED, Account
 from weft_services.gateway.error_body import status_of
 from weft_services.gateway.exchange import JSON_HEADERS, Reply, read_json_body, unless_disconnected
-from weft_services.gateway.frames import KEEP_ALIVE, ChatFrames, Choice, CompletionFrames
+from weft_services.gateway.frames import OPENAI, Choice, Dialect, Usage
 from weft_services.gateway.generation import Generation
-from weft_services.gateway.model import Codec
+from weft_services.gateway.model import ServedModel
 from weft_services.gateway.pipeline import Pipeline
 from weft_services.gateway.prepare import Prepared
 from weft_services.gateway.run import Run
+from weft_services.gateway.sequence import Piece
 from weft_services.gateway.sessions import Session, session_of
 
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 10.0
 
-Frames = ChatFrames | CompletionFrames
-MakeFrames = Callable[[Prepared, Codec, str | None], Frames]
+
+class Frames(Protocol):
+    """An answer in the words of one API, as it comes or whole."""
+
+    keep_alive: bytes
+
+    def frames(self, piece: Piece) -> bytes:
+        """What a piece adds to a stream."""
+
+    def end(self, usage: Usage) -> bytes:
+        """What ends a stream that went well."""
+
+    def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """All of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """What differs between endpoints: how bodies are parsed, how answers and errors are framed."""
+
+    name: str
+    parse: Callable[[bytes], Generation]
+    make_frames: Callable[[Prepared, ServedModel, str | None], Frames]
+    dialect: Dialect = OPENAI
 
 
 class GenerationEndpoint:
-    """One of the two; they differ in how bodies are parsed and how answers are framed."""
+    """POST of a request that is answered by generating."""
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        name: str,
-        parse: Callable[[bytes], Generation],
-        make_frames: MakeFrames,
-        timeout_seconds: float,
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, api: Api, timeout_seconds: float) -> None:
         self._pipeline = pipeline
-        self._name = name
-        self._parse = parse
-        self._make_frames = make_frames
+        self._api = api
         self._timeout_seconds = timeout_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, to its end."""
-        account = Account(self._name)
-        reply = Reply(send)
+        account = Account(self._api.name)
+        reply = Reply(send, self._api.dialect)
         try:
             with self._pipeline.admitted():
                 body = await read_json_body(scope, receive)
@@ -61,11 +77,11 @@ class GenerationEndpoint:
 
     async def _answer(self, body: bytes, session: Session, reply: Reply, account: Account) -> None:
         try:
-            prepared = await self._pipeline.prepare(lambda: self._parse(body))
+            prepared = await self._pipeline.prepare(lambda: self._api.parse(body))
             account.reached("prepared")
             run = self._pipeline.run(prepared, session, self._timeout_seconds)
             account.watch(run)
-            frames = self._make_frames(prepared, self._pipeline.model.codec, self._pipeline.fleet.fingerprint)
+            frames = self._api.make_frames(prepared, self._pipeline.model, self._pipeline.fleet.fingerprint)
             async with run:
                 account.reached("routed")
                 if prepared.generation.stream:
@@ -81,14 +97,14 @@ async def _stream(run: Run, frames: Frames, reply: Reply, account: Account) -> N
     while (pieces := await run.next(IDLE_SECONDS)) is not None:
         account.tokens(pieces)
         await reply.begin_stream()
-        await reply.stream(b"".join(map(frames.frames, pieces)) if pieces else KEEP_ALIVE)
+        await reply.stream(b"".join(map(frames.frames, pieces)) if pieces else frames.keep_alive)
     usage = account.usage()
     account.close(Stage.FINISHED)
-    await reply.end_stream(frames.envelope.usage_frame(usage) if run.prepared.generation.include_usage else b"")
+    await reply.end_stream(frames.end(usage))
 
 
 async def _collect(run: Run, frames: Frames, reply: Reply, account: Account) -> None:
-    choices = [Choice() for _ in run.prepared.sequences]
+    choices = [Choice(index) for index in range(len(run.prepared.sequences))]
     while (pieces := await run.next(IDLE_SECONDS)) is not None:
         account.tokens(pieces)
         for piece in pieces:

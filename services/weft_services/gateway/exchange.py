@@ -8,8 +8,8 @@ from collections.abc import Coroutine, Iterable
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import Cancelled, WeftError
-from weft_services.gateway.error_body import HttpError, error_body, retry_headers, status_of
-from weft_services.gateway.frames import DONE, error_frame
+from weft_services.gateway.error_body import HttpError, retry_headers, status_of
+from weft_services.gateway.frames import OPENAI, Dialect
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 BODY_SECONDS = 30.0
@@ -79,8 +79,9 @@ async def _cancel_on_disconnect(receive: Receive, task: asyncio.Task[None]) -> N
 class Reply:
     """The answering side. Every send is bounded in time; a client that does not read raises Cancelled."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, dialect: Dialect = OPENAI) -> None:
         self._send = send
+        self._dialect = dialect
         self.is_begun = False
         self.is_ended = False
 
@@ -104,18 +105,20 @@ class Reply:
             await self._bounded({"type": "http.response.body", "body": frames, "more_body": True})
 
     async def end_stream(self, frames: bytes) -> None:
-        """The last frames, [DONE] and the end."""
-        await self._bounded({"type": "http.response.body", "body": frames + DONE, "more_body": False})
+        """The last frames and the end."""
+        await self._bounded({"type": "http.response.body", "body": frames, "more_body": False})
         self.is_ended = True
 
     async def fail(self, error: WeftError) -> None:
         """An error body, or an error frame where the stream has begun."""
         if self.is_begun:
-            await self.end_stream(error_frame(error))
+            await self.end_stream(self._dialect.error_frame(error))
             return
         # after 413 the rest of the body is read and dropped: a reset connection would overtake the answer
         close = [(b"connection", b"close")] if status_of(error) == 408 else []
-        await self.whole(status_of(error), error_body(error), [*JSON_HEADERS, *retry_headers(error), *close])
+        await self.whole(
+            status_of(error), self._dialect.error_body(error), [*JSON_HEADERS, *retry_headers(error), *close]
+        )
 
     async def _bounded(self, message: dict[str, object]) -> None:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -13,8 +13,8 @@ import orjson
 from weft.errors import WeftError
 from weft.request import FinishReason, PositionLogprobs
 from weft_services.gateway.error_body import error_body
-from weft_services.gateway.logprobs import chat_logprobs, completion_logprobs
-from weft_services.gateway.model import Codec
+from weft_services.gateway.logprobs import completion_logprobs
+from weft_services.gateway.model import ServedModel
 from weft_services.gateway.prepare import Prepared
 from weft_services.gateway.sequence import Piece
 
@@ -22,13 +22,14 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Usage:
     """Token counts of a whole request."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
 
     def fields(self) -> dict[str, Any]:
         """As OpenAI spells it; cached_tokens is always there."""
@@ -37,6 +38,7 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
 
@@ -44,6 +46,7 @@ class Usage:
 class Choice:
     """A choice collected to its end."""
 
+    index: int = 0
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
@@ -56,10 +59,25 @@ class Choice:
         self.logprobs.extend(piece.logprobs)
         self.finish_reason = piece.finish_reason
 
+    def whole(self) -> Piece:
+        """All of it at once."""
+        return Piece(self.index, "".join(self.texts), tuple(self.token_ids), tuple(self.logprobs), self.finish_reason)
+
 
 def error_frame(error: WeftError) -> bytes:
-    """How a stream that has begun tells of a failure; [DONE] follows."""
-    return b"data: " + error_body(error) + b"\n\n"
+    """How a stream that has begun tells of a failure."""
+    return b"data: " + error_body(error) + b"\n\n" + DONE
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How an API tells of failures: as a whole body, and in a stream that has begun."""
+
+    error_body: Callable[[WeftError], bytes]
+    error_frame: Callable[[WeftError], bytes]
+
+
+OPENAI = Dialect(error_body, error_frame)
 
 
 class Envelope:
@@ -83,9 +101,11 @@ class Envelope:
         more = b"," + orjson.dumps(extra)[1:-1] if extra else b""
         return self._head + orjson.dumps(choice) + b"]" + more + self._usage_null + b"}\n\n"
 
-    def usage_frame(self, usage: Usage) -> bytes:
-        """The chunk without choices that stream_options.include_usage asks for."""
-        return self._head + b'],"usage":' + orjson.dumps(usage.fields()) + b"}\n\n"
+    def end(self, usage: Usage) -> bytes:
+        """The chunk without choices where stream_options.include_usage asks for it, and [DONE]."""
+        if not self._usage_null:
+            return DONE
+        return self._head + b'],"usage":' + orjson.dumps(usage.fields()) + b"}\n\n" + DONE
 
     def body(self, choices: list[dict[str, Any]], usage: Usage, extra: dict[str, Any] | None = None) -> bytes:
         """A whole answer."""
@@ -93,58 +113,14 @@ class Envelope:
         return orjson.dumps({**self._common, **kind, "choices": choices, "usage": usage.fields(), **(extra or {})})
 
 
-class ChatFrames:
-    """The dialect of /v1/chat/completions."""
-
-    def __init__(self, prepared: Prepared, codec: Codec, fingerprint: str | None) -> None:
-        kinds = ("chat.completion", "chat.completion.chunk")
-        self.envelope = Envelope("chatcmpl", kinds, prepared, fingerprint)
-        self._codec = codec
-        self._wants_logprobs = prepared.generation.num_logprobs is not None
-        self._wants_ids = prepared.generation.return_token_ids
-        self._begun: set[int] = set()
-        self._prompt_ids = {"prompt_token_ids": prepared.prompts[0].token_ids} if self._wants_ids else None
-
-    def frames(self, piece: Piece) -> bytes:
-        """The role when the choice begins, what is new of it, and its end."""
-        out = b""
-        if piece.index not in self._begun:
-            self._begun.add(piece.index)
-            out += self.envelope.frame(_delta(piece.index, {"role": "assistant", "content": ""}), self._prompt_ids)
-        has_details = bool(piece.token_ids) and (self._wants_ids or self._wants_logprobs)
-        if piece.text or has_details:
-            out += self.envelope.frame(self._with_details(_delta(piece.index, {"content": piece.text}), piece))
-        if piece.finish_reason is not None:
-            out += self.envelope.frame(_delta(piece.index, {}, piece.finish_reason))
-        return out
-
-    def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        """The whole answer."""
-        rendered = []
-        for index, choice in enumerate(choices):
-            message = {"role": "assistant", "content": "".join(choice.texts), "refusal": None}
-            entry = {"index": index, "message": message, "logprobs": None, "finish_reason": choice.finish_reason}
-            rendered.append(self._with_details(entry, choice))
-        return self.envelope.body(rendered, usage, self._prompt_ids)
-
-    def _with_details(self, entry: dict[str, Any], source: Piece | Choice) -> dict[str, Any]:
-        if self._wants_logprobs:
-            entry["logprobs"] = chat_logprobs(source.logprobs, self._codec)
-        if self._wants_ids:
-            entry["token_ids"] = source.token_ids
-        return entry
-
-
-def _delta(index: int, delta: dict[str, Any], finish_reason: FinishReason | None = None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-
-
 class CompletionFrames:
     """The dialect of /v1/completions."""
 
-    def __init__(self, prepared: Prepared, codec: Codec, fingerprint: str | None) -> None:
+    keep_alive = KEEP_ALIVE
+
+    def __init__(self, prepared: Prepared, model: ServedModel, fingerprint: str | None) -> None:
         self.envelope = Envelope("cmpl", ("text_completion", "text_completion"), prepared, fingerprint)
-        self._codec = codec
+        self._codec = model.codec
         self._prepared = prepared
         self._wants_logprobs = prepared.generation.num_logprobs is not None
         self._wants_ids = prepared.generation.return_token_ids
@@ -157,6 +133,10 @@ class CompletionFrames:
             return b""
         is_first = piece.index not in self._offsets
         return self.envelope.frame(self._choice(piece.index, piece.text, piece, is_first))
+
+    def end(self, usage: Usage) -> bytes:
+        """The last frames of a stream."""
+        return self.envelope.end(usage)
 
     def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The whole answer."""

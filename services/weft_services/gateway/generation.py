@@ -35,6 +35,29 @@ class AnswerFormat:
     field: str
 
 
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Tools that may be called. `is_forced`: the answer is calls and nothing else; `only` names the one tool it may be.
+
+    `is_strict`: what is called is the model's choice, but every call must fit its tool's schema.
+    """
+
+    tools: tuple[dict[str, Any], ...]
+    is_forced: bool = False
+    only: str | None = None
+    is_parallel: bool = True
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the tools."""
+        return frozenset(tool["function"]["name"] for tool in self.tools)
+
+    @property
+    def is_strict(self) -> bool:
+        """One of the tools is."""
+        return any(tool["function"].get("strict") is True for tool in self.tools)
+
+
 Prompt = str | tuple[int, ...] | Conversation
 
 
@@ -64,6 +87,7 @@ class Generation:
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     answer_format: AnswerFormat | None = None
+    tool_use: ToolUse | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,22 @@ from tokenizers import Tokenizer
 
 from weft.errors import BadCheckpoint
 from weft.grammar import Grammars, load_grammars
+from weft_services.gateway.assistant import END_THINK, THINK
 from weft_services.gateway.chat_template import ChatTemplate
 from weft_services.gateway.generation import SamplingDefaults
+from weft_services.gateway.tool_formats import ToolFormat, choose_format
 
 
 class Codec:
     """Text <-> token ids. `encode` belongs in a thread; `decode` of a few ids is a matter of microseconds."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, spoken: frozenset[int] = frozenset()) -> None:
+        """`spoken`: special tokens whose text is part of an answer all the same, such as those around tool calls."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._silent = special - spoken if special & spoken else None
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.longest_token_bytes = max(len(token.encode()) for token in vocabulary)
 
@@ -34,8 +39,20 @@ class Codec:
         return tuple(encoding.ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        """Text without special tokens, those that are spoken excepted."""
+        if self._silent is None:
+            return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        spoken = [token for token in token_ids if token not in self._silent]
+        return str(self._tokenizer.decode(spoken, skip_special_tokens=False))
+
+    def speaking(self, spoken: Iterable[int]) -> Codec:
+        """The same, with these special tokens as text."""
+        return Codec(self._tokenizer, frozenset(spoken))
+
+    def marks(self, markers: Iterable[str]) -> dict[str, int]:
+        """Those of the markers that are tokens of their own."""
+        added = {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items()}
+        return {marker: added[marker] for marker in markers if marker in added}
 
     def token_text(self, token_id: int) -> str:
         """One token as text, special ones included: what logprobs show."""
@@ -65,7 +82,10 @@ _BYTE_OF_LETTER = _byte_letters()
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model. `template` is None for a base model without a chat template."""
+    """One model. `template` is None for a base model without a chat template.
+
+    `chat_codec` shows the special tokens that calls and thoughts are marked with; `marks` are their ids.
+    """
 
     name: str
     created: int
@@ -75,10 +95,14 @@ class ServedModel:
     vocabulary_size: int
     max_context_tokens: int
     grammars: Grammars
+    chat_codec: Codec
+    tool_format: ToolFormat | None
+    thinks: bool
+    marks: dict[str, int]
 
 
-def load_model(directory: Path, name: str) -> ServedModel:
-    """Read what the gateway needs of a checkpoint. Raises BadCheckpoint naming the file at fault."""
+def load_model(directory: Path, name: str, tool_format: str = "auto") -> ServedModel:
+    """Read what the gateway needs of a checkpoint. Raises BadCheckpoint naming the file or setting at fault."""
     config = _read_json(directory / "config.json", required=True)
     text_config = config.get("text_config", config)
     tokenizer_file = directory / "tokenizer.json"
@@ -87,15 +111,24 @@ def load_model(directory: Path, name: str) -> ServedModel:
     except Exception as error:  # the library raises bare Exception
         raise BadCheckpoint(f"{tokenizer_file}: {error}") from error
     vocabulary_size = _positive_int(text_config, "vocab_size", directory)
+    template = _load_template(directory)
+    source = template.source if template else ""
+    chosen = choose_format(tool_format, source)
+    thinks = END_THINK in source
+    marks = codec.marks(((THINK, END_THINK) if thinks else ()) + (chosen.markers if chosen else ()))
     return ServedModel(
         name=name,
         created=int((directory / "config.json").stat().st_mtime),
         codec=codec,
-        template=_load_template(directory),
+        template=template,
         defaults=_load_defaults(directory),
         vocabulary_size=vocabulary_size,
         max_context_tokens=_positive_int(text_config, "max_position_embeddings", directory),
         grammars=load_grammars(directory, vocabulary_size, _end_tokens(text_config)),
+        chat_codec=codec.speaking(marks.values()),
+        tool_format=chosen,
+        thinks=thinks,
+        marks=marks,
     )
 
 

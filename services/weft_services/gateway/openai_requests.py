@@ -21,6 +21,7 @@ from weft_services.gateway.openai_fields import (
     session_hint,
     unsupported_field,
 )
+from weft_services.gateway.tool_choice import read_tool_use
 
 MAX_SEQUENCES = 128
 # as OpenAI has it
@@ -135,6 +136,7 @@ class ChatBody(_Body):
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateKwargs = {}
     reasoning_effort: Annotated[str | None, Field(max_length=32)] = None
     logprobs: bool | None = None
@@ -142,17 +144,16 @@ class ChatBody(_Body):
 
     def generation(self) -> Generation:
         """Raises InvalidRequest for what the types alone cannot tell."""
-        if self.tool_choice not in (None, "auto", "none"):
-            raise InvalidRequest(
-                "tool_choice: only auto and none are supported", "tool_choice", "unsupported_parameter"
-            )
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
-        tools = () if self.tool_choice == "none" else tuple(self.tools or ())
+        tool_use = read_tool_use(self.tools or [], self.tool_choice, self.parallel_tool_calls is not False)
+        tools = tool_use.tools if tool_use else ()
         messages = tuple(message.for_template() for message in self.messages)
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         conversation = Conversation(messages, tools, effort | self.chat_template_kwargs)
-        fields = self.common()
+        fields = self.common() | {"tool_use": tool_use}
+        if tool_use is not None and tool_use.is_forced and fields["answer_format"] is not None:
+            raise InvalidRequest("tool_choice: an answer that calls tools has no other format", "tool_choice")
         if self.max_completion_tokens is not None:
             fields |= {"max_tokens": self.max_completion_tokens, "max_tokens_field": "max_completion_tokens"}
         return Generation(

@@ -10,7 +10,7 @@ from weft import metrics
 from weft.errors import Overloaded, PeerLost
 from weft_services.gateway.fleet import Fleet, FleetWatch
 from weft_services.gateway.flight import Mesh
-from weft_services.gateway.generation import Generation
+from weft_services.gateway.generation import Conversation, Generation
 from weft_services.gateway.model import ServedModel
 from weft_services.gateway.prepare import Prepared, Workshop, prepare
 from weft_services.gateway.run import Run
@@ -74,7 +74,9 @@ class Pipeline:
     def run(self, prepared: Prepared, session: Session, timeout_seconds: float) -> Run:
         """The request on the mesh; enter it to begin. A session given beside the request goes before its own."""
         deadline = asyncio.get_running_loop().time() + timeout_seconds
-        return Run(self._mesh, prepared, self.model.codec, session.digest(prepared.generation.session), deadline)
+        is_chat = isinstance(prepared.generation.prompts[0], Conversation)
+        codec = self.model.chat_codec if is_chat else self.model.codec
+        return Run(self._mesh, prepared, codec, session.digest(prepared.generation.session), deadline)
 
     def close(self) -> None:
         """Stop the threads."""

@@ -12,9 +12,10 @@ from typing import TypeVar
 
 from weft.errors import InvalidRequest, NotFound
 from weft.kv.prefix import block_keys
-from weft.request import Grammar, SamplingParams
-from weft_services.gateway.answer_grammar import grammar_text
-from weft_services.gateway.generation import Conversation, Generation, Prompt
+from weft.request import SamplingParams
+from weft_services.gateway.assistant import THINK
+from weft_services.gateway.constrain import grammar_of
+from weft_services.gateway.generation import Conversation, Generation
 from weft_services.gateway.model import ServedModel
 
 NUM_THREADS = 2
@@ -23,10 +24,11 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """Token ids and the keys of their full blocks, in order."""
+    """Token ids and the keys of their full blocks, in order. `is_thinking`: it ends where thoughts have begun."""
 
     token_ids: tuple[int, ...]
     block_keys: tuple[bytes, ...]
+    is_thinking: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +78,13 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
     limit = min(max_context, model.max_context_tokens)
     prompts = []
     for prompt in generation.prompts:
-        token_ids = _token_ids(prompt, generation.prompt_field, model, limit)
+        text = _render(prompt, model) if isinstance(prompt, Conversation) else prompt
+        token_ids = _token_ids(text, generation.prompt_field, model, limit, not isinstance(prompt, Conversation))
         keys = block_keys(token_ids, block_tokens) if block_tokens else []
-        prompts.append(PreparedPrompt(token_ids, tuple(keys)))
+        is_thinking = model.thinks and isinstance(text, str) and text.rstrip().endswith(THINK)
+        prompts.append(PreparedPrompt(token_ids, tuple(keys), is_thinking))
     _check_named_tokens(generation, model.vocabulary_size)
-    grammar = _grammar(generation, model)
+    grammar = grammar_of(generation, model, prompts[0].is_thinking)
     seed = secrets.randbits(63) if generation.seed is None else generation.seed
     sequences = []
     for index in range(len(prompts) * generation.n):
@@ -90,38 +94,26 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
     return Prepared(generation, tuple(prompts), tuple(sequences))
 
 
-def _grammar(generation: Generation, model: ServedModel) -> Grammar | None:
-    """Compiled here to be refused here; workers get the text."""
-    answer = generation.answer_format
-    if answer is None:
-        return None
-    text = grammar_text(answer)
-    try:
-        model.grammars.compile(text)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{answer.field}: {error}", answer.field, "invalid_value") from error
-    return Grammar(text, model.grammars.tokenizer_hash)
-
-
 def check_model(name: str, model: ServedModel) -> None:
     """Raises NotFound for any other name than the served one."""
     if name != model.name:
         raise NotFound(f"the model {name!r} is not served here; there is {model.name!r}")
 
 
-def _token_ids(prompt: Prompt, field: str, model: ServedModel, limit: int) -> tuple[int, ...]:
-    if isinstance(prompt, tuple):
-        token_ids = prompt
+def _token_ids(
+    text: str | tuple[int, ...], field: str, model: ServedModel, limit: int, add_special_tokens: bool
+) -> tuple[int, ...]:
+    if isinstance(text, tuple):
+        token_ids = text
         _check_size(len(token_ids), field, limit)
         if min(token_ids) < 0 or max(token_ids) >= model.vocabulary_size:
             raise InvalidRequest(
                 f"{field}: token ids are from 0 to {model.vocabulary_size - 1}", field, "invalid_value"
             )
         return token_ids
-    text = _render(prompt, model) if isinstance(prompt, Conversation) else prompt
     if len(text) > limit * model.codec.longest_token_bytes:  # surely too long: no need to tokenize it
         raise _too_long(f"a text of {len(text)} characters", field, limit)
-    token_ids = model.codec.encode(text, add_special_tokens=not isinstance(prompt, Conversation))
+    token_ids = model.codec.encode(text, add_special_tokens)
     if not token_ids:
         raise InvalidRequest(f"{field} is empty", field, "invalid_value")
     _check_size(len(token_ids), field, limit)

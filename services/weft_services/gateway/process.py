@@ -53,8 +53,9 @@ async def serve(config: Config) -> None:
 @asynccontextmanager
 async def running(config: Config) -> AsyncIterator[Gateway]:
     """A gateway that listens inside the block and has drained behind it. Raises BadCheckpoint, OSError."""
-    model = await asyncio.to_thread(load_model, config.model, config.served_name)
+    model = await asyncio.to_thread(load_model, config.model, config.served_name, config.tool_format)
     logger.info("model=%s context=%d defaults=%s", model.name, model.max_context_tokens, model.defaults)
+    logger.info("tools=%s thoughts=%s", model.tool_format.name if model.tool_format else "none", model.thinks)
     scheduler = Scheduler(config.scheduler_addr)
     async with asyncio.TaskGroup() as group:
         links, settler = DecodeLinks(group), Settler(scheduler)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -16,11 +17,14 @@ from weft.rpc.status import as_weft_error
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
 from weft_services.gateway.accounting import REJECTED, Account
+from weft_services.gateway.answers import Answers
 from weft_services.gateway.error_body import public_error, status_of
 from weft_services.gateway.frames import Usage
 from weft_services.gateway.generation import Generation
 from weft_services.gateway.openai_requests import parse_chat, parse_completion
+from weft_services.gateway.parts import Part, PartKind
 from weft_services.gateway.pipeline import Pipeline
+from weft_services.gateway.prepare import Prepared
 from weft_services.gateway.sequence import Piece
 from weft_services.gateway.sessions import session_of
 
@@ -51,7 +55,7 @@ class InferenceService(InferenceServiceServicer):
         body = _generate_fields(request, self._pipeline.model.name)
         answer = self._answer("grpc.generate", parse_completion, body, context)
         async with aclosing(answer) as pieces:
-            async for piece, usage in pieces:
+            async for piece, usage, _ in pieces:
                 details = _details(piece, usage, request.options)
                 await _write(context, pb.GenerateResponse(text=piece.text, **details))
 
@@ -60,9 +64,13 @@ class InferenceService(InferenceServiceServicer):
         body = _chat_fields(request, self._pipeline.model.name)
         answer = self._answer("grpc.chat", parse_chat, body, context)
         async with aclosing(answer) as pieces:
-            async for piece, usage in pieces:
-                details = _details(piece, usage, request.options)
-                await _write(context, pb.ChatResponse(content=piece.text, **details))
+            answers: Answers | None = None
+            async for piece, usage, prepared in pieces:
+                answers = answers or Answers(prepared, self._pipeline.model)
+                choice = answers.of(piece.index)
+                parts = _part_fields(choice.take(piece))
+                details = _details(replace(piece, finish_reason=choice.finish_reason), usage, request.options)
+                await _write(context, pb.ChatResponse(**parts, **details))
 
     async def ListModels(
         self,
@@ -80,8 +88,8 @@ class InferenceService(InferenceServiceServicer):
         parse: Callable[[bytes], Generation],
         fields: dict[str, Any],
         context: Any,
-    ) -> AsyncGenerator[tuple[Piece, Usage | None], None]:
-        """Pieces of the only choice; the last one comes with the usage."""
+    ) -> AsyncGenerator[tuple[Piece, Usage | None, Prepared], None]:
+        """Pieces of the only choice, and what they continue; the last one comes with the usage."""
         timeout = min(self._timeout_seconds, context.time_remaining() or self._timeout_seconds)
         session = session_of(context.invocation_metadata())
         account = Account(name)
@@ -93,7 +101,7 @@ class InferenceService(InferenceServiceServicer):
                 while (pieces := await run.next(IDLE_SECONDS)) is not None:
                     account.tokens(pieces)
                     for piece in pieces:
-                        yield piece, account.usage() if piece.finish_reason else None
+                        yield piece, account.usage() if piece.finish_reason else None, prepared
             account.close(Stage.FINISHED)
         except Exception as error:
             known = as_weft_error(error)
@@ -127,6 +135,10 @@ def _chat_fields(request: pb.ChatRequest, only_model: str) -> dict[str, Any]:
         "tools": [_json_field(tool, "tools_json") for tool in request.tools_json] or None,
         **_option_fields(request.options),
     }
+    if request.tool_choice_json:
+        fields["tool_choice"] = _json_field(request.tool_choice_json, "tool_choice_json")
+    if request.one_tool_call:
+        fields["parallel_tool_calls"] = False
     if request.template_kwargs_json:
         fields["chat_template_kwargs"] = _json_field(request.template_kwargs_json, "template_kwargs_json")
     if request.options.HasField("num_logprobs"):
@@ -164,6 +176,21 @@ def _option_fields(options: pb.GenerationOptions) -> dict[str, Any]:
         "ignore_eos": options.ignore_eos,
         "session_id": options.session_id,
         "return_token_ids": options.return_token_ids,
+    }
+
+
+def _part_fields(parts: Sequence[Part]) -> dict[str, Any]:
+    calls = [
+        pb.ToolCallDelta(index=part.call, id=part.call_id, name=part.text)
+        if part.kind is PartKind.CALL
+        else pb.ToolCallDelta(index=part.call, arguments=part.text)
+        for part in parts
+        if part.kind in (PartKind.CALL, PartKind.ARGUMENTS)
+    ]
+    return {
+        "content": "".join(part.text for part in parts if part.kind is PartKind.TEXT),
+        "reasoning_content": "".join(part.text for part in parts if part.kind is PartKind.REASONING),
+        "tool_calls": calls,
     }
 
 

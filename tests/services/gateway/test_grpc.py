@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import LENGTH, STOP, SequenceDelta, Start, failing, speaking
+from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 
@@ -162,3 +163,25 @@ async def test_a_client_that_does_not_read_holds_neither_a_place_nor_the_engine(
         await b.decode.until(lambda: len(b.decode.cancelled) == 1)
         assert b.gateway.pipeline.num_in_flight == 0
         call.cancel()
+
+
+async def test_tools_and_formats_are_those_of_rest(bench: MakeBench) -> None:
+    async with bench(tool_format="hermes") as b, stub_of(b) as stub:
+        b.decode.script = speaking([*b.ids('Hm. <tool_call>{"name": "now", "arguments": {"a": 1}}</tool_call>'), END])
+        request = pb.ChatRequest(
+            messages=[pb.ChatMessage(role="user", content="hi")],
+            tools_json=['{"type": "function", "function": {"name": "now"}}'],
+        )
+        responses = [response async for response in stub.Chat(request)]
+        assert "".join(response.content for response in responses) == "Hm."
+        calls = [call for response in responses for call in response.tool_calls]
+        assert (calls[0].name, calls[0].index, bool(calls[0].id)) == ("now", 0, True)
+        assert "".join(call.arguments for call in calls) == '{"a": 1}'
+        assert responses[-1].finish_reason == common_pb2.FINISH_REASON_TOOL_CALLS
+        request.tool_choice_json = '"required"'
+        assert [response async for response in stub.Chat(request)]
+        options = pb.GenerationOptions(structured_outputs_json='{"regex": "[0-9]+"}')
+        assert [response async for response in stub.Generate(pb.GenerateRequest(text="x", options=options))]
+        forced, formatted = (start.sampling.grammar.text for start in b.decode.started[1:])
+        assert "tool_call" in forced
+        assert "[0-9]+" in formatted

@@ -31,6 +31,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """An end token or a stop token."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens or the context length."""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 3
+    """The answer is tool calls, complete. Said to clients only."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a sequence ended."""
@@ -41,6 +43,8 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """An end token or a stop token."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the context length."""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 3
+"""The answer is tool calls, complete. Said to clients only."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _WorkerRole:

@@ -1,0 +1,189 @@
+"""Tools through the official client: what its own stream helpers join, choices that force calls, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
+from tests.services.gateway.fakes import LENGTH, STOP, SequenceDelta, speaking
+from weft.grammar import load_grammars
+
+USER: Any = {"role": "user", "content": "weather?"}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
+CALLS = (
+    'Looking.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+
+
+async def test_a_whole_answer_has_its_calls(bench: MakeBench) -> None:
+    async with bench(tool_format="hermes") as b:
+        b.decode.script = speaking([*b.ids(CALLS), END])
+        answer = await b.client.chat.completions.create(model=MODEL_NAME, messages=[USER], tools=TOOLS)
+        choice = answer.choices[0]
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "Looking."
+        calls: Any = choice.message.tool_calls
+        assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+            ("get_weather", {"city": "Rome"}),
+            ("now", {}),
+        ]
+        assert len({call.id for call in calls}) == 2
+        # and the conversation goes on
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in calls]
+        messages: Any = [USER, choice.message.model_dump(exclude_none=True), *results]
+        await b.client.chat.completions.create(model=MODEL_NAME, messages=messages, tools=TOOLS)
+        assert '"city": "Rome"' in b.tokenizer.decode(list(b.decode.started[1].token_ids), skip_special_tokens=False)
+
+
+async def test_a_stream_joins_to_the_same_by_the_sdks_own_helper(bench: MakeBench) -> None:
+    async with bench(tool_format="hermes") as b:
+        b.decode.script = speaking([*b.ids(CALLS), END])
+        asked: Any = {"model": MODEL_NAME, "messages": [USER], "tools": TOOLS}
+        async with b.client.chat.completions.stream(**asked) as stream:
+            chunks = [event.chunk async for event in stream if event.type == "chunk"]
+            final = await stream.get_final_completion()
+        calls: Any = final.choices[0].message.tool_calls
+        assert [(call.function.name, call.function.arguments) for call in calls] == [
+            ("get_weather", '{"city": "Rome"}'),
+            ("now", "{}"),
+        ]
+        assert final.choices[0].finish_reason == "tool_calls"
+        assert final.choices[0].message.content == "Looking."
+        deltas = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or []]
+        for index in (0, 1):
+            mine = [delta for delta in deltas if delta.index == index]
+            # id, type and name once, then arguments alone; none of the rest is empty
+            assert mine[0].id is not None
+            assert all(delta.id is None and delta.type is None for delta in mine[1:])
+            assert all(
+                delta.function and delta.function.name is None and delta.function.arguments for delta in mine[1:]
+            )
+        assert len([delta for delta in deltas if delta.index == 0]) > 3, "arguments stream"
+
+
+async def test_a_call_that_completes_within_the_last_delta_is_whole(bench: MakeBench) -> None:
+    async with bench(tool_format="hermes") as b:
+        ids = b.ids('<tool_call>{"name": "now", "arguments": {"zone": "utc"}}</tool_call>')
+
+        async def script(start: Any) -> Any:
+            yield SequenceDelta(key=start.key, token_ids=[*ids, END], finish_reason=STOP)
+
+        b.decode.script = script
+        asked: Any = {"model": MODEL_NAME, "messages": [USER], "tools": TOOLS}
+        async with b.client.chat.completions.stream(**asked) as stream:
+            final = await stream.get_final_completion()
+        calls: Any = final.choices[0].message.tool_calls
+        assert (calls[0].function.name, calls[0].function.arguments) == ("now", '{"zone": "utc"}')
+        assert final.choices[0].finish_reason == "tool_calls"
+
+
+async def test_an_answer_that_is_cut_off_says_length(bench: MakeBench) -> None:
+    async with bench(tool_format="hermes") as b:
+        b.decode.script = speaking(b.ids(CALLS)[:-20], finish=LENGTH)
+        answer = await b.client.chat.completions.create(model=MODEL_NAME, messages=[USER], tools=TOOLS)
+        assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_choices_have_calls_of_their_own(bench: MakeBench, stream: bool) -> None:
+    async with bench(tool_format="hermes") as b:
+        b.decode.script = speaking([*b.ids(CALLS), END])
+        asked: Any = {"model": MODEL_NAME, "messages": [USER], "tools": TOOLS, "n": 2, "parallel_tool_calls": False}
+        if stream:
+            async with b.client.chat.completions.stream(**asked) as running:
+                answer: Any = await running.get_final_completion()
+        else:
+            answer = await b.client.chat.completions.create(**asked)
+        ids = [[call.id for call in choice.message.tool_calls] for choice in answer.choices]
+        assert [len(each) for each in ids] == [1, 1]
+        assert ids[0] != ids[1]
+
+
+@pytest.mark.parametrize(
+    ("choice", "good", "bad"),
+    [
+        ("required", CALLS.removeprefix("Looking.\n"), "Looking"),
+        ("required", '<tool_call>{"name": "now", "arguments": {}}</tool_call>', '<tool_call>{"name": "later"'),
+        (
+            {"type": "function", "function": {"name": "get_weather"}},
+            '<tool_call>{"name": "get_weather", "arguments": {"city": "x"}}</tool_call>',
+            '<tool_call>{"name": "now"',
+        ),
+    ],
+)
+async def test_a_forced_call_is_all_that_can_be_written(
+    bench: MakeBench, model_dir: Path, choice: Any, good: str, bad: str
+) -> None:
+    async with bench(tool_format="hermes") as b:
+        await b.client.chat.completions.create(model=MODEL_NAME, messages=[USER], tools=TOOLS, tool_choice=choice)
+        grammars = load_grammars(model_dir, 320, [END])
+        for text, is_kept in ((good, True), (bad, False)):
+            matcher = grammars.compile(b.decode.started[0].sampling.grammar.text)
+            matcher.accept([*b.ids(text), *([END] if is_kept else [])])
+            assert (matcher.failure is None) == is_kept, text
+
+
+async def test_a_strict_tool_leaves_the_choice_free_and_its_arguments_not(bench: MakeBench, model_dir: Path) -> None:
+    async with bench(tool_format="hermes") as b:
+        strict: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA, "strict": True}}]
+        await b.client.chat.completions.create(model=MODEL_NAME, messages=[USER], tools=strict)
+        grammars = load_grammars(model_dir, 320, [END])
+        call = '<tool_call>{"name": "get_weather", "arguments": {"city": '
+        for text, is_kept in (("Just text <b>.", True), (f'So {call}"x"}}}}</tool_call>', True), (f"{call}7", False)):
+            matcher = grammars.compile(b.decode.started[0].sampling.grammar.text)
+            matcher.accept([*b.ids(text), *([END] if is_kept else [])])
+            assert (matcher.failure is None) == is_kept, text
+
+
+async def test_without_tools_nothing_is_taken_for_a_call(bench: MakeBench) -> None:
+    async with bench(tool_format="hermes") as b:
+        b.decode.script = speaking([*b.ids(CALLS), END])
+        for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+            asked: Any = {"model": MODEL_NAME, "messages": [USER], **fields}
+            answer = await b.client.chat.completions.create(**asked)
+            assert answer.choices[0].message.content == CALLS
+            assert answer.choices[0].message.tool_calls is None
+            assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "later"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": TOOLS, "parallel_tool_calls": "yes"}, "parallel_tool_calls"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}, TOOLS[0]]},
+            "tools.0.function.parameters",
+        ),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"multipleOf": 99731}}}],
+                "tool_choice": "required",
+            },
+            "tools.0.function.parameters",
+        ),
+    ],
+)
+async def test_what_makes_no_sense_is_refused(bench: MakeBench, fields: dict[str, Any], param: str) -> None:
+    async with bench(tool_format="hermes") as b:
+        status, error = await b.refused("/v1/chat/completions", messages=[USER], **fields)
+        assert (status, error["param"]) == (400, param)
+
+
+async def test_a_model_whose_format_is_not_known_cannot_be_made_to_call(bench: MakeBench) -> None:
+    async with bench() as b:
+        status, error = await b.refused("/v1/chat/completions", messages=[USER], tools=TOOLS, tool_choice="required")
+        assert (status, error["param"]) == (400, "tool_choice")
+        assert "WEFT_TOOL_FORMAT" in error["message"]
