@@ -27,7 +27,7 @@ TITLES = {
     "kv_gib": "KV GiB",
     "memory_gib": "memory GiB",
 }
-WIDTH, HEIGHT, MARGIN = 460, 300, 56
+WIDTH, HEIGHT, MARGIN = 460, 300, 64
 COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#b8860b", "#6a4c93", "#444444")
 
 
@@ -91,50 +91,60 @@ def svg(results: Results) -> str:
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     if not shapes:
         return ""
-    panels = [
-        f'<g transform="translate({index * WIDTH},0)">{_panel(shape, [r for r in rows if r["shape"] == shape])}</g>'
-        for index, shape in enumerate(shapes)
-    ]
+    panels = []
+    for index, shape in enumerate(shapes):
+        panel = Panel(shape, [row for row in rows if row["shape"] == shape])
+        panels.append(f'<g transform="translate({index * WIDTH},0)">{panel.draw()}</g>')
     size = f'width="{WIDTH * len(shapes)}" height="{HEIGHT}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
     return head + '<rect width="100%" height="100%" fill="white"/>' + "".join(panels) + "</svg>\n"
 
 
-def _panel(shape: str, rows: list[Row]) -> str:
-    batches = sorted({row["batch"] for row in rows})
-    rates = [row["tok_s"] for row in rows] + [row["tok_s"] / row["of_limit"] for row in rows if row.get("of_limit")]
-    low, high = 10 ** math.floor(math.log10(min(rates))), 10 ** math.ceil(math.log10(max(rates) * 1.01))
+class Panel:
+    """One shape's plot: both axes logarithmic."""
 
-    def x(batch: float) -> float:
-        span = math.log2(batches[-1] / batches[0]) or 1.0
-        return MARGIN + math.log2(batch / batches[0]) / span * (WIDTH - 2 * MARGIN)
+    def __init__(self, shape: str, rows: list[Row]) -> None:
+        self.shape, self.rows = shape, rows
+        self.batches = sorted({row["batch"] for row in rows})
+        rates = [row["tok_s"] for row in rows] + [_limit(row) for row in rows if row.get("of_limit")]
+        self.lowest, self.highest = math.floor(math.log10(min(rates))), math.ceil(math.log10(max(rates) * 1.01))
 
-    def y(rate: float) -> float:
-        return HEIGHT - 40 - math.log10(rate / low) / math.log10(high / low) * (HEIGHT - 80)
+    def draw(self) -> str:
+        """As the content of a group."""
+        middle = f'x="{WIDTH / 2}" text-anchor="middle"'
+        parts = [f'<text {middle} y="18" font-size="13">{escape(self.shape)}: decode tok/s</text>']
+        for exponent in range(self.lowest, self.highest + 1):
+            at = self._y(10**exponent)
+            parts.append(f'<line x1="{MARGIN}" x2="{WIDTH - MARGIN}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>')
+            parts.append(f'<text x="{MARGIN - 6}" y="{at + 4:.1f}" text-anchor="end">{10**exponent:,}</text>')
+        for batch in self.batches:
+            parts.append(f'<text x="{self._x(batch):.1f}" y="{HEIGHT - 22}" text-anchor="middle">{batch}</text>')
+        parts.append(f'<text {middle} y="{HEIGHT - 6}">sequences; dashed: the limit</text>')
+        series = sorted({(row["engine"], row["tokens"]) for row in self.rows})
+        return "".join([*parts, *(self._series(*each, index) for index, each in enumerate(series))])
 
-    def line(points: list[Row], colour: str, scale: str = "") -> str:
-        places = " ".join(
-            f"{x(row['batch']):.1f},{y(row['tok_s'] / (row['of_limit'] if scale else 1)):.1f}" for row in points
-        )
-        dashes = 'stroke-dasharray="4 3" stroke-width="1"' if scale else 'stroke-width="2"'
-        return f'<polyline points="{places}" fill="none" stroke="{colour}" {dashes}/>'
-
-    parts = [f'<text x="{WIDTH / 2}" y="18" text-anchor="middle" font-size="13">{escape(shape)}: decode tok/s</text>']
-    for exponent in range(round(math.log10(low)), round(math.log10(high)) + 1):
-        at = y(10**exponent)
-        parts.append(f'<line x1="{MARGIN}" x2="{WIDTH - MARGIN}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{MARGIN - 6}" y="{at + 4:.1f}" text-anchor="end">{10**exponent:,}</text>')
-    parts += [f'<text x="{x(each):.1f}" y="{HEIGHT - 22}" text-anchor="middle">{each}</text>' for each in batches]
-    parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 6}" text-anchor="middle">sequences; dashed: the limit</text>')
-    series = sorted({(row["engine"], row["tokens"]) for row in rows}, key=str)
-    for index, (engine, context) in enumerate(series):
+    def _series(self, engine: str, context: int, index: int) -> str:
+        chosen = [row for row in self.rows if (row["engine"], row["tokens"]) == (engine, context)]
+        chosen.sort(key=lambda row: int(row["batch"]))
         colour = COLOURS[index % len(COLOURS)]
-        points = sorted(
-            (row for row in rows if (row["engine"], row["tokens"]) == (engine, context)),
-            key=lambda row: int(row["batch"]),
-        )
-        parts.append(line(points, colour))
-        parts.append(line([row for row in points if row.get("of_limit")], colour, "limit"))
-        label = f"{engine} @ {context:,}"
-        parts.append(f'<text x="{MARGIN + 6}" y="{34 + 13 * index}" fill="{colour}">{escape(label)}</text>')
-    return "".join(parts)
+        limits = [(row["batch"], _limit(row)) for row in chosen if row.get("of_limit")]
+        label = f'<text x="{MARGIN + 6}" y="{34 + 13 * index}" fill="{colour}">{escape(engine)} @ {context:,}</text>'
+        points = [(row["batch"], row["tok_s"]) for row in chosen]
+        dots = [f'<circle cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="3" fill="{colour}"/>' for x, y in points]
+        measured = self._line(points, f'stroke="{colour}" stroke-width="2"') + "".join(dots)
+        return label + measured + self._line(limits, f'stroke="{colour}" stroke-dasharray="4 3"')
+
+    def _line(self, points: list[tuple[int, float]], style: str) -> str:
+        places = " ".join(f"{self._x(batch):.1f},{self._y(rate):.1f}" for batch, rate in points)
+        return f'<polyline points="{places}" fill="none" {style}/>' if points else ""
+
+    def _x(self, batch: float) -> float:
+        span = math.log2(self.batches[-1] / self.batches[0]) or 1.0
+        return MARGIN + math.log2(batch / self.batches[0]) / span * (WIDTH - 2 * MARGIN)
+
+    def _y(self, rate: float) -> float:
+        return HEIGHT - 40 - (math.log10(rate) - self.lowest) / (self.highest - self.lowest) * (HEIGHT - 80)
+
+
+def _limit(row: Row) -> float:
+    return float(row["tok_s"] / row["of_limit"])

@@ -156,8 +156,8 @@ def numbers(text: str) -> list[int]:
     return [int(each) for each in text.split(",") if each]
 
 
-def main() -> None:
-    """One shape."""
+def read_options() -> argparse.Namespace:
+    """Defaults are those of the machine."""
     is_cpu = not torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="213M" if is_cpu else "8B")
@@ -172,34 +172,30 @@ def main() -> None:
         ("prompts", CPU_PROMPTS if is_cpu else GPU_PROMPTS),
         ("mixed", (1, 8) if is_cpu else (8, 32)),
     ):
-        parser.add_argument(f"--{name}", default=",".join(map(str, values)))
+        parser.add_argument(f"--{name}", type=numbers, default=values)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--point-seconds", type=float, default=60.0)
     parser.add_argument("--limit-seconds", type=float, default=3600.0)
     parser.add_argument("--out", type=Path, help="a folder for results.json, results.md and sweep.svg")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """One shape."""
+    options = read_options()
     if options.threads:
         torch.set_num_threads(options.threads)
-    shape = SHAPES[options.shape].tiny() if options.tiny else SHAPES[options.shape]
-    batches = numbers(options.batches)
-    is_gpu = options.device != "cpu"
-    dtype, block_tokens = ("bfloat16", 64) if is_gpu else ("float32", 16)
-    max_seqs = max([*batches, *numbers(options.mixed)], default=1) + 1
-    settings = Settings(options.device, dtype, block_tokens, options.chunk_tokens, max_seqs, options.kv_gib)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
+    shape = SHAPES[options.shape].tiny() if options.tiny else SHAPES[options.shape]
+    dtype, block_tokens = ("float32", 16) if options.device == "cpu" else ("bfloat16", 64)
+    max_seqs = max([*options.batches, *options.mixed], default=1) + 1
+    settings = Settings(options.device, dtype, block_tokens, options.chunk_tokens, max_seqs, options.kv_gib)
     results = Results.open(options.out / "results.json" if options.out else None, options.limit_seconds)
     gpu = measure(options.device)
     results.facts |= facts(settings, gpu)
-    grid = Grid(
-        batches,
-        numbers(options.contexts),
-        numbers(options.prompts),
-        numbers(options.mixed),
-        options.steps,
-        options.point_seconds,
-    )
-    sweep = Sweep(shape, settings, gpu, grid)
+    parts = (options.batches, options.contexts, options.prompts, options.mixed)
+    sweep = Sweep(shape, settings, gpu, Grid(*parts, options.steps, options.point_seconds))
     sweep.run(results)
     sweep.close()
     write_report(results, options.out)
