@@ -104,7 +104,7 @@ class LocalMesh:
         process = self.child(role, name)
         self._hit.append(process)
         if number == signal.SIGKILL:
-            self._gone |= {worker.boot_id for worker in self._addresses() if worker.worker_id == name}
+            self._gone |= {worker.boot_id for worker in self.addresses() if worker.worker_id == name}
         process.send_signal(number)
         return name
 
@@ -156,7 +156,8 @@ class LocalMesh:
         able = [w for w in self._fleet() if w.report.ready and w.report_age_ms < MAX_REPORT_AGE_MS]
         return len([w for w in able if w.hello.worker.boot_id not in self._gone]) == self._num_workers
 
-    def _addresses(self) -> list[scheduler_service_pb2.WorkerAddress]:
+    def addresses(self) -> list[scheduler_service_pb2.WorkerAddress]:
+        """Of all live workers."""
         return [worker.hello.worker for worker in self._fleet()]
 
     def _fleet(self) -> list[scheduler_service_pb2.WorkerStatus]:

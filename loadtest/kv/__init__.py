@@ -1,0 +1,1 @@
+"""Load on the KV cache: hand-off and tiers."""

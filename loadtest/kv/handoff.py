@@ -1,0 +1,135 @@
+"""How fast is the hand-off: our pulls beside the Transfer Engine's own batches, and TTFT beside a single worker.
+
+    python -m loadtest.kv.handoff                     bandwidth at several sizes, then TTFT of 512 to 4,096 tokens
+    python -m loadtest.kv.handoff --only bandwidth    --rounds 15
+
+Bandwidth: both read the same runs of the same memory of another process, in turn, medians over the rounds. Theirs is
+`batch_transfer_sync_read` with all runs of a size; ours is `MooncakeTransport.pull`, thread and event loop included.
+TTFT: one mesh with a prefill and a decode worker, one decode worker that computes prompts itself; the same prompts,
+never asked before, in turn. Both at the workers' own gRPC listeners, so that gateway and scheduler do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.kv.first_token import measure_ttft
+from loadtest.local_mesh import ROOT, LocalMesh
+from weft.kv.mooncake import MooncakeTransport
+from weft.kv.transport import Endpoint, Lender, Run
+from weft.request import RequestKey
+
+MIB = 1024 * 1024
+# runs of a size, as many as a prompt has: a block of a small model, a chunk's worth of blocks, a large model's block
+SIZES = ((24 * 1024, 256), (64 * 1024, 128), (256 * 1024, 64), (MIB, 32), (4 * MIB, 8), (24 * 1024, 1), (256 * 1024, 1))
+MEMORY_BYTES = 2 * 32 * MIB
+PROMPTS, CONTEXT_TOKENS = (512, 1024, 2048, 4096), 8192
+
+
+async def bandwidth(rounds: int) -> Table:
+    """A row a size: GB/s of both, and the ratio."""
+    command = [sys.executable, "-m", "loadtest.kv.lender", str(MEMORY_BYTES)]
+    lender = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert lender.stdout is not None
+        told = json.loads(await lender.stdout.readline())
+        return await _bandwidth(Endpoint("mooncake", told["segment"], told["address"]), rounds)
+    finally:
+        lender.kill()
+        await lender.wait()
+
+
+async def _bandwidth(peer: Endpoint, rounds: int) -> Table:
+    memory = (ctypes.c_ubyte * MEMORY_BYTES)()
+    address = ctypes.addressof(memory)
+    transport = MooncakeTransport("127.0.0.1")
+    transport.register(address, MEMORY_BYTES)
+    table = Table(title="reading another process' memory over loopback TCP, medians", box=None)
+    for heading in ("runs", "of", "Transfer Engine", "Weft", "ratio"):
+        table.add_column(heading, justify="right")
+    for size, count in SIZES:
+        # every other run, so that none can be joined
+        runs = [Run(peer.pool_address + 2 * i * size, address + 2 * i * size, size) for i in range(count)]
+        theirs, ours = [], []
+        for _ in range(rounds):
+            began = time.perf_counter()
+            await asyncio.to_thread(_read_theirs, transport, peer, runs)
+            theirs.append(time.perf_counter() - began)
+            ctypes.memset(memory, 0, MEMORY_BYTES)
+            began = time.perf_counter()
+            await transport.pull(Lender(peer, "", RequestKey("r")), runs, 30)
+            ours.append(time.perf_counter() - began)
+            assert all(memory[2 * i * size + size - 1] == 7 for i in range(count))
+        rates = [size * count / statistics.median(times) / 1e9 for times in (theirs, ours)]
+        ratio = rates[1] / rates[0]
+        table.add_row(str(count), f"{size // 1024} KiB", *(f"{rate:.2f} GB/s" for rate in rates), f"{ratio:.2f}x")
+    await transport.close()
+    return table
+
+
+def _read_theirs(transport: MooncakeTransport, peer: Endpoint, runs: Sequence[Run]) -> None:
+    code = transport._engine.batch_transfer_sync_read(
+        peer.segment,
+        [run.local_address for run in runs],
+        [run.remote_address for run in runs],
+        [run.size_bytes for run in runs],
+    )
+    assert code == 0, code
+
+
+def stretched(model: Path, folder: Path) -> Path:
+    """The checkpoint with a context of 8,192 tokens: text that makes no sense takes as long as one that does."""
+    copy = folder / model.name
+    shutil.copytree(model, copy)
+    config = json.loads((copy / "config.json").read_text())
+    config["max_position_embeddings"] = max(CONTEXT_TOKENS, config["max_position_embeddings"])
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+def ttft_table(rows: Sequence[tuple[int, list[float], list[float]]]) -> Table:
+    """A row a length."""
+    table = Table(title="time to first token at the decode worker, medians in ms", box=None)
+    for heading in ("prompt tokens", "one worker", "prefill + decode", "ratio", "1.05x + 5 ms is"):
+        table.add_column(heading, justify="right")
+    for length, alone, paired in rows:
+        one, two = (1000 * statistics.median(times) for times in (alone, paired))
+        bar = 1.05 * one + 5
+        table.add_row(str(length), f"{one:.1f}", f"{two:.1f}", f"{two / one:.3f}", f"{bar:.1f}")
+    return table
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="Hand-off: bandwidth and time to first token.")
+    parser.add_argument("--only", choices=("bandwidth", "ttft"))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--model", default="", help="a checkpoint for TTFT; default weft-nano")
+    options = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    if options.only != "ttft":
+        console.print(asyncio.run(bandwidth(options.rounds)))
+    if options.only != "bandwidth":
+        with tempfile.TemporaryDirectory() as folder:
+            model = stretched(Path(options.model) if options.model else ROOT / "models" / "weft-nano", Path(folder))
+            vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+            with LocalMesh(str(model), num_prefill=1, num_decode=1) as mesh:
+                rows = asyncio.run(measure_ttft(mesh, PROMPTS, options.rounds, vocab_size))
+        console.print(ttft_table(rows))
+
+
+if __name__ == "__main__":
+    main()
