@@ -27,7 +27,8 @@ PULLS_PER_PEER = 2
 MAX_IN_FLIGHT = 256
 MAX_RUN_BYTES = 16 * 1024 * 1024
 MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
-# between two questions: none at first, as a small run takes less time than a nap; fewer once nothing moves
+# between two questions; none at first where few are to be asked, as a small run takes less time than a nap
+SMALL_NUMBER = 2
 NAP_SECONDS, LONG_NAP_SECONDS = 0.0001, 0.01
 NAP_AFTER_SECONDS, LONG_AFTER_SECONDS = 0.0005, 1.0
 CLOSE_SECONDS = 10.0
@@ -162,7 +163,7 @@ class Pull:
             if self._collect():
                 moved_at = now
             else:
-                time.sleep(nap_seconds(now - moved_at))
+                time.sleep(nap_seconds(now - moved_at, len(self._in_flight)))
         if self._trouble:
             raise TransferFailed(f"mooncake read from {self._segment} {self._trouble}")
 
@@ -230,9 +231,9 @@ def _held_stderr() -> Iterator[Callable[[], str]]:
             os.close(kept)
 
 
-def nap_seconds(still_seconds: float) -> float:
+def nap_seconds(still_seconds: float, num_in_flight: int) -> float:
     """How long to wait before the next question, when nothing has moved for so long."""
-    if still_seconds < NAP_AFTER_SECONDS:
+    if num_in_flight <= SMALL_NUMBER and still_seconds < NAP_AFTER_SECONDS:
         return 0.0
     return NAP_SECONDS if still_seconds < LONG_AFTER_SECONDS else LONG_NAP_SECONDS
 
