@@ -1,4 +1,5 @@
-"""The life of a request as one enum. Settlements, and the ends in metrics and the access log, are named by it.
+"""The life of a request as one enum. Settlements, the ends in metrics and the access log, and the time
+spent in each stage (`weft_request_stage_seconds`) are named by it.
 
     received -> routed -> reserved -> prefilling -> transferring -> decoding -> finished
         \\_________\\__________\\___________\\_____________\\____________\\-> failed
