@@ -160,6 +160,50 @@ def plan(
     raise typer.Exit(run_plan(options))
 
 
+@app.command()
+def bench(
+    url: Url = None,
+    model: Annotated[str, typer.Option(help="Default: the first that the server lists.")] = "",
+    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = "",
+    chat: Annotated[bool, typer.Option("--chat", help="/v1/chat/completions instead of /v1/completions.")] = False,
+    requests: Annotated[int, typer.Option(min=0, help="How many; of a trace 0 takes all.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Closed loop: clients, each with one request.")] = 8,
+    rate: Annotated[float, typer.Option(min=0.0, help="Open loop: requests a second, Poisson.")] = 0.0,
+    trace: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Replay: JSON lines as in Mooncake's traces.")
+    ] = None,
+    speed: Annotated[float, typer.Option(min=0.001, help="Of the replay; 2 is twice as fast.")] = 1.0,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    shared_tokens: Annotated[int, typer.Option(min=0, help="Of those, the same in every prompt.")] = 0,
+    output_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    spread: Annotated[float, typer.Option(min=0.0, max=1.0, help="Lengths vary by this share.")] = 0.0,
+    slo_ttft_ms: Annotated[float, typer.Option(min=0.0, help="A good request's first token; 0: any.")] = 0.0,
+    slo_tpot_ms: Annotated[float, typer.Option(min=0.0, help="A good request's mean time per token; 0: any.")] = 0.0,
+    max_seconds: Annotated[float, typer.Option(min=1.0, help="What is not done by then has failed.")] = 600.0,
+    seed: Annotated[int, typer.Option(help="The same seed asks the same things.")] = 0,
+    report: Annotated[Path | None, typer.Option(help="An HTML page with plots.")] = None,
+    raw: Annotated[Path | None, typer.Option(help="A JSON file with every request.")] = None,
+) -> None:
+    """Load an OpenAI-compatible server and say what its users felt: rates, latencies, goodput."""
+    from weft.cli.bench.figures import Promise
+    from weft.cli.bench.main import BenchOptions, run_bench
+    from weft.cli.bench.workload import Recipe
+
+    recipe = Recipe(
+        requests=requests if trace else max(requests, 1),
+        prompt_tokens=prompt_tokens,
+        shared_tokens=shared_tokens,
+        output_tokens=output_tokens,
+        spread=spread,
+        rate=rate,
+        concurrency=concurrency,
+        seed=seed,
+    )
+    promise = Promise(slo_ttft_ms / 1000, slo_tpot_ms / 1000)
+    options = BenchOptions(_gateway(url), model, api_key, chat, recipe, trace, speed, max_seconds, promise, report, raw)
+    raise typer.Exit(run_bench(options))
+
+
 def _gateway(url: str | None) -> str:
     """What --url says, else the latest mesh on this machine, else the usual port."""
     from weft.cli.record import DEFAULT_URL, running_meshes

@@ -47,7 +47,7 @@ class Figures:
         return f"{first}{rate} · {self.completion_tokens} tokens · {cached}{cut}"
 
 
-def open_client(url: str) -> httpx.AsyncClient:
+def open_client(url: str, limits: httpx.Limits | None = None) -> httpx.AsyncClient:
     """A client of the gateway at url; the caller closes it. Raises MeshError when that is no URL."""
     try:
         parsed = httpx.URL(url)
@@ -57,7 +57,8 @@ def open_client(url: str) -> httpx.AsyncClient:
         raise MeshError(f"--url {url} is no gateway's URL; it should look like {DEFAULT_URL}")
     timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
     # a proxy named in the environment does not lead back to this machine
-    return httpx.AsyncClient(base_url=url, timeout=timeout, trust_env=parsed.host not in LOOPBACK_HOSTS)
+    trust_env = parsed.host not in LOOPBACK_HOSTS
+    return httpx.AsyncClient(base_url=url, timeout=timeout, trust_env=trust_env, limits=limits or httpx.Limits())
 
 
 async def stream_text(

@@ -1,0 +1,173 @@
+"""Sends jobs to a server and notes when what came. One loop, one connection a request under way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from weft.cli.bench.workload import Job
+from weft.cli.stream import MeshError, open_client, served_model
+
+CALIBRATION = Job(None, (("calibration", 200),), 1)
+GUESSED_CHARS_PER_TOKEN = 4.5
+OUT_OF_TIME = "out of time"
+# path and body
+Request = tuple[str, bytes]
+
+
+@dataclass(slots=True)
+class Record:
+    """One request, in seconds since the start. `due` is when it should have been sent: a client that is late, because
+    the server or this program is slow, makes the wait longer, not shorter."""
+
+    due: float
+    sent: float = 0.0
+    arrivals: list[float] = field(default_factory=list)
+    ended: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    error: str = ""
+
+    @property
+    def first_token(self) -> float:
+        """Time to the first token."""
+        return self.arrivals[0] - self.due
+
+    @property
+    def per_token(self) -> float:
+        """Mean time of every token after the first; 0 when there is none."""
+        return (self.arrivals[-1] - self.arrivals[0]) / max(self.output_tokens - 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An OpenAI-compatible server."""
+
+    client: httpx.AsyncClient
+    model: str
+    is_chat: bool
+    chars_per_token: float = GUESSED_CHARS_PER_TOKEN
+
+    def request(self, job: Job) -> Request:
+        """The job in OpenAI's words."""
+        text = job.text(self.chars_per_token)
+        prompt: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if self.is_chat else {"prompt": text}
+        body = {
+            **prompt,
+            "model": self.model,
+            "max_tokens": job.output_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return "/v1/chat/completions" if self.is_chat else "/v1/completions", json.dumps(body).encode()
+
+
+async def open_target(url: str, model: str, api_key: str, is_chat: bool) -> Target:
+    """Find the model, and how long its tokens are in our words. Raises MeshError."""
+    client = open_client(url, httpx.Limits(max_connections=None, max_keepalive_connections=None))
+    client.headers["content-type"] = "application/json"
+    client.headers["accept-encoding"] = "identity"
+    if api_key:
+        client.headers["authorization"] = f"Bearer {api_key}"
+    try:
+        target = Target(client, model or await served_model(client), is_chat)
+        record = Record(0.0)
+        await _fill(target, target.request(CALIBRATION), record, time.perf_counter())
+        if record.error:
+            raise MeshError(f"{url}: {record.error}")
+    except BaseException:
+        await client.aclose()
+        raise
+    measured = len(CALIBRATION.text(GUESSED_CHARS_PER_TOKEN)) / max(record.prompt_tokens, 1)
+    return Target(client, target.model, is_chat, measured if record.prompt_tokens else GUESSED_CHARS_PER_TOKEN)
+
+
+async def run(
+    target: Target, jobs: Iterator[Job], concurrency: int, max_seconds: float, tell: Callable[[int], None]
+) -> list[Record]:
+    """Every job, to its end. Jobs without a time of their own are for `concurrency` clients."""
+    records: list[Record] = []
+    began = time.perf_counter()
+
+    async def send(request: Request, due: float) -> None:
+        record = Record(due)
+        records.append(record)
+        try:
+            await _fill(target, request, record, began)
+        except asyncio.CancelledError:
+            record.error = OUT_OF_TIME
+            raise
+        tell(sum(each.ended > 0 for each in records))
+
+    async def client() -> None:
+        for job in jobs:
+            request = target.request(job)
+            await send(request, time.perf_counter() - began)
+
+    async def clock(group: asyncio.TaskGroup) -> None:
+        for job in jobs:
+            request = target.request(job)  # made before it is due
+            await asyncio.sleep((job.at or 0.0) - (time.perf_counter() - began))
+            group.create_task(send(request, job.at or 0.0))
+
+    try:
+        async with asyncio.timeout(max_seconds), asyncio.TaskGroup() as group:
+            if concurrency:
+                for _ in range(concurrency):
+                    group.create_task(client())
+            else:
+                await clock(group)
+    except TimeoutError:
+        pass  # told in the records
+    return records
+
+
+async def _fill(target: Target, request: Request, record: Record, began: float) -> None:
+    path, body = request
+    record.sent = time.perf_counter() - began
+    try:
+        async with target.client.stream("POST", path, content=body) as response:
+            if response.status_code != httpx.codes.OK:
+                await response.aread()
+                record.error = f"HTTP {response.status_code}"
+            else:
+                async for event in _events(response):
+                    _take(event, record, time.perf_counter() - began)
+    except (httpx.HTTPError, ValueError) as error:
+        record.error = record.error or type(error).__name__
+    record.ended = time.perf_counter() - began
+    # a server that keeps its usage to itself is taken to send a token a piece
+    record.output_tokens = record.output_tokens or len(record.arrivals)
+    if not record.error and not record.arrivals:
+        record.error = "no text"
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    rest = b""
+    async for piece in response.aiter_raw():
+        *whole, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in whole:
+            data = event.removeprefix(b"data:").strip()
+            if event.startswith(b"data:") and data != b"[DONE]":
+                yield json.loads(data)
+
+
+def _take(event: dict[str, Any], record: Record, now: float) -> None:
+    if "error" in event:
+        record.error = str(event["error"].get("code") or event["error"].get("message"))
+    if usage := event.get("usage"):
+        record.prompt_tokens, record.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    for choice in event.get("choices", ()):
+        delta = choice.get("delta") or {}
+        if choice.get("text") or delta.get("content") or delta.get("reasoning_content"):
+            record.arrivals.append(now)

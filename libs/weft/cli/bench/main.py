@@ -1,0 +1,97 @@
+"""One run of `weft bench`: open the server, send the load, print the tables, write the report."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from weft.cli.bench.figures import Promise, summarize
+from weft.cli.bench.load import Record, open_target, run
+from weft.cli.bench.report import page, tables
+from weft.cli.bench.workload import BadTrace, Job, Recipe, from_recipe, from_trace
+from weft.cli.stream import MeshError
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What the user asked for. Without a trace the recipe counts."""
+
+    url: str
+    model: str = ""
+    api_key: str = field(default="", repr=False)
+    is_chat: bool = False
+    recipe: Recipe = field(default_factory=Recipe)
+    trace: Path | None = None
+    speed: float = 1.0
+    max_seconds: float = 600.0
+    promise: Promise = field(default_factory=Promise)
+    report: Path | None = None
+    raw: Path | None = None
+
+    @property
+    def concurrency(self) -> int:
+        """Clients of a closed loop; 0 where requests come at their own times."""
+        return 0 if self.trace or self.recipe.rate else self.recipe.concurrency
+
+    @property
+    def shown(self) -> dict[str, object]:
+        """For the report; no key."""
+        recipe = {} if self.trace else asdict(self.recipe)
+        trace = {"trace": self.trace, "speed": self.speed, "requests": self.recipe.requests} if self.trace else {}
+        return {"url": self.url, "model": self.model, "chat": self.is_chat, **recipe, **trace, **asdict(self.promise)}
+
+
+def run_bench(options: BenchOptions) -> int:
+    """The exit status: 1 when nothing was answered."""
+    try:
+        records = asyncio.run(_measure(options))
+    except (MeshError, BadTrace, OSError) as error:
+        print(f"weft bench: {error}", file=sys.stderr)
+        return 1
+    figures = summarize(records, options.promise)
+    console = Console(soft_wrap=True)
+    for table in tables(figures):
+        console.print(table)
+    if options.report is not None:
+        title = f"{options.url}, {time.strftime('%Y-%m-%d %H:%M')}"
+        options.report.write_text(page(title, options.shown, figures, records), encoding="utf-8")
+        console.print(f"report: {options.report}")
+    if options.raw is not None:
+        whole = {"figures": asdict(figures), "records": [asdict(record) for record in records]}
+        options.raw.write_text(json.dumps(whole), encoding="utf-8")
+    return 0 if figures.answered else 1
+
+
+async def _measure(options: BenchOptions) -> list[Record]:
+    jobs = _jobs(options)
+    first = next(jobs, None)  # a trace that cannot be read is told before anything is sent
+    if first is None:
+        raise BadTrace(f"{options.trace}: no requests")
+    target = await open_target(options.url, options.model, options.api_key, options.is_chat)
+    is_watched = sys.stderr.isatty()
+
+    def tell(ended: int) -> None:
+        if is_watched:
+            print(f"\r{ended} answered", end="", file=sys.stderr, flush=True)
+
+    try:
+        whole = itertools.chain((first,), jobs)
+        return await run(target, whole, options.concurrency, options.max_seconds, tell)
+    finally:
+        if is_watched:
+            print("\r", end="", file=sys.stderr)
+        await target.client.aclose()
+
+
+def _jobs(options: BenchOptions) -> Iterator[Job]:
+    if options.trace is None:
+        return from_recipe(options.recipe)
+    return from_trace(options.trace, options.recipe.requests, options.speed)

@@ -1,0 +1,94 @@
+"""Small plots as SVG text, drawn in the page's own colours: a distribution, and points over time. No library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 560, 260
+LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 40
+MAX_POINTS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """From `low` to `high`."""
+
+    label: str
+    low: float
+    high: float
+
+    def at(self, value: float, start: float, end: float) -> float:
+        """Where a value lies between two pixels."""
+        return start + (end - start) * (value - self.low) / ((self.high - self.low) or 1.0)
+
+    @property
+    def ticks(self) -> list[float]:
+        """About five round numbers."""
+        step = 10 ** math.floor(math.log10((self.high - self.low) / 4 or 1.0))
+        step *= next(factor for factor in (1, 2, 5, 10) if (self.high - self.low) / (step * factor) <= 6)
+        first = math.ceil(self.low / step)
+        return [number * step for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+
+def distribution(values: Sequence[float], label: str) -> str:
+    """The share of values up to each one, as a line."""
+    ordered = sorted(values)
+    if not ordered:
+        return _frame(Axis(label, 0, 1), Axis("share", 0, 1), "")
+    x, y = Axis(label, 0, ordered[-1] or 1.0), Axis("share", 0, 1)
+    stride = max(1, len(ordered) // MAX_POINTS)
+    points = [(value, (rank + 1) / len(ordered)) for rank, value in enumerate(ordered)][::stride]
+    points = [(0.0, 0.0), *points, (ordered[-1], 1.0)]
+    path = " ".join(f"{_x(x, across):.1f},{_y(y, up):.1f}" for across, up in points)
+    return _frame(x, y, f'<polyline class="line" points="{path}"/>')
+
+
+def over_time(points: Sequence[tuple[float, float]], label: str) -> str:
+    """Points over seconds since the start."""
+    if not points:
+        return _frame(Axis("seconds", 0, 1), Axis(label, 0, 1), "")
+    x = Axis("seconds", 0, max(across for across, _ in points) or 1.0)
+    y = Axis(label, 0, max(up for _, up in points) or 1.0)
+    shown = points[:: max(1, len(points) // MAX_POINTS)]
+    dots = "".join(f'<circle cx="{_x(x, across):.1f}" cy="{_y(y, up):.1f}" r="2.2"/>' for across, up in shown)
+    return _frame(x, y, f'<g class="dots">{dots}</g>')
+
+
+def steps(events: Sequence[tuple[float, int]], label: str) -> str:
+    """A count over time: `events` are (when, by how much it changes)."""
+    count, points = 0, [(0.0, 0)]
+    for when, change in sorted(events):
+        points += [(when, count), (when, count + change)]
+        count += change
+    x = Axis("seconds", 0, points[-1][0] or 1.0)
+    y = Axis(label, 0, max(up for _, up in points) or 1)
+    path = " ".join(f"{_x(x, across):.1f},{_y(y, up):.1f}" for across, up in points)
+    return _frame(x, y, f'<polyline class="line" points="{path}"/>')
+
+
+def _x(axis: Axis, value: float) -> float:
+    return axis.at(value, LEFT, WIDTH - RIGHT)
+
+
+def _y(axis: Axis, value: float) -> float:
+    return axis.at(value, HEIGHT - BOTTOM, TOP)
+
+
+def _frame(x: Axis, y: Axis, inside: str) -> str:
+    marks = []
+    for tick in x.ticks:
+        at = _x(x, tick)
+        marks.append(f'<line class="grid" x1="{at:.1f}" y1="{TOP}" x2="{at:.1f}" y2="{HEIGHT - BOTTOM}"/>')
+        marks.append(f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{tick:g}</text>')
+    for tick in y.ticks:
+        at = _y(y, tick)
+        marks.append(f'<line class="grid" x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}"/>')
+        marks.append(f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    marks.append(f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x.label)}</text>')
+    turned = f'x="14" y="{(TOP + HEIGHT - BOTTOM) / 2}" transform="rotate(-90 14 {(TOP + HEIGHT - BOTTOM) / 2})"'
+    marks.append(f'<text {turned} text-anchor="middle">{escape(y.label)}</text>')
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(marks)}{inside}</svg>'
