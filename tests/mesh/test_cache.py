@@ -42,8 +42,8 @@ def test_blocks_that_decode_holds_are_not_transferred_again(mesh: Mesh) -> None:
     ask(mesh, start)
     name, size = "weft_kv_transfer_bytes_total", mesh.workers()["decode-0"].hello.fingerprint.block_bytes
     before = mesh.metric("decode-0", name, transport="mooncake")
-    ask(mesh, start + fresh_prompt(48))
-    assert mesh.metric("decode-0", name, transport="mooncake") - before == 3 * size
+    ask(mesh, start + fresh_prompt(144))
+    assert mesh.metric("decode-0", name, transport="mooncake") - before == 9 * size
 
 
 def test_turn_two_reports_all_full_blocks_of_turn_one(mesh: Mesh) -> None:

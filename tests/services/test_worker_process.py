@@ -50,6 +50,9 @@ class Peers(scheduler_service_pb2_grpc.FleetServiceServicer, weights_service_pb2
     async def ListWorkers(self, request: Any, context: Any) -> fleet_pb2.ListWorkersResponse:
         raise AssertionError("workers do not ask")
 
+    async def Drain(self, request: Any, context: Any) -> fleet_pb2.DrainResponse:
+        raise AssertionError("workers do not ask")
+
     async def Load(self, request: Any, context: Any) -> AsyncIterator[weights_pb2.LoadResponse]:
         yield weights_pb2.LoadResponse(
             ready=weights_pb2.LoadReady(

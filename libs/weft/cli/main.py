@@ -45,6 +45,9 @@ class LogLevel(StrEnum):
 
 Url = Annotated[str | None, typer.Option(help="The gateway; default: the mesh that runs on this machine.")]
 
+Scheduler = Annotated[str, typer.Option(help="host:port; default: the mesh that runs on this machine.")]
+Worker = Annotated[str, typer.Argument(help="Its id, as `weft status` lists it.")]
+
 
 @app.command()
 def up(
@@ -123,21 +126,31 @@ def generate(
 
 @app.command()
 def status(
-    scheduler: Annotated[str, typer.Option(help="host:port; default: the mesh that runs on this machine.")] = "",
+    scheduler: Scheduler = "",
     watch: Annotated[bool, typer.Option("--watch", help="Keep it up to date until Ctrl-C.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """The fleet as a table: workers, their load and their caches."""
-    from weft.cli.record import running_meshes
-
-    address = scheduler or next((mesh.scheduler for mesh in running_meshes()), "")
-    if not address:
-        typer.secho("weft status: no mesh runs on this machine: start one with `weft up`,", fg="red", err=True)
-        typer.secho("             or name a scheduler with --scheduler HOST:PORT", fg="red", err=True)
-        raise typer.Exit(1)
+    address = _scheduler("status", scheduler)
     from weft.cli.status import status as show_status
 
     show_status(address, watch, as_json)
+
+
+@app.command()
+def drain(worker: Worker, scheduler: Scheduler = "") -> None:
+    """Let a worker finish what it has and give it nothing new."""
+    from weft.cli.drain import drain as ask_to_drain
+
+    ask_to_drain(_scheduler("drain", scheduler), worker, undo=False)
+
+
+@app.command()
+def undrain(worker: Worker, scheduler: Scheduler = "") -> None:
+    """Take a drained worker back into service."""
+    from weft.cli.drain import drain as ask_to_drain
+
+    ask_to_drain(_scheduler("undrain", scheduler), worker, undo=True)
 
 
 @app.command()
@@ -202,6 +215,19 @@ def bench(
     promise = Promise(slo_ttft_ms / 1000, slo_tpot_ms / 1000)
     options = BenchOptions(_gateway(url), model, api_key, chat, recipe, trace, speed, max_seconds, promise, report, raw)
     raise typer.Exit(run_bench(options))
+
+
+def _scheduler(command: str, named: str) -> str:
+    """What --scheduler says, else that of the latest mesh on this machine."""
+    from weft.cli.record import running_meshes
+
+    address = named or next((mesh.scheduler for mesh in running_meshes()), "")
+    if not address:
+        typer.secho(f"weft {command}: no mesh runs on this machine: start one with `weft up`,", fg="red", err=True)
+        indent = " " * len(f"weft {command}: ")
+        typer.secho(f"{indent}or name a scheduler with --scheduler HOST:PORT", fg="red", err=True)
+        raise typer.Exit(1)
+    return address
 
 
 def _gateway(url: str | None) -> str:

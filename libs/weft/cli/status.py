@@ -126,6 +126,12 @@ def _table(titles: Sequence[str], rows: Iterable[dict[str, Text]]) -> Table:
     return table
 
 
+def _state(report: pb.WorkerReport) -> Text:
+    if report.ready:
+        return Text("ready", style="green")
+    return Text("draining", style="yellow") if report.draining else Text("not ready", style="red")
+
+
 def _row(worker: pb.WorkerStatus) -> dict[str, Text]:
     """Cells by title."""
     hello, report = worker.hello, worker.report
@@ -134,7 +140,7 @@ def _row(worker: pb.WorkerStatus) -> dict[str, Text]:
         "worker": Text(hello.worker.worker_id, style="bold"),
         "role": Text(role_from_wire(hello.role).value),
         "model": Text(hello.model),
-        "state": Text("ready", style="green") if report.ready else Text("not ready", style="red"),
+        "state": _state(report),
         "running": Text(f"{report.num_running:,}"),
         "waiting": Text(f"{report.num_waiting:,}"),
         "tokens booked": Text(f"{worker.booked_prefill_tokens + worker.booked_decode_tokens:,}"),

@@ -37,8 +37,12 @@ CallT = TypeVar("CallT")
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to host:port; connects lazily. The caller closes it."""
-    return grpc.aio.insecure_channel(address, options=list(CHANNEL_OPTIONS))
+    """A channel to host:port; connects lazily. The caller closes it.
+
+    Several IP addresses by commas are one service: calls go to the first that answers, and to another when it is gone.
+    """
+    target = f"ipv4:{address.replace(' ', '')}" if "," in address else address
+    return grpc.aio.insecure_channel(target, options=list(CHANNEL_OPTIONS))
 
 
 @asynccontextmanager

@@ -1,6 +1,7 @@
-"""A worker's place in the fleet: hello, then reports at the scheduler's pace, for as long as the process lives.
+"""A worker's place in the fleet: hello, then reports at each scheduler's pace, for as long as the process lives.
 
-A scheduler that is away is waited for; a worker without one goes on with what it has.
+A scheduler that is away is waited for; a worker without one goes on with what it has. Draining is remembered here,
+so that all schedulers hear of it, also one that comes later.
 """
 
 from __future__ import annotations
@@ -37,71 +38,96 @@ class Introduction:
     metrics_address: str
 
 
+class _Link:
+    """What is between us and one scheduler."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.interval_seconds = 1.0
+        self.has_joined = False
+        self.has_left = asyncio.Event()
+
+
 class Membership:
-    """`keep` runs for ever; `leave` makes the next report say "not ready", at once."""
+    """`keep` runs for ever; `leave` makes the next report say "not ready", at once.
+
+    A worker joins every scheduler that it was given, and says the same to all of them.
+    """
 
     def __init__(
-        self, scheduler: str, introduction: Introduction, load: Callable[[], EngineLoad], is_able: Callable[[], bool]
+        self, schedulers: str, introduction: Introduction, load: Callable[[], EngineLoad], is_able: Callable[[], bool]
     ) -> None:
-        self._scheduler = scheduler
+        """`schedulers`: host:port, several by commas."""
         self._introduction = introduction
         self._load = load
         self._is_able = is_able
-        self._interval_seconds = 1.0
+        self._is_draining = False
         self._has_joined = asyncio.Event()
         self._is_leaving = asyncio.Event()
-        self._has_left = asyncio.Event()
+        self._links = [_Link(address.strip()) for address in schedulers.split(",")]
 
     async def until_joined(self) -> None:
-        """The scheduler has answered once."""
+        """A scheduler has answered once."""
         await self._has_joined.wait()
 
     async def leave(self, timeout_seconds: float) -> None:
-        """Take no more work: wait until the scheduler has been told, or the time is over."""
+        """Take no more work: wait until every scheduler has been told, or the time is over."""
         self._is_leaving.set()
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
-                await self._has_left.wait()
+                for link in self._links:
+                    await link.has_left.wait()
 
     async def keep(self) -> None:
-        """Join, report, and join again whenever the stream breaks."""
+        """Join, report, and join again whenever a stream breaks."""
+        async with asyncio.TaskGroup() as group:
+            for link in self._links:
+                group.create_task(self._keep_one(link))
+
+    async def _keep_one(self, link: _Link) -> None:
         backoff = MIN_BACKOFF_SECONDS
-        channel = open_channel(self._scheduler)
+        channel = open_channel(link.address)
         try:
             while True:
                 try:
                     stub = scheduler_service_pb2_grpc.FleetServiceStub(channel)
-                    async with owned(stub.Join(self._messages())) as stream:
+                    async with owned(stub.Join(self._messages(link))) as stream:
                         async for response in stream:
-                            self._on_response(response)
+                            self._on_response(link, response)
                             backoff = MIN_BACKOFF_SECONDS
-                    logger.warning("the scheduler at %s ended our membership; joining again", self._scheduler)
+                    logger.warning("the scheduler at %s ended our membership; joining again", link.address)
                 except WeftError as error:
                     if backoff == MIN_BACKOFF_SECONDS:
-                        logger.warning("no scheduler at %s (%s); trying on", self._scheduler, error)
+                        logger.warning("no scheduler at %s (%s); trying on", link.address, error)
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
         finally:
             await channel.close()
 
-    def _on_response(self, response: scheduler_service_pb2.JoinResponse) -> None:
-        self._interval_seconds = response.report_interval_ms / 1000
-        if not self._has_joined.is_set():
-            logger.info("joined the fleet at %s", self._scheduler)
+    def _on_response(self, link: _Link, response: scheduler_service_pb2.JoinResponse) -> None:
+        link.interval_seconds = response.report_interval_ms / 1000
+        if response.HasField("drain") and response.drain != self._is_draining:
+            logger.info(
+                "%s, says the scheduler at %s", "draining" if response.drain else "back in service", link.address
+            )
+            self._is_draining = response.drain
+        if not link.has_joined:
+            logger.info("joined the fleet at %s", link.address)
+            link.has_joined = True
             self._has_joined.set()
 
-    async def _messages(self) -> AsyncIterator[scheduler_service_pb2.JoinRequest]:
+    async def _messages(self, link: _Link) -> AsyncIterator[scheduler_service_pb2.JoinRequest]:
         yield scheduler_service_pb2.JoinRequest(hello=_hello_to_wire(self._introduction))
         while True:
             is_leaving = self._is_leaving.is_set()
             yield scheduler_service_pb2.JoinRequest(report=self._report(is_leaving))
             if is_leaving:
                 # being asked for the next message means that this one has been sent
-                self._has_left.set()
-                await asyncio.sleep(self._interval_seconds)
+                link.has_left.set()
+                await asyncio.sleep(link.interval_seconds)
                 continue
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._interval_seconds):
+                async with asyncio.timeout(link.interval_seconds):
                     await self._is_leaving.wait()
 
     def _report(self, is_leaving: bool) -> scheduler_service_pb2.WorkerReport:
@@ -116,7 +142,8 @@ class Membership:
             cached_blocks=load.cached_blocks,
             active_blocks=load.active_blocks,
             quarantined_blocks=load.quarantined_blocks,
-            ready=self._is_able() and has_room and not is_leaving,
+            ready=self._is_able() and has_room and not is_leaving and not self._is_draining,
+            draining=self._is_draining,
             generated_tokens=load.generated_tokens,
             computed_prompt_tokens=load.computed_prompt_tokens,
         )

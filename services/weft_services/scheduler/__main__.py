@@ -8,14 +8,18 @@ from weft.rpc.server import RpcServer, run, until_signal
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.config import Config
 from weft_services.scheduler.dispatch import Dispatcher
+from weft_services.scheduler.router import Router
 from weft_services.scheduler.service import NAMES, register
+from weft_services.scheduler.targets import parse_targets
+from weft_services.scheduler.waiting import WaitingRoom
 
 
 async def main(config: Config) -> None:
     """Serve until SIGTERM; memberships end with the process, so there is nothing to drain."""
     logging.info(describe(config))
     affinity = Affinity(config.redis_url, config.affinity_ttl_seconds)
-    dispatcher = Dispatcher(config.silence_seconds, affinity)
+    router = Router(config.silence_seconds, parse_targets(config.targets))
+    dispatcher = Dispatcher(router, affinity, WaitingRoom(config.max_queue, config.queue_seconds))
     rpc = RpcServer(NAMES)
     register(rpc.server, dispatcher, config.report_interval_ms, config.silence_seconds)
     address = await rpc.start(config.host, config.port)

@@ -25,6 +25,7 @@ DEADLINE_SECONDS = 0.05
 PAUSE_SECONDS = 1.0
 MAX_CONNECTIONS = 16
 MAX_QUEUED_WRITES = 1024
+MAX_DIGITS = 10
 ResultT = TypeVar("ResultT")
 
 
@@ -142,10 +143,11 @@ def _name(model: str, session: bytes) -> str:
 
 
 def _format(preference: Preference) -> str:
-    return f"{preference.prefill_id}\n{preference.decode_id}"
+    return f"{preference.prefill_id}\n{preference.decode_id}\n{preference.num_tokens}"
 
 
 def _parse(value: bytes | str) -> Preference:
+    """What a scheduler wrote, this one or an older one; a number that is none counts as none."""
     text = value if isinstance(value, str) else value.decode(errors="replace")
-    prefill_id, _, decode_id = text.partition("\n")
-    return Preference(prefill_id, decode_id)
+    prefill_id, decode_id, tokens = (*text.split("\n"), "", "")[:3]
+    return Preference(prefill_id, decode_id, int(tokens) if tokens.isdecimal() and len(tokens) < MAX_DIGITS else 0)

@@ -13,10 +13,10 @@ from weft.errors import Cancelled
 from weft.lifetime import Stage
 from weft.metrics import BOOKED_REQUESTS, BOOKED_TOKENS
 from weft.request import RequestKey
-from weft_services.scheduler.state import Placement, Worker
+from weft_services.scheduler.state import Placement, RouteQuery, Worker
 
-# a gateway that dies never settles: its requests end here at the latest; reports still count what really runs
-MAX_BOOKING_SECONDS = 600.0
+# a gateway that dies never settles: its requests end with their own deadlines, and a moment for late settlements
+GRACE_SECONDS = 10.0
 # a worker that has held no sequence for this long holds no booked request either
 MAX_ORPHAN_SECONDS = 30.0
 # ends remembered, so that a Route overtaken by its own end books nothing
@@ -36,25 +36,29 @@ class Share:
         """Book it."""
         self._count(+1)
         self._move(self.prefill_tokens, self.decode_tokens)
+        self.worker.refresh()
 
     def give_back(self) -> None:
         """Everything, and the request."""
         self._count(-1)
         self._move(-self.prefill_tokens, -self.decode_tokens)
         self.prefill_tokens = self.decode_tokens = 0
+        self.worker.refresh()
 
     def give_back_prefill(self) -> None:
         """The prompt is computed; the request stays."""
-        self._move(-self.prefill_tokens, 0)
-        self.prefill_tokens = 0
+        if self.prefill_tokens:
+            self._move(-self.prefill_tokens, 0)
+            self.prefill_tokens = 0
+            self.worker.refresh()
 
     def _move(self, prefill: int, decode: int) -> None:
-        loads = [self.worker.booked]
-        if self.num_reports == self.worker.num_reports:
-            loads.append(self.worker.fresh)
-        for load in loads:
-            load.prefill_tokens += prefill
-            load.decode_tokens += decode
+        worker = self.worker
+        worker.booked.add(prefill, decode)
+        if self.num_reports == worker.num_reports:
+            worker.fresh.add(prefill, decode)
+        else:
+            worker.returned.add(-prefill, -decode)
         BOOKED_TOKENS.labels("prefill").inc(prefill)
         BOOKED_TOKENS.labels("decode").inc(decode)
 
@@ -69,22 +73,29 @@ class Booking:
     `prefill_id` keeps the name for the session's sake.
     """
 
-    key: RequestKey
-    model: str
-    session: bytes
+    query: RouteQuery
     booked_at: float
     prefill_id: str
     decode: Share
     prefill: Share | None
 
+    @property
+    def key(self) -> RequestKey:
+        """The attempt."""
+        return self.query.key
+
+    @property
+    def ends_at(self) -> float:
+        """Nobody waits for it any longer than this."""
+        return self.booked_at + self.query.remaining_seconds + GRACE_SECONDS
+
 
 class Bookings:
-    """All bookings of this scheduler. The only writer of `Worker.booked`, `fresh` and `last_chosen`."""
+    """All bookings of this scheduler. The only writer of `Worker.booked`, `fresh` and `dispatched_tokens`."""
 
     def __init__(self) -> None:
         self._booked: dict[str, Booking] = {}
         self._ended: OrderedDict[str, int] = OrderedDict()
-        self._num_routes = 0
 
     def __len__(self) -> int:
         return len(self._booked)
@@ -97,29 +108,27 @@ class Bookings:
         if current is not None and key.generation < current.key.generation:
             raise Cancelled(f"attempt {key} is older than the placed one, {current.key}")
 
-    def book(self, key: RequestKey, placement: Placement, model: str, session: bytes, now: float) -> Booking:
+    def book(self, query: RouteQuery, placement: Placement, now: float) -> Booking:
         """Hold the placement's tokens; what an earlier attempt held is given back. Call `admit` before."""
-        self._end(key.request_id)
-        self._num_routes += 1
+        request_id = query.key.request_id
+        self._end(request_id)
         decode, prefill = placement.decode, placement.prefill
         local_tokens = placement.prefill_tokens if prefill is None else 0
         booking = Booking(
-            key=key,
-            model=model,
-            session=session,
+            query=query,
             booked_at=now,
             prefill_id=(prefill or decode).worker_id,
             decode=self._take(decode, local_tokens, placement.decode_tokens),
             prefill=self._take(prefill, placement.prefill_tokens, 0) if prefill else None,
         )
-        self._booked[key.request_id] = booking
+        self._booked[request_id] = booking
         BOOKED_REQUESTS.inc()
         return booking
 
     def _take(self, worker: Worker, prefill_tokens: int, decode_tokens: int) -> Share:
         share = Share(worker, prefill_tokens, decode_tokens, worker.num_reports)
+        worker.dispatched_tokens += prefill_tokens + decode_tokens
         share.take()
-        worker.last_chosen = self._num_routes
         return share
 
     def settle(self, key: RequestKey, stage: Stage) -> Booking | None:
@@ -178,7 +187,7 @@ def _end_prefill(booking: Booking) -> None:
 
 
 def _is_overdue(booking: Booking, now: float) -> bool:
-    if now - booking.booked_at > MAX_BOOKING_SECONDS:
+    if now > booking.ends_at:
         return True
     idle_since = booking.decode.worker.idle_since
     return idle_since is not None and now - max(idle_since, booking.booked_at) > MAX_ORPHAN_SECONDS

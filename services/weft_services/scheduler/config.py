@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.config import ConfigError
+from weft_services.scheduler.targets import parse_targets
 
 # reports missed before a worker counts as gone
 MAX_MISSED_REPORTS = 5
+# gateways give a Route call five seconds
+MAX_QUEUE_SECONDS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """From WEFT_* variables. An empty redis_url means no session affinity."""
+    """From WEFT_* variables. An empty redis_url means no session affinity; `max_queue` requests wait for room, each
+    no longer than `queue_seconds`; `targets` is what waiting and generating may take before new requests have to
+    wait."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -20,6 +25,9 @@ class Config:
     redis_url: str = ""
     affinity_ttl_seconds: int = 3600
     report_interval_ms: int = 1000
+    max_queue: int = 1024
+    queue_seconds: float = 2.0
+    targets: str = ""
 
     def __post_init__(self) -> None:
         if self.redis_url and not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
@@ -28,6 +36,11 @@ class Config:
             raise ConfigError(f"WEFT_AFFINITY_TTL_SECONDS={self.affinity_ttl_seconds}: expected at least 1")
         if not 50 <= self.report_interval_ms <= 10_000:
             raise ConfigError(f"WEFT_REPORT_INTERVAL_MS={self.report_interval_ms}: expected 50 to 10000")
+        if self.max_queue < 0:
+            raise ConfigError(f"WEFT_MAX_QUEUE={self.max_queue}: expected at least 0")
+        if not 0 <= self.queue_seconds <= MAX_QUEUE_SECONDS:
+            raise ConfigError(f"WEFT_QUEUE_SECONDS={self.queue_seconds}: expected 0 to {MAX_QUEUE_SECONDS:g}")
+        parse_targets(self.targets)
 
     @property
     def silence_seconds(self) -> float:

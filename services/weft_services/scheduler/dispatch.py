@@ -1,26 +1,23 @@
-"""The scheduler's verbs: join, report, leave, route, settle. Ties fleet, bookings, policy and affinity together.
+"""The scheduler's verbs as the servicers call them: the router's, with a clock, the sessions' memory and metrics
+around.
 
-Everything except the affinity lookup happens without waiting, so state never changes under a decision.
+Everything except the affinity lookup and the wait for room happens at once, so state never changes under a decision.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 
 from weft.errors import InvalidRequest, NotFound, Overloaded, PeerLost, WeftError
 from weft.lifetime import Stage
-from weft.metrics import ROUTES
-from weft.request import RequestKey
+from weft.metrics import ROUTES, WAITING
 from weft_services.scheduler.affinity import Affinity
-from weft_services.scheduler.bookings import Bookings
-from weft_services.scheduler.fleet import Fleet
-from weft_services.scheduler.policy import choose
+from weft_services.scheduler.router import Progress, Router
 from weft_services.scheduler.state import Placement, Preference, RouteQuery, Worker, WorkerInfo, WorkerReport
+from weft_services.scheduler.waiting import Waiter, WaitingRoom
 
-logger = logging.getLogger(__name__)
 SWEEP_SECONDS = 1.0
 _OUTCOMES: dict[type[WeftError], str] = {
     Overloaded: "overloaded",
@@ -33,54 +30,114 @@ _OUTCOMES: dict[type[WeftError], str] = {
 class Dispatcher:
     """Places requests on the fleet and keeps its books. Belongs to one event loop; `run` must be running."""
 
-    def __init__(self, silence_seconds: float, affinity: Affinity, clock: Callable[[], float] = time.monotonic) -> None:
-        self.fleet = Fleet(silence_seconds)
-        self._bookings = Bookings()
+    def __init__(
+        self,
+        router: Router,
+        affinity: Affinity,
+        room: WaitingRoom | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Without a waiting room a request that finds no place is refused at once."""
+        self._router = router
         self._affinity = affinity
+        self._room = room if room is not None else WaitingRoom(0, 0.0)
         self._clock = clock
+        self._places: dict[Waiter, tuple[Preference, asyncio.Future[Placement]]] = {}
 
     def join(self, info: WorkerInfo) -> Worker:
         """A worker is live from here on; an earlier one of the same id is not, and neither are its bookings."""
-        worker, replaced = self.fleet.join(info, self._clock())
-        if replaced is not None:
-            self._bookings.drop_worker(replaced)
-        return worker
+        return self._router.join(info, self._clock())
 
     def report(self, worker: Worker, report: WorkerReport) -> None:
         """Raises Incompatible when the worker is not a member any more."""
-        self.fleet.report(worker, report, self._clock())
+        self._router.report(worker, report, self._clock())
+        self._seat()
 
     def leave(self, worker: Worker, why: str) -> None:
         """The worker is gone, and its bookings with it. Idempotent."""
-        if self.fleet.leave(worker, why):
-            self._bookings.drop_worker(worker)
+        self._router.leave(worker, why)
+
+    def drain(self, worker_id: str, wish: bool) -> None:
+        """Ask a worker to take no new work, or to take it again. Raises NotFound when no such worker is live."""
+        self._router.fleet.drain(worker_id, wish)
+
+    def workers(self) -> list[Worker]:
+        """All live workers, sorted by id."""
+        return self._router.fleet.workers()
 
     async def route(self, query: RouteQuery) -> Placement:
-        """Choose workers and book the request's tokens on them. Raises the policy's refusals, having booked nothing."""
+        """Choose workers and book the request's tokens on them, after a wait for room if there is none.
+
+        Raises the policy's refusals, having booked nothing; Overloaded says when to come back.
+        """
         preference = await self._affinity.lookup(query.model, query.session)
         try:
-            self._bookings.admit(query.key)
-            placement = choose(self.fleet.models, query, self._clock(), preference)
+            placement = await self._place(query, preference)
         except WeftError as error:
             ROUTES.labels(_OUTCOMES.get(type(error), "late")).inc()
             raise
-        self._bookings.book(query.key, placement, query.model, query.session, self._clock())
         ROUTES.labels("session" if placement.by_session else "load").inc()
         return placement
 
-    def settle(self, key: RequestKey, stage: Stage, failed_id: str = "") -> None:
+    async def _place(self, query: RouteQuery, preference: Preference) -> Placement:
+        now = self._clock()
+        busy = Overloaded("others wait for room already")
+        if self._room.goes_first(query, now):
+            try:
+                return self._placed(query, preference, now)
+            except Overloaded as error:
+                busy = error
+        waiter = self._room.enter(query, now, busy)
+        place: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
+        self._places[waiter] = preference, place
+        WAITING.inc()
+        try:
+            async with asyncio.timeout(waiter.give_up_at - now):
+                return await place
+        except TimeoutError:
+            again = self._room.retry_after(query, self._clock(), busy.retry_after_seconds)
+            raise Overloaded(str(busy), again) from None
+        finally:
+            WAITING.dec()
+            self._room.leave(waiter)
+            del self._places[waiter]
+
+    def _placed(self, query: RouteQuery, preference: Preference, now: float) -> Placement:
+        placement = self._router.place(query, preference, now)
+        self._room.placed(query, now)
+        return placement
+
+    def _seat(self) -> None:
+        """Something has changed: place those who wait, in their order, until there is no room for the next."""
+        now = self._clock()
+        while (waiter := self._room.first(now)) is not None:
+            preference, place = self._places[waiter]
+            try:
+                placement = self._placed(waiter.query, preference, now)
+            except Overloaded:
+                return
+            except WeftError as error:
+                self._room.leave(waiter)
+                if not place.done():
+                    place.set_exception(error)
+            else:
+                self._room.leave(waiter)
+                if not place.done():
+                    place.set_result(placement)
+
+    def settle(self, progress: Progress) -> None:
         """A booked request has come this far. Late, repeated and unknown ones change nothing."""
-        booking = self._bookings.settle(key, stage)
-        if stage is Stage.DECODING and failed_id:
-            self.fleet.suspect(failed_id, self._clock())  # the prompt was computed all the same, but not there
+        booking = self._router.settle(progress, self._clock())
+        self._seat()
         if booking is None:
             return
-        if stage is Stage.FINISHED and booking.key == key:
-            preference = Preference(booking.prefill_id, booking.decode.worker.worker_id)
-            self._affinity.bind(booking.model, booking.session, preference)
-        elif stage is Stage.FAILED and failed_id:
-            self.fleet.suspect(failed_id, self._clock())
-            self._affinity.drop(booking.model, booking.session, failed_id)
+        query = booking.query
+        if progress.stage is Stage.FINISHED and booking.key == progress.key:
+            tokens = query.prompt_tokens + (progress.generated_tokens or 0)
+            preference = Preference(booking.prefill_id, booking.decode.worker.worker_id, tokens)
+            self._affinity.bind(query.model, query.session, preference)
+        elif progress.stage is Stage.FAILED and progress.failed_id:
+            self._affinity.drop(query.model, query.session, progress.failed_id)
 
     def age_seconds(self, worker: Worker) -> float:
         """Since its last report."""
@@ -95,12 +152,5 @@ class Dispatcher:
     async def _sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            self.sweep()
-
-    def sweep(self) -> None:
-        """Give up workers that are silent and bookings that nobody will settle."""
-        now = self._clock()
-        for worker in self.fleet.silent(now):
-            self.leave(worker, "silent")
-        if (count := self._bookings.sweep(now)) > 0:
-            logger.warning("bookings given up, their gateway never settled them: count=%d", count)
+            self._router.sweep(self._clock())
+            self._seat()

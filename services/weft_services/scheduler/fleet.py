@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 
-from weft.errors import Incompatible
+from weft.errors import Incompatible, NotFound
 from weft.metrics import WORKERS
-from weft_services.scheduler.state import Load, Worker, WorkerInfo, WorkerReport
+from weft_services.scheduler.speed import DEFAULT_DECODE_RATE, DEFAULT_PREFILL_RATE
+from weft_services.scheduler.state import Load, Served, Worker, WorkerInfo, WorkerReport
 
 logger = logging.getLogger(__name__)
-# weight of the newest measurement in a rate
-NEWEST_SHARE = 0.2
-# reports that arrive in a bunch measure nothing
-MIN_MEASURE_SECONDS = 0.05
 # a worker that a request has just failed on is left alone for so long, if there is another
 SUSPECT_SECONDS = 2.0
+MAX_SUSPECT_SECONDS = 60.0
+MAX_COUNTED_FAULTS = 16
 # models without workers remembered, so that "all its workers are gone" differs from "no such model"
 MAX_MODELS = 1024
+# kept a second: what was dispatched counts for some minutes, how busy the fleet was for some seconds
+KEPT_SHARE = 0.995
+NEWEST_SHARE = 0.1
+# less computing than this by all workers together says nothing of how fast they are
+MIN_RATED_SECONDS = 0.2
 
 
 class Fleet:
@@ -26,10 +31,10 @@ class Fleet:
     def __init__(self, silence_seconds: float) -> None:
         self._silence_seconds = silence_seconds
         self._workers: dict[str, Worker] = {}
-        self._models: dict[str, list[Worker]] = {}
+        self._models: dict[str, Served] = {}
 
     @property
-    def models(self) -> Mapping[str, Collection[Worker]]:
+    def models(self) -> Mapping[str, Served]:
         """Every model served so far, and the workers that serve it now."""
         return self._models
 
@@ -44,9 +49,13 @@ class Fleet:
             self.leave(replaced, "replaced")
         worker = Worker(info, reported_at=now)
         self._workers[worker.worker_id] = worker
-        self._models.setdefault(info.model, []).append(worker)
+        served = self._models.get(info.model) or Served()
+        peers = [peer.dispatched_tokens for peer in served.workers if peer.info.role is info.role]
+        worker.dispatched_tokens = fmean(peers) if peers else 0.0
+        self._models[info.model] = Served([*served.workers, worker], served.utilization)
+        _rate(self._models[info.model].workers)
         if len(self._models) > MAX_MODELS:
-            self._models = {model: workers for model, workers in self._models.items() if workers}
+            self._models = {model: served for model, served in self._models.items() if served.workers}
         WORKERS.labels(info.role).inc()
         logger.info(
             "worker joined id=%s role=%s model=%s at=%s", worker.worker_id, info.role, info.model, info.address.address
@@ -58,7 +67,9 @@ class Fleet:
         if self._workers.get(worker.worker_id) is not worker:
             return False
         del self._workers[worker.worker_id]
-        self._models[worker.info.model].remove(worker)
+        served = self._models[worker.info.model]
+        remaining = [other for other in served.workers if other is not worker]
+        self._models[worker.info.model] = Served(remaining, served.utilization)
         WORKERS.labels(worker.info.role).dec()
         logger.info("worker left id=%s reason=%s", worker.worker_id, why)
         return True
@@ -77,12 +88,39 @@ class Fleet:
             worker.idle_since = now
         worker.report, worker.reported_at = report, now
         worker.num_reports += 1
-        worker.fresh = Load()
+        worker.fresh, worker.returned = Load(), Load()
+        if worker.drain_wish == report.is_draining:
+            worker.drain_wish = None  # granted
+        worker.refresh()
+
+    def refresh(self) -> None:
+        """What the policy knows of the fleet as a whole; to be called once a second."""
+        for served in self._models.values():
+            for worker in served.workers:
+                worker.speed.fade()
+                worker.dispatched_tokens *= KEPT_SHARE
+            _rate(served.workers)
+            busy = [min(worker.prefill_tokens, 1) for worker in served.prefills]
+            served.utilization += NEWEST_SHARE * ((fmean(busy) if busy else 0.0) - served.utilization)
 
     def suspect(self, worker_id: str, now: float) -> None:
-        """A request has failed on it."""
+        """A request has failed on it: others go elsewhere for a while, for longer each time in a row."""
         if (worker := self._workers.get(worker_id)) is not None:
-            worker.suspect_until = now + SUSPECT_SECONDS
+            worker.suspect_until = now + min(SUSPECT_SECONDS * 2.0**worker.num_faults, MAX_SUSPECT_SECONDS)
+            worker.num_faults = min(worker.num_faults + 1, MAX_COUNTED_FAULTS)
+
+    def trust(self, worker_id: str) -> None:
+        """A request has ended well on it."""
+        if (worker := self._workers.get(worker_id)) is not None:
+            worker.num_faults = 0
+
+    def drain(self, worker_id: str, wish: bool) -> None:
+        """Ask a worker to take no new work, or to take it again. Raises NotFound when no such worker is live."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            raise NotFound(f"no worker {worker_id!r} is live")
+        worker.drain_wish = wish
+        worker.refresh()
 
     def silent(self, now: float) -> list[Worker]:
         """Workers that have not reported for too long."""
@@ -92,18 +130,22 @@ class Fleet:
 def _measure(worker: Worker, report: WorkerReport, seconds: float) -> None:
     """Update the rates from two reports in a row. Only time in which the worker had work says how fast it is."""
     before = worker.report
-    if seconds < MIN_MEASURE_SECONDS:
-        return
     if before.queued_prefill_tokens > 0 and report.queued_prefill_tokens > 0:
-        computed = report.computed_prompt_tokens - before.computed_prompt_tokens
-        worker.prefill_rate = _blend(worker.prefill_rate, computed / seconds)
+        worker.speed.measure_prefill(report.computed_prompt_tokens - before.computed_prompt_tokens, seconds)
     if before.num_running > 0 and report.num_running > 0:
-        generated = report.generated_tokens - before.generated_tokens
         running = (before.num_running + report.num_running) / 2
-        worker.decode_rate = _blend(worker.decode_rate, generated / seconds / running)
+        worker.speed.measure_decode(report.generated_tokens - before.generated_tokens, running, seconds)
 
 
-def _blend(old: float | None, new: float) -> float | None:
-    if new <= 0:
-        return old
-    return new if old is None else old + NEWEST_SHARE * (new - old)
+def _rate(workers: Sequence[Worker]) -> None:
+    """Tell the policy how fast each worker is, beside the others."""
+    tokens = sum(worker.speed.prompt_tokens for worker in workers)
+    seconds = sum(worker.speed.prompt_seconds for worker in workers)
+    usual = tokens / seconds if seconds > MIN_RATED_SECONDS else DEFAULT_PREFILL_RATE
+    decode = [worker.speed.decode_rate for worker in workers if worker.speed.decode_rate]
+    mean_decode = fmean(decode) if decode else 1.0
+    for worker in workers:
+        worker.token_seconds = 1.0 / worker.speed.prefill_rate(usual)
+        # a sequence's speed falls with load, so only its ratio to the other workers' says how fast the machine is
+        worker.decode_token_seconds = mean_decode / (worker.speed.decode_rate or mean_decode) / DEFAULT_DECODE_RATE
+        worker.refresh()

@@ -1,168 +1,249 @@
 """Where a request goes: pure functions over plain state, with the clock passed in. Books nothing, waits for nothing.
 
-    cost(worker) = tokens in flight / its rate + LAMBDA_SECONDS * k / (1 - k),   k = share of its KV pool in use
+    prefill(worker) = tokens before it / its rate  +  LAMBDA k / (1 - k)  +  care * uncached tokens / its rate
+    decode(worker)  = (tokens in flight + own tokens it does not hold) / its rate  +  LAMBDA k / (1 - k)
 
-The cheapest wins; near ties go to the worker with the fewest bookings, then to the one chosen longest ago. A session's
-workers win over cheaper ones until the queue before them costs more than its cache can save.
+k = share of its KV pool in use; what a worker or the store holds of the prompt need not be computed. The cheapest wins;
+near ties go to the worker with the fewest bookings, then to the one chosen longest ago. Computing a prompt costs all
+who come after it too, the more the busier the fleet: that is why uncached tokens weigh `care` times, and why a
+session waits a while before it moves. A prompt is computed where it decodes when handing it over would cost more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from operator import attrgetter
 
-from weft.errors import InvalidRequest, NotFound, Overloaded, PeerLost
-from weft.request import WorkerRole
-from weft_services.scheduler.state import NO_PREFERENCE, Placement, Preference, RouteQuery, Worker
+from weft.errors import NotFound
+from weft.request import ModelFingerprint, WorkerRole
+from weft_services.scheduler.refusals import refusal
+from weft_services.scheduler.state import INFINITE, Demand, Placement, Served, Worker
 
-# cheap until the pool is nearly full, then steep: the shape of a queueing delay
-LAMBDA_SECONDS = 0.15
-# tokens a second, until a worker's reports or its peers' say better
-DEFAULT_PREFILL_RATE = 2000.0
-DEFAULT_DECODE_RATE = 1000.0
-# costs this close are noise in the rates: spreading is worth more
+# how much more a prompt token that must be computed weighs than one that waits already
+MIN_CARE, MAX_CARE = 1.0, 16.0
+# costs this close are noise: a session stays where it is, others are spread. A share of what the request itself takes
 TIE_SHARE = 0.1
 TIE_SECONDS = 0.005
-# how much longer than elsewhere a session waits for its own worker, beyond what recomputing its prompt costs
-PATIENCE_SECONDS = 1.0
-# what moving blocks to another worker costs; decides for computing a prompt where it decodes
+# a token that the store holds has to be fetched: what that saves of computing it
+STORE_CREDIT = 0.75
+# a session's own word on where its cache is counts less than what was dispatched there
+CLAIM_CREDIT = 0.5
+# moving blocks to another worker: a part of what computing them takes, and a round trip
+HANDOFF_SHARE = 0.05
 HANDOFF_SECONDS = 0.01
-# answers are mostly shorter than the most they may be
-EXPECTED_OUTPUT_TOKENS = 256
+# a worker that only decodes computes no more of a prompt than this, and only when it holds most of it
+MAX_LOCAL_TOKENS = 256
+MAX_LOCAL_SHARE = 0.5
+# every running sequence waits while a prompt is computed among them; how much that counts against the prompt's own wait
+STALL_SHARE = 0.1
 # bookings a worker takes, in pools: running and waiting for decode; prompts waiting hold no blocks
 MAX_DECODE_POOLS = 2
 MAX_PREFILL_POOLS = 4
-MAX_RETRY_SECONDS = 30.0
 
-Cost = Callable[[Worker], float]
+_given = attrgetter("dispatched_tokens")
 
 
-def choose(
-    models: Mapping[str, Collection[Worker]],
-    query: RouteQuery,
-    now: float,
-    preference: Preference = NO_PREFERENCE,
-) -> Placement:
+def choose(models: Mapping[str, Served], demand: Demand, now: float) -> Placement:
     """Where the request goes. `models`: every model ever served and its live workers.
 
     Raises PeerLost, Overloaded, NotFound or InvalidRequest, having changed nothing.
     """
-    if models and query.model not in models:
-        raise NotFound(f"no worker serves the model {query.model!r}")
-    served = models.get(query.model, ())
-    decodes = _able(served, WorkerRole.DECODE, query, now)
-    prefills = _able(served, WorkerRole.PREFILL, query, now)
-    decodes = _with_partner(decodes, prefills)
-    decode_tokens = query.prompt_tokens + min(query.max_tokens, EXPECTED_OUTPUT_TOKENS)
-    decode_cost = _decode_cost(decodes, decode_tokens)
-    roomy = [w for w in decodes if _has_room(w, w.decode_tokens + decode_tokens, MAX_DECODE_POOLS)]
-    if not roomy:
-        raise Overloaded("every decode worker is full", _retry_after(decodes, decode_cost))
-    decode = _pick(roomy, decode_cost, preference.decode_id, _saving(prefills, query))
-    prefill = _choose_prefill(prefills, decode, query, preference.prefill_id)
-    return Placement(
-        decode=decode,
-        prefill=None if prefill is decode else prefill,
-        prefill_tokens=query.prompt_tokens,
-        decode_tokens=decode_tokens,
-        by_session=decode.worker_id == preference.decode_id or prefill.worker_id == preference.prefill_id,
-    )
+    model = demand.query.model
+    if models and model not in models:
+        raise NotFound(f"no worker serves the model {model!r}")
+    served = models.get(model) or Served()
+    # queues grow as 1 / (1 - utilization), and so does what a second of work costs those behind it
+    care = min(MIN_CARE / max(1.0 - served.utilization, 0.01), MAX_CARE)
+    return _View(served, demand, now, care).choose()
 
 
-def _choose_prefill(prefills: Sequence[Worker], decode: Worker, query: RouteQuery, preferred_id: str) -> Worker:
-    fitting = [worker for worker in prefills if worker.info.fingerprint == decode.info.fingerprint]
-    cost = _prefill_cost(fitting, query.prompt_tokens, decode)
-    roomy = [w for w in fitting if _has_room(w, w.prefill_tokens + query.prompt_tokens, MAX_PREFILL_POOLS)]
-    if not roomy:
-        raise Overloaded("every prefill worker is full", _retry_after(fitting, cost))
-    return _pick(roomy, cost, preferred_id, _saving(fitting, query))
+def held_tokens(demand: Demand, worker: Worker) -> int:
+    """Tokens of the prompt that need not be computed there. The last one always is: it gives the first new token."""
+    preference, prefixes = demand.preference, demand.prefixes
+    held = prefixes.held.get(worker, 0)
+    if not prefixes.held and worker.worker_id in (preference.prefill_id, preference.decode_id):
+        held = int(CLAIM_CREDIT * preference.num_tokens)
+    return min(held, demand.query.prompt_tokens - 1)
 
 
-def _able(served: Iterable[Worker], role: WorkerRole, query: RouteQuery, now: float) -> list[Worker]:
-    """Workers that can take this request in that role; ones that have just failed only when there is no other."""
-    live = [worker for worker in served if worker.info.role.can(role)]
-    tried = [worker for worker in live if not query.excludes(worker)]
-    ready = [worker for worker in tried if worker.report.ready]
-    if not ready and any(worker.report.is_full for worker in tried):
-        raise Overloaded(f"every {role} worker's pool is full")
-    if not ready:
-        state = "ready" if live else "live"
-        raise PeerLost(f"no {role} worker of {query.model!r} is {state}")
-    longest = max(_longest_prompt(worker) for worker in ready)
-    if query.prompt_tokens > longest:
-        message = f"the prompt has {query.prompt_tokens} tokens; at most {longest} fit"
-        raise InvalidRequest(message, "prompt", "context_length_exceeded")
-    fitting = [worker for worker in ready if query.prompt_tokens <= _longest_prompt(worker)]
-    return [worker for worker in fitting if worker.suspect_until <= now] or fitting
+def uncached_tokens(demand: Demand, worker: Worker) -> int:
+    """Tokens to compute there, with what comes out of the store counted for what fetching it costs."""
+    held = held_tokens(demand, worker)
+    stored = max(min(demand.prefixes.stored_tokens, demand.query.prompt_tokens - 1) - held, 0)
+    return demand.query.prompt_tokens - held - int(STORE_CREDIT * stored)
 
 
-def _longest_prompt(worker: Worker) -> int:
-    # the answer needs room for one token
-    return min(worker.info.max_context_tokens, worker.info.pool_tokens) - 1
+@dataclass(frozen=True, slots=True)
+class _Pick:
+    """A worker and its cost."""
+
+    worker: Worker
+    cost: float
 
 
-def _with_partner(decodes: Sequence[Worker], prefills: Sequence[Worker]) -> list[Worker]:
-    """Decode workers whose blocks some prefill worker can fill; during an upgrade two kinds may be live."""
-    kinds = {worker.info.fingerprint for worker in prefills}
-    matched = [worker for worker in decodes if worker.info.fingerprint in kinds]
-    if not matched:
-        raise PeerLost("no prefill worker runs what the decode workers run")
-    return matched
+@dataclass(frozen=True, slots=True)
+class _View:
+    """One request before one model's workers."""
+
+    served: Served
+    demand: Demand
+    now: float
+    care: float
+
+    def choose(self) -> Placement:
+        """Decode first: it must have room for the answer. Then who computes the prompt, and whether they are one."""
+        served = self.served
+        prefill_costs, decode_costs = self._prefill_costs(), self._decode_costs()
+        partners = None if served.is_uniform else {worker.info.fingerprint for worker in served.prefills}
+        decode = self._pick(WorkerRole.DECODE, served.decodes, decode_costs, partners)
+        mates = None if served.is_uniform else {decode.worker.info.fingerprint}
+        prefill = self._pick(WorkerRole.PREFILL, served.prefills, prefill_costs, mates)
+        one = self._one(decode, prefill, prefill_costs, decode_costs)
+        return self._placed(one, one) if one else self._placed(decode.worker, prefill.worker)
+
+    def _prefill_costs(self) -> list[float]:
+        demand, prefixes = self.demand, self.demand.prefixes
+        own = self._weight(0)
+        costs = [worker.prefill_seconds + own * worker.token_seconds for worker in self.served.prefills]
+        slots, preferred = self.served.prefill_slots, self.served.by_id.get(demand.preference.prefill_id)
+        common, last = self._weight(prefixes.common_tokens), demand.query.prompt_tokens - 1
+        for worker, held in prefixes.held.items():
+            if (slot := slots.get(worker)) is not None:
+                # nearly all who hold anything hold what is common, and no more
+                weight = common if held == prefixes.common_tokens else self._weight(min(held, last))
+                costs[slot] = worker.prefill_seconds + weight * worker.token_seconds
+        if preferred is not None and (slot := slots.get(preferred)) is not None:
+            weight = self._weight(held_tokens(demand, preferred))
+            costs[slot] = preferred.prefill_seconds + weight * preferred.token_seconds
+        return costs
+
+    def _weight(self, held: int) -> float:
+        """The prompt's tokens that have to be computed where so many are held, as they count against a worker."""
+        demand, prefixes = self.demand, self.demand.prefixes
+        total = demand.query.prompt_tokens
+        common = max(prefixes.common_tokens - held, 0)
+        stored = STORE_CREDIT * max(min(prefixes.stored_tokens, total - 1) - held, 0)
+        own = total - max(held, prefixes.common_tokens) - max(stored - common, 0.0)
+        return self.care * own + max(common - stored, 0.0)
+
+    def _decode_costs(self) -> list[float]:
+        demand = self.demand
+        own = demand.query.prompt_tokens + demand.output_tokens
+        costs = [worker.decode_seconds + own * worker.decode_token_seconds for worker in self.served.decodes]
+        slots, preferred = self.served.decode_slots, self.served.by_id.get(demand.preference.decode_id)
+        last = demand.query.prompt_tokens - 1
+        for worker, held in demand.prefixes.held.items():
+            if (slot := slots.get(worker)) is not None:
+                costs[slot] -= min(held, last) * worker.decode_token_seconds
+        if preferred is not None and (slot := slots.get(preferred)) is not None:
+            claim = 0 if preferred in demand.prefixes.held else held_tokens(demand, preferred)
+            costs[slot] -= claim * preferred.decode_token_seconds
+        return costs
+
+    def _one(
+        self, decode: _Pick, prefill: _Pick, prefill_costs: list[float], decode_costs: list[float]
+    ) -> Worker | None:
+        """The worker that had better do both, if there is one."""
+        query, served = self.demand.query, self.served
+        if prefill.worker is decode.worker:
+            return decode.worker
+        handoff = HANDOFF_SECONDS + HANDOFF_SHARE * query.prompt_tokens * prefill.worker.token_seconds
+        if served.has_both:
+            both = [worker for worker in served.prefills if worker.info.role is WorkerRole.BOTH]
+            costs = [
+                prefill_costs[served.prefill_slots[worker]] + decode_costs[served.decode_slots[worker]]
+                for worker in both
+            ]
+            limit = prefill.cost + decode.cost + handoff
+            return next((pick.worker for pick in self._best(WorkerRole.BOTH, both, costs) if pick.cost <= limit), None)
+        # a session's word is not enough to compute among those that generate
+        worker = decode.worker
+        own = query.prompt_tokens - min(self.demand.prefixes.held.get(worker, 0), query.prompt_tokens - 1)
+        if own > min(MAX_LOCAL_TOKENS, MAX_LOCAL_SHARE * query.prompt_tokens):
+            return None
+        stall = STALL_SHARE * worker.report.num_running * own
+        local = (worker.prefill_tokens + self.care * own + stall) * worker.token_seconds
+        return worker if local <= prefill.cost + handoff else None
+
+    def _pick(
+        self, role: WorkerRole, workers: Sequence[Worker], costs: list[float], kinds: Set[ModelFingerprint] | None
+    ) -> _Pick:
+        for pick in self._best(role, workers, costs, kinds):
+            return pick
+        raise refusal(self.served, self.demand.query, role, kinds)
+
+    def _best(
+        self,
+        role: WorkerRole,
+        workers: Sequence[Worker],
+        costs: list[float],
+        kinds: Set[ModelFingerprint] | None = None,
+    ) -> list[_Pick]:
+        """The cheapest worker that can take the request, if there is one; one that a request has just failed on only
+        when there is no other. Nearly always the first look is the last, so the others are vetted only when it is
+        not."""
+        slack = TIE_SECONDS + TIE_SHARE * self.demand.query.prompt_tokens * (
+            workers[0].token_seconds if workers else 0.0
+        )
+        preference, by_id = self.demand.preference, self.served.by_id
+        own = [by_id[name] for name in (preference.prefill_id, preference.decode_id) if name in by_id]
+        pick = _cheapest(workers, costs, slack, own)
+        if pick is None or (self._can(role, pick.worker, kinds) and pick.worker.suspect_until <= self.now):
+            return [pick] if pick else []
+        able = [
+            cost if self._can(role, worker, kinds) else INFINITE for worker, cost in zip(workers, costs, strict=True)
+        ]
+        trusted = [
+            cost if worker.suspect_until <= self.now else INFINITE for worker, cost in zip(workers, able, strict=True)
+        ]
+        pick = _cheapest(workers, trusted, slack, own) or _cheapest(workers, able, slack, own)
+        return [pick] if pick else []
+
+    def _can(self, role: WorkerRole, worker: Worker, kinds: Set[ModelFingerprint] | None) -> bool:
+        query = self.demand.query
+        if query.excludes(worker) or query.prompt_tokens > worker.longest_prompt:
+            return False
+        if kinds is not None and worker.info.fingerprint not in kinds:
+            return False
+        return has_room(worker, role, self.demand)
+
+    def _placed(self, decode: Worker, prefill: Worker) -> Placement:
+        demand, preference = self.demand, self.demand.preference
+        own = uncached_tokens(demand, prefill)
+        handoff = 0.0 if prefill is decode else HANDOFF_SECONDS
+        return Placement(
+            decode=decode,
+            prefill=None if prefill is decode else prefill,
+            prefill_tokens=own,
+            decode_tokens=demand.query.prompt_tokens + demand.output_tokens,
+            by_session=decode.worker_id == preference.decode_id or prefill.worker_id == preference.prefill_id,
+            ttft_seconds=(prefill.prefill_tokens + own) * prefill.token_seconds + handoff,
+            wait_seconds=prefill.prefill_tokens * prefill.token_seconds,
+            itl_seconds=decode.speed.itl_seconds(max(decode.report.num_running, decode.booked.requests) + 1),
+            held_tokens=held_tokens(demand, prefill),
+        )
 
 
-def _decode_cost(workers: Sequence[Worker], own_tokens: int) -> Cost:
-    # a sequence's speed falls with load, so only its ratio to the other workers' says how fast the machine is
-    speeds = [worker.decode_rate for worker in workers if worker.decode_rate]
-    mean = sum(speeds) / len(speeds) if speeds else 1.0
-
-    def cost(worker: Worker) -> float:
-        rate = DEFAULT_DECODE_RATE * (worker.decode_rate or mean) / mean
-        return (worker.decode_tokens + own_tokens) / rate + _kv_pressure(worker)
-
-    return cost
-
-
-def _prefill_cost(workers: Sequence[Worker], own_tokens: int, decode: Worker) -> Cost:
-    mean = _mean_prefill_rate(workers)
-
-    def cost(worker: Worker) -> float:
-        handoff = 0.0 if worker is decode else HANDOFF_SECONDS
-        return (worker.prefill_tokens + own_tokens) / (worker.prefill_rate or mean) + _kv_pressure(worker) + handoff
-
-    return cost
-
-
-def _kv_pressure(worker: Worker) -> float:
-    return LAMBDA_SECONDS * worker.kv_use / (1.0 - worker.kv_use)
-
-
-def _has_room(worker: Worker, tokens: int, max_pools: int) -> bool:
-    """May it be booked up to that many tokens. An idle worker takes any request that its pool can hold."""
-    if worker.booked.requests == 0:
+def has_room(worker: Worker, role: WorkerRole, demand: Demand) -> bool:
+    """May the request be booked there. An idle worker takes any that its pool can hold."""
+    booked, info = worker.booked, worker.info
+    if booked.requests == 0:
         return True
-    # a live sequence holds at least one block
-    return worker.booked.requests < worker.info.num_blocks and tokens <= max_pools * worker.info.pool_tokens
+    if booked.requests >= info.num_blocks:
+        return False  # a live sequence holds at least one block
+    decode = worker.decode_tokens + demand.query.prompt_tokens + demand.output_tokens
+    if role is not WorkerRole.PREFILL and decode > MAX_DECODE_POOLS * info.pool_tokens:
+        return False
+    prefill = worker.prefill_tokens + uncached_tokens(demand, worker)
+    return role is WorkerRole.DECODE or prefill <= MAX_PREFILL_POOLS * info.pool_tokens
 
 
-def _mean_prefill_rate(workers: Sequence[Worker]) -> float:
-    rates = [worker.prefill_rate for worker in workers if worker.prefill_rate]
-    return sum(rates) / len(rates) if rates else DEFAULT_PREFILL_RATE
-
-
-def _saving(prefills: Sequence[Worker], query: RouteQuery) -> float:
-    """Seconds that a session may wait longer for its own worker than for the best one."""
-    return PATIENCE_SECONDS + query.prompt_tokens / _mean_prefill_rate(prefills)
-
-
-def _pick(candidates: Sequence[Worker], cost: Cost, preferred_id: str, saving: float) -> Worker:
-    costs = [(cost(worker), worker) for worker in candidates]
-    best = min(value for value, _ in costs)
-    for value, worker in costs:
-        if worker.worker_id == preferred_id and value <= best + saving:
-            return worker
-    tied = [worker for value, worker in costs if value <= best * (1 + TIE_SHARE) + TIE_SECONDS]
-    return min(tied, key=lambda worker: (worker.booked.requests, worker.last_chosen, worker.worker_id))
-
-
-def _retry_after(workers: Iterable[Worker], cost: Cost) -> float:
-    """Seconds until the least loaded worker has worked off half of what is before it."""
-    return min(max(min(map(cost, workers)) / 2, 1.0), MAX_RETRY_SECONDS)
+def _cheapest(workers: Sequence[Worker], costs: list[float], slack: float, own: list[Worker]) -> _Pick | None:
+    best = min(costs, default=INFINITE)
+    if best == INFINITE:
+        return None
+    tied = [worker for worker, cost in zip(workers, costs, strict=True) if cost <= best + slack]
+    if len(tied) == 1:
+        return _Pick(tied[0], best)
+    return _Pick(next((worker for worker in own if worker in tied), None) or min(tied, key=_given), best)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator
 
 import grpc
@@ -24,7 +25,15 @@ from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 from weft_services.scheduler.dispatch import Dispatcher
-from weft_services.scheduler.state import RouteQuery, Worker, WorkerInfo, WorkerReport
+from weft_services.scheduler.router import Progress
+from weft_services.scheduler.state import (
+    DEFAULT_REQUEST_SECONDS,
+    Priority,
+    RouteQuery,
+    Worker,
+    WorkerInfo,
+    WorkerReport,
+)
 
 NAMES = (
     pb.DESCRIPTOR.services_by_name["SchedulerService"].full_name,
@@ -42,6 +51,10 @@ _STAGES = {
     pb.Settlement.STAGE_FAILED: Stage.FAILED,
     pb.Settlement.STAGE_CANCELLED: Stage.CANCELLED,
 }
+_PRIORITIES = {
+    pb.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
+    pb.PRIORITY_BATCH: Priority.BATCH,
+}
 
 
 class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
@@ -54,10 +67,15 @@ class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
         self, request: pb.RouteRequest, context: grpc.aio.ServicerContext[pb.RouteRequest, pb.RouteResponse]
     ) -> pb.RouteResponse:
         """See the proto."""
+        began = time.monotonic()
         placement = await self._dispatcher.route(_query(request))
         return pb.RouteResponse(
             decode=address_to_wire(placement.decode.info.address),
             prefill=address_to_wire(placement.prefill.info.address) if placement.prefill else None,
+            predicted_ttft_ms=round(placement.ttft_seconds * 1000),
+            predicted_itl_ms=round(placement.itl_seconds * 1000),
+            predicted_cached_tokens=placement.held_tokens,
+            waited_ms=round((time.monotonic() - began) * 1000),
         )
 
     async def Settle(
@@ -66,8 +84,8 @@ class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
         """See the proto."""
         _at_most("settlements", len(request.settlements), MAX_SETTLEMENTS)
         # all are understood before one counts
-        for settlement in [(_key(s.key), _stage(s.stage), s.failed_worker_id) for s in request.settlements]:
-            self._dispatcher.settle(*settlement)
+        for progress in [_progress(settlement) for settlement in request.settlements]:
+            self._dispatcher.settle(progress)
         return pb.SettleResponse()
 
 
@@ -96,6 +114,8 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
                 if message.WhichOneof("message") != "report":
                     raise InvalidRequest("only reports may follow hello", "report")
                 self._dispatcher.report(worker, _report(message.report))
+                if worker.drain_wish is not None:
+                    yield pb.JoinResponse(report_interval_ms=self._report_interval_ms, drain=worker.drain_wish)
             why = "said goodbye"
         except TimeoutError:
             why = "silent"
@@ -109,8 +129,16 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         context: grpc.aio.ServicerContext[pb.ListWorkersRequest, pb.ListWorkersResponse],
     ) -> pb.ListWorkersResponse:
         """See the proto."""
-        workers = self._dispatcher.fleet.workers()
+        workers = self._dispatcher.workers()
         return pb.ListWorkersResponse(workers=[_status(w, self._dispatcher.age_seconds(w)) for w in workers])
+
+    async def Drain(
+        self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainResponse]
+    ) -> pb.DrainResponse:
+        """See the proto."""
+        _at_most("worker_id", len(request.worker_id), MAX_NAME_CHARS)
+        self._dispatcher.drain(request.worker_id, not request.undo)
+        return pb.DrainResponse()
 
     async def _next(self, requests: AsyncIterator[pb.JoinRequest]) -> pb.JoinRequest | None:
         async with asyncio.timeout(self._silence_seconds):
@@ -134,9 +162,15 @@ def _stage(stage: pb.Settlement.Stage.ValueType) -> Stage:
     return _STAGES[stage]
 
 
+def _progress(settlement: pb.Settlement) -> Progress:
+    generated = settlement.generated_tokens if settlement.HasField("generated_tokens") else None
+    return Progress(_key(settlement.key), _stage(settlement.stage), settlement.failed_worker_id, generated)
+
+
 def _query(request: pb.RouteRequest) -> RouteQuery:
     _at_most("model", len(request.model), MAX_NAME_CHARS)
     _at_most("session", len(request.session), MAX_SESSION_BYTES)
+    _at_most("tenant", len(request.tenant), MAX_SESSION_BYTES)
     _at_most("block_keys", len(request.block_keys), MAX_BLOCK_KEYS)
     _at_most("excluded_worker_ids", len(request.excluded_worker_ids), MAX_EXCLUDED)
     _at_most("excluded_boot_ids", len(request.excluded_boot_ids), MAX_EXCLUDED)
@@ -150,6 +184,11 @@ def _query(request: pb.RouteRequest) -> RouteQuery:
         session=request.session,
         excluded_worker_ids=frozenset(request.excluded_worker_ids),
         excluded_boot_ids=frozenset(request.excluded_boot_ids),
+        block_keys=request.block_keys,
+        remaining_seconds=request.remaining_ms / 1000 or DEFAULT_REQUEST_SECONDS,
+        priority=_PRIORITIES.get(request.priority, Priority.DEFAULT),
+        tenant=request.tenant,
+        reject_if_busy=request.reject_if_busy,
     )
 
 
@@ -185,6 +224,7 @@ def _report(report: pb.WorkerReport) -> WorkerReport:
         ready=report.ready,
         generated_tokens=report.generated_tokens,
         computed_prompt_tokens=report.computed_prompt_tokens,
+        is_draining=report.draining,
     )
 
 
@@ -213,6 +253,7 @@ def _status(worker: Worker, age_seconds: float) -> pb.WorkerStatus:
             ready=report.ready,
             generated_tokens=report.generated_tokens,
             computed_prompt_tokens=report.computed_prompt_tokens,
+            draining=report.is_draining,
         ),
         booked_prefill_tokens=worker.booked.prefill_tokens,
         booked_decode_tokens=worker.booked.decode_tokens,

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
+from weft_services.scheduler.speed import DEFAULT_DECODE_RATE, DEFAULT_PREFILL_RATE, Speed
 
 NEVER = float("-inf")
+INFINITE = float("inf")
+# cheap until the pool is nearly full, then steep: the shape of a queueing delay
+LAMBDA_SECONDS = 0.15
+# a request whose gateway names no deadline
+DEFAULT_REQUEST_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,7 @@ class WorkerReport:
     ready: bool = False
     generated_tokens: int = 0
     computed_prompt_tokens: int = 0
+    is_draining: bool = False
 
     @property
     def is_idle(self) -> bool:
@@ -63,13 +72,22 @@ class Load:
     decode_tokens: int = 0
     requests: int = 0
 
+    def add(self, prefill_tokens: int, decode_tokens: int) -> None:
+        """More of both, or less."""
+        self.prefill_tokens += prefill_tokens
+        self.decode_tokens += decode_tokens
+
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A live worker. `Fleet` writes what it says of itself, `Bookings` writes `booked`, `fresh` and `last_chosen`.
+    """A live worker. `Fleet` writes what it says of itself, `Bookings` writes `booked`, `fresh` and
+    `dispatched_tokens`; whoever has written calls `refresh`.
 
-    `fresh` is the part of `booked` that came after the last report, so that the report cannot know of it.
-    Rates are tokens a second, None until measured: prompt tokens computed, tokens generated per running sequence.
+    `fresh` is the part of `booked` that came after the last report, so that the report cannot know of it; `returned`
+    is what came to its end since, of what the report counts still. `dispatched_tokens` is what it was given of late:
+    among equals it is the turn of whoever was given least. The last four are what the policy reads, worked out once
+    a change and not once a request: seconds of work before a new prompt, the same for a new sequence, and seconds
+    that a token of each takes.
     """
 
     info: WorkerInfo
@@ -78,11 +96,17 @@ class Worker:
     num_reports: int = 0
     booked: Load = field(default_factory=Load)
     fresh: Load = field(default_factory=Load)
-    prefill_rate: float | None = None
-    decode_rate: float | None = None
+    returned: Load = field(default_factory=Load)
+    speed: Speed = field(default_factory=Speed)
     idle_since: float | None = None
     suspect_until: float = NEVER
-    last_chosen: int = 0
+    num_faults: int = 0
+    drain_wish: bool | None = None
+    dispatched_tokens: float = 0.0
+    prefill_seconds: float = INFINITE
+    decode_seconds: float = INFINITE
+    token_seconds: float = 1 / DEFAULT_PREFILL_RATE
+    decode_token_seconds: float = 1 / DEFAULT_DECODE_RATE
 
     @property
     def worker_id(self) -> str:
@@ -90,14 +114,21 @@ class Worker:
         return self.info.address.worker_id
 
     @property
+    def longest_prompt(self) -> int:
+        """In tokens; the answer needs room for one more."""
+        return min(self.info.max_context_tokens, self.info.pool_tokens) - 1
+
+    @property
     def prefill_tokens(self) -> int:
         """Prompt tokens not yet computed: what we booked, or what it reports if others book there too."""
-        return max(self.booked.prefill_tokens, self.report.queued_prefill_tokens + self.fresh.prefill_tokens)
+        reported = max(self.report.queued_prefill_tokens - self.returned.prefill_tokens, 0)
+        return max(self.booked.prefill_tokens, reported + self.fresh.prefill_tokens)
 
     @property
     def decode_tokens(self) -> int:
         """Tokens of the sequences that decode there."""
-        return max(self.booked.decode_tokens, self.report.active_tokens + self.fresh.decode_tokens)
+        reported = max(self.report.active_tokens - self.returned.decode_tokens, 0)
+        return max(self.booked.decode_tokens, reported + self.fresh.decode_tokens)
 
     @property
     def kv_use(self) -> float:
@@ -106,21 +137,60 @@ class Worker:
         booked = self.booked.decode_tokens / max(self.info.fingerprint.block_tokens, 1)
         return min(max(held, booked) / max(self.info.num_blocks, 1), 0.999)
 
+    def refresh(self) -> None:
+        """Work out what the policy reads, after any change above."""
+        if not self.report.ready or self.drain_wish is True:
+            self.prefill_seconds = self.decode_seconds = INFINITE
+            return
+        use = self.kv_use
+        pressure = LAMBDA_SECONDS * use / (1.0 - use)
+        self.prefill_seconds = self.prefill_tokens * self.token_seconds + pressure
+        self.decode_seconds = self.decode_tokens * self.decode_token_seconds + pressure
+
+
+class Served:
+    """The live workers of one model, by what they do and sorted by id; those of both roles stand in both lists.
+
+    A slot is a worker's place in its list. `is_uniform`: all can exchange blocks. `utilization`: share of the
+    prefill workers that had something to compute of late.
+    """
+
+    def __init__(self, workers: Iterable[Worker] = (), utilization: float = 0.0) -> None:
+        self.utilization = utilization
+        self.workers = sorted(workers, key=lambda worker: worker.worker_id)
+        self.prefills = [worker for worker in self.workers if worker.info.role.can(WorkerRole.PREFILL)]
+        self.decodes = [worker for worker in self.workers if worker.info.role.can(WorkerRole.DECODE)]
+        self.prefill_slots = {worker: slot for slot, worker in enumerate(self.prefills)}
+        self.decode_slots = {worker: slot for slot, worker in enumerate(self.decodes)}
+        self.by_id = {worker.worker_id: worker for worker in self.workers}
+        self.is_uniform = len({worker.info.fingerprint for worker in self.workers}) <= 1
+        self.block_tokens = self.workers[0].info.fingerprint.block_tokens if self.workers else 0
+        self.has_both = any(worker.info.role is WorkerRole.BOTH for worker in self.workers)
+
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Where a session's cache was last seen: worker ids, "" when unknown."""
+    """Where a session's cache was last seen: worker ids, "" when unknown; and how many tokens lay there."""
 
     prefill_id: str = ""
     decode_id: str = ""
+    num_tokens: int = 0
 
 
 NO_PREFERENCE = Preference()
 
 
+class Priority(IntEnum):
+    """Who is served first when not all can be; lower is sooner."""
+
+    INTERACTIVE = 0
+    DEFAULT = 1
+    BATCH = 2
+
+
 @dataclass(frozen=True, slots=True)
 class RouteQuery:
-    """A request, as much of it as routing needs."""
+    """A request, as much of it as routing needs. `remaining_seconds`: how long its client waits for the end."""
 
     key: RequestKey
     model: str
@@ -129,6 +199,11 @@ class RouteQuery:
     session: bytes = b""
     excluded_worker_ids: frozenset[str] = frozenset()
     excluded_boot_ids: frozenset[str] = frozenset()
+    block_keys: Sequence[bytes] = ()
+    remaining_seconds: float = DEFAULT_REQUEST_SECONDS
+    priority: Priority = Priority.DEFAULT
+    tenant: bytes = b""
+    reject_if_busy: bool = False
 
     def excludes(self, worker: Worker) -> bool:
         """Has the request failed on this worker, or on this boot of it."""
@@ -137,11 +212,41 @@ class RouteQuery:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefixes:
+    """What is known of where a prompt's prefix lies: tokens by worker, and in the store that all share.
+
+    `common_tokens`: the part that more than a few workers hold, such as a system prompt. Another copy of it pays
+    off."""
+
+    held: Mapping[Worker, int] = field(default_factory=dict)
+    stored_tokens: int = 0
+    common_tokens: int = 0
+
+
+NOTHING_HELD = Prefixes()
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request asks of the fleet: itself, what is cached of it where, and how long its answer will be."""
+
+    query: RouteQuery
+    prefixes: Prefixes = NOTHING_HELD
+    preference: Preference = NO_PREFERENCE
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request goes. `prefill` None: the decode worker computes the prompt. Tokens are what to book."""
+    """Where a request goes. `prefill` None: the decode worker computes the prompt. Tokens are what to book:
+    `prefill_tokens` only those that have to be computed. `ttft_seconds` and `itl_seconds` are predictions."""
 
     decode: Worker
     prefill: Worker | None
     prefill_tokens: int
     decode_tokens: int
     by_session: bool = False
+    ttft_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    itl_seconds: float = 0.0
+    held_tokens: int = 0

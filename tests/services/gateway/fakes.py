@@ -171,6 +171,9 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
     async def kill(self) -> None:
         await self._server.stop(None)
 
+    async def Drain(self, request: Any, context: Any) -> Any:
+        raise AssertionError("gateways do not ask")
+
     async def Route(self, request: Any, context: Any) -> Any:
         async with self.changed:
             self.routed.append(request)

@@ -17,8 +17,10 @@ from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.dispatch import Dispatcher
+from weft_services.scheduler.router import Router
 from weft_services.scheduler.service import NAMES, register
 from weft_services.scheduler.state import Worker, WorkerInfo, WorkerReport
+from weft_services.scheduler.waiting import WaitingRoom
 
 MODEL = "weft-nano"
 FINGERPRINT = ModelFingerprint("abc", "float32", 16, 4096, "v1")
@@ -50,6 +52,7 @@ def ready_worker(worker_id: str, role: WorkerRole = WorkerRole.DECODE, **changes
     worker = Worker(worker_info(worker_id, role, **changes), reported_at=0.0)
     worker.report = WorkerReport(ready=True, free_blocks=100)
     worker.num_reports = 1
+    worker.refresh()
     return worker
 
 
@@ -83,8 +86,10 @@ def route_request(request_id: str, **changes: object) -> pb.RouteRequest:
 
 
 @asynccontextmanager
-async def serving(affinity: Affinity, silence_seconds: float = 10.0) -> AsyncIterator[Scheduler]:
-    dispatcher = Dispatcher(silence_seconds, affinity)
+async def serving(
+    affinity: Affinity, silence_seconds: float = 10.0, room: WaitingRoom | None = None
+) -> AsyncIterator[Scheduler]:
+    dispatcher = Dispatcher(Router(silence_seconds), affinity, room)
     rpc = RpcServer(NAMES)
     register(rpc.server, dispatcher, 1000, silence_seconds)
     address = await rpc.start("127.0.0.1", 0)

@@ -12,8 +12,8 @@ from weft.lifetime import Stage
 from weft.metrics import REGISTRY
 from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler import bookings as bookings_module
-from weft_services.scheduler.bookings import MAX_BOOKING_SECONDS, MAX_ORPHAN_SECONDS, Booking, Bookings
-from weft_services.scheduler.state import Load, Placement, Worker, WorkerReport
+from weft_services.scheduler.bookings import GRACE_SECONDS, MAX_ORPHAN_SECONDS, Booking, Bookings
+from weft_services.scheduler.state import DEFAULT_REQUEST_SECONDS, Load, Placement, RouteQuery, Worker, WorkerReport
 
 ENDS = (Stage.FINISHED, Stage.FAILED, Stage.CANCELLED)
 KEYS = st.builds(RequestKey, st.sampled_from(["a", "b", "c"]), st.integers(0, 2))
@@ -33,7 +33,8 @@ def book(
 ) -> Booking:
     books.admit(key)
     prefill, decode = workers
-    return books.book(key, Placement(decode, None if local else prefill, 100, 150), MODEL, b"session", at)
+    query = RouteQuery(key, MODEL, 100, 50, session=b"session")
+    return books.book(query, Placement(decode, None if local else prefill, 100, 150), at)
 
 
 def report(worker: Worker, queued: int) -> None:
@@ -87,7 +88,7 @@ def test_the_first_token_gives_the_prompt_back_and_the_end_the_rest() -> None:
     assert (prefill.booked, decode.booked) == (Load(), Load(0, 150, 1))
     ended = books.settle(RequestKey("a"), Stage.FINISHED)
     assert ended is not None
-    assert (ended.prefill_id, ended.session) == ("p0", b"session")
+    assert (ended.prefill_id, ended.query.session) == ("p0", b"session")
     assert decode.booked == Load()
 
 
@@ -157,8 +158,8 @@ def test_a_dead_gateways_bookings_end_when_their_time_is_over() -> None:
     books, workers = Bookings(), two_workers()
     book(books, RequestKey("a"), workers, at=10.0)
     book(books, RequestKey("b"), workers, at=500.0)
-    assert books.sweep(10.0 + MAX_BOOKING_SECONDS) == 0
-    assert books.sweep(11.0 + MAX_BOOKING_SECONDS) == 1
+    assert books.sweep(10.0 + DEFAULT_REQUEST_SECONDS + GRACE_SECONDS) == 0
+    assert books.sweep(11.0 + DEFAULT_REQUEST_SECONDS + GRACE_SECONDS) == 1
     assert workers[1].booked == Load(0, 150, 1)
 
 

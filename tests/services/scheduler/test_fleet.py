@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 
 from tests.services.scheduler.fakes import MODEL, worker_info
-from weft.errors import Incompatible
+from weft.errors import Incompatible, NotFound
 from weft.request import WorkerAddress, WorkerRole
 from weft_services.scheduler.fleet import MAX_MODELS, Fleet
-from weft_services.scheduler.state import Load, WorkerReport
+from weft_services.scheduler.state import Load, Worker, WorkerReport
 
 INFO = worker_info("d0", WorkerRole.DECODE)
 
@@ -32,7 +32,7 @@ def test_a_new_boot_replaces_the_old_one_whose_leaving_changes_nothing() -> None
     assert replaced is old
     assert not fleet.leave(old, "stream broke")
     assert fleet.workers() == [new]
-    assert list(fleet.models[MODEL]) == [new]
+    assert fleet.models[MODEL].workers == [new]
     with pytest.raises(Incompatible, match="replaced"):
         fleet.report(old, WorkerReport(), 2.0)
 
@@ -41,7 +41,7 @@ def test_a_model_is_remembered_when_its_last_worker_leaves() -> None:
     fleet = Fleet(5.0)
     worker, _ = fleet.join(INFO, 0.0)
     assert fleet.leave(worker, "said goodbye")
-    assert list(fleet.models[MODEL]) == []
+    assert fleet.models[MODEL].workers == []
 
 
 def test_the_memory_of_models_is_bounded() -> None:
@@ -73,14 +73,12 @@ def test_rates_are_measured_only_while_there_is_work() -> None:
     worker, _ = fleet.join(INFO, 0.0)
     fleet.report(worker, WorkerReport(computed_prompt_tokens=0), 1.0)
     fleet.report(worker, WorkerReport(computed_prompt_tokens=50, generated_tokens=9), 2.0)
-    assert (worker.prefill_rate, worker.decode_rate) == (None, None)
+    assert (worker.speed.prompt_seconds, worker.speed.decode_rate) == (0.0, None)
     busy = partial(WorkerReport, queued_prefill_tokens=100, num_running=4)
     fleet.report(worker, busy(computed_prompt_tokens=50, generated_tokens=9), 3.0)
     fleet.report(worker, busy(computed_prompt_tokens=850, generated_tokens=409), 5.0)
-    assert (worker.prefill_rate, worker.decode_rate) == (400.0, 50.0)
-    fleet.report(worker, busy(computed_prompt_tokens=1650, generated_tokens=409), 6.0)
-    assert worker.prefill_rate == pytest.approx(480.0)
-    assert worker.decode_rate == 50.0
+    assert (worker.speed.prompt_tokens, worker.speed.prompt_seconds) == (800.0, 2.0)
+    assert worker.speed.decode_rate == pytest.approx(50.0)
 
 
 def test_reports_in_a_bunch_measure_nothing() -> None:
@@ -88,7 +86,78 @@ def test_reports_in_a_bunch_measure_nothing() -> None:
     worker, _ = fleet.join(INFO, 0.0)
     for at in (1.0, 1.001):
         fleet.report(worker, WorkerReport(queued_prefill_tokens=1, computed_prompt_tokens=int(at * 1000)), at)
-    assert worker.prefill_rate is None
+    assert worker.speed.prompt_tokens == 0
+
+
+def two_prefills(fleet: Fleet) -> tuple[Worker, Worker]:
+    first, _ = fleet.join(worker_info("p0", WorkerRole.PREFILL), 0.0)
+    second, _ = fleet.join(worker_info("p1", WorkerRole.PREFILL), 0.0)
+    return first, second
+
+
+def test_a_worker_that_was_never_measured_counts_as_its_peers_do() -> None:
+    fleet = Fleet(5.0)
+    first, second = two_prefills(fleet)
+    first.speed.measure_prefill(40_000, 1000.0)
+    fleet.refresh()
+    assert 1 / second.token_seconds == pytest.approx(40.0)
+    assert 1 / first.token_seconds == pytest.approx(40.0)
+
+
+def test_one_slow_prompt_does_not_make_a_slow_worker_for_ever() -> None:
+    fleet = Fleet(5.0)
+    first, second = two_prefills(fleet)
+    second.speed.measure_prefill(100_000, 50.0)
+    first.speed.measure_prefill(1000, 5.0)
+    fleet.refresh()
+    assert first.token_seconds < 1.3 * second.token_seconds
+    first.speed.measure_prefill(40_000, 200.0)
+    fleet.refresh()
+    assert first.token_seconds > 3 * second.token_seconds
+    for _ in range(2000):
+        fleet.refresh()
+    assert first.token_seconds == pytest.approx(second.token_seconds, rel=0.1)
+
+
+def test_who_was_given_least_of_late_is_next_and_a_newcomer_is_given_no_more_than_others() -> None:
+    fleet = Fleet(5.0)
+    first, second = two_prefills(fleet)
+    first.dispatched_tokens, second.dispatched_tokens = 1000.0, 3000.0
+    third, _ = fleet.join(worker_info("p2", WorkerRole.PREFILL), 0.0)
+    assert third.dispatched_tokens == 2000.0
+    fleet.refresh()
+    assert first.dispatched_tokens < 1000.0
+
+
+def test_faults_in_a_row_keep_others_away_for_longer_until_one_request_ends_well() -> None:
+    fleet = Fleet(5.0)
+    worker, _ = fleet.join(INFO, 0.0)
+    pauses = []
+    for _ in range(8):
+        fleet.suspect("d0", 100.0)
+        pauses.append(worker.suspect_until - 100.0)
+    assert pauses[:3] == [2.0, 4.0, 8.0]
+    assert pauses[-1] == 60.0
+    fleet.trust("d0")
+    fleet.suspect("d0", 200.0)
+    assert worker.suspect_until == 202.0
+
+
+def test_a_drained_worker_takes_nothing_from_the_moment_it_is_asked() -> None:
+    fleet = Fleet(5.0)
+    worker, _ = fleet.join(INFO, 0.0)
+    fleet.report(worker, WorkerReport(ready=True), 1.0)
+    fleet.drain("d0", True)
+    assert worker.decode_seconds == float("inf")
+    fleet.report(worker, WorkerReport(ready=True), 2.0)
+    assert worker.drain_wish is True, "the worker has not heard of it yet"
+    fleet.report(worker, WorkerReport(ready=False, is_draining=True), 3.0)
+    assert worker.drain_wish is None
+    fleet.drain("d0", False)
+    fleet.report(worker, WorkerReport(ready=True), 4.0)
+    assert (worker.drain_wish, worker.decode_seconds < 1) == (None, True)
+    with pytest.raises(NotFound, match="'d9'"):
+        fleet.drain("d9", True)
 
 
 def test_a_worker_is_idle_since_its_first_report_without_sequences() -> None:

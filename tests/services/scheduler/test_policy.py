@@ -12,7 +12,17 @@ from weft.errors import InvalidRequest, NotFound, Overloaded, PeerLost, WeftErro
 from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler.bookings import Bookings
 from weft_services.scheduler.policy import choose
-from weft_services.scheduler.state import NO_PREFERENCE, Preference, RouteQuery, Worker, WorkerReport
+from weft_services.scheduler.state import (
+    NO_PREFERENCE,
+    Demand,
+    Placement,
+    Preference,
+    Prefixes,
+    RouteQuery,
+    Served,
+    Worker,
+    WorkerReport,
+)
 
 PREFILL, DECODE, BOTH = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.BOTH
 NOW = 100.0
@@ -22,10 +32,26 @@ def query(prompt_tokens: int = 100, max_tokens: int = 50, excluded: tuple[str, .
     return RouteQuery(RequestKey("r"), MODEL, prompt_tokens, max_tokens, excluded_worker_ids=frozenset(excluded))
 
 
+def decide(
+    workers: list[Worker],
+    asked: RouteQuery | None = None,
+    preference: Preference = NO_PREFERENCE,
+    prefixes: Prefixes | None = None,
+) -> Placement:
+    for worker in workers:
+        worker.refresh()
+    asked = asked or query()
+    demand = Demand(asked, prefixes or Prefixes(), preference, min(asked.max_tokens, 256))
+    return choose({MODEL: Served(workers)}, demand, NOW)
+
+
 def place(
-    workers: list[Worker], asked: RouteQuery | None = None, preference: Preference = NO_PREFERENCE
+    workers: list[Worker],
+    asked: RouteQuery | None = None,
+    preference: Preference = NO_PREFERENCE,
+    prefixes: Prefixes | None = None,
 ) -> tuple[str | None, str]:
-    placement = choose({MODEL: workers}, asked or query(), NOW, preference)
+    placement = decide(workers, asked, preference, prefixes)
     return placement.prefill.worker_id if placement.prefill else None, placement.decode.worker_id
 
 
@@ -79,16 +105,9 @@ def test_what_was_booked_since_a_report_comes_on_top_of_it() -> None:
 
 def test_a_worker_twice_as_fast_may_have_more_before_it() -> None:
     workers = four()
-    workers[0].prefill_rate, workers[1].prefill_rate = 4000.0, 1000.0
+    workers[0].token_seconds, workers[1].token_seconds = 1 / 4000, 1 / 1000
     workers[0].booked.prefill_tokens = 200
     assert place(workers)[0] == "p0"
-
-
-def test_an_unmeasured_worker_counts_as_fast_as_its_peers() -> None:
-    workers = four()
-    workers[0].prefill_rate = 50.0
-    workers[0].booked.prefill_tokens = 200
-    assert place(workers)[0] == "p1"
 
 
 def test_a_full_pool_repels() -> None:
@@ -102,19 +121,18 @@ def test_equal_workers_take_turns() -> None:
     workers, bookings = four(), Bookings()
     chosen: Counter[str | None] = Counter()
     for number in range(40):
-        placement = choose({MODEL: workers}, query(10, 10), NOW)
-        bookings.book(RequestKey(str(number)), placement, MODEL, b"", NOW)
+        placement = decide(workers, query(10, 10))
+        bookings.book(RouteQuery(RequestKey(str(number)), MODEL, 100, 50), placement, NOW)
         chosen.update([placement.decode.worker_id, placement.prefill.worker_id if placement.prefill else None])
     assert set(chosen.values()) == {20}
 
 
 def test_idle_workers_take_turns_even_when_one_was_measured_a_little_faster() -> None:
     workers, bookings, chosen = four(), Bookings(), Counter[str]()
-    workers[2].decode_rate, workers[3].decode_rate = 50.0, 51.0
+    workers[3].decode_token_seconds *= 0.98
     for number in range(20):
-        key = RequestKey(str(number))
-        placement = choose({MODEL: workers}, query(), NOW)
-        booking = bookings.book(key, placement, MODEL, b"", NOW)
+        placement = decide(workers)
+        booking = bookings.book(RouteQuery(RequestKey(str(number)), MODEL, 100, 50), placement, NOW)
         booking.decode.give_back()
         chosen[placement.decode.worker_id] += 1
     assert chosen == {"d0": 10, "d1": 10}
@@ -129,21 +147,75 @@ def test_a_session_keeps_its_workers() -> None:
     assert place(four(), preference=Preference("p0", "d1")) == ("p0", "d1")
 
 
-def test_a_session_bears_a_queue_but_not_any_queue() -> None:
-    workers = four()
-    workers[1].booked.prefill_tokens = 1000
-    assert place(workers, preference=Preference("p1", "d1"))[0] == "p1"
-    workers[1].booked.prefill_tokens = 5000
-    assert place(workers, preference=Preference("p1", "d1"))[0] == "p0"
+def test_a_session_bears_a_queue_as_long_as_its_cache_saves_more() -> None:
+    workers, there = four(), Preference("p1", "d1", num_tokens=900)
+    workers[1].booked.prefill_tokens = 400
+    assert place(workers, query(950), there)[0] == "p1"
+    workers[1].booked.prefill_tokens = 600
+    assert place(workers, query(950), there)[0] == "p0"
 
 
-def test_where_computing_is_slow_a_session_waits_longer() -> None:
+def test_the_busier_the_fleet_the_longer_a_session_waits_for_its_cache() -> None:
     workers = four()
-    workers[0].prefill_rate = workers[1].prefill_rate = 10.0
-    workers[1].booked.prefill_tokens = 100
-    assert place(workers, preference=Preference("p1", "d1"))[0] == "p1"
-    workers[1].booked.prefill_tokens = 130
-    assert place(workers, preference=Preference("p1", "d1"))[0] == "p0"
+    workers[1].booked.prefill_tokens = 2000
+    for worker in workers:
+        worker.refresh()
+    chosen = []
+    for utilization in (0.0, 0.9):
+        prefixes = Prefixes({workers[1]: 900})
+        served = Served(workers, utilization)
+        chosen.append(choose({MODEL: served}, Demand(query(950), prefixes), NOW).prefill)
+    assert chosen == [workers[0], workers[1]]
+
+
+def test_what_a_worker_holds_need_not_be_computed_and_is_not_booked() -> None:
+    workers = four()
+    placed = decide(workers, query(900), prefixes=Prefixes({workers[1]: 800}))
+    assert placed.prefill is workers[1]
+    assert (placed.prefill_tokens, placed.held_tokens) == (100, 800)
+
+
+def test_what_many_hold_draws_nobody_to_a_queue() -> None:
+    workers = four()
+    workers[1].booked.prefill_tokens = 400
+    held = {workers[1]: 300}
+    assert place(workers, query(900), prefixes=Prefixes(held, common_tokens=300))[0] == "p0"
+
+
+def test_what_the_store_holds_makes_all_workers_nearly_alike() -> None:
+    workers = four()
+    workers[1].booked.prefill_tokens = 400
+    held = {workers[1]: 800}
+    assert place(workers, query(900), prefixes=Prefixes(held))[0] == "p1"
+    assert place(workers, query(900), prefixes=Prefixes(held, stored_tokens=800))[0] == "p0"
+
+
+def test_the_index_is_believed_before_the_session() -> None:
+    workers, there = four(), Preference("p1", "d1", num_tokens=900)
+    assert place(workers, query(950), there, Prefixes({workers[0]: 800}))[0] == "p0"
+
+
+def test_a_decode_worker_that_holds_nearly_all_computes_the_rest_itself() -> None:
+    workers = four()
+    prefixes = Prefixes({workers[2]: 900})
+    assert place(workers, query(950), prefixes=prefixes) == (None, "d0")
+    assert place(workers, query(999), prefixes=Prefixes({workers[2]: 400}))[0] is not None
+
+
+def test_a_busy_decode_worker_leaves_even_the_rest_to_a_prefill_worker() -> None:
+    workers = four()
+    workers[3].report = WorkerReport(ready=True, active_blocks=99)
+    workers[2].report = WorkerReport(ready=True, num_running=60)
+    prefixes = Prefixes({workers[2]: 900, workers[0]: 900})
+    assert place(workers, query(950), prefixes=prefixes) == ("p0", "d0")
+
+
+def test_the_predictions_count_what_waits_before_the_prompt() -> None:
+    workers = pair()
+    workers[0].booked.prefill_tokens = 4000
+    placed = decide(workers, query(500))
+    assert placed.wait_seconds == pytest.approx(2.0)
+    assert placed.ttft_seconds == pytest.approx(2.25, abs=0.02)
 
 
 def not_ready(worker: Worker) -> None:
@@ -178,8 +250,8 @@ def test_a_suspected_worker_is_used_when_there_is_no_other() -> None:
 
 
 def test_the_placement_says_whether_the_session_decided() -> None:
-    assert choose({MODEL: four()}, query(), NOW, Preference("p1", "")).by_session
-    assert not choose({MODEL: four()}, query(), NOW, Preference("p9", "d9")).by_session
+    assert decide(four(), preference=Preference("p1", "")).by_session
+    assert not decide(four(), preference=Preference("p9", "d9")).by_session
 
 
 def test_blocks_go_only_between_workers_that_run_the_same_thing() -> None:
@@ -194,7 +266,7 @@ def test_blocks_go_only_between_workers_that_run_the_same_thing() -> None:
 
 def refusal(workers: list[Worker], asked: RouteQuery) -> WeftError:
     with pytest.raises(WeftError) as caught:
-        choose({MODEL: workers}, asked, NOW)
+        decide(workers, asked)
     return caught.value
 
 
@@ -232,11 +304,11 @@ def test_a_worker_whose_pool_is_full_is_busy_and_not_lost() -> None:
 
 def test_an_unknown_model_differs_from_one_whose_workers_are_gone() -> None:
     with pytest.raises(NotFound):
-        choose({"other": [ready_worker("d0")]}, query(), NOW)
+        choose({"other": Served([ready_worker("d0")])}, Demand(query()), NOW)
     with pytest.raises(PeerLost):
-        choose({"other": [ready_worker("d0")], MODEL: []}, query(), NOW)
+        choose({"other": Served([ready_worker("d0")]), MODEL: Served()}, Demand(query()), NOW)
     with pytest.raises(PeerLost):
-        choose({}, query(), NOW)
+        choose({}, Demand(query()), NOW)
 
 
 def test_a_prompt_longer_than_any_worker_takes_is_the_callers_fault() -> None:
@@ -260,8 +332,8 @@ def test_a_full_fleet_refuses_and_says_when_to_come_back(prefill_blocks: int, de
     decode = ready_worker("d0", DECODE, num_blocks=decode_blocks)
     bookings = Bookings()
     for number in range(10):
-        placement = choose({MODEL: [prefill, decode]}, query(), NOW)
-        bookings.book(RequestKey(str(number)), placement, MODEL, b"", NOW)
+        placement = decide([prefill, decode])
+        bookings.book(RouteQuery(RequestKey(str(number)), MODEL, 100, 50), placement, NOW)
     with pytest.raises(Overloaded) as caught:
         book_many(bookings, [prefill, decode])
     assert 1.0 <= caught.value.retry_after_seconds <= 30.0
@@ -269,8 +341,8 @@ def test_a_full_fleet_refuses_and_says_when_to_come_back(prefill_blocks: int, de
 
 def book_many(bookings: Bookings, workers: list[Worker]) -> None:
     for number in range(1000):
-        placement = choose({MODEL: workers}, query(), NOW)
-        bookings.book(RequestKey(f"more-{number}"), placement, MODEL, b"", NOW)
+        placement = decide(workers)
+        bookings.book(RouteQuery(RequestKey(f"more-{number}"), MODEL, 100, 50), placement, NOW)
 
 
 def test_an_idle_worker_takes_any_request_that_its_pool_holds() -> None:

@@ -21,6 +21,7 @@ from weft.rpc.client import translated
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_services.scheduler.affinity import Affinity
+from weft_services.scheduler.waiting import WaitingRoom
 
 SESSION = b"0123456789abcdef"
 FINISHED, FAILED = pb.Settlement.STAGE_FINISHED, pb.Settlement.STAGE_FAILED
@@ -73,7 +74,12 @@ async def test_the_prefill_is_absent_when_the_decode_worker_computes_the_prompt(
 async def test_the_fleet_is_listed_as_it_introduced_itself_and_reported(scheduler: Scheduler) -> None:
     said = hello("decode-0", "decode", metrics_address="127.0.0.1:9")
     async with FakeWorker(scheduler, said) as worker:
-        report = {"num_running": 3, "active_tokens": 70, "cached_blocks": 4, "generated_tokens": 5_000_000_000}
+        report: dict[str, Any] = {
+            "num_running": 3,
+            "active_tokens": 70,
+            "cached_blocks": 4,
+            "generated_tokens": 5_000_000_000,
+        }
         await worker.report(**report)
         (listed,) = await scheduler.listed()
         assert listed.hello == said
@@ -198,6 +204,78 @@ async def test_refusals_have_their_own_codes(scheduler: Scheduler) -> None:
         assert [worker.booked_requests for worker in await scheduler.listed()] == [0, 0]
 
 
+async def test_a_repeated_prompt_returns_to_where_its_blocks_are_and_books_the_rest_only(scheduler: Scheduler) -> None:
+    keys = [bytes([number]) * 16 for number in range(40)]
+    async with AsyncExitStack() as stack:
+        for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
+            await stack.enter_async_context(FakeWorker(scheduler, hello(name, name.split("-")[0])))
+        first = await scheduler.route("r0", prompt_tokens=640, block_keys=keys)
+        assert first.predicted_cached_tokens == 0
+        await scheduler.settle("r0", FINISHED)
+        for number in range(1, 4):
+            again = await scheduler.route(f"r{number}", prompt_tokens=980, block_keys=keys)
+            assert (again.prefill, again.predicted_cached_tokens) == (first.prefill, 640)
+            booked = {worker.hello.worker.worker_id: worker for worker in await scheduler.listed()}
+            assert booked[first.prefill.worker_id].booked_prefill_tokens == 340
+            await scheduler.settle(f"r{number}", FINISHED)
+
+
+async def test_a_request_waits_for_room_and_gets_it_when_another_ends() -> None:
+    async with serving(Affinity("", 60), room=WaitingRoom(8, 10.0)) as scheduler, AsyncExitStack() as stack:
+        await join(stack, scheduler, "prefill-0", "decode-0")
+        number = 0
+        async with asyncio.timeout(20):
+            while True:
+                waiting = asyncio.create_task(scheduler.route(f"r{number}", prompt_tokens=400, max_tokens=1))
+                await asyncio.wait([waiting], timeout=0.5)
+                if not waiting.done():
+                    break
+                await waiting
+                number += 1
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await scheduler.route("impatient", prompt_tokens=400, reject_if_busy=True)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await scheduler.settle("r0", FINISHED)
+        assert (await waiting).decode.worker_id == "decode-0"
+
+
+async def test_a_wait_without_end_is_refused_when_it_is_over() -> None:
+    async with serving(Affinity("", 60), room=WaitingRoom(8, 0.2)) as scheduler, AsyncExitStack() as stack:
+        await join(stack, scheduler, "prefill-0", "decode-0")
+        results = await asyncio.gather(*(scheduler.route(f"r{n}") for n in range(60)), return_exceptions=True)
+        refused = [result for result in results if isinstance(result, grpc.aio.AioRpcError)]
+        assert refused
+        assert {error.code() for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        for n in range(60):
+            await scheduler.settle(f"r{n}", pb.Settlement.STAGE_CANCELLED)
+        assert [worker.booked_requests for worker in await scheduler.listed()] == [0, 0]
+
+
+async def test_a_worker_is_told_to_drain_until_it_says_that_it_does(scheduler: Scheduler) -> None:
+    async with AsyncExitStack() as stack:
+        await join(stack, scheduler, "prefill-0", "decode-0")
+        worker = await stack.enter_async_context(FakeWorker(scheduler, hello("decode-1", "decode", "d1-boot")))
+        await scheduler.fleet.Drain(pb.DrainRequest(worker_id="decode-1"))
+        for number in range(4):
+            assert (await scheduler.route(f"r{number}", prompt_tokens=5)).decode.worker_id == "decode-0"
+        await worker.report()
+        told = await worker.call.read()
+        assert isinstance(told, pb.JoinResponse)
+        assert told.drain
+        await worker.report(ready=False, draining=True)
+        await scheduler.fleet.Drain(pb.DrainRequest(worker_id="decode-1", undo=True))
+        await worker.report(ready=False, draining=True)
+        told = await worker.call.read()
+        assert isinstance(told, pb.JoinResponse)
+        assert told.HasField("drain")
+        assert not told.drain
+        await worker.report()
+        chosen = {(await scheduler.route(f"s{number}", prompt_tokens=5)).decode.worker_id for number in range(4)}
+        assert "decode-1" in chosen
+        code, _ = await code_of(scheduler.fleet.Drain(pb.DrainRequest(worker_id="nobody")))
+        assert code is grpc.StatusCode.NOT_FOUND
+
+
 async def test_a_refusal_for_load_says_when_to_come_back_across_the_wire(scheduler: Scheduler) -> None:
     async with AsyncExitStack() as stack:
         # a prompt a worker computes in seconds: the wait is longer than the least one
@@ -244,6 +322,7 @@ async def test_a_session_returns_to_its_workers_until_one_of_them_fails(valkey: 
         for number in range(1, 4):
             # others take turns in between
             await scheduler.route(f"other-{number}")
+            await scheduler.settle(f"other-{number}", FINISHED)
             again = await scheduler.route(f"s{number}", session=SESSION)
             assert (again.prefill, again.decode) == (first.prefill, first.decode)
             await scheduler.settle(f"s{number}", FINISHED)

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from weft.cli.drain import drain
 from weft.cli.main import app
 from weft.cli.status import render, status, totals_line
 from weft_mesh.v1 import common_pb2
@@ -56,6 +57,11 @@ class ListOnly(pb_grpc.FleetServiceServicer):
 
     def Join(self, request_iterator: Any, context: Any) -> Any:
         raise NotImplementedError
+
+    def Drain(self, request: Any, context: Any) -> Any:
+        if request.worker_id != "decode-0":
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no worker {request.worker_id!r} is live")
+        return pb.DrainResponse()
 
     def ListWorkers(self, request: Any, context: Any) -> Any:
         workers = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
@@ -170,3 +176,19 @@ def test_watching_shows_the_fleet_as_it_changes(
     fleet[:] = [[worker("a")], [worker("a"), worker("b")], []]
     status(address, watch=True, as_json=True)
     assert [json.loads(text)["totals"]["workers"] for text in printed] == [1, 2, 0]
+
+
+def test_drain_says_what_it_did_and_whom_it_does_not_know(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    drain(address, "decode-0", undo=False)
+    assert "decode-0 finishes what it has" in capsys.readouterr().out
+    drain(address, "decode-0", undo=True)
+    assert "takes requests again" in capsys.readouterr().out
+    with pytest.raises(typer.Exit):
+        drain(address, "nobody", undo=True)
+    assert "weft undrain: no worker 'nobody' is live; `weft status` lists them" in capsys.readouterr().err
+
+
+def test_a_draining_worker_is_shown_as_such() -> None:
+    draining = worker("decode-0", ready=False)
+    draining.report.draining = True
+    assert "draining" in shown([draining])

@@ -33,15 +33,29 @@ class Fleet(scheduler_service_pb2_grpc.FleetServiceServicer):
 
     def __init__(self) -> None:
         self.said: asyncio.Queue[pb2.JoinRequest] = asyncio.Queue()
+        self.wish: bool | None = None
 
     async def Join(self, request_iterator: Any, context: Any) -> AsyncIterator[pb2.JoinResponse]:
         async for request in request_iterator:
             self.said.put_nowait(request)
             if request.WhichOneof("message") == "hello":
                 yield pb2.JoinResponse(report_interval_ms=10)
+            elif self.wish is not None:
+                wish, self.wish = self.wish, None
+                yield pb2.JoinResponse(report_interval_ms=10, drain=wish)
 
     async def ListWorkers(self, request: Any, context: Any) -> pb2.ListWorkersResponse:
         raise AssertionError("workers do not ask")
+
+    async def Drain(self, request: Any, context: Any) -> pb2.DrainResponse:
+        raise AssertionError("workers do not ask")
+
+    async def until_draining(self, is_draining: bool) -> pb2.WorkerReport:
+        """Reports go on until one says so."""
+        while (report := await self.next("report")).draining != is_draining:
+            pass
+        assert isinstance(report, pb2.WorkerReport)
+        return report
 
     async def next(self, kind: str) -> Any:
         """The next message, which must be of this kind."""
@@ -110,6 +124,35 @@ async def test_a_scheduler_that_comes_back_is_joined_again() -> None:
         async with start_fleet(int(address.rpartition(":")[2])) as (second, _):
             assert (await second.next("hello")).worker.boot_id == "boot"
             await second.next("report")
+
+
+async def test_two_schedulers_hear_the_same_and_draining_on_one_is_told_to_both() -> None:
+    async with start_fleet() as (one, first), start_fleet() as (two, second), background() as tasks:
+        membership = Membership(f"{first},{second}", INTRODUCTION, lambda: LOAD, lambda: True)
+        tasks.create_task(membership.keep())
+        for fleet in (one, two):
+            await fleet.next("hello")
+            assert (await fleet.next("report")).ready
+        one.wish = True
+        for fleet in (one, two):
+            assert not (await fleet.until_draining(True)).ready
+        two.wish = False
+        for fleet in (one, two):
+            assert (await fleet.until_draining(False)).ready
+        await membership.leave(5)
+        for fleet in (one, two):
+            await fleet.until_not_ready()
+
+
+async def test_one_scheduler_of_two_is_enough() -> None:
+    async with start_fleet() as (_, gone):
+        pass
+    async with start_fleet() as (fleet, address), background() as tasks:
+        membership = Membership(f"{gone},{address}", INTRODUCTION, lambda: LOAD, lambda: True)
+        tasks.create_task(membership.keep())
+        await membership.until_joined()
+        await fleet.next("hello")
+        assert (await fleet.next("report")).ready
 
 
 async def test_leaving_is_told_before_it_returns() -> None:

@@ -20,6 +20,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Priority:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Priority.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PRIORITY_UNSPECIFIED: _Priority.ValueType  # 0
+    """Not said: as PRIORITY_DEFAULT."""
+    PRIORITY_INTERACTIVE: _Priority.ValueType  # 1
+    """Somebody watches."""
+    PRIORITY_DEFAULT: _Priority.ValueType  # 2
+    """Most."""
+    PRIORITY_BATCH: _Priority.ValueType  # 3
+    """Nobody waits."""
+
+class Priority(_Priority, metaclass=_PriorityEnumTypeWrapper):
+    """Who goes first when not all can."""
+
+PRIORITY_UNSPECIFIED: Priority.ValueType  # 0
+"""Not said: as PRIORITY_DEFAULT."""
+PRIORITY_INTERACTIVE: Priority.ValueType  # 1
+"""Somebody watches."""
+PRIORITY_DEFAULT: Priority.ValueType  # 2
+"""Most."""
+PRIORITY_BATCH: Priority.ValueType  # 3
+"""Nobody waits."""
+Global___Priority: _TypeAlias = Priority  # noqa: Y015
+
 @_typing.final
 class RouteRequest(_message.Message):
     """A request, as much of it as routing needs."""
@@ -34,6 +62,10 @@ class RouteRequest(_message.Message):
     BLOCK_KEYS_FIELD_NUMBER: _builtins.int
     EXCLUDED_WORKER_IDS_FIELD_NUMBER: _builtins.int
     EXCLUDED_BOOT_IDS_FIELD_NUMBER: _builtins.int
+    REMAINING_MS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    REJECT_IF_BUSY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Served model name."""
     prompt_tokens: _builtins.int
@@ -42,6 +74,14 @@ class RouteRequest(_message.Message):
     """Most tokens it may generate."""
     session: _builtins.bytes
     """Tenant-scoped digest of the session header; empty without a session. A hint, never an address."""
+    remaining_ms: _builtins.int
+    """How long its client waits for the end, in milliseconds; bookings live as long. 0: not said, ten minutes."""
+    priority: Global___Priority.ValueType
+    """Who goes first when not all can."""
+    tenant: _builtins.bytes
+    """Digest of who asks; waiting requests are served fairly between tenants. Empty: the common one."""
+    reject_if_busy: _builtins.bool
+    """Rather an answer at once than a wait for room."""
     @_builtins.property
     def key(self) -> _common_pb2.RequestKey:
         """Which attempt this places."""
@@ -69,10 +109,14 @@ class RouteRequest(_message.Message):
         block_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         excluded_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         excluded_boot_ids: _abc.Iterable[_builtins.str] | None = ...,
+        remaining_ms: _builtins.int = ...,
+        priority: Global___Priority.ValueType = ...,
+        tenant: _builtins.bytes = ...,
+        reject_if_busy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "excluded_boot_ids", b"excluded_boot_ids", "excluded_worker_ids", b"excluded_worker_ids", "key", b"key", "max_tokens", b"max_tokens", "model", b"model", "prompt_tokens", b"prompt_tokens", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "excluded_boot_ids", b"excluded_boot_ids", "excluded_worker_ids", b"excluded_worker_ids", "key", b"key", "max_tokens", b"max_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "reject_if_busy", b"reject_if_busy", "remaining_ms", b"remaining_ms", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -86,6 +130,18 @@ class RouteResponse(_message.Message):
 
     DECODE_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
+    PREDICTED_TTFT_MS_FIELD_NUMBER: _builtins.int
+    PREDICTED_ITL_MS_FIELD_NUMBER: _builtins.int
+    PREDICTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
+    predicted_ttft_ms: _builtins.int
+    """Predicted time from here to the first token, in milliseconds."""
+    predicted_itl_ms: _builtins.int
+    """Predicted time between two tokens, in milliseconds."""
+    predicted_cached_tokens: _builtins.int
+    """Prompt tokens that are expected to be found in a cache."""
+    waited_ms: _builtins.int
+    """How long the request waited for room, in milliseconds."""
     @_builtins.property
     def decode(self) -> Global___WorkerAddress:
         """Holds the sequence and generates."""
@@ -99,10 +155,14 @@ class RouteResponse(_message.Message):
         *,
         decode: Global___WorkerAddress | None = ...,
         prefill: Global___WorkerAddress | None = ...,
+        predicted_ttft_ms: _builtins.int = ...,
+        predicted_itl_ms: _builtins.int = ...,
+        predicted_cached_tokens: _builtins.int = ...,
+        waited_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "decode", b"decode", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill", b"prefill", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefill: _TypeAlias = _typing.Literal["prefill"]  # noqa: Y015
     _WhichOneofArgType__prefill: _TypeAlias = _typing.Literal["_prefill", b"_prefill"]  # noqa: Y015
@@ -204,10 +264,13 @@ class Settlement(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
     FAILED_WORKER_ID_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     stage: Global___Settlement.Stage.ValueType
     """Reached stage."""
     failed_worker_id: _builtins.str
     """With STAGE_FAILED: who failed, if known. With STAGE_FIRST_TOKEN: a prefill worker that was asked and did not deliver."""
+    generated_tokens: _builtins.int
+    """With STAGE_FINISHED: tokens generated. Teaches how long answers are."""
     @_builtins.property
     def key(self) -> _common_pb2.RequestKey:
         """The attempt that was routed."""
@@ -218,12 +281,15 @@ class Settlement(_message.Message):
         key: _common_pb2.RequestKey | None = ...,
         stage: Global___Settlement.Stage.ValueType = ...,
         failed_worker_id: _builtins.str = ...,
+        generated_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_generated_tokens", b"_generated_tokens", "generated_tokens", b"generated_tokens", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_worker_id", b"failed_worker_id", "key", b"key", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_generated_tokens", b"_generated_tokens", "failed_worker_id", b"failed_worker_id", "generated_tokens", b"generated_tokens", "key", b"key", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__generated_tokens: _TypeAlias = _typing.Literal["generated_tokens"]  # noqa: Y015
+    _WhichOneofArgType__generated_tokens: _TypeAlias = _typing.Literal["_generated_tokens", b"_generated_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__generated_tokens) -> _WhichOneofReturnType__generated_tokens | None: ...
 
 Global___Settlement: _TypeAlias = Settlement  # noqa: Y015
 
@@ -347,6 +413,7 @@ class WorkerReport(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     COMPUTED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sequences in the batch."""
     num_waiting: _builtins.int
@@ -369,6 +436,8 @@ class WorkerReport(_message.Message):
     """Tokens generated since its start."""
     computed_prompt_tokens: _builtins.int
     """Prompt tokens computed since its start."""
+    draining: _builtins.bool
+    """Somebody has asked it to finish what it has and to take nothing new; `ready` is false then."""
     def __init__(
         self,
         *,
@@ -383,10 +452,11 @@ class WorkerReport(_message.Message):
         ready: _builtins.bool = ...,
         generated_tokens: _builtins.int = ...,
         computed_prompt_tokens: _builtins.int = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "active_tokens", b"active_tokens", "cached_blocks", b"cached_blocks", "computed_prompt_tokens", b"computed_prompt_tokens", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "quarantined_blocks", b"quarantined_blocks", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "active_tokens", b"active_tokens", "cached_blocks", b"cached_blocks", "computed_prompt_tokens", b"computed_prompt_tokens", "draining", b"draining", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "quarantined_blocks", b"quarantined_blocks", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -399,18 +469,24 @@ class JoinResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REPORT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     report_interval_ms: _builtins.int
     """How often to report, in milliseconds."""
+    drain: _builtins.bool
+    """Take no new work (true), or take it again (false); absent: no change."""
     def __init__(
         self,
         *,
         report_interval_ms: _builtins.int = ...,
+        drain: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drain", b"_drain", "drain", b"drain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["report_interval_ms", b"report_interval_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain", b"_drain", "drain", b"drain", "report_interval_ms", b"report_interval_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__drain: _TypeAlias = _typing.Literal["drain"]  # noqa: Y015
+    _WhichOneofArgType__drain: _TypeAlias = _typing.Literal["_drain", b"_drain"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drain) -> _WhichOneofReturnType__drain | None: ...
 
 Global___JoinResponse: _TypeAlias = JoinResponse  # noqa: Y015
 
@@ -500,3 +576,46 @@ class WorkerStatus(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    """Whom to drain."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    UNDO_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Its stable name."""
+    undo: _builtins.bool
+    """Take it back into service instead."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        undo: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["undo", b"undo", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResponse(_message.Message):
+    """Nothing to say; the worker's reports do."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015

@@ -166,6 +166,11 @@ class FleetServiceStub:
                 request_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/weft_mesh.v1.FleetService/Drain',
+                request_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.DrainRequest.SerializeToString,
+                response_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class FleetServiceServicer:
@@ -186,6 +191,14 @@ class FleetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Let a worker finish what it has and give it nothing new, or the reverse. The worker itself remembers, and says so to every
+        scheduler. NOT_FOUND when no such worker is live.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -198,6 +211,11 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.ListWorkers,
                     request_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.ListWorkersRequest.FromString,
                     response_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.ListWorkersResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.DrainRequest.FromString,
+                    response_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -255,6 +273,33 @@ class FleetService:
             '/weft_mesh.v1.FleetService/ListWorkers',
             weft__mesh_dot_v1_dot_scheduler__service__pb2.ListWorkersRequest.SerializeToString,
             weft__mesh_dot_v1_dot_scheduler__service__pb2.ListWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft_mesh.v1.FleetService/Drain',
+            weft__mesh_dot_v1_dot_scheduler__service__pb2.DrainRequest.SerializeToString,
+            weft__mesh_dot_v1_dot_scheduler__service__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -86,6 +86,10 @@ class FleetServiceStub:
     """A worker's membership. The worker speaks first (hello), then reports at the interval it was given; the stream's end is its leaving."""
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.ListWorkersRequest, _scheduler_service_pb2.ListWorkersResponse]
     """The fleet as it is now."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.DrainRequest, _scheduler_service_pb2.DrainResponse]
+    """Let a worker finish what it has and give it nothing new, or the reverse. The worker itself remembers, and says so to every
+    scheduler. NOT_FOUND when no such worker is live.
+    """
 
 @_typing.type_check_only
 class FleetServiceAsyncStub(FleetServiceStub):
@@ -96,6 +100,10 @@ class FleetServiceAsyncStub(FleetServiceStub):
     """A worker's membership. The worker speaks first (hello), then reports at the interval it was given; the stream's end is its leaving."""
     ListWorkers: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.ListWorkersRequest, _scheduler_service_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """The fleet as it is now."""
+    Drain: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.DrainRequest, _scheduler_service_pb2.DrainResponse]  # type: ignore[assignment]
+    """Let a worker finish what it has and give it nothing new, or the reverse. The worker itself remembers, and says so to every
+    scheduler. NOT_FOUND when no such worker is live.
+    """
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
     """Keeps the list of live workers."""
@@ -115,5 +123,15 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_service_pb2.ListWorkersResponse, _abc.Awaitable[_scheduler_service_pb2.ListWorkersResponse]]:
         """The fleet as it is now."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _scheduler_service_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_service_pb2.DrainResponse, _abc.Awaitable[_scheduler_service_pb2.DrainResponse]]:
+        """Let a worker finish what it has and give it nothing new, or the reverse. The worker itself remembers, and says so to every
+        scheduler. NOT_FOUND when no such worker is live.
+        """
 
 def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,65 @@
+"""`python -m loadtest.fleet`: policies compared over a trace, hits against fleet and cache size, or the simulator's
+speed.
+
+    python -m loadtest.fleet compare --trace mooncake_conversation.jsonl --workers 64 --loads 0.6,0.8,0.95
+    python -m loadtest.fleet hits    --trace mooncake_conversation.jsonl --workers 8,64,1000 --load 0.8
+    python -m loadtest.fleet speed   --trace mooncake_conversation.jsonl
+
+Prints a table; `--out DIR` writes it as JSON and as a page with plots. Everything is a simulation of workers; the
+routing is the scheduler's own code. Same trace, same options, same figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.fleet.experiments import compare, hits, speed
+from loadtest.fleet.page import page
+
+EXPERIMENTS: dict[str, Callable[[argparse.Namespace], tuple[list[Table], list[str], object]]] = {
+    "compare": compare,
+    "hits": hits,
+    "speed": speed,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one experiment."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.fleet", epilog="See the module's docstring.")
+    parser.add_argument("experiment", choices=sorted(EXPERIMENTS))
+    parser.add_argument("--trace", type=Path, required=True, help="Mooncake JSONL or Azure CSV")
+    parser.add_argument("--workers", default="64", help="half of them prefill, half decode; several for `hits`")
+    parser.add_argument("--loads", default="0.6,0.8,0.95", help="of the prefill workers, with ideal hits")
+    parser.add_argument("--load", type=float, default=0.8, help="the peak, for `hits`")
+    parser.add_argument(
+        "--cache", default="32", help="a prefill worker's cache, in millions of tokens; several for `hits`"
+    )
+    parser.add_argument("--requests", type=int, default=12_000)
+    parser.add_argument("--machine", default="h100-8b", help="or a JSON file written by calibrate")
+    parser.add_argument("--out", type=Path, help="a directory for a page and the figures as JSON")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.ERROR)
+    began = time.process_time()
+    tables, parts, figures = EXPERIMENTS[options.experiment](options)
+    console = Console(width=None if sys.stdout.isatty() else 170)
+    for table in tables:
+        console.print(table)
+    print(f"{time.process_time() - began:.0f} s of CPU")
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        name = f"fleet-{options.experiment}"
+        (options.out / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
+        (options.out / f"{name}.html").write_text(page(f"Weft fleet simulation: {options.experiment}", parts))
+
+
+if __name__ == "__main__":
+    main()

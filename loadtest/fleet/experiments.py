@@ -1,0 +1,150 @@
+"""The experiments: who waits how long under which policy, how many hits against fleet and cache size, how fast this
+runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from loadtest.fleet import page
+from loadtest.fleet.figures import Figures, Targets, summarize
+from loadtest.fleet.machine import Machine, load_machine
+from loadtest.fleet.ours import Signals, Weft
+from loadtest.fleet.scenario import Scenario
+from loadtest.fleet.simulator import FleetPlan, Policy, Simulation
+from loadtest.fleet.trace import Request, read_trace
+from loadtest.fleet.zoo import Zoo, least_requests, zoo
+
+Result = tuple[list[Table], list[str], object]
+COLUMNS = {
+    "ttft_mean": ("TTFT mean s", "{:.3f}"),
+    "ttft_p50": ("p50", "{:.3f}"),
+    "ttft_p90": ("p90", "{:.3f}"),
+    "ttft_p99": ("p99", "{:.3f}"),
+    "itl_p50": ("ITL p50 s", "{:.4f}"),
+    "itl_p90": ("p90", "{:.4f}"),
+    "goodput": ("good req/s", "{:.2f}"),
+    "hit_share": ("hits", "{:.1%}"),
+    "of_ideal": ("of ideal", "{:.1%}"),
+    "imbalance": ("max/mean", "{:.2f}"),
+    "prefill_busy": ("busy", "{:.0%}"),
+    "rejected": ("refused", "{:.0f}"),
+    "dollars_per_million": ("$/M out", "{:.2f}"),
+}
+SIZES_SHOWN = (8, 64, 1000)
+SPEED_WORKERS, SPEED_REQUESTS = 1000, 200_000
+
+
+def compare(options: argparse.Namespace) -> Result:
+    """Weft and the zoo over one fleet at several loads."""
+    trace, machine = read_trace(options.trace), load_machine(options.machine)
+    workers, cache = int(options.workers), _tokens(options.cache)
+    tables, parts, figures = [], [page.text(_conditions(options, machine))], {}
+    for load in map(float, options.loads.split(",")):
+        scenario = Scenario(workers, load, options.requests)
+        requests = scenario.requests(trace, machine)
+        plan = FleetPlan(machine, scenario.num_prefill, workers - scenario.num_prefill, cache_tokens=cache)
+        policies: list[Policy] = [Weft(), *zoo()]
+        rows = [_run(plan, policy, requests) for policy in policies]
+        title = f"{workers} workers at {load:.0%} load"
+        tables.append(_table(title, rows))
+        parts += [page.heading(title), _html(rows)]
+        parts.append(page.bars("mean time to first token", "s", {row.policy: row.ttft_mean for row in rows}, "weft"))
+        figures[str(load)] = [row.as_dict() for row in rows]
+    return tables, parts, figures
+
+
+def hits(options: argparse.Namespace) -> Result:
+    """Hits at peak: by load alone, with sessions, with the prefix index, with both, and with the shared store."""
+    trace, machine = read_trace(options.trace), load_machine(options.machine)
+    sizes = [int(size) for size in options.workers.split(",")]
+    caches = [part.strip() for part in options.cache.split(",")]
+    tables, parts, figures = [], [page.text(_conditions(options, machine))], {}
+    for cache in caches:
+        by_name: dict[str, list[float]] = {}
+        for size in sizes:
+            # as many requests a worker as there are in the trace for 64, up to what the speed test has
+            number = min(max(options.requests, size * 200), SPEED_REQUESTS)
+            scenario = Scenario(size, options.load, number)
+            requests = scenario.requests(trace, machine)
+            rows = []
+            for policy, with_store in _signals():
+                store = 1 << 40 if with_store else 0
+                both = (scenario.num_prefill, size - scenario.num_prefill)
+                plan = FleetPlan(machine, *both, cache_tokens=_tokens(cache), store_tokens=store)
+                rows.append(_run(plan, policy, requests))
+                by_name.setdefault(policy.name, []).append(100 * rows[-1].of_ideal)
+            title = f"{size} workers, {cache} M tokens of cache on each, at {options.load:.0%} load"
+            tables.append(_table(title, rows))
+            parts += [page.heading(title), _html(rows)]
+            figures[f"{size}/{cache}"] = [row.as_dict() for row in rows]
+        ticks = [str(size) for size in sizes]
+        parts.append(page.lines(f"hits, {cache} M tokens of cache", ("workers", "% of ideal hits"), ticks, by_name))
+    return tables, parts, figures
+
+
+def speed(options: argparse.Namespace) -> Result:
+    """How long 1,000 workers and 200,000 requests take."""
+    machine = load_machine(options.machine)
+    scenario = Scenario(SPEED_WORKERS, options.load, SPEED_REQUESTS)
+    requests = scenario.requests(read_trace(options.trace), machine)
+    plan = FleetPlan(machine, 500, 500, cache_tokens=_tokens(options.cache.split(",")[0]))
+    began = time.process_time()
+    row = _run(plan, Weft(), requests)
+    seconds = time.process_time() - began
+    title = f"{len(requests)} requests, {SPEED_WORKERS} workers: {seconds:.0f} s of CPU"
+    return [_table(title, [row])], [page.heading(title), _html([row])], {"cpu_seconds": seconds, **row.as_dict()}
+
+
+def _signals() -> list[tuple[Policy, bool]]:
+    return [
+        (Zoo("least requests", least_requests), False),
+        (Weft("load only", Signals(sessions=False, prefixes=False)), False),
+        (Weft("affinity", Signals(sessions=True, prefixes=False)), False),
+        (Weft("prefix index", Signals(sessions=False, prefixes=True)), False),
+        (Weft("weft", Signals()), False),
+        (Weft("weft and store", Signals(store=True)), True),
+    ]
+
+
+def _run(plan: FleetPlan, policy: Policy, requests: Sequence[Request]) -> Figures:
+    print(f"{policy.name} ...", end=" ", flush=True, file=sys.stderr)
+    began = time.process_time()
+    outcome = Simulation(plan, policy).run(requests)
+    print(f"{time.process_time() - began:.1f} s of CPU", file=sys.stderr)
+    return summarize(policy.name, requests, outcome, Targets())
+
+
+def _tokens(millions: str) -> int:
+    return int(float(millions) * 1e6)
+
+
+def _conditions(options: argparse.Namespace, machine: Machine) -> str:
+    return (
+        f"Simulated, not measured. Trace {options.trace.name}; machine {machine.name} ({machine.source}). "
+        "Half of the workers prefill, half decode; one copy of the trace, with users of its own, for every eight. "
+        "Load is the prefill time that the trace costs with ideal hits, over the time that the prefill workers have. "
+        "Ideal: one cache without end."
+    )
+
+
+def _cells(row: Figures) -> list[str]:
+    return [row.policy, *(shape.format(getattr(row, key)) for key, (_, shape) in COLUMNS.items())]
+
+
+def _table(title: str, rows: Sequence[Figures]) -> Table:
+    drawn = Table(title=title, box=None, padding=(0, 1))
+    drawn.add_column("policy")
+    for heading, _ in COLUMNS.values():
+        drawn.add_column(heading, justify="right")
+    for row in rows:
+        drawn.add_row(*_cells(row))
+    return drawn
+
+
+def _html(rows: Sequence[Figures]) -> str:
+    return page.table(["policy", *(heading for heading, _ in COLUMNS.values())], [_cells(row) for row in rows])

@@ -1,0 +1,116 @@
+"""Weft's own policy in the simulator: the scheduler's router, unchanged, fed with what gateways and workers would
+send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loadtest.fleet.simulator import Chosen, Rejected
+from loadtest.fleet.trace import BLOCK_TOKENS, Request
+from loadtest.fleet.worker import Job, Machinery
+from weft.errors import Overloaded
+from weft.lifetime import Stage
+from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
+from weft_services.scheduler.router import STORE, Progress, Router
+from weft_services.scheduler.state import NO_PREFERENCE, Preference, RouteQuery, Worker, WorkerInfo, WorkerReport
+
+MODEL = "model"
+MAX_CONTEXT_TOKENS = 1_000_000
+SWEEP_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """What the policy may use: sessions, the prefix index, the shared store."""
+
+    sessions: bool = True
+    prefixes: bool = True
+    store: bool = False
+
+
+class Weft:
+    """The router behind the simulator's interface."""
+
+    def __init__(self, name: str = "weft", signals: Signals = Signals()) -> None:
+        self.name = name
+        self._signals = signals
+        self._router = Router(silence_seconds=float("inf"))
+        self._sessions: dict[bytes, Preference] = {}
+        self._members: list[Worker] = []
+        self._workers: list[Machinery] = []
+        self._swept_at = 0.0
+
+    def start(self, workers: Sequence[Machinery]) -> None:
+        """They join and report."""
+        self._workers = list(workers)
+        for worker in workers:
+            info = WorkerInfo(
+                address=WorkerAddress(f"{worker.slot:05d}", "boot", "127.0.0.1:1"),
+                role=WorkerRole(worker.role),
+                model=MODEL,
+                fingerprint=ModelFingerprint("w", "bfloat16", BLOCK_TOKENS, 1, "v1"),
+                num_blocks=worker.cache.capacity,
+                max_context_tokens=MAX_CONTEXT_TOKENS,
+            )
+            self._members.append(self._router.join(info, 0.0))
+            self.report(worker, 0.0)
+
+    def place(self, request: Request, now: float) -> Chosen | Rejected:
+        """Route."""
+        query = RouteQuery(
+            key=RequestKey(str(request.number)),
+            model=MODEL,
+            prompt_tokens=request.prompt_tokens,
+            max_tokens=4096,
+            session=request.session,
+            block_keys=request.keys if self._signals.prefixes else (),
+        )
+        known = self._sessions.get(request.session, NO_PREFERENCE) if self._signals.sessions else NO_PREFERENCE
+        try:
+            placed = self._router.place(query, known, now)
+        except Overloaded as error:
+            return Rejected(error.retry_after_seconds)
+        decode = self._workers[int(placed.decode.worker_id)]
+        return Chosen(self._workers[int(placed.prefill.worker_id)] if placed.prefill else decode, decode)
+
+    def first_token(self, job: Job, now: float) -> None:
+        """Settle, and what the store would say."""
+        self._router.settle(Progress(_key(job), Stage.DECODING), now)
+        if self._signals.store:
+            self._router.stored.add(STORE, job.request.keys, 0, 1 << 40)
+
+    def ended(self, job: Job, now: float) -> None:
+        """Settle, and bind the session."""
+        tokens = job.request.output_tokens
+        booking = self._router.settle(Progress(_key(job), Stage.FINISHED, generated_tokens=tokens), now)
+        if booking is not None and job.request.session:
+            decode = booking.decode.worker.worker_id
+            self._sessions[job.request.session] = Preference(
+                booking.prefill_id, decode, job.request.prompt_tokens + tokens
+            )
+
+    def report(self, worker: Machinery, now: float) -> None:
+        """As a worker's membership does."""
+        blocks = worker.cache.capacity
+        active = min(int(worker.reserved_tokens) // BLOCK_TOKENS, blocks)
+        report = WorkerReport(
+            num_running=len(worker.batch) + len(worker.prompts),
+            num_waiting=len(worker.waiting),
+            queued_prefill_tokens=worker.queued_tokens,
+            active_tokens=int(worker.held_tokens),
+            free_blocks=max(blocks - active - len(worker.cache), 0),
+            cached_blocks=len(worker.cache),
+            active_blocks=active,
+            ready=True,
+            generated_tokens=int(worker.generated_tokens),
+            computed_prompt_tokens=int(worker.computed_tokens),
+        )
+        self._router.report(self._members[worker.slot], report, now)
+        if now - self._swept_at >= SWEEP_SECONDS:
+            self._swept_at = now
+            self._router.sweep(now)
+
+
+def _key(job: Job) -> RequestKey:
+    return RequestKey(str(job.request.number))

@@ -1,0 +1,43 @@
+"""A trace made to fit a fleet: as many users as it has workers, as fast as its prefill workers can bear."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loadtest.fleet.machine import Machine
+from loadtest.fleet.trace import BLOCK_TOKENS, Request, enlarge, faster
+
+WORKERS_A_COPY = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """`load`: prefill seconds that the trace costs with ideal hits, over those that the prefill workers have."""
+
+    num_workers: int
+    load: float
+    num_requests: int = 12_000
+
+    @property
+    def num_prefill(self) -> int:
+        """One half; the best ratio that the Mooncake paper found for this trace was about 1:1."""
+        return max(self.num_workers // 2, 1)
+
+    def requests(self, trace: Sequence[Request], machine: Machine) -> list[Request]:
+        """The trace at that load."""
+        many = enlarge(trace, max(self.num_workers // WORKERS_A_COPY, 1), self.num_requests)
+        span = many[-1].at - many[0].at
+        return faster(many, self.load * self.num_prefill * span / ideal_seconds(many, machine))
+
+
+def ideal_seconds(requests: Sequence[Request], machine: Machine) -> float:
+    """Prefill seconds over the whole trace when every block that was ever computed is found."""
+    seen: set[bytes] = set()
+    seconds = 0.0
+    for request in requests:
+        depth = next((index for index, key in enumerate(request.keys) if key not in seen), len(request.keys))
+        cached = min(depth * BLOCK_TOKENS, request.prompt_tokens - 1)
+        seconds += machine.prefill(request.prompt_tokens - cached, cached)
+        seen.update(request.keys)
+    return seconds

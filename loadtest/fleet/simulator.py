@@ -1,0 +1,192 @@
+"""The fleet's events: arrivals, prompts computed, hand-offs, answers ended, reports. Places through a `Policy`.
+
+Time is a number. Nothing here decides anything about placement.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+from loadtest.fleet.machine import Machine
+from loadtest.fleet.trace import BLOCK_TOKENS, Request
+from loadtest.fleet.worker import BlockCache, Job, Machinery
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """No room; `retry_after` as the client was told."""
+
+    retry_after: float
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Slots of the workers; equal: the decode worker computes the prompt."""
+
+    prefill: Machinery
+    decode: Machinery
+
+
+class Policy(Protocol):
+    """What decides. It sees requests, reports, and how far requests have come, as a router outside the workers does."""
+
+    name: str
+
+    def start(self, workers: Sequence[Machinery]) -> None:
+        """The fleet, before the first request."""
+
+    def place(self, request: Request, now: float) -> Chosen | Rejected:
+        """Where it goes."""
+
+    def first_token(self, job: Job, now: float) -> None:
+        """Its prompt is computed."""
+
+    def ended(self, job: Job, now: float) -> None:
+        """Its answer is complete."""
+
+    def report(self, worker: Machinery, now: float) -> None:
+        """The worker's own word, once a report interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """How many workers of which kind, and what they hold. `cache_tokens`: a prefill worker's, 0 for its pool.
+
+    With `clients_retry` who is refused comes back after the time it was told; its wait counts from the first time.
+    """
+
+    machine: Machine
+    num_prefill: int
+    num_decode: int
+    num_both: int = 0
+    cache_tokens: int = 0
+    store_tokens: int = 0
+    report_seconds: float = 1.0
+    clients_retry: bool = True
+
+    def build(self) -> list[Machinery]:
+        """The workers, idle and empty."""
+        roles = ["prefill"] * self.num_prefill + ["decode"] * self.num_decode + ["both"] * self.num_both
+        small, large = self.machine.kv_tokens // BLOCK_TOKENS, self.cache_tokens // BLOCK_TOKENS
+        return [
+            Machinery(slot, role, self.machine, small if role == "decode" else large or small)
+            for slot, role in enumerate(roles)
+        ]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of the requests, and of the workers."""
+
+    jobs: list[Job]
+    rejected: list[tuple[Request, float]]
+    workers: list[Machinery]
+    seconds: float
+
+
+class Simulation:
+    """One run of a trace over a fleet under a policy."""
+
+    def __init__(self, plan: FleetPlan, policy: Policy) -> None:
+        self._plan = plan
+        self._policy = policy
+        self._workers = plan.build()
+        self._store = BlockCache(plan.store_tokens // BLOCK_TOKENS) if plan.store_tokens else None
+        self._events: list[tuple[float, int, Machinery | None, int, Job | Request | None]] = []
+        self._order = count()
+        self._jobs: list[Job] = []
+        self._rejected: list[tuple[Request, float]] = []
+
+    def run(self, requests: Sequence[Request]) -> Outcome:
+        """Every request to its end."""
+        self._policy.start(self._workers)
+        reports = [
+            (self._plan.report_seconds * (worker.slot + 1) / len(self._workers), worker.slot)
+            for worker in self._workers
+        ]
+        heapq.heapify(reports)
+        now = 0.0
+        for request in requests:
+            self._until(request.at, reports)
+            now = request.at
+            self._arrive(request, now)
+        while self._events:
+            now = max(now, self._events[0][0])
+            self._until(now, reports)
+        return Outcome(self._jobs, self._rejected, self._workers, now)
+
+    def _until(self, now: float, reports: list[tuple[float, int]]) -> None:
+        """Everything that happens up to then, in order."""
+        while True:
+            next_event = self._events[0][0] if self._events else float("inf")
+            if reports[0][0] <= min(now, next_event):
+                at, slot = reports[0]
+                heapq.heapreplace(reports, (at + self._plan.report_seconds, slot))
+                self._visit(self._workers[slot], at)
+                self._policy.report(self._workers[slot], at)
+            elif next_event <= now:
+                self._step()
+            else:
+                return
+
+    def _step(self) -> None:
+        at, _, worker, version, job = heapq.heappop(self._events)
+        if isinstance(job, Request):  # a client that was refused is back
+            self._arrive(job, at)
+        elif job is not None:  # a hand-off is complete
+            self._visit(job.decode, at)
+            self._first_token(job, at)
+            self._watch(job.decode)
+        elif worker is not None and version == worker.version:
+            self._visit(worker, at)
+
+    def _arrive(self, request: Request, now: float) -> None:
+        chosen = self._policy.place(request, now)
+        if isinstance(chosen, Rejected):
+            self._rejected.append((request, chosen.retry_after))
+            if self._plan.clients_retry:
+                heapq.heappush(self._events, (now + chosen.retry_after, next(self._order), None, 0, request))
+            return
+        job = Job(request, chosen.decode, chosen.prefill)
+        self._jobs.append(job)
+        self._visit(job.decode, now)
+        if job.decode.admit(job):
+            self._compute(job, now)
+
+    def _compute(self, job: Job, now: float) -> None:
+        self._visit(job.prefill, now)
+        job.prefill.enqueue(job, self._store)
+        self._watch(job.prefill)
+
+    def _visit(self, worker: Machinery, now: float) -> None:
+        """Bring a worker up to now, and do what follows from what came to its end there."""
+        told = worker.advance(now)
+        for job in told.computed:
+            if self._store is not None:
+                self._store.put(job.request.keys)
+            if job.prefill is job.decode:
+                self._first_token(job, now)
+            else:
+                moved = job.request.prompt_tokens - job.decode.cache.match(job.request.keys) * BLOCK_TOKENS
+                at = now + worker.machine.handoff + worker.machine.handoff_token * max(moved, 0)
+                heapq.heappush(self._events, (at, next(self._order), None, 0, job))
+        for job in told.ended:
+            job.ended_at = now
+            self._policy.ended(job, now)
+        self._watch(worker)
+        if told.ended:
+            for job in worker.admit_waiting():
+                self._compute(job, now)
+
+    def _first_token(self, job: Job, now: float) -> None:
+        job.first_token_at = now
+        self._policy.first_token(job, now)
+        job.decode.generate(job)
+
+    def _watch(self, worker: Machinery) -> None:
+        if worker.next_at < float("inf"):
+            heapq.heappush(self._events, (worker.next_at, next(self._order), worker, worker.version, None))

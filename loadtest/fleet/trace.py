@@ -1,0 +1,107 @@
+"""Public traces as requests: when, how long, and which blocks. Finds sessions, makes a trace larger, faster and
+shorter.
+
+Mooncake (FAST'25) JSONL has hashes of 512-token blocks; Azure 2023 CSV has none, so that nothing there is shared.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+BLOCK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a trace. Its keys name the blocks of its prompt, in order; chained, as a scheduler sees them."""
+
+    number: int
+    at: float
+    prompt_tokens: int
+    output_tokens: int
+    keys: tuple[bytes, ...]
+    session: bytes
+
+
+def read_trace(path: Path) -> list[Request]:
+    """By its ending: .jsonl Mooncake, .csv Azure."""
+    return _read_azure(path) if path.suffix == ".csv" else _read_mooncake(path)
+
+
+def _read_mooncake(path: Path) -> list[Request]:
+    requests = []
+    session_of: dict[int, int] = {}
+    with path.open() as lines:
+        for number, line in enumerate(lines):
+            entry = json.loads(line)
+            hashes = entry["hash_ids"]
+            # who goes on from a block that only one conversation has had is a turn of that conversation
+            known = next((h for h in reversed(hashes[1:]) if h in session_of), None)
+            session = number if known is None else session_of[known]
+            for each in hashes[1:]:
+                session_of.setdefault(each, session)
+            requests.append(
+                Request(
+                    number=number,
+                    at=entry["timestamp"] / 1000,
+                    prompt_tokens=max(entry["input_length"], 1),
+                    output_tokens=max(entry["output_length"], 1),
+                    # the last hash may stand for a block that is not full: only full blocks are ever shared
+                    keys=tuple(each.to_bytes(8) for each in hashes[: entry["input_length"] // BLOCK_TOKENS]),
+                    session=session.to_bytes(8),
+                )
+            )
+    return requests
+
+
+def _read_azure(path: Path) -> list[Request]:
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    times = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in rows]
+    return [
+        Request(number, at - times[0], max(int(row["ContextTokens"]), 1), max(int(row["GeneratedTokens"]), 1), (), b"")
+        for number, (row, at) in enumerate(zip(rows, times, strict=True))
+    ]
+
+
+def enlarge(requests: Sequence[Request], copies: int, limit: int, seed: int = 1) -> list[Request]:
+    """The trace so many times over, each copy with users and blocks of its own and shifted in time; the first
+    `limit`."""
+    rng = random.Random(seed)
+    length = requests[-1].at + 1.0
+    everything: list[Request] = []
+    for copy in range(copies):
+        tag, shift = copy.to_bytes(4), rng.uniform(0, length) if copy else 0.0
+        jitter = [rng.uniform(0.0, 3.0) for _ in requests]  # the trace's clock ticks every three seconds
+        for request, later in zip(requests, jitter, strict=True):
+            keys = tuple(tag + key for key in request.keys)
+            at = (request.at + later + shift) % length
+            everything.append(replace(request, at=at, keys=keys, session=request.session and tag + request.session))
+    everything.sort(key=lambda request: request.at)
+    return [replace(request, number=number) for number, request in enumerate(everything[:limit])]
+
+
+def faster(requests: Sequence[Request], factor: float) -> list[Request]:
+    """The same requests so many times as fast."""
+    return [replace(request, at=request.at / factor) for request in requests]
+
+
+def ideal_hits(requests: Sequence[Request]) -> int:
+    """Tokens that one cache of any size would find, in order of arrival."""
+    seen: set[bytes] = set()
+    hits = 0
+    for request in requests:
+        depth = 0
+        for key in request.keys:
+            if key not in seen:
+                break
+            depth += 1
+        hits += min(depth * BLOCK_TOKENS, request.prompt_tokens - 1)
+        seen.update(request.keys)
+    return hits

@@ -1,0 +1,122 @@
+"""Which holder probably has which prefix: block keys, by holder, least recently used out first. A guess that costs
+nobody an answer: what is wrong here makes a prompt's prefix be computed again.
+
+Two sources write it: what this scheduler dispatched itself, and what holders say of themselves. Keys are chained, so
+that whoever holds a key holds all before it. Of a long prompt not every key is kept, but those of a grid that gets
+coarser with depth, and the last: the same depths for everyone, so that prompts that share a prefix meet.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from typing import Generic, TypeVar
+
+HolderT = TypeVar("HolderT", bound=Hashable)
+# over all holders; a key takes about 250 bytes
+MAX_KEYS = 1_000_000
+# every depth up to here, every second up to twice that, and so on: a prefix is found to within 1/16 of its length
+FINE_DEPTHS = 32
+
+
+class _Held:
+    """One holder's keys, oldest first, and how many blocks each stands for."""
+
+    __slots__ = ("blocks", "keys")
+
+    def __init__(self) -> None:
+        self.keys: OrderedDict[bytes, int] = OrderedDict()
+        self.blocks = 0
+
+
+class PrefixIndex(Generic[HolderT]):
+    """Holders by key. Bounded by each holder's own capacity, and over all by `max_keys`."""
+
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+        self._holders: dict[bytes, tuple[HolderT, ...]] = {}
+        self._held: dict[HolderT, _Held] = {}
+        self._num_keys = 0
+        self._max_keys = max_keys
+
+    def __len__(self) -> int:
+        """Keys over all holders."""
+        return self._num_keys
+
+    def match(self, keys: Sequence[bytes]) -> dict[HolderT, int]:
+        """For every holder of a first part of these keys: how many of them it holds."""
+        found: dict[HolderT, int] = {}
+        get = self._holders.get
+        for depth in range(len(keys), 0, -1):
+            holders = get(keys[depth - 1])
+            # who holds a key holds all before it, so a longer list is a list with somebody new
+            if holders is not None and len(holders) > len(found):
+                for holder in holders:
+                    found.setdefault(holder, depth)
+        return found
+
+    def add(self, holder: HolderT, keys: Sequence[bytes], held: int, capacity: int) -> None:
+        """The holder has, or is about to have, all these blocks; `held` of them it was known to have.
+
+        What it holds of them becomes its newest, the beginning newest of all. What is over `capacity` blocks goes.
+        """
+        mine = self._held.setdefault(holder, _Held())
+        known = mine.keys
+        depths = _grid(len(keys))
+        for index in range(len(depths) - 1, -1, -1):
+            depth, key = depths[index], keys[depths[index] - 1]
+            if key in known:
+                known.move_to_end(key)
+            else:
+                before = depths[index - 1] if index else 0
+                stands_for = max(depth - max(before, min(held, depth)), 1)
+                known[key] = stands_for
+                mine.blocks += stands_for
+                self._num_keys += 1
+                self._holders[key] = (*self._holders.get(key, ()), holder)
+        self.trim(holder, capacity)
+
+    def remove(self, holder: HolderT, keys: Sequence[bytes]) -> None:
+        """The holder has said that it holds these no more."""
+        if (mine := self._held.get(holder)) is not None:
+            for key in keys:
+                self._drop(holder, mine, key)
+
+    def trim(self, holder: HolderT, capacity: int) -> None:
+        """It holds no more than so many blocks: the oldest are gone."""
+        mine = self._held.get(holder)
+        while mine is not None and mine.keys and (mine.blocks > capacity or self._num_keys > self._max_keys):
+            self._drop(holder, mine, next(iter(mine.keys)))
+
+    def forget(self, holder: HolderT) -> None:
+        """It is gone, and all it held."""
+        if (mine := self._held.pop(holder, None)) is not None:
+            for key in list(mine.keys):
+                self._drop(holder, mine, key)
+
+    def _drop(self, holder: HolderT, mine: _Held, key: bytes) -> None:
+        stood_for = mine.keys.pop(key, None)
+        if stood_for is None:
+            return
+        mine.blocks -= stood_for
+        self._num_keys -= 1
+        others = tuple(other for other in self._holders[key] if other is not holder)
+        if others:
+            self._holders[key] = others
+        else:
+            del self._holders[key]
+
+
+@lru_cache(4096)
+def _grid(num_keys: int) -> tuple[int, ...]:
+    """The depths that are kept of a prompt with so many blocks, and its last."""
+    depths: list[int] = []
+    depth, step, limit = 1, 1, FINE_DEPTHS
+    while depth <= num_keys:
+        depths.append(depth)
+        if depth >= limit:
+            step, limit = 2 * step, 2 * limit
+        depth += step
+    if num_keys and depths[-1] != num_keys:
+        depths.append(num_keys)
+    return tuple(depths)

@@ -1,0 +1,130 @@
+"""The scheduler's verbs without waiting: join, report, leave, place, settle, sweep. Ties fleet, books, prefixes and
+policy together under one clock that is passed in, so that the simulator runs this very code. Knows neither Valkey
+nor the wire.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from dataclasses import dataclass
+
+from weft.lifetime import Stage
+from weft.request import RequestKey
+from weft_services.scheduler.bookings import Booking, Bookings
+from weft_services.scheduler.fleet import Fleet
+from weft_services.scheduler.lengths import OutputLengths
+from weft_services.scheduler.policy import choose
+from weft_services.scheduler.prefixes import PrefixIndex
+from weft_services.scheduler.state import (
+    NO_PREFERENCE,
+    Demand,
+    Placement,
+    Preference,
+    Prefixes,
+    RouteQuery,
+    Worker,
+    WorkerInfo,
+    WorkerReport,
+)
+from weft_services.scheduler.targets import NO_TARGETS, Targets
+
+logger = logging.getLogger(__name__)
+# the one holder of what all workers can fetch; whoever hears of the store's blocks adds them to `stored`
+STORE = "store"
+# a prefix that more workers hold than this belongs to nobody's session alone
+FEW_HOLDERS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far an attempt has come. `generated_tokens` is None where the gateway did not say."""
+
+    key: RequestKey
+    stage: Stage
+    failed_id: str = ""
+    generated_tokens: int | None = None
+
+
+class Router:
+    """Places requests on the fleet and keeps its books. No decision ever waits, so state never changes under one."""
+
+    def __init__(self, silence_seconds: float, targets: Targets = NO_TARGETS) -> None:
+        self._targets = targets
+        self.fleet = Fleet(silence_seconds)
+        self.prefixes: PrefixIndex[Worker] = PrefixIndex()
+        self.stored: PrefixIndex[str] = PrefixIndex()
+        self._bookings = Bookings()
+        self._lengths = OutputLengths()
+
+    def join(self, info: WorkerInfo, now: float) -> Worker:
+        """A worker is live from here on; an earlier one of the same id is not, and neither are its bookings."""
+        worker, replaced = self.fleet.join(info, now)
+        if replaced is not None:
+            self._lose(replaced)
+        return worker
+
+    def report(self, worker: Worker, report: WorkerReport, now: float) -> None:
+        """Raises Incompatible when the worker is not a member any more."""
+        self.fleet.report(worker, report, now)
+        # with nothing in its pool it can hold no prefix; blocks that wait to be filled are not counted yet
+        booked = worker.fresh.prefill_tokens + worker.booked.prefill_tokens + worker.booked.decode_tokens
+        in_use = report.cached_blocks + report.active_blocks
+        self.prefixes.trim(worker, in_use + booked // worker.info.fingerprint.block_tokens + 1)
+
+    def leave(self, worker: Worker, why: str) -> bool:
+        """The worker is gone, its bookings and what it held with it. False when it was gone already."""
+        if not self.fleet.leave(worker, why):
+            return False
+        self._lose(worker)
+        return True
+
+    def _lose(self, worker: Worker) -> None:
+        self._bookings.drop_worker(worker)
+        self.prefixes.forget(worker)
+
+    def place(self, query: RouteQuery, preference: Preference, now: float) -> Placement:
+        """Choose workers and book the request's tokens on them. Raises the policy's refusals, having booked nothing."""
+        self._bookings.admit(query.key)
+        demand = self.demand(query, preference)
+        placement = choose(self.fleet.models, demand, now)
+        self._targets.check(query.model, query.priority, placement)
+        self._bookings.book(query, placement, now)
+        for worker in {placement.decode, placement.prefill or placement.decode}:
+            held = demand.prefixes.held.get(worker, 0) // worker.info.fingerprint.block_tokens
+            self.prefixes.add(worker, query.block_keys, held, worker.info.num_blocks)
+        return placement
+
+    def demand(self, query: RouteQuery, preference: Preference = NO_PREFERENCE) -> Demand:
+        """The request, and all that is known of it."""
+        matched = self.prefixes.match(query.block_keys)
+        held = {worker: blocks * worker.info.fingerprint.block_tokens for worker, blocks in matched.items()}
+        common = heapq.nlargest(FEW_HOLDERS + 1, held.values())[-1] if len(held) > FEW_HOLDERS else 0
+        served = self.fleet.models.get(query.model)
+        stored = self.stored.match(query.block_keys).get(STORE, 0) if self.stored else 0
+        prefixes = Prefixes(held, stored * served.block_tokens if served else 0, common)
+        return Demand(query, prefixes, preference, self._lengths.expected(query.model, query.max_tokens))
+
+    def settle(self, progress: Progress, now: float) -> Booking | None:
+        """A booked request has come this far; late, repeated and unknown ones change nothing. Returns its booking at
+        the first word of its end."""
+        booking = self._bookings.settle(progress.key, progress.stage)
+        if progress.stage is Stage.DECODING and progress.failed_id:
+            self.fleet.suspect(progress.failed_id, now)  # the prompt was computed all the same, but not there
+        if booking is None:
+            return None
+        if progress.stage is Stage.FINISHED:
+            self.fleet.trust(booking.prefill_id)
+            self.fleet.trust(booking.decode.worker.worker_id)
+            self._lengths.learn(booking.query.model, progress.generated_tokens or 0)
+        if progress.stage is Stage.FAILED and progress.failed_id:
+            self.fleet.suspect(progress.failed_id, now)
+        return booking
+
+    def sweep(self, now: float) -> list[Worker]:
+        """Give up workers that are silent and bookings that nobody will settle; returns the workers."""
+        lost = [worker for worker in self.fleet.silent(now) if self.leave(worker, "silent")]
+        if (count := self._bookings.sweep(now)) > 0:
+            logger.warning("bookings given up, their gateway never settled them: count=%d", count)
+        self.fleet.refresh()
+        return lost

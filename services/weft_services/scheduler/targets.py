@@ -1,0 +1,66 @@
+"""What a model's requests are promised, and whether a placement can keep it. Pure; knows predictions, not workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from weft.config import ConfigError
+from weft.errors import Overloaded
+from weft_services.scheduler.state import Placement, Priority
+
+# work that nobody waits for leaves this share of the promised time to the others
+BATCH_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Seconds that a prompt may wait before it is computed, and between two tokens; 0: no promise."""
+
+    wait_seconds: float = 0.0
+    itl_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """By model; `usual` for the others."""
+
+    usual: Target = Target()
+    by_model: Mapping[str, Target] = field(default_factory=dict)
+
+    def check(self, model: str, priority: Priority, placement: Placement) -> None:
+        """Raises Overloaded when the request would wait too long there, or make all others there too slow.
+
+        What computing the prompt itself takes is not counted: a long prompt is no reason to refuse it, also not when
+        idle.
+        """
+        target = self.by_model.get(model, self.usual)
+        share = BATCH_SHARE if priority is Priority.BATCH else 1.0
+        late = placement.wait_seconds - share * target.wait_seconds
+        if target.wait_seconds and late > 0:
+            raise Overloaded("too many prompts wait already", late)
+        is_shared = placement.decode.booked.requests > 0
+        if target.itl_seconds and is_shared and placement.itl_seconds > share * target.itl_seconds:
+            raise Overloaded("too many answers are being generated already")
+
+
+NO_TARGETS = Targets()
+
+
+def parse_targets(text: str) -> Targets:
+    """`2000/50` (milliseconds of waiting, and between tokens) for all models, `name=2000/50,...` for some. 0: no
+    promise."""
+    usual, by_model = Target(), {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, numbers = part.rpartition("=")
+        wait, slash, itl = numbers.partition("/")
+        if not slash or not wait.isdecimal() or not itl.isdecimal():
+            raise ConfigError(
+                f"WEFT_TARGETS={text!r}: expected WAIT_MS/ITL_MS or MODEL=WAIT_MS/ITL_MS, in a list by commas"
+            )
+        target = Target(int(wait) / 1000, int(itl) / 1000)
+        if name:
+            by_model[name] = target
+        else:
+            usual = target
+    return Targets(usual, by_model)

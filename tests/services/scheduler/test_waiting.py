@@ -1,0 +1,135 @@
+"""Who is next: priorities, tenants, time; and who is told at once that it is no use to wait."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.services.scheduler.fakes import FINGERPRINT, MODEL, ready_worker
+from weft.config import ConfigError
+from weft.errors import Overloaded
+from weft.request import RequestKey, WorkerRole
+from weft_services.scheduler.state import Placement, Priority, RouteQuery
+from weft_services.scheduler.targets import Target, parse_targets
+from weft_services.scheduler.waiting import AGE_SECONDS, Waiter, WaitingRoom
+
+BUSY = Overloaded("full", 3.0)
+INTERACTIVE, DEFAULT, BATCH = Priority.INTERACTIVE, Priority.DEFAULT, Priority.BATCH
+
+
+def query(
+    name: str, tenant: bytes = b"", priority: Priority = DEFAULT, tokens: int = 100, **more: object
+) -> RouteQuery:
+    return RouteQuery(RequestKey(name), MODEL, tokens, 0, tenant=tenant, priority=priority, **more)  # type: ignore[arg-type]
+
+
+def take(room: WaitingRoom, now: float) -> Waiter:
+    waiter = room.first(now)
+    assert waiter is not None
+    room.leave(waiter)
+    room.placed(waiter.query, now)
+    return waiter
+
+
+def names(room: WaitingRoom, now: float = 0.0) -> list[str]:
+    return [take(room, now).query.key.request_id for _ in range(len(room))]
+
+
+def test_priorities_go_before_times_and_times_before_nothing() -> None:
+    room = WaitingRoom(10, 60.0)
+    for number, (name, priority) in enumerate([("a", BATCH), ("b", DEFAULT), ("c", INTERACTIVE), ("d", DEFAULT)]):
+        room.enter(query(name, priority=priority), number / 10, BUSY)
+    assert names(room, 0.5) == ["c", "b", "d", "a"]
+    assert room.first(0.5) is None
+
+
+def test_tenants_share_tokens_and_not_requests() -> None:
+    room = WaitingRoom(100, 60.0)
+    for number in range(20):
+        room.enter(query(f"big-{number}", b"big", tokens=1000), 0.0, BUSY)
+        room.enter(query(f"small-{number}", b"small", tokens=250), 0.0, BUSY)
+    first = Counter(take(room, 0.0).query.tenant for _ in range(20))
+    assert first[b"small"] == pytest.approx(16, abs=1)
+
+
+def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
+    room = WaitingRoom(100, 60.0)
+    for number in range(40):
+        room.enter(query(f"old-{number}", b"old"), 0.0, BUSY)
+    for _ in range(20):
+        take(room, 0.0)
+    for number in range(20):
+        room.enter(query(f"new-{number}", b"new"), 0.0, BUSY)
+    assert Counter(take(room, 0.0).query.tenant for _ in range(20))[b"new"] == pytest.approx(10, abs=1)
+
+
+def test_nobody_starves() -> None:
+    room = WaitingRoom(10, 600.0)
+    room.enter(query("old", priority=BATCH), 0.0, BUSY)
+    room.enter(query("young", priority=INTERACTIVE), 2 * AGE_SECONDS, BUSY)
+    assert names(room, 2 * AGE_SECONDS) == ["old", "young"]
+
+
+def test_who_has_just_come_goes_before_the_waiting_only_with_a_better_priority() -> None:
+    room = WaitingRoom(10, 60.0)
+    assert room.goes_first(query("a"), 0.0)
+    room.enter(query("b"), 0.0, BUSY)
+    assert room.goes_first(query("c", priority=INTERACTIVE), 0.0)
+    assert not room.goes_first(query("d"), 0.0)
+
+
+def test_a_full_room_a_hopeless_wait_and_one_that_will_not_wait_are_refused_at_once() -> None:
+    room = WaitingRoom(2, 5.0)
+    with pytest.raises(Overloaded, match="full"):
+        room.enter(query("a", reject_if_busy=True), 0.0, BUSY)
+    room.placed(query("served", tokens=500), 0.0)
+    room.enter(query("b", tokens=1000), 0.0, BUSY)
+    with pytest.raises(Overloaded) as caught:
+        room.enter(query("c"), 0.0, BUSY)
+    # a hundred tokens a second were placed of late, and a thousand wait
+    assert caught.value.retry_after_seconds == pytest.approx(10.0)
+    room.enter(query("d", priority=INTERACTIVE), 0.0, BUSY)
+    with pytest.raises(Overloaded):
+        room.enter(query("e", priority=INTERACTIVE), 0.0, BUSY)
+
+
+def test_nobody_waits_longer_than_its_own_client() -> None:
+    room = WaitingRoom(10, 5.0)
+    assert room.enter(query("a", remaining_seconds=2.0), 10.0, BUSY).give_up_at == 12.0
+    assert room.enter(query("b"), 10.0, BUSY).give_up_at == 15.0
+
+
+def test_leaving_twice_counts_once() -> None:
+    room = WaitingRoom(10, 5.0)
+    waiter = room.enter(query("a"), 0.0, BUSY)
+    room.leave(waiter)
+    room.leave(waiter)
+    assert (len(room), room.expected_seconds(query("b"), 0.0)) == (0, 0.0)
+
+
+def placement(wait_seconds: float, itl_seconds: float, num_booked: int = 1) -> Placement:
+    worker = ready_worker("b0", WorkerRole.BOTH, fingerprint=FINGERPRINT)
+    worker.booked.requests = num_booked
+    return Placement(worker, None, 10, 10, wait_seconds=wait_seconds, itl_seconds=itl_seconds)
+
+
+def test_targets_are_read_by_model_and_kept() -> None:
+    targets = parse_targets("2000/50, small=500/0")
+    assert targets.by_model == {"small": Target(0.5, 0.0)}
+    targets.check("large", DEFAULT, placement(2.0, 0.05))
+    targets.check("small", DEFAULT, placement(0.4, 9.0))
+    targets.check("large", DEFAULT, placement(0.0, 9.0, num_booked=0))
+    with pytest.raises(Overloaded) as caught:
+        targets.check("large", DEFAULT, placement(6.0, 0.0))
+    assert caught.value.retry_after_seconds == 4.0
+    for late in (placement(1.5, 0.0), placement(0.0, 0.03)):
+        targets.check("large", INTERACTIVE, late)
+        with pytest.raises(Overloaded):
+            targets.check("large", BATCH, late)
+
+
+@pytest.mark.parametrize("text", ["2000", "a/b", "m=1", "-1/5", "=/"])
+def test_a_wrong_target_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="WEFT_TARGETS"):
+        parse_targets(text)
