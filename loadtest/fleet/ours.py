@@ -18,6 +18,8 @@ from weft_services.scheduler.state import NO_PREFERENCE, Preference, RouteQuery,
 MODEL = "model"
 MAX_CONTEXT_TOKENS = 1_000_000
 SWEEP_SECONDS = 1.0
+# room for a thousand workers' caches
+MAX_KEYS = 8_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Weft:
     def __init__(self, name: str = "weft", signals: Signals = Signals()) -> None:
         self.name = name
         self._signals = signals
-        self._router = Router(silence_seconds=float("inf"))
+        self._router = Router(silence_seconds=float("inf"), max_keys=MAX_KEYS)
         self._sessions: dict[bytes, Preference] = {}
         self._members: list[Worker] = []
         self._workers: list[Machinery] = []

@@ -18,7 +18,7 @@ async def main(config: Config) -> None:
     """Serve until SIGTERM; memberships end with the process, so there is nothing to drain."""
     logging.info(describe(config))
     affinity = Affinity(config.redis_url, config.affinity_ttl_seconds)
-    router = Router(config.silence_seconds, parse_targets(config.targets))
+    router = Router(config.silence_seconds, parse_targets(config.targets), config.prefix_keys)
     dispatcher = Dispatcher(router, affinity, WaitingRoom(config.max_queue, config.queue_seconds))
     rpc = RpcServer(NAMES)
     register(rpc.server, dispatcher, config.report_interval_ms, config.silence_seconds)

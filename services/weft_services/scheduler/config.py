@@ -28,6 +28,7 @@ class Config:
     max_queue: int = 1024
     queue_seconds: float = 2.0
     targets: str = ""
+    prefix_keys: int = 1_000_000
 
     def __post_init__(self) -> None:
         if self.redis_url and not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
@@ -40,6 +41,8 @@ class Config:
             raise ConfigError(f"WEFT_MAX_QUEUE={self.max_queue}: expected at least 0")
         if not 0 <= self.queue_seconds <= MAX_QUEUE_SECONDS:
             raise ConfigError(f"WEFT_QUEUE_SECONDS={self.queue_seconds}: expected 0 to {MAX_QUEUE_SECONDS:g}")
+        if self.prefix_keys < 1:
+            raise ConfigError(f"WEFT_PREFIX_KEYS={self.prefix_keys}: expected at least 1")
         parse_targets(self.targets)
 
     @property

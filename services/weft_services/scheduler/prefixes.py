@@ -14,10 +14,11 @@ from functools import lru_cache
 from typing import Generic, TypeVar
 
 HolderT = TypeVar("HolderT", bound=Hashable)
-# over all holders; a key takes about 250 bytes
+# over all holders; a key takes about 300 bytes
 MAX_KEYS = 1_000_000
-# every depth up to here, every second up to twice that, and so on: a prefix is found to within 1/16 of its length
-FINE_DEPTHS = 32
+# every depth up to here, every second up to twice that, and so on: a prefix is found to within 1/8 of its length,
+# and to the block where a prompt goes on from another's end
+FINE_DEPTHS = 8
 
 
 class _Held:

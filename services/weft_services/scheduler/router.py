@@ -15,7 +15,7 @@ from weft_services.scheduler.bookings import Booking, Bookings
 from weft_services.scheduler.fleet import Fleet
 from weft_services.scheduler.lengths import OutputLengths
 from weft_services.scheduler.policy import choose
-from weft_services.scheduler.prefixes import PrefixIndex
+from weft_services.scheduler.prefixes import MAX_KEYS, PrefixIndex
 from weft_services.scheduler.state import (
     NO_PREFERENCE,
     Demand,
@@ -49,11 +49,11 @@ class Progress:
 class Router:
     """Places requests on the fleet and keeps its books. No decision ever waits, so state never changes under one."""
 
-    def __init__(self, silence_seconds: float, targets: Targets = NO_TARGETS) -> None:
+    def __init__(self, silence_seconds: float, targets: Targets = NO_TARGETS, max_keys: int = MAX_KEYS) -> None:
         self._targets = targets
         self.fleet = Fleet(silence_seconds)
-        self.prefixes: PrefixIndex[Worker] = PrefixIndex()
-        self.stored: PrefixIndex[str] = PrefixIndex()
+        self.prefixes: PrefixIndex[Worker] = PrefixIndex(max_keys)
+        self.stored: PrefixIndex[str] = PrefixIndex(max_keys)
         self._bookings = Bookings()
         self._lengths = OutputLengths()
 

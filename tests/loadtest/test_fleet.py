@@ -1,0 +1,151 @@
+"""The simulator against arithmetic, and the policy in it against the others: small traces, simulated time."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from loadtest.fleet.figures import Targets, summarize, weighted_percentile
+from loadtest.fleet.machine import H100, load_machine, save_machine
+from loadtest.fleet.ours import Signals, Weft
+from loadtest.fleet.page import bars, lines, page, table
+from loadtest.fleet.scenario import Scenario, ideal_seconds
+from loadtest.fleet.simulator import FleetPlan, Outcome, Policy, Simulation
+from loadtest.fleet.trace import BLOCK_TOKENS, Request, enlarge, faster, ideal_hits, read_trace
+from loadtest.fleet.zoo import zoo
+
+PLAN = FleetPlan(H100, num_prefill=2, num_decode=2)
+
+
+def request(number: int, at: float, prompt: int = 4096, output: int = 50, keys: tuple[bytes, ...] = ()) -> Request:
+    return Request(number, at, prompt, output, keys, b"")
+
+
+def conversations(num_sessions: int, num_turns: int, seed: int = 3) -> list[Request]:
+    """Sessions that all begin alike and grow by a few blocks a turn."""
+    rng = random.Random(seed)
+    asked = []
+    for session in range(num_sessions):
+        keys, at = [b"system"], rng.uniform(0, 60)
+        for turn in range(num_turns):
+            keys = [*keys, *(f"{session}/{turn}/{n}".encode() for n in range(rng.randint(2, 8)))]
+            asked.append(Request(0, at, len(keys) * BLOCK_TOKENS + 9, 40, tuple(keys), f"{session}".encode()))
+            at += rng.uniform(5, 20)
+    asked.sort(key=lambda each: each.at)
+    return [Request(n, r.at, r.prompt_tokens, r.output_tokens, r.keys, r.session) for n, r in enumerate(asked)]
+
+
+def run(policy: Policy, requests: list[Request], plan: FleetPlan = PLAN) -> Outcome:
+    outcome = Simulation(plan, policy).run(requests)
+    assert sorted(job.request.number for job in outcome.jobs) == list(range(len(requests)))
+    for job in outcome.jobs:
+        assert job.request.at < job.first_token_at <= job.ended_at
+    for worker in outcome.workers:
+        assert (worker.reserved_tokens, worker.queued_tokens, len(worker.prompts), len(worker.batch)) == (0, 0, 0, 0)
+    return outcome
+
+
+def test_a_request_alone_takes_what_the_machine_takes() -> None:
+    (job,) = run(Weft(), [request(0, 1.0, prompt=4096, output=101)]).jobs
+    handoff = H100.handoff + H100.handoff_token * 4096
+    assert job.first_token_at - 1.0 == pytest.approx(H100.prefill(4096, 0) + handoff)
+    assert (job.ended_at - job.first_token_at) / 100 == pytest.approx(H100.step(1, 4096), rel=0.02)
+
+
+def test_prompts_on_one_worker_wait_for_each_other_and_answers_run_together() -> None:
+    plan = FleetPlan(H100, num_prefill=1, num_decode=1)
+    jobs = run(Weft(), [request(n, 0.0) for n in range(3)], plan).jobs
+    waits = sorted(job.first_token_at for job in jobs)
+    one = H100.prefill(4096, 0)
+    assert waits[2] - waits[0] == pytest.approx(2 * one, rel=0.01)
+    together = sorted((job.ended_at - job.first_token_at) / 49 for job in jobs)
+    assert H100.step(1, 4096) < together[0] < together[-1] < H100.step(3, 3 * 4300)
+
+
+def test_a_worker_of_both_roles_generates_more_slowly_while_it_computes_a_prompt() -> None:
+    plan = FleetPlan(H100, num_prefill=0, num_decode=0, num_both=1)
+    alone = run(Weft(), [request(0, 0.0, output=200)], plan).jobs[0]
+    beside = run(Weft(), [request(0, 0.0, output=200), request(1, 0.5, prompt=60_000)], plan).jobs[0]
+    assert beside.ended_at > alone.ended_at + 0.5 * H100.prefill(60_000, 0)
+
+
+@pytest.mark.parametrize("policy", zoo(), ids=lambda policy: policy.name)
+def test_every_policy_brings_every_request_to_its_end(policy: Policy) -> None:
+    run(policy, conversations(20, 3))
+
+
+def test_knowing_prefixes_finds_nearly_all_hits_and_keeps_the_load_even() -> None:
+    requests, plan = faster(conversations(200, 5), 3.0), FleetPlan(H100, 4, 4, cache_tokens=4_000_000)
+    figures = {
+        policy.name: summarize(policy.name, requests, run(policy, requests, plan), Targets())
+        for policy in (Weft("blind", Signals(sessions=False, prefixes=False)), Weft("weft"))
+    }
+    assert figures["weft"].of_ideal > 0.9 > figures["blind"].of_ideal + 0.2
+    assert figures["weft"].imbalance < 1.3
+    assert figures["weft"].ttft_mean < figures["blind"].ttft_mean
+
+
+def test_what_the_store_holds_is_a_hit_anywhere() -> None:
+    requests = conversations(30, 4)
+    plan = FleetPlan(H100, 4, 4, store_tokens=1 << 40)
+    figures = summarize("s", requests, run(Weft("s", Signals(store=True)), requests, plan), Targets())
+    assert figures.of_ideal > 0.97
+
+
+def test_the_same_run_twice_is_the_same_run() -> None:
+    requests = conversations(20, 3)
+    first, second = (run(Weft(), requests) for _ in range(2))
+    assert [job.ended_at for job in first.jobs] == [job.ended_at for job in second.jobs]
+
+
+def test_sessions_are_found_in_a_trace_that_names_none(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines_ = [
+        '{"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1]}',
+        '{"timestamp": 1000, "input_length": 1100, "output_length": 5, "hash_ids": [0, 2]}',
+        '{"timestamp": 3000, "input_length": 1600, "output_length": 5, "hash_ids": [0, 1, 3, 4]}',
+    ]
+    path.write_text("\n".join(lines_))
+    trace = read_trace(path)
+    assert trace[0].session == trace[2].session != trace[1].session
+    assert [len(each.keys) for each in trace] == [2, 2, 3]
+    assert ideal_hits(trace) == 512 + 1024
+    many = enlarge(trace, 3, 100)
+    assert len({each.session for each in many}) == 6
+    assert ideal_hits(many) == 3 * ideal_hits(trace)
+    assert faster(many, 2.0)[-1].at == many[-1].at / 2
+
+
+def test_an_azure_trace_is_read_without_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    rows = ["2023-11-16 18:17:03.9799600,4808,10", "2023-11-16 18:17:04.9799600,3180,8"]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    first, second = read_trace(path)
+    assert (first.prompt_tokens, second.output_tokens, len(second.keys)) == (4808, 8, 0)
+    assert second.at == pytest.approx(1.0)
+
+
+def test_a_scenario_has_the_load_it_names() -> None:
+    requests = Scenario(num_workers=8, load=0.5, num_requests=150).requests(conversations(40, 4), H100)
+    span = requests[-1].at - requests[0].at
+    assert ideal_seconds(requests, H100) / (4 * span) == pytest.approx(0.5)
+
+
+def test_a_machine_is_written_and_read_again(tmp_path: Path) -> None:
+    save_machine(H100, tmp_path / "m.json")
+    assert load_machine(str(tmp_path / "m.json")) == H100
+
+
+def test_a_page_needs_nothing_else_and_names_are_no_markup() -> None:
+    chart = lines("hits", ("workers", "%"), ["8", "64"], {"<b>": [1.0, 2.0], "weft": [3.0, 4.0]})
+    text = page("t", [table(["a"], [["<script>"]]), bars("x", "s", {"weft": 1.0, "other": 2.0}, "weft"), chart])
+    assert "<script>" not in text
+    assert "<b>" not in text
+    assert text.count("<svg") == 2
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_percentiles_of_weights() -> None:
+    assert weighted_percentile({1.0: 1, 2.0: 98, 3.0: 1}, 50) == 2.0
+    assert weighted_percentile({1.0: 1, 2.0: 98, 3.0: 1}, 99.5) == 3.0
