@@ -1,0 +1,229 @@
+"""`python -m loadtest.fleet.route_bench`: what a placement costs, in the policy alone and over gRPC.
+
+256 workers and 100,000 sessions with prompts of their own behind shared system prompts. First the router's own CPU
+time for one placement, as the scheduler calls it: index, policy, booking, and the settlements of the request. Then
+one scheduler process under many Route calls at once, from a client process of its own; its CPU is what counts on a
+shared machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import multiprocessing
+import random
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from loadtest.fleet.figures import percentile
+from weft.lifetime import Stage
+from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
+from weft.rpc.client import open_channel, owned
+from weft_mesh.v1 import common_pb2
+from weft_mesh.v1 import scheduler_service_pb2 as pb
+from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
+from weft_services.scheduler.router import Progress, Router
+from weft_services.scheduler.state import Preference, RouteQuery, WorkerInfo, WorkerReport
+
+MODEL, BLOCK_TOKENS, BLOCKS = "model", 64, 8192
+SYSTEM_BLOCKS, MAX_OWN_BLOCKS = 16, 64
+SESSIONS_A_SYSTEM = 200
+IN_FLIGHT = 64
+JOIN_SECONDS, READY_SECONDS = 60.0, 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Sizes; half of the workers prefill, half decode."""
+
+    workers: int
+    sessions: int
+    routes: int
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Microseconds of CPU for one placement, and for one with its settlements; calls a second, and what they cost."""
+
+    policy_us_p50: float
+    policy_us_p99: float
+    settled_us_p50: float
+    routes_per_second: float
+    scheduler_cpu_us_per_route: float
+    routes_per_cpu_second: float
+
+
+def keys_of(session: int) -> list[bytes]:
+    """The blocks of a session's prompt: those of its system prompt, and its own."""
+    system = session // SESSIONS_A_SYSTEM
+    own = 1 + session * 7919 % MAX_OWN_BLOCKS
+    shared = [b"s" + system.to_bytes(8) + index.to_bytes(7) for index in range(SYSTEM_BLOCKS)]
+    return shared + [b"u" + session.to_bytes(8) + index.to_bytes(7) for index in range(own)]
+
+
+def filled_router(options: Options) -> tuple[Router, list[Preference]]:
+    """A fleet that has served every session once."""
+    router = Router(silence_seconds=float("inf"), max_keys=8_000_000)
+    fingerprint = ModelFingerprint("w", "bfloat16", BLOCK_TOKENS, 1, "v1")
+    for number in range(options.workers):
+        role = WorkerRole.PREFILL if number % 2 else WorkerRole.DECODE
+        address = WorkerAddress(f"{role}-{number}", "boot", "127.0.0.1:1")
+        worker = router.join(WorkerInfo(address, role, MODEL, fingerprint, BLOCKS, 1 << 20), 0.0)
+        router.report(worker, WorkerReport(ready=True, cached_blocks=BLOCKS), 0.0)
+    homes = []
+    for session in range(options.sessions):
+        query = query_of(f"fill-{session}", session)
+        placed = router.place(query, Preference(), 0.0)
+        homes.append(Preference((placed.prefill or placed.decode).worker_id, placed.decode.worker_id, 1000))
+        router.settle(Progress(query.key, Stage.FINISHED, generated_tokens=200), 0.0)
+    router.sweep(1.0)
+    return router, homes
+
+
+def query_of(request_id: str, session: int) -> RouteQuery:
+    """Its next turn."""
+    keys = keys_of(session)
+    return RouteQuery(
+        RequestKey(request_id), MODEL, len(keys) * BLOCK_TOKENS + 20, 512, session.to_bytes(16), block_keys=keys
+    )
+
+
+def bench_policy(options: Options) -> tuple[list[float], list[float]]:
+    """Microseconds of each placement, and of each with its settlements, sorted."""
+    router, homes = filled_router(options)
+    rng = random.Random(5)
+    placed, settled = [], []
+    gc.freeze()  # as a scheduler that has run for long: its index is old
+    for number in range(options.routes):
+        session = rng.randrange(options.sessions)
+        query = query_of(f"r{number}", session)
+        began = time.thread_time_ns()
+        router.place(query, homes[session], 2.0)
+        middle = time.thread_time_ns()
+        if number >= IN_FLIGHT * 4:
+            key = RequestKey(f"r{number - IN_FLIGHT * 4}")
+            router.settle(Progress(key, Stage.DECODING), 2.0)
+            router.settle(Progress(key, Stage.FINISHED, generated_tokens=200), 2.0)
+        placed.append((middle - began) / 1000)
+        settled.append((time.thread_time_ns() - began) / 1000)
+    return sorted(placed), sorted(settled)
+
+
+def serve(port: int) -> None:
+    """A scheduler process as it is."""
+    import os
+    import runpy
+
+    os.environ.update({"WEFT_PORT": str(port), "WEFT_REPORT_INTERVAL_MS": "10000", "WEFT_LOG_LEVEL": "ERROR"})
+    runpy.run_module("weft_services.scheduler", run_name="__main__")
+
+
+async def bench_calls(address: str, pid: int, options: Options) -> tuple[float, float]:
+    """Routes a second, and the scheduler's CPU microseconds a route, settlements included."""
+    async with open_channel(address) as channel, asyncio.TaskGroup() as group:
+        fleet, stub = pb_grpc.FleetServiceStub(channel), pb_grpc.SchedulerServiceStub(channel)
+        await asyncio.wait_for(channel.channel_ready(), READY_SECONDS)
+        members = [group.create_task(_member(fleet, number)) for number in range(options.workers)]
+        async with asyncio.timeout(JOIN_SECONDS):
+            while not await _all_ready(fleet, options.workers):  # noqa: ASYNC110 - told by nobody
+                await asyncio.sleep(0.2)
+        requests = [_request(number, options) for number in range(options.calls)]
+        process = psutil.Process(pid)
+        before, began = sum(process.cpu_times()[:2]), time.perf_counter()
+        waiting = iter(requests)
+        async with asyncio.TaskGroup() as callers:
+            for _ in range(IN_FLIGHT):
+                callers.create_task(_caller(stub, waiting))
+        seconds = time.perf_counter() - began
+        cpu = sum(process.cpu_times()[:2]) - before
+        for member in members:
+            member.cancel()
+    return options.calls / seconds, cpu / options.calls * 1e6
+
+
+async def _caller(stub: pb_grpc.SchedulerServiceAsyncStub, waiting: object) -> None:
+    ended: list[pb.Settlement] = []
+    for request in waiting:  # type: ignore[attr-defined]
+        await stub.Route(request)
+        for stage in (pb.Settlement.STAGE_FIRST_TOKEN, pb.Settlement.STAGE_FINISHED):
+            ended.append(pb.Settlement(key=request.key, stage=stage))
+        if len(ended) >= 32:  # gateways settle in batches
+            await stub.Settle(pb.SettleRequest(settlements=ended))
+            ended.clear()
+    await stub.Settle(pb.SettleRequest(settlements=ended))
+
+
+def _request(number: int, options: Options) -> pb.RouteRequest:
+    query = query_of(f"c{number}", random.Random(number).randrange(options.sessions))
+    return pb.RouteRequest(
+        key=common_pb2.RequestKey(request_id=query.key.request_id),
+        model=MODEL,
+        prompt_tokens=query.prompt_tokens,
+        max_tokens=512,
+        block_keys=query.block_keys,
+    )
+
+
+async def _member(fleet: pb_grpc.FleetServiceAsyncStub, number: int) -> None:
+    role = common_pb2.WORKER_ROLE_PREFILL if number % 2 else common_pb2.WORKER_ROLE_DECODE
+    hello = pb.WorkerHello(
+        worker=pb.WorkerAddress(worker_id=f"w-{number}", boot_id="boot", address="127.0.0.1:1"),
+        role=role,
+        model=MODEL,
+        fingerprint=common_pb2.ModelFingerprint(weights_hash="w", kv_dtype="bfloat16", block_tokens=BLOCK_TOKENS),
+        num_blocks=BLOCKS,
+        max_context_tokens=1 << 20,
+    )
+    async with owned(fleet.Join()) as call:
+        await call.write(pb.JoinRequest(hello=hello))
+        while True:
+            await call.write(pb.JoinRequest(report=pb.WorkerReport(ready=True, cached_blocks=BLOCKS)))
+            await asyncio.sleep(5.0)
+
+
+async def _all_ready(fleet: pb_grpc.FleetServiceAsyncStub, number: int) -> bool:
+    listed = await fleet.ListWorkers(pb.ListWorkersRequest(), timeout=10)
+    return sum(worker.report.ready for worker in listed.workers) == number
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.fleet.route_bench")
+    parser.add_argument("--workers", type=int, default=256)
+    parser.add_argument("--sessions", type=int, default=100_000)
+    parser.add_argument("--routes", type=int, default=20_000, help="placements in this process")
+    parser.add_argument("--calls", type=int, default=20_000, help="calls over gRPC")
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    values = vars(parser.parse_args(arguments))
+    out = values.pop("out")
+    options = Options(**values)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    scheduler = multiprocessing.get_context("spawn").Process(target=serve, args=(port,), daemon=True)
+    scheduler.start()
+    try:
+        rate, cpu = asyncio.run(bench_calls(f"127.0.0.1:{port}", scheduler.pid or 0, options))
+    finally:
+        scheduler.terminate()
+        scheduler.join(10)
+    placed, settled = bench_policy(options)
+    result = Result(percentile(placed, 50), percentile(placed, 99), percentile(settled, 50), rate, cpu, 1e6 / cpu)
+    print(json.dumps(asdict(result), indent=1))
+    if out:
+        out.write_text(json.dumps({"options": asdict(options), **asdict(result)}, indent=1) + "\n")
+    bars = {"policy p50 <= 300 us": result.policy_us_p50 <= 300, ">= 3,000 routes/s": rate >= 3000}
+    print(*(f"{'ok ' if ok else 'NOT'} {name}" for name, ok in bars.items()), sep="\n", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
