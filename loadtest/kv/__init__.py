@@ -1,1 +1,1 @@
-"""Load on the KV cache: hand-off and tiers."""
+"""Load on the KV cache: hand-off, tiers and their index."""

@@ -6,13 +6,17 @@ from dataclasses import dataclass, field
 
 from weft.kv.groups import Paging, Reach
 
+MAX_PINNED_SHARE = 8  # one in so many blocks
+MIN_PINNED = 64
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Bounds of one engine; blocks are counted in blocks, everything else in tokens or sequences.
 
     `chunk_tokens`: prompt tokens computed in one step at most. `max_waiting`: sequences not yet admitted.
-    `pin_sealed`: report full blocks for copying, at most `max_pinned` of them unanswered at a time.
+    `pin_sealed`: report full blocks for copying, at most `max_pinned` of them unanswered at a time
+    (0: an eighth of the pool, 64 at least).
     `reaches`: how far back each group of layers looks; blocks are pages, one for each group and `block_tokens` tokens.
     `steps_ahead`: 1 plans and launches a step while the one before runs, 0 after it; the tokens are the same.
     """
@@ -27,14 +31,14 @@ class EngineConfig:
     steps_ahead: int = 0
     eos_token_ids: tuple[int, ...] = ()
     pin_sealed: bool = False
-    max_pinned: int = 64
+    max_pinned: int = 0
     reaches: tuple[Reach, ...] = (Reach(),)
     paging: Paging = field(init=False)
     # prompt and generated tokens of one sequence at most: the model's context, or all the pool can hold
     context_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        names = "num_blocks block_tokens vocab_size chunk_tokens max_num_seqs max_waiting max_pinned"
+        names = "num_blocks block_tokens vocab_size chunk_tokens max_num_seqs max_waiting"
         for name in names.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -45,4 +49,5 @@ class EngineConfig:
         # a step is planned beside the one under way, whose pages cannot have gone back yet
         paging = Paging(self.reaches, self.block_tokens, self.chunk_tokens * (1 + self.steps_ahead))
         object.__setattr__(self, "paging", paging)
+        object.__setattr__(self, "max_pinned", self.max_pinned or max(MIN_PINNED, self.num_blocks // MAX_PINNED_SHARE))
         object.__setattr__(self, "context_tokens", paging.longest(self.num_blocks, self.max_context_tokens))

@@ -29,6 +29,8 @@ class Events:
         """There is something to tell."""
         return bool(self.reserved or self.progress or self.deltas or self.failures or self.sealed)
 
-    def output(self, load: EngineLoad, step_seconds: float) -> StepOutput:
+    def output(self, load: EngineLoad, step_seconds: float, cache_changes: dict[bytes, bool]) -> StepOutput:
         """The message; these lists are its own from now on."""
-        return StepOutput(load, self.reserved, self.progress, self.deltas, self.failures, self.sealed, step_seconds)
+        return StepOutput(
+            load, self.reserved, self.progress, self.deltas, self.failures, self.sealed, step_seconds, cache_changes
+        )

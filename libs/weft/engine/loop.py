@@ -165,7 +165,7 @@ class Loop:
     def _tell(self, seconds: float) -> None:
         self.load = self._measure()
         events, self._events = self._events, Events()
-        self._listener(events.output(self.load, seconds))
+        self._listener(events.output(self.load, seconds, self._pool.take_changes()))
 
     def _measure(self) -> EngineLoad:
         planner, counts = self._planner, self._pool.counts()

@@ -131,7 +131,9 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Everything one step yielded. Lists may be empty; `step_seconds` is 0 for a step that only did bookkeeping."""
+    """Everything one step yielded. Lists may be empty; `step_seconds` is 0 for a step that only did bookkeeping.
+
+    `cache_changes`: keys of blocks that can be found now (True) or no more."""
 
     load: EngineLoad
     reserved: list[Reserved] = field(default_factory=list)
@@ -140,6 +142,7 @@ class StepOutput:
     failures: list[SequenceFailed] = field(default_factory=list)
     sealed: list[SealedBlock] = field(default_factory=list)
     step_seconds: float = 0.0
+    cache_changes: dict[bytes, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

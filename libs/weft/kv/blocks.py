@@ -41,6 +41,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._quarantined: set[int] = set()
+        self._changes: dict[bytes, bool] = {}
 
     @property
     def num_available(self) -> int:
@@ -84,6 +85,7 @@ class BlockPool:
             return False
         self._key_of[block] = key
         self._block_of[key] = block
+        self._changes[key] = True
         return True
 
     def pin(self, block: int) -> None:
@@ -118,11 +120,18 @@ class BlockPool:
                 self._quarantined.remove(block)
                 heapq.heappush(self._free, block)
 
+    def take_changes(self) -> dict[bytes, bool]:
+        """Keys that can be found since the last call, or cannot any more; the last word on each."""
+        changes, self._changes = self._changes, {}
+        return changes
+
     def counts(self) -> PoolCounts:
         """Where the blocks are."""
         return PoolCounts(len(self._free), len(self._refs), len(self._cached), len(self._quarantined))
 
     def _evict(self) -> None:
         block, _ = self._cached.popitem(last=False)
-        del self._block_of[self._key_of.pop(block)]
+        key = self._key_of.pop(block)
+        del self._block_of[key]
+        self._changes[key] = False
         heapq.heappush(self._free, block)

@@ -31,6 +31,7 @@ from weft.worker.estimate import FetchEstimate
 from weft.worker.grammars import GrammarDesk
 from weft.worker.health import Health
 from weft.worker.membership import Introduction, Membership
+from weft.worker.places import PlaceReporter
 from weft.worker.runtime import EngineFeed
 from weft.worker.store import StoreClient
 from weft.worker.tasks import background
@@ -131,9 +132,13 @@ async def _furnish(config: WorkerConfig, booted: Booted, feed: EngineFeed, tasks
     store = StoreClient(store_address, pool, booted.fingerprint, engine.unpin, estimate)
     await store.connect()
     feed.subscribe(lambda output: store.offer(output.sealed))
+    boot_id = uuid.uuid4().hex
+    places = PlaceReporter(store_address, config.worker_id, boot_id, booted.fingerprint)
+    feed.subscribe(lambda output: places.changed(output.cache_changes))
+    tasks.create_task(places.run())
     return Workplace(
         worker_id=config.worker_id,
-        boot_id=uuid.uuid4().hex,
+        boot_id=boot_id,
         engine=engine,
         feed=feed,
         fingerprint=booted.fingerprint,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from weft import metrics
+from weft.engine.config import MAX_PINNED_SHARE
 from weft.engine.messages import SealedBlock
 from weft.errors import WeftError
 from weft.kv.memory import HostBlocks
@@ -19,8 +20,6 @@ from weft.worker.store_link import LinkKeeper, StoreLink
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 
 PUT_SECONDS = 2.0
-# offered blocks are pinned: so much of the pool may wait for the store
-OFFERED_SHARE = 8
 # Mooncake evicts in the background, when it is asked for room that it has not got
 NO_SPACE_PAUSES = (0.05, 0.2, 0.5)
 MAX_FETCHED = 65_536
@@ -42,7 +41,7 @@ class StoreWriter:
         self._fingerprint = fingerprint
         self._num_slots = num_slots
         self._unpin = unpin
-        self._offers: asyncio.Queue[SealedBlock] = asyncio.Queue(max(1, memory.num_blocks // OFFERED_SHARE))
+        self._offers: asyncio.Queue[SealedBlock] = asyncio.Queue(max(1, memory.num_blocks // MAX_PINNED_SHARE))
         self._fetched: OrderedDict[bytes, None] = OrderedDict()
         self._fetched_from: StoreLink | None = None
 

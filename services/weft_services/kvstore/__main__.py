@@ -10,7 +10,10 @@ from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 from weft_services.kvstore.config import Config
 from weft_services.kvstore.disk import DiskLimits, DiskTier
 from weft_services.kvstore.node import NodeStore, Place
+from weft_services.kvstore.places import PlaceIndex
 from weft_services.kvstore.service import SERVICE_NAME, KvStoreServicer
+
+SWEEP_SECONDS = 1.0
 
 
 async def main() -> None:
@@ -20,16 +23,25 @@ async def main() -> None:
     rpc = RpcServer([SERVICE_NAME])
     place = Place(config.host, config.store_host, config.master_port, config.segment_bytes)
     disk = await _open_disk(config)
+    places = PlaceIndex()
     store = NodeStore(place, rpc.set_ready, disk, config.cache_ttl_seconds)
-    pb2_grpc.add_KvStoreServiceServicer_to_server(KvStoreServicer(store), rpc.server)
+    pb2_grpc.add_KvStoreServiceServicer_to_server(KvStoreServicer(store, places), rpc.server)
     address = await rpc.start(config.host, config.port)
     logging.info("listening at=%s metrics=%d", address, metrics.expose(config.host, config.metrics_port))
     try:
-        await until_signal(store.run())
+        await until_signal(store.run(), _sweep(places))
         await rpc.stop(grace_seconds=0.5)
     finally:
         if disk is not None:
             await asyncio.to_thread(disk.close)
+
+
+async def _sweep(places: PlaceIndex) -> None:
+    """Forget workers that fell silent, and let the loop have its turn."""
+    while True:
+        for _ in places.sweep():
+            await asyncio.sleep(0)
+        await asyncio.sleep(SWEEP_SECONDS)
 
 
 async def _open_disk(config: Config) -> DiskTier | None:

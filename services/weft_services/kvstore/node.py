@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from weft.errors import PeerLost
@@ -140,12 +140,20 @@ class NodeStore:
         except StoreLost as error:
             raise PeerLost(f"the store does not answer: {error}") from error
 
+    def known_run(self, fingerprint: bytes, keys: Sequence[bytes]) -> Iterator[Tier]:
+        """Where the leading blocks should be; the store itself is not asked."""
+        for key in keys:
+            if self.index.find(fingerprint, key) is not None:
+                yield Tier.DRAM
+            elif self._on_disk(fingerprint, key) is not None:
+                yield Tier.NVME
+            else:
+                break
+
     def _up_to_gap(self, fingerprint: bytes, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Leading keys that are known somewhere, as many as one call takes."""
-        for place, key in enumerate(keys[:MAX_KEYS_A_CALL]):
-            if self.index.find(fingerprint, key) is None and self._on_disk(fingerprint, key) is None:
-                return keys[:place]
-        return keys[:MAX_KEYS_A_CALL]
+        keys = keys[:MAX_KEYS_A_CALL]
+        return keys[: sum(1 for _ in self.known_run(fingerprint, keys))]
 
     async def _find(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[Found | None]:
         known = [block for key in keys if (block := self.index.find(fingerprint, key)) is not None]

@@ -6,12 +6,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from weft import metrics
 from weft.errors import InvalidRequest
 from weft.kv.tiers import Tier
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 from weft_services.kvstore.index import StoredBlock
 from weft_services.kvstore.node import PROTOCOL, Found, NodeStore
+from weft_services.kvstore.places import PlaceIndex, Report
 
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["KvStoreService"].full_name
 FINGERPRINT_BYTES = 16
@@ -20,14 +22,16 @@ MAX_MATCH_KEYS = 65_536
 MAX_PUBLISH_BLOCKS = 1024
 MAX_PROMOTE_KEYS = 1024
 MAX_TENANT_BYTES = 8
+MAX_NAME = 256
 TIERS = {Tier.DRAM: pb2.STORE_TIER_DRAM, Tier.NVME: pb2.STORE_TIER_NVME}
 
 
 class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
-    """Every rpc answers UNAVAILABLE while the store is away."""
+    """The rpcs about the store answer UNAVAILABLE while it is away."""
 
-    def __init__(self, store: NodeStore) -> None:
+    def __init__(self, store: NodeStore, places: PlaceIndex) -> None:
         self._store = store
+        self._places = places
 
     async def Describe(self, request: pb2.DescribeRequest, context: Any) -> pb2.DescribeResponse:
         """How to reach the store itself."""
@@ -63,6 +67,41 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
         ]
         self._store.published(request.fingerprint, blocks)
         return pb2.PublishResponse()
+
+    async def ReportBlocks(self, request: pb2.ReportBlocksRequest, context: Any) -> pb2.ReportBlocksResponse:
+        """What a worker's own pool holds."""
+        _check(request.fingerprint, request.stored, MAX_MATCH_KEYS, "stored")
+        _check(request.fingerprint, request.removed, MAX_MATCH_KEYS, "removed")
+        if not 0 < len(request.worker_id) <= MAX_NAME:
+            raise InvalidRequest(f"worker_id: 1 to {MAX_NAME} characters are needed", "worker_id")
+        is_understood = self._places.report(report_from_wire(request))
+        if not is_understood:
+            metrics.INDEX_RESYNCS.inc()
+        return pb2.ReportBlocksResponse(must_begin=not is_understood)
+
+    async def Locate(self, request: pb2.LocateRequest, context: Any) -> pb2.LocateResponse:
+        """Who holds leading blocks of a prompt; answered also while the store is away."""
+        _check(request.fingerprint, request.keys, MAX_MATCH_KEYS, "keys")
+        return pb2.LocateResponse(
+            workers=[
+                pb2.WorkerMatch(worker_id=match.worker_id, boot_id=match.boot_id, num_blocks=match.num_blocks)
+                for match in self._places.locate(request.fingerprint, request.keys)
+            ],
+            store=[TIERS[tier] for tier in self._store.known_run(request.fingerprint, request.keys)],
+        )
+
+
+def report_from_wire(request: pb2.ReportBlocksRequest) -> Report:
+    """Keys are copied out of the message once."""
+    return Report(
+        request.worker_id,
+        request.boot_id,
+        request.fingerprint,
+        request.sequence,
+        request.is_snapshot,
+        list(request.stored),
+        list(request.removed),
+    )
 
 
 def match_to_wire(found: Sequence[Found | None]) -> pb2.MatchResponse:

@@ -294,3 +294,163 @@ class PublishResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PublishResponse: _TypeAlias = PublishResponse  # noqa: Y015
+
+@_typing.final
+class ReportBlocksRequest(_message.Message):
+    """Numbered by the worker without gaps; whoever misses one hears must_begin, and sends a snapshot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    IS_SNAPSHOT_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Stable name of the worker."""
+    boot_id: _builtins.str
+    """Changes at every start of its process."""
+    fingerprint: _builtins.bytes
+    """Digest of the model fingerprint."""
+    sequence: _builtins.int
+    """One more than that of the report before."""
+    is_snapshot: _builtins.bool
+    """Everything said before is void; more of the snapshot may follow as news."""
+    @_builtins.property
+    def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Keys that can be found in the pool now, at most 65,536."""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Keys that cannot be found there any more, at most 65,536."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        boot_id: _builtins.str = ...,
+        fingerprint: _builtins.bytes = ...,
+        sequence: _builtins.int = ...,
+        is_snapshot: _builtins.bool = ...,
+        stored: _abc.Iterable[_builtins.bytes] | None = ...,
+        removed: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "fingerprint", b"fingerprint", "is_snapshot", b"is_snapshot", "removed", b"removed", "sequence", b"sequence", "stored", b"stored", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportBlocksRequest: _TypeAlias = ReportBlocksRequest  # noqa: Y015
+
+@_typing.final
+class ReportBlocksResponse(_message.Message):
+    """What is wanted next."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MUST_BEGIN_FIELD_NUMBER: _builtins.int
+    must_begin: _builtins.bool
+    """Something was missed: send a snapshot."""
+    def __init__(
+        self,
+        *,
+        must_begin: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["must_begin", b"must_begin"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportBlocksResponse: _TypeAlias = ReportBlocksResponse  # noqa: Y015
+
+@_typing.final
+class LocateRequest(_message.Message):
+    """Keys in prompt order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.bytes
+    """Digest of the model fingerprint."""
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Block keys."""
+
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.bytes = ...,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateRequest: _TypeAlias = LocateRequest  # noqa: Y015
+
+@_typing.final
+class WorkerMatch(_message.Message):
+    """A worker and its share of the prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Stable name of the worker."""
+    boot_id: _builtins.str
+    """The start of its process that reported this."""
+    num_blocks: _builtins.int
+    """So many leading blocks are in its pool."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        boot_id: _builtins.str = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "num_blocks", b"num_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerMatch: _TypeAlias = WorkerMatch  # noqa: Y015
+
+@_typing.final
+class LocateResponse(_message.Message):
+    """Where the leading blocks lie."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerMatch]:
+        """Workers that hold any, the one with most first."""
+
+    @_builtins.property
+    def store(self) -> _containers.RepeatedScalarFieldContainer[Global___StoreTier.ValueType]:
+        """Tier of each leading block that the store has, as far as kvstore knows."""
+
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[Global___WorkerMatch] | None = ...,
+        store: _abc.Iterable[Global___StoreTier.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["store", b"store", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateResponse: _TypeAlias = LocateResponse  # noqa: Y015

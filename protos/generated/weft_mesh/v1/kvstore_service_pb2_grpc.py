@@ -55,6 +55,16 @@ class KvStoreServiceStub:
                 request_serializer=weft__mesh_dot_v1_dot_kvstore__service__pb2.PublishRequest.SerializeToString,
                 response_deserializer=weft__mesh_dot_v1_dot_kvstore__service__pb2.PublishResponse.FromString,
                 _registered_method=True)
+        self.ReportBlocks = channel.unary_unary(
+                '/weft_mesh.v1.KvStoreService/ReportBlocks',
+                request_serializer=weft__mesh_dot_v1_dot_kvstore__service__pb2.ReportBlocksRequest.SerializeToString,
+                response_deserializer=weft__mesh_dot_v1_dot_kvstore__service__pb2.ReportBlocksResponse.FromString,
+                _registered_method=True)
+        self.Locate = channel.unary_unary(
+                '/weft_mesh.v1.KvStoreService/Locate',
+                request_serializer=weft__mesh_dot_v1_dot_kvstore__service__pb2.LocateRequest.SerializeToString,
+                response_deserializer=weft__mesh_dot_v1_dot_kvstore__service__pb2.LocateResponse.FromString,
+                _registered_method=True)
 
 
 class KvStoreServiceServicer:
@@ -89,6 +99,20 @@ class KvStoreServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportBlocks(self, request, context):
+        """What a worker's own pool holds, as news or as a whole.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Locate(self, request, context):
+        """Who holds leading blocks of a prompt: workers in their pools, and the store. For routing; nothing is checked or kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvStoreServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +135,16 @@ def add_KvStoreServiceServicer_to_server(servicer, server):
                     servicer.Publish,
                     request_deserializer=weft__mesh_dot_v1_dot_kvstore__service__pb2.PublishRequest.FromString,
                     response_serializer=weft__mesh_dot_v1_dot_kvstore__service__pb2.PublishResponse.SerializeToString,
+            ),
+            'ReportBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportBlocks,
+                    request_deserializer=weft__mesh_dot_v1_dot_kvstore__service__pb2.ReportBlocksRequest.FromString,
+                    response_serializer=weft__mesh_dot_v1_dot_kvstore__service__pb2.ReportBlocksResponse.SerializeToString,
+            ),
+            'Locate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Locate,
+                    request_deserializer=weft__mesh_dot_v1_dot_kvstore__service__pb2.LocateRequest.FromString,
+                    response_serializer=weft__mesh_dot_v1_dot_kvstore__service__pb2.LocateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +256,60 @@ class KvStoreService:
             '/weft_mesh.v1.KvStoreService/Publish',
             weft__mesh_dot_v1_dot_kvstore__service__pb2.PublishRequest.SerializeToString,
             weft__mesh_dot_v1_dot_kvstore__service__pb2.PublishResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft_mesh.v1.KvStoreService/ReportBlocks',
+            weft__mesh_dot_v1_dot_kvstore__service__pb2.ReportBlocksRequest.SerializeToString,
+            weft__mesh_dot_v1_dot_kvstore__service__pb2.ReportBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Locate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft_mesh.v1.KvStoreService/Locate',
+            weft__mesh_dot_v1_dot_kvstore__service__pb2.LocateRequest.SerializeToString,
+            weft__mesh_dot_v1_dot_kvstore__service__pb2.LocateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,10 @@ class KvStoreServiceStub:
     """Bring blocks from the disk into the store's memory."""
     Publish: _grpc.UnaryUnaryMultiCallable[_kvstore_service_pb2.PublishRequest, _kvstore_service_pb2.PublishResponse]
     """These blocks have been put."""
+    ReportBlocks: _grpc.UnaryUnaryMultiCallable[_kvstore_service_pb2.ReportBlocksRequest, _kvstore_service_pb2.ReportBlocksResponse]
+    """What a worker's own pool holds, as news or as a whole."""
+    Locate: _grpc.UnaryUnaryMultiCallable[_kvstore_service_pb2.LocateRequest, _kvstore_service_pb2.LocateResponse]
+    """Who holds leading blocks of a prompt: workers in their pools, and the store. For routing; nothing is checked or kept."""
 
 @_typing.type_check_only
 class KvStoreServiceAsyncStub(KvStoreServiceStub):
@@ -57,6 +61,10 @@ class KvStoreServiceAsyncStub(KvStoreServiceStub):
     """Bring blocks from the disk into the store's memory."""
     Publish: _aio.UnaryUnaryMultiCallable[_kvstore_service_pb2.PublishRequest, _kvstore_service_pb2.PublishResponse]  # type: ignore[assignment]
     """These blocks have been put."""
+    ReportBlocks: _aio.UnaryUnaryMultiCallable[_kvstore_service_pb2.ReportBlocksRequest, _kvstore_service_pb2.ReportBlocksResponse]  # type: ignore[assignment]
+    """What a worker's own pool holds, as news or as a whole."""
+    Locate: _aio.UnaryUnaryMultiCallable[_kvstore_service_pb2.LocateRequest, _kvstore_service_pb2.LocateResponse]  # type: ignore[assignment]
+    """Who holds leading blocks of a prompt: workers in their pools, and the store. For routing; nothing is checked or kept."""
 
 class KvStoreServiceServicer(metaclass=_abc_1.ABCMeta):
     """Called by workers."""
@@ -92,5 +100,21 @@ class KvStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_service_pb2.PublishResponse, _abc.Awaitable[_kvstore_service_pb2.PublishResponse]]:
         """These blocks have been put."""
+
+    @_abc_1.abstractmethod
+    def ReportBlocks(
+        self,
+        request: _kvstore_service_pb2.ReportBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_service_pb2.ReportBlocksResponse, _abc.Awaitable[_kvstore_service_pb2.ReportBlocksResponse]]:
+        """What a worker's own pool holds, as news or as a whole."""
+
+    @_abc_1.abstractmethod
+    def Locate(
+        self,
+        request: _kvstore_service_pb2.LocateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_service_pb2.LocateResponse, _abc.Awaitable[_kvstore_service_pb2.LocateResponse]]:
+        """Who holds leading blocks of a prompt: workers in their pools, and the store. For routing; nothing is checked or kept."""
 
 def add_KvStoreServiceServicer_to_server(servicer: KvStoreServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,106 @@
+"""The index of cached blocks: bytes of memory a block, and blocks looked up, reported and forgotten a second.
+
+    python -m loadtest.kv.index                        a million blocks on 8 workers
+    python -m loadtest.kv.index --blocks 4000000 --workers 64
+
+Each worker holds prompts of 128 blocks, half of them shared with another worker. Bytes are what tracemalloc counts,
+keys of the messages not included. A look-up is one block of one prompt, for all workers at once, on one core. The best
+figure that a peer has published is 170 million look-ups and updates of a block a second, on all cores of a server, by
+Dynamo's Flash Indexer, in Rust (docs.nvidia.com/dynamo, flash-indexer); none has published bytes a block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+import tracemalloc
+from collections.abc import Callable
+
+from weft_services.kvstore.index import BlockIndex, StoredBlock
+from weft_services.kvstore.places import PlaceIndex, Report
+
+MODEL = b"m" * 16
+PROMPT_BLOCKS = 128
+BATCH_BLOCKS = 8192
+
+
+def prompts(num_blocks: int, rng: random.Random) -> list[list[bytes]]:
+    """Keys of as many prompts as hold so many blocks."""
+    return [[rng.randbytes(32) for _ in range(PROMPT_BLOCKS)] for _ in range(num_blocks // PROMPT_BLOCKS)]
+
+
+def seconds(work: Callable[[], None]) -> float:
+    """How long it takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def fill(index: PlaceIndex, asked: list[list[bytes]], num_workers: int) -> int:
+    """Tell the index who holds what; returns how many blocks were reported."""
+    held: list[list[bytes]] = [[] for _ in range(num_workers)]
+    for number, keys in enumerate(asked):
+        held[number % num_workers] += keys
+        if number % 2:
+            held[(number + 1) % num_workers] += keys
+    for worker, keys in enumerate(held):
+        for sequence, first in enumerate(range(0, len(keys), BATCH_BLOCKS)):
+            part = keys[first : first + BATCH_BLOCKS]
+            index.report(Report(f"worker-{worker}", "boot", MODEL, sequence, sequence == 0, part, []))
+    return sum(map(len, held))
+
+
+def measure(num_blocks: int, num_workers: int) -> dict[str, float]:
+    """All figures."""
+    rng = random.Random(0)
+    asked = prompts(num_blocks, rng)
+    tracemalloc.start()
+    index = PlaceIndex()
+    fill(index, asked, num_workers)
+    place_bytes = tracemalloc.get_traced_memory()[0] / len(index)
+    tracemalloc.stop()
+
+    fresh, num_reported = PlaceIndex(), 0
+
+    def refill() -> None:
+        nonlocal num_reported
+        num_reported = fill(fresh, asked, num_workers)
+
+    fill_seconds = seconds(refill)
+    rng.shuffle(asked)
+    locate_seconds = seconds(lambda: [index.locate(MODEL, keys) for keys in asked] and None)
+    slowest = max(seconds(lambda keys=keys: index.locate(MODEL, keys) and None) for keys in asked)  # type: ignore[misc]
+    return {
+        "blocks": len(index),
+        "bytes_per_block": place_bytes,
+        "reports_per_second": num_reported / fill_seconds,
+        "lookups_per_second": num_blocks / locate_seconds,
+        "slowest_prompt_ms": 1000 * slowest,
+        "store_bytes_per_block": store_bytes(asked),
+    }
+
+
+def store_bytes(asked: list[list[bytes]]) -> float:
+    """Memory of one block in the index of the store's own memory, keys included."""
+    index = BlockIndex(max_blocks=PROMPT_BLOCKS * len(asked))
+    tracemalloc.start()
+    for keys in asked:
+        index.add(MODEL, [StoredBlock(bytes(bytearray(key)), number + 2**62, 98304) for number, key in enumerate(keys)])
+    traced = tracemalloc.get_traced_memory()[0] / len(index)
+    tracemalloc.stop()
+    return traced
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--workers", type=int, default=8)
+    options = parser.parse_args()
+    print(json.dumps(measure(options.blocks, options.workers), indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""A prefill worker without its door: the real engine, store client and prefix logic, asked from the same process."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from weft.engine.build import build_engine
+from weft.engine.config import EngineConfig
+from weft.engine.core import Engine
+from weft.engine.messages import Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
+from weft.kv.handoff import PrefillOrder
+from weft.kv.tiers import Tier
+from weft.model.config import ModelConfig, read_config
+from weft.model.kv_layout import block_bytes, layout_name
+from weft.request import ModelFingerprint, RequestKey, SamplingParams
+from weft.worker.estimate import FetchEstimate
+from weft.worker.runtime import EngineFeed
+from weft.worker.store import StoreClient
+from weft_services.prefill.prefix import StorePrefix
+
+REQUEST_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Size of a worker. `store` is the kvstore's address, empty for none."""
+
+    model: Path
+    num_blocks: int
+    block_tokens: int
+    store: str = ""
+    dtype: str = "float32"
+    chunk_tokens: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Time to the first token, and how many prompt tokens were found in which tier."""
+
+    seconds: float
+    token_id: int
+    tokens_by_tier: Mapping[Tier, int]
+
+
+@dataclass(slots=True)
+class _Waiting:
+    reserved: asyncio.Future[Reserved]
+    first: asyncio.Future[TokenDelta]
+
+
+@dataclass(slots=True)
+class Prefill:
+    """Made by `prefilling`. One caller at a time or several."""
+
+    engine: Engine
+    store: StoreClient
+    prefix: StorePrefix
+    fingerprint: ModelFingerprint
+    _waiting: dict[RequestKey, _Waiting] = field(default_factory=dict)
+    _num_asked: int = 0
+
+    def on_step(self, output: StepOutput) -> None:
+        """For the feed."""
+        self.store.offer(output.sealed)
+        for reserved in output.reserved:
+            self._waiting[reserved.key].reserved.set_result(reserved)
+        for delta in output.deltas:
+            self._waiting[delta.key].first.set_result(delta)
+        for failure in output.failures:
+            # with the engine's end, also what was answered and not yet released
+            if waiting := self._waiting.get(failure.key):
+                waiting.first.set_exception(failure.error)
+
+    async def ask(self, token_ids: Sequence[int]) -> Answer:
+        """Compute a prompt, as far as no tier has it."""
+        loop = asyncio.get_running_loop()
+        self._num_asked += 1
+        key = RequestKey(f"load-{self._num_asked}")
+        waiting = self._waiting[key] = _Waiting(loop.create_future(), loop.create_future())
+        sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+        order = PrefillOrder(key, "", self.fingerprint, tuple(token_ids), sampling)
+        started = time.perf_counter()
+        self.engine.submit(SequenceSpec(key, order.token_ids, sampling, SequenceMode.PREFILL, wait_for_kv=True))
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                reserved = await waiting.reserved
+                found = await self.prefix.fetch(order, reserved)
+                self.engine.filled(key, reserved.num_hit_tokens + sum(found.values()))
+                first = await waiting.first
+            seconds = time.perf_counter() - started
+        finally:
+            self.engine.release(key)
+            del self._waiting[key]
+        by_tier = {Tier.POOL: reserved.num_hit_tokens, **found}
+        return Answer(seconds, first.token_ids[0], by_tier)
+
+
+def read_weights(model: Path) -> dict[str, Tensor]:
+    """The checkpoint's tensors; keep them, several workers can be built of them."""
+    from safetensors.torch import load_file
+
+    return load_file(model / "model.safetensors")
+
+
+@asynccontextmanager
+async def prefilling(shape: Shape, weights: Mapping[str, Tensor], estimate: FetchEstimate) -> AsyncIterator[Prefill]:
+    """A worker with an empty pool, for the length of a scope. `estimate` may have learned from an earlier one."""
+    config = read_config(shape.model)
+    engine_config = EngineConfig(
+        num_blocks=shape.num_blocks,
+        block_tokens=shape.block_tokens,
+        vocab_size=config.vocab_size,
+        max_context_tokens=config.max_positions,
+        chunk_tokens=shape.chunk_tokens,
+        pin_sealed=bool(shape.store),
+    )
+    feed = EngineFeed()
+    engine = build_engine(
+        config, weights, dtype=shape.dtype, device="cpu", engine_config=engine_config, listener=feed.listener
+    )
+    fingerprint = _fingerprint(config, shape)
+    store = StoreClient(shape.store, engine.pool_memory, fingerprint, engine.unpin, estimate)
+    worker = Prefill(engine, store, StorePrefix(store, engine_config.paging), fingerprint)
+    feed.on_computed = estimate.computed
+    feed.subscribe(worker.on_step)
+    await store.connect()
+    engine.start()
+    try:
+        yield worker
+    finally:
+        await store.close()
+        await asyncio.to_thread(engine.stop)
+
+
+def _fingerprint(config: ModelConfig, shape: Shape) -> ModelFingerprint:
+    name = hashlib.blake2b(str(shape.model).encode(), digest_size=8).hexdigest()
+    size = block_bytes(config, shape.dtype, shape.block_tokens)
+    return ModelFingerprint(name, shape.dtype, shape.block_tokens, size, layout_name(config))
