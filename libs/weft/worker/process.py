@@ -133,7 +133,7 @@ async def _furnish(config: WorkerConfig, booted: Booted, feed: EngineFeed, tasks
     await store.connect()
     feed.subscribe(lambda output: store.offer(output.sealed))
     boot_id = uuid.uuid4().hex
-    places = PlaceReporter(store_address, config.worker_id, boot_id, booted.fingerprint)
+    places = PlaceReporter(config.kvstore_addr, config.worker_id, boot_id, booted.fingerprint)
     feed.subscribe(lambda output: places.changed(output.cache_changes))
     tasks.create_task(places.run())
     return Workplace(

@@ -81,11 +81,6 @@ class DiskTier:
         """Size of all files."""
         return sum(segment.size_bytes for segment in self._segments)
 
-    @property
-    def max_block_bytes(self) -> int:
-        """Larger ones are not taken."""
-        return self._segment_bytes
-
     async def open(self) -> None:
         """Find again what earlier processes left. Raises OSError."""
         found = await self._in_writer(self._scan)
@@ -165,11 +160,6 @@ class DiskTier:
                 self._forget(name, "damaged")
         return good.index(False) if False in good else len(good)
 
-    async def forget_cached(self) -> None:
-        """See Segment.forget_cached; for measurements."""
-        for segment in list(self._segments):
-            await self._in_writer(segment.forget_cached)
-
     async def _segment_for(self, record_bytes: int) -> Segment:
         """The newest segment if it has room, else a new one, the oldest making way for it."""
         if self._segments and self._segments[-1].size_bytes + record_bytes <= self._segment_bytes:
@@ -183,6 +173,12 @@ class DiskTier:
         return segment
 
     async def _evict(self, old: Segment, new: Segment) -> None:
+        try:
+            await self._move_read_blocks(old, new)
+        finally:
+            self._drop_segment(old)
+
+    async def _move_read_blocks(self, old: Segment, new: Segment) -> None:
         budget = self._segment_bytes // SECOND_CHANCE_SHARE
         for name in self._keys_of[old.number]:
             block = self._blocks.get(name)
@@ -194,7 +190,6 @@ class DiskTier:
                 offset = await self._in_writer(partial(new.append_from, old, block.offset, size))
                 self._blocks[name] = DiskBlock(new, offset, block.header)
                 self._keys_of[new.number].append(name)
-        self._drop_segment(old)
 
     def _drop_segment(self, segment: Segment) -> None:
         """Its blocks and its file. A reader that has begun ends well: the file stays while somebody holds it."""

@@ -65,11 +65,6 @@ class Segment:
         except OSError:
             return False
 
-    def forget_cached(self) -> None:
-        """Have the kernel write the file out and drop it from its page cache, so that reads come from the device."""
-        os.fdatasync(self._fd)
-        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
     def unlink(self) -> None:
         """Remove the file's name; its space is free when the last reader has let go."""
         self.path.unlink(missing_ok=True)

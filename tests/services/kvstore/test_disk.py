@@ -165,6 +165,30 @@ async def test_a_disk_without_room_answers_with_an_error_that_is_caught(
     disk.close()
 
 
+async def test_a_disk_that_fails_while_it_makes_room_forgets_what_it_gave_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    disk = DiskTier(tmp_path, DiskLimits(64 * RECORD), clock=lambda: now)
+    await disk.open()
+    await written(disk, range(64))
+    assert await read(disk, [*range(64)]) == 64
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    for number in range(64, 80):
+        await disk.write([record(number)])
+        now += 10
+    monkeypatch.undo()
+    kept = there(disk, range(80))
+    assert len(kept) == len(disk)
+    assert await read(disk, kept) == len(kept), "nothing is thought to be where it is not"
+    assert sum(file.stat().st_size for file in files(tmp_path)) == disk.used_bytes <= 64 * RECORD
+    disk.close()
+
+
 async def test_the_limit_holds_and_what_was_read_outlives_what_was_not(tmp_path: Path) -> None:
     disk = await opened(tmp_path, max_bytes=64 * RECORD)
     for number in range(200):
