@@ -153,6 +153,7 @@ def test_any_history_agrees_with_plain_sets(
         for name, numbers in held.items()
     }
     assert located(index, asked) == {name: count for name, count in expected.items() if count}
+    swept(index)
     assert len(index) == len(set().union(*held.values()) if held else ())
 
 
