@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from weft.rpc.client import open_channel, owned
 from weft.weights.shared import open_image
 from weft.worker.config import Dtype, WorkerConfig
 from weft.worker.cpus import pin
+from weft.worker.room import Machine, Room, available_bytes, default_num_blocks, measure_room
 from weft_mesh.v1 import weights_service_pb2, weights_service_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -34,17 +34,9 @@ RETRY_SECONDS = 0.5
 CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS = 16, 64
 # by default a pool holds so many sequences of full length, memory permitting
 FULL_SEQUENCES = 32
-CPU_POOL_SHARE = 0.25
-GPU_POOL_SHARE = 0.85
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What the engine runs on and in."""
-
-    device: str
-    dtype: str
-    block_tokens: int
+# a worker that holds less than this of one sequence is no use
+LEAST_CONTEXT_TOKENS = 1024
+CPU_MAX_SEQS, GPU_MAX_SEQS = 64, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +115,17 @@ def _build(
     size = block_bytes(model, machine.dtype, machine.block_tokens)
     steps_ahead = int(machine.device == "cuda")
     paging = Paging(kv_groups(model).reaches, machine.block_tokens, config.chunk_tokens * (1 + steps_ahead))
-    num_blocks = config.num_blocks or default_num_blocks(
-        size, paging.max_pages(model.max_positions), _free_bytes(machine, ready.size_bytes)
-    )
+    max_seqs = GPU_MAX_SEQS if machine.device == "cuda" else CPU_MAX_SEQS
+    room = measure_room(model, machine, config.chunk_tokens, max_seqs, _free_bytes(machine))
+    num_blocks = config.num_blocks or _num_blocks(room, paging, machine, size, model.max_positions)
+    room.check(num_blocks * size, f"{num_blocks} blocks of KV (WEFT_NUM_BLOCKS)")
     engine_config = EngineConfig(
         num_blocks=num_blocks,
         block_tokens=machine.block_tokens,
         vocab_size=model.vocab_size,
         max_context_tokens=model.max_positions,
         chunk_tokens=config.chunk_tokens,
+        max_num_seqs=max_seqs,
         eos_token_ids=model.eos_token_ids,
         reaches=paging.reaches,
         steps_ahead=steps_ahead,
@@ -160,24 +154,13 @@ def parse_config(config_json: str) -> ModelConfig:
         return read_config(Path(directory))
 
 
-def default_num_blocks(block_bytes: int, longest: int, free_bytes: int) -> int:
-    """Room for FULL_SEQUENCES sequences of `longest` blocks, or what `free_bytes` holds of it; at least for one."""
-    return max(longest, min(FULL_SEQUENCES * longest, free_bytes // block_bytes))
+def _num_blocks(room: Room, paging: Paging, machine: Machine, block_bytes: int, max_context_tokens: int) -> int:
+    num_tokens = min(max_context_tokens, LEAST_CONTEXT_TOKENS)
+    least = paging.max_pages(num_tokens)
+    room.check(least * block_bytes, f"KV of {num_tokens} tokens")
+    most = FULL_SEQUENCES * paging.max_pages(max_context_tokens)
+    return default_num_blocks(room, machine.device == "cpu", block_bytes, least, most)
 
 
-def _free_bytes(machine: Machine, weight_bytes: int) -> int:
-    """What the pool may take: a share of what is free once the weights are in place."""
-    if machine.device == "cuda":
-        free, _ = torch.cuda.mem_get_info()
-        return int((free - weight_bytes) * GPU_POOL_SHARE)
-    return int(_available_bytes() * CPU_POOL_SHARE)
-
-
-def _available_bytes() -> int:
-    """Memory that can be had without swapping, as Linux counts it; elsewhere half of all there is."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+def _free_bytes(machine: Machine) -> int:
+    return available_bytes() if machine.device == "cpu" else torch.cuda.mem_get_info()[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,8 +15,9 @@ from weft.config import ConfigError, read_config
 from weft.errors import BadCheckpoint, NotFound, PeerLost
 from weft.rpc.server import RpcServer
 from weft.worker import boot
-from weft.worker.boot import choose_machine, default_num_blocks, load_weights, parse_config
+from weft.worker.boot import choose_machine, load_weights, parse_config
 from weft.worker.config import Dtype, WorkerConfig
+from weft.worker.room import Machine
 from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc
 
@@ -62,22 +62,11 @@ def test_a_setting_that_cannot_be_used_is_named(more: dict[str, str], variable: 
 
 
 def test_what_settings_leave_open_follows_the_device() -> None:
-    assert choose_machine(config(), has_cuda=False) == boot.Machine("cpu", Dtype.FLOAT32, 16)
-    assert choose_machine(config(), has_cuda=True) == boot.Machine("cuda", Dtype.BFLOAT16, 64)
-    assert choose_machine(config(DTYPE="bfloat16", BLOCK_TOKENS="32"), has_cuda=False) == boot.Machine(
+    assert choose_machine(config(), has_cuda=False) == Machine("cpu", Dtype.FLOAT32, 16)
+    assert choose_machine(config(), has_cuda=True) == Machine("cuda", Dtype.BFLOAT16, 64)
+    assert choose_machine(config(DTYPE="bfloat16", BLOCK_TOKENS="32"), has_cuda=False) == Machine(
         "cpu", Dtype.BFLOAT16, 32
     )
-
-
-def test_the_pool_is_bounded_by_need_and_by_memory_and_holds_one_sequence_at_least() -> None:
-    whole = boot.FULL_SEQUENCES * 16
-    assert default_num_blocks(1000, 16, 10**12) == whole
-    assert default_num_blocks(1000, 16, 100_000) == 100
-    assert default_num_blocks(1000, 16, 0) == 16
-
-
-def test_memory_that_is_available_is_a_part_of_the_machines() -> None:
-    assert 2**20 < boot._available_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_the_models_config_comes_over_the_wire(tmp_path: Path) -> None:
@@ -86,6 +75,18 @@ def test_the_models_config_comes_over_the_wire(tmp_path: Path) -> None:
     assert parse_config(json.dumps(fields)).eos_token_ids == (3, 4)
     with pytest.raises(BadCheckpoint, match="vocab_size"):
         parse_config(json.dumps({**fields, "vocab_size": -1}))
+
+
+@pytest.mark.parametrize(("more", "what"), [({}, "KV of 1024 tokens"), ({"NUM_BLOCKS": "7"}, "WEFT_NUM_BLOCKS")])
+def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_opened(
+    more: dict[str, str], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boot, "available_bytes", lambda: 1000)
+    fields: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "vocab_size": 10, "hidden_size": 8}
+    fields |= {"intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "torch_dtype": "float32"}
+    there = pb2.LoadReady(config_json=json.dumps(fields), shm_name="no such image", size_bytes=7)
+    with pytest.raises(BadCheckpoint, match=f"the model does not fit: .*{what}"):
+        boot._build(config(**more), Machine("cpu", "float32", 16), there, lambda output: None)
 
 
 Answer = Callable[[pb2.LoadRequest], AsyncIterator[pb2.LoadResponse]]

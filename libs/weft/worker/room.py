@@ -1,0 +1,75 @@
+"""What a worker's memory has to hold, by the figures of `weft plan`: weights, activations, KV. Allocates nothing."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.capacity.footprint import ITEM_BYTES, footprint
+from weft.capacity.gpus import Gpu
+from weft.capacity.layout import GIB, Demand, Layout
+from weft.capacity.plan import RUNTIME_BYTES, make_plan
+from weft.errors import BadCheckpoint
+from weft.model.spec import ModelConfig
+
+# workers share a machine's memory with one another and with everything else
+CPU_POOL_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the engine runs on and in."""
+
+    device: str
+    dtype: str
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes. `left` for KV of what is `free` before anything is loaded; negative: not even the model fits."""
+
+    free: int
+    weights: int
+    activations: int
+    left: int
+
+    def check(self, pool_bytes: int, what: str) -> None:
+        """Raises BadCheckpoint when KV of so many bytes, for `what`, does not fit."""
+        if pool_bytes > self.left:
+            weights, activations, pool, free = (
+                f"{size / GIB:.2f} GiB" for size in (self.weights, self.activations, pool_bytes, self.free)
+            )
+            raise BadCheckpoint(
+                f"the model does not fit: it takes {weights} for weights, {activations} for activations and "
+                f"{pool} for {what}, and {free} are free"
+            )
+
+
+def measure_room(model: ModelConfig, machine: Machine, chunk_tokens: int, max_seqs: int, free: int) -> Room:
+    """Packed weights count as what they are unpacked to. On a GPU libraries take their part too."""
+    is_cpu = machine.device == "cpu"
+    is_kept = is_cpu and model.dtype == "bfloat16" and model.quantization is None  # see `weft.model.loading`
+    item = ITEM_BYTES["bfloat16" if is_kept else machine.dtype]
+    weights = item * sum(each.params for each in footprint(model).values())
+    gpu = Gpu("this machine", free / GIB, 1, 1, 1)
+    demand = Demand(gpu, 1, chunk_tokens, machine.dtype, chunk_tokens, max_seqs, machine.block_tokens)
+    activations = make_plan(model, Layout(), demand).stages[0].activations
+    return Room(free, weights, activations, free - weights - activations - (0 if is_cpu else RUNTIME_BYTES))
+
+
+def default_num_blocks(room: Room, is_cpu: bool, block_bytes: int, least: int, most: int) -> int:
+    """As many as there is room for, between `least` and `most`; of a machine's own memory, a share."""
+    pool = min(room.left, int(room.free * CPU_POOL_SHARE)) if is_cpu else room.left
+    return max(least, min(most, pool // block_bytes))
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping, as Linux counts it; elsewhere half of all there is."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

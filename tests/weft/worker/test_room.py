@@ -1,0 +1,67 @@
+"""What a worker takes is known before it takes it: by the plan's figures, checked against what is really there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.weft.capacity.test_allocation import held_bytes
+from tests.weft.tiny_families import FAMILIES, TinyFamily
+from weft.errors import BadCheckpoint
+from weft.model.decoder import Decoder
+from weft.model.spec import HeadNorm
+from weft.worker.room import Machine, Room, available_bytes, default_num_blocks, measure_room
+
+CPU = Machine("cpu", "float32", 16)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_take_what_was_counted(
+    name: str, family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In plain matrices, as on a GPU: a CPU's panels are padded. Frequencies and unlearned norms are not weights."""
+    monkeypatch.setattr("weft_kernels.linear.native", lambda: None)
+    tiny = family_of(name)
+    model = Decoder(tiny.config, tiny.weights, torch.float32, torch.device("cpu"))
+    extras = model.frequencies.nbytes
+    if tiny.config.head_norm is HeadNorm.PLAIN:
+        extras += 4 * tiny.config.head_dim * tiny.config.num_layers
+    room = measure_room(tiny.config, CPU, 64, 8, 1 << 40)
+    assert held_bytes(model, {}) == room.weights + extras
+    assert room.left == room.free - room.weights - room.activations
+    assert room.activations > 0
+
+
+def test_a_gpu_leaves_room_for_its_libraries_and_counts_the_dtype_that_it_runs(
+    family_of: Callable[[str], TinyFamily],
+) -> None:
+    config = family_of("llama2").config
+    there = measure_room(config, Machine("cuda", "bfloat16", 64), 64, 8, 1 << 40)
+    here = measure_room(config, CPU, 64, 8, 1 << 40)
+    assert 2 * there.weights == here.weights
+    assert there.left == there.free - there.weights - there.activations - (1 << 30)
+
+
+def test_what_does_not_fit_is_refused_with_the_figures() -> None:
+    room = Room(free=3 << 30, weights=2 << 30, activations=1 << 29, left=1 << 29)
+    room.check(1 << 29, "KV")
+    with pytest.raises(
+        BadCheckpoint,
+        match=r"takes 2\.00 GiB for weights, 0\.50 GiB for activations and 1\.00 GiB for KV of 1024 tokens, and 3\.00",
+    ):
+        room.check(1 << 30, "KV of 1024 tokens")
+
+
+def test_the_pool_is_bounded_by_need_and_by_memory() -> None:
+    room = Room(free=100_000, weights=0, activations=0, left=100_000)
+    assert default_num_blocks(room, False, 1000, least=2, most=500) == 100
+    assert default_num_blocks(room, True, 1000, least=2, most=500) == 25
+    assert default_num_blocks(room, False, 1000, least=2, most=50) == 50
+    assert default_num_blocks(room, True, 60_000, least=1, most=50) == 1
+
+
+def test_memory_that_is_available_is_a_part_of_the_machines() -> None:
+    assert 2**20 < available_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
