@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft_kernels.upload import upload
+
 # Sequences with at most so many new rows go to the decode kernel: one token, or up to seven drafted ones to verify.
 MAX_DECODE_ROWS = 8
 
@@ -60,7 +62,7 @@ def plan_launches(
     table = memory[2 * head :].reshape(size, width)
     for row, blocks in enumerate(tables):
         table[row, : len(blocks)] = blocks
-    run = torch.from_numpy(memory).to(device)
+    run = upload(torch.from_numpy(memory), device)
     rows = [query_starts[i + 1] - query_starts[i] for i in range(size)]
     whole = PagedTensors(run[: size + 1], run[head : head + size], run[2 * head :].view(size, width), max(rows))
     split = next((i for i, count in enumerate(rows) if count > MAX_DECODE_ROWS), size)

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft_kernels.upload import upload
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -36,9 +38,8 @@ class Link:
         return self.device.type == "cpu"
 
     def upload(self, array: Array) -> Tensor:
-        """Onto the device, through pinned memory that torch gives to nobody else before the copy is done."""
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor if self.is_direct else tensor.pin_memory().to(self.device, non_blocking=True)
+        """Onto the device; the array may change afterwards."""
+        return upload(torch.from_numpy(np.ascontiguousarray(array)), self.device)
 
     def download(self, tensor: Tensor) -> Tensor:
         """To be read on the host after a later `mark`."""

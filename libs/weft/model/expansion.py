@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weft.model.spec import Latent
 from weft_kernels.paged_attention import PagedBatch
+from weft_kernels.upload import upload
 
 # Heads are taken together as long as their keys and values of one sequence fit.
 WORKSPACE_BYTES = 128 << 20
@@ -67,14 +68,14 @@ def _absorbed(batch: PagedBatch, indices: Sequence[int]) -> tuple[Tensor, PagedB
         starts.append(starts[-1] + len(each))
     lens = [batch.context_lens[index] for index in indices]
     tables = [batch.block_tables[index] for index in indices]
-    return torch.cat(rows).to(batch.pool.device), PagedBatch(batch.pool, batch.num_heads, starts, lens, tables)
+    return upload(torch.cat(rows), batch.pool.device), PagedBatch(batch.pool, batch.num_heads, starts, lens, tables)
 
 
 def _expansion(latent: Latent, batch: PagedBatch, index: int) -> Expansion:
     start, end = batch.query_starts[index], batch.query_starts[index + 1]
     context, block_tokens = batch.context_lens[index], batch.pool.shape[4]
     num_blocks = -(-context // block_tokens)
-    blocks = torch.tensor(batch.block_tables[index][:num_blocks], device=batch.pool.device)
+    blocks = upload(torch.tensor(batch.block_tables[index][:num_blocks]), batch.pool.device)
     dim = max(latent.nope_dim + latent.rope_dim, latent.value_dim)
     head_bytes = num_blocks * 2 * block_tokens * dim * batch.pool.itemsize
     fitting = max(1, min(batch.num_heads, WORKSPACE_BYTES // head_bytes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.weft.engine.harness import Driver, copy_blocks, hand_over, prefill
 from tests.weft.tiny_llama import Tiny
+from weft.engine.batch import Work
+from weft.engine.runner import ModelRunner
+from weft.engine.sampler import LaunchedStep
 from weft.model.config import read_config
 from weft.request import FinishReason
 
@@ -164,6 +168,27 @@ def test_tokens_are_exact_on_a_gpu(tiny: Tiny, chunk_tokens: int) -> None:
     with Driver(tiny, device="cuda", chunk_tokens=chunk_tokens) as driver:
         keys = [driver.submit(str(i), prompt, 24) for i, prompt in enumerate(prompts)]
         assert [driver.wait_end(key).tokens for key in keys] == [tiny.greedy(prompt, 24) for prompt in prompts]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_launching_a_step_waits_for_nothing_on_a_gpu(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = ModelRunner.launch
+
+    def strict(self: ModelRunner, works: Sequence[Work]) -> LaunchedStep:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(self, works)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    prompts = prompts_of(LENGTHS, tiny.config.vocab_size)
+    with Driver(tiny, device="cuda", chunk_tokens=16) as driver:
+        driver.generate(prompts[3], 24, "warm up")  # kernels are compiled, and read things back
+        monkeypatch.setattr(ModelRunner, "launch", strict)
+        sampled = {"temperature": 1.0, "top_p": 0.9, "num_logprobs": 2}
+        keys = [driver.submit(str(i), prompt, 24, **(sampled if i % 2 else {})) for i, prompt in enumerate(prompts)]
+        assert all(len(driver.wait_end(key).tokens) == 24 for key in keys)
 
 
 def test_bf16_runs_and_agrees_with_itself(grouped: Tiny) -> None:

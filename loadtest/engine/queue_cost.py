@@ -1,0 +1,80 @@
+"""What a turn of the engine's loop costs beside the model, by how many sequences wait.
+
+`python -m loadtest.engine.queue_cost`. No model: tokens are made up at once, and planning and settling are timed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence as Items
+
+from weft.engine.batch import Sampled, Work
+from weft.engine.config import EngineConfig
+from weft.engine.loop import Loop
+from weft.engine.messages import PoolMemory, SequenceMode, SequenceSpec
+from weft.engine.sequence import Sequence
+from weft.request import RequestKey, SamplingParams
+
+RUNNING = 64
+PROMPT_TOKENS, NEW_TOKENS = 64, 16
+TURNS = 400
+
+
+class Step:
+    """Done already."""
+
+    def __init__(self, works: Items[Work]) -> None:
+        self.num_sampled = sum(work.samples for work in works)
+
+    def collect(self) -> list[Sampled]:
+        """Token 1, for everyone."""
+        return [Sampled(1)] * self.num_sampled
+
+
+class NoModel:
+    """Computes nothing."""
+
+    pool_memory = PoolMemory(0, 1, 1)
+
+    def launch(self, works: Items[Work]) -> Step:
+        """At once."""
+        return Step(works)
+
+
+def microseconds(num_waiting: int, steps_ahead: int) -> float:
+    """Median of a turn with RUNNING sequences in it and so many behind them; they come and go meanwhile."""
+    config = EngineConfig(
+        num_blocks=RUNNING * 8,
+        block_tokens=16,
+        vocab_size=100,
+        max_context_tokens=256,
+        max_num_seqs=RUNNING,
+        steps_ahead=steps_ahead,
+    )
+    loop = Loop(NoModel(), config, lambda output: None)
+    sampling = SamplingParams(NEW_TOKENS, ignore_eos=True)
+    prompt = list(range(PROMPT_TOKENS))
+    entering = []
+    for number in range(num_waiting + TURNS * RUNNING // NEW_TOKENS):
+        salt = number.to_bytes(4, "big")
+        spec = SequenceSpec(RequestKey(salt.hex()), tuple(prompt), sampling, SequenceMode.GENERATE, salt)
+        entering.append(Sequence(spec, list(prompt), float(number)))
+    loop.turn(entering)
+    seconds = []
+    for _ in range(TURNS):
+        began = time.perf_counter()
+        loop.turn([])
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds) * 1e6
+
+
+def main() -> None:
+    """A line for each length of the queue."""
+    print("waiting  plain loop, us a turn  one step ahead, us a turn")
+    for num_waiting in (0, 100, 1000, 5000, 20_000):
+        print(f"{num_waiting:7}  {microseconds(num_waiting, 0):21.0f}  {microseconds(num_waiting, 1):25.0f}")
+
+
+if __name__ == "__main__":
+    main()
