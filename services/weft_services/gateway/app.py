@@ -17,7 +17,10 @@ from starlette.routing import Route
 
 from weft.errors import EngineFailed, WeftError
 from weft.metrics import REGISTRY
+from weft_services.gateway.anthropic_frames import ANTHROPIC, MessageFrames
+from weft_services.gateway.anthropic_requests import parse_messages
 from weft_services.gateway.chat_frames import ChatFrames
+from weft_services.gateway.count_tokens import CountEndpoint
 from weft_services.gateway.edge import RequestIds
 from weft_services.gateway.endpoints import Api, GenerationEndpoint
 from weft_services.gateway.error_body import HttpError, error_body, status_of
@@ -30,6 +33,7 @@ logger = logging.getLogger(__name__)
 APIS = {
     "/v1/chat/completions": Api("chat.completions", parse_chat, ChatFrames),
     "/v1/completions": Api("completions", parse_completion, CompletionFrames),
+    "/v1/messages": Api("messages", parse_messages, MessageFrames, ANTHROPIC),
 }
 
 
@@ -41,6 +45,7 @@ def build_app(pipeline: Pipeline, timeout_seconds: float) -> Starlette:
     pages = _Pages(pipeline)
     routes = [
         *generating,
+        Route("/v1/messages/count_tokens", CountEndpoint(pipeline), methods=["POST"]),
         Route("/v1/models", pages.models),
         Route("/v1/models/{name:path}", pages.model),
         Route("/health", pages.health),

@@ -28,6 +28,7 @@ class Codec:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._special = special
         self._silent = special - spoken if special & spoken else None
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.longest_token_bytes = max(len(token.encode()) for token in vocabulary)
@@ -44,6 +45,10 @@ class Codec:
             return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
         spoken = [token for token in token_ids if token not in self._silent]
         return str(self._tokenizer.decode(spoken, skip_special_tokens=False))
+
+    def is_special(self, token_id: int | None) -> bool:
+        """Is it one of those that end or mark what is said."""
+        return token_id in self._special
 
     def speaking(self, spoken: Iterable[int]) -> Codec:
         """The same, with these special tokens as text."""

@@ -1,0 +1,129 @@
+"""/v1/messages through Anthropic's own SDK: messages, its stream accumulator, tools, errors, counting."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic import AsyncAnthropic
+
+from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
+from tests.services.gateway.fakes import LENGTH, failing, speaking
+
+USER: Any = {"role": "user", "content": "weather?"}
+TOOLS: Any = [{"name": "now", "description": "time", "input_schema": {"type": "object", "properties": {}}}]
+CALL = 'Hm.\n<tool_call>{"name": "now", "arguments": {"zone": "utc"}}</tool_call>'
+
+
+@asynccontextmanager
+async def client(b: Bench) -> AsyncIterator[AsyncAnthropic]:
+    async with AsyncAnthropic(base_url=b.url, api_key="none", max_retries=0, timeout=20) as sdk:
+        yield sdk
+
+
+async def test_a_message_and_what_it_cost(bench: MakeBench) -> None:
+    async with bench() as b, client(b) as sdk:
+        b.decode.script = speaking([*b.ids("hello world"), END], cached=3)
+        asked: Any = {"model": MODEL_NAME, "max_tokens": 9, "messages": [USER], "system": "Be brief."}
+        answer = await sdk.messages.create(**asked, extra_body={"temperature": 0.5, "top_k": 7})
+        assert [block.text for block in answer.content if block.type == "text"] == ["hello world"]
+        assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
+        start = b.decode.started[0]
+        assert answer.usage.cache_read_input_tokens == 3
+        assert answer.usage.input_tokens == len(start.token_ids) - 3
+        assert answer.usage.output_tokens == len(b.ids("hello world")) + 1
+        assert (start.sampling.max_tokens, start.sampling.top_k, start.sampling.temperature) == (9, 7, 0.5)
+        prompt = b.tokenizer.decode(list(start.token_ids), skip_special_tokens=False)
+        assert "<|im_start|>system\nBe brief.<|im_end|>" in prompt
+        counted = await sdk.messages.count_tokens(model=MODEL_NAME, messages=[USER], system="Be brief.")
+        assert counted.input_tokens == len(start.token_ids)
+
+
+async def test_the_sdks_accumulator_joins_text_and_tool_use(bench: MakeBench) -> None:
+    async with bench(tool_format="hermes") as b, client(b) as sdk:
+        b.decode.script = speaking([*b.ids(CALL), END], cached=2)
+        asked: Any = {"model": MODEL_NAME, "max_tokens": 99, "messages": [USER], "tools": TOOLS}
+        async with sdk.messages.stream(**asked) as stream:
+            kinds = [event.type async for event in stream]
+            answer: Any = await stream.get_final_message()
+        assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+        assert [block.type for block in answer.content] == ["text", "tool_use"]
+        assert answer.content[0].text == "Hm."
+        assert (answer.content[1].name, answer.content[1].input) == ("now", {"zone": "utc"})
+        assert answer.stop_reason == "tool_use"
+        assert answer.usage.cache_read_input_tokens == 2
+        assert answer.usage.input_tokens == len(b.decode.started[0].token_ids) - 2
+        whole: Any = await sdk.messages.create(**asked)
+        assert [block.type for block in whole.content] == ["text", "tool_use"]
+        assert whole.content[1].input == {"zone": "utc"}
+        # and the conversation goes on
+        result = {
+            "type": "tool_result",
+            "tool_use_id": answer.content[1].id,
+            "content": [{"type": "text", "text": "noon"}],
+        }
+        messages: Any = [USER, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+        await sdk.messages.create(**{**asked, "messages": messages})
+        prompt = b.tokenizer.decode(list(b.decode.started[-1].token_ids), skip_special_tokens=False)
+        assert '"zone": "utc"' in prompt
+        assert "<|im_start|>tool\nnoon<|im_end|>" in prompt
+
+
+@pytest.mark.parametrize(
+    ("choice", "is_forced"),
+    [({"type": "any"}, True), ({"type": "tool", "name": "now"}, True), ({"type": "auto"}, False)],
+)
+async def test_tool_choice_is_understood(bench: MakeBench, choice: Any, is_forced: bool) -> None:
+    async with bench(tool_format="hermes") as b, client(b) as sdk:
+        await sdk.messages.create(model=MODEL_NAME, max_tokens=9, messages=[USER], tools=TOOLS, tool_choice=choice)
+        assert b.decode.started[0].sampling.HasField("grammar") == is_forced
+
+
+async def test_why_it_ended(bench: MakeBench) -> None:
+    async with bench() as b, client(b) as sdk:
+        b.decode.script = speaking(b.ids("hello"), LENGTH)
+        asked: Any = {"model": MODEL_NAME, "max_tokens": 9, "messages": [USER]}
+        assert (await sdk.messages.create(**asked)).stop_reason == "max_tokens"
+        b.decode.script = speaking([*b.ids("hello STOP more"), END])
+        stopped = await sdk.messages.create(**asked, stop_sequences=["STOP"])
+        assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "STOP")
+
+
+async def test_errors_are_what_the_sdk_raises(bench: MakeBench) -> None:
+    async with bench() as b, client(b) as sdk:
+        asked: Any = {"model": MODEL_NAME, "max_tokens": 9, "messages": [USER]}
+        with pytest.raises(anthropic.BadRequestError, match="temperature"):
+            await sdk.messages.create(**asked, extra_body={"temperature": 7.0})
+        with pytest.raises(anthropic.BadRequestError, match=r"messages\.0"):
+            await sdk.messages.create(**{**asked, "messages": [{"role": "user", "content": [{"type": "image"}]}]})
+        with pytest.raises(anthropic.NotFoundError):
+            await sdk.messages.create(**{**asked, "model": "other"})
+        b.decode.script = failing(13)
+        with pytest.raises(anthropic.InternalServerError) as failure:
+            await sdk.messages.create(**asked)
+        body: Any = failure.value.body
+        assert (body["type"], body["error"]["type"]) == ("error", "api_error")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+        ({"system": 5}, "system"),
+        ({"stop_sequences": ["a"] * 9}, "stop_sequences"),
+        ({"tools": [{"type": "bash"}]}, "tools.0"),
+        ({"tools": TOOLS, "tool_choice": {"type": "all"}}, "tool_choice.type"),
+    ],
+)
+async def test_a_bad_field_is_named(bench: MakeBench, fields: dict[str, Any], named: str) -> None:
+    async with bench() as b:
+        body = {"model": MODEL_NAME, "max_tokens": 9, "messages": [USER], **fields}
+        response = await b.http.post("/v1/messages", json=body)
+        error = response.json()
+        assert (response.status_code, error["type"], error["error"]["type"]) == (400, "error", "invalid_request_error")
+        assert named in error["error"]["message"]
