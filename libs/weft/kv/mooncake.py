@@ -14,8 +14,9 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from weft.kv.transport import Endpoint, Lender, Run, TransferFailed, coalesce
@@ -31,7 +32,7 @@ MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
 SMALL_NUMBER = 2
 NAP_SECONDS, LONG_NAP_SECONDS = 0.0001, 0.01
 NAP_AFTER_SECONDS, LONG_AFTER_SECONDS = 0.0005, 1.0
-CLOSE_SECONDS = 10.0
+MAX_LANES = 64
 SUCCEEDED, FAILED = 1, -1
 _ENVIRONMENT = {
     # seconds without a byte until the library closes the connection of a transfer and it has ended
@@ -71,7 +72,6 @@ class MooncakeTransport:
         self._pool_address = 0
         self._opened: set[str] = set()
         self._lanes: dict[str, _Lane] = {}
-        self._threads: set[threading.Thread] = set()
 
     def register(self, address: int, size_bytes: int) -> None:
         """Raises MooncakeUnavailable when the library refuses the memory."""
@@ -94,53 +94,35 @@ class MooncakeTransport:
         """See Transport.pull."""
         deadline = time.monotonic() + timeout_seconds
         segment = lender.endpoint.segment
-        async with self._lane(segment):
-            await self._in_thread(Pull(self._engine, segment, coalesce(runs), deadline).run)
-
-    @asynccontextmanager
-    async def _lane(self, segment: str) -> AsyncIterator[None]:
         lane = self._lanes.setdefault(segment, _Lane())
         lane.num_users += 1
         try:
-            async with lane.gate:
-                yield
+            pull = Pull(self._engine, segment, coalesce(runs), deadline)
+            await asyncio.get_running_loop().run_in_executor(lane.threads, pull.run)
         finally:
             lane.num_users -= 1
-            if not lane.num_users:
-                del self._lanes[segment]
+            self._retire()
 
-    async def _in_thread(self, function: Callable[[], None]) -> None:
-        """A thread of its own, about 0.1 ms: out of a pool, the threads of a peer that hangs would be missing."""
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
-
-        def run() -> None:
-            error: Exception | None = None
-            try:
-                function()
-            except Exception as raised:
-                error = raised
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(_settle, ended, error)
-
-        thread = threading.Thread(target=run, name="mooncake-pull", daemon=True)
-        self._threads.add(thread)
-        thread.start()
-        try:
-            await ended
-        finally:
-            if not ended.cancelled():
-                self._threads.discard(thread)
+    def _retire(self) -> None:
+        """Peers come and go under new names: of many, those that are not in use give their threads back."""
+        idle = [segment for segment, lane in self._lanes.items() if not lane.num_users]
+        for segment in idle[: max(0, len(self._lanes) - MAX_LANES)]:
+            self._lanes.pop(segment).threads.shutdown(wait=False)
 
     async def close(self) -> None:
-        """Wait for transfers to end, for so long, then give the memory back."""
-        deadline = time.monotonic() + CLOSE_SECONDS
-        for thread in list(self._threads):
-            await asyncio.to_thread(thread.join, max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads):
-            logger.warning("transfers are still under way; the pool stays registered to the end of the process")
-        elif self._pool_address:
+        """Wait for the transfers under way to end, then give the memory back."""
+        for lane in self._lanes.values():
+            await asyncio.to_thread(lane.threads.shutdown, wait=True, cancel_futures=True)
+        if self._pool_address:
             self._engine.unregister_memory(self._pool_address)
+
+
+class _Lane:
+    """The threads that read from one peer: one that hangs holds up its own, and nobody else's."""
+
+    def __init__(self) -> None:
+        self.threads = ThreadPoolExecutor(PULLS_PER_PEER, thread_name_prefix="mooncake")
+        self.num_users = 0
 
 
 class Pull:
@@ -199,23 +181,6 @@ class Pull:
     def _has_room(self, run: Run) -> bool:
         is_within = self._in_flight_bytes + run.size_bytes <= MAX_IN_FLIGHT_BYTES
         return not self._in_flight or (len(self._in_flight) < MAX_IN_FLIGHT and is_within)
-
-
-class _Lane:
-    """The pulls from one peer."""
-
-    def __init__(self) -> None:
-        self.gate = asyncio.Semaphore(PULLS_PER_PEER)
-        self.num_users = 0
-
-
-def _settle(future: asyncio.Future[Any], error: Exception | None) -> None:
-    if future.done():
-        return  # cancelled
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
 
 
 @contextmanager
