@@ -144,8 +144,8 @@ class Pull:
             now = time.monotonic()
             if self._collect():
                 moved_at = now
-            else:
-                time.sleep(nap_seconds(now - moved_at, len(self._in_flight)))
+            elif nap := nap_seconds(now - moved_at, len(self._in_flight)):
+                time.sleep(nap)
         if self._trouble:
             raise TransferFailed(f"mooncake read from {self._segment} {self._trouble}")
 
