@@ -28,10 +28,9 @@ PULLS_PER_PEER = 2
 MAX_IN_FLIGHT = 256
 MAX_RUN_BYTES = 16 * 1024 * 1024
 MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
-# between two questions; none at first where few are to be asked, as a small run takes less time than a nap
-SMALL_NUMBER = 2
-NAP_SECONDS, LONG_NAP_SECONDS = 0.0001, 0.01
-NAP_AFTER_SECONDS, LONG_AFTER_SECONDS = 0.0005, 1.0
+# between two questions; a transfer that has not moved for a second is asked about less often. Asking without a nap
+# takes the processor from the library's own thread, and was slower
+NAP_SECONDS, LONG_NAP_SECONDS, LONG_AFTER_SECONDS = 0.0001, 0.01, 1.0
 MAX_LANES = 64
 SUCCEEDED, FAILED = 1, -1
 _ENVIRONMENT = {
@@ -144,8 +143,8 @@ class Pull:
             now = time.monotonic()
             if self._collect():
                 moved_at = now
-            elif nap := nap_seconds(now - moved_at, len(self._in_flight)):
-                time.sleep(nap)
+            else:
+                time.sleep(NAP_SECONDS if now - moved_at < LONG_AFTER_SECONDS else LONG_NAP_SECONDS)
         if self._trouble:
             raise TransferFailed(f"mooncake read from {self._segment} {self._trouble}")
 
@@ -194,13 +193,6 @@ def _held_stderr() -> Iterator[Callable[[], str]]:
         finally:
             os.dup2(kept, 2)
             os.close(kept)
-
-
-def nap_seconds(still_seconds: float, num_in_flight: int) -> float:
-    """How long to wait before the next question, when nothing has moved for so long."""
-    if num_in_flight <= SMALL_NUMBER and still_seconds < NAP_AFTER_SECONDS:
-        return 0.0
-    return NAP_SECONDS if still_seconds < LONG_AFTER_SECONDS else LONG_NAP_SECONDS
 
 
 def pieces(runs: Sequence[Run]) -> Iterator[Run]:
