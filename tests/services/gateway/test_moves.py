@@ -64,12 +64,10 @@ async def test_usage_is_that_of_the_clients_prompt_and_of_one_answer(bench: Make
         answer = [*b.ids(TEXT), END]
         b.decode.script, b.decoders[1].script = answering(answer, dies_after=4), answering(answer)
         response = await ask(b, prompt=list(range(10, 30)))
-        assert response.json()["usage"] == {
-            "prompt_tokens": 20,
-            "completion_tokens": len(answer),
-            "total_tokens": 20 + len(answer),
-            "prompt_tokens_details": {"cached_tokens": 10},
-        }
+        usage = response.json()["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (20, len(answer))
+        assert usage["total_tokens"] == 20 + len(answer)
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 10
         assert response.json()["choices"][0]["finish_reason"] == "stop"
 
 
