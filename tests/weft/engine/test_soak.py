@@ -189,7 +189,9 @@ class Chaos:
                 self.live[reserved.key].reserved = reserved
         self.pinned += [sealed.block for sealed in output.sealed]
         is_last_round = self.counts["steps"] >= self.num_steps
-        must_act = is_last_round or not output.load.num_running  # nothing else would make the engine speak again
+        # Where nothing runs, or all that runs may lack pages, nothing else would make the engine speak again.
+        num_available = output.load.free_blocks + output.load.cached_blocks
+        must_act = is_last_round or not output.load.num_running or num_available <= len(self.blocks) // NUM_BLOCKS
         if not is_last_round and len(self.live) < MAX_LIVE and (must_act or self.random.random() < 0.4):
             self.begin()
         for key in list(self.live):
