@@ -29,7 +29,13 @@ SIGNATURES: dict[str, list[type]] = {
     "weft_rms_norm": [POINTER, POINTER, POINTER, LONG, LONG, LONG, FLOAT, INT],
     "weft_rope": [POINTER, POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, INT],
     "weft_silu_mul": [POINTER, POINTER, LONG, LONG, INT],
+    "weft_rans_squares": [POINTER, LONG, LONG, INT, INT, POINTER, POINTER],
+    "weft_rans_count": [POINTER, POINTER, POINTER, LONG, LONG, INT, INT, POINTER],
     "weft_kv_write": [POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, LONG, LONG, LONG],
+}
+RETURNING: dict[str, tuple[list[type], type]] = {
+    "weft_rans_encode": ([*[POINTER] * 5, INT, POINTER, POINTER, POINTER], LONG),
+    "weft_rans_decode": ([*[POINTER] * 4, INT, POINTER, POINTER, LONG, POINTER, POINTER], INT),
 }
 
 
@@ -70,6 +76,9 @@ def load(isa: str) -> ctypes.CDLL | None:
     for name, types in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = types, None
+    for name, (types, result) in RETURNING.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = types, result
     for name in ("weft_panel", "weft_width"):
         getattr(library, name).restype = LONG
     logger.info("CPU kernels: %s", isa)

@@ -21,6 +21,7 @@ SOURCES = (
     "linear/linear.cpp",
     "paged_attention/chunks.cpp",
     "paged_attention/rows.cpp",
+    "rans/rans.cpp",
     "rms_norm/rms_norm.cpp",
     "rope/rope.cpp",
     "silu_mul/silu_mul.cpp",

@@ -1,5 +1,7 @@
 """A Hugging Face checkpoint directory, checked against the architecture it claims to be. Reads headers, never data.
 
+Where a safetensors file is missing and a bundle file of its name is there, that is read instead.
+
 Only safetensors: pickled weights can run code when they are opened, so they are refused.
 """
 
@@ -15,6 +17,7 @@ from typing import Any
 from weft.errors import BadCheckpoint
 from weft.model.config import ModelConfig, expected_tensors, is_ignored, read_config
 from weft.model.quantization import stored_dtypes
+from weft.weights.bundle.layout import SUFFIX, read_bundle_header
 from weft.weights.header import TensorEntry, read_header
 
 SINGLE_FILE = "model.safetensors"
@@ -65,8 +68,8 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def _find_tensors(directory: Path) -> dict[str, TensorSource]:
-    if (directory / SINGLE_FILE).exists():
-        return _read_files([directory / SINGLE_FILE])
+    if (single := _weights_file(directory / SINGLE_FILE)).exists():
+        return _read_files([single])
     if (directory / INDEX_FILE).exists():
         return _read_shards(directory)
     pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in directory.glob(pattern))
@@ -80,9 +83,9 @@ def _find_tensors(directory: Path) -> dict[str, TensorSource]:
 def _read_shards(directory: Path) -> dict[str, TensorSource]:
     index = directory / INDEX_FILE
     weight_map = _read_weight_map(index)
-    tensors = _read_files([directory / name for name in sorted(set(weight_map.values()))])
+    tensors = _read_files([_weights_file(directory / name) for name in sorted(set(weight_map.values()))])
     for name, file in weight_map.items():
-        if name not in tensors or tensors[name].path.name != file:
+        if name not in tensors or tensors[name].path.stem != Path(file).stem:
             raise BadCheckpoint(f"{index}: tensor {name} is not in {file}")
     return tensors
 
@@ -104,11 +107,22 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 def _read_files(paths: Sequence[Path]) -> dict[str, TensorSource]:
     tensors: dict[str, TensorSource] = {}
     for path in paths:
-        for entry in read_header(path).tensors:
+        for entry in _entries(path):
             if entry.name in tensors:
                 raise BadCheckpoint(f"{path}: tensor {entry.name} is in {tensors[entry.name].path.name} as well")
             tensors[entry.name] = TensorSource(path, entry)
     return tensors
+
+
+def _weights_file(path: Path) -> Path:
+    bundle = path.with_suffix(SUFFIX)
+    return bundle if bundle.exists() and not path.exists() else path
+
+
+def _entries(path: Path) -> Sequence[TensorEntry]:
+    if path.suffix == SUFFIX:
+        return [tensor.entry() for tensor in read_bundle_header(path).tensors]
+    return read_header(path).tensors
 
 
 def _select(directory: Path, config: ModelConfig, found: dict[str, TensorSource]) -> tuple[TensorSource, ...]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from weft.errors import BadCheckpoint, NotFound, Overloaded
 from weft.weights.checkpoint import Checkpoint, TensorSource
 from weft.weights.header import DTYPE_BYTES, TensorEntry, header_bytes, read_header
+from weft.weights.source import open_source
 
 logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
@@ -166,7 +167,7 @@ def _fill(
     """Read every tensor to its place, piece by piece; returns the digests of each one's pieces."""
     with ExitStack() as stack:
         paths = sorted({tensor.path for tensor in tensors})
-        files = {path: stack.enter_context(path.open("rb", buffering=0)) for path in paths}
+        sources = {path: stack.enter_context(open_source(path)) for path in paths}
         view = stack.enter_context(memoryview(memory))
         threads = stack.enter_context(ThreadPoolExecutor(num_threads, thread_name_prefix="weights"))
         # a failed piece must not leave the others reading
@@ -175,7 +176,7 @@ def _fill(
         def read(tensor: TensorSource, first: int, place: int) -> bytes:
             size = min(PIECE_BYTES, tensor.entry.size_bytes - first)
             with view[place + first : place + first + size] as piece:
-                _read_piece(files[tensor.path].fileno(), tensor, first, piece)
+                sources[tensor.path].read_piece(tensor, first, piece)
                 digest = hashlib.blake2b(piece, digest_size=32).digest()
             report(size, tensor.path.name)
             return digest
@@ -187,18 +188,6 @@ def _fill(
             pieces.append([threads.submit(read, tensor, first, place) for first in firsts])
             place += tensor.entry.size_bytes
         return [[piece.result() for piece in row] for row in pieces]
-
-
-def _read_piece(fd: int, tensor: TensorSource, first: int, target: memoryview) -> None:
-    done = 0
-    while done < len(target):
-        try:
-            count = os.preadv(fd, [target[done:]], tensor.entry.offset + first + done)
-        except OSError as error:
-            raise BadCheckpoint(f"{tensor.path}: tensor {tensor.entry.name}: {error.strerror}") from error
-        if count == 0:
-            raise BadCheckpoint(f"{tensor.path}: truncated while tensor {tensor.entry.name} was read")
-        done += count
 
 
 def _root_hash(entries: Sequence[TensorEntry], leaves: Sequence[Sequence[bytes]]) -> str:

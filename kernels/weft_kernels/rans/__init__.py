@@ -1,0 +1,198 @@
+"""Lossless entropy coding of BF16 and FP16 tensors: exponents and leading mantissa bits by rANS, the rest as it is.
+
+The symbol of a weight is its exponent and the two highest bits of its mantissa, less the power of two by which its row
+and its column are louder than the tensor; what that power leaves as a fraction picks one of four tables.
+`measure` looks at a whole tensor, `encode_chunk` and `decode_chunk` work on runs of it, independent of one another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft_kernels.native import native
+from weft_kernels.rans import reference
+from weft_kernels.rans.coding import (
+    CLASS_BITS,
+    ESCAPE,
+    NUM_KEYS,
+    Coding,
+    choose_base,
+    cost_bits,
+    entropy_bits,
+    scales_from,
+    shares_of,
+    symbol_counts,
+)
+from weft_kernels.rans.reference import GROUP, LANES, Words
+
+__all__ = [
+    "LANES",
+    "Chunk",
+    "Coding",
+    "Measured",
+    "decode_chunk",
+    "encode_chunk",
+    "entropy_bits",
+    "measure",
+    "rest_bytes",
+]
+
+SAMPLE_STEP, SAMPLE_ROWS = 8, 512
+SHARE_BITS = 14
+"""What a symbol's share takes in a file, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A coded run of elements: `states` [32], `words`, `rest`, and the elements that had to escape."""
+
+    states: NDArray[np.uint32]
+    words: Words
+    rest: NDArray[np.uint8]
+    escape_places: NDArray[np.uint32]
+    escape_values: Words
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The cheapest coding found, and the bits that it will take for the whole tensor, scales included."""
+
+    coding: Coding
+    bits: float
+
+
+def rest_bytes(is_bf16: bool, count: int) -> int:
+    """Bytes of the uncoded part of `count` elements."""
+    return -(-count // GROUP) * (48 if is_bf16 else 72)
+
+
+def measure(values: Words, is_bf16: bool) -> Measured:
+    """Choose a coding for `values` [rows, columns]: with scales where they pay, else with one table for all."""
+    rows, columns = values.shape
+    plain = Coding(is_bf16, 0, 0, np.zeros((1, 256), np.uint16), np.zeros(rows, np.int8), np.zeros(columns, np.int8))
+    if rows == 1 or columns == 1:
+        return _with_shares(plain, values)
+    row_scales, column_scales = _scales(values, is_bf16)
+    scaled = replace(plain, class_bits=CLASS_BITS, row_scales=row_scales, column_scales=column_scales)
+    # A part of the rows tells which of the two is cheaper; the shares then come from all.
+    step = min(SAMPLE_STEP, max(1, rows // SAMPLE_ROWS))
+    sample = np.ascontiguousarray(values[::step])
+    found = [_with_shares(replace(c, row_scales=c.row_scales[::step].copy()), sample) for c in (plain, scaled)]
+    return _with_shares(plain if found[0].bits <= found[1].bits else scaled, values)
+
+
+def encode_chunk(coding: Coding, values: Words, first: int) -> Chunk:
+    """Code `values` [count], contiguous, which begin at element `first` of the tensor."""
+    library = native()
+    if library is None:
+        states, words, rest = reference.encode(coding, values, first)
+    else:
+        states, words, rest = _encode_natively(library, coding, values, first)
+    places, escaped = _escapes(coding, values, first)
+    return Chunk(states, words, rest, places, escaped)
+
+
+def decode_chunk(coding: Coding, table: NDArray[np.uint32], first: int, chunk: Chunk, out: Words) -> bool:
+    """Fill `out` [count]; `table` is `coding.table()`, worked out once. False where the chunk is not what was coded."""
+    library = native()
+    if library is None:
+        is_whole = reference.decode(coding, first, out, chunk.states, chunk.words, chunk.rest)
+    else:
+        shape = _shape(coding, first, len(out))
+        is_whole = bool(
+            library.weft_rans_decode(
+                table.ctypes.data, coding.row_scales.ctypes.data, coding.column_scales.ctypes.data, shape,
+                coding.is_bf16, chunk.states.ctypes.data, chunk.words.ctypes.data, len(chunk.words),
+                chunk.rest.ctypes.data, out.ctypes.data,
+            )
+        )  # fmt: skip
+    if len(chunk.escape_places):
+        if int(chunk.escape_places.max()) >= len(out):
+            return False
+        out[chunk.escape_places] = chunk.escape_values
+    return is_whole
+
+
+def _with_shares(coding: Coding, values: Words) -> Measured:
+    keys = _count(coding, values)
+    base = choose_base(keys)
+    counts = symbol_counts(keys, base)
+    shares = shares_of(counts)
+    bits = cost_bits(counts, shares) + values.size * (coding.low_bits + 1)
+    bits += SHARE_BITS * np.count_nonzero(shares)
+    if coding.class_bits:
+        bits += 8.0 * sum(values.shape)
+    return Measured(replace(coding, base=base, shares=shares), bits)
+
+
+def _count(coding: Coding, values: Words) -> NDArray[np.int64]:
+    library = native()
+    if library is None:
+        return reference.count_keys(coding, values.reshape(-1))
+    counts = np.zeros((1 << coding.class_bits, NUM_KEYS + 1), dtype=np.int64)
+    library.weft_rans_count(
+        values.ctypes.data, coding.row_scales.ctypes.data, coding.column_scales.ctypes.data, *values.shape,
+        coding.class_bits, coding.is_bf16, counts.ctypes.data,
+    )  # fmt: skip
+    return counts
+
+
+def _scales(values: Words, is_bf16: bool) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
+    """Each row's loudness with the columns' evened out, and each column's with the rows' evened out."""
+    row_sums = _sums(values, is_bf16, np.ones(values.shape[1], np.float32), by_columns=False)
+    column_sums = _sums(values, is_bf16, _inverse(row_sums), by_columns=True)
+    row_sums = _sums(values, is_bf16, _inverse(column_sums), by_columns=False)
+    return _centred(row_sums), _centred(column_sums)
+
+
+def _inverse(sums: NDArray[np.float32]) -> NDArray[np.float32]:
+    middle = max(float(np.median(sums)), 1e-30)
+    # Nothing weighs more than 2^30 times the usual, so that no sum overflows on rows of zeros.
+    return (1.0 / np.clip(sums.astype(np.float64) / middle, 2.0**-30, 2.0**60)).astype(np.float32)
+
+
+def _centred(sums: NDArray[np.float32]) -> NDArray[np.int8]:
+    return scales_from(sums, float(np.median(sums)))
+
+
+def _sums(values: Words, is_bf16: bool, weights: NDArray[np.float32], by_columns: bool) -> NDArray[np.float32]:
+    library = native()
+    if library is None:
+        squares = reference.squares(values, is_bf16)
+        return np.asarray(weights @ squares if by_columns else squares @ weights, np.float32)
+    sums = np.zeros(values.shape[1 if by_columns else 0], dtype=np.float32)
+    library.weft_rans_squares(
+        values.ctypes.data, *values.shape, is_bf16, by_columns, weights.ctypes.data, sums.ctypes.data
+    )
+    return np.nan_to_num(sums, posinf=3e38)
+
+
+def _encode_natively(
+    library: ctypes.CDLL, coding: Coding, values: Words, first: int
+) -> tuple[NDArray[np.uint32], Words, NDArray[np.uint8]]:
+    slots = coding.shares | coding.starts.astype(np.uint32) << 16
+    states = np.empty(LANES, dtype=np.uint32)
+    words = np.empty(len(values), dtype=np.uint16)
+    rest = np.empty(rest_bytes(coding.is_bf16, len(values)), dtype=np.uint8)
+    count = library.weft_rans_encode(
+        values.ctypes.data, slots.ctypes.data, coding.row_scales.ctypes.data, coding.column_scales.ctypes.data,
+        _shape(coding, first, len(values)), coding.is_bf16, states.ctypes.data,
+        words.ctypes.data + words.nbytes, rest.ctypes.data,
+    )  # fmt: skip
+    return states, words[len(words) - count :], rest
+
+
+def _shape(coding: Coding, first: int, count: int) -> ctypes.Array[ctypes.c_long]:
+    return (ctypes.c_long * 5)(first, count, len(coding.column_scales), coding.base, coding.class_bits)
+
+
+def _escapes(coding: Coding, values: Words, first: int) -> tuple[NDArray[np.uint32], Words]:
+    if not coding.shares[:, ESCAPE].any():
+        return np.empty(0, np.uint32), np.empty(0, np.uint16)
+    contexts = reference.contexts_of(coding, first, len(values))
+    places = np.flatnonzero(reference.symbols_of(coding, values, contexts) == ESCAPE).astype(np.uint32)
+    return places, values[places]

@@ -1,0 +1,201 @@
+"""Whole directories: a checkpoint into a bundle and back, and a check of every chunk. Atomic; a broken-off run goes on.
+
+Work goes on in `<target>.partial`, which takes the target's name when all of it is there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from weft.errors import BadCheckpoint
+from weft.weights.bundle.layout import SUFFIX, BundleHeader, read_bundle_header
+from weft.weights.bundle.pack import pack_file
+from weft.weights.bundle.unpack import BundleFile, Bytes
+from weft.weights.header import read_header
+
+WEIGHTS_SUFFIX = ".safetensors"
+PIECE_BYTES = 16 * 1024 * 1024
+Report = Callable[[str, int], None]
+"""Called with a file's name and how many original bytes of it are done since the last call; from any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run did; sizes are of the weights only."""
+
+    original_bytes: int
+    stored_bytes: int
+    num_files: int
+    num_kept: int
+    """Files that an earlier, broken-off run had finished."""
+
+
+def weight_files(directory: Path, suffix: str) -> list[Path]:
+    """Raises BadCheckpoint when there are none."""
+    if not directory.is_dir():
+        raise BadCheckpoint(f"{directory}: no such directory")
+    if not (files := sorted(directory.glob(f"*{suffix}"))):
+        raise BadCheckpoint(f"{directory}: there is no {suffix} file in it")
+    return files
+
+
+def compress(source: Path, target: Path, num_threads: int, report: Report) -> Outcome:
+    """Make the bundle `target` of the checkpoint `source`. Raises BadCheckpoint, OSError (disk full names the file)."""
+    files = weight_files(source, WEIGHTS_SUFFIX)
+    headers, kept = [], 0
+    with _making(source, target) as place, ThreadPoolExecutor(num_threads, thread_name_prefix="compress") as threads:
+        for file in files:
+            made = place / (file.stem + SUFFIX)
+            if header := _finished(made, file):
+                report(file.name, file.stat().st_size)
+                kept += 1
+            else:
+                with _whole(made) as part:
+                    header = pack_file(file, part, threads, partial(report, file.name))
+            headers.append(header)
+    stored = sum((target / (file.stem + SUFFIX)).stat().st_size for file in files)
+    return Outcome(sum(header.original.size_bytes for header in headers), stored, len(files), kept)
+
+
+def decompress(source: Path, target: Path, num_threads: int, report: Report) -> Outcome:
+    """Make the checkpoint that `source` was made of, byte for byte. Raises BadCheckpoint, OSError."""
+    files = weight_files(source, SUFFIX)
+    original_bytes = kept = 0
+    with _making(source, target) as place, ThreadPoolExecutor(num_threads, thread_name_prefix="decompress") as threads:
+        for file in files:
+            with BundleFile(file) as bundle:
+                made = place / _original_name(bundle)
+                original_bytes += bundle.header.original.size_bytes
+                if made.exists() and _hash(made) == bundle.header.original.xxh3_128:
+                    report(file.name, bundle.header.original.size_bytes)
+                    kept += 1
+                else:
+                    with _whole(made) as part:
+                        _unpack_file(bundle, part, threads, report)
+    return Outcome(original_bytes, sum(file.stat().st_size for file in files), len(files), kept)
+
+
+def verify(source: Path, num_threads: int, report: Report) -> Outcome:
+    """Decode every chunk and compare the checksums. Raises BadCheckpoint naming file, tensor and chunk."""
+    files = weight_files(source, SUFFIX)
+    original_bytes = 0
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="verify") as threads:
+        for file in files:
+            with BundleFile(file) as bundle:
+                original_bytes += bundle.header.original.size_bytes
+                digest = xxhash.xxh3_128(bundle.original_header())
+                for piece in _pieces(bundle, threads, report):
+                    digest.update(piece.data)
+                if digest.hexdigest() != bundle.header.original.xxh3_128:
+                    raise BadCheckpoint(f"{file}: its tensors do not add up to {bundle.header.original.name}")
+    return Outcome(original_bytes, sum(file.stat().st_size for file in files), len(files), 0)
+
+
+def _unpack_file(bundle: BundleFile, target: Path, threads: ThreadPoolExecutor, report: Report) -> None:
+    digest = xxhash.xxh3_128()
+    with target.open("wb") as file:
+        file.write(header := bundle.original_header())
+        digest.update(header)
+        for piece in _pieces(bundle, threads, report):
+            file.write(piece.data)
+            digest.update(piece.data)
+        file.flush()
+        os.fsync(file.fileno())
+    if digest.hexdigest() != bundle.header.original.xxh3_128:
+        raise BadCheckpoint(f"{bundle.path}: its tensors do not add up to {bundle.header.original.name}")
+    read_header(target)
+
+
+def _pieces(bundle: BundleFile, threads: ThreadPoolExecutor, report: Report) -> Iterator[Bytes]:
+    """The data of the original file, in order, decoded a few pieces ahead."""
+
+    def read(name: str, first: int, size: int) -> Bytes:
+        piece: Bytes = np.empty(size, np.uint8)
+        bundle.read_into(name, first, piece)
+        report(bundle.path.name, size)
+        return piece
+
+    ahead = 2 * threads._max_workers
+    plan = [
+        (tensor.name, first, min(PIECE_BYTES, tensor.original_bytes - first))
+        for tensor in bundle.header.tensors
+        for first in range(0, tensor.original_bytes, PIECE_BYTES)
+    ]
+    pending = [threads.submit(read, *step) for step in plan[:ahead]]
+    for number in range(len(plan)):
+        piece = pending.pop(0).result()
+        if number + ahead < len(plan):
+            pending.append(threads.submit(read, *plan[number + ahead]))
+        yield piece
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """Where to write; the file takes its name when all of it is written, and a failure leaves nothing."""
+    part = path.with_name(path.name + ".part")
+    try:
+        yield part
+        os.replace(part, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _finished(made: Path, source: Path) -> BundleHeader | None:
+    """The header of a file that an earlier run made of `source` as it is now."""
+    if not made.exists():
+        return None
+    header, stat = read_bundle_header(made), source.stat()
+    is_same = (header.original.size_bytes, header.original.mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    return header if is_same else None
+
+
+def _hash(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _original_name(bundle: BundleFile) -> str:
+    name = bundle.header.original.name
+    if Path(name).name != name or not name.endswith(WEIGHTS_SUFFIX):
+        raise BadCheckpoint(f"{bundle.path}: {name!r} is not the name of a safetensors file")
+    return name
+
+
+@contextmanager
+def _making(source: Path, target: Path) -> Iterator[Path]:
+    """A directory to work in, kept when the work breaks off; it becomes `target`, with all that is not weights."""
+    if target.exists():
+        raise BadCheckpoint(f"{target}: is there already; choose another place or remove it")
+    if source.resolve() in target.resolve().parents:
+        raise BadCheckpoint(f"{target}: lies inside {source}")
+    place = target.with_name(target.name + ".partial")
+    place.mkdir(parents=True, exist_ok=True)
+    lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadCheckpoint(f"{place}: another process is at work there") from None
+        yield place
+        for path in sorted(source.iterdir()):
+            if path.is_file() and path.suffix not in (WEIGHTS_SUFFIX, SUFFIX):
+                shutil.copy2(path, place / path.name)
+        os.replace(place, target)
+    finally:
+        os.close(lock)

@@ -1,0 +1,81 @@
+"""What a bundle gained, tensor by tensor, beside the entropy of its weights; as a table and as a picture."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from weft.weights.bundle.convert import weight_files
+from weft.weights.bundle.layout import SUFFIX
+from weft.weights.bundle.unpack import BundleFile
+from weft_kernels import rans
+
+BAR_WIDTH, ROW_HEIGHT, LABEL_WIDTH, VALUE_WIDTH = 520, 18, 420, 150
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A tensor; `entropy` is the share that its 16-bit patterns would need if each were drawn by itself."""
+
+    file: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    codec: str
+    original_bytes: int
+    stored_bytes: int
+    entropy: float | None
+
+    @property
+    def share(self) -> float:
+        return self.stored_bytes / max(1, self.original_bytes)
+
+
+def rows_of(directory: Path) -> Iterator[Row]:
+    """Reads every coded tensor. Raises BadCheckpoint."""
+    for path in weight_files(directory, SUFFIX):
+        with BundleFile(path) as bundle:
+            for tensor in bundle.header.tensors:
+                entropy = None
+                if tensor.codec == "rans":
+                    values = np.empty(tensor.original_bytes, np.uint8)
+                    bundle.read_into(tensor.name, 0, values)
+                    entropy = rans.entropy_bits(values.view(np.uint16)) / 16
+                yield Row(
+                    path.name, tensor.name, tensor.dtype, tensor.shape, tensor.codec,
+                    tensor.original_bytes, tensor.size_bytes, entropy,
+                )  # fmt: skip
+
+
+def picture(title: str, rows: list[Row]) -> str:
+    """An SVG: a bar for every tensor, its stored share filled, the entropy of its weights as a mark."""
+    height = ROW_HEIGHT * (len(rows) + 3)
+    width = LABEL_WIDTH + BAR_WIDTH + VALUE_WIDTH
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="11">',
+        "<style>text{fill:#222}.all{fill:#e4e7ec}.kept{fill:#3f6fb5}.bound{stroke:#d1495b;stroke-width:2}"
+        "@media(prefers-color-scheme:dark){text{fill:#ddd}.all{fill:#333a45}}</style>",
+        f'<text x="8" y="16" font-size="14">{html.escape(title)}</text>',
+        '<text x="8" y="32">filled: stored, of BF16 = 1; red: entropy of the weights</text>',
+    ]
+    for number, row in enumerate(rows):
+        top = ROW_HEIGHT * (number + 2.5)
+        bound = "" if row.entropy is None else _mark(row.entropy, top)
+        value = f"{100 * row.share:.2f} %" + ("" if row.entropy is None else f" ({100 * row.entropy:.2f} %)")
+        parts.append(
+            f'<text x="{LABEL_WIDTH - 6}" y="{top + 11}" text-anchor="end">{html.escape(row.name)}</text>'
+            f'<rect class="all" x="{LABEL_WIDTH}" y="{top}" width="{BAR_WIDTH}" height="13"/>'
+            f'<rect class="kept" x="{LABEL_WIDTH}" y="{top}" width="{BAR_WIDTH * min(1, row.share):.1f}" height="13"/>'
+            f'{bound}<text x="{LABEL_WIDTH + BAR_WIDTH + 6}" y="{top + 11}">{value}</text>'
+        )
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _mark(share: float, top: float) -> str:
+    x = LABEL_WIDTH + BAR_WIDTH * share
+    return f'<line class="bound" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 1}" y2="{top + 14}"/>'

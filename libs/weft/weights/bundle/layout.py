@@ -1,0 +1,185 @@
+"""The bytes of a bundle file: prologue, header, and what belongs to one tensor. Knows no codec; reads with distrust.
+
+A file opens with a prologue that points at its header; the header stands last, so that a file is written in one pass.
+The prologue is filled in at the very end: a file cut off in the making has none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import xxhash
+
+from weft.errors import BadCheckpoint
+from weft.weights.header import DTYPE_BYTES, MAX_HEADER_BYTES, TensorEntry
+
+MAGIC = b"WEFTBNDL"
+VERSION = 1
+SUFFIX = ".weft"
+PROLOGUE = struct.Struct("<8sIIQQQQ16x")  # magic, version, 0, header's offset, size and XXH3-64, size of the file
+MAX_UNPACKED_BYTES = 1 << 28
+"""Of a header, which is stored deflated."""
+ALIGNMENT = 64
+CHUNK_ELEMENTS = 1 << 18
+"""Of a coded tensor; raw ones are cut into pieces of RAW_CHUNK_BYTES."""
+RAW_CHUNK_BYTES = 2 * CHUNK_ELEMENTS
+CHUNK_HEAD = struct.Struct("<IIQ")  # words, escapes, XXH3-64 of the elements as they were
+Codec = Literal["raw", "rans"]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """A tensor of a bundle. `offset` and `size_bytes` are of what is stored, counted from the file's first byte.
+
+    Stored are: for each chunk its end (u64, counted from the first chunk's first byte); of a coded tensor the shares
+    (deflated: all lower bytes, then all upper), row and column scales (int8); padding to 8 bytes; the chunks.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    codec: Codec
+    offset: int
+    size_bytes: int
+    base: int = 0
+    class_bits: int = 0
+    shares_bytes: int = 0
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def original_bytes(self) -> int:
+        return self.num_elements * DTYPE_BYTES[self.dtype]
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Original bytes of every chunk but the last."""
+        return RAW_CHUNK_BYTES
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.original_bytes // self.chunk_bytes)
+
+    @property
+    def rows_columns(self) -> tuple[int, int]:
+        """The tensor as a matrix: its last dimension is the columns."""
+        return math.prod(self.shape[:-1]), self.shape[-1] if self.shape else 1
+
+    def entry(self) -> TensorEntry:
+        """As a tensor of a checkpoint; the offset is the bundle's own and leads to no readable bytes."""
+        return TensorEntry(self.name, self.dtype, self.shape, self.offset, self.original_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """The safetensors file that a bundle file stands for.
+
+    `header_offset` and `header_bytes` say where its first bytes, up to the first tensor, are kept, deflated.
+    """
+
+    name: str
+    size_bytes: int
+    mtime_ns: int
+    xxh3_128: str
+    header_offset: int
+    header_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BundleHeader:
+    original: Original
+    tensors: tuple[PackedTensor, ...]
+
+
+def write_header(file: BinaryIO, header: BundleHeader) -> None:
+    """Append the header and then make the file valid by its prologue."""
+    content = {"original": asdict(header.original), "tensors": [asdict(tensor) for tensor in header.tensors]}
+    text = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 9)
+    offset = file.seek(0, 2)
+    file.write(text)
+    file.seek(0)
+    hashed = xxhash.xxh3_64_intdigest(text)
+    file.write(PROLOGUE.pack(MAGIC, VERSION, 0, offset, len(text), hashed, offset + len(text)))
+
+
+def read_bundle_header(path: Path) -> BundleHeader:
+    """Raises BadCheckpoint naming the file, and the tensor where it is one."""
+    try:
+        with path.open("rb") as file:
+            offset, size = _read_prologue(path, file)
+            file.seek(offset)
+            text = file.read(size)
+            file.seek(0)
+            hashed = PROLOGUE.unpack(file.read(PROLOGUE.size))[5]
+    except FileNotFoundError:
+        raise BadCheckpoint(f"{path}: no such file") from None
+    except OSError as error:
+        raise BadCheckpoint(f"{path}: not readable: {error.strerror}") from error
+    if len(text) != size or xxhash.xxh3_64_intdigest(text) != hashed:
+        raise BadCheckpoint(f"{path}: the header is damaged: its checksum differs")
+    try:
+        content = json.loads(inflate(text, MAX_UNPACKED_BYTES))
+        original = Original(**content["original"])
+        tensors = tuple(_tensor(path, fields) for fields in content["tensors"])
+    except (ValueError, KeyError, TypeError, RecursionError, zlib.error) as error:
+        raise BadCheckpoint(f"{path}: the header is not one of format {VERSION}: {error}") from None
+    for tensor in tensors:
+        _check(path, tensor, offset)
+    return BundleHeader(original, tensors)
+
+
+def inflate(data: bytes, limit: int) -> bytes:
+    """Raises zlib.error where it is not zlib's, or would be longer than `limit`."""
+    inflater = zlib.decompressobj()
+    text = inflater.decompress(data, limit)
+    if not inflater.eof:
+        raise zlib.error(f"cut off, or longer than {limit} bytes")
+    return text
+
+
+def _read_prologue(path: Path, file: BinaryIO) -> tuple[int, int]:
+    raw = file.read(PROLOGUE.size)
+    actual = file.seek(0, 2)
+    if len(raw) < PROLOGUE.size or raw == bytes(PROLOGUE.size):
+        raise BadCheckpoint(f"{path}: not finished: the bundle has no prologue")
+    magic, version, _, offset, size, _, file_size = PROLOGUE.unpack(raw)
+    if magic != MAGIC:
+        raise BadCheckpoint(f"{path}: not a bundle: it does not begin with {MAGIC.decode()}")
+    if version != VERSION:
+        raise BadCheckpoint(f"{path}: a bundle of version {version}; this program reads version {VERSION}")
+    if file_size != actual:
+        raise BadCheckpoint(f"{path}: truncated: the bundle has {file_size} bytes, the file {actual}")
+    if size > MAX_HEADER_BYTES or offset + size > actual:
+        raise BadCheckpoint(f"{path}: the prologue is damaged: its header would end beyond the file")
+    return int(offset), int(size)
+
+
+def _tensor(path: Path, fields: dict[str, Any]) -> PackedTensor:
+    tensor = PackedTensor(**{**fields, "shape": tuple(fields["shape"])})
+    numbers = (*tensor.shape, tensor.offset, tensor.size_bytes, tensor.shares_bytes, tensor.class_bits)
+    if tensor.dtype not in DTYPE_BYTES or tensor.codec not in ("raw", "rans"):
+        raise BadCheckpoint(f"{path}: tensor {tensor.name}: unknown dtype {tensor.dtype!r} or codec {tensor.codec!r}")
+    if not all(type(number) is int and number >= 0 for number in numbers) or type(tensor.base) is not int:
+        raise BadCheckpoint(f"{path}: tensor {tensor.name}: a size is not a whole number")
+    return tensor
+
+
+def _check(path: Path, tensor: PackedTensor, data_end: int) -> None:
+    if tensor.offset + tensor.size_bytes > data_end:
+        raise BadCheckpoint(
+            f"{path}: tensor {tensor.name} ends at {tensor.offset + tensor.size_bytes}, beyond the data"
+        )
+    if tensor.codec == "rans" and (tensor.dtype not in ("BF16", "F16") or tensor.class_bits > 4):
+        raise BadCheckpoint(
+            f"{path}: tensor {tensor.name}: no {tensor.dtype} of {tensor.class_bits} class bits is coded"
+        )
+    if tensor.offset % ALIGNMENT or tensor.size_bytes < 8 * tensor.num_chunks:
+        raise BadCheckpoint(f"{path}: tensor {tensor.name}: its place or size cannot be right")

@@ -1,0 +1,1 @@
+"""Benchmarks of bundles and of loading."""

@@ -1,0 +1,266 @@
+"""Bundles: byte for byte there and back, readable in any part, and damage named by file, tensor and chunk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.weft.weights.checkpoints import CONFIG
+from weft.errors import BadCheckpoint
+from weft.model.config import expected_tensors, read_config
+from weft.weights.bundle import convert, layout, pack
+from weft.weights.bundle.inspection import picture, rows_of
+from weft.weights.bundle.unpack import BundleFile
+from weft.weights.checkpoint import read_checkpoint
+from weft.weights.image import write_image
+from weft.weights.shared import open_image
+
+
+def nothing(name: str, num_bytes: int) -> None:
+    pass
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A tiny Llama in two shards, large enough that matrices are coded."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    fields = {**CONFIG, "vocab_size": 3000, "hidden_size": 64, "intermediate_size": 160, "torch_dtype": "bfloat16"}
+    (directory / "config.json").write_text(json.dumps(fields))
+    (directory / "tokenizer.json").write_text("{}")
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        name: (torch.randn(shape, generator=generator) * 0.02).to(torch.bfloat16)
+        for name, shape in expected_tensors(read_config(directory)).items()
+    }
+    shards: dict[str, dict[str, torch.Tensor]] = {"model-00001-of-00002": {}, "model-00002-of-00002": {}}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        shards[sorted(shards)[number % 2]][name] = tensor
+    for stem, content in shards.items():
+        save_file(content, directory / f"{stem}.safetensors", metadata={"format": "pt"})
+    weight_map = {name: f"{stem}.safetensors" for stem, content in shards.items() for name in content}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return directory
+
+
+@pytest.fixture
+def bundle(checkpoint: Path, tmp_path: Path) -> Path:
+    convert.compress(checkpoint, tmp_path / "bundle", 2, nothing)
+    return tmp_path / "bundle"
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_there_and_back_is_the_same_to_the_byte(checkpoint: Path, bundle: Path, tmp_path: Path) -> None:
+    heard: list[int] = []
+    outcome = convert.decompress(bundle, tmp_path / "again", 2, lambda name, size: heard.append(size))
+    assert files_of(tmp_path / "again") == files_of(checkpoint)
+    weights = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+    assert outcome.original_bytes == weights
+    assert outcome.stored_bytes < 0.7 * weights
+    assert 0.9 * weights < sum(heard) <= weights
+    assert not list(bundle.glob("*.safetensors"))
+    assert convert.verify(bundle, 2, nothing).num_files == 2
+
+
+def test_any_run_of_bytes_can_be_read(checkpoint: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = next(checkpoint.glob("*-00001-*")).read_bytes()
+    with BundleFile(next(bundle.glob("*-00001-*"))) as file:
+        header = len(file.original_header())
+        tensor = max(file.header.tensors, key=lambda tensor: tensor.original_bytes)
+        start = header + sum(t.original_bytes for t in file.header.tensors[: file.header.tensors.index(tensor)])
+        whole = raw[start : start + tensor.original_bytes]
+        rng = np.random.default_rng(0)
+        for _ in range(20):
+            first, end = sorted(int(n) for n in rng.integers(0, len(whole), 2))
+            out = np.empty(end - first + 1, np.uint8)[1:]  # not aligned for 16-bit numbers
+            file.read_into(tensor.name, first, out)
+            assert out.tobytes() == whole[first:end]
+        with pytest.raises(BadCheckpoint, match="there is no tensor nonsense"):
+            file.read_into("nonsense", 0, np.empty(1, np.uint8))
+
+
+def test_workers_see_the_same_weights_through_a_bundle(checkpoint: Path, bundle: Path) -> None:
+    images = []
+    for directory in (checkpoint, bundle):
+        image = write_image(read_checkpoint(directory), lambda size, name: None, 2)
+        try:
+            images.append((image.weights_hash, open_image(image.name, image.size_bytes)))
+        finally:
+            image.release()
+    (hash_a, tensors_a), (hash_b, tensors_b) = images
+    assert hash_a == hash_b
+    assert set(tensors_a) == set(tensors_b)
+    assert all(torch.equal(tensors_a[name], tensors_b[name]) for name in tensors_a)
+
+
+def test_what_is_not_coded_stays_as_it_is(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(-(1 << 15), 1 << 15, (200, 300), dtype=torch.int16, generator=generator)
+    tensors = {
+        "noise": noise.view(torch.bfloat16), "small": torch.zeros(5, dtype=torch.bfloat16), "none": torch.zeros(0, 7),
+        "f32": torch.randn(100, 100), "i64": torch.arange(40000), "half": torch.randn(300, 200).half() * 0.02,
+        "f8": torch.randn(300, 200).to(torch.float8_e4m3fn), "scalar": torch.tensor(3.0),
+    }  # fmt: skip
+    (tmp_path / "model").mkdir()
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    convert.compress(tmp_path / "model", tmp_path / "bundle", 1, nothing)
+    codecs = {tensor.name: tensor.codec for tensor in layout.read_bundle_header(tmp_path / "bundle/model.weft").tensors}
+    assert codecs == {name: "rans" if name == "half" else "raw" for name in tensors}
+    convert.decompress(tmp_path / "bundle", tmp_path / "again", 1, nothing)
+    assert files_of(tmp_path / "again") == files_of(tmp_path / "model")
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0x10
+    path.write_bytes(content)
+
+
+def a_coded_chunk(path: Path) -> tuple[str, int]:
+    header = layout.read_bundle_header(path)
+    tensor = next(tensor for tensor in header.tensors if tensor.codec == "rans")
+    return tensor.name, tensor.offset + tensor.size_bytes // 2
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 100), "truncated: the bundle has"),
+    "a header bit": (lambda path: flip(path, path.stat().st_size - 20), "the header is damaged: its checksum"),
+    "another version": (lambda path: flip(path, 8), "a bundle of version 17; this program reads version 1"),
+    "no bundle": (lambda path: flip(path, 0), "not a bundle"),
+    "not finished": (lambda path: path.write_bytes(bytes(64)), "not finished"),
+    "empty": (lambda path: path.write_bytes(b""), "not finished"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_to_the_frame_names_the_file(bundle: Path, name: str) -> None:
+    path = next(bundle.glob("*-00002-*"))
+    DAMAGE[name][0](path)
+    with pytest.raises(BadCheckpoint, match=DAMAGE[name][1]) as caught:
+        convert.verify(bundle, 1, nothing)
+    assert path.name in str(caught.value)
+    with pytest.raises(BadCheckpoint, match=path.name):
+        read_checkpoint(bundle)
+
+
+def test_a_flipped_bit_names_tensor_and_chunk_and_leaves_nothing(bundle: Path, tmp_path: Path) -> None:
+    path = next(bundle.glob("*-00001-*"))
+    name, at = a_coded_chunk(path)
+    flip(path, at)
+    expected = rf"{path.name}: tensor {name}: chunk \d+ is damaged"
+    with pytest.raises(BadCheckpoint, match=expected):
+        convert.verify(bundle, 1, nothing)
+    with pytest.raises(BadCheckpoint, match=expected):
+        convert.decompress(bundle, tmp_path / "again", 1, nothing)
+    assert not (tmp_path / "again").exists()
+    assert not list(tmp_path.glob("again.partial/*"))
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(BadCheckpoint, match=expected):
+        write_image(read_checkpoint(bundle), lambda size, file: None, 2)
+    assert set(os.listdir("/dev/shm")) == before
+
+
+def test_every_byte_of_a_bundle_counts(tmp_path: Path) -> None:
+    """Whatever byte is wrong: an error of ours, or, in padding that nothing reads, the same weights."""
+    (tmp_path / "model").mkdir()
+    values = (torch.randn(96, 100, generator=torch.Generator().manual_seed(4)) * 0.02).to(torch.bfloat16)
+    save_file({"w": values, "b": values[0].clone()}, tmp_path / "model/model.safetensors")
+    convert.compress(tmp_path / "model", tmp_path / "bundle", 1, nothing)
+    path = tmp_path / "bundle/model.weft"
+    whole = path.read_bytes()
+    found = 0
+    for at in range(0, len(whole), 97):
+        flip(path, at)
+        try:
+            convert.verify(tmp_path / "bundle", 1, nothing)
+        except BadCheckpoint:
+            found += 1
+        path.write_bytes(whole)
+    assert found > 0.97 * len(range(0, len(whole), 97))
+
+
+def test_a_broken_off_run_goes_on(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = pack.pack_file
+
+    def fail_at_second(source: Path, *rest: Any) -> layout.BundleHeader:
+        if "00002-of" in source.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(source, *rest)
+
+    monkeypatch.setattr(convert, "pack_file", fail_at_second)
+    with pytest.raises(OSError, match=r"No space left on device.*model-00002-of-00002\.weft"):
+        convert.compress(checkpoint, tmp_path / "bundle", 1, nothing)
+    assert not (tmp_path / "bundle").exists()
+    assert [path.name for path in (tmp_path / "bundle.partial").iterdir()] == ["model-00001-of-00002.weft"]
+    monkeypatch.setattr(convert, "pack_file", real)
+    assert convert.compress(checkpoint, tmp_path / "bundle", 1, nothing).num_kept == 1
+    assert convert.verify(tmp_path / "bundle", 1, nothing).num_files == 2
+
+
+def test_one_at_a_time_and_never_over_something(checkpoint: Path, bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint, match="is there already"):
+        convert.compress(checkpoint, bundle, 1, nothing)
+    with pytest.raises(BadCheckpoint, match="lies inside"):
+        convert.compress(checkpoint, checkpoint / "inside", 1, nothing)
+    with pytest.raises(BadCheckpoint, match=r"there is no \.weft file in it"):
+        convert.verify(checkpoint, 1, nothing)
+    with convert._making(checkpoint, tmp_path / "other"), pytest.raises(BadCheckpoint, match="another process"):
+        convert.compress(checkpoint, tmp_path / "other", 1, nothing)
+
+
+def test_a_wrong_model_is_named(bundle: Path) -> None:
+    fields = json.loads((bundle / "config.json").read_text())
+    (bundle / "config.json").write_text(json.dumps({**fields, "intermediate_size": 168}))
+    with pytest.raises(BadCheckpoint, match=r"\.weft: tensor .* has shape .*, config.json asks for"):
+        read_checkpoint(bundle)
+
+
+def test_threads_share_one_open_file(checkpoint: Path, bundle: Path) -> None:
+    with BundleFile(next(bundle.glob("*-00001-*"))) as file, ThreadPoolExecutor(4) as threads:
+        tensors = file.header.tensors * 4
+
+        def read(name: str, size: int) -> bytes:
+            out = np.empty(size, np.uint8)
+            file.read_into(name, 0, out)
+            return out.tobytes()
+
+        found = list(threads.map(lambda t: (t.name, read(t.name, t.original_bytes)), tensors))
+    assert len(set(found)) == len({name for name, _ in found})
+
+
+def test_the_commands(checkpoint: Path, tmp_path: Path) -> None:
+    def weft(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        program = "from weft.cli.main import main; main()"
+        command = [sys.executable, "-c", program, *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+
+    made = weft("compress", checkpoint, tmp_path / "bundle", "--threads", "1")
+    assert made.returncode == 0, made.stderr
+    assert "2 files" in made.stdout, made.stderr
+    assert weft("verify", tmp_path / "bundle").returncode == 0
+    refused = weft("compress", checkpoint, tmp_path / "bundle")
+    assert refused.returncode == 2
+    assert refused.stderr.strip().endswith("choose another place or remove it")
+
+
+def test_inspection_shows_the_bound(bundle: Path) -> None:
+    rows = list(rows_of(bundle))
+    coded = [row for row in rows if row.codec == "rans"]
+    assert coded
+    assert all(row.entropy is not None and row.share < row.entropy + 0.03 for row in coded)
+    assert picture("a <bundle>", rows).count("<rect") == 2 * len(rows)
