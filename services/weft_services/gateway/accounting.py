@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from weft import metrics
 from weft.lifetime import Stage
 from weft_services.gateway.frames import Usage
+from weft_services.gateway.peers import Forecast
 from weft_services.gateway.run import Run
 from weft_services.gateway.sequence import Piece
 
@@ -81,9 +82,20 @@ class Account:
             pairs.append(f"completion={usage.completion_tokens} attempts={self._run.num_attempts}")
             pairs.append(f"queue_ms={prompt.queue_ms} compute_ms={prompt.compute_ms}")
             pairs.append(f"transfer_ms={prompt.exposed_transfer_ms} transfer_bytes={prompt.transferred_bytes}")
+            pairs += _forecast_pairs(self._run.forecast)
         if error is not None:
             pairs.append(f"error={type(error).__name__}: {error}")
         return " ".join(pairs)
 
     def _since(self, moment: float) -> int:
         return round((moment - self._received) * 1000)
+
+
+def _forecast_pairs(forecast: Forecast | None) -> list[str]:
+    """Beside what came of it: first_token_ms is counted from the request's arrival, the forecast from its placement."""
+    if forecast is None:
+        return []
+    return [
+        f"predicted_ttft_ms={forecast.ttft_ms} predicted_itl_ms={forecast.itl_ms}",
+        f"predicted_cached={forecast.cached_tokens} waited_ms={forecast.waited_ms}",
+    ]

@@ -17,9 +17,10 @@ from weft.lifetime import Stage
 from weft.request import PromptUsage, RequestKey, WorkerAddress
 from weft_services.gateway.inbox import Inbox
 from weft_services.gateway.links import DecodeLinks
-from weft_services.gateway.peers import DecodeLink, Placement, RouteQuery, Scheduler, StartCommand
+from weft_services.gateway.peers import DecodeLink, Forecast, Placement, RouteQuery, Scheduler, StartCommand
 from weft_services.gateway.prepare import Prepared
 from weft_services.gateway.sequence import Sequence
+from weft_services.gateway.sessions import Standing
 from weft_services.gateway.settler import Booking, Settler
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Shared:
     """What all sequences of a request have in common; `deadline` in the loop's time."""
 
     prepared: Prepared
-    session: bytes
+    standing: Standing
     deadline: float
     inbox: Inbox
 
@@ -64,14 +65,15 @@ class Shared:
 class Flight:
     """A sequence under way. The key's generation counts placements; messages of older ones are late.
 
-    `usage` is that of the first attempt that spoke: what the client's prompt cost. `failure` is set when no attempt is
-    left, and the inbox woken.
+    `usage` is that of the first attempt that spoke: what the client's prompt cost; `forecast` that of the first
+    placement. `failure` is set when no attempt is left, and the inbox woken.
     """
 
     def __init__(self, mesh: Mesh, shared: Shared, request_id: str, sequence: Sequence) -> None:
         self.sequence = sequence
         self.key = RequestKey(request_id)
         self.usage: PromptUsage | None = None
+        self.forecast: Forecast | None = None
         self.failure: WeftError | None = None
         self.num_attempts = 0
         self._mesh = mesh
@@ -107,8 +109,7 @@ class Flight:
         logger.warning("attempt=%s failed worker=%s error=%s", self.key, worker_id or "unknown", error)
         assert self._decode is not None
         self._suspect(self._decode)
-        # a worker that is full has done nothing wrong
-        self._try_again(Stage.FAILED, "" if isinstance(error, Overloaded) else worker_id)
+        self._try_again(Stage.FAILED, _at_fault(error, worker_id))
         self._num_fruitless = 0 if len(self.sequence.token_ids) > self._num_resumed else self._num_fruitless + 1
         if self._num_fruitless > MAX_FRUITLESS.get(type(error), -1) or self.num_attempts > MAX_MOVES:
             raise error
@@ -124,7 +125,8 @@ class Flight:
                 self._link.forget(self.key)
             self._link = None
         if self._booking is not None:
-            self._booking.close(stage, failed_worker_id)
+            num_tokens = len(self.sequence.token_ids) - self._num_resumed if stage is Stage.FINISHED else None
+            self._booking.close(stage, failed_worker_id, num_tokens)
             self._booking = None
 
     def abandon(self) -> None:
@@ -185,19 +187,25 @@ class Flight:
     async def _route(self) -> Placement:
         """Book and choose, passing over processes that have just failed this sequence."""
         now = asyncio.get_running_loop().time()
-        num_generated = len(self.sequence.token_ids)
+        num_generated, standing = len(self.sequence.token_ids), self._shared.standing
         query = RouteQuery(
             key=self.key,
             model=self._shared.prepared.generation.model,
             num_prompt_tokens=len(self._prompt.token_ids) + num_generated,
             max_tokens=self._sampling.max_tokens - num_generated,
-            session=self._shared.session,
+            session=standing.session,
             block_keys=self._prompt.block_keys,
             excluded_boot_ids=tuple(boot for boot, until in self._suspects.items() if now < until),
+            tenant=standing.tenant,
+            priority=standing.priority,
+            # whose answer has begun would rather wait than lose it
+            reject_if_busy=self._shared.prepared.generation.reject_if_busy and self.num_attempts == 0,
         )
         # booked before the call: if it breaks half-way, the scheduler is told in any case
         self._booking = Booking(self.key, self._mesh.settler)
-        return await self._mesh.scheduler.route(query, self._shared.remaining_seconds())
+        placement = await self._mesh.scheduler.route(query, self._shared.remaining_seconds())
+        self.forecast = self.forecast or placement.forecast
+        return placement
 
     async def _start(self, placement: Placement) -> None:
         link = await self._mesh.links.get(placement.decode)
@@ -210,6 +218,7 @@ class Flight:
             cache_salt=self._shared.prepared.cache_salt,
             remaining_seconds=self._shared.remaining_seconds(),
             resumed_tokens=len(generated),
+            priority=self._shared.standing.priority,
         )
         link.start(command, self._shared.inbox)
         self._link, self._decode = link, placement.decode
@@ -225,3 +234,11 @@ class Flight:
 
     def _suspect(self, worker: WorkerAddress) -> None:
         self._suspects[worker.boot_id] = asyncio.get_running_loop().time() + SUSPECT_SECONDS
+
+
+def _at_fault(error: WeftError, worker_id: str) -> str:
+    """Whom to pass over for a while. A worker that is full or restarted, or a request that is bad or late, blames
+    nobody."""
+    if isinstance(error, PeerLost):
+        return error.worker_id
+    return worker_id if isinstance(error, EngineFailed) else ""

@@ -67,6 +67,7 @@ class Generation:
 
     Without `max_tokens` the answer may fill the context, or be as long as `default_max_tokens` if that is less.
     `prompt_field` and `max_tokens_field` are the client's names for these, so that later errors can name them.
+    `priority` counts as vLLM's clients count, lower is sooner; with `reject_if_busy` nobody waits for room.
     """
 
     model: str
@@ -96,6 +97,8 @@ class Generation:
     stream: bool = False
     include_usage: bool = False
     session: str = ""
+    priority: int | None = None
+    reject_if_busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from weft_services.gateway.openai_fields import (
     unsupported_field,
 )
 from weft_services.gateway.tool_choice import read_tool_use
+from weft_services.gateway.urgency import MAX_PRIORITY
 
 MAX_SEQUENCES = 128
 # as OpenAI has it
@@ -93,6 +94,8 @@ class _Body(_Lenient):
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    priority: Annotated[int | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
+    reject_if_busy: bool | None = None
 
     def common(self) -> dict[str, Any]:
         """The fields of a Generation that both bodies fill alike."""
@@ -125,6 +128,8 @@ class _Body(_Lenient):
             "return_token_ids": bool(self.return_token_ids),
             "stream": bool(self.stream),
             "include_usage": bool(options and options.include_usage),
+            "priority": self.priority,
+            "reject_if_busy": bool(self.reject_if_busy),
             "session": session_hint(extra.get("prompt_cache_key"), extra.get("session_id"), extra.get("user")),
         }
 

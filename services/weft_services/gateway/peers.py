@@ -36,7 +36,7 @@ MAX_QUEUED_STARTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class RouteQuery:
-    """What routing needs to know of one attempt."""
+    """What routing needs to know of one attempt. `priority` as engines count: higher goes first."""
 
     key: RequestKey
     model: str
@@ -45,6 +45,19 @@ class RouteQuery:
     session: bytes
     block_keys: tuple[bytes, ...]
     excluded_boot_ids: tuple[str, ...] = ()
+    tenant: bytes = b""
+    priority: int = 0
+    reject_if_busy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What the scheduler expects of an attempt, and how long it had to wait for a place."""
+
+    ttft_ms: int = 0
+    itl_ms: int = 0
+    cached_tokens: int = 0
+    waited_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +66,7 @@ class Placement:
 
     decode: WorkerAddress
     prefill: WorkerAddress | None
+    forecast: Forecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +80,18 @@ class StartCommand:
     cache_salt: bytes
     remaining_seconds: float
     resumed_tokens: int = 0
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """How far one attempt has come. `stage` is first_token, finished, failed or cancelled."""
+    """How far one attempt has come. `stage` is first_token, finished, failed or cancelled; with finished the attempt's
+    tokens are said."""
 
     key: RequestKey
     stage: str
     failed_worker_id: str = ""
+    generated_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +118,7 @@ class Scheduler:
 
     async def route(self, query: RouteQuery, timeout_seconds: float) -> Placement:
         """Raises Overloaded, PeerLost (no scheduler, or no worker for it), DeadlineExceeded."""
-        request = scheduler_pb.RouteRequest(
-            key=wire.key_to_wire(query.key),
-            model=query.model,
-            prompt_tokens=query.num_prompt_tokens,
-            max_tokens=query.max_tokens,
-            session=query.session,
-            block_keys=query.block_keys,
-            excluded_boot_ids=query.excluded_boot_ids,
-        )
+        request = _query_to_wire(query, timeout_seconds)
         try:
             with translated():
                 response = await self._scheduler.Route(request, timeout=min(ROUTE_SECONDS, timeout_seconds))
@@ -121,8 +130,7 @@ class Scheduler:
             if timeout_seconds <= ROUTE_SECONDS:
                 raise
             raise PeerLost("the scheduler does not answer") from error
-        prefill = wire.address_from_wire(response.prefill) if response.HasField("prefill") else None
-        return Placement(wire.address_from_wire(response.decode), prefill)
+        return _placement_from_wire(response)
 
     async def settle(self, settlements: list[Settlement]) -> None:
         """Report stages; safe to repeat. Raises WeftError."""
@@ -141,11 +149,47 @@ class Scheduler:
         await self._channels.close()
 
 
+def _query_to_wire(query: RouteQuery, remaining_seconds: float) -> scheduler_pb.RouteRequest:
+    return scheduler_pb.RouteRequest(
+        key=wire.key_to_wire(query.key),
+        model=query.model,
+        prompt_tokens=query.num_prompt_tokens,
+        max_tokens=query.max_tokens,
+        session=query.session,
+        block_keys=query.block_keys,
+        excluded_boot_ids=query.excluded_boot_ids,
+        remaining_ms=max(1, int(remaining_seconds * 1000)),
+        priority=_priority_to_wire(query.priority),
+        tenant=query.tenant,
+        reject_if_busy=query.reject_if_busy,
+    )
+
+
+def _priority_to_wire(priority: int) -> scheduler_pb.Priority.ValueType:
+    if priority == 0:
+        return scheduler_pb.PRIORITY_DEFAULT
+    return scheduler_pb.PRIORITY_INTERACTIVE if priority > 0 else scheduler_pb.PRIORITY_BATCH
+
+
+def _placement_from_wire(response: scheduler_pb.RouteResponse) -> Placement:
+    return Placement(
+        decode=wire.address_from_wire(response.decode),
+        prefill=wire.address_from_wire(response.prefill) if response.HasField("prefill") else None,
+        forecast=Forecast(
+            response.predicted_ttft_ms,
+            response.predicted_itl_ms,
+            response.predicted_cached_tokens,
+            response.waited_ms,
+        ),
+    )
+
+
 def _settlement_to_wire(settlement: Settlement) -> scheduler_pb.Settlement:
     return scheduler_pb.Settlement(
         key=wire.key_to_wire(settlement.key),
         stage=scheduler_pb.Settlement.Stage.Value(f"STAGE_{settlement.stage.upper()}"),
         failed_worker_id=settlement.failed_worker_id,
+        generated_tokens=settlement.generated_tokens,
     )
 
 
@@ -223,6 +267,7 @@ class DecodeLink:
             cache_salt=command.cache_salt,
             remaining_ms=max(1, int(command.remaining_seconds * 1000)),
             resumed_tokens=command.resumed_tokens,
+            priority=command.priority,
         )
         if command.placement.prefill is not None:
             start.prefill.CopyFrom(wire.address_to_wire(command.placement.prefill))
@@ -276,7 +321,10 @@ def _delta_from_wire(key: RequestKey, delta: decode_pb.SequenceDelta) -> Delta:
 
 
 def _failure_from_wire(failure: decode_pb.SequenceFailure) -> WeftError:
-    """For us a worker is as good as lost when it is another boot than the one routed to, or gives up by itself."""
-    if failure.code in (PeerLost.code, Incompatible.code, Cancelled.code):
+    """For us a worker is as good as lost when it is another boot than the one routed to, or gives up by itself; but
+    then it is nobody's fault."""
+    if failure.code == PeerLost.code:
         return PeerLost(failure.message, failure.worker_id)
+    if failure.code in (Incompatible.code, Cancelled.code):
+        return PeerLost(failure.message)
     return from_code(failure.code, failure.message)

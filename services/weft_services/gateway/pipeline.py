@@ -72,11 +72,12 @@ class Pipeline:
         return await self._workshop.do(lambda: prepare(parse(), self.model, fleet.block_tokens, limit))
 
     def run(self, prepared: Prepared, session: Session, timeout_seconds: float) -> Run:
-        """The request on the mesh; enter it to begin. A session given beside the request goes before its own."""
+        """The request on the mesh; enter it to begin. What is said beside the request goes before its own."""
         deadline = asyncio.get_running_loop().time() + timeout_seconds
         is_chat = isinstance(prepared.generation.prompts[0], Conversation)
         codec = self.model.chat_codec if is_chat else self.model.codec
-        return Run(self._mesh, prepared, codec, session.digest(prepared.generation.session), deadline)
+        standing = session.standing(prepared.generation.session, prepared.generation.priority)
+        return Run(self._mesh, prepared, codec, standing, deadline)
 
     def close(self) -> None:
         """Stop the threads."""

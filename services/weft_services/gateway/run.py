@@ -18,17 +18,19 @@ from weft.rpc.status import as_weft_error
 from weft_services.gateway.flight import Flight, Mesh, Shared
 from weft_services.gateway.inbox import Delta, Inbox
 from weft_services.gateway.model import Codec
+from weft_services.gateway.peers import Forecast
 from weft_services.gateway.prepare import Prepared
 from weft_services.gateway.sequence import Piece, Sequence
+from weft_services.gateway.sessions import Standing
 
 
 class Run:
     """`async with Run(...) as run:` then `await run.next()` until None. Leaving early cancels in the engine."""
 
-    def __init__(self, mesh: Mesh, prepared: Prepared, codec: Codec, session: bytes, deadline: float) -> None:
+    def __init__(self, mesh: Mesh, prepared: Prepared, codec: Codec, standing: Standing, deadline: float) -> None:
         """`deadline` in the loop's time."""
         self.prepared = prepared
-        self._shared = Shared(prepared, session, deadline, Inbox(self._abandon))
+        self._shared = Shared(prepared, standing, deadline, Inbox(self._abandon))
         self._failure: WeftError | None = None  # to be raised once the pieces before it are delivered
         stops = prepared.generation.stop
         self._flights = [
@@ -86,6 +88,12 @@ class Run:
         """The prompt that took longest, for the access log."""
         usages = [flight.usage for flight in self._flights if flight.usage is not None]
         return max(usages, key=lambda usage: usage.queue_ms + usage.compute_ms, default=PromptUsage())
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """What the scheduler expected of the sequence that was to wait longest, when it was first placed."""
+        forecasts = [flight.forecast for flight in self._flights if flight.forecast is not None]
+        return max(forecasts, key=lambda forecast: forecast.ttft_ms, default=None)
 
     async def next(self, idle_seconds: float) -> list[Piece] | None:
         """Everything that has come since, one piece a choice; empty after `idle_seconds` of silence; None at the end.

@@ -91,9 +91,9 @@ class InferenceService(InferenceServiceServicer):
     ) -> AsyncGenerator[tuple[Piece, Usage | None, Prepared], None]:
         """Pieces of the only choice, and what they continue; the last one comes with the usage."""
         timeout = min(self._timeout_seconds, context.time_remaining() or self._timeout_seconds)
-        session = session_of(context.invocation_metadata())
         account = Account(name)
         try:
+            session = session_of(context.invocation_metadata())
             prepared = await self._pipeline.prepare(lambda: parse(orjson.dumps(fields)))
             run = self._pipeline.run(prepared, session, timeout)
             account.watch(run)
@@ -164,6 +164,7 @@ def _json_field(text: str, field: str) -> Any:
 
 def _option_fields(options: pb.GenerationOptions) -> dict[str, Any]:
     given = "max_tokens temperature top_p top_k min_p seed frequency_penalty presence_penalty repetition_penalty"
+    given += " priority"
     fields = {name: getattr(options, name) for name in given.split() if options.HasField(name)}  # type: ignore[arg-type]
     for name in ("response_format", "structured_outputs"):
         if text := getattr(options, f"{name}_json"):
@@ -174,6 +175,7 @@ def _option_fields(options: pb.GenerationOptions) -> dict[str, Any]:
         "stop": list(options.stop),
         "stop_token_ids": list(options.stop_token_ids),
         "ignore_eos": options.ignore_eos,
+        "reject_if_busy": options.reject_if_busy,
         "session_id": options.session_id,
         "return_token_ids": options.return_token_ids,
     }

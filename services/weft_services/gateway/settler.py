@@ -74,9 +74,9 @@ class Booking:
             self._has_first_token = True
             self._settler.put(Settlement(self.key, FIRST_TOKEN, failed_worker_id))
 
-    def close(self, stage: Stage, failed_worker_id: str = "") -> None:
-        """Finished, failed or cancelled; later calls change nothing."""
+    def close(self, stage: Stage, failed_worker_id: str = "", generated_tokens: int | None = None) -> None:
+        """Finished, with so many tokens, failed or cancelled; later calls change nothing."""
         assert stage.is_terminal
         if not self._is_closed:
             self._is_closed = True
-            self._settler.put(Settlement(self.key, stage.value, failed_worker_id))
+            self._settler.put(Settlement(self.key, stage.value, failed_worker_id, generated_tokens))

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from weft_mesh.v1 import common_pb2 as weft__mesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$weft_mesh/v1/inference_service.proto\x12\x0cweft_mesh.v1\x1a\x19weft_mesh/v1/common.proto\"\xda\x05\n\x11GenerationOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x19\n\x0cnum_logprobs\x18\n \x01(\rH\x06\x88\x01\x01\x12\x12\n\nsession_id\x18\x0b \x01(\t\x12\x18\n\x10return_token_ids\x18\x0c \x01(\x08\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x02H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0e \x01(\x02H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0f \x01(\x02H\t\x88\x01\x01\x12\x42\n\nlogit_bias\x18\x10 \x03(\x0b\x32..weft_mesh.v1.GenerationOptions.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\x11 \x01(\r\x12\x1c\n\x14response_format_json\x18\x12 \x01(\t\x12\x1f\n\x17structured_outputs_json\x18\x13 \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x0f\n\r_num_logprobsB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penalty\"\x99\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.weft_mesh.v1.TokenIdsH\x00\x12\x30\n\x07options\x18\x04 \x01(\x0b\x32\x1f.weft_mesh.v1.GenerationOptionsB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xde\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12+\n\x08messages\x18\x02 \x03(\x0b\x32\x19.weft_mesh.v1.ChatMessage\x12\x12\n\ntools_json\x18\x03 \x03(\t\x12\x30\n\x07options\x18\x04 \x01(\x0b\x32\x1f.weft_mesh.v1.GenerationOptions\x12\x1c\n\x14template_kwargs_json\x18\x05 \x01(\t\x12\x18\n\x10tool_choice_json\x18\x06 \x01(\t\x12\x15\n\rone_tool_call\x18\x07 \x01(\x08\"[\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x17\n\x0ftool_calls_json\x18\x03 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\"\xcb\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x30\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1e.weft_mesh.v1.PositionLogprobs\x12\x31\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1a.weft_mesh.v1.FinishReason\x12\'\n\x05usage\x18\x05 \x01(\x0b\x32\x13.weft_mesh.v1.UsageH\x00\x88\x01\x01\x42\x08\n\x06_usage\"\x96\x02\n\x0c\x43hatResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x30\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1e.weft_mesh.v1.PositionLogprobs\x12\x31\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1a.weft_mesh.v1.FinishReason\x12\'\n\x05usage\x18\x05 \x01(\x0b\x32\x13.weft_mesh.v1.UsageH\x00\x88\x01\x01\x12\x19\n\x11reasoning_content\x18\x06 \x01(\t\x12/\n\ntool_calls\x18\x07 \x03(\x0b\x32\x1b.weft_mesh.v1.ToolCallDeltaB\x08\n\x06_usage\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x13\n\x11ListModelsRequest\"=\n\x12ListModelsResponse\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.weft_mesh.v1.ModelCard\"3\n\tModelCard\x12\n\n\x02id\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r2\xf1\x01\n\x10InferenceService\x12K\n\x08Generate\x12\x1d.weft_mesh.v1.GenerateRequest\x1a\x1e.weft_mesh.v1.GenerateResponse0\x01\x12?\n\x04\x43hat\x12\x19.weft_mesh.v1.ChatRequest\x1a\x1a.weft_mesh.v1.ChatResponse0\x01\x12O\n\nListModels\x12\x1f.weft_mesh.v1.ListModelsRequest\x1a .weft_mesh.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$weft_mesh/v1/inference_service.proto\x12\x0cweft_mesh.v1\x1a\x19weft_mesh/v1/common.proto\"\x96\x06\n\x11GenerationOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x19\n\x0cnum_logprobs\x18\n \x01(\rH\x06\x88\x01\x01\x12\x12\n\nsession_id\x18\x0b \x01(\t\x12\x18\n\x10return_token_ids\x18\x0c \x01(\x08\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x02H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0e \x01(\x02H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0f \x01(\x02H\t\x88\x01\x01\x12\x42\n\nlogit_bias\x18\x10 \x03(\x0b\x32..weft_mesh.v1.GenerationOptions.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\x11 \x01(\r\x12\x1c\n\x14response_format_json\x18\x12 \x01(\t\x12\x1f\n\x17structured_outputs_json\x18\x13 \x01(\t\x12\x15\n\x08priority\x18\x14 \x01(\x11H\n\x88\x01\x01\x12\x16\n\x0ereject_if_busy\x18\x15 \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x0f\n\r_num_logprobsB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_priority\"\x99\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.weft_mesh.v1.TokenIdsH\x00\x12\x30\n\x07options\x18\x04 \x01(\x0b\x32\x1f.weft_mesh.v1.GenerationOptionsB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xde\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12+\n\x08messages\x18\x02 \x03(\x0b\x32\x19.weft_mesh.v1.ChatMessage\x12\x12\n\ntools_json\x18\x03 \x03(\t\x12\x30\n\x07options\x18\x04 \x01(\x0b\x32\x1f.weft_mesh.v1.GenerationOptions\x12\x1c\n\x14template_kwargs_json\x18\x05 \x01(\t\x12\x18\n\x10tool_choice_json\x18\x06 \x01(\t\x12\x15\n\rone_tool_call\x18\x07 \x01(\x08\"[\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x17\n\x0ftool_calls_json\x18\x03 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\"\xcb\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x30\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1e.weft_mesh.v1.PositionLogprobs\x12\x31\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1a.weft_mesh.v1.FinishReason\x12\'\n\x05usage\x18\x05 \x01(\x0b\x32\x13.weft_mesh.v1.UsageH\x00\x88\x01\x01\x42\x08\n\x06_usage\"\x96\x02\n\x0c\x43hatResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x30\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1e.weft_mesh.v1.PositionLogprobs\x12\x31\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1a.weft_mesh.v1.FinishReason\x12\'\n\x05usage\x18\x05 \x01(\x0b\x32\x13.weft_mesh.v1.UsageH\x00\x88\x01\x01\x12\x19\n\x11reasoning_content\x18\x06 \x01(\t\x12/\n\ntool_calls\x18\x07 \x03(\x0b\x32\x1b.weft_mesh.v1.ToolCallDeltaB\x08\n\x06_usage\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x13\n\x11ListModelsRequest\"=\n\x12ListModelsResponse\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.weft_mesh.v1.ModelCard\"3\n\tModelCard\x12\n\n\x02id\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r2\xf1\x01\n\x10InferenceService\x12K\n\x08Generate\x12\x1d.weft_mesh.v1.GenerateRequest\x1a\x1e.weft_mesh.v1.GenerateResponse0\x01\x12?\n\x04\x43hat\x12\x19.weft_mesh.v1.ChatRequest\x1a\x1a.weft_mesh.v1.ChatResponse0\x01\x12O\n\nListModels\x12\x1f.weft_mesh.v1.ListModelsRequest\x1a .weft_mesh.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,31 +35,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._loaded_options = None
   _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_GENERATIONOPTIONS']._serialized_start=82
-  _globals['_GENERATIONOPTIONS']._serialized_end=812
-  _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_start=611
-  _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_end=659
-  _globals['_GENERATEREQUEST']._serialized_start=815
-  _globals['_GENERATEREQUEST']._serialized_end=968
-  _globals['_TOKENIDS']._serialized_start=970
-  _globals['_TOKENIDS']._serialized_end=993
-  _globals['_CHATREQUEST']._serialized_start=996
-  _globals['_CHATREQUEST']._serialized_end=1218
-  _globals['_CHATMESSAGE']._serialized_start=1220
-  _globals['_CHATMESSAGE']._serialized_end=1311
-  _globals['_GENERATERESPONSE']._serialized_start=1314
-  _globals['_GENERATERESPONSE']._serialized_end=1517
-  _globals['_CHATRESPONSE']._serialized_start=1520
-  _globals['_CHATRESPONSE']._serialized_end=1798
-  _globals['_TOOLCALLDELTA']._serialized_start=1800
-  _globals['_TOOLCALLDELTA']._serialized_end=1875
-  _globals['_USAGE']._serialized_start=1877
-  _globals['_USAGE']._serialized_end=1957
-  _globals['_LISTMODELSREQUEST']._serialized_start=1959
-  _globals['_LISTMODELSREQUEST']._serialized_end=1978
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1980
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2041
-  _globals['_MODELCARD']._serialized_start=2043
-  _globals['_MODELCARD']._serialized_end=2094
-  _globals['_INFERENCESERVICE']._serialized_start=2097
-  _globals['_INFERENCESERVICE']._serialized_end=2338
+  _globals['_GENERATIONOPTIONS']._serialized_end=872
+  _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_start=658
+  _globals['_GENERATIONOPTIONS_LOGITBIASENTRY']._serialized_end=706
+  _globals['_GENERATEREQUEST']._serialized_start=875
+  _globals['_GENERATEREQUEST']._serialized_end=1028
+  _globals['_TOKENIDS']._serialized_start=1030
+  _globals['_TOKENIDS']._serialized_end=1053
+  _globals['_CHATREQUEST']._serialized_start=1056
+  _globals['_CHATREQUEST']._serialized_end=1278
+  _globals['_CHATMESSAGE']._serialized_start=1280
+  _globals['_CHATMESSAGE']._serialized_end=1371
+  _globals['_GENERATERESPONSE']._serialized_start=1374
+  _globals['_GENERATERESPONSE']._serialized_end=1577
+  _globals['_CHATRESPONSE']._serialized_start=1580
+  _globals['_CHATRESPONSE']._serialized_end=1858
+  _globals['_TOOLCALLDELTA']._serialized_start=1860
+  _globals['_TOOLCALLDELTA']._serialized_end=1935
+  _globals['_USAGE']._serialized_start=1937
+  _globals['_USAGE']._serialized_end=2017
+  _globals['_LISTMODELSREQUEST']._serialized_start=2019
+  _globals['_LISTMODELSREQUEST']._serialized_end=2038
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2040
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2101
+  _globals['_MODELCARD']._serialized_start=2103
+  _globals['_MODELCARD']._serialized_end=2154
+  _globals['_INFERENCESERVICE']._serialized_start=2157
+  _globals['_INFERENCESERVICE']._serialized_end=2398
 # @@protoc_insertion_point(module_scope)
