@@ -119,7 +119,7 @@ class Planner:
         self._catch_up()
         for sequence in list(self.running):
             # An earlier turn of this loop may have preempted it.
-            is_next = sequence.state is State.RUNNING and sequence.num_pending == 1
+            is_next = sequence.state is State.RUNNING and sequence.is_in_its_text
             if is_next and not self._grow(sequence, is_settled):
                 return None
         # with somebody preempted, there is no room for others
@@ -148,13 +148,13 @@ class Planner:
         """Pages that prompts could not get when they last went on come before anybody new."""
         if self._config.paging.is_bounded:
             for sequence in self.running:
-                if sequence.num_pending > 1:
+                if sequence.is_in_its_prompt:
                     self.pages.slide(sequence)
 
     def _works(self) -> list[Work]:
         """From here on the step counts as under way."""
-        single = [sequence for sequence in self.running if sequence.num_pending == 1]
-        others = [sequence for sequence in self.running if sequence.num_pending > 1]
+        single = [sequence for sequence in self.running if sequence.is_in_its_text]
+        others = [sequence for sequence in self.running if sequence.is_in_its_prompt]
         works = [self._work(sequence, 1) for sequence in single]
         budget = self._config.chunk_tokens
         for sequence in others:

@@ -66,6 +66,16 @@ class Sequence:
         return 0 if self.is_closing else self.num_tokens - self.num_launched
 
     @property
+    def is_in_its_prompt(self) -> bool:
+        """It goes on as far as it has pages. A prefill does so to its last token: nobody makes way for it."""
+        return self.num_pending > (0 if self.is_prefill else 1)
+
+    @property
+    def is_in_its_text(self) -> bool:
+        """It goes on by one token in every step."""
+        return self.num_pending == 1 and not self.is_prefill
+
+    @property
     def is_under_way(self) -> bool:
         """A step computes on it, and writes its blocks."""
         return self.num_launched > self.num_computed

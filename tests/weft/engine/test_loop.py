@@ -241,3 +241,19 @@ def test_a_prompt_whose_pages_another_holds_stands_still_until_they_are_back() -
     turns = [key for key, _ in runner.chunks]
     assert turns.index(keys[1]) < len(turns) - 1 - turns[::-1].index(keys[0])
     assert [sum(count for key, count in runner.chunks if key == each) for each in keys] == [32, 32 - 12]
+
+
+def test_a_prefill_that_lacks_only_the_page_of_its_last_token_waits_for_it(steps_ahead: int) -> None:
+    """Nobody can make way for it: the other one is a prefill, too, and holds pages that the first one gave back."""
+    config = replace(CONFIG, num_blocks=6 + steps_ahead, chunk_tokens=4, pin_sealed=False, reaches=(Reach(window=6),))
+    outputs: list[StepOutput] = []
+    loop = Loop(CountingRunner(config), replace(config, steps_ahead=steps_ahead), outputs.append)
+    first = [place % 3 for place in range(13 + 4 * steps_ahead)]
+    second = first[: 4 + 4 * steps_ahead] + [9] * 9
+    for name, prompt in (("first", first), ("second", second)):
+        spec = SequenceSpec(RequestKey(name), tuple(prompt), SamplingParams(1), SequenceMode.PREFILL)
+        loop.turn([Sequence(spec, list(prompt), 0.0)])
+    while not loop.turn([]):
+        pass
+    told = {delta.key.request_id: delta.token_ids for output in outputs for delta in output.deltas}
+    assert told == {"first": (next_token(first),), "second": (next_token(second),)}
