@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.weft.engine.harness import Driver
 from tests.weft.model import test_families
 from tests.weft.tiny_families import make_family
 from weft.model import attention, decoder, latent, mlp
@@ -73,3 +74,14 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch
     for chunk in (8, NUM_TOKENS):
         logits = test_families.logits_in_chunks(tiny, chunk)
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_kernels_read_a_decode_steps_buffers_where_they_stay(tmp_path: Path) -> None:
+    """Padded steps of one size after another: lengths and tables reach the kernels through the same memory."""
+    tiny = make_family("llama4", tmp_path)
+    prompts = [[5, 9, 11, 4, 8, 3, 17, 6, 12, 7, 10], [8, 4, 6], [9]]
+    with Driver(tiny, block_tokens=4, chunk_tokens=16, decode_graphs=True, max_num_seqs=4) as driver:
+        keys = [driver.submit(str(i), prompt, 5 - i) for i, prompt in enumerate(prompts)]
+        found = [driver.wait_end(key).tokens for key in keys]
+    assert found == [tiny.greedy(prompt, 5 - i) for i, prompt in enumerate(prompts)]

@@ -7,7 +7,10 @@ from torch import Tensor
 from weft_kernels.paged_attention.batch import FULL as FULL
 from weft_kernels.paged_attention.batch import PagedBatch as PagedBatch
 from weft_kernels.paged_attention.batch import Span as Span
+from weft_kernels.paged_attention.resident import resident_batch as resident_batch
 from weft_kernels.paged_attention.rows import paged_attention_rows
+from weft_kernels.paged_attention.tensors import PagedTensors as PagedTensors
+from weft_kernels.paged_attention.tensors import aligned as aligned
 
 
 def paged_attention(q: Tensor, layer: int, batch: PagedBatch, span: Span = FULL) -> Tensor:

@@ -55,7 +55,7 @@ def plan_launches(
 ) -> Launches:
     """Copy a batch from host lists to the device in one piece, once for all layers."""
     size = len(context_lens)
-    width, head = _aligned(max(map(len, tables))), _aligned(size + 1)
+    width, head = aligned(max(map(len, tables))), aligned(size + 1)
     memory = np.zeros(2 * head + size * width, dtype=np.int32)
     memory[: size + 1] = query_starts
     memory[head : head + size] = context_lens
@@ -72,6 +72,6 @@ def plan_launches(
     )
 
 
-def _aligned(count: int) -> int:
+def aligned(count: int) -> int:
     """Up to a multiple of 16: Triton compiles a kernel anew for sizes and addresses that are none."""
     return -(-count // 16) * 16

@@ -19,6 +19,7 @@ class EngineConfig:
     (0: an eighth of the pool, 64 at least).
     `reaches`: how far back each group of layers looks; blocks are pages, one for each group and `block_tokens` tokens.
     `steps_ahead`: 1 plans and launches a step while the one before runs, 0 after it; the tokens are the same.
+    `decode_graphs`: steps in which everybody generates are replayed, see `weft.engine.graphs`.
     """
 
     num_blocks: int
@@ -29,6 +30,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_waiting: int = 8192
     steps_ahead: int = 0
+    decode_graphs: bool = False
     eos_token_ids: tuple[int, ...] = ()
     pin_sealed: bool = False
     max_pinned: int = 0

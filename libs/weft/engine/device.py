@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,3 +55,27 @@ class Link:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return Mark(event)
+
+
+class Recorder:
+    """Captures what is launched as a graph, to be launched again at once. On a CPU it is done again, step by step."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """A function that does what `run` does, on the same memory; `run` may wait for nothing and ask for no values.
+
+        All graphs share their memory: what one has computed holds until another one runs.
+        """
+        if self._link.is_direct:
+            return run
+        run()  # what compiles kernels and makes libraries' workspaces cannot be captured
+        graph = torch.cuda.CUDAGraph()
+        memory = self._graphs[0].pool() if self._graphs else None
+        # other threads may go on with their own work on the device
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+            run()
+        self._graphs.append(graph)
+        return graph.replay

@@ -68,8 +68,8 @@ class Decoder:
         self.frequencies = inverse_frequencies(config.rope, config.rotated_dim).to(device)
         loader.finish()
 
-    def forward(self, rows: Rows, batches: Sequence[PagedBatch]) -> Tensor:
-        """[R, vocab] float32 logits. Writes the KV of all rows into the batches' pool at `rows.slots`."""
+    def forward(self, rows: Rows, batches: Sequence[PagedBatch], out: Tensor | None = None) -> Tensor:
+        """[R, vocab] float32 logits, in `out` if given. Writes the KV of all rows into the pool at `rows.slots`."""
         angles = cos_sin(rows.positions, self.frequencies, self.dtype, self.config.rope.attention_factor)
         latent = plan_latent(self.config.latent, batches[0]) if self.config.latent else None
         step = Step(rows.slots, batches, angles, self._temperature(rows.positions), latent)
@@ -79,7 +79,8 @@ class Decoder:
         assert pending is not None
         x = stream[rows.logit_rows] + pending[rows.logit_rows]
         x = rms_norm(x, self.norm, self.config.rms_norm_eps)
-        return linear(x, self.head).float()
+        logits = linear(x, self.head)
+        return logits.float() if out is None else out.copy_(logits)
 
     def _temperature(self, positions: Tensor) -> Tensor | None:
         temperature = self.config.temperature

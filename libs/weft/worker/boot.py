@@ -129,6 +129,7 @@ def _build(
         eos_token_ids=model.eos_token_ids,
         reaches=paging.reaches,
         steps_ahead=steps_ahead,
+        decode_graphs=config.cuda_graphs and machine.device == "cuda",
         pin_sealed=bool(config.kvstore_addr) and machine.device == "cpu",
     )
     engine = build_engine(

@@ -63,6 +63,7 @@ class WorkerConfig:
     block_tokens: int = 0
     num_blocks: int = 0
     chunk_tokens: int = 512
+    cuda_graphs: bool = True
     transport: TransportChoice = TransportChoice.AUTO
     mooncake_protocol: MooncakeProtocol = MooncakeProtocol.TCP
     kv_checksums: Checksums = Checksums.AUTO

@@ -1,0 +1,120 @@
+"""Decode steps as captured graphs: the model runs on buffers that stay where they are, and a replay is one launch.
+
+A step is padded to the next of a few sizes. Knows rows and pages by number; whose they are is the packer's matter.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.engine.config import EngineConfig
+from weft.engine.device import Link, Recorder
+from weft.engine.packed import Packed, Tables
+from weft.model.decoder import Decoder
+from weft.model.step import Rows
+from weft_kernels.paged_attention import PagedTensors, aligned, resident_batch
+
+# Beyond it a step's launches take less time than its work.
+MAX_SIZE = 256
+
+
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """How many rows there are graphs for: dense where padding costs most, the largest first of all a step can have."""
+    largest = min(max_num_seqs, MAX_SIZE)
+    steps = (1, 2, 4, 8, 16, 24, *range(32, 128, 16), *range(128, MAX_SIZE, 32))
+    return (*(size for size in steps if size < largest), largest)
+
+
+def num_scratch_blocks(config: EngineConfig) -> int:
+    """Pages behind the pool that padding writes to, and nobody else: a slot for every row."""
+    return -(-graph_sizes(config.max_num_seqs)[-1] // config.block_tokens) if config.decode_graphs else 0
+
+
+class DecodeGraphs:
+    """`pool` has the scratch pages behind its `config.num_blocks`. All sizes use the leading rows of the same buffers.
+
+    A padding row is token 0 at position 0, with a scratch slot for its KV and one token of a scratch page for context.
+    """
+
+    def __init__(self, model: Decoder, pool: Tensor, config: EngineConfig, link: Link) -> None:
+        self.sizes = graph_sizes(config.max_num_seqs)
+        self._model, self._pool, self._link = model, pool, link
+        self._recorder = Recorder(link)
+        self._replays: dict[int, Callable[[], None]] = {}
+        largest, num_groups = self.sizes[-1], len(config.reaches)
+        at = np.arange(largest)
+        slots = config.num_blocks * config.block_tokens + at
+        self._padding = np.stack([0 * at, 0 * at, *[slots] * num_groups])
+        self._pages: Tables = [(int(slot) // config.block_tokens,) for slot in slots]
+        # what lies in each row of the tables now: most rows are those of the step before
+        self._held: list[Tables] = [[()] * largest for _ in range(num_groups)]
+        self._width = aligned(config.paging.num_blocks(config.context_tokens))
+        self._rows = link.upload(self._padding).clone()
+        self._starts = torch.arange(largest + 1, dtype=torch.int32, device=link.device)
+        self._lens = torch.ones(num_groups, aligned(largest), dtype=torch.int32, device=link.device)
+        self._tables = torch.zeros(num_groups, largest, self._width, dtype=torch.int32, device=link.device)
+        self._logit_rows = torch.arange(largest, device=link.device)
+        self._logits = torch.zeros(largest, model.config.vocab_size, device=link.device)
+        for group in range(num_groups):
+            self._fill_tables(group, self._pages)
+
+    def fits(self, packed: Packed) -> bool:
+        """There is a graph for such a step."""
+        return packed.is_decode and packed.rows.shape[1] <= self.sizes[-1]
+
+    def forward(self, packed: Packed, fill_in: Callable[[Tensor], None]) -> Tensor:
+        """Logits, until the next step. `fill_in` puts the tokens that the host does not know among the ids."""
+        if not self._replays:
+            # On padding alone. The graphs of smaller steps find their memory in that of the largest.
+            self._record(self.sizes[-1])
+        num_rows = packed.rows.shape[1]
+        size = self.sizes[bisect_left(self.sizes, num_rows)]
+        self._fill(packed, size)
+        fill_in(self._rows[0])
+        if size not in self._replays:
+            self._record(size)
+        self._replays[size]()
+        return self._logits[:num_rows]
+
+    def _record(self, size: int) -> None:
+        self._replays[size] = self._recorder.record(lambda: self._run(size))
+
+    def _run(self, size: int) -> None:
+        """Nothing here depends on what is in the buffers, but for where the device reads it."""
+        batches = []
+        for lens, tables in zip(self._lens, self._tables, strict=True):
+            tensors = PagedTensors(self._starts[: size + 1], lens[:size], tables[:size], max_rows=1)
+            batches.append(resident_batch(self._pool, self._model.config.num_heads, tensors))
+        rows = self._rows[:, :size]
+        self._model.forward(Rows(rows[0], rows[1], rows[2:], self._logit_rows[:size]), batches, self._logits[:size])
+
+    def _fill(self, packed: Packed, size: int) -> None:
+        num_rows = packed.rows.shape[1]
+        rows = self._padding[:, :size].copy()
+        rows[:, :num_rows] = packed.rows
+        lens = np.ones((len(packed.lens), size), dtype=np.int32)
+        lens[:, :num_rows] = packed.lens
+        self._rows[:, :size] = self._link.upload(rows)
+        self._lens[:, :size] = self._link.upload(lens)
+        for group, tables in enumerate(packed.tables):
+            self._fill_tables(group, tables + self._pages[num_rows:size])
+
+    def _fill_tables(self, group: int, tables: Tables) -> None:
+        held = self._held[group]
+        changed = [row for row, blocks in enumerate(tables) if blocks is not held[row]]
+        if not changed:
+            return
+        # a table may go on with pages for tokens to come
+        fitting = [tables[row][: self._width] for row in changed]
+        filled = np.zeros((len(changed), max(map(len, fitting))), dtype=np.int32)
+        for line, blocks in zip(filled, fitting, strict=True):
+            line[: len(blocks)] = blocks
+        target = self._tables[group, :, : filled.shape[1]]
+        target.index_copy_(0, self._link.upload(np.array(changed)), self._link.upload(filled))
+        for row in changed:
+            held[row] = tables[row]

@@ -1,0 +1,88 @@
+"""From a step's works to one packed batch, in numbers on the host. Knows sequences and pages, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from weft.engine.batch import Work
+from weft.engine.device import Array
+from weft.engine.sequence import Sequence
+from weft.kv.groups import PageRun, Paging
+
+Tables = list[tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """T rows of S sequences: `rows` [2 + groups, T] int64 are token ids, positions and each group's KV slots.
+
+    `unknown` [n, 2]: rows whose token the host does not know yet, and where among the last step's it stands.
+    `starts` [S + 1], and of each group `lens` [S] and `tables` [S]: see `PagedBatch`. `logit_rows` [R]: who samples.
+    """
+
+    rows: Array
+    unknown: list[tuple[int, int]]
+    logit_rows: list[int]
+    starts: list[int]
+    lens: list[list[int]]
+    tables: list[Tables]
+
+    @property
+    def is_decode(self) -> bool:
+        """Every sequence contributes one token, and gets one."""
+        return len(self.logit_rows) == len(self.starts) - 1 == self.starts[-1]
+
+
+class Packer:
+    """`last_row` tells where the last step left the newest token of a sequence."""
+
+    def __init__(self, paging: Paging, last_row: Callable[[Sequence], int]) -> None:
+        self._paging = paging
+        self._block_tokens = paging.block_tokens
+        self._last_row = last_row
+
+    def pack(self, works: Items[Work]) -> Packed:
+        """The works in their order."""
+        token_ids: list[int] = []
+        logit_rows: list[int] = []
+        unknown: list[tuple[int, int]] = []
+        parts: list[Array] = []
+        for work in works:
+            sequence, start = work.sequence, work.start
+            if start == len(sequence.token_ids):
+                unknown.append((len(token_ids), self._last_row(sequence)))
+                token_ids.append(0)
+            else:
+                token_ids += sequence.token_ids[start : start + work.num_tokens]
+            at = np.arange(start, start + work.num_tokens)
+            parts.append(np.stack([at, *(self._slots(run, at) for run in sequence.runs)]))
+            if work.samples:
+                logit_rows.append(len(token_ids) - 1)
+        rows = np.concatenate([np.array([token_ids]), np.concatenate(parts, axis=1)])
+        starts = list(accumulate((work.num_tokens for work in works), initial=0))
+        contexts = [self._contexts(works, group) for group in range(len(self._paging.reaches))]
+        lens, tables = [each[0] for each in contexts], [each[1] for each in contexts]
+        return Packed(rows, unknown, logit_rows, starts, lens, tables)
+
+    def _slots(self, run: PageRun, at: Array) -> Array:
+        """Where the KV of these consecutive positions goes."""
+        index = at // self._block_tokens
+        blocks = np.array(run.blocks[index[0] - run.first : index[-1] + 1 - run.first])
+        slots: Array = blocks[index - index[0]] * self._block_tokens + at % self._block_tokens
+        return slots
+
+    def _contexts(self, works: Items[Work], group: int) -> tuple[list[int], Tables]:
+        """They begin at the group's first page, or a little before: attention knows distances and chunks alone."""
+        lens: list[int] = []
+        tables: Tables = []
+        for work in works:
+            run = work.sequence.runs[group]
+            num_left_out = self._paging.num_left_out(group, run.first)
+            lens.append(work.start + work.num_tokens - num_left_out * self._block_tokens)
+            tables.append(run.blocks[:1] * (run.first - num_left_out) + run.blocks)
+        return lens, tables

@@ -1,0 +1,159 @@
+"""Decode steps on padded buffers that stay in place: the plain path is their oracle, and transformers is that of both.
+
+On a CPU a graph is run again instead of replayed; everything around that is what a GPU does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.weft.engine.harness import Driver
+from tests.weft.engine.test_tokens import prompts_of
+from tests.weft.tiny_families import TinyFamily
+from tests.weft.tiny_llama import Tiny
+from weft.engine.config import EngineConfig
+from weft.engine.graphs import DecodeGraphs, graph_sizes, num_scratch_blocks
+from weft.kv.groups import Reach
+from weft.model.kv_layout import kv_groups
+
+LENGTHS = [1, 7, 15, 16, 17, 40]
+NUM_NEW = [20, 17, 14, 11, 8, 5]
+Sizes = list[tuple[int, int]]
+
+
+@pytest.fixture
+def sizes_run(monkeypatch: pytest.MonkeyPatch) -> Sizes:
+    """Of each step that was replayed: rows that were wanted, rows of its graph."""
+    seen: Sizes = []
+    fill = DecodeGraphs._fill
+
+    def watched(self: DecodeGraphs, packed: object, size: int) -> None:
+        seen.append((packed.rows.shape[1], size))  # type: ignore[attr-defined]
+        fill(self, packed, size)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DecodeGraphs, "_fill", watched)
+    return seen
+
+
+def test_sizes_are_dense_where_padding_costs_most() -> None:
+    assert graph_sizes(1) == (1,)
+    assert graph_sizes(6) == (1, 2, 4, 6)
+    assert graph_sizes(64) == (1, 2, 4, 8, 16, 24, 32, 48, 64)
+    assert graph_sizes(256)[-4:] == (160, 192, 224, 256)
+    assert graph_sizes(1000) == graph_sizes(256)
+
+
+def test_every_row_has_a_scratch_slot() -> None:
+    config = EngineConfig(8, 16, 100, 128, max_num_seqs=40, decode_graphs=True)
+    assert num_scratch_blocks(config) == 3
+    assert num_scratch_blocks(EngineConfig(8, 16, 100, 128, max_num_seqs=40)) == 0
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen3-moe", "llama4", "deepseek"])
+def test_tokens_are_those_of_the_plain_path_and_of_transformers(
+    name: str, family_of: Callable[[str], TinyFamily], sizes_run: Sizes
+) -> None:
+    """With batches that grow and shrink, pages that go back, preemption, and sequences that sample."""
+    tiny = family_of(name)
+    prompts = prompts_of(LENGTHS, 110)
+    few: dict[str, Any] = {"num_blocks": 10 * len(kv_groups(tiny.config).reaches), "max_num_seqs": 6}
+    found = []
+    for has_graphs in (False, True):
+        with Driver(tiny, decode_graphs=has_graphs, **few) as driver:
+            poison(driver)
+            keys = [
+                driver.submit(str(i), prompt, num, temperature=i % 2, logit_bias=((5, 0.5),) if i == 3 else ())
+                for i, (prompt, num) in enumerate(zip(prompts, NUM_NEW, strict=True))
+            ]
+            found.append([driver.wait_end(key).tokens for key in keys])
+            driver.assert_all_blocks_are_back()
+        assert bool(sizes_run) == has_graphs
+    assert found[0] == found[1]
+    for at in (0, 2, 4):
+        assert found[1][at] == tiny.greedy(prompts[at], NUM_NEW[at])
+    assert len({size for _, size in sizes_run}) >= 3
+    assert any(wanted < size for wanted, size in sizes_run), "nothing was ever padded"
+
+
+def test_padding_writes_nothing_that_is_anybodys(grouped: Tiny, sizes_run: Sizes) -> None:
+    """Three rows in a graph for four: behind their own tokens every byte of the pool is what it was."""
+    pools = []
+    for has_graphs in (False, True):
+        with Driver(grouped, decode_graphs=has_graphs, num_blocks=24, max_num_seqs=4) as driver:
+            pool = poison(driver)
+            keys = [driver.submit(str(i), prompt, 12) for i, prompt in enumerate(prompts_of([5, 18, 33], 100))]
+            assert all(len(driver.wait_end(key).tokens) == 12 for key in keys)
+            driver.assert_all_blocks_are_back()
+            pools.append(pool.clone())
+    assert (3, 4) in sizes_run
+    is_untouched = pools[0].isnan()
+    assert is_untouched.any()
+    assert torch.equal(is_untouched, pools[1].isnan())
+    torch.testing.assert_close(pools[0].nan_to_num(), pools[1].nan_to_num(), rtol=1e-5, atol=1e-6)
+
+
+def test_what_does_not_fit_a_graph_runs_as_before(
+    grouped: Tiny, sizes_run: Sizes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.engine.graphs.MAX_SIZE", 2)
+    prompts = prompts_of([9, 20, 31], 100)
+    with Driver(grouped, decode_graphs=True, max_num_seqs=4) as driver:
+        keys = [driver.submit(str(i), prompt, 8 + 4 * i) for i, prompt in enumerate(prompts)]
+        found = [driver.wait_end(key).tokens for key in keys]
+    assert found == [grouped.greedy(prompt, 8 + 4 * i) for i, prompt in enumerate(prompts)]
+    assert {size for _, size in sizes_run} == {1, 2}, "three at a time and prompts are no business of graphs"
+
+
+def test_graphs_are_captured_when_first_needed_and_the_largest_first(
+    grouped: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[int] = []
+    record = DecodeGraphs._record
+
+    def watched(self: DecodeGraphs, size: int) -> None:
+        recorded.append(size)
+        record(self, size)
+
+    monkeypatch.setattr(DecodeGraphs, "_record", watched)
+    with Driver(grouped, decode_graphs=True, max_num_seqs=16) as driver:
+        driver.generate([4, 5, 6], 1)
+        assert recorded == []
+        driver.generate([4, 5, 6], 4, "two")
+        assert recorded == [16, 1]
+        for key in [driver.submit(name, [7, 8], 4) for name in ("three", "four")]:
+            driver.wait_end(key)
+    assert recorded == [16, 1, 2]
+
+
+def poison(driver: Driver) -> torch.Tensor:
+    """NaN in all of the pool; what is returned lies in it."""
+    memory = driver.engine.pool_memory
+    array = (ctypes.c_char * (memory.num_blocks * memory.block_bytes)).from_address(memory.address)
+    return torch.frombuffer(array, dtype=torch.float32).fill_(float("nan"))
+
+
+def test_a_window_and_a_chunk_have_tables_of_their_own(family_of: Callable[[str], TinyFamily]) -> None:
+    """The two families above that have several groups: else the test of tokens would say little."""
+    assert len(kv_groups(family_of("llama4").config).reaches) > 1
+    assert kv_groups(family_of("mistral-window").config).reaches[0] == Reach(window=8)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen3-moe", "llama4", "deepseek"])
+def test_replayed_graphs_give_the_tokens_of_transformers(
+    name: str, family_of: Callable[[str], TinyFamily], sizes_run: Sizes
+) -> None:
+    tiny = family_of(name)
+    prompts = prompts_of(LENGTHS, 110)
+    with Driver(tiny, device="cuda", decode_graphs=True, num_blocks=256, max_num_seqs=8) as driver:
+        for turn in ("captured", "replayed"):
+            keys = [driver.submit(f"{turn}-{i}", prompt, NUM_NEW[i]) for i, prompt in enumerate(prompts)]
+            found = [driver.wait_end(key).tokens for key in keys]
+            assert found == [tiny.greedy(prompt, num) for prompt, num in zip(prompts, NUM_NEW, strict=True)]
+    assert sizes_run
