@@ -12,7 +12,7 @@ from loadtest.fleet.worker import Job, Machinery
 from weft.errors import Overloaded
 from weft.lifetime import Stage
 from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
-from weft_services.scheduler.router import STORE, Progress, Router
+from weft_services.scheduler.router import STORE_BLOCKS, Progress, Router
 from weft_services.scheduler.state import NO_PREFERENCE, Preference, RouteQuery, Worker, WorkerInfo, WorkerReport
 
 MODEL = "model"
@@ -80,7 +80,7 @@ class Weft:
         """Settle, and what the store would say."""
         self._router.settle(Progress(_key(job), Stage.DECODING), now)
         if self._signals.store:
-            self._router.stored.add(STORE, job.request.keys, 0, 1 << 40)
+            self._router.stored.add(self._router.fingerprint(MODEL), job.request.keys, 0, STORE_BLOCKS)
 
     def ended(self, job: Job, now: float) -> None:
         """Settle, and bind the session."""

@@ -8,10 +8,12 @@ from weft.rpc.server import RpcServer, run, until_signal
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.config import Config
 from weft_services.scheduler.dispatch import Dispatcher
+from weft_services.scheduler.peers import KvStore
 from weft_services.scheduler.router import Router
 from weft_services.scheduler.service import NAMES, register
 from weft_services.scheduler.targets import parse_targets
 from weft_services.scheduler.waiting import WaitingRoom
+from weft_services.scheduler.whereabouts import Whereabouts
 
 
 async def main(config: Config) -> None:
@@ -19,7 +21,10 @@ async def main(config: Config) -> None:
     logging.info(describe(config))
     affinity = Affinity(config.redis_url, config.affinity_ttl_seconds)
     router = Router(config.silence_seconds, parse_targets(config.targets), config.prefix_keys)
-    dispatcher = Dispatcher(router, affinity, WaitingRoom(config.max_queue, config.queue_seconds))
+    room = WaitingRoom(config.max_queue, config.queue_seconds)
+    kvstore = KvStore(config.kvstore_addr) if config.kvstore_addr else None
+    whereabouts = Whereabouts(kvstore.locate if kvstore else None)
+    dispatcher = Dispatcher(router, affinity, room, whereabouts=whereabouts)
     rpc = RpcServer(NAMES)
     register(rpc.server, dispatcher, config.report_interval_ms, config.silence_seconds)
     address = await rpc.start(config.host, config.port)
@@ -27,6 +32,8 @@ async def main(config: Config) -> None:
     await rpc.set_ready(True)
     await until_signal(dispatcher.run())
     await rpc.stop(grace_seconds=0.5)
+    if kvstore is not None:
+        await kvstore.close()
 
 
 if __name__ == "__main__":

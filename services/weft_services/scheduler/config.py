@@ -15,7 +15,8 @@ MAX_QUEUE_SECONDS = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """From WEFT_* variables. An empty redis_url means no session affinity; `max_queue` requests wait for room, each
+    """From WEFT_* variables. An empty redis_url means no session affinity, an empty kvstore_addr that only
+    what this scheduler dispatched is known of who caches what; `max_queue` requests wait for room, each
     no longer than `queue_seconds`; `targets` is what waiting and generating may take before new requests have to
     wait."""
 
@@ -23,6 +24,7 @@ class Config:
     port: int = 0
     metrics_port: int = 0
     redis_url: str = ""
+    kvstore_addr: str = ""
     affinity_ttl_seconds: int = 3600
     report_interval_ms: int = 1000
     max_queue: int = 1024

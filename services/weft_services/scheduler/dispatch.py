@@ -1,7 +1,8 @@
 """The scheduler's verbs as the servicers call them: the router's, with a clock, the sessions' memory and metrics
 around.
 
-Everything except the affinity lookup and the wait for room happens at once, so state never changes under a decision.
+Everything except the lookups (affinity, kvstore) and the wait for room happens at once, so state never changes under a
+decision.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.router import Progress, Router
 from weft_services.scheduler.state import Placement, Preference, RouteQuery, Worker, WorkerInfo, WorkerReport
 from weft_services.scheduler.waiting import Waiter, WaitingRoom
+from weft_services.scheduler.whereabouts import Whereabouts
 
 SWEEP_SECONDS = 1.0
 _OUTCOMES: dict[type[WeftError], str] = {
@@ -36,12 +38,14 @@ class Dispatcher:
         affinity: Affinity,
         room: WaitingRoom | None = None,
         clock: Callable[[], float] = time.monotonic,
+        whereabouts: Whereabouts | None = None,
     ) -> None:
         """Without a waiting room a request that finds no place is refused at once."""
         self._router = router
         self._affinity = affinity
         self._room = room if room is not None else WaitingRoom(0, 0.0)
         self._clock = clock
+        self._whereabouts = whereabouts or Whereabouts()
         self._places: dict[Waiter, tuple[Preference, asyncio.Future[Placement]]] = {}
 
     def join(self, info: WorkerInfo) -> Worker:
@@ -71,6 +75,7 @@ class Dispatcher:
         Raises the policy's refusals, having booked nothing; Overloaded says when to come back.
         """
         preference = await self._affinity.lookup(query.model, query.session)
+        await self._whereabouts.learn(self._router, query)
         try:
             placement = await self._place(query, preference)
         except WeftError as error:
@@ -144,9 +149,10 @@ class Dispatcher:
         return self._clock() - worker.reported_at
 
     async def run(self) -> None:
-        """Sweep and write affinities until cancelled."""
+        """Sweep, write affinities and ask kvstore until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._affinity.run())
+            group.create_task(self._whereabouts.run())
             group.create_task(self._sweep_forever())
 
     async def _sweep_forever(self) -> None:

@@ -42,6 +42,11 @@ class Fleet:
         """All live workers, sorted by id."""
         return [self._workers[worker_id] for worker_id in sorted(self._workers)]
 
+    def find(self, worker_id: str, boot_id: str) -> Worker | None:
+        """That start of the worker, if it is live."""
+        worker = self._workers.get(worker_id)
+        return worker if worker is not None and worker.info.address.boot_id == boot_id else None
+
     def join(self, info: WorkerInfo, now: float) -> tuple[Worker, Worker | None]:
         """A worker is live from here on. Returns it, and the one of the same id that it replaces."""
         replaced = self._workers.get(info.address.worker_id)

@@ -101,7 +101,7 @@ class PrefixIndex(Generic[HolderT]):
             return
         mine.blocks -= stood_for
         self._num_keys -= 1
-        others = tuple(other for other in self._holders[key] if other is not holder)
+        others = tuple(other for other in self._holders[key] if other != holder)
         if others:
             self._holders[key] = others
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.lifetime import Stage
@@ -19,6 +20,7 @@ from weft_services.scheduler.prefixes import MAX_KEYS, PrefixIndex
 from weft_services.scheduler.state import (
     NO_PREFERENCE,
     Demand,
+    Located,
     Placement,
     Preference,
     Prefixes,
@@ -30,8 +32,8 @@ from weft_services.scheduler.state import (
 from weft_services.scheduler.targets import NO_TARGETS, Targets
 
 logger = logging.getLogger(__name__)
-# the one holder of what all workers can fetch; whoever hears of the store's blocks adds them to `stored`
-STORE = "store"
+# the store bounds itself
+STORE_BLOCKS = 1 << 40
 # a prefix that more workers hold than this belongs to nobody's session alone
 FEW_HOLDERS = 3
 
@@ -53,7 +55,8 @@ class Router:
         self._targets = targets
         self.fleet = Fleet(silence_seconds)
         self.prefixes: PrefixIndex[Worker] = PrefixIndex(max_keys)
-        self.stored: PrefixIndex[str] = PrefixIndex(max_keys)
+        # the store is one holder for each model's fingerprint: of its blocks all workers of that model can fetch
+        self.stored: PrefixIndex[bytes] = PrefixIndex(max_keys)
         self._bookings = Bookings()
         self._lengths = OutputLengths()
 
@@ -101,9 +104,32 @@ class Router:
         held = {worker: blocks * worker.info.fingerprint.block_tokens for worker, blocks in matched.items()}
         common = heapq.nlargest(FEW_HOLDERS + 1, held.values())[-1] if len(held) > FEW_HOLDERS else 0
         served = self.fleet.models.get(query.model)
-        stored = self.stored.match(query.block_keys).get(STORE, 0) if self.stored else 0
+        stored = self.stored.match(query.block_keys).get(served.fingerprint, 0) if served and self.stored else 0
         prefixes = Prefixes(held, stored * served.block_tokens if served else 0, common)
         return Demand(query, prefixes, preference, self._lengths.expected(query.model, query.max_tokens))
+
+    def fingerprint(self, model: str) -> bytes:
+        """What the store calls that model's blocks by; empty while no worker serves it."""
+        served = self.fleet.models.get(model)
+        return served.fingerprint if served is not None else b""
+
+    def uncached_tokens(self, query: RouteQuery) -> int:
+        """Tokens of the prompt that would have to be computed where most of it is known to lie."""
+        held = self.prefixes.match(query.block_keys)
+        tokens = (blocks * worker.info.fingerprint.block_tokens for worker, blocks in held.items())
+        return query.prompt_tokens - max(tokens, default=0)
+
+    def learn(self, fingerprint: bytes, keys: Sequence[bytes], located: Located) -> None:
+        """What others know of where a prompt's blocks lie. What workers have been given since is not denied by it."""
+        num_stored = located.num_stored
+        self.stored.remove(fingerprint, keys[num_stored:])
+        if num_stored:
+            self.stored.add(fingerprint, keys[:num_stored], 0, STORE_BLOCKS)
+        known = self.prefixes.match(keys)
+        for holding in located.workers:
+            worker = self.fleet.find(holding.worker_id, holding.boot_id)
+            if worker is not None and holding.num_blocks > known.get(worker, 0):
+                self.prefixes.add(worker, keys[: holding.num_blocks], known.get(worker, 0), worker.info.num_blocks)
 
     def settle(self, progress: Progress, now: float) -> Booking | None:
         """A booked request has come this far; late, repeated and unknown ones change nothing. Returns its booking at

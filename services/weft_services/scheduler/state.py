@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from weft.kv.store_keys import fingerprint_digest
 from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
 from weft_services.scheduler.speed import DEFAULT_DECODE_RATE, DEFAULT_PREFILL_RATE, Speed
 
@@ -165,6 +166,8 @@ class Served:
         self.by_id = {worker.worker_id: worker for worker in self.workers}
         self.is_uniform = len({worker.info.fingerprint for worker in self.workers}) <= 1
         self.block_tokens = self.workers[0].info.fingerprint.block_tokens if self.workers else 0
+        # what the shared store calls this model's blocks by
+        self.fingerprint = fingerprint_digest(self.workers[0].info.fingerprint) if self.workers else b""
         self.has_both = any(worker.info.role is WorkerRole.BOTH for worker in self.workers)
 
 
@@ -224,6 +227,23 @@ class Prefixes:
 
 
 NOTHING_HELD = Prefixes()
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A worker that has the first `num_blocks` blocks of a prompt in its pool."""
+
+    worker_id: str
+    boot_id: str
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Who holds leading blocks of a prompt, as kvstore says: workers, and so many of them the store."""
+
+    workers: tuple[Holding, ...] = ()
+    num_stored: int = 0
 
 
 @dataclass(frozen=True, slots=True)
