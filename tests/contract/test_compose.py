@@ -58,6 +58,12 @@ def test_only_the_gateway_can_be_reached_from_outside(services: dict[str, Any]) 
     assert all(port.startswith("127.0.0.1:") for port in services["gateway"]["ports"])
 
 
+def test_scheduler_and_workers_know_the_kvstore(services: dict[str, Any]) -> None:
+    for name in ("scheduler", "prefill", "decode"):
+        host, _, port = services[name]["environment"]["WEFT_KVSTORE_ADDR"].partition(":")
+        assert services[host]["environment"]["WEFT_PORT"] == port
+
+
 def test_gpu_workers_differ_from_the_others_in_image_device_and_host_only() -> None:
     parsed = yaml.safe_load(COMPOSE.read_text())["services"]
     for name in ("prefill", "decode"):

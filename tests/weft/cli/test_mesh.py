@@ -36,6 +36,7 @@ def test_peers_are_told_each_others_addresses() -> None:
     assert worker["WEFT_SCHEDULER_ADDR"] == AT.scheduler
     assert worker["WEFT_WEIGHTS_ADDR"] == AT.weights
     assert worker["WEFT_KVSTORE_ADDR"] == AT.kvstore
+    assert specs["scheduler"].environ["WEFT_KVSTORE_ADDR"] == AT.kvstore
     assert specs["scheduler"].environ["WEFT_REDIS_URL"] == "redis://127.0.0.1:1/0"
 
 
@@ -103,3 +104,4 @@ def test_without_mooncake_there_is_no_store_and_nobody_waits_for_one() -> None:
     assert "kvstore" not in specs
     assert specs["prefill-0"].after == ("scheduler", "weights")
     assert specs["prefill-0"].environ["WEFT_KVSTORE_ADDR"] == ""
+    assert specs["scheduler"].environ["WEFT_KVSTORE_ADDR"] == ""
