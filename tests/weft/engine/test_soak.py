@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests.weft.engine.harness import Driver
+from tests.weft.engine.test_shaped import EveryThird
 from tests.weft.tiny_llama import Tiny
 from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
@@ -32,6 +33,7 @@ from weft.request import RequestKey, SamplingParams
 NUM_STEPS = int(os.environ.get("WEFT_SOAK_STEPS", "600"))
 NUM_BLOCKS, BLOCK_TOKENS, MAX_LIVE = 26, 4, 12  # blocks for each group of layers
 NUM_TEXTS, MAX_NEW = 24, 20
+CHANGES: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_k": 40}, {"repetition_penalty": 1.3, "min_tokens": 4}]
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Text:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     expected: list[int]
+    is_constrained: bool
 
 
 @dataclass
@@ -54,20 +57,22 @@ class Live:
 
 
 def make_texts(tiny: Tiny) -> list[Text]:
-    """Greedy texts as transformers writes them; sampled ones as a clean engine does, one after the other."""
+    """Greedy texts as transformers writes them; others as a clean engine does, one after the other."""
     source = random.Random(5)
     texts = []
     with Driver(tiny, num_blocks=256) as alone:
         for index in range(NUM_TEXTS):
             shared = [17, 4, 99, 23, 8] * source.randrange(3)  # some begin alike, and hit each other's blocks
             prompt = shared + [source.randrange(3, 110) for _ in range(source.randrange(1, 22))]
-            if index % 3:
-                sampling, expected = SamplingParams(MAX_NEW, ignore_eos=True), tiny.greedy(prompt, MAX_NEW)
-            else:
-                sampling = SamplingParams(MAX_NEW, 0.9, top_k=40, seed=index, ignore_eos=True)
-                heard = alone.generate(prompt, MAX_NEW, str(index), temperature=0.9, top_k=40, seed=index)
+            changes, is_constrained = CHANGES[index % len(CHANGES)], index % 4 == 3
+            sampling = SamplingParams(MAX_NEW, seed=index, ignore_eos=True, **changes)
+            if changes or is_constrained:
+                constraint = EveryThird(tiny.config.vocab_size) if is_constrained else None
+                heard = alone.generate(prompt, MAX_NEW, str(index), seed=index, constraint=constraint, **changes)
                 expected = heard.tokens
-            texts.append(Text(tuple(prompt), sampling, expected))
+            else:
+                expected = tiny.greedy(prompt, MAX_NEW)
+            texts.append(Text(tuple(prompt), sampling, expected, is_constrained))
     return texts
 
 
@@ -112,6 +117,7 @@ class Chaos:
         self.errors: list[str] = []
         self.is_over = threading.Event()
         reaches = kv_groups(tiny.config).reaches
+        self.vocab_size = tiny.config.vocab_size
         config = EngineConfig(
             num_blocks=NUM_BLOCKS * len(reaches),
             reaches=reaches,
@@ -120,6 +126,7 @@ class Chaos:
             max_context_tokens=tiny.config.max_positions,
             chunk_tokens=11,
             max_num_seqs=7,
+            steps_ahead=Driver.steps_ahead,
             pin_sealed=True,
             max_pinned=3,
         )
@@ -172,10 +179,10 @@ class Chaos:
         if live is None:
             return  # cancelled, and said before that was heard
         live.tokens += delta.token_ids
-        expected = live.text.expected[: len(live.tokens)]
+        expected = live.text.expected[live.spec.resumed_tokens :][: len(live.tokens)]
         assert live.tokens == expected, f"{live.spec}: {live.tokens}, alone {expected}"
         if delta.finish_reason is not None:
-            assert len(live.tokens) == live.spec.sampling.max_tokens
+            assert len(live.tokens) == live.spec.sampling.max_tokens - live.spec.resumed_tokens
             self.counts["ended"] += 1
             del self.live[delta.key]
 
@@ -208,10 +215,18 @@ class Chaos:
         held = [live.text for live, _, _ in self.held.values()]
         kind = self.random.choice(("generate", "generate", "generate", "prefill", "wait", *(["wait"] * len(held))))
         text = self.random.choice(held if held and kind == "wait" else self.texts)
-        sampling = replace(text.sampling, max_tokens=self.random.randrange(1, MAX_NEW + 1))
-        salt = self.random.choice((b"", b"", b"other"))
-        mode = SequenceMode.PREFILL if kind == "prefill" else SequenceMode.GENERATE
-        spec = SequenceSpec(key, text.prompt, sampling, mode, salt, wait_for_kv=kind == "wait")
+        num_resumed = self.random.choice((0, 0, 7))  # some go on with what another worker has begun
+        sampling = replace(text.sampling, max_tokens=self.random.randrange(num_resumed + 1, MAX_NEW + 1))
+        spec = SequenceSpec(
+            key,
+            (*text.prompt, *text.expected[:num_resumed]),
+            sampling,
+            SequenceMode.PREFILL if kind == "prefill" else SequenceMode.GENERATE,
+            self.random.choice((b"", b"", b"other")),
+            wait_for_kv=kind == "wait",
+            resumed_tokens=num_resumed,
+            constraint=EveryThird(self.vocab_size) if text.is_constrained else None,
+        )
         self.live[key] = Live(text, spec)
         self.counts["begun"] += 1
         self.counts[kind] += 1
@@ -233,10 +248,11 @@ class Chaos:
         assert reserved is not None
         num_hits = reserved.num_hit_tokens // BLOCK_TOKENS  # those blocks are shared: nobody writes there
         for held, runs, token in self.held.values():
-            if held.text is live.text:
-                self.copy(runs, reserved, num_hits, len(live.text.prompt))
+            num_tokens = len(live.spec.token_ids)
+            if held.text is live.text and len(held.spec.token_ids) == num_tokens:
+                self.copy(runs, reserved, num_hits, num_tokens)
                 self.counts["handed over"] += 1
-                self.engine.filled(live.spec.key, len(live.text.prompt), FirstToken(token))
+                self.engine.filled(live.spec.key, num_tokens, FirstToken(token))
                 return
         blocks = [block for run in reserved.runs for block in run.within(num_hits, run.end).blocks]
         suspects = [block for block in blocks[-3:] if self.random.random() < 0.5]
