@@ -21,12 +21,13 @@ SOURCES = (
     "linear/linear.cpp",
     "paged_attention/chunks.cpp",
     "paged_attention/rows.cpp",
-    "rans/rans.cpp",
+    "rans/decode.cpp",
+    "rans/encode.cpp",
     "rms_norm/rms_norm.cpp",
     "rope/rope.cpp",
     "silu_mul/silu_mul.cpp",
 )
-HEADERS = ("native/vector.h",)
+HEADERS = ("native/vector.h", "rans/format.h")
 COMMON = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-x", "c++")
 FLAGS = {
     "avx2": ("-DWEFT_WIDTH=8", "-mavx2", "-mfma"),

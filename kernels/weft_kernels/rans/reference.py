@@ -1,4 +1,4 @@
-"""The coder in numpy, the meaning of rans.cpp.
+"""The coder in numpy, the meaning of decode.cpp and encode.cpp.
 
 Element i of a chunk belongs to lane i % 32. A lane's state is 32 bits wide and at least 2^16; coding runs backwards
 from 2^16 in every lane, and whenever a state would grow too far its lower 16 bits go to the one stream of words that
