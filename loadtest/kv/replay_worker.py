@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,17 +14,7 @@ import torch
 from loadtest.kv.prefill import Shape, prefilling, read_weights
 from weft import metrics
 from weft.kv.tiers import Tier
-from weft.worker.estimate import FetchEstimate
-
-
-class AlwaysFetch(FetchEstimate):
-    """Takes every hit: what is replayed is how much the tiers keep, not what is worth fetching for so small a model."""
-
-    def is_worth_asking(self, num_blocks: int, whole_tokens: int = 0) -> bool:
-        return True
-
-    def num_worthwhile(self, tiers: Sequence[Tier], whole_tokens: int = 0) -> int:
-        return len(tiers)
+from weft.worker.estimate import AlwaysFetch, FetchEstimate
 
 
 async def main() -> None:
@@ -34,6 +23,7 @@ async def main() -> None:
     os.dup2(2, 1)  # what a library prints must not mix with replies
     torch.set_num_threads(1)
     settings = json.loads(sys.argv[1])
+    # What is replayed is how much the tiers keep, not what is worth fetching for so small a model.
     kind = FetchEstimate if settings.pop("chooses") else AlwaysFetch
     shape = Shape(**{**settings, "model": Path(settings["model"])})
     estimate = kind(shape.block_tokens, shape.chunk_tokens)

@@ -186,8 +186,8 @@ class Mesh:
 
 @pytest.fixture(scope="session")
 def mesh() -> Iterator[Mesh]:
-    """One prefill and one decode worker, chunks of 16 tokens, Mooncake."""
-    running = Mesh("--transport", "mooncake", environment={"WEFT_CHUNK_TOKENS": "16"})
+    """One prefill and one decode worker, chunks of 16 tokens, Mooncake; what the store has is always fetched."""
+    running = Mesh("--transport", "mooncake", environment={"WEFT_CHUNK_TOKENS": "16", "WEFT_STORE_FETCH": "always"})
     try:
         running.wait_ready()
         yield running

@@ -32,7 +32,7 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
     ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": "a b " * 4000}]}, 400, "messages"),
     ("chat/completions", {**CHAT, "temperature": "hot"}, 400, "temperature"),
     ("chat/completions", {**CHAT, "temperature": -1}, 400, "temperature"),
-    ("chat/completions", {**CHAT, "logit_bias": {"5": 10}}, 400, "logit_bias"),
+    ("chat/completions", {**CHAT, "logit_bias": {"five": 10}}, 400, "logit_bias"),
     ("completions", {**TEXT, "max_tokens": 0}, 400, "max_tokens"),
     ("completions", {**TEXT, "max_tokens": 10**9}, 400, "max_tokens"),
     ("completions", {**TEXT, "max_tokens": "many"}, 400, "max_tokens"),

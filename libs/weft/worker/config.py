@@ -45,6 +45,13 @@ class Checksums(StrEnum):
     OFF = "0"
 
 
+class StoreFetch(StrEnum):
+    """Which blocks to fetch from the store: those that it is quicker to fetch than to compute, or all it has."""
+
+    CHEAPER = "cheaper"
+    ALWAYS = "always"
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """Zero means: choose for me (ports, block size, blocks from memory, all cores)."""
@@ -67,6 +74,7 @@ class WorkerConfig:
     transport: TransportChoice = TransportChoice.AUTO
     mooncake_protocol: MooncakeProtocol = MooncakeProtocol.TCP
     kv_checksums: Checksums = Checksums.AUTO
+    store_fetch: StoreFetch = StoreFetch.CHEAPER
     lease_seconds: float = LEASE_SECONDS
     threads: int = 0
     cpus: str = ""

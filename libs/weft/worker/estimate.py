@@ -120,3 +120,15 @@ class FetchEstimate:
 
     def _fetch_seconds(self, counts: Mapping[Tier, int]) -> float:
         return sum(self._fetch[tier].seconds(count) for tier, count in counts.items())
+
+
+class AlwaysFetch(FetchEstimate):
+    """Takes every hit, for those to whom computing less matters more than time."""
+
+    def is_worth_asking(self, num_blocks: int, whole_tokens: int = 0) -> bool:
+        """Always."""
+        return True
+
+    def num_worthwhile(self, tiers: Sequence[Tier], whole_tokens: int = 0) -> int:
+        """All of them."""
+        return len(tiers)

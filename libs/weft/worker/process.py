@@ -26,8 +26,8 @@ from weft.rpc.client import ChannelPool
 from weft.rpc.server import RpcServer, until_signal
 from weft.worker.blocks import open_blocks
 from weft.worker.boot import Booted, boot
-from weft.worker.config import WorkerConfig
-from weft.worker.estimate import FetchEstimate
+from weft.worker.config import StoreFetch, WorkerConfig
+from weft.worker.estimate import AlwaysFetch, FetchEstimate
 from weft.worker.grammars import GrammarDesk
 from weft.worker.health import Health
 from weft.worker.membership import Introduction, Membership
@@ -127,7 +127,8 @@ async def _furnish(config: WorkerConfig, booted: Booted, feed: EngineFeed, tasks
     transports = pick_transports(config.transport, config.peer_host, config.mooncake_protocol, fallback, pool_bytes)
     # the store client copies in host memory only
     store_address = config.kvstore_addr if booted.device == "cpu" else ""
-    estimate = FetchEstimate(booted.engine_config.block_tokens, booted.engine_config.chunk_tokens)
+    choose = AlwaysFetch if config.store_fetch is StoreFetch.ALWAYS else FetchEstimate
+    estimate = choose(booted.engine_config.block_tokens, booted.engine_config.chunk_tokens)
     feed.on_computed = estimate.computed
     store = StoreClient(store_address, pool, booted.fingerprint, engine.unpin, estimate)
     await store.connect()
