@@ -63,11 +63,16 @@ def test_tokens_are_exact_cold_warm_and_from_the_store_and_pages_out_of_sight_st
         moved = sum(len(paging.lent(group, 0, len(prompt))) for group in range(3) for prompt in asked)
         assert running.metric("decode-0", "weft_kv_transfer_bytes_total", transport="mooncake") == moved * size
         warm = cached_of_exact_answers()
-        assert warm == [(len(prompt) - 1) // 16 * 16 for prompt in asked]
+        full = [(len(prompt) - 1) // 16 * 16 for prompt in asked]
+        # A prompt that ends with a block was handed over without the page that only its repetition looks at: decode,
+        # asked for the same once more and without a prefill worker, computes it anew.
+        assert [found for found, prompt in zip(warm, asked, strict=True) if len(prompt) % 16] == [
+            tokens for tokens, prompt in zip(full, asked, strict=True) if len(prompt) % 16
+        ]
         running.wait_idle()
         # both pools are emptied, so whatever is cached now comes out of the store
         running.kill_and_wait_for_return("prefill-0", "decode-0")
-        assert cached_of_exact_answers() == warm
+        assert cached_of_exact_answers() == full
         assert running.metric("prefill-0", "weft_prefix_cache_hit_tokens_total", tier="dram") > 0
         running.wait_idle()
     finally:
