@@ -69,6 +69,9 @@ class Bench:
             max_num_seqs=settings.max_seqs,
             max_waiting=2 * settings.max_seqs,
             reaches=reaches,
+            # as a worker sets them: one step ahead and replayed graphs on a GPU, the plain loop elsewhere
+            steps_ahead=int(settings.device == "cuda"),
+            decode_graphs=settings.device == "cuda",
         )
         self.num_blocks, self.paging = limits.num_blocks, limits.paging
         self.engine = build_engine(
