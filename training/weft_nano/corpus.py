@@ -37,13 +37,18 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What the dialogues look like up to some share of a phase; drills and errands are shares of them."""
+    """What the dialogues look like up to some share of a phase; drills, errands and choices are shares of them."""
 
     until: float
     max_tokens: int
     tokens_per_batch: int
     drills: float = 0.0
     errands: float = 0.0
+    choices: float = 0.0
+
+    def draw_style(self, rng: random.Random) -> Style:
+        named = (self.drills, self.errands, self.choices)
+        return rng.choices(("drill", "errands", "choices", "mixed"), (*named, 1 - sum(named)))[0]
 
 
 class Encoder:
@@ -96,9 +101,7 @@ def make_pool(encoder: Encoder, source: Source, stage: Stage) -> list[Batch]:
     examples: list[Example] = []
     while len(examples) < POOL_SIZE:
         length = _draw_length(source.rng, stage.max_tokens)
-        draw = source.rng.random()
-        style: Style = "drill" if draw < stage.drills else "errands" if draw < stage.drills + stage.errands else "mixed"
-        example = encoder.encode(make_dialogue(source, length, style))
+        example = encoder.encode(make_dialogue(source, length, stage.draw_style(source.rng)))
         if len(example.token_ids) <= min(stage.max_tokens * 1.25, MAX_TOKENS):
             examples.append(example)
     examples.sort(key=lambda e: len(e.token_ids))

@@ -18,7 +18,7 @@ from training.weft_nano.invented import invent_tool
 from training.weft_nano.tools import CATALOGUE, Tool
 
 Message = dict[str, Any]
-Style = Literal["mixed", "drill", "errands", "session"]
+Style = Literal["mixed", "drill", "errands", "choices", "session"]
 CHARACTERS_PER_TOKEN = 2.5
 
 
@@ -64,6 +64,8 @@ class Talk:
         """The system message and the tools."""
         if self.style == "drill":
             return
+        if self.style == "choices":
+            return self._take_tools(self.s.between(1, 5), invented=0.85)
         prompt = smalltalk.system_prompt(self.s) if self.s.chance(0.7) else ""
         if self.s.chance(0.2):
             facts = [self._new_fact() for _ in range(self.s.between(1, 3))]
@@ -74,10 +76,11 @@ class Talk:
             self._take_tools(self.s.between(1, 2) if self.target_size < 1000 else self.s.between(1, 5))
         elif self.s.chance(0.6):
             self._take_tools(1 if self.target_size < 700 else self.s.between(1, 5))
+        return None
 
-    def _take_tools(self, count: int) -> None:
+    def _take_tools(self, count: int, invented: float = 0.5) -> None:
         for _ in range(count):
-            tool = invent_tool(self.s) if self.s.chance(0.5) else self.s.choice(CATALOGUE)
+            tool = invent_tool(self.s) if self.s.chance(invented) else self.s.choice(CATALOGUE)
             if all(tool.name != other.name for other in self.tools):
                 self.tools.append(tool)
         wrapped = [{"type": "function", "function": tool.schema} for tool in self.tools]
@@ -169,6 +172,8 @@ class Talk:
             weights = (28, 42, 0, 3, 27, 0)
         elif self.style == "errands":
             weights = (14, 22, 56, 6, 2, 0)
+        elif self.style == "choices":
+            weights = (2, 2, 92, 3, 1, 0)
         elif self.style == "session":
             weights = (1, 0, 0, 0, 0, 0) if not self.keys_taken else (0, 0, 50, 35, 5, 10)
             weights = (0, 1, 0, 0, 0, 0) if progress > 0.75 and self.unasked else weights
@@ -203,7 +208,8 @@ def _story_sentence(s: Source) -> str:
 def make_dialogue(source: Source, target_tokens: int, style: Style = "mixed") -> Dialogue:
     """A dialogue of roughly `target_tokens` tokens, system part and tools included.
 
-    A drill is copying only; errands are mostly tool calls; a session tells one to four facts at its start, goes on
+    A drill is copying only; errands are mostly tool calls; choices are calls among
+    tools that are nearly all invented; a session tells one to four facts at its start, goes on
     to other things, and asks for them at its end.
     """
     talk = Talk(source, target_tokens, style)

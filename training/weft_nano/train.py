@@ -61,11 +61,15 @@ PHASES = (
         ),
     ),
     Phase(
-        steps=444,
-        peak=0.4,
-        warmup_steps=20,
-        decays_from=0.1,
-        stages=(Stage(until=1.0, max_tokens=800, tokens_per_batch=4096, errands=0.85),),
+        steps=4000,
+        peak=0.8,
+        warmup_steps=50,
+        decays_from=0.35,
+        stages=(
+            Stage(until=0.45, max_tokens=640, tokens_per_batch=4096, choices=0.75),
+            Stage(until=0.8, max_tokens=1000, tokens_per_batch=4096, choices=0.5, errands=0.15),
+            Stage(until=1.0, max_tokens=1600, tokens_per_batch=4096, choices=0.35, errands=0.25),
+        ),
     ),
 )
 
