@@ -1,8 +1,9 @@
 """Trains Weft Nano and writes the checkpoint: Muon for the matrices, AdamW for the rest, BF16 matmuls on the CPU.
 
 Dialogues are made as they are needed. Phase 1 is short dialogues at a flat rate, until copying works; phase 2 grows
-the dialogues to the full context and lets the rate decay; phase 3 is mostly tool calls. Each phase starts from the
-checkpoint that the one before it wrote.
+the dialogues to the full context and lets the rate decay; phases 3 and 4 are mostly choices among tools that were never
+seen before, each up from a middling rate and down again. Each phase starts from the checkpoint that the one before it
+wrote.
 `python -m training.weft_nano.train` writes `models/weft-nano/`.
 """
 
@@ -71,13 +72,23 @@ PHASES = (
             Stage(until=1.0, max_tokens=1600, tokens_per_batch=4096, choices=0.35, errands=0.25),
         ),
     ),
+    Phase(
+        steps=1200,
+        peak=0.5,
+        warmup_steps=20,
+        decays_from=0.2,
+        stages=(
+            Stage(until=0.6, max_tokens=900, tokens_per_batch=4096, choices=0.5, errands=0.3),
+            Stage(until=1.0, max_tokens=1500, tokens_per_batch=4096, choices=0.3, errands=0.35),
+        ),
+    ),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     phase: int
-    """1, 2 or 3; 0 for all, one after the other."""
+    """1 to 4; 0 for all, one after the other."""
     minutes: float
     """Where above 0, the phase takes so long, however many steps that are."""
     seed: int
@@ -220,7 +231,7 @@ def train_phase(options: Options, number: int, model: LlamaForCausalLM, tokenize
 
 def train(options: Options) -> None:
     torch.set_num_threads(options.threads)
-    for number in (options.phase,) if options.phase else (1, 2, 3):
+    for number in (options.phase,) if options.phase else range(1, len(PHASES) + 1):
         if number == 1:
             tokenizer = train_tokenizer(options.seed)
             train_phase(options, 1, make_model(tokenizer, options.seed), tokenizer)
@@ -231,7 +242,7 @@ def train(options: Options) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--phase", type=int, choices=(0, 1, 2, 3), default=0)
+    parser.add_argument("--phase", type=int, choices=range(len(PHASES) + 1), default=0)
     parser.add_argument("--minutes", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
