@@ -62,7 +62,7 @@ PHASES = (
         ),
     ),
     Phase(
-        steps=4000,
+        steps=5352,
         peak=0.8,
         warmup_steps=50,
         decays_from=0.35,
@@ -73,7 +73,7 @@ PHASES = (
         ),
     ),
     Phase(
-        steps=1200,
+        steps=2724,
         peak=0.5,
         warmup_steps=20,
         decays_from=0.2,
