@@ -22,8 +22,8 @@ from weft.errors import InvalidRequest
 from weft.grammar import Grammars, load_grammars
 from weft.model.config import read_config
 from weft.request import FinishReason
-from weft_services.gateway.answer_grammar import format_parts, join
 from weft_services.gateway.generation import AnswerFormat, FormatKind
+from weft_services.gateway.grammar.answer_grammar import format_parts, join
 
 NANO = Path(__file__).parents[2] / "models" / "weft-nano"
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 3, "ignore_eos": False}

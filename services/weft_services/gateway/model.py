@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 
 from weft.errors import BadCheckpoint
 from weft.grammar import Grammars, load_grammars
-from weft_services.gateway.assistant import END_THINK, THINK
-from weft_services.gateway.chat_template import ChatTemplate
 from weft_services.gateway.generation import SamplingDefaults
-from weft_services.gateway.tool_formats import ToolFormat, choose_format
+from weft_services.gateway.text.assistant import END_THINK, THINK
+from weft_services.gateway.text.chat_template import ChatTemplate
+from weft_services.gateway.text.tool_formats import ToolFormat, choose_format
 
 
 class Codec:

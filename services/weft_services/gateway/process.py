@@ -10,18 +10,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from weft.rpc.server import RpcServer, until_signal
-from weft_services.gateway.app import build_app
 from weft_services.gateway.config import Config
-from weft_services.gateway.fleet import POLL_INTERVAL_SECONDS, FleetWatch
-from weft_services.gateway.flight import Mesh
-from weft_services.gateway.grpc_edge import LISTENER_OPTIONS, Admission
-from weft_services.gateway.http_server import HttpServer
-from weft_services.gateway.links import DecodeLinks
+from weft_services.gateway.front.app import build_app
+from weft_services.gateway.front.grpc_edge import LISTENER_OPTIONS, Admission
+from weft_services.gateway.front.http_server import HttpServer
+from weft_services.gateway.front.service import SERVICE_NAME, add_inference_service
+from weft_services.gateway.mesh.fleet import POLL_INTERVAL_SECONDS, FleetWatch
+from weft_services.gateway.mesh.flight import Mesh
+from weft_services.gateway.mesh.links import DecodeLinks
+from weft_services.gateway.mesh.peers import Scheduler
+from weft_services.gateway.mesh.pipeline import Pipeline
+from weft_services.gateway.mesh.settler import Settler
 from weft_services.gateway.model import load_model
-from weft_services.gateway.peers import Scheduler
-from weft_services.gateway.pipeline import Pipeline
-from weft_services.gateway.service import SERVICE_NAME, add_inference_service
-from weft_services.gateway.settler import Settler
 
 logger = logging.getLogger(__name__)
 

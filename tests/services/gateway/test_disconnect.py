@@ -11,8 +11,8 @@ from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import SequenceDelta, Start, deltas, forever, speaking
 from weft.errors import Overloaded
 from weft.request import RequestKey
-from weft_services.gateway import endpoints, exchange
-from weft_services.gateway.inbox import Delta, Inbox
+from weft_services.gateway.front import endpoints, exchange
+from weft_services.gateway.mesh.inbox import Delta, Inbox
 
 
 def request_bytes(stream: bool, max_tokens: int = 100) -> bytes:

@@ -151,7 +151,7 @@ async def test_a_full_fleet_says_when_to_come_back(bench: MakeBench) -> None:
 async def test_a_client_that_does_not_read_holds_neither_a_place_nor_the_engine(
     bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft_services.gateway.service.SLOW_READER_SECONDS", 0.2)
+    monkeypatch.setattr("weft_services.gateway.front.service.SLOW_READER_SECONDS", 0.2)
 
     async def talkative(start: Start) -> AsyncIterator[SequenceDelta]:
         while True:

@@ -14,8 +14,8 @@ from tests.services.gateway.conftest import END, Bench, MakeBench
 from tests.services.gateway.fakes import forever, speaking
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from weft_services.gateway import grpc_edge
-from weft_services.gateway.exchange import MAX_BODY_BYTES
+from weft_services.gateway.front import grpc_edge
+from weft_services.gateway.front.exchange import MAX_BODY_BYTES
 
 GENERATE = "/weft_mesh.v1.InferenceService/Generate"
 

@@ -16,9 +16,9 @@ import pytest
 from tests.services.gateway.conftest import CONTEXT, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import LENGTH, SequenceDelta, speaking
 from tests.services.gateway.test_disconnect import connect
-from weft_services.gateway import http_server
-from weft_services.gateway.exchange import MAX_BODY_BYTES
-from weft_services.gateway.http_server import MAX_HEAD_BYTES, MAX_HEADERS
+from weft_services.gateway.front import http_server
+from weft_services.gateway.front.exchange import MAX_BODY_BYTES
+from weft_services.gateway.front.http_server import MAX_HEAD_BYTES, MAX_HEADERS
 
 JSON = {"content-type": "application/json"}
 
@@ -190,7 +190,7 @@ async def test_a_connection_that_says_nothing_is_closed(bench: MakeBench, monkey
 
 
 async def test_a_body_that_stops_half_way_is_a_408(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft_services.gateway.exchange.BODY_SECONDS", 0.05)
+    monkeypatch.setattr("weft_services.gateway.front.exchange.BODY_SECONDS", 0.05)
     async with bench() as b:
         reader, writer = await connect(b)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")

@@ -12,9 +12,9 @@ import pytest
 
 from tests.services.gateway.conftest import MODEL_NAME
 from weft.errors import BadCheckpoint
-from weft_services.gateway.chat_template import ChatTemplate
 from weft_services.gateway.generation import Conversation, SamplingDefaults
 from weft_services.gateway.model import load_model
+from weft_services.gateway.text.chat_template import ChatTemplate
 
 
 def defaults(model_dir: Path, tmp_path: Path, **settings: Any) -> SamplingDefaults:

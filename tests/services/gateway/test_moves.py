@@ -13,7 +13,7 @@ import pytest
 
 from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import LENGTH, FakeDecode, SequenceDelta, Start, answering, deltas, failing
-from weft_services.gateway import flight
+from weft_services.gateway.mesh import flight
 
 TEXT = "the answer is here and there, hello world"
 

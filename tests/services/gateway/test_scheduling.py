@@ -99,7 +99,7 @@ async def mesh(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 @pytest.fixture
 def access_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    with caplog.at_level(logging.INFO, "weft_services.gateway.accounting"):
+    with caplog.at_level(logging.INFO, "weft_services.gateway.front.accounting"):
         yield caplog
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft_services.gateway.sessions import HEADERS, Session, session_of
+from weft_services.gateway.mesh.sessions import HEADERS, Session, session_of
 
 
 @pytest.mark.parametrize("position", range(len(HEADERS)))

@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from weft_services.gateway.assistant import AnswerReader
-from weft_services.gateway.parts import Part, PartKind, Parts
-from weft_services.gateway.tool_formats import FORMATS, ToolFormat, choose_format
+from weft_services.gateway.text.assistant import AnswerReader
+from weft_services.gateway.text.parts import Part, PartKind, Parts
+from weft_services.gateway.text.tool_formats import FORMATS, ToolFormat, choose_format
 
 NAMES = frozenset({"get_weather", "add"})
 SEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from weft.errors import InvalidRequest
+from weft_services.gateway.dialects.openai_requests import parse_chat, parse_completion
 from weft_services.gateway.generation import Conversation, Generation
-from weft_services.gateway.openai_requests import parse_chat, parse_completion
 
 USER = {"role": "user", "content": "hi"}
 

@@ -1,0 +1,1 @@
+"""The APIs clients speak: each one's bodies into the one validated request, and answers into its own frames."""

@@ -1,0 +1,70 @@
+"""The choices of one chat answer as they are read: parts as they come, how each ended, how much was thought."""
+
+from __future__ import annotations
+
+from weft.request import FinishReason
+from weft_services.gateway.mesh.prepare import Prepared
+from weft_services.gateway.mesh.sequence import Piece
+from weft_services.gateway.model import ServedModel
+from weft_services.gateway.text.assistant import END_THINK, AnswerReader
+from weft_services.gateway.text.parts import Part, Parts, new_call_id
+from weft_services.gateway.text.tool_parsers import Parser, plain
+
+
+class Answer:
+    """One choice."""
+
+    def __init__(self, reader: AnswerReader, end_of_thoughts: int | None) -> None:
+        self.num_reasoning_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self._reader = reader
+        self._end_of_thoughts = end_of_thoughts
+
+    def take(self, piece: Piece) -> list[Part]:
+        """What the next piece adds. Calls that were written to their end are the reason why it stopped."""
+        was_thinking = self._reader.is_thinking
+        parts = self._reader.push(piece.text)
+        if piece.finish_reason is not None:
+            parts += self._reader.finish()
+            is_call = piece.finish_reason is FinishReason.STOP and self._reader.num_calls
+            self.finish_reason = FinishReason.TOOL_CALLS if is_call else piece.finish_reason
+        if was_thinking or self._reader.is_thinking:
+            self.num_reasoning_tokens += self._count(piece)
+        return parts
+
+    def _count(self, piece: Piece) -> int:
+        if self._end_of_thoughts in piece.token_ids:
+            return piece.token_ids.index(self._end_of_thoughts) + 1
+        return len(piece.token_ids)
+
+
+class Answers:
+    """All choices of a request, by index; made as they begin."""
+
+    def __init__(self, prepared: Prepared, model: ServedModel) -> None:
+        self._prepared = prepared
+        self._model = model
+        self._answers: dict[int, Answer] = {}
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Over all choices."""
+        return sum(answer.num_reasoning_tokens for answer in self._answers.values())
+
+    def of(self, index: int) -> Answer:
+        """The choice of that index."""
+        if index not in self._answers:
+            self._answers[index] = self._begin(index)
+        return self._answers[index]
+
+    def _begin(self, index: int) -> Answer:
+        model, use = self._model, self._prepared.generation.tool_use
+        is_thinking = self._prepared.prompts[self._prepared.sequences[index].prompt].is_thinking
+        parser: Parser = plain
+        new_id = new_call_id
+        if use is not None and model.tool_format is not None:
+            parser, new_id = model.tool_format.parser(use.names), model.tool_format.new_id
+        parts = Parts(
+            new_id, is_parallel=use is None or use.is_parallel, holds_space=parser is not plain or model.thinks
+        )
+        return Answer(AnswerReader(parser, parts, model.thinks, is_thinking), model.marks.get(END_THINK))

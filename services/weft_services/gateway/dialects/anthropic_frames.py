@@ -1,0 +1,192 @@
+"""Answers in the dialect of Anthropic's /v1/messages: named events of content blocks, or a whole message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+import orjson
+
+from weft.errors import WeftError
+from weft.request import FinishReason
+from weft_services.gateway.dialects.answers import Answers
+from weft_services.gateway.dialects.frames import Choice, Dialect, Usage
+from weft_services.gateway.error_body import public_message, status_of
+from weft_services.gateway.mesh.prepare import Prepared
+from weft_services.gateway.mesh.sequence import Piece
+from weft_services.gateway.model import ServedModel
+from weft_services.gateway.text.parts import Part, PartKind
+
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+REASONS = {
+    FinishReason.STOP: "end_turn",
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.TOOL_CALLS: "tool_use",
+}
+
+
+def event(kind: str, **fields: Any) -> bytes:
+    """One event of a stream."""
+    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind, **fields}) + b"\n\n"
+
+
+def message_error(error: WeftError) -> bytes:
+    """An error body."""
+    return orjson.dumps({"type": "error", "error": _error(error)})
+
+
+def message_error_event(error: WeftError) -> bytes:
+    """How a stream that has begun tells of a failure."""
+    return event("error", error=_error(error))
+
+
+ANTHROPIC = Dialect(message_error, message_error_event)
+
+
+class MessageFrames:
+    """State of one answer, which has one choice."""
+
+    keep_alive = event("ping")
+
+    def __init__(self, prepared: Prepared, model: ServedModel, fingerprint: str | None) -> None:
+        self._answer = Answers(prepared, model).of(0)
+        self._stops = prepared.generation.stop
+        self._num_prompt_tokens = prepared.num_prompt_tokens
+        self._message: dict[str, Any] = {
+            "id": f"msg_{uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": prepared.generation.model,
+        }
+        self._is_special = model.codec.is_special
+        self._is_begun = False
+        self._open: PartKind | None = None
+        self._index = -1
+        self._last_token: int | None = None
+
+    def frames(self, piece: Piece) -> bytes:
+        """What is new, as deltas of the block that is open; a block of another kind opens where one is due."""
+        out = b"" if self._is_begun else self._begin()
+        self._is_begun = True
+        self._last_token = piece.token_ids[-1] if piece.token_ids else self._last_token
+        for part in self._answer.take(piece):
+            out += self._delta(part)
+        return out
+
+    def end(self, usage: Usage) -> bytes:
+        """The end of the last block, why it ended, and what it cost."""
+        out = self._close()
+        reason, stop = self._reason()
+        out += event("message_delta", delta={"stop_reason": reason, "stop_sequence": stop}, usage=usage_of(usage))
+        return out + event("message_stop")
+
+    def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """The whole message."""
+        piece = choices[0].whole()
+        self._last_token = piece.token_ids[-1] if piece.token_ids else None
+        content = blocks_of(self._answer.take(piece))
+        reason, stop = self._reason()
+        ends = {"stop_reason": reason, "stop_sequence": stop, "usage": usage_of(usage)}
+        return orjson.dumps({**self._message, "content": content, **ends})
+
+    def _begin(self) -> bytes:
+        # what was cached is known at the end; message_delta corrects it
+        usage = usage_of(Usage(self._num_prompt_tokens, 0, 0))
+        fields: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return event("message_start", message={**self._message, **fields})
+
+    def _delta(self, part: Part) -> bytes:
+        out = b""
+        kind = PartKind.CALL if part.kind is PartKind.ARGUMENTS else part.kind
+        if part.kind is PartKind.CALL or kind is not self._open:
+            out += self._close()
+            self._open, self._index = kind, self._index + 1
+            out += event("content_block_start", index=self._index, content_block=_empty_block(part))
+        if part.kind is not PartKind.CALL:
+            out += event("content_block_delta", index=self._index, delta=_delta_of(part))
+        return out
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        self._open = None
+        return event("content_block_stop", index=self._index)
+
+    def _reason(self) -> tuple[str, str | None]:
+        reason = self._answer.finish_reason or FinishReason.STOP
+        if reason is FinishReason.STOP and self._stops and not self._is_special(self._last_token):
+            # the scanner does not say which of several it was
+            return "stop_sequence", self._stops[0] if len(self._stops) == 1 else None
+        return REASONS[reason], None
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """Here input tokens are those that no cache had."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def blocks_of(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """Content blocks, whole."""
+    blocks: list[dict[str, Any]] = []
+    inputs: dict[int, str] = {}
+    for part in parts:
+        if part.kind is PartKind.ARGUMENTS:
+            inputs[len(blocks) - 1] = inputs.get(len(blocks) - 1, "") + part.text
+            continue
+        block = _empty_block(part)
+        if not blocks or part.kind is PartKind.CALL or blocks[-1]["type"] != block["type"]:
+            blocks.append(block)
+        if part.kind is not PartKind.CALL:
+            blocks[-1][block["type"]] += part.text
+    for place, text in inputs.items():
+        blocks[place]["input"] = _object(text)
+    return blocks
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Arguments that were cut off are no object; the raw text says more than nothing."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return {"raw": text}
+    return value if isinstance(value, dict) else {"raw": text}
+
+
+def _empty_block(part: Part) -> dict[str, Any]:
+    match part.kind:
+        case PartKind.REASONING:
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        case PartKind.CALL:
+            return {"type": "tool_use", "id": part.call_id, "name": part.text, "input": {}}
+        case _:
+            return {"type": "text", "text": ""}
+
+
+def _delta_of(part: Part) -> dict[str, Any]:
+    match part.kind:
+        case PartKind.REASONING:
+            return {"type": "thinking_delta", "thinking": part.text}
+        case PartKind.ARGUMENTS:
+            return {"type": "input_json_delta", "partial_json": part.text}
+        case _:
+            return {"type": "text_delta", "text": part.text}
+
+
+def _error(error: WeftError) -> dict[str, str]:
+    return {"type": ERROR_TYPES.get(status_of(error), "api_error"), "message": public_message(error)}

@@ -1,0 +1,157 @@
+"""Anthropic's /v1/messages bodies -> the fields of a chat completion, which the one validator checks.
+
+Its complaints come back under the client's own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from weft.errors import InvalidRequest
+from weft_services.gateway.dialects.openai_requests import parse_chat
+from weft_services.gateway.generation import Generation
+
+# the same under both names
+SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+RENAMED = {"stop_sequences": "stop"}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+Fields = dict[str, Any]
+
+
+def parse_messages(body: bytes) -> Generation:
+    """POST /v1/messages. Raises InvalidRequest naming the field."""
+    fields = _read(body)
+    if fields.get("max_tokens") is None:
+        raise InvalidRequest("max_tokens: Field required", "max_tokens", "missing_required_parameter")
+    return _generation(fields)
+
+
+def parse_count(body: bytes) -> Generation:
+    """POST /v1/messages/count_tokens: the same without an answer."""
+    return _generation(_read(body))
+
+
+def _read(body: bytes) -> Fields:
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not JSON that can be read: {error}", None, "invalid_json") from error
+    if not isinstance(fields, dict):
+        raise InvalidRequest("the body must be a JSON object", None)
+    return fields
+
+
+def _generation(fields: Fields) -> Generation:
+    chat = {name: fields[name] for name in SAME if fields.get(name) is not None}
+    chat |= {new: fields[name] for name, new in RENAMED.items() if fields.get(name) is not None}
+    messages, sources = _messages(fields)
+    metadata = fields.get("metadata")
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    chat |= {"messages": messages, "user": user, **_tools(fields)}
+    try:
+        return parse_chat(orjson.dumps(chat))
+    except InvalidRequest as error:
+        raise _renamed(error, sources) from error
+
+
+def _renamed(error: InvalidRequest, sources: list[str]) -> InvalidRequest:
+    """The complaint with the client's own path."""
+    steps = (error.param or "").split(".")
+    path = error.param
+    if steps[0] == "messages" and len(steps) > 1 and steps[1].isdecimal():
+        path = sources[int(steps[1])]
+    elif steps[0] == "stop":
+        path = "stop_sequences"
+    message = str(error).replace(error.param, path, 1) if error.param and path else str(error)
+    return InvalidRequest(message, path, error.reason)
+
+
+def _messages(fields: Fields) -> tuple[list[Fields], list[str]]:
+    """OpenAI's messages, and for each the path of what it came from."""
+    out: list[Fields] = []
+    sources: list[str] = []
+    if fields.get("system"):
+        out.append({"role": "system", "content": _text(fields["system"], "system")})
+        sources.append("system")
+    given = fields.get("messages")
+    if not isinstance(given, list) or not given:
+        raise InvalidRequest("messages: expected a list of at least one message", "messages")
+    for place, message in enumerate(given):
+        path = f"messages.{place}"
+        if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
+            raise InvalidRequest(f"{path}.role: expected user, assistant or system", f"{path}.role")
+        made = list(_message(message["role"], message.get("content"), f"{path}.content"))
+        out += made
+        sources += [path] * len(made)
+    return out, sources
+
+
+def _message(role: str, content: Any, path: str) -> Iterator[Fields]:
+    """One message of theirs is several of ours when it has tool results."""
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+        return
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{path}: expected a string or a list of blocks", path)
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Fields] = []
+    for place, block in enumerate(content):
+        at = f"{path}.{place}"
+        match block.get("type") if isinstance(block, dict) else None:
+            case "text":
+                texts.append(_text([block], at))
+            case "thinking" | "redacted_thinking":
+                thoughts.append(str(block.get("thinking", "")))
+            case "tool_use":
+                function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+                calls.append({"id": block.get("id"), "type": "function", "function": function})
+            case "tool_result":
+                yield _result(block, at)
+            case _:
+                raise InvalidRequest(f"{at}: text, thinking, tool_use and tool_result blocks are known", at)
+    if texts or calls:
+        message = {"role": role, "content": "".join(texts), "tool_calls": calls or None}
+        yield message | ({"reasoning_content": "".join(thoughts)} if thoughts else {})
+
+
+def _result(block: Fields, path: str) -> Fields:
+    content = _text(block.get("content") or "", f"{path}.content")
+    return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
+
+
+def _text(value: Any, path: str) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in value):
+        return "".join(each["text"] for each in value)
+    raise InvalidRequest(f"{path}: expected text or a list of text blocks", path)
+
+
+def _tools(fields: Fields) -> Fields:
+    tools = fields.get("tools")
+    if not tools:
+        return {}
+    if not isinstance(tools, list):
+        raise InvalidRequest("tools: expected a list", "tools")
+    out: Fields = {"tools": [_tool(tool, f"tools.{place}") for place, tool in enumerate(tools)]}
+    choice = fields.get("tool_choice")
+    if choice is None:
+        return out
+    if not isinstance(choice, dict) or choice.get("type") not in (*CHOICES, "tool"):
+        raise InvalidRequest("tool_choice.type: expected auto, any, tool or none", "tool_choice.type")
+    named = {"type": "function", "function": {"name": choice.get("name")}}
+    out["tool_choice"] = named if choice["type"] == "tool" else CHOICES[choice["type"]]
+    out["parallel_tool_calls"] = choice.get("disable_parallel_tool_use") is not True
+    return out
+
+
+def _tool(tool: Any, path: str) -> Fields:
+    if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
+        raise InvalidRequest(f"{path}: only tools with a name and an input_schema are known", path)
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
+    optional = {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
+    return {"type": "function", "function": function | optional}

@@ -1,0 +1,116 @@
+"""Answers in the dialect of /v1/chat/completions: text, thoughts and tool calls as deltas, or a whole message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from weft.request import FinishReason
+from weft_services.gateway.dialects.answers import Answers
+from weft_services.gateway.dialects.frames import KEEP_ALIVE, Choice, Envelope, Usage
+from weft_services.gateway.dialects.logprobs import chat_logprobs
+from weft_services.gateway.mesh.prepare import Prepared
+from weft_services.gateway.mesh.sequence import Piece
+from weft_services.gateway.model import ServedModel
+from weft_services.gateway.text.parts import Part, PartKind
+
+
+class ChatFrames:
+    """State of one answer."""
+
+    keep_alive = KEEP_ALIVE
+
+    def __init__(self, prepared: Prepared, model: ServedModel, fingerprint: str | None) -> None:
+        kinds = ("chat.completion", "chat.completion.chunk")
+        self.envelope = Envelope("chatcmpl", kinds, prepared, fingerprint)
+        self._answers = Answers(prepared, model)
+        self._codec = model.chat_codec
+        self._wants_logprobs = prepared.generation.num_logprobs is not None
+        self._wants_ids = prepared.generation.return_token_ids
+        self._begun: set[int] = set()
+        self._prompt_ids = {"prompt_token_ids": prepared.prompts[0].token_ids} if self._wants_ids else None
+
+    def frames(self, piece: Piece) -> bytes:
+        """The role when the choice begins, what is new of it, and its end."""
+        out = b""
+        if piece.index not in self._begun:
+            self._begun.add(piece.index)
+            out += self.envelope.frame(_choice(piece.index, {"role": "assistant", "content": ""}), self._prompt_ids)
+        answer = self._answers.of(piece.index)
+        deltas = [delta_of(part) for part in answer.take(piece)]
+        has_details = bool(piece.token_ids) and (self._wants_ids or self._wants_logprobs)
+        if has_details and not deltas:
+            deltas = [{"content": ""}]
+        for place, delta in enumerate(deltas):
+            choice = _choice(piece.index, delta)
+            # logprobs and ids are those of all that came together, and are told once
+            out += self.envelope.frame(self._with_details(choice, piece) if has_details and not place else choice)
+        if piece.finish_reason is not None:
+            out += self.envelope.frame(_choice(piece.index, {}, answer.finish_reason))
+        return out
+
+    def end(self, usage: Usage) -> bytes:
+        """The last frames of a stream."""
+        usage.reasoning_tokens = self._answers.num_reasoning_tokens
+        return self.envelope.end(usage)
+
+    def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """The whole answer."""
+        rendered = []
+        for index, choice in enumerate(choices):
+            answer = self._answers.of(index)
+            message = message_of(answer.take(choice.whole()))
+            entry = {"index": index, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
+            rendered.append(self._with_details(entry, choice))
+        usage.reasoning_tokens = self._answers.num_reasoning_tokens
+        return self.envelope.body(rendered, usage, self._prompt_ids)
+
+    def _with_details(self, entry: dict[str, Any], source: Piece | Choice) -> dict[str, Any]:
+        if self._wants_logprobs:
+            entry["logprobs"] = chat_logprobs(source.logprobs, self._codec)
+        if self._wants_ids:
+            entry["token_ids"] = source.token_ids
+        return entry
+
+
+def delta_of(part: Part) -> dict[str, Any]:
+    """Id, type and name come once for a call, with its index alone after that."""
+    match part.kind:
+        case PartKind.TEXT:
+            return {"content": part.text}
+        case PartKind.REASONING:
+            return {"reasoning_content": part.text}
+        case PartKind.CALL:
+            function = {"name": part.text, "arguments": ""}
+            return {"tool_calls": [{"index": part.call, "id": part.call_id, "type": "function", "function": function}]}
+        case PartKind.ARGUMENTS:
+            return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
+
+
+def message_of(parts: Sequence[Part]) -> dict[str, Any]:
+    """An assistant's message, as it would be sent back in a conversation."""
+    text = "".join(part.text for part in parts if part.kind is PartKind.TEXT)
+    reasoning = "".join(part.text for part in parts if part.kind is PartKind.REASONING)
+    calls = calls_of(parts)
+    message: dict[str, Any] = {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def calls_of(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """The tool calls, whole."""
+    calls: list[dict[str, Any]] = []
+    for part in parts:
+        if part.kind is PartKind.CALL:
+            function = {"name": part.text, "arguments": ""}
+            calls.append({"id": part.call_id, "type": "function", "function": function})
+        elif part.kind is PartKind.ARGUMENTS:
+            calls[-1]["function"]["arguments"] += part.text
+    return calls
+
+
+def _choice(index: int, delta: dict[str, Any], finish_reason: FinishReason | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}

@@ -1,0 +1,158 @@
+"""Answers in OpenAI's words: SSE frames for streams, whole bodies otherwise. Bytes out; no network."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+import orjson
+
+from weft.errors import WeftError
+from weft.request import FinishReason, PositionLogprobs
+from weft_services.gateway.dialects.logprobs import completion_logprobs
+from weft_services.gateway.error_body import error_body
+from weft_services.gateway.mesh.prepare import Prepared
+from weft_services.gateway.mesh.sequence import Piece
+from weft_services.gateway.model import ServedModel
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of a whole request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int = 0
+
+    def fields(self) -> dict[str, Any]:
+        """As OpenAI spells it; cached_tokens is always there."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+        }
+
+
+@dataclass(slots=True)
+class Choice:
+    """A choice collected to its end."""
+
+    index: int = 0
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def add(self, piece: Piece) -> None:
+        """The next piece of it."""
+        self.texts.append(piece.text)
+        self.token_ids.extend(piece.token_ids)
+        self.logprobs.extend(piece.logprobs)
+        self.finish_reason = piece.finish_reason
+
+    def whole(self) -> Piece:
+        """All of it at once."""
+        return Piece(self.index, "".join(self.texts), tuple(self.token_ids), tuple(self.logprobs), self.finish_reason)
+
+
+def error_frame(error: WeftError) -> bytes:
+    """How a stream that has begun tells of a failure."""
+    return b"data: " + error_body(error) + b"\n\n" + DONE
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How an API tells of failures: as a whole body, and in a stream that has begun."""
+
+    error_body: Callable[[WeftError], bytes]
+    error_frame: Callable[[WeftError], bytes]
+
+
+OPENAI = Dialect(error_body, error_frame)
+
+
+class Envelope:
+    """The fields that every frame and body of one answer has in common, serialized once."""
+
+    def __init__(self, prefix: str, kinds: tuple[str, str], prepared: Prepared, fingerprint: str | None) -> None:
+        """`kinds` are the object names of a whole body and of a stream's chunk."""
+        self._common = {
+            "id": f"{prefix}-{uuid4().hex}",
+            "created": int(time.time()),
+            "model": prepared.generation.model,
+            "system_fingerprint": fingerprint,
+        }
+        self._body_kind, chunk_kind = kinds
+        chunk = orjson.dumps({**self._common, "object": chunk_kind})
+        self._head = b"data: " + chunk[:-1] + b',"choices":['
+        self._usage_null = b',"usage":null' if prepared.generation.include_usage else b""
+
+    def frame(self, choice: dict[str, Any], extra: dict[str, Any] | None = None) -> bytes:
+        """One chunk with one choice; `extra` are further fields beside `choices`."""
+        more = b"," + orjson.dumps(extra)[1:-1] if extra else b""
+        return self._head + orjson.dumps(choice) + b"]" + more + self._usage_null + b"}\n\n"
+
+    def end(self, usage: Usage) -> bytes:
+        """The chunk without choices where stream_options.include_usage asks for it, and [DONE]."""
+        if not self._usage_null:
+            return DONE
+        return self._head + b'],"usage":' + orjson.dumps(usage.fields()) + b"}\n\n" + DONE
+
+    def body(self, choices: list[dict[str, Any]], usage: Usage, extra: dict[str, Any] | None = None) -> bytes:
+        """A whole answer."""
+        kind = {"object": self._body_kind}
+        return orjson.dumps({**self._common, **kind, "choices": choices, "usage": usage.fields(), **(extra or {})})
+
+
+class CompletionFrames:
+    """The dialect of /v1/completions."""
+
+    keep_alive = KEEP_ALIVE
+
+    def __init__(self, prepared: Prepared, model: ServedModel, fingerprint: str | None) -> None:
+        self.envelope = Envelope("cmpl", ("text_completion", "text_completion"), prepared, fingerprint)
+        self._codec = model.codec
+        self._prepared = prepared
+        self._wants_logprobs = prepared.generation.num_logprobs is not None
+        self._wants_ids = prepared.generation.return_token_ids
+        self._offsets: dict[int, int] = {}
+
+    def frames(self, piece: Piece) -> bytes:
+        """What is new of the choice, its end included."""
+        has_details = bool(piece.token_ids) and (self._wants_ids or self._wants_logprobs)
+        if not (piece.text or has_details or piece.finish_reason):
+            return b""
+        is_first = piece.index not in self._offsets
+        return self.envelope.frame(self._choice(piece.index, piece.text, piece, is_first))
+
+    def end(self, usage: Usage) -> bytes:
+        """The last frames of a stream."""
+        return self.envelope.end(usage)
+
+    def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """The whole answer."""
+        rendered = [
+            self._choice(index, "".join(choice.texts), choice, is_first=True) for index, choice in enumerate(choices)
+        ]
+        return self.envelope.body(rendered, usage)
+
+    def _choice(self, index: int, text: str, source: Piece | Choice, is_first: bool) -> dict[str, Any]:
+        entry: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": source.finish_reason}
+        offset = self._offsets.get(index, 0)
+        if self._wants_logprobs:
+            entry["logprobs"], offset = completion_logprobs(source.logprobs, self._codec, offset)
+        self._offsets[index] = offset
+        if self._wants_ids:
+            entry["token_ids"] = source.token_ids
+            if is_first:
+                entry["prompt_token_ids"] = self._prepared.prompts[self._prepared.sequences[index].prompt].token_ids
+        return entry

@@ -1,0 +1,220 @@
+"""The one validator: request bytes -> Generation. REST hands over bodies as they came, gRPC the same fields as JSON."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from weft.errors import InvalidRequest
+from weft_services.gateway.dialects.answer_format import read_format
+from weft_services.gateway.dialects.openai_fields import (
+    MAX_TOOLS,
+    as_stop_list,
+    check_logit_bias,
+    check_prompt,
+    check_template_kwargs,
+    check_tool,
+    check_tool_call,
+    flatten_content,
+    session_hint,
+    unsupported_field,
+)
+from weft_services.gateway.dialects.tool_choice import read_tool_use
+from weft_services.gateway.generation import Conversation, Generation, Prompt
+from weft_services.gateway.mesh.urgency import MAX_PRIORITY
+
+MAX_SEQUENCES = 128
+# as OpenAI has it
+DEFAULT_COMPLETION_TOKENS = 16
+
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
+Tool = Annotated[dict[str, Any], AfterValidator(check_tool)]
+ToolCall = Annotated[dict[str, Any], AfterValidator(check_tool_call)]
+Bias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(check_logit_bias)]
+TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(check_template_kwargs)]
+Content = Annotated[str | None, BeforeValidator(flatten_content)]
+
+
+class _Lenient(BaseModel):
+    """Exact types, unknown fields let through."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class StreamOptions(_Lenient):
+    """How a stream reports."""
+
+    include_usage: bool | None = None
+
+
+class Message(_Lenient):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("content is required; only an assistant's tool calls go without")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Role and content are always there, the rest only where it was given."""
+        rest = {name: getattr(self, name) for name in ("name", "tool_calls", "tool_call_id", "reasoning_content")}
+        given = {name: value for name, value in rest.items() if value is not None}
+        return {"role": self.role, "content": self.content or "", **given}
+
+
+class _Body(_Lenient):
+    """What chat and completions share."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=-1, le=2**31 - 1)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
+    logit_bias: Bias = ()
+    min_tokens: Annotated[int | None, Field(ge=0)] = None
+    response_format: Any = None
+    n: Annotated[int | None, Field(ge=1, le=16)] = None
+    stop: Annotated[list[StopText], BeforeValidator(as_stop_list), Field(max_length=4)] = []
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]] | None, Field(max_length=64)] = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Annotated[int | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
+    reject_if_busy: bool | None = None
+
+    def common(self) -> dict[str, Any]:
+        """The fields of a Generation that both bodies fill alike."""
+        extra = self.model_extra or {}
+        if (field := unsupported_field(extra)) is not None:
+            raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
+        options = self.stream_options
+        answer_format = read_format(self.response_format, extra)
+        for name in ("ignore_eos", "min_tokens"):
+            if answer_format is not None and getattr(self, name):
+                raise InvalidRequest(f"{name}: {answer_format.field} says where the answer ends", name)
+        return {
+            "model": self.model,
+            "max_tokens": self.max_tokens,
+            "n": self.n or 1,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": None if self.top_k is None else max(self.top_k, 0),
+            "min_p": self.min_p,
+            "seed": None if self.seed is None else self.seed % 2**64,
+            "frequency_penalty": self.frequency_penalty or 0.0,
+            "presence_penalty": self.presence_penalty or 0.0,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": self.logit_bias,
+            "min_tokens": self.min_tokens or 0,
+            "answer_format": answer_format,
+            "stop": tuple(self.stop),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "ignore_eos": bool(self.ignore_eos),
+            "return_token_ids": bool(self.return_token_ids),
+            "stream": bool(self.stream),
+            "include_usage": bool(options and options.include_usage),
+            "priority": self.priority,
+            "reject_if_busy": bool(self.reject_if_busy),
+            "session": session_hint(extra.get("prompt_cache_key"), extra.get("session_id"), extra.get("user")),
+        }
+
+
+class ChatBody(_Body):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateKwargs = {}
+    reasoning_effort: Annotated[str | None, Field(max_length=32)] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+
+    def generation(self) -> Generation:
+        """Raises InvalidRequest for what the types alone cannot tell."""
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+        tool_use = read_tool_use(self.tools or [], self.tool_choice, self.parallel_tool_calls is not False)
+        tools = tool_use.tools if tool_use else ()
+        messages = tuple(message.for_template() for message in self.messages)
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        conversation = Conversation(messages, tools, effort | self.chat_template_kwargs)
+        fields = self.common() | {"tool_use": tool_use}
+        if tool_use is not None and tool_use.is_forced and fields["answer_format"] is not None:
+            raise InvalidRequest("tool_choice: an answer that calls tools has no other format", "tool_choice")
+        if self.max_completion_tokens is not None:
+            fields |= {"max_tokens": self.max_completion_tokens, "max_tokens_field": "max_completion_tokens"}
+        return Generation(
+            prompts=(conversation,),
+            prompt_field="messages",
+            num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            **fields,
+        )
+
+
+class CompletionBody(_Body):
+    """POST /v1/completions."""
+
+    prompt: Annotated[list[Any], BeforeValidator(check_prompt)]
+    logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+
+    def generation(self) -> Generation:
+        """Raises InvalidRequest for what the types alone cannot tell."""
+        prompts: tuple[Prompt, ...] = tuple(self.prompt)
+        fields = self.common()
+        if len(prompts) * fields["n"] > MAX_SEQUENCES:
+            raise InvalidRequest(f"prompts times n is at most {MAX_SEQUENCES}", "n")
+        return Generation(
+            prompts=prompts,
+            prompt_field="prompt",
+            num_logprobs=self.logprobs,
+            default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+            **fields,
+        )
+
+
+def parse_chat(body: bytes) -> Generation:
+    """Raises InvalidRequest naming the field."""
+    return _parse(ChatBody, body)
+
+
+def parse_completion(body: bytes) -> Generation:
+    """Raises InvalidRequest naming the field."""
+    return _parse(CompletionBody, body)
+
+
+def _parse(kind: type[ChatBody] | type[CompletionBody], body: bytes) -> Generation:
+    try:
+        return kind.model_validate_json(body).generation()
+    except ValidationError as error:
+        raise _as_invalid_request(error) from error
+
+
+def _as_invalid_request(error: ValidationError) -> InvalidRequest:
+    """The first complaint, with the path of its field."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = ".".join(str(step) for step in first["loc"]) or None
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"the body is not JSON that can be read: {message}", None, "invalid_json")
+    if path is None:
+        return InvalidRequest("the body must be a JSON object", None)
+    reason = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
+    return InvalidRequest(f"{path}: {message}", path, reason)

@@ -1,0 +1,101 @@
+"""One client request's times and counts: metrics as they happen, one access-log line at the end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from weft import metrics
+from weft.lifetime import Stage
+from weft_services.gateway.dialects.frames import Usage
+from weft_services.gateway.mesh.placement import Forecast
+from weft_services.gateway.mesh.run import Run
+from weft_services.gateway.mesh.sequence import Piece
+
+logger = logging.getLogger(__name__)
+REJECTED = "rejected"  # refused before it was placed; not a stage of life
+
+
+class Account:
+    """Opened when a request arrives, closed once when it ends."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._received = time.monotonic()
+        self._stages: dict[str, float] = {}
+        self._last_token: float | None = None
+        self._run: Run | None = None
+        self._is_closed = False
+
+    def reached(self, stage: str) -> None:
+        """Note when a stage was reached: prepared, routed, first_token."""
+        self._stages[stage] = now = time.monotonic()
+        if stage == Stage.ROUTED:
+            metrics.STAGE_SECONDS.labels(Stage.RECEIVED).observe(now - self._received)
+
+    def watch(self, run: Run) -> None:
+        """The run whose counts go into the books."""
+        self._run = run
+
+    def tokens(self, pieces: Sequence[Piece]) -> None:
+        """Latency of what has just arrived; tokens of one batch share the time since the last one."""
+        count = max((len(piece.token_ids) for piece in pieces), default=0)
+        if not count:
+            return
+        now = time.monotonic()
+        if self._last_token is None:
+            self.reached("first_token")
+            metrics.TTFT.observe(now - self._received)
+        else:
+            metrics.ITL.observe((now - self._last_token) / count)
+        self._last_token = now
+
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        if self._run is None:
+            return Usage(0, 0, 0)
+        run = self._run
+        return Usage(run.prepared.num_prompt_tokens, run.num_completion_tokens, run.num_cached_tokens)
+
+    def close(self, outcome: Stage | str, error: Exception | None = None) -> None:
+        """Count and log; later calls change nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        usage = self.usage()
+        now = time.monotonic()
+        metrics.REQUESTS.labels(self._endpoint, str(outcome)).inc()
+        metrics.E2E.observe(now - self._received)
+        metrics.PROMPT_TOKENS.inc(usage.prompt_tokens)
+        metrics.CACHED_TOKENS.inc(usage.cached_tokens)
+        metrics.COMPLETION_TOKENS.inc(usage.completion_tokens)
+        level = logging.WARNING if outcome == Stage.FAILED else logging.INFO
+        logger.log(level, "%s", self._line(str(outcome), usage, now, error))
+
+    def _line(self, outcome: str, usage: Usage, now: float, error: Exception | None) -> str:
+        pairs = [f"endpoint={self._endpoint} outcome={outcome} total_ms={self._since(now)}"]
+        pairs += [f"{stage}_ms={self._since(moment)}" for stage, moment in self._stages.items()]
+        if self._run is not None:
+            prompt = self._run.worst_prompt
+            pairs.append(f"id={self._run.request_id} prompt={usage.prompt_tokens} cached={usage.cached_tokens}")
+            pairs.append(f"completion={usage.completion_tokens} attempts={self._run.num_attempts}")
+            pairs.append(f"queue_ms={prompt.queue_ms} compute_ms={prompt.compute_ms}")
+            pairs.append(f"transfer_ms={prompt.exposed_transfer_ms} transfer_bytes={prompt.transferred_bytes}")
+            pairs += _forecast_pairs(self._run.forecast)
+        if error is not None:
+            pairs.append(f"error={type(error).__name__}: {error}")
+        return " ".join(pairs)
+
+    def _since(self, moment: float) -> int:
+        return round((moment - self._received) * 1000)
+
+
+def _forecast_pairs(forecast: Forecast | None) -> list[str]:
+    """Beside what came of it: first_token_ms is counted from the request's arrival, the forecast from its placement."""
+    if forecast is None:
+        return []
+    return [
+        f"predicted_ttft_ms={forecast.ttft_ms} predicted_itl_ms={forecast.itl_ms}",
+        f"predicted_cached={forecast.cached_tokens} waited_ms={forecast.waited_ms}",
+    ]

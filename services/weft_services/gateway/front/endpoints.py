@@ -1,0 +1,130 @@
+"""The endpoints that generate, as plain ASGI callables: the hot path of the gateway, the same for every API."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.types import Receive, Scope, Send
+
+from weft.errors import Cancelled
+from weft.lifetime import Stage
+from weft.rpc.status import as_weft_error
+from weft_services.gateway.dialects.frames import OPENAI, Choice, Dialect, Usage
+from weft_services.gateway.error_body import status_of
+from weft_services.gateway.front.accounting import REJECTED, Account
+from weft_services.gateway.front.exchange import JSON_HEADERS, Reply, read_json_body, unless_disconnected
+from weft_services.gateway.generation import Generation
+from weft_services.gateway.mesh.pipeline import Pipeline
+from weft_services.gateway.mesh.prepare import Prepared
+from weft_services.gateway.mesh.run import Run
+from weft_services.gateway.mesh.sequence import Piece
+from weft_services.gateway.mesh.sessions import Session, session_of
+from weft_services.gateway.model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 10.0
+
+
+class Frames(Protocol):
+    """An answer in the words of one API, as it comes or whole."""
+
+    keep_alive: bytes
+
+    def frames(self, piece: Piece) -> bytes:
+        """What a piece adds to a stream."""
+
+    def end(self, usage: Usage) -> bytes:
+        """What ends a stream that went well."""
+
+    def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """All of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """What differs between endpoints: how bodies are parsed, how answers and errors are framed."""
+
+    name: str
+    parse: Callable[[bytes], Generation]
+    make_frames: Callable[[Prepared, ServedModel, str | None], Frames]
+    dialect: Dialect = OPENAI
+
+
+class GenerationEndpoint:
+    """POST of a request that is answered by generating."""
+
+    def __init__(self, pipeline: Pipeline, api: Api, timeout_seconds: float) -> None:
+        self._pipeline = pipeline
+        self._api = api
+        self._timeout_seconds = timeout_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, to its end."""
+        account = Account(self._api.name)
+        reply = Reply(send, self._api.dialect)
+        try:
+            with self._pipeline.admitted():
+                body = await read_json_body(scope, receive)
+                await unless_disconnected(receive, self._answer(body, session_of(scope["headers"]), reply, account))
+        except Exception as error:
+            await _fail(reply, account, error)
+        finally:
+            account.close(Stage.CANCELLED)
+
+    async def _answer(self, body: bytes, session: Session, reply: Reply, account: Account) -> None:
+        try:
+            prepared = await self._pipeline.prepare(lambda: self._api.parse(body))
+            account.reached("prepared")
+            run = self._pipeline.run(prepared, session, self._timeout_seconds)
+            account.watch(run)
+            frames = self._api.make_frames(prepared, self._pipeline.model, self._pipeline.fleet.fingerprint)
+            async with run:
+                account.reached("routed")
+                if prepared.generation.stream:
+                    await _stream(run, frames, reply, account)
+                else:
+                    await _collect(run, frames, reply, account)
+        except Exception as error:
+            await _fail(reply, account, error)
+
+
+async def _stream(run: Run, frames: Frames, reply: Reply, account: Account) -> None:
+    """The status is decided by the first token, so that early failures are plain HTTP errors."""
+    while (pieces := await run.next(IDLE_SECONDS)) is not None:
+        account.tokens(pieces)
+        await reply.begin_stream()
+        await reply.stream(b"".join(map(frames.frames, pieces)) if pieces else frames.keep_alive)
+    usage = account.usage()
+    account.close(Stage.FINISHED)
+    await reply.end_stream(frames.end(usage))
+
+
+async def _collect(run: Run, frames: Frames, reply: Reply, account: Account) -> None:
+    choices = [Choice(index) for index in range(len(run.prepared.sequences))]
+    while (pieces := await run.next(IDLE_SECONDS)) is not None:
+        account.tokens(pieces)
+        for piece in pieces:
+            choices[piece.index].add(piece)
+    usage = account.usage()
+    account.close(Stage.FINISHED)
+    await reply.whole(200, frames.body(choices, usage), JSON_HEADERS)
+
+
+async def _fail(reply: Reply, account: Account, error: Exception) -> None:
+    """Tell the client, if it is still there and has not been told."""
+    known = as_weft_error(error)
+    if isinstance(known, Cancelled):
+        account.close(Stage.CANCELLED, known)
+        return
+    if known is not error:
+        logger.error("request failed", exc_info=error)
+    account.close(REJECTED if status_of(known) < 500 and not reply.is_begun else Stage.FAILED, known)
+    if not reply.is_ended:
+        try:
+            await reply.fail(known)
+        except Cancelled:
+            logger.info("the client did not wait for its error")

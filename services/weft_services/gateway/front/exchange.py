@@ -1,0 +1,128 @@
+"""One HTTP exchange on bare ASGI: a bounded body in, a bounded answer out, and an eye on the client's leaving."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+
+from starlette.types import Receive, Scope, Send
+
+from weft.errors import Cancelled, WeftError
+from weft_services.gateway.dialects.frames import OPENAI, Dialect
+from weft_services.gateway.error_body import HttpError, retry_headers, status_of
+
+MAX_BODY_BYTES = 8 * 1024 * 1024
+BODY_SECONDS = 30.0
+# How long a client may leave a full send buffer unread.
+SLOW_READER_SECONDS = 30.0
+
+Headers = Iterable[tuple[bytes, bytes]]
+JSON_HEADERS = ((b"content-type", b"application/json"),)
+STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+def header(scope: Scope, name: bytes) -> str:
+    """The first header of that name, or an empty string."""
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
+
+
+async def read_json_body(scope: Scope, receive: Receive) -> bytes:
+    """The whole body. Raises HttpError 413, 415 or 408, Cancelled when the client has gone."""
+    content_type = header(scope, b"content-type").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise HttpError(415, "the content type must be application/json", "unsupported_media_type")
+    declared = header(scope, b"content-length")
+    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+        raise _too_large()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _read(receive)
+    except TimeoutError as error:
+        raise HttpError(408, "the body did not arrive in time", "request_timeout") from error
+
+
+async def _read(receive: Receive) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Cancelled("the client left before its request was complete")
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY_BYTES:
+            raise _too_large()
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _too_large() -> HttpError:
+    return HttpError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", "request_too_large")
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    """Do the work; it is cancelled when the client leaves first."""
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(work)
+        watcher = group.create_task(_cancel_on_disconnect(receive, task))
+        task.add_done_callback(lambda _: watcher.cancel())
+
+
+async def _cancel_on_disconnect(receive: Receive, task: asyncio.Task[None]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    task.cancel()
+
+
+class Reply:
+    """The answering side. Every send is bounded in time; a client that does not read raises Cancelled."""
+
+    def __init__(self, send: Send, dialect: Dialect = OPENAI) -> None:
+        self._send = send
+        self._dialect = dialect
+        self.is_begun = False
+        self.is_ended = False
+
+    async def whole(self, status: int, body: bytes, headers: Headers = JSON_HEADERS) -> None:
+        """An answer in one piece."""
+        length = (b"content-length", str(len(body)).encode())
+        self.is_begun = True
+        await self._bounded({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+        await self._bounded({"type": "http.response.body", "body": body})
+        self.is_ended = True
+
+    async def begin_stream(self) -> None:
+        """200 and SSE headers; later calls do nothing."""
+        if not self.is_begun:
+            self.is_begun = True
+            await self._bounded({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+
+    async def stream(self, frames: bytes) -> None:
+        """More of a stream."""
+        if frames:
+            await self._bounded({"type": "http.response.body", "body": frames, "more_body": True})
+
+    async def end_stream(self, frames: bytes) -> None:
+        """The last frames and the end."""
+        await self._bounded({"type": "http.response.body", "body": frames, "more_body": False})
+        self.is_ended = True
+
+    async def fail(self, error: WeftError) -> None:
+        """An error body, or an error frame where the stream has begun."""
+        if self.is_begun:
+            await self.end_stream(self._dialect.error_frame(error))
+            return
+        # after 413 the rest of the body is read and dropped: a reset connection would overtake the answer
+        close = [(b"connection", b"close")] if status_of(error) == 408 else []
+        await self.whole(
+            status_of(error), self._dialect.error_body(error), [*JSON_HEADERS, *retry_headers(error), *close]
+        )
+
+    async def _bounded(self, message: dict[str, object]) -> None:
+        try:
+            async with asyncio.timeout(SLOW_READER_SECONDS):
+                await self._send(message)
+        except TimeoutError as error:
+            raise Cancelled("the client does not read its answer") from error

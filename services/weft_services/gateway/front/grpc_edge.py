@@ -1,0 +1,65 @@
+"""The public gRPC listener's edge: a call is admitted before its message is read, as a body is over HTTP.
+
+Until a handler asks for the message, gRPC takes no more of it than one flow-control window.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from weft.errors import DeadlineExceeded, InvalidRequest
+from weft_services.gateway.front.exchange import BODY_SECONDS, MAX_BODY_BYTES
+from weft_services.gateway.mesh.pipeline import Pipeline
+
+# strangers' networks are slower than ours, and a laptop may sleep
+LISTENER_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_BODY_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+)
+
+
+class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
+    """Gives every call of one service a place among the requests under way, from its headers to its end."""
+
+    def __init__(self, pipeline: Pipeline, service_name: str) -> None:
+        self._pipeline = pipeline
+        self._prefix = f"/{service_name}/"
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """The handler as one that is given a stream of messages, of which it takes the first once it is admitted."""
+        handler = await continuation(handler_call_details)
+        if handler is None or not str(handler_call_details.method).startswith(self._prefix):
+            return handler
+        if handler.response_streaming:
+            admitted, make = self._admitted(handler.unary_stream), grpc.stream_stream_rpc_method_handler
+        else:
+            admitted, make = self._admitted(handler.unary_unary), grpc.stream_unary_rpc_method_handler
+        return make(admitted, handler.request_deserializer, handler.response_serializer)
+
+    def _admitted(self, method: Any) -> Callable[[AsyncIterator[Any], Any], Awaitable[Any]]:
+        async def handle(requests: AsyncIterator[Any], context: Any) -> Any:
+            with self._pipeline.admitted():
+                return await method(await _only(requests), context)
+
+        return handle
+
+
+async def _only(requests: AsyncIterator[Any]) -> Any:
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            request = await anext(aiter(requests), None)
+    except TimeoutError as error:
+        raise DeadlineExceeded("the request did not arrive in time") from error
+    if request is None:
+        raise InvalidRequest("the call has no request")
+    return request

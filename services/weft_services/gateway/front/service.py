@@ -1,0 +1,211 @@
+"""InferenceService over gRPC: wire messages to the validator's JSON fields and pieces back to wire. Decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from weft.errors import Cancelled, InvalidRequest
+from weft.lifetime import Stage
+from weft.rpc import wire
+from weft.rpc.status import as_weft_error
+from weft_mesh.v1 import inference_service_pb2 as pb
+from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+from weft_services.gateway.dialects.answers import Answers
+from weft_services.gateway.dialects.frames import Usage
+from weft_services.gateway.dialects.openai_requests import parse_chat, parse_completion
+from weft_services.gateway.error_body import public_error, status_of
+from weft_services.gateway.front.accounting import REJECTED, Account
+from weft_services.gateway.generation import Generation
+from weft_services.gateway.mesh.pipeline import Pipeline
+from weft_services.gateway.mesh.prepare import Prepared
+from weft_services.gateway.mesh.sequence import Piece
+from weft_services.gateway.mesh.sessions import session_of
+from weft_services.gateway.text.parts import Part, PartKind
+
+if TYPE_CHECKING:
+    import grpc
+
+IDLE_SECONDS = 60.0
+# how long a client may leave full buffers unread
+SLOW_READER_SECONDS = 30.0
+SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+
+def add_inference_service(server: grpc.aio.Server, pipeline: Pipeline, timeout_seconds: float) -> None:
+    """Serve InferenceService there."""
+    add_InferenceServiceServicer_to_server(InferenceService(pipeline, timeout_seconds), server)
+
+
+class InferenceService(InferenceServiceServicer):
+    """The public gRPC face."""
+
+    def __init__(self, pipeline: Pipeline, timeout_seconds: float) -> None:
+        self._pipeline = pipeline
+        self._timeout_seconds = timeout_seconds
+
+    # both are coroutines that write, not generators: every write is bounded in time
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
+        """Continue a prompt."""
+        body = _generate_fields(request, self._pipeline.model.name)
+        answer = self._answer("grpc.generate", parse_completion, body, context)
+        async with aclosing(answer) as pieces:
+            async for piece, usage, _ in pieces:
+                details = _details(piece, usage, request.options)
+                await _write(context, pb.GenerateResponse(text=piece.text, **details))
+
+    async def Chat(self, request: pb.ChatRequest, context: Any) -> None:  # type: ignore[override]
+        """Answer a conversation."""
+        body = _chat_fields(request, self._pipeline.model.name)
+        answer = self._answer("grpc.chat", parse_chat, body, context)
+        async with aclosing(answer) as pieces:
+            answers: Answers | None = None
+            async for piece, usage, prepared in pieces:
+                answers = answers or Answers(prepared, self._pipeline.model)
+                choice = answers.of(piece.index)
+                parts = _part_fields(choice.take(piece))
+                details = _details(replace(piece, finish_reason=choice.finish_reason), usage, request.options)
+                await _write(context, pb.ChatResponse(**parts, **details))
+
+    async def ListModels(
+        self,
+        request: pb.ListModelsRequest,
+        context: grpc.aio.ServicerContext[pb.ListModelsRequest, pb.ListModelsResponse],
+    ) -> pb.ListModelsResponse:
+        """The one model."""
+        model, fleet = self._pipeline.model, self._pipeline.fleet
+        limit = min(model.max_context_tokens, fleet.max_context_tokens or model.max_context_tokens)
+        return pb.ListModelsResponse(models=[pb.ModelCard(id=model.name, max_context_tokens=limit)])
+
+    async def _answer(
+        self,
+        name: str,
+        parse: Callable[[bytes], Generation],
+        fields: dict[str, Any],
+        context: Any,
+    ) -> AsyncGenerator[tuple[Piece, Usage | None, Prepared], None]:
+        """Pieces of the only choice, and what they continue; the last one comes with the usage."""
+        timeout = min(self._timeout_seconds, context.time_remaining() or self._timeout_seconds)
+        account = Account(name)
+        try:
+            session = session_of(context.invocation_metadata())
+            prepared = await self._pipeline.prepare(lambda: parse(orjson.dumps(fields)))
+            run = self._pipeline.run(prepared, session, timeout)
+            account.watch(run)
+            async with run:
+                while (pieces := await run.next(IDLE_SECONDS)) is not None:
+                    account.tokens(pieces)
+                    for piece in pieces:
+                        yield piece, account.usage() if piece.finish_reason else None, prepared
+            account.close(Stage.FINISHED)
+        except Exception as error:
+            known = as_weft_error(error)
+            outcome = REJECTED if status_of(known) < 500 else Stage.FAILED
+            account.close(Stage.CANCELLED if isinstance(known, Cancelled) else outcome, known)
+            raise public_error(known) from error
+        finally:
+            account.close(Stage.CANCELLED)
+
+
+async def _write(context: Any, response: pb.GenerateResponse | pb.ChatResponse) -> None:
+    try:
+        async with asyncio.timeout(SLOW_READER_SECONDS):
+            await context.write(response)
+    except TimeoutError as error:
+        raise Cancelled("the client does not read its answer") from error
+
+
+def _generate_fields(request: pb.GenerateRequest, only_model: str) -> dict[str, Any]:
+    prompt = list(request.token_ids.ids) if request.WhichOneof("prompt") == "token_ids" else request.text
+    fields = {"model": request.model or only_model, "prompt": prompt, **_option_fields(request.options)}
+    if request.options.HasField("num_logprobs"):
+        fields["logprobs"] = request.options.num_logprobs
+    return fields
+
+
+def _chat_fields(request: pb.ChatRequest, only_model: str) -> dict[str, Any]:
+    fields = {
+        "model": request.model or only_model,
+        "messages": [_message_fields(position, message) for position, message in enumerate(request.messages)],
+        "tools": [_json_field(tool, "tools_json") for tool in request.tools_json] or None,
+        **_option_fields(request.options),
+    }
+    if request.tool_choice_json:
+        fields["tool_choice"] = _json_field(request.tool_choice_json, "tool_choice_json")
+    if request.one_tool_call:
+        fields["parallel_tool_calls"] = False
+    if request.template_kwargs_json:
+        fields["chat_template_kwargs"] = _json_field(request.template_kwargs_json, "template_kwargs_json")
+    if request.options.HasField("num_logprobs"):
+        fields |= {"logprobs": True, "top_logprobs": request.options.num_logprobs}
+    return fields
+
+
+def _message_fields(position: int, message: pb.ChatMessage) -> dict[str, Any]:
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls_json:
+        fields["tool_calls"] = _json_field(message.tool_calls_json, f"messages.{position}.tool_calls_json")
+    if message.tool_call_id:
+        fields["tool_call_id"] = message.tool_call_id
+    return fields
+
+
+def _json_field(text: str, field: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"{field}: not JSON: {error}", field) from error
+
+
+def _option_fields(options: pb.GenerationOptions) -> dict[str, Any]:
+    given = "max_tokens temperature top_p top_k min_p seed frequency_penalty presence_penalty repetition_penalty"
+    given += " priority"
+    fields = {name: getattr(options, name) for name in given.split() if options.HasField(name)}  # type: ignore[arg-type]
+    for name in ("response_format", "structured_outputs"):
+        if text := getattr(options, f"{name}_json"):
+            fields[name] = _json_field(text, f"options.{name}_json")
+    return fields | {
+        "logit_bias": {str(token): bias for token, bias in options.logit_bias.items()},
+        "min_tokens": options.min_tokens,
+        "stop": list(options.stop),
+        "stop_token_ids": list(options.stop_token_ids),
+        "ignore_eos": options.ignore_eos,
+        "reject_if_busy": options.reject_if_busy,
+        "session_id": options.session_id,
+        "return_token_ids": options.return_token_ids,
+    }
+
+
+def _part_fields(parts: Sequence[Part]) -> dict[str, Any]:
+    calls = [
+        pb.ToolCallDelta(index=part.call, id=part.call_id, name=part.text)
+        if part.kind is PartKind.CALL
+        else pb.ToolCallDelta(index=part.call, arguments=part.text)
+        for part in parts
+        if part.kind in (PartKind.CALL, PartKind.ARGUMENTS)
+    ]
+    return {
+        "content": "".join(part.text for part in parts if part.kind is PartKind.TEXT),
+        "reasoning_content": "".join(part.text for part in parts if part.kind is PartKind.REASONING),
+        "tool_calls": calls,
+    }
+
+
+def _details(piece: Piece, usage: Usage | None, options: pb.GenerationOptions) -> dict[str, Any]:
+    details: dict[str, Any] = {"finish_reason": wire.finish_to_wire(piece.finish_reason)}
+    if options.return_token_ids:
+        details["token_ids"] = piece.token_ids
+    if piece.logprobs:
+        details["logprobs"] = [wire.logprobs_to_wire(position) for position in piece.logprobs]
+    if usage is not None:
+        details["usage"] = pb.Usage(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+        )
+    return details

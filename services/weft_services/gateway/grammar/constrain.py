@@ -1,0 +1,55 @@
+"""The one grammar of a request: its answer format, the tools it must or may call, thoughts before either."""
+
+from __future__ import annotations
+
+from weft.errors import InvalidRequest
+from weft.request import Grammar
+from weft_services.gateway.generation import Conversation, Generation
+from weft_services.gateway.grammar.answer_grammar import TEXT, Part, format_parts, join, lark_part, quote
+from weft_services.gateway.grammar.tool_grammar import call_parts, text_or_call_parts
+from weft_services.gateway.model import ServedModel
+from weft_services.gateway.text.assistant import END_THINK, THINK
+
+NAME = "answer"
+
+
+def grammar_of(generation: Generation, model: ServedModel, is_thinking: bool) -> Grammar | None:
+    """Compiled here to be refused here; workers get the text. Raises InvalidRequest naming the field."""
+    field, parts = _parts(generation, model)
+    if not parts:
+        return None
+    if model.thinks and isinstance(generation.prompts[0], Conversation):
+        parts = [_thoughts(model, is_thinking), *parts]
+    text = join(parts)
+    try:
+        model.grammars.compile(text)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{field}: {error}", field, "invalid_value") from error
+    return Grammar(text, model.grammars.tokenizer_hash)
+
+
+def _parts(generation: Generation, model: ServedModel) -> tuple[str, list[Part]]:
+    answer, use, tool_format = generation.answer_format, generation.tool_use, model.tool_format
+    if use is None or tool_format is None:
+        if use is not None and use.is_forced:
+            message = "tool_choice: it is not known how this model writes tool calls; see WEFT_TOOL_FORMAT"
+            raise InvalidRequest(message, "tool_choice", "unsupported_parameter")
+        return (answer.field, format_parts(answer, NAME)) if answer else ("", [])
+    if use.is_forced:
+        return "tools", call_parts(use, tool_format, model.marks, NAME)
+    if answer is not None:
+        either = lark_part("start: @format | @calls", NAME)
+        calls = call_parts(use, tool_format, model.marks, "calls")
+        return answer.field, [either, *format_parts(answer, "format"), *calls]
+    return "tools", text_or_call_parts(use, tool_format, model.marks, NAME) if use.is_strict else []
+
+
+def _thoughts(model: ServedModel, is_thinking: bool) -> Part:
+    """Free text up to the end of thoughts, where the answer begins."""
+    end = f"TEXT <[{model.marks[END_THINK]}]>" if END_THINK in model.marks else "until"
+    begin = f"<[{model.marks[THINK]}]>" if THINK in model.marks else quote(THINK)
+    start = f"start: {end} SPACE? @{NAME}" if is_thinking else f"start: ({begin} {end} SPACE?)? @{NAME}"
+    rules = [start, f"TEXT: {TEXT}", "SPACE: /[ \\n]{1,4}/"]
+    if end == "until":
+        rules.append(f"until[lazy]: TEXT {quote(END_THINK)}")
+    return lark_part("\n".join(rules), "thoughts")

@@ -1,0 +1,73 @@
+"""A grammar under which a model can write nothing but calls of the tools it was given, in its own family's format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from weft_services.gateway.generation import ToolUse
+from weft_services.gateway.grammar.answer_grammar import TEXT, Part, lark_part, quote, schema_part
+from weft_services.gateway.text.tool_formats import ARGUMENTS, NAME, NUMBER, SPACE, ToolFormat
+
+MAX_CALLS = 16
+
+Marks = Mapping[str, int]  # markers that the vocabulary has as tokens of their own
+
+
+def call_parts(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str) -> list[Part]:
+    """Calls and nothing else; the first part has the name."""
+    rules = ["start: calls", *_calls(use, tool_format, marks, name)]
+    return [lark_part("\n".join(rules), name), *_argument_parts(use, name)]
+
+
+def text_or_call_parts(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str) -> list[Part]:
+    """Any text, then perhaps calls: what is free is the choice, not the form."""
+    first = (*tool_format.opening, *tool_format.call)[0]
+    if first in marks:  # text has no such token in it
+        rules = ["start: TEXT calls?", *_calls(use, tool_format, marks, name)]
+    else:
+        rules = ["start: TEXT | until calls", f"until[lazy]: TEXT {quote(first)}"]
+        rules += _calls(use, tool_format, marks, name, num_written=1)
+    return [lark_part("\n".join([*rules, f"TEXT: {TEXT}"]), name), *_argument_parts(use, name)]
+
+
+def written(pieces: Iterable[str], marks: Marks, places: Mapping[str, str]) -> str:
+    """Pieces of a call as Lark: markers as tokens where the vocabulary has them, as text elsewhere."""
+    words = {SPACE: "SPACE?", NUMBER: "NUMBER", **places}
+    return " ".join(words.get(piece) or (f"<[{marks[piece]}]>" if piece in marks else quote(piece)) for piece in pieces)
+
+
+def _calls(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str, num_written: int = 0) -> list[str]:
+    """The rule `calls` and what it needs; the first `num_written` pieces of it are there already."""
+    opening, num_left = tool_format.opening[num_written:], max(0, num_written - len(tool_format.opening))
+    more = f"({written(tool_format.between, marks, {})} call){{0,{MAX_CALLS - 1}}}"
+    is_single = use.only is not None or not use.is_parallel
+    calls = [written(opening, marks, {}), "first", "" if is_single else more, written(tool_format.closing, marks, {})]
+    rules = [f"calls: {' '.join(calls)}", *_TERMINALS]
+    for rule, pieces in (("first", tool_format.call[num_left:]), ("call", tool_format.call)):
+        choices = [
+            written(pieces, marks, {NAME: quote(function["name"]), ARGUMENTS: f"@{name}_{place}"})
+            for place, function in enumerate(_wanted(use))
+        ]
+        rules.append(f"{rule}: {' | '.join(choices)}")
+    return rules
+
+
+def _wanted(use: ToolUse) -> list[dict[str, Any]]:
+    return [tool["function"] for tool in use.tools if use.only in (None, tool["function"]["name"])]
+
+
+def _argument_parts(use: ToolUse, name: str) -> list[Part]:
+    return [
+        schema_part(_schema(function), f"{name}_{place}", is_lenient=function.get("strict") is not True)
+        for place, function in enumerate(_wanted(use))
+    ]
+
+
+_TERMINALS = ("SPACE: /[ \\n]{1,2}/", "NUMBER: /[0-9]{1,2}/")
+
+
+def _schema(function: dict[str, Any]) -> dict[str, Any]:
+    """Arguments are an object in any case."""
+    schema: dict[str, Any] = function.get("parameters") or {}
+    return schema if "$ref" in schema else {**schema, "type": "object"}

@@ -1,0 +1,245 @@
+"""One sequence's way over the mesh: placed, moved to another worker when its own is lost, given back at the end.
+
+What has been generated moves along as part of the prompt; sampling is keyed on (seed, position), so the text goes on as
+it would have. Knows workers and attempts, neither text nor clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from dataclasses import dataclass
+
+from weft import metrics
+from weft.errors import DeadlineExceeded, EngineFailed, Overloaded, PeerLost, WeftError
+from weft.lifetime import Stage
+from weft.request import PromptUsage, RequestKey, WorkerAddress
+from weft_services.gateway.mesh.inbox import Inbox
+from weft_services.gateway.mesh.links import DecodeLinks
+from weft_services.gateway.mesh.peers import DecodeLink, Scheduler
+from weft_services.gateway.mesh.placement import Forecast, Placement, RouteQuery, StartCommand
+from weft_services.gateway.mesh.prepare import Prepared
+from weft_services.gateway.mesh.sequence import Sequence
+from weft_services.gateway.mesh.sessions import Standing
+from weft_services.gateway.mesh.settler import Booking, Settler
+
+logger = logging.getLogger(__name__)
+
+# moves in a row without a token in between: a request that kills its workers must not kill the fleet
+MAX_FRUITLESS = {PeerLost: 2, Overloaded: 2, EngineFailed: 1}
+MAX_MOVES = 32
+# for so long a process that failed a sequence is not asked for it again; another boot of the worker is
+SUSPECT_SECONDS = 3.0
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5
+_CAUSES: dict[type[WeftError], str] = {PeerLost: "lost", Overloaded: "full", EngineFailed: "failed"}
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The peers a sequence needs, the group that owns its moves, and how long one may wait for a worker."""
+
+    scheduler: Scheduler
+    links: DecodeLinks
+    settler: Settler
+    tasks: asyncio.TaskGroup
+    move_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all sequences of a request have in common; `deadline` in the loop's time."""
+
+    prepared: Prepared
+    standing: Standing
+    deadline: float
+    inbox: Inbox
+
+    def remaining_seconds(self) -> float:
+        """Raises DeadlineExceeded when nothing is left."""
+        remaining = self.deadline - asyncio.get_running_loop().time()
+        if remaining <= 0:
+            raise DeadlineExceeded("the request took too long")
+        return remaining
+
+
+class Flight:
+    """A sequence under way. The key's generation counts placements; messages of older ones are late.
+
+    `usage` is that of the first attempt that spoke: what the client's prompt cost; `forecast` that of the first
+    placement. `failure` is set when no attempt is left, and the inbox woken.
+    """
+
+    def __init__(self, mesh: Mesh, shared: Shared, request_id: str, sequence: Sequence) -> None:
+        self.sequence = sequence
+        self.key = RequestKey(request_id)
+        self.usage: PromptUsage | None = None
+        self.forecast: Forecast | None = None
+        self.failure: WeftError | None = None
+        self.num_attempts = 0
+        self._mesh = mesh
+        self._shared = shared
+        spec = shared.prepared.sequences[sequence.index]
+        self._prompt = shared.prepared.prompts[spec.prompt]
+        self._sampling = spec.sampling
+        self._suspects: dict[str, float] = {}  # boot id -> until when
+        self._num_resumed = 0
+        self._num_fruitless = 0
+        self._decode: WorkerAddress | None = None
+        self._booking: Booking | None = None
+        self._link: DecodeLink | None = None
+        self._move: asyncio.Task[None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """The sequence has come to its own end."""
+        return self.sequence.finish_reason is not None
+
+    async def place(self) -> None:
+        """The first placement. Waits for no worker that is not there, except in place of one that was lost."""
+        await self._place(None)
+
+    def spoke(self, usage: PromptUsage | None) -> None:
+        """Tokens have come; `usage` with the first of an attempt."""
+        self.usage = self.usage or usage
+        if self._booking is not None:
+            self._booking.first_token(usage.failed_worker_id if usage else "")
+
+    def move(self, error: WeftError, worker_id: str) -> None:
+        """The attempt has failed: begin the next in the background. Raises the error when it must be the last."""
+        logger.warning("attempt=%s failed worker=%s error=%s", self.key, worker_id or "unknown", error)
+        assert self._decode is not None
+        self._suspect(self._decode)
+        self._try_again(Stage.FAILED, _at_fault(error, worker_id))
+        self._num_fruitless = 0 if len(self.sequence.token_ids) > self._num_resumed else self._num_fruitless + 1
+        if self._num_fruitless > MAX_FRUITLESS.get(type(error), -1) or self.num_attempts > MAX_MOVES:
+            raise error
+        metrics.MOVES.labels(_CAUSES[type(error)]).inc()
+        self._move = self._mesh.tasks.create_task(self._move_on(error), name=f"move {self.key}")
+
+    def end(self, stage: Stage, failed_worker_id: str = "", cancel: bool = True) -> None:
+        """Give back what the attempt holds. Idempotent."""
+        if self._link is not None:
+            if cancel:
+                self._link.cancel(self.key)
+            else:
+                self._link.forget(self.key)
+            self._link = None
+        if self._booking is not None:
+            num_tokens = len(self.sequence.token_ids) - self._num_resumed if stage is Stage.FINISHED else None
+            self._booking.close(stage, failed_worker_id, num_tokens)
+            self._booking = None
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more."""
+        if self._move is not None:
+            self._move.cancel()
+        self.end(Stage.CANCELLED)
+
+    async def _move_on(self, failed: WeftError) -> None:
+        try:
+            await self._place(failed)
+        except WeftError as error:
+            self.failure = error
+        except Exception:
+            logger.exception("a move failed by a bug")
+            self.failure = EngineFailed("internal error")
+        if self.failure is not None:
+            self._shared.inbox.wake()
+
+    async def _place(self, failed: WeftError | None) -> None:
+        """Until it has been started somewhere. `failed` is what the attempt before died of.
+
+        In place of a lost worker another is waited for, up to `move_seconds`; then `failed` is raised.
+        """
+        loop = asyncio.get_running_loop()
+        give_up_at, pause = loop.time() + self._mesh.move_seconds, FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                placement = await self._route()
+            except (PeerLost, Overloaded) as refusal:
+                if failed is None:
+                    raise
+                if not self._may_wait(failed) or loop.time() > give_up_at:
+                    raise failed from refusal
+                if pause == FIRST_PAUSE_SECONDS:
+                    logger.warning("sequence=%s waits for a worker: %s", self.key, refusal)
+                self._try_again(Stage.CANCELLED)
+                await asyncio.sleep(min(pause * random.uniform(0.5, 1.0), self._shared.remaining_seconds()))
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                continue
+            try:
+                await self._start(placement)
+            except (PeerLost, Overloaded) as error:
+                logger.warning("sequence=%s cannot start: %s", self.key, error)
+                failed = failed or error
+                self._suspect(placement.decode)
+                self._try_again(Stage.FAILED, error.worker_id if isinstance(error, PeerLost) else "")
+            else:
+                return
+
+    def _may_wait(self, failed: WeftError) -> bool:
+        """Not once this gateway is leaving, and not for a full worker before anything was begun: that is the client's
+        choice."""
+        if self._mesh.links.is_closed:
+            return False
+        return bool(self.sequence.token_ids) or not isinstance(failed, Overloaded)
+
+    async def _route(self) -> Placement:
+        """Book and choose, passing over processes that have just failed this sequence."""
+        now = asyncio.get_running_loop().time()
+        num_generated, standing = len(self.sequence.token_ids), self._shared.standing
+        query = RouteQuery(
+            key=self.key,
+            model=self._shared.prepared.generation.model,
+            num_prompt_tokens=len(self._prompt.token_ids) + num_generated,
+            max_tokens=self._sampling.max_tokens - num_generated,
+            session=standing.session,
+            block_keys=self._prompt.block_keys,
+            excluded_boot_ids=tuple(boot for boot, until in self._suspects.items() if now < until),
+            tenant=standing.tenant,
+            priority=standing.priority,
+            # whose answer has begun would rather wait than lose it
+            reject_if_busy=self._shared.prepared.generation.reject_if_busy and self.num_attempts == 0,
+        )
+        # booked before the call: if it breaks half-way, the scheduler is told in any case
+        self._booking = Booking(self.key, self._mesh.settler)
+        placement = await self._mesh.scheduler.route(query, self._shared.remaining_seconds())
+        self.forecast = self.forecast or placement.forecast
+        return placement
+
+    async def _start(self, placement: Placement) -> None:
+        link = await self._mesh.links.get(placement.decode)
+        generated = self.sequence.token_ids
+        command = StartCommand(
+            key=self.key,
+            placement=placement,
+            token_ids=(*self._prompt.token_ids, *generated),
+            sampling=self._sampling,
+            cache_salt=self._shared.prepared.cache_salt,
+            remaining_seconds=self._shared.remaining_seconds(),
+            resumed_tokens=len(generated),
+            priority=self._shared.standing.priority,
+        )
+        link.start(command, self._shared.inbox)
+        self._link, self._decode = link, placement.decode
+        self._num_resumed = len(generated)
+        self.num_attempts += 1
+        if self.num_attempts > 1:
+            logger.info("sequence=%s goes on at worker=%s tokens=%d", self.key, link.worker.worker_id, len(generated))
+
+    def _try_again(self, stage: Stage, failed_worker_id: str = "") -> None:
+        """The placement has come to nothing; what is still said of it is late from here on."""
+        self.end(stage, failed_worker_id, cancel=False)
+        self.key = RequestKey(self.key.request_id, self.key.generation + 1)
+
+    def _suspect(self, worker: WorkerAddress) -> None:
+        self._suspects[worker.boot_id] = asyncio.get_running_loop().time() + SUSPECT_SECONDS
+
+
+def _at_fault(error: WeftError, worker_id: str) -> str:
+    """Whom to pass over for a while. A worker that is full or restarted, or a request that is bad or late, blames
+    nobody."""
+    if isinstance(error, PeerLost):
+        return error.worker_id
+    return worker_id if isinstance(error, EngineFailed) else ""

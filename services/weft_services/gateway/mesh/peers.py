@@ -1,0 +1,257 @@
+"""Calls to the scheduler and to decode workers; the only room of the gateway where their wire messages are seen."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from weft.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Incompatible,
+    NotFound,
+    Overloaded,
+    PeerLost,
+    WeftError,
+    from_code,
+)
+from weft.request import RequestKey, WorkerAddress
+from weft.rpc import wire
+from weft.rpc.client import ChannelPool, open_channel, owned, translated
+from weft_mesh.v1 import decode_service_pb2 as decode_pb
+from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
+from weft_mesh.v1.decode_service_pb2_grpc import DecodeServiceStub
+from weft_mesh.v1.scheduler_service_pb2_grpc import FleetServiceStub, SchedulerServiceStub
+from weft_services.gateway.mesh.inbox import Delta, Inbox
+from weft_services.gateway.mesh.placement import Forecast, Placement, RouteQuery, Settlement, StartCommand, Worker
+
+CONNECT_SECONDS = 1.5
+ROUTE_SECONDS = 5.0
+SETTLE_SECONDS = 5.0
+POLL_SECONDS = 2.0
+MAX_QUEUED_STARTS = 4096
+
+
+class Scheduler:
+    """The scheduler's two services over one channel."""
+
+    def __init__(self, address: str) -> None:
+        self._channels = ChannelPool()
+        channel = self._channels.get(address)
+        self._scheduler = SchedulerServiceStub(channel)
+        self._fleet = FleetServiceStub(channel)
+
+    async def route(self, query: RouteQuery, timeout_seconds: float) -> Placement:
+        """Raises Overloaded, PeerLost (no scheduler, or no worker for it), DeadlineExceeded."""
+        request = _query_to_wire(query, timeout_seconds)
+        try:
+            with translated():
+                response = await self._scheduler.Route(request, timeout=min(ROUTE_SECONDS, timeout_seconds))
+        except NotFound as error:  # the name is the one we serve, so nobody has joined yet
+            raise PeerLost(f"no worker serves {query.model!r}") from error
+        except Cancelled as error:  # by the scheduler, which is going away
+            raise PeerLost("the scheduler is going away") from error
+        except DeadlineExceeded as error:
+            if timeout_seconds <= ROUTE_SECONDS:
+                raise
+            raise PeerLost("the scheduler does not answer") from error
+        return _placement_from_wire(response)
+
+    async def settle(self, settlements: list[Settlement]) -> None:
+        """Report stages; safe to repeat. Raises WeftError."""
+        request = scheduler_pb.SettleRequest(settlements=[_settlement_to_wire(each) for each in settlements])
+        with translated():
+            await self._scheduler.Settle(request, timeout=SETTLE_SECONDS)
+
+    async def workers(self) -> list[Worker]:
+        """The fleet as the scheduler sees it. Raises WeftError."""
+        with translated():
+            response = await self._fleet.ListWorkers(scheduler_pb.ListWorkersRequest(), timeout=POLL_SECONDS)
+        return [_worker_from_wire(status) for status in response.workers]
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channels.close()
+
+
+def _query_to_wire(query: RouteQuery, remaining_seconds: float) -> scheduler_pb.RouteRequest:
+    return scheduler_pb.RouteRequest(
+        key=wire.key_to_wire(query.key),
+        model=query.model,
+        prompt_tokens=query.num_prompt_tokens,
+        max_tokens=query.max_tokens,
+        session=query.session,
+        block_keys=query.block_keys,
+        excluded_boot_ids=query.excluded_boot_ids,
+        remaining_ms=max(1, int(remaining_seconds * 1000)),
+        priority=_priority_to_wire(query.priority),
+        tenant=query.tenant,
+        reject_if_busy=query.reject_if_busy,
+    )
+
+
+def _priority_to_wire(priority: int) -> scheduler_pb.Priority.ValueType:
+    if priority == 0:
+        return scheduler_pb.PRIORITY_DEFAULT
+    return scheduler_pb.PRIORITY_INTERACTIVE if priority > 0 else scheduler_pb.PRIORITY_BATCH
+
+
+def _placement_from_wire(response: scheduler_pb.RouteResponse) -> Placement:
+    return Placement(
+        decode=wire.address_from_wire(response.decode),
+        prefill=wire.address_from_wire(response.prefill) if response.HasField("prefill") else None,
+        forecast=Forecast(
+            response.predicted_ttft_ms,
+            response.predicted_itl_ms,
+            response.predicted_cached_tokens,
+            response.waited_ms,
+        ),
+    )
+
+
+def _settlement_to_wire(settlement: Settlement) -> scheduler_pb.Settlement:
+    return scheduler_pb.Settlement(
+        key=wire.key_to_wire(settlement.key),
+        stage=scheduler_pb.Settlement.Stage.Value(f"STAGE_{settlement.stage.upper()}"),
+        failed_worker_id=settlement.failed_worker_id,
+        generated_tokens=settlement.generated_tokens,
+    )
+
+
+def _worker_from_wire(status: scheduler_pb.WorkerStatus) -> Worker:
+    hello = status.hello
+    return Worker(
+        address=wire.address_from_wire(hello.worker),
+        role=wire.role_from_wire(hello.role),
+        model=hello.model,
+        is_ready=status.report.ready,
+        block_tokens=hello.fingerprint.block_tokens,
+        max_context_tokens=hello.max_context_tokens,
+        weights_hash=hello.fingerprint.weights_hash,
+    )
+
+
+class DecodeLink:
+    """The one Attach stream to one boot of a decode worker. When it ends, every sequence on it has failed."""
+
+    def __init__(self, worker: WorkerAddress) -> None:
+        self.worker = worker
+        self.is_closed = False
+        self._commands: asyncio.Queue[decode_pb.AttachRequest] = asyncio.Queue()  # starts are bounded, so cancels are
+        self._inboxes: dict[RequestKey, Inbox] = {}
+        self._channel = open_channel(worker.address)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that wait for deltas from here."""
+        return len(self._inboxes)
+
+    async def connect(self) -> None:
+        """Wait for the connection. Raises PeerLost, at once when it is refused."""
+        is_ready = False
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                is_ready = await self._reach_ready()
+        except TimeoutError:
+            pass  # told below
+        finally:
+            if not is_ready:
+                await self._channel.close()
+        if not is_ready:
+            raise PeerLost(f"{self.worker.worker_id} cannot be reached", self.worker.worker_id)
+
+    async def run(self) -> None:
+        """Speak until the stream ends, whatever the reason; then fail what was running. Never raises WeftError."""
+        reason, at_fault = "closed its stream", self.worker.worker_id
+        try:
+            async with owned(DecodeServiceStub(self._channel).Attach(self._requests())) as call:
+                async for frame in call:
+                    for delta in frame.deltas:
+                        self._dispatch(delta)
+        except WeftError as error:
+            reason = f"is lost: {error}"
+        except asyncio.CancelledError:
+            reason, at_fault = "was let go by this gateway", ""
+            raise
+        finally:
+            self.is_closed = True
+            self._fail_all(PeerLost(f"{self.worker.worker_id} {reason}", at_fault))
+            await self._channel.close()
+
+    def start(self, command: StartCommand, inbox: Inbox) -> None:
+        """Queue a sequence; its deltas go to the inbox until `forget`. Raises PeerLost or Overloaded at once."""
+        if self.is_closed:
+            raise PeerLost(f"{self.worker.worker_id} is lost", self.worker.worker_id)
+        if self._commands.qsize() >= MAX_QUEUED_STARTS:
+            raise Overloaded(f"too many commands wait for {self.worker.worker_id}")
+        start = decode_pb.StartSequence(
+            key=wire.key_to_wire(command.key),
+            decode_boot_id=command.placement.decode.boot_id,
+            token_ids=command.token_ids,
+            sampling=wire.sampling_to_wire(command.sampling),
+            cache_salt=command.cache_salt,
+            remaining_ms=max(1, int(command.remaining_seconds * 1000)),
+            resumed_tokens=command.resumed_tokens,
+            priority=command.priority,
+        )
+        if command.placement.prefill is not None:
+            start.prefill.CopyFrom(wire.address_to_wire(command.placement.prefill))
+        self._commands.put_nowait(decode_pb.AttachRequest(start=start))
+        self._inboxes[command.key] = inbox
+
+    def forget(self, key: RequestKey) -> None:
+        """The sequence has ended by itself."""
+        self._inboxes.pop(key, None)
+
+    def cancel(self, key: RequestKey) -> None:
+        """Stop a sequence and forget it."""
+        if self._inboxes.pop(key, None) is not None and not self.is_closed:
+            cancel = decode_pb.CancelSequence(key=wire.key_to_wire(key))
+            self._commands.put_nowait(decode_pb.AttachRequest(cancel=cancel))
+
+    async def _reach_ready(self) -> bool:
+        while (state := self._channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
+            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                return False
+            await self._channel.wait_for_state_change(state)
+        return True
+
+    async def _requests(self) -> AsyncIterator[decode_pb.AttachRequest]:
+        while True:
+            yield await self._commands.get()
+
+    def _dispatch(self, delta: decode_pb.SequenceDelta) -> None:
+        key = wire.key_from_wire(delta.key)
+        inbox = self._inboxes.get(key)
+        if inbox is not None:
+            inbox.put(_delta_from_wire(key, delta))
+
+    def _fail_all(self, error: PeerLost) -> None:
+        for key, inbox in list(self._inboxes.items()):  # one that overflows takes its request's keys away
+            inbox.put(Delta(key, error=error, worker_id=error.worker_id))
+        self._inboxes.clear()
+
+
+def _delta_from_wire(key: RequestKey, delta: decode_pb.SequenceDelta) -> Delta:
+    failed = delta.HasField("failure")
+    return Delta(
+        key=key,
+        token_ids=tuple(delta.token_ids),
+        logprobs=tuple(wire.logprobs_from_wire(position) for position in delta.logprobs),
+        prompt=wire.usage_from_wire(delta.prompt) if delta.HasField("prompt") else None,
+        finish_reason=wire.finish_from_wire(delta.finish_reason),
+        error=_failure_from_wire(delta.failure) if failed else None,
+        worker_id=delta.failure.worker_id if failed else "",
+    )
+
+
+def _failure_from_wire(failure: decode_pb.SequenceFailure) -> WeftError:
+    """For us a worker is as good as lost when it is another boot than the one routed to, or gives up by itself; but
+    then it is nobody's fault."""
+    if failure.code == PeerLost.code:
+        return PeerLost(failure.message, failure.worker_id)
+    if failure.code in (Incompatible.code, Cancelled.code):
+        return PeerLost(failure.message)
+    return from_code(failure.code, failure.message)

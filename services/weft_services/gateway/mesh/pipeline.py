@@ -1,0 +1,84 @@
+"""The one path from a checked request to a run on the mesh, for REST and gRPC alike. Bounds how many are under way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from weft import metrics
+from weft.errors import Overloaded, PeerLost
+from weft_services.gateway.generation import Conversation, Generation
+from weft_services.gateway.mesh.fleet import Fleet, FleetWatch
+from weft_services.gateway.mesh.flight import Mesh
+from weft_services.gateway.mesh.prepare import Prepared, Workshop, prepare
+from weft_services.gateway.mesh.run import Run
+from weft_services.gateway.mesh.sessions import Session
+from weft_services.gateway.model import ServedModel
+
+
+class Pipeline:
+    """Shared by all requests of the process."""
+
+    def __init__(self, model: ServedModel, mesh: Mesh, watch: FleetWatch, max_requests: int) -> None:
+        self.model = model
+        self.num_in_flight = 0
+        self.is_draining = False
+        self._mesh = mesh
+        self._watch = watch
+        self._max_requests = max_requests
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._workshop = Workshop()
+
+    @property
+    def fleet(self) -> Fleet:
+        """As last seen."""
+        return self._watch.fleet
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why new requests are not wanted; empty when they are."""
+        return ["shutting down"] if self.is_draining else self.fleet.reasons
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """A place among the requests under way. Raises Overloaded, or PeerLost while shutting down."""
+        if self.is_draining:
+            raise PeerLost("the gateway is shutting down")
+        if self.num_in_flight >= self._max_requests:
+            raise Overloaded(f"{self._max_requests} requests are under way already")
+        self.num_in_flight += 1
+        self._idle.clear()
+        metrics.IN_FLIGHT.set(self.num_in_flight)
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
+            metrics.IN_FLIGHT.set(self.num_in_flight)
+            if self.num_in_flight == 0:
+                self._idle.set()
+
+    async def until_idle(self, seconds: float) -> None:
+        """Until nothing is under way, but no longer than this."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+
+    async def prepare(self, parse: Callable[[], Generation]) -> Prepared:
+        """Validate, render, tokenize and hash in a thread. Raises InvalidRequest or NotFound."""
+        fleet = self.fleet
+        limit = fleet.max_context_tokens or self.model.max_context_tokens
+        return await self._workshop.do(lambda: prepare(parse(), self.model, fleet.block_tokens, limit))
+
+    def run(self, prepared: Prepared, session: Session, timeout_seconds: float) -> Run:
+        """The request on the mesh; enter it to begin. What is said beside the request goes before its own."""
+        deadline = asyncio.get_running_loop().time() + timeout_seconds
+        is_chat = isinstance(prepared.generation.prompts[0], Conversation)
+        codec = self.model.chat_codec if is_chat else self.model.codec
+        standing = session.standing(prepared.generation.session, prepared.generation.priority)
+        return Run(self._mesh, prepared, codec, standing, deadline)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._workshop.close()

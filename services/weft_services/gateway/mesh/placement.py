@@ -1,0 +1,80 @@
+"""What the gateway asks of the scheduler and of decode workers, and what it hears back. Values only; no wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.request import RequestKey, SamplingParams, WorkerAddress, WorkerRole
+
+
+@dataclass(frozen=True, slots=True)
+class RouteQuery:
+    """What routing needs to know of one attempt. `priority` as engines count: higher goes first."""
+
+    key: RequestKey
+    model: str
+    num_prompt_tokens: int
+    max_tokens: int
+    session: bytes
+    block_keys: tuple[bytes, ...]
+    excluded_boot_ids: tuple[str, ...] = ()
+    tenant: bytes = b""
+    priority: int = 0
+    reject_if_busy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What the scheduler expects of an attempt, and how long it had to wait for a place."""
+
+    ttft_ms: int = 0
+    itl_ms: int = 0
+    cached_tokens: int = 0
+    waited_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where an attempt goes; without `prefill` the decode worker computes the prompt."""
+
+    decode: WorkerAddress
+    prefill: WorkerAddress | None
+    forecast: Forecast
+
+
+@dataclass(frozen=True, slots=True)
+class StartCommand:
+    """A sequence to run on a decode worker."""
+
+    key: RequestKey
+    placement: Placement
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    cache_salt: bytes
+    remaining_seconds: float
+    resumed_tokens: int = 0
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """How far one attempt has come. `stage` is first_token, finished, failed or cancelled; with finished the attempt's
+    tokens are said."""
+
+    key: RequestKey
+    stage: str
+    failed_worker_id: str = ""
+    generated_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One line of the fleet's list."""
+
+    address: WorkerAddress
+    role: WorkerRole
+    model: str
+    is_ready: bool
+    block_tokens: int
+    max_context_tokens: int
+    weights_hash: str

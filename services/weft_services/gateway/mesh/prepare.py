@@ -1,0 +1,196 @@
+"""Generation -> token ids, block keys and sampling parameters of every sequence. CPU work, done in a few threads."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from weft.errors import InvalidRequest, NotFound
+from weft.kv.prefix import block_keys
+from weft.request import SamplingParams
+from weft_services.gateway.generation import Conversation, Generation
+from weft_services.gateway.grammar.constrain import grammar_of
+from weft_services.gateway.model import ServedModel
+from weft_services.gateway.text.assistant import THINK
+
+NUM_THREADS = 2
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """Token ids and the keys of their full blocks, in order. `is_thinking`: it ends where thoughts have begun."""
+
+    token_ids: tuple[int, ...]
+    block_keys: tuple[bytes, ...]
+    is_thinking: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSequence:
+    """One choice of the answer: which prompt it continues, and how."""
+
+    prompt: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request ready to be placed. Sequence i becomes choice i."""
+
+    generation: Generation
+    prompts: tuple[PreparedPrompt, ...]
+    sequences: tuple[PreparedSequence, ...]
+    cache_salt: bytes = b""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Each prompt counts once, however many choices continue it."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+class Workshop:
+    """The threads that tokenize. Its queue is bounded by the number of requests that are admitted."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
+
+    async def do(self, work: Callable[[], ResultT]) -> ResultT:
+        """Run in a thread. A caller that is cancelled meanwhile leaves the work to end by itself; it is bounded."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def close(self) -> None:
+        """Forget what has not begun."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def prepare(generation: Generation, model: ServedModel, block_tokens: int | None, max_context: int) -> Prepared:
+    """Render, tokenize, check against the limits, hash. `block_tokens` None: the fleet has not said; nothing is hashed.
+
+    Raises InvalidRequest naming the field, NotFound for a model that is not served here.
+    """
+    check_model(generation.model, model)
+    limit = min(max_context, model.max_context_tokens)
+    prompts = []
+    for prompt in generation.prompts:
+        text = _render(prompt, model) if isinstance(prompt, Conversation) else prompt
+        token_ids = _token_ids(text, generation.prompt_field, model, limit, not isinstance(prompt, Conversation))
+        keys = block_keys(token_ids, block_tokens) if block_tokens else []
+        is_thinking = model.thinks and isinstance(text, str) and text.rstrip().endswith(THINK)
+        prompts.append(PreparedPrompt(token_ids, tuple(keys), is_thinking))
+    _check_named_tokens(generation, model.vocabulary_size)
+    grammar = grammar_of(generation, model, prompts[0].is_thinking)
+    seed = secrets.randbits(63) if generation.seed is None else generation.seed
+    sequences = []
+    for index in range(len(prompts) * generation.n):
+        num_tokens = len(prompts[index // generation.n].token_ids)
+        sampling = _sampling(generation, model, _max_tokens(generation, num_tokens, limit), _derive(seed, index))
+        sequences.append(PreparedSequence(index // generation.n, replace(sampling, grammar=grammar)))
+    return Prepared(generation, tuple(prompts), tuple(sequences))
+
+
+def check_model(name: str, model: ServedModel) -> None:
+    """Raises NotFound for any other name than the served one."""
+    if name != model.name:
+        raise NotFound(f"the model {name!r} is not served here; there is {model.name!r}")
+
+
+def _token_ids(
+    text: str | tuple[int, ...], field: str, model: ServedModel, limit: int, add_special_tokens: bool
+) -> tuple[int, ...]:
+    if isinstance(text, tuple):
+        token_ids = text
+        _check_size(len(token_ids), field, limit)
+        if min(token_ids) < 0 or max(token_ids) >= model.vocabulary_size:
+            raise InvalidRequest(
+                f"{field}: token ids are from 0 to {model.vocabulary_size - 1}", field, "invalid_value"
+            )
+        return token_ids
+    if len(text) > limit * model.codec.longest_token_bytes:  # surely too long: no need to tokenize it
+        raise _too_long(f"a text of {len(text)} characters", field, limit)
+    token_ids = model.codec.encode(text, add_special_tokens)
+    if not token_ids:
+        raise InvalidRequest(f"{field} is empty", field, "invalid_value")
+    _check_size(len(token_ids), field, limit)
+    return token_ids
+
+
+def _render(conversation: Conversation, model: ServedModel) -> str:
+    if model.template is None:
+        raise InvalidRequest(f"the model {model.name!r} has no chat template; use /v1/completions", "messages")
+    return model.template.render(conversation)
+
+
+def _check_size(num_tokens: int, field: str, limit: int) -> None:
+    if num_tokens >= limit:
+        raise _too_long(f"{num_tokens} tokens", field, limit)
+
+
+def _too_long(size: str, field: str, limit: int) -> InvalidRequest:
+    message = f"{field}: {size} and at least one token of answer exceed the context of {limit} tokens"
+    return InvalidRequest(message, field, "context_length_exceeded")
+
+
+def _max_tokens(generation: Generation, num_prompt_tokens: int, limit: int) -> int:
+    max_tokens = _length(generation, num_prompt_tokens, limit)
+    if generation.min_tokens > max_tokens:
+        message = f"min_tokens: {generation.min_tokens} is more than the {max_tokens} tokens that the answer may have"
+        raise InvalidRequest(message, "min_tokens", "invalid_value")
+    return max_tokens
+
+
+def _length(generation: Generation, num_prompt_tokens: int, limit: int) -> int:
+    room = limit - num_prompt_tokens
+    if generation.max_tokens is None:
+        return min(room, generation.default_max_tokens or room)
+    if generation.max_tokens > room:
+        field = generation.max_tokens_field
+        message = (
+            f"{field}: {num_prompt_tokens} prompt tokens and {generation.max_tokens} to generate "
+            f"exceed the context of {limit} tokens"
+        )
+        raise InvalidRequest(message, field, "context_length_exceeded")
+    return generation.max_tokens
+
+
+def _check_named_tokens(generation: Generation, vocabulary_size: int) -> None:
+    biased = tuple(token for token, _ in generation.logit_bias)
+    for field, tokens in (("stop_token_ids", generation.stop_token_ids), ("logit_bias", biased)):
+        if any(token >= vocabulary_size for token in tokens):
+            raise InvalidRequest(f"{field}: token ids are from 0 to {vocabulary_size - 1}", field, "invalid_value")
+
+
+def _derive(seed: int, index: int) -> int:
+    """The first choice samples with the request's seed itself, so that n=1 and the first of n=2 are the same text."""
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(index.to_bytes(4, "little"), key=seed.to_bytes(8, "little"), digest_size=8)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _sampling(generation: Generation, model: ServedModel, max_tokens: int, seed: int) -> SamplingParams:
+    defaults = model.defaults
+    repetition = generation.repetition_penalty
+    if repetition is None:
+        repetition = defaults.repetition_penalty
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=defaults.temperature if generation.temperature is None else generation.temperature,
+        top_p=defaults.top_p if generation.top_p is None else generation.top_p,
+        top_k=defaults.top_k if generation.top_k is None else generation.top_k,
+        min_p=defaults.min_p if generation.min_p is None else generation.min_p,
+        seed=seed,
+        stop_token_ids=generation.stop_token_ids,
+        ignore_eos=generation.ignore_eos,
+        num_logprobs=generation.num_logprobs,
+        frequency_penalty=generation.frequency_penalty,
+        presence_penalty=generation.presence_penalty,
+        repetition_penalty=repetition,
+        logit_bias=generation.logit_bias,
+        min_tokens=generation.min_tokens,
+    )

@@ -1,0 +1,154 @@
+"""One client request on the mesh: its sequences side by side, what they say in one stream, cleaned up at the end.
+
+Only here and in `flight` is anything tried again, since only here it is known what the client has received.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from types import TracebackType
+from typing import Self
+from uuid import uuid4
+
+from weft.errors import DeadlineExceeded, WeftError
+from weft.lifetime import Stage
+from weft.request import PromptUsage
+from weft.rpc.status import as_weft_error
+from weft_services.gateway.mesh.flight import Flight, Mesh, Shared
+from weft_services.gateway.mesh.inbox import Delta, Inbox
+from weft_services.gateway.mesh.placement import Forecast
+from weft_services.gateway.mesh.prepare import Prepared
+from weft_services.gateway.mesh.sequence import Piece, Sequence
+from weft_services.gateway.mesh.sessions import Standing
+from weft_services.gateway.model import Codec
+
+
+class Run:
+    """`async with Run(...) as run:` then `await run.next()` until None. Leaving early cancels in the engine."""
+
+    def __init__(self, mesh: Mesh, prepared: Prepared, codec: Codec, standing: Standing, deadline: float) -> None:
+        """`deadline` in the loop's time."""
+        self.prepared = prepared
+        self._shared = Shared(prepared, standing, deadline, Inbox(self._abandon))
+        self._failure: WeftError | None = None  # to be raised once the pieces before it are delivered
+        stops = prepared.generation.stop
+        self._flights = [
+            Flight(mesh, self._shared, uuid4().hex, Sequence(index, codec, stops))
+            for index in range(len(prepared.sequences))
+        ]
+        self._by_id = {flight.key.request_id: flight for flight in self._flights}
+
+    async def __aenter__(self) -> Self:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for flight in self._flights:
+                    group.create_task(flight.place())
+        except BaseException as error:
+            self._abandon()
+            if isinstance(error, BaseExceptionGroup):
+                raise as_weft_error(error) from error
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._abandon()
+
+    @property
+    def request_id(self) -> str:
+        """The first sequence's id inside the mesh, to find it in the workers' logs."""
+        return self._flights[0].key.request_id
+
+    @property
+    def num_attempts(self) -> int:
+        """Starts on a worker over all sequences; more than there are sequences means moves."""
+        return sum(flight.num_attempts for flight in self._flights)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Generated so far, end tokens included."""
+        return sum(len(flight.sequence.token_ids) for flight in self._flights)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were not computed, as prefill counted them; never more than there are.
+
+        Of several choices that continue one prompt, the one that computed most of it counts, as the prompt counts once.
+        """
+        cached = [len(prompt.token_ids) for prompt in self.prepared.prompts]
+        for flight, spec in zip(self._flights, self.prepared.sequences, strict=True):
+            count = flight.usage.cached_tokens if flight.usage else 0
+            cached[spec.prompt] = min(cached[spec.prompt], count)
+        return sum(cached)
+
+    @property
+    def worst_prompt(self) -> PromptUsage:
+        """The prompt that took longest, for the access log."""
+        usages = [flight.usage for flight in self._flights if flight.usage is not None]
+        return max(usages, key=lambda usage: usage.queue_ms + usage.compute_ms, default=PromptUsage())
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """What the scheduler expected of the sequence that was to wait longest, when it was first placed."""
+        forecasts = [flight.forecast for flight in self._flights if flight.forecast is not None]
+        return max(forecasts, key=lambda forecast: forecast.ttft_ms, default=None)
+
+    async def next(self, idle_seconds: float) -> list[Piece] | None:
+        """Everything that has come since, one piece a choice; empty after `idle_seconds` of silence; None at the end.
+
+        Raises WeftError when a sequence has failed for good, DeadlineExceeded when time is up.
+        """
+        now = asyncio.get_running_loop().time()
+        wake = min(now + idle_seconds, self._shared.deadline)
+        while self._failure is None and not all(flight.is_done for flight in self._flights):
+            try:
+                async with asyncio.timeout_at(wake):
+                    deltas = await self._shared.inbox.take()
+            except TimeoutError:
+                if wake == self._shared.deadline:
+                    raise DeadlineExceeded("the request took too long") from None
+                return []
+            if pieces := self._accept(deltas):
+                return pieces
+        if self._failure is not None:
+            raise self._failure
+        return None
+
+    def _accept(self, deltas: list[Delta]) -> list[Piece]:
+        grouped: dict[str, list[Delta]] = defaultdict(list)
+        broken: dict[str, Delta] = {}
+        for delta in deltas:
+            request_id = delta.key.request_id
+            flight = self._by_id.get(request_id)
+            if flight is None or flight.is_done or delta.key != flight.key or request_id in broken:
+                continue  # late
+            if delta.error is not None:
+                broken[request_id] = delta
+            else:
+                grouped[request_id].append(delta)
+        pieces = [self._advance(self._by_id[request_id], batch) for request_id, batch in grouped.items()]
+        self._failure = next((flight.failure for flight in self._flights if flight.failure is not None), None)
+        for request_id, delta in broken.items():
+            flight = self._by_id[request_id]
+            if delta.error is None or flight.is_done:
+                continue
+            try:
+                flight.move(delta.error, delta.worker_id)
+            except WeftError as error:
+                self._failure = error
+        return pieces
+
+    def _advance(self, flight: Flight, deltas: list[Delta]) -> Piece:
+        piece = flight.sequence.accept(deltas)
+        if piece.token_ids:
+            flight.spoke(next((delta.prompt for delta in deltas if delta.prompt is not None), None))
+        if flight.is_done:
+            engine_has_ended = deltas[-1].finish_reason is not None
+            flight.end(Stage.FINISHED, cancel=not engine_has_ended)
+        return piece
+
+    def _abandon(self) -> None:
+        for flight in self._flights:
+            flight.abandon()

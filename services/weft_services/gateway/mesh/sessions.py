@@ -1,0 +1,77 @@
+"""Who a request belongs with: one signal out of the many headers and fields that clients name their sessions in; whose
+it is; and who goes first.
+
+It is a hint for placing and nothing else: what is seen of it behind the gateway is a digest, another one for every
+tenant. Headers that name a worker, as some routers take them, are not read at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from weft_services.gateway.mesh.urgency import UNSAID, Urgency, urgency_of
+
+# one signal under many names; the first usable one counts, and those of the body come after them
+HEADERS = (
+    "x-session-affinity",
+    "x-session-id",
+    "session-id",
+    "x-claude-code-session-id",
+    "x-dynamo-session-id",
+    "x-smg-routing-key",
+)
+# until keys are checked, whoever shows the same one is taken for the same tenant
+CREDENTIALS = ("authorization", "x-api-key")
+MAX_HINT_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What the mesh is told of it: digests, both perhaps empty, and a priority as engines count, higher goes first."""
+
+    session: bytes = b""
+    tenant: bytes = b""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What came beside a request: whose it is, the session it names (both may be empty), how urgent it is."""
+
+    tenant: str = ""
+    hint: str = ""
+    urgency: Urgency = UNSAID
+
+    def standing(self, own_hint: str, own_priority: int | None) -> Standing:
+        """Together with what the request says of itself."""
+        return Standing(self.digest(own_hint), self._tenant_digest(), -self.urgency.level(own_priority))
+
+    def digest(self, own_hint: str) -> bytes:
+        """What the scheduler is told; `own_hint` is the request's own, which comes second. Empty without a session."""
+        hint = self.hint or own_hint
+        if not 1 <= len(hint) <= MAX_HINT_CHARS:
+            return b""
+        tenant_key = hashlib.blake2b(self.tenant.encode(), digest_size=32, person=b"weft-tenant").digest()
+        return hashlib.blake2b(hint.encode(), key=tenant_key, digest_size=16, person=b"weft-session").digest()
+
+    def _tenant_digest(self) -> bytes:
+        if not self.tenant:
+            return b""
+        return hashlib.blake2b(self.tenant.encode(), digest_size=16, person=b"weft-who-asks").digest()
+
+
+def session_of(headers: Iterable[tuple[str | bytes, str | bytes]]) -> Session:
+    """From HTTP headers or gRPC metadata, names in lower case. Raises InvalidRequest for a priority that is none."""
+    given: dict[str, str] = {}
+    for name, value in headers:
+        given.setdefault(_text(name), _text(value))
+    hints = (given.get(name, "") for name in HEADERS)
+    tenant = next((given[name] for name in CREDENTIALS if given.get(name)), "")
+    hint = next((hint for hint in hints if 1 <= len(hint) <= MAX_HINT_CHARS), "")
+    return Session(tenant, hint, urgency_of(given))
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("latin-1")

@@ -1,0 +1,54 @@
+"""A model's answer as it streams: thoughts split from text, tool calls found. Text in, parts out."""
+
+from __future__ import annotations
+
+from weft_services.gateway.text.feed import Feed, Reading, begins_with, copy_until, next_letter
+from weft_services.gateway.text.parts import Part, Parts
+from weft_services.gateway.text.tool_parsers import Parser
+
+THINK, END_THINK = "<think>", "</think>"
+
+
+class AnswerReader:
+    """State of one choice. `is_thinking`: the prompt ended within thoughts already."""
+
+    def __init__(self, parser: Parser, parts: Parts, thinks: bool, is_thinking: bool = False) -> None:
+        self.is_thinking = is_thinking
+        self._feed = Feed()
+        self._parts = parts
+        self._reading = self._read(parser, thinks)
+
+    @property
+    def num_calls(self) -> int:
+        """Tool calls found so far."""
+        return self._parts.num_calls
+
+    def push(self, text: str) -> list[Part]:
+        """What is new; what might still become something else is held back."""
+        if text:
+            self._feed.text += text
+            next(self._reading, None)
+        return self._found()
+
+    def finish(self) -> list[Part]:
+        """The rest. The answer has ended."""
+        self._feed.is_over = True
+        for _ in self._reading:
+            pass
+        self._parts.end()
+        return self._found()
+
+    def _read(self, parser: Parser, thinks: bool) -> Reading[None]:
+        if thinks and not self.is_thinking:
+            self.is_thinking = yield from begins_with(self._feed, THINK)
+        if self.is_thinking:
+            yield from begins_with(self._feed, THINK)
+            yield from copy_until(self._feed, (END_THINK,), self._parts.reasoning)
+            self._parts.drop_space()
+            self.is_thinking = False
+            yield from next_letter(self._feed)
+        yield from parser(self._feed, self._parts)
+
+    def _found(self) -> list[Part]:
+        found, self._parts.found = self._parts.found, []
+        return found

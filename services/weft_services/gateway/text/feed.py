@@ -1,0 +1,156 @@
+"""Text that arrives in pieces, read by parsers written as if it were all there: a generator that yields wants more.
+
+Bounded work per letter, no regular expressions; nothing is given out that might be the beginning of a marker.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, TypeVar
+
+from weft_services.gateway.text.stopping import overlap
+
+ResultT = TypeVar("ResultT")
+Reading = Generator[None, None, ResultT]
+Emit = Callable[[str], None]
+SPACE = " \t\r\n"
+
+
+class Feed:
+    """What has come and has not been read. `taken` is what was read since `mark`."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.is_over = False
+        self._taken: list[str] = []
+
+    def take(self, count: int) -> str:
+        """Read so many letters."""
+        text, self.text = self.text[:count], self.text[count:]
+        self._taken.append(text)
+        return text
+
+    def mark(self) -> None:
+        """From here on what is read could be given back as text."""
+        self._taken.clear()
+
+    @property
+    def taken(self) -> str:
+        """Read since the mark."""
+        return "".join(self._taken)
+
+
+def copy_until(feed: Feed, markers: Iterable[str], emit: Emit) -> Reading[str | None]:
+    """Text up to the first of the markers, which is read too and returned; None at the end of the answer."""
+    markers = tuple(markers)
+    while True:
+        found = [(at, marker) for marker in markers if (at := feed.text.find(marker)) >= 0]
+        if found:
+            at, marker = min(found)
+            _emit(feed, at, emit)
+            feed.take(len(marker))
+            return marker
+        if feed.is_over:
+            _emit(feed, len(feed.text), emit)
+            return None
+        held = max((overlap(feed.text, marker) for marker in markers), default=0)
+        _emit(feed, len(feed.text) - held, emit)
+        yield
+
+
+def begins_with(feed: Feed, marker: str) -> Reading[bool]:
+    """Does the marker come next, white space aside; if so, both are read."""
+    while True:
+        text = feed.text.lstrip(SPACE)
+        if text.startswith(marker):
+            feed.take(len(feed.text) - len(text) + len(marker))
+            return True
+        if feed.is_over or not marker.startswith(text):
+            return False
+        yield
+
+
+def next_letter(feed: Feed) -> Reading[str]:
+    """The next letter that is no white space, not read yet; empty at the end."""
+    while True:
+        feed.take(len(feed.text) - len(feed.text.lstrip(SPACE)))
+        if feed.text or feed.is_over:
+            return feed.text[:1]
+        yield
+
+
+def peek_letter(feed: Feed) -> Reading[str]:
+    """The next letter that is no white space; nothing is read."""
+    while not (text := feed.text.lstrip(SPACE)) and not feed.is_over:
+        yield
+    return text[:1]
+
+
+def copy_json(feed: Feed, emit: Emit) -> Reading[bool]:
+    """One JSON value as it is written; False when the answer ends before it does."""
+    yield from next_letter(feed)
+    span = _Span()
+    while True:
+        for place, letter in enumerate(feed.text):
+            if (has_letter := span.ends_at(letter)) is not None:
+                _emit(feed, place + has_letter, emit)
+                return True
+        _emit(feed, len(feed.text), emit)
+        if feed.is_over:
+            return False
+        yield
+
+
+class _Span:
+    """Where one JSON value ends, letter by letter."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
+
+    def ends_at(self, letter: str) -> bool | None:
+        """None: not here. Else the value ends here, with this letter (True) or before it."""
+        if self._in_string:
+            return self._ends_in_string(letter)
+        if letter == '"':
+            self._in_string = True
+        elif letter in "{[":
+            self._depth += 1
+        elif letter in "}]":
+            self._depth -= 1
+            return self._depth == 0 if self._depth <= 0 else None
+        elif not self._depth and letter in SPACE + ",":
+            return False
+        return None
+
+    def _ends_in_string(self, letter: str) -> bool | None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif letter == "\\":
+            self._is_escaped = True
+        elif letter == '"':
+            self._in_string = False
+            return True if not self._depth else None
+        return None
+
+
+def json_text(feed: Feed) -> Reading[str]:
+    """One JSON value as it is written, whole or cut off."""
+    pieces: list[str] = []
+    yield from copy_json(feed, pieces.append)
+    return "".join(pieces)
+
+
+def parse_json(text: str) -> Any:
+    """Raises ValueError when it is no JSON."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _emit(feed: Feed, count: int, emit: Emit) -> None:
+    if count:
+        emit(feed.take(count))

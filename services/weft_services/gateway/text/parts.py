@@ -1,0 +1,95 @@
+"""What an assistant's answer is made of: text, thoughts, tool calls. Collects it as parsers find it."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from secrets import choice
+from uuid import uuid4
+
+from weft_services.gateway.text.feed import SPACE
+
+
+class PartKind(Enum):
+    """Of a Part."""
+
+    TEXT = auto()
+    REASONING = auto()
+    CALL = auto()  # a tool call begins; `text` is the tool's name
+    ARGUMENTS = auto()  # more of its arguments, as JSON text
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is new. Never empty; `call` counts the answer's tool calls and `call_id` names the one that begins."""
+
+    kind: PartKind
+    text: str
+    call: int = 0
+    call_id: str = ""
+
+
+class Parts:
+    """Takes in what a parser finds, and gives out parts; white space around calls and thoughts is nobody's."""
+
+    def __init__(self, new_id: Callable[[], str], is_parallel: bool = True, holds_space: bool = True) -> None:
+        """Without `holds_space` text is given out as it comes."""
+        self.num_calls = 0
+        self.found: list[Part] = []
+        self._new_id = new_id
+        self._max_calls = None if is_parallel else 1
+        self._holds_space = holds_space
+        self._held = ""  # white space that counts only if something follows
+
+    def text(self, text: str) -> None:
+        """Of the answer proper."""
+        self._say(PartKind.TEXT, text)
+
+    def reasoning(self, text: str) -> None:
+        """Thoughts."""
+        self._say(PartKind.REASONING, text)
+
+    def drop_space(self) -> None:
+        """What was said ends here."""
+        self._held = ""
+
+    def begin_call(self, name: str, call_id: str = "") -> None:
+        """A call; its arguments follow."""
+        self._held = ""
+        self.num_calls += 1
+        if self._is_wanted:
+            self.found.append(Part(PartKind.CALL, name, self.num_calls - 1, call_id or self._new_id()))
+
+    def arguments(self, text: str) -> None:
+        """More of the last call's arguments."""
+        if text and self._is_wanted:
+            self.found.append(Part(PartKind.ARGUMENTS, text, self.num_calls - 1))
+
+    def end(self) -> None:
+        """The answer ends."""
+        if self._held and not self.num_calls:
+            self.found.append(Part(PartKind.TEXT, self._held))
+        self._held = ""
+
+    @property
+    def _is_wanted(self) -> bool:
+        return self._max_calls is None or self.num_calls <= self._max_calls
+
+    def _say(self, kind: PartKind, text: str) -> None:
+        text = self._held + text
+        spoken = text.rstrip(SPACE) if self._holds_space else text
+        self._held = text[len(spoken) :]
+        if spoken:
+            self.found.append(Part(kind, spoken))
+
+
+def new_call_id() -> str:
+    """As OpenAI's look."""
+    return f"call_{uuid4().hex[:24]}"
+
+
+def new_short_id() -> str:
+    """Nine letters or digits: what Mistral's templates take."""
+    return "".join(choice(string.ascii_letters + string.digits) for _ in range(9))

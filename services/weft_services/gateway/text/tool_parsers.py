@@ -1,0 +1,251 @@
+"""How the served families write tool calls, read as they stream. A parser takes a whole answer; the rest is text."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable
+from typing import Any
+
+from weft_services.gateway.text.feed import (
+    Feed,
+    Reading,
+    begins_with,
+    copy_json,
+    copy_until,
+    json_text,
+    next_letter,
+    parse_json,
+    peek_letter,
+)
+from weft_services.gateway.text.parts import Parts
+
+Parser = Callable[[Feed, Parts], Reading[None]]
+MAX_PYTHON_CHARS = 64 * 1024
+
+
+class Malformed(Exception):
+    """Not a call after all, and nothing of it has been given out."""
+
+
+def plain(feed: Feed, parts: Parts) -> Reading[None]:
+    """Text and nothing else."""
+    yield from copy_until(feed, (), parts.text)
+
+
+def hermes(feed: Feed, parts: Parts) -> Reading[None]:
+    """Hermes, Qwen, weft-nano: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, text around and between."""
+    while (yield from copy_until(feed, ("<tool_call>",), parts.text)):
+        yield from _object_or_text(feed, parts, "<tool_call>")
+        yield from begins_with(feed, "</tool_call>")
+
+
+def mistral(feed: Feed, parts: Parts) -> Reading[None]:
+    """Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, newer ones `[TOOL_CALLS]name[ARGS]{...}`."""
+    while (yield from copy_until(feed, ("[TOOL_CALLS]",), parts.text)):
+        if (yield from next_letter(feed)) != "[":
+            yield from _named_call(feed, parts, ("[ARGS]",), _mistral_name)
+            continue
+        feed.take(1)
+        while (yield from next_letter(feed)) == "{":
+            yield from _object_or_text(feed, parts, "")
+            if (yield from next_letter(feed)) == ",":
+                feed.take(1)
+        if feed.text.startswith("]"):
+            feed.take(1)
+
+
+def deepseek(feed: Feed, parts: Parts) -> Reading[None]:
+    """DeepSeek V3 (type, separator, name, fenced JSON) and V3.1 (name, separator, JSON), each call in its own tags."""
+    marks = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", "<｜tool▁call▁begin｜>")
+    while mark := (yield from copy_until(feed, marks, parts.text)):
+        if mark == marks[3]:
+            yield from _deepseek_call(feed, parts)
+
+
+def kimi(feed: Feed, parts: Parts) -> Reading[None]:
+    """Kimi K2: `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>` in a section."""
+    marks = (
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_call_end|>",
+        "<|tool_call_begin|>",
+    )
+    while mark := (yield from copy_until(feed, marks, parts.text)):
+        if mark == marks[3]:
+            yield from _named_call(feed, parts, ("<|tool_call_argument_begin|>",), _kimi_name)
+
+
+def llama(names: frozenset[str]) -> Parser:
+    """Llama 3 and 4: the answer is a JSON object with name and parameters, several with `;` between, or Python calls
+    in brackets. As nothing else marks a call, only those of known tools are taken for one."""
+
+    def parse(feed: Feed, parts: Parts) -> Reading[None]:
+        for tag in ("<|python_tag|>", "<|python_start|>"):
+            yield from begins_with(feed, tag)
+        if (yield from peek_letter(feed)) == "[":
+            yield from _python_calls(feed, parts, names)
+        while (yield from peek_letter(feed)) == "{":
+            if not (yield from _object_or_text(feed, parts, "", names)):
+                break
+            yield from begins_with(feed, ";")
+        yield from copy_until(feed, (), parts.text)
+
+    return parse
+
+
+def _object_or_text(feed: Feed, parts: Parts, opening: str, names: frozenset[str] | None = None) -> Reading[bool]:
+    """One JSON object that is a call; if it is none, it is text, and so is the marker before it."""
+    feed.mark()
+    num_calls = parts.num_calls
+    try:
+        yield from _object(feed, parts, names)
+    except (Malformed, ValueError):
+        if parts.num_calls == num_calls:  # what has been given out cannot be taken back
+            parts.text(opening + feed.taken)
+            return False
+    return True
+
+
+def _object(feed: Feed, parts: Parts, names: frozenset[str] | None) -> Reading[None]:
+    """Arguments stream from the moment that the name is known."""
+    if (yield from next_letter(feed)) != "{":
+        raise Malformed
+    feed.take(1)
+    fields: dict[str, Any] = {}
+    written: dict[str, str] = {}
+    is_begun = False
+    while (letter := (yield from next_letter(feed))) != "}":
+        if letter == ",":
+            feed.take(1)
+            continue
+        key = yield from _key(feed)
+        if key in ("arguments", "parameters") and "name" in fields and (yield from next_letter(feed)) == "{":
+            parts.begin_call(fields["name"], str(fields.get("id", "")))
+            is_begun = True
+            yield from copy_json(feed, parts.arguments)
+            continue
+        written[key] = yield from json_text(feed)
+        fields[key] = parse_json(written[key])
+        if key == "name" and not _is_name(fields[key], names):
+            raise Malformed
+    feed.take(1)
+    if not is_begun:
+        _whole_call(parts, fields, written)
+
+
+def _key(feed: Feed) -> Reading[Any]:
+    if (yield from next_letter(feed)) != '"':
+        raise Malformed
+    key = parse_json((yield from json_text(feed)))
+    if (yield from next_letter(feed)) != ":":
+        raise Malformed
+    feed.take(1)
+    return key
+
+
+def _is_name(value: Any, names: frozenset[str] | None) -> bool:
+    return isinstance(value, str) and bool(value) and (names is None or value in names)
+
+
+def _whole_call(parts: Parts, fields: dict[str, Any], written: dict[str, str]) -> None:
+    """Arguments that came before the name, as a string, or not at all."""
+    if "name" not in fields:
+        raise Malformed
+    parts.begin_call(fields["name"], str(fields.get("id", "")))
+    key = "arguments" if "arguments" in fields else "parameters"
+    arguments = fields.get(key) or {}
+    parts.arguments(arguments if isinstance(arguments, str) else written[key] if arguments else "{}")
+
+
+def _named_call(
+    feed: Feed, parts: Parts, separators: tuple[str, ...], read_name: Callable[[str], tuple[str, str]]
+) -> Reading[None]:
+    """Name, separator, JSON. The name may say the call's id too."""
+    header: list[str] = []
+    separator = yield from copy_until(feed, (*separators, "{"), header.append)
+    name, call_id = read_name("".join(header).strip())
+    if separator is None or not name:
+        parts.text("".join(header))
+        return
+    if separator == "{":
+        feed.text = separator + feed.text
+    parts.begin_call(name, call_id)
+    yield from _arguments(feed, parts)
+
+
+def _arguments(feed: Feed, parts: Parts) -> Reading[None]:
+    if (yield from next_letter(feed)) == "{":
+        yield from copy_json(feed, parts.arguments)
+    else:
+        parts.arguments("{}")  # a call without arguments; clients parse what they get
+
+
+def _mistral_name(header: str) -> tuple[str, str]:
+    name, _, call_id = header.partition("[CALL_ID]")
+    return name, call_id
+
+
+def _kimi_name(header: str) -> tuple[str, str]:
+    """`functions.name:0` is the call's id as well: the template gives it back to the model."""
+    return header.removeprefix("functions.").rpartition(":")[0] or header, header
+
+
+def _deepseek_call(feed: Feed, parts: Parts) -> Reading[None]:
+    before: list[str] = []
+    if (yield from copy_until(feed, ("<｜tool▁sep｜>",), before.append)) is None:
+        parts.text("".join(before))
+        return
+    name = "".join(before).strip()
+    if (yield from next_letter(feed)) != "{":  # V3: what came before was the type, now comes the name
+        lines: list[str] = []
+        fence = yield from copy_until(feed, ("```json", "{"), lines.append)
+        name = "".join(lines).strip() or name
+        if fence == "{":
+            feed.text = fence + feed.text
+    parts.begin_call(name)
+    yield from _arguments(feed, parts)
+    yield from begins_with(feed, "```")
+
+
+def _python_calls(feed: Feed, parts: Parts, names: frozenset[str]) -> Reading[None]:
+    """`[f(a=1), g()]`, given out when it is complete; a list that does not begin with a tool's call is text at once."""
+    while not feed.is_over and _may_be_python(feed.text.strip(), names, is_whole=False):
+        if any(feed.text.strip().startswith(f"[{name}(") for name in names):
+            break
+        yield
+    if not _may_be_python(feed.text.strip(), names, is_whole=True):
+        return
+    held: list[str] = []
+    yield from copy_until(feed, ("<|python_end|>",), held.append)
+    try:
+        calls = _python("".join(held), names)
+    except (Malformed, SyntaxError, ValueError, RecursionError, MemoryError):
+        parts.text("".join(held))
+        return
+    for name, arguments in calls:
+        parts.begin_call(name)
+        parts.arguments(json.dumps(arguments, ensure_ascii=False))
+
+
+def _may_be_python(text: str, names: frozenset[str], is_whole: bool) -> bool:
+    openings = [f"[{name}(" for name in names]
+    return any(text.startswith(each) or (not is_whole and each.startswith(text)) for each in openings)
+
+
+def _python(text: str, names: frozenset[str]) -> list[tuple[str, dict[str, Any]]]:
+    if len(text) > MAX_PYTHON_CHARS:
+        raise Malformed
+    tree = ast.parse(text.strip(), mode="eval").body
+    if not isinstance(tree, ast.List) or not tree.elts:
+        raise Malformed
+    return [_python_call(node, names) for node in tree.elts]
+
+
+def _python_call(node: ast.expr, names: frozenset[str]) -> tuple[str, dict[str, Any]]:
+    if not isinstance(node, ast.Call) or node.args:
+        raise Malformed
+    name = ast.unparse(node.func)
+    if name not in names:
+        raise Malformed
+    return name, {str(each.arg): ast.literal_eval(each.value) for each in node.keywords if each.arg}
