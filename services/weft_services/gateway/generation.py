@@ -9,11 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages and tools in OpenAI's form, checked, ready for the chat template; `kwargs` are variables of its own."""
+    """Messages and tools in OpenAI's form, checked, ready for the chat template; `kwargs` are variables of its own.
+
+    `is_open`: the assistant is to speak next.
+    """
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    is_open: bool = True
 
 
 class FormatKind(Enum):
@@ -68,6 +72,7 @@ class Generation:
     Without `max_tokens` the answer may fill the context, or be as long as `default_max_tokens` if that is less.
     `prompt_field` and `max_tokens_field` are the client's names for these, so that later errors can name them.
     `priority` counts as vLLM's clients count, lower is sooner; with `reject_if_busy` nobody waits for room.
+    `echo` is what an API gives back with its answer of what was asked.
     """
 
     model: str
@@ -99,6 +104,18 @@ class Generation:
     session: str = ""
     priority: int | None = None
     reject_if_busy: bool = False
+    echo: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizing:
+    """What is to be tokenized, and not run. `field` is the client's name for the prompt."""
+
+    model: str
+    prompt: Prompt
+    field: str
+    add_special_tokens: bool
+    wants_texts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,15 @@ class Codec:
 
     def token_text(self, token_id: int) -> str:
         """One token as text, special ones included: what logprobs show."""
-        return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+        return self.whole_text([token_id])
+
+    def whole_text(self, token_ids: Sequence[int]) -> str:
+        """All that is written there, special tokens included."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def entries(self, token_ids: Iterable[int]) -> list[str]:
+        """The tokens as the vocabulary has them; ids beyond it, as padded embeddings have, are empty."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for, also where they are a part of a character only."""

@@ -53,17 +53,22 @@ def tokenizer() -> Tokenizer:
     return tiny_tokenizer()
 
 
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+def write_model(parent: Path, tokenizer: Tokenizer, template: str) -> Path:
     """A checkpoint directory without weights: the gateway needs none."""
-    path = tmp_path_factory.mktemp("models") / MODEL_NAME
+    path = parent / MODEL_NAME
     path.mkdir()
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}))
     (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|bos|>", "eos_token": "<|im_end|>"}))
     (path / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.7, "top_p": 0.9}))
-    (path / "chat_template.jinja").write_text(TEMPLATE)
+    (path / "chat_template.jinja").write_text(template)
     return path
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    """The tiny model."""
+    return write_model(tmp_path_factory.mktemp("models"), tokenizer, TEMPLATE)
 
 
 @dataclass(slots=True)

@@ -131,6 +131,12 @@ def test_templates_render_as_transformers_renders_them(source: str, messages: li
     assert ours == rendered[0][0]
 
 
+@pytest.mark.parametrize(("aside", "role"), [("", "system"), ("{# system or developer #}", "developer")])
+def test_a_developer_is_the_system_where_a_template_knows_no_developers(aside: str, role: str) -> None:
+    template = ChatTemplate("{{ messages[0].role }}" + aside, {})
+    assert template.render(Conversation(({"role": "developer", "content": "x"},))) == role
+
+
 def test_a_template_that_refuses_names_the_messages() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     with pytest.raises(InvalidRequest, match="roles must alternate") as refusal:

@@ -45,6 +45,16 @@ class InferenceServiceStub:
                 request_serializer=weft__mesh_dot_v1_dot_inference__service__pb2.ChatRequest.SerializeToString,
                 response_deserializer=weft__mesh_dot_v1_dot_inference__service__pb2.ChatResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/weft_mesh.v1.InferenceService/Tokenize',
+                request_serializer=weft__mesh_dot_v1_dot_inference__service__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=weft__mesh_dot_v1_dot_inference__service__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/weft_mesh.v1.InferenceService/Detokenize',
+                request_serializer=weft__mesh_dot_v1_dot_inference__service__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=weft__mesh_dot_v1_dot_inference__service__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/weft_mesh.v1.InferenceService/ListModels',
                 request_serializer=weft__mesh_dot_v1_dot_inference__service__pb2.ListModelsRequest.SerializeToString,
@@ -70,6 +80,20 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """The token ids that a text or a conversation would have. Nothing is run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """What token ids say, special tokens included.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """The models that are served.
         """
@@ -89,6 +113,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Chat,
                     request_deserializer=weft__mesh_dot_v1_dot_inference__service__pb2.ChatRequest.FromString,
                     response_serializer=weft__mesh_dot_v1_dot_inference__service__pb2.ChatResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=weft__mesh_dot_v1_dot_inference__service__pb2.TokenizeRequest.FromString,
+                    response_serializer=weft__mesh_dot_v1_dot_inference__service__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=weft__mesh_dot_v1_dot_inference__service__pb2.DetokenizeRequest.FromString,
+                    response_serializer=weft__mesh_dot_v1_dot_inference__service__pb2.DetokenizeResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -151,6 +185,60 @@ class InferenceService:
             '/weft_mesh.v1.InferenceService/Chat',
             weft__mesh_dot_v1_dot_inference__service__pb2.ChatRequest.SerializeToString,
             weft__mesh_dot_v1_dot_inference__service__pb2.ChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft_mesh.v1.InferenceService/Tokenize',
+            weft__mesh_dot_v1_dot_inference__service__pb2.TokenizeRequest.SerializeToString,
+            weft__mesh_dot_v1_dot_inference__service__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft_mesh.v1.InferenceService/Detokenize',
+            weft__mesh_dot_v1_dot_inference__service__pb2.DetokenizeRequest.SerializeToString,
+            weft__mesh_dot_v1_dot_inference__service__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,10 @@ class InferenceServiceStub:
     """Continue a text or a list of token ids."""
     Chat: _grpc.UnaryStreamMultiCallable[_inference_service_pb2.ChatRequest, _inference_service_pb2.ChatResponse]
     """Answer a conversation, rendered with the model's chat template."""
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.TokenizeRequest, _inference_service_pb2.TokenizeResponse]
+    """The token ids that a text or a conversation would have. Nothing is run."""
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.DetokenizeRequest, _inference_service_pb2.DetokenizeResponse]
+    """What token ids say, special tokens included."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.ListModelsRequest, _inference_service_pb2.ListModelsResponse]
     """The models that are served."""
 
@@ -49,6 +53,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Continue a text or a list of token ids."""
     Chat: _aio.UnaryStreamMultiCallable[_inference_service_pb2.ChatRequest, _inference_service_pb2.ChatResponse]  # type: ignore[assignment]
     """Answer a conversation, rendered with the model's chat template."""
+    Tokenize: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.TokenizeRequest, _inference_service_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """The token ids that a text or a conversation would have. Nothing is run."""
+    Detokenize: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.DetokenizeRequest, _inference_service_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """What token ids say, special tokens included."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.ListModelsRequest, _inference_service_pb2.ListModelsResponse]  # type: ignore[assignment]
     """The models that are served."""
 
@@ -70,6 +78,22 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_service_pb2.ChatResponse], _abc.AsyncIterator[_inference_service_pb2.ChatResponse]]:
         """Answer a conversation, rendered with the model's chat template."""
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _inference_service_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_service_pb2.TokenizeResponse, _abc.Awaitable[_inference_service_pb2.TokenizeResponse]]:
+        """The token ids that a text or a conversation would have. Nothing is run."""
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _inference_service_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_service_pb2.DetokenizeResponse, _abc.Awaitable[_inference_service_pb2.DetokenizeResponse]]:
+        """What token ids say, special tokens included."""
 
     @_abc_1.abstractmethod
     def ListModels(

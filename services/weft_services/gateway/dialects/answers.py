@@ -7,7 +7,7 @@ from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece
 from weft_services.gateway.model import ServedModel
 from weft_services.gateway.text.assistant import END_THINK, AnswerReader
-from weft_services.gateway.text.parts import Part, Parts, new_call_id
+from weft_services.gateway.text.parts import Part, PartKind, Parts, new_call_id
 from weft_services.gateway.text.tool_parsers import Parser, plain
 
 
@@ -28,14 +28,18 @@ class Answer:
             parts += self._reader.finish()
             is_call = piece.finish_reason is FinishReason.STOP and self._reader.num_calls
             self.finish_reason = FinishReason.TOOL_CALLS if is_call else piece.finish_reason
-        if was_thinking or self._reader.is_thinking:
-            self.num_reasoning_tokens += self._count(piece)
+        thoughts = [part for part in parts if part.kind is PartKind.REASONING]
+        if was_thinking or self._reader.is_thinking or thoughts:
+            self.num_reasoning_tokens += self._count(piece, sum(len(part.text) for part in thoughts))
         return parts
 
-    def _count(self, piece: Piece) -> int:
+    def _count(self, piece: Piece, num_letters: int) -> int:
+        """Up to the token that ends thoughts; where none does, all, or by the share of the text."""
         if self._end_of_thoughts in piece.token_ids:
             return piece.token_ids.index(self._end_of_thoughts) + 1
-        return len(piece.token_ids)
+        if self._reader.is_thinking:
+            return len(piece.token_ids)
+        return round(len(piece.token_ids) * num_letters / max(1, len(piece.text)))
 
 
 class Answers:

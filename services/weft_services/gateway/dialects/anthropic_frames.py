@@ -11,7 +11,7 @@ import orjson
 from weft.errors import WeftError
 from weft.request import FinishReason
 from weft_services.gateway.dialects.answers import Answers
-from weft_services.gateway.dialects.frames import Choice, Dialect, Usage
+from weft_services.gateway.dialects.frames import Choice, Usage, event
 from weft_services.gateway.error_body import public_message, status_of
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece
@@ -36,22 +36,9 @@ REASONS = {
 }
 
 
-def event(kind: str, **fields: Any) -> bytes:
-    """One event of a stream."""
-    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind, **fields}) + b"\n\n"
-
-
 def message_error(error: WeftError) -> bytes:
     """An error body."""
     return orjson.dumps({"type": "error", "error": _error(error)})
-
-
-def message_error_event(error: WeftError) -> bytes:
-    """How a stream that has begun tells of a failure."""
-    return event("error", error=_error(error))
-
-
-ANTHROPIC = Dialect(message_error, message_error_event)
 
 
 class MessageFrames:
@@ -90,6 +77,10 @@ class MessageFrames:
         reason, stop = self._reason()
         out += event("message_delta", delta={"stop_reason": reason, "stop_sequence": stop}, usage=usage_of(usage))
         return out + event("message_stop")
+
+    def failure(self, error: WeftError) -> bytes:
+        """How a stream that has begun tells that it failed."""
+        return event("error", error=_error(error))
 
     def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The whole message."""

@@ -8,22 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import orjson
-
 from weft.errors import InvalidRequest
-from weft_services.gateway.dialects.openai_requests import parse_chat
+from weft_services.gateway.dialects.translation import Fields, check_chat, place_of, read_object
 from weft_services.gateway.generation import Generation
 
 # the same under both names
 SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 RENAMED = {"stop_sequences": "stop"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-Fields = dict[str, Any]
 
 
 def parse_messages(body: bytes) -> Generation:
     """POST /v1/messages. Raises InvalidRequest naming the field."""
-    fields = _read(body)
+    fields = read_object(body)
     if fields.get("max_tokens") is None:
         raise InvalidRequest("max_tokens: Field required", "max_tokens", "missing_required_parameter")
     return _generation(fields)
@@ -31,17 +28,7 @@ def parse_messages(body: bytes) -> Generation:
 
 def parse_count(body: bytes) -> Generation:
     """POST /v1/messages/count_tokens: the same without an answer."""
-    return _generation(_read(body))
-
-
-def _read(body: bytes) -> Fields:
-    try:
-        fields = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is not JSON that can be read: {error}", None, "invalid_json") from error
-    if not isinstance(fields, dict):
-        raise InvalidRequest("the body must be a JSON object", None)
-    return fields
+    return _generation(read_object(body))
 
 
 def _generation(fields: Fields) -> Generation:
@@ -51,22 +38,13 @@ def _generation(fields: Fields) -> Generation:
     metadata = fields.get("metadata")
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
     chat |= {"messages": messages, "user": user, **_tools(fields)}
-    try:
-        return parse_chat(orjson.dumps(chat))
-    except InvalidRequest as error:
-        raise _renamed(error, sources) from error
+    return check_chat(chat, lambda path: _own_path(path, sources))
 
 
-def _renamed(error: InvalidRequest, sources: list[str]) -> InvalidRequest:
-    """The complaint with the client's own path."""
-    steps = (error.param or "").split(".")
-    path = error.param
-    if steps[0] == "messages" and len(steps) > 1 and steps[1].isdecimal():
-        path = sources[int(steps[1])]
-    elif steps[0] == "stop":
-        path = "stop_sequences"
-    message = str(error).replace(error.param, path, 1) if error.param and path else str(error)
-    return InvalidRequest(message, path, error.reason)
+def _own_path(path: str, sources: list[str]) -> str:
+    if (place := place_of(path, "messages")) is not None:
+        return sources[place]
+    return "stop_sequences" if path.split(".")[0] == "stop" else path
 
 
 def _messages(fields: Fields) -> tuple[list[Fields], list[str]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from weft.errors import WeftError
 from weft.request import FinishReason
 from weft_services.gateway.dialects.answers import Answers
-from weft_services.gateway.dialects.frames import KEEP_ALIVE, Choice, Envelope, Usage
+from weft_services.gateway.dialects.frames import KEEP_ALIVE, Choice, Envelope, Usage, error_frame
 from weft_services.gateway.dialects.logprobs import chat_logprobs
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece
@@ -53,6 +54,10 @@ class ChatFrames:
         """The last frames of a stream."""
         usage.reasoning_tokens = self._answers.num_reasoning_tokens
         return self.envelope.end(usage)
+
+    def failure(self, error: WeftError) -> bytes:
+        """The last frames of a stream that failed."""
+        return error_frame(error)
 
     def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The whole answer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -69,15 +69,9 @@ def error_frame(error: WeftError) -> bytes:
     return b"data: " + error_body(error) + b"\n\n" + DONE
 
 
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """How an API tells of failures: as a whole body, and in a stream that has begun."""
-
-    error_body: Callable[[WeftError], bytes]
-    error_frame: Callable[[WeftError], bytes]
-
-
-OPENAI = Dialect(error_body, error_frame)
+def event(kind: str, **fields: Any) -> bytes:
+    """One event of a stream whose events have names."""
+    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind, **fields}) + b"\n\n"
 
 
 class Envelope:
@@ -137,6 +131,10 @@ class CompletionFrames:
     def end(self, usage: Usage) -> bytes:
         """The last frames of a stream."""
         return self.envelope.end(usage)
+
+    def failure(self, error: WeftError) -> bytes:
+        """The last frames of one that failed."""
+        return error_frame(error)
 
     def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The whole answer."""

@@ -49,9 +49,9 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def unsupported_field(extra: dict[str, Any]) -> str | None:
+def unsupported_field(extra: dict[str, Any], neutral_values: dict[str, tuple[Any, ...]] = NEUTRAL_VALUES) -> str | None:
     """The first field that asks for something Weft does not do."""
-    for name, neutral in NEUTRAL_VALUES.items():
+    for name, neutral in neutral_values.items():
         value = extra.get(name)
         if value is not None and not any(value == accepted for accepted in neutral):
             return name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -36,19 +36,22 @@ TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(check_template_kwargs
 Content = Annotated[str | None, BeforeValidator(flatten_content)]
 
 
-class _Lenient(BaseModel):
+BodyT = TypeVar("BodyT", bound="Lenient")
+
+
+class Lenient(BaseModel):
     """Exact types, unknown fields let through."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
-class StreamOptions(_Lenient):
+class StreamOptions(Lenient):
     """How a stream reports."""
 
     include_usage: bool | None = None
 
 
-class Message(_Lenient):
+class Message(Lenient):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -71,7 +74,7 @@ class Message(_Lenient):
         return {"role": self.role, "content": self.content or "", **given}
 
 
-class _Body(_Lenient):
+class _Body(Lenient):
     """What chat and completions share."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
@@ -192,17 +195,18 @@ class CompletionBody(_Body):
 
 def parse_chat(body: bytes) -> Generation:
     """Raises InvalidRequest naming the field."""
-    return _parse(ChatBody, body)
+    return parse_body(ChatBody, body).generation()
 
 
 def parse_completion(body: bytes) -> Generation:
     """Raises InvalidRequest naming the field."""
-    return _parse(CompletionBody, body)
+    return parse_body(CompletionBody, body).generation()
 
 
-def _parse(kind: type[ChatBody] | type[CompletionBody], body: bytes) -> Generation:
+def parse_body(kind: type[BodyT], body: bytes) -> BodyT:
+    """A JSON object of that kind. Raises InvalidRequest naming the field."""
     try:
-        return kind.model_validate_json(body).generation()
+        return kind.model_validate_json(body)
     except ValidationError as error:
         raise _as_invalid_request(error) from error
 

@@ -17,15 +17,17 @@ from starlette.routing import Route
 
 from weft.errors import EngineFailed, WeftError
 from weft.metrics import REGISTRY
-from weft_services.gateway.dialects.anthropic_frames import ANTHROPIC, MessageFrames
+from weft_services.gateway.dialects.anthropic_frames import MessageFrames, message_error
 from weft_services.gateway.dialects.anthropic_requests import parse_messages
 from weft_services.gateway.dialects.chat_frames import ChatFrames
 from weft_services.gateway.dialects.frames import CompletionFrames
 from weft_services.gateway.dialects.openai_requests import parse_chat, parse_completion
+from weft_services.gateway.dialects.responses_frames import ResponseFrames
+from weft_services.gateway.dialects.responses_requests import parse_responses
 from weft_services.gateway.error_body import HttpError, error_body, status_of
-from weft_services.gateway.front.count_tokens import CountEndpoint
 from weft_services.gateway.front.edge import RequestIds
 from weft_services.gateway.front.endpoints import Api, GenerationEndpoint
+from weft_services.gateway.front.text_endpoints import text_routes
 from weft_services.gateway.mesh.pipeline import Pipeline
 from weft_services.gateway.mesh.prepare import check_model
 
@@ -33,7 +35,8 @@ logger = logging.getLogger(__name__)
 APIS = {
     "/v1/chat/completions": Api("chat.completions", parse_chat, ChatFrames),
     "/v1/completions": Api("completions", parse_completion, CompletionFrames),
-    "/v1/messages": Api("messages", parse_messages, MessageFrames, ANTHROPIC),
+    "/v1/responses": Api("responses", parse_responses, ResponseFrames),
+    "/v1/messages": Api("messages", parse_messages, MessageFrames, message_error),
 }
 
 
@@ -45,7 +48,7 @@ def build_app(pipeline: Pipeline, timeout_seconds: float) -> Starlette:
     pages = _Pages(pipeline)
     routes = [
         *generating,
-        Route("/v1/messages/count_tokens", CountEndpoint(pipeline), methods=["POST"]),
+        *text_routes(pipeline),
         Route("/v1/models", pages.models),
         Route("/v1/models/{name:path}", pages.model),
         Route("/health", pages.health),
@@ -83,8 +86,7 @@ class _Pages:
         return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
 
     def _card(self) -> dict[str, Any]:
-        model, fleet = self._pipeline.model, self._pipeline.fleet
-        limit = min(model.max_context_tokens, fleet.max_context_tokens or model.max_context_tokens)
+        model, limit = self._pipeline.model, self._pipeline.max_context_tokens
         card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "weft"}
         return {**card, "max_model_len": limit}
 

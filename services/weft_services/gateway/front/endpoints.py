@@ -9,13 +9,13 @@ from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
-from weft.errors import Cancelled
+from weft.errors import Cancelled, WeftError
 from weft.lifetime import Stage
 from weft.rpc.status import as_weft_error
-from weft_services.gateway.dialects.frames import OPENAI, Choice, Dialect, Usage
-from weft_services.gateway.error_body import status_of
+from weft_services.gateway.dialects.frames import Choice, Usage
+from weft_services.gateway.error_body import error_body, status_of
 from weft_services.gateway.front.accounting import REJECTED, Account
-from weft_services.gateway.front.exchange import JSON_HEADERS, Reply, read_json_body, unless_disconnected
+from weft_services.gateway.front.exchange import JSON_HEADERS, ErrorWords, Reply, read_json_body, unless_disconnected
 from weft_services.gateway.generation import Generation
 from weft_services.gateway.mesh.pipeline import Pipeline
 from weft_services.gateway.mesh.prepare import Prepared
@@ -40,6 +40,9 @@ class Frames(Protocol):
     def end(self, usage: Usage) -> bytes:
         """What ends a stream that went well."""
 
+    def failure(self, error: WeftError) -> bytes:
+        """What ends one that did not."""
+
     def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """All of it."""
 
@@ -51,7 +54,7 @@ class Api:
     name: str
     parse: Callable[[bytes], Generation]
     make_frames: Callable[[Prepared, ServedModel, str | None], Frames]
-    dialect: Dialect = OPENAI
+    error_body: ErrorWords = error_body
 
 
 class GenerationEndpoint:
@@ -65,7 +68,7 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, to its end."""
         account = Account(self._api.name)
-        reply = Reply(send, self._api.dialect)
+        reply = Reply(send, self._api.error_body)
         try:
             with self._pipeline.admitted():
                 body = await read_json_body(scope, receive)
@@ -96,7 +99,7 @@ async def _stream(run: Run, frames: Frames, reply: Reply, account: Account) -> N
     """The status is decided by the first token, so that early failures are plain HTTP errors."""
     while (pieces := await run.next(IDLE_SECONDS)) is not None:
         account.tokens(pieces)
-        await reply.begin_stream()
+        await reply.begin_stream(frames.failure)
         await reply.stream(b"".join(map(frames.frames, pieces)) if pieces else frames.keep_alive)
     usage = account.usage()
     account.close(Stage.FINISHED)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import Cancelled, WeftError
-from weft_services.gateway.dialects.frames import OPENAI, Dialect
-from weft_services.gateway.error_body import HttpError, retry_headers, status_of
+from weft_services.gateway.error_body import HttpError, error_body, retry_headers, status_of
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 BODY_SECONDS = 30.0
@@ -17,6 +16,7 @@ BODY_SECONDS = 30.0
 SLOW_READER_SECONDS = 30.0
 
 Headers = Iterable[tuple[bytes, bytes]]
+ErrorWords = Callable[[WeftError], bytes]
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 STREAM_HEADERS = (
     (b"content-type", b"text/event-stream"),
@@ -79,9 +79,10 @@ async def _cancel_on_disconnect(receive: Receive, task: asyncio.Task[None]) -> N
 class Reply:
     """The answering side. Every send is bounded in time; a client that does not read raises Cancelled."""
 
-    def __init__(self, send: Send, dialect: Dialect = OPENAI) -> None:
+    def __init__(self, send: Send, error_body: ErrorWords = error_body) -> None:
+        """Failures are told by `error_body`, once a stream has begun in the words of that stream."""
         self._send = send
-        self._dialect = dialect
+        self._error_words = error_body
         self.is_begun = False
         self.is_ended = False
 
@@ -93,10 +94,11 @@ class Reply:
         await self._bounded({"type": "http.response.body", "body": body})
         self.is_ended = True
 
-    async def begin_stream(self) -> None:
+    async def begin_stream(self, failure: ErrorWords) -> None:
         """200 and SSE headers; later calls do nothing."""
         if not self.is_begun:
             self.is_begun = True
+            self._error_words = failure
             await self._bounded({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
 
     async def stream(self, frames: bytes) -> None:
@@ -112,13 +114,11 @@ class Reply:
     async def fail(self, error: WeftError) -> None:
         """An error body, or an error frame where the stream has begun."""
         if self.is_begun:
-            await self.end_stream(self._dialect.error_frame(error))
+            await self.end_stream(self._error_words(error))
             return
         # after 413 the rest of the body is read and dropped: a reset connection would overtake the answer
         close = [(b"connection", b"close")] if status_of(error) == 408 else []
-        await self.whole(
-            status_of(error), self._dialect.error_body(error), [*JSON_HEADERS, *retry_headers(error), *close]
-        )
+        await self.whole(status_of(error), self._error_words(error), [*JSON_HEADERS, *retry_headers(error), *close])
 
     async def _bounded(self, message: dict[str, object]) -> None:
         try:

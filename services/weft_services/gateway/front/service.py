@@ -21,6 +21,7 @@ from weft_services.gateway.dialects.frames import Usage
 from weft_services.gateway.dialects.openai_requests import parse_chat, parse_completion
 from weft_services.gateway.error_body import public_error, status_of
 from weft_services.gateway.front.accounting import REJECTED, Account
+from weft_services.gateway.front.text_endpoints import text_of, tokens_of
 from weft_services.gateway.generation import Generation
 from weft_services.gateway.mesh.pipeline import Pipeline
 from weft_services.gateway.mesh.prepare import Prepared
@@ -72,15 +73,35 @@ class InferenceService(InferenceServiceServicer):
                 details = _details(replace(piece, finish_reason=choice.finish_reason), usage, request.options)
                 await _write(context, pb.ChatResponse(**parts, **details))
 
+    async def Tokenize(
+        self,
+        request: pb.TokenizeRequest,
+        context: grpc.aio.ServicerContext[pb.TokenizeRequest, pb.TokenizeResponse],
+    ) -> pb.TokenizeResponse:
+        """What /tokenize does."""
+        found = await tokens_of(self._pipeline, orjson.dumps(_tokenize_fields(request)))
+        return pb.TokenizeResponse(
+            token_ids=found["tokens"], token_strings=found["token_strs"], max_context_tokens=found["max_model_len"]
+        )
+
+    async def Detokenize(
+        self,
+        request: pb.DetokenizeRequest,
+        context: grpc.aio.ServicerContext[pb.DetokenizeRequest, pb.DetokenizeResponse],
+    ) -> pb.DetokenizeResponse:
+        """What /detokenize does."""
+        fields = {"model": request.model or None, "tokens": list(request.token_ids)}
+        found = await text_of(self._pipeline, orjson.dumps(fields))
+        return pb.DetokenizeResponse(text=found["prompt"])
+
     async def ListModels(
         self,
         request: pb.ListModelsRequest,
         context: grpc.aio.ServicerContext[pb.ListModelsRequest, pb.ListModelsResponse],
     ) -> pb.ListModelsResponse:
         """The one model."""
-        model, fleet = self._pipeline.model, self._pipeline.fleet
-        limit = min(model.max_context_tokens, fleet.max_context_tokens or model.max_context_tokens)
-        return pb.ListModelsResponse(models=[pb.ModelCard(id=model.name, max_context_tokens=limit)])
+        card = pb.ModelCard(id=self._pipeline.model.name, max_context_tokens=self._pipeline.max_context_tokens)
+        return pb.ListModelsResponse(models=[card])
 
     async def _answer(
         self,
@@ -144,6 +165,16 @@ def _chat_fields(request: pb.ChatRequest, only_model: str) -> dict[str, Any]:
     if request.options.HasField("num_logprobs"):
         fields |= {"logprobs": True, "top_logprobs": request.options.num_logprobs}
     return fields
+
+
+def _tokenize_fields(request: pb.TokenizeRequest) -> dict[str, Any]:
+    fields: dict[str, Any] = {"model": request.model or None, "return_token_strs": request.return_token_strings}
+    if request.HasField("add_special_tokens"):
+        fields["add_special_tokens"] = request.add_special_tokens
+    if request.WhichOneof("prompt") != "chat":
+        return fields | {"prompt": request.text}
+    chat = _chat_fields(request.chat, request.model)
+    return chat | fields | {"model": chat["model"] or None, "add_generation_prompt": not request.no_generation_prompt}
 
 
 def _message_fields(position: int, message: pb.ChatMessage) -> dict[str, Any]:

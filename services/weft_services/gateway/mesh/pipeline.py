@@ -11,7 +11,7 @@ from weft.errors import Overloaded, PeerLost
 from weft_services.gateway.generation import Conversation, Generation
 from weft_services.gateway.mesh.fleet import Fleet, FleetWatch
 from weft_services.gateway.mesh.flight import Mesh
-from weft_services.gateway.mesh.prepare import Prepared, Workshop, prepare
+from weft_services.gateway.mesh.prepare import Prepared, ResultT, Workshop, prepare
 from weft_services.gateway.mesh.run import Run
 from weft_services.gateway.mesh.sessions import Session
 from weft_services.gateway.model import ServedModel
@@ -65,11 +65,20 @@ class Pipeline:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
 
+    @property
+    def max_context_tokens(self) -> int:
+        """Of a prompt and its answer, by the model and by what the workers have room for."""
+        return min(self.model.max_context_tokens, self.fleet.max_context_tokens or self.model.max_context_tokens)
+
     async def prepare(self, parse: Callable[[], Generation]) -> Prepared:
         """Validate, render, tokenize and hash in a thread. Raises InvalidRequest or NotFound."""
-        fleet = self.fleet
-        limit = fleet.max_context_tokens or self.model.max_context_tokens
-        return await self._workshop.do(lambda: prepare(parse(), self.model, fleet.block_tokens, limit))
+        block_tokens, limit = self.fleet.block_tokens, self.max_context_tokens
+        return await self._workshop.do(lambda: prepare(parse(), self.model, block_tokens, limit))
+
+    async def do(self, work: Callable[[ServedModel, int], ResultT]) -> ResultT:
+        """Other work on texts in the same threads; it is given the model and the limit of its context."""
+        model, limit = self.model, self.max_context_tokens
+        return await self._workshop.do(lambda: work(model, limit))
 
     def run(self, prepared: Prepared, session: Session, timeout_seconds: float) -> Run:
         """The request on the mesh; enter it to begin. What is said beside the request goes before its own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -13,7 +13,7 @@ from typing import TypeVar
 from weft.errors import InvalidRequest, NotFound
 from weft.kv.prefix import block_keys
 from weft.request import SamplingParams
-from weft_services.gateway.generation import Conversation, Generation
+from weft_services.gateway.generation import Conversation, Generation, Prompt, Tokenizing
 from weft_services.gateway.grammar.constrain import grammar_of
 from weft_services.gateway.model import ServedModel
 from weft_services.gateway.text.assistant import THINK
@@ -78,12 +78,12 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
     limit = min(max_context, model.max_context_tokens)
     prompts = []
     for prompt in generation.prompts:
-        text = _render(prompt, model) if isinstance(prompt, Conversation) else prompt
+        text = _text(prompt, generation.prompt_field, model)
         token_ids = _token_ids(text, generation.prompt_field, model, limit, not isinstance(prompt, Conversation))
         keys = block_keys(token_ids, block_tokens) if block_tokens else []
         is_thinking = model.thinks and isinstance(text, str) and text.rstrip().endswith(THINK)
         prompts.append(PreparedPrompt(token_ids, tuple(keys), is_thinking))
-    _check_named_tokens(generation, model.vocabulary_size)
+    _check_named_tokens(generation, model)
     grammar = grammar_of(generation, model, prompts[0].is_thinking)
     seed = secrets.randbits(63) if generation.seed is None else generation.seed
     sequences = []
@@ -106,10 +106,7 @@ def _token_ids(
     if isinstance(text, tuple):
         token_ids = text
         _check_size(len(token_ids), field, limit)
-        if min(token_ids) < 0 or max(token_ids) >= model.vocabulary_size:
-            raise InvalidRequest(
-                f"{field}: token ids are from 0 to {model.vocabulary_size - 1}", field, "invalid_value"
-            )
+        check_ids(token_ids, field, model)
         return token_ids
     if len(text) > limit * model.codec.longest_token_bytes:  # surely too long: no need to tokenize it
         raise _too_long(f"a text of {len(text)} characters", field, limit)
@@ -120,10 +117,25 @@ def _token_ids(
     return token_ids
 
 
-def _render(conversation: Conversation, model: ServedModel) -> str:
+def tokenize(asked: Tokenizing, model: ServedModel, max_context: int) -> tuple[int, ...]:
+    """The ids that a prompt would have. Raises what `prepare` raises."""
+    check_model(asked.model, model)
+    limit = min(max_context, model.max_context_tokens)
+    return _token_ids(_text(asked.prompt, asked.field, model), asked.field, model, limit, asked.add_special_tokens)
+
+
+def check_ids(token_ids: Sequence[int], field: str, model: ServedModel) -> None:
+    """Raises InvalidRequest for what is not in the vocabulary."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < model.vocabulary_size:
+        raise InvalidRequest(f"{field}: token ids are from 0 to {model.vocabulary_size - 1}", field, "invalid_value")
+
+
+def _text(prompt: Prompt, field: str, model: ServedModel) -> str | tuple[int, ...]:
+    if not isinstance(prompt, Conversation):
+        return prompt
     if model.template is None:
-        raise InvalidRequest(f"the model {model.name!r} has no chat template; use /v1/completions", "messages")
-    return model.template.render(conversation)
+        raise InvalidRequest(f"the model {model.name!r} has no chat template; use /v1/completions", field)
+    return model.template.render(prompt, field)
 
 
 def _check_size(num_tokens: int, field: str, limit: int) -> None:
@@ -158,11 +170,10 @@ def _length(generation: Generation, num_prompt_tokens: int, limit: int) -> int:
     return generation.max_tokens
 
 
-def _check_named_tokens(generation: Generation, vocabulary_size: int) -> None:
+def _check_named_tokens(generation: Generation, model: ServedModel) -> None:
     biased = tuple(token for token, _ in generation.logit_bias)
     for field, tokens in (("stop_token_ids", generation.stop_token_ids), ("logit_bias", biased)):
-        if any(token >= vocabulary_size for token in tokens):
-            raise InvalidRequest(f"{field}: token ids are from 0 to {vocabulary_size - 1}", field, "invalid_value")
+        check_ids(tokens, field, model)
 
 
 def _derive(seed: int, index: int) -> int:

@@ -46,6 +46,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self.source = source
+        self._knows_developers = "developer" in source
         self._special_tokens = dict(special_tokens)
         self._environment = minijinja.Environment(
             fuel=FUEL, debug=False, trim_blocks=True, lstrip_blocks=True, pycompat=True
@@ -58,17 +59,23 @@ class ChatTemplate:
         except minijinja.TemplateError as error:
             raise BadCheckpoint(f"chat template does not compile: {error.message}") from error
 
-    def render(self, conversation: Conversation) -> str:
-        """The prompt text, up to where the assistant begins to speak. Raises InvalidRequest naming `messages`."""
+    def render(self, conversation: Conversation, field: str = "messages") -> str:
+        """The prompt text, up to where the assistant begins to speak. Raises InvalidRequest naming the field."""
         try:
             return self._environment.render_template(
                 "chat",
-                messages=list(conversation.messages),
+                messages=[self._known(message) for message in conversation.messages],
                 tools=list(conversation.tools) or None,
-                add_generation_prompt=True,
+                add_generation_prompt=conversation.is_open,
                 **{**conversation.kwargs, **self._special_tokens},
             )
         except _Refused as error:
-            raise InvalidRequest(str(error), "messages") from error
+            raise InvalidRequest(str(error), field) from error
         except minijinja.TemplateError as error:
-            raise InvalidRequest(f"the chat template cannot render these messages: {error.kind}", "messages") from error
+            raise InvalidRequest(f"the chat template cannot render these messages: {error.kind}", field) from error
+
+    def _known(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Templates drop, or refuse, roles that they do not know: to most of them a developer is the system."""
+        if message["role"] == "developer" and not self._knows_developers:
+            return {**message, "role": "system"}
+        return message

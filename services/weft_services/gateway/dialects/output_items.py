@@ -1,0 +1,63 @@
+"""Output items of the Responses API as they grow: a message, thoughts or a function call. No events, no order."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+from weft_services.gateway.text.parts import Part, PartKind
+
+PREFIXES = {PartKind.TEXT: "msg", PartKind.REASONING: "rs", PartKind.CALL: "fc"}
+# what the events of its growth are called
+EVENTS = {
+    PartKind.TEXT: "response.output_text",
+    PartKind.REASONING: "response.reasoning_text",
+    PartKind.CALL: "response.function_call_arguments",
+}
+
+
+def kind_of(part: Part) -> PartKind:
+    """Of the item that it belongs to."""
+    return PartKind.CALL if part.kind is PartKind.ARGUMENTS else part.kind
+
+
+class OutputItem:
+    """Opened by its first part. `text` is what there is of its text, thoughts or arguments."""
+
+    def __init__(self, first: Part) -> None:
+        self.kind = kind_of(first)
+        self.id = f"{PREFIXES[self.kind]}_{uuid4().hex}"
+        self.text = ""
+        self.status = "in_progress"
+        self.is_opened = False  # its one content part has begun
+        self.logprobs: list[dict[str, Any]] = []
+        self._call = {"call_id": first.call_id, "name": first.text}
+
+    @property
+    def event(self) -> str:
+        """What its growth is called."""
+        return EVENTS[self.kind]
+
+    def fields(self) -> dict[str, Any]:
+        """The item as it stands."""
+        common = {"id": self.id, "status": self.status}
+        content = [self.part()] if self.is_opened else []
+        match self.kind:
+            case PartKind.CALL:
+                return {**common, "type": "function_call", **self._call, "arguments": self.text}
+            case PartKind.REASONING:
+                return {**common, "type": "reasoning", "summary": [], "content": content}
+            case _:
+                return {**common, "type": "message", "role": "assistant", "content": content}
+
+    def part(self) -> dict[str, Any]:
+        """Its content part."""
+        if self.kind is PartKind.REASONING:
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+
+    def done(self) -> dict[str, Any]:
+        """What the event of its end says."""
+        if self.kind is PartKind.CALL:
+            return {"arguments": self.text, "name": self._call["name"]}
+        return {"text": self.text} | ({"logprobs": self.logprobs} if self.kind is PartKind.TEXT else {})

@@ -1,0 +1,152 @@
+"""Answers in the dialect of /v1/responses: numbered events of items that open, grow and close, or the whole object."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+import orjson
+
+from weft.errors import Overloaded, WeftError
+from weft.request import FinishReason, PositionLogprobs
+from weft_services.gateway.dialects.answers import Answers
+from weft_services.gateway.dialects.frames import KEEP_ALIVE, Choice, Usage, event
+from weft_services.gateway.dialects.logprobs import chat_logprobs
+from weft_services.gateway.dialects.output_items import OutputItem, kind_of
+from weft_services.gateway.error_body import public_message
+from weft_services.gateway.mesh.prepare import Prepared
+from weft_services.gateway.mesh.sequence import Piece
+from weft_services.gateway.model import ServedModel
+from weft_services.gateway.text.parts import Part, PartKind
+
+
+class ResponseFrames:
+    """State of one answer, which has one choice."""
+
+    keep_alive = KEEP_ALIVE
+
+    def __init__(self, prepared: Prepared, model: ServedModel, fingerprint: str | None) -> None:
+        self._answers = Answers(prepared, model)
+        self._answer = self._answers.of(0)
+        self._codec = model.chat_codec
+        self._items: list[OutputItem] = []
+        self._num_events = 0
+        self._logprobs: list[PositionLogprobs] = []  # of tokens whose text has not come out yet
+        sampling = prepared.sequences[0].sampling
+        self._response: dict[str, Any] = {
+            "id": f"resp_{uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": prepared.generation.model,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            **prepared.generation.echo,
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+        }
+
+    def frames(self, piece: Piece) -> bytes:
+        """What is new, as events of the item that is open; another one opens where one is due."""
+        out = self._begin()
+        self._logprobs += [each for each in piece.logprobs if not self._codec.is_special(each.chosen.token_id)]
+        for part in self._answer.take(piece):
+            out += self._grow(part)
+        return out
+
+    def end(self, usage: Usage) -> bytes:
+        """The end of the last item, and the whole response."""
+        status = self._settle(usage)
+        return self._close(status) + self._event(f"response.{status}", response=self._whole(status))
+
+    def failure(self, error: WeftError) -> bytes:
+        """How a stream that has begun tells that it failed; what there is of the output stays incomplete."""
+        out = self._begin()
+        code = "rate_limit_exceeded" if isinstance(error, Overloaded) else "server_error"
+        self._response["error"] = {"code": code, "message": public_message(error)}
+        if self._items:
+            self._items[-1].status = "incomplete"
+        return out + self._event("response.failed", response=self._whole("failed"))
+
+    def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """The whole response: what a stream would have ended with."""
+        self.frames(choices[0].whole())
+        status = self._settle(usage)
+        self._close(status)
+        return orjson.dumps(self._whole(status))
+
+    def _begin(self) -> bytes:
+        if self._num_events:
+            return b""
+        begun = self._whole("in_progress")
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def _grow(self, part: Part) -> bytes:
+        out = b""
+        if part.kind is PartKind.CALL or not self._items or self._items[-1].kind is not kind_of(part):
+            out += self._close("completed")
+            out += self._open(part)
+        if part.kind is PartKind.CALL:
+            return out
+        item, fields = self._items[-1], {}
+        positions, self._logprobs = self._logprobs, []
+        if item.kind is PartKind.TEXT:
+            fields["logprobs"] = chat_logprobs(positions, self._codec)["content"]
+            item.logprobs += fields["logprobs"]
+        item.text += part.text
+        return out + self._event(f"{item.event}.delta", **self._place(), delta=part.text, **fields)
+
+    def _open(self, part: Part) -> bytes:
+        item = OutputItem(part)
+        self._items.append(item)
+        out = self._event("response.output_item.added", output_index=len(self._items) - 1, item=item.fields())
+        if item.kind is not PartKind.CALL:
+            out += self._event("response.content_part.added", **self._place(), part=item.part())
+            item.is_opened = True
+        return out
+
+    def _close(self, status: str) -> bytes:
+        """The item that is open, if there is one."""
+        if not self._items or self._items[-1].status != "in_progress":
+            return b""
+        item = self._items[-1]
+        item.status = status
+        out = self._event(f"{item.event}.done", **self._place(), **item.done())
+        if item.kind is not PartKind.CALL:
+            out += self._event("response.content_part.done", **self._place(), part=item.part())
+        return out + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item.fields())
+
+    def _place(self) -> dict[str, Any]:
+        item = self._items[-1]
+        place: dict[str, Any] = {"item_id": item.id, "output_index": len(self._items) - 1}
+        return place if item.kind is PartKind.CALL else {**place, "content_index": 0}
+
+    def _settle(self, usage: Usage) -> str:
+        """What is known at the end; the status."""
+        usage.reasoning_tokens = self._answers.num_reasoning_tokens
+        self._response["usage"] = usage_of(usage)
+        if self._answer.finish_reason is FinishReason.LENGTH:
+            self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+            return "incomplete"
+        self._response["completed_at"] = int(time.time())
+        return "completed"
+
+    def _whole(self, status: str) -> dict[str, Any]:
+        return {**self._response, "status": status, "output": [item.fields() for item in self._items]}
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._num_events += 1
+        return event(kind, sequence_number=self._num_events - 1, **fields)
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """As this API spells it. Nothing is charged for writing to the cache, so nothing is counted there."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

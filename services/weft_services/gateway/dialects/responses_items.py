@@ -1,0 +1,119 @@
+"""Input items of the Responses API -> chat messages, each with the path of what it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from weft.errors import InvalidRequest
+from weft_services.gateway.dialects.translation import Fields
+
+ROLES = ("user", "assistant", "system", "developer")
+TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+# the order in which an assistant's turn is written; what would go back in it begins another message
+TURN = ("reasoning_content", "content", "tool_calls")
+
+
+class Conversation:
+    """Messages as they are put together. Thoughts, text and calls of one turn are items there and one message here."""
+
+    def __init__(self) -> None:
+        self.messages: list[Fields] = []
+        self.sources: list[str] = []
+
+    def say(self, role: str, content: str, path: str) -> None:
+        """A message. What systems and developers say at the beginning is one: many templates take no second."""
+        if role == "assistant":
+            self.turn("content", content, path)
+            return
+        is_system = role in ("system", "developer")
+        if is_system and self.messages and all(each["role"] in ("system", "developer") for each in self.messages):
+            self.messages[-1]["content"] += f"\n\n{content}"
+            return
+        self._add({"role": role, "content": content}, path)
+
+    def answer_call(self, call_id: Any, content: str, path: str) -> None:
+        """What a tool gave back."""
+        self._add({"role": "tool", "tool_call_id": call_id, "content": content}, path)
+
+    def turn(self, part: str, value: Any, path: str) -> None:
+        """More of an assistant's turn."""
+        last = self.messages[-1] if self.messages else {}
+        is_call = part == "tool_calls"
+        later = TURN[TURN.index(part) + is_call :]
+        if last.get("role") != "assistant" or any(name in last for name in later):
+            last = {"role": "assistant"}
+            self._add(last, path)
+        last[part] = [*last.get(part, ()), value] if is_call else value
+
+    def _add(self, message: Fields, path: str) -> None:
+        self.messages.append(message)
+        self.sources.append(path)
+
+
+def read_input(value: Any, instructions: Any) -> Conversation:
+    """The whole conversation. Raises InvalidRequest naming the item."""
+    conversation = Conversation()
+    if instructions:
+        conversation.say("system", text_of(instructions, "instructions"), "instructions")
+    if isinstance(value, str):
+        conversation.say("user", value, "input")
+    elif isinstance(value, list) and value:
+        for place, item in enumerate(value):
+            _read_item(conversation, item, f"input.{place}")
+    else:
+        raise InvalidRequest("input: expected a string or a list of at least one item", "input")
+    for message in conversation.messages:
+        message.setdefault("content", "" if message.get("tool_calls") is None else None)
+    return conversation
+
+
+def _read_item(conversation: Conversation, item: Any, path: str) -> None:
+    if not isinstance(item, dict):
+        raise InvalidRequest(f"{path}: expected an object", path)
+    match item.get("type", "message"):
+        case "message":
+            if item.get("role") not in ROLES:
+                raise InvalidRequest(f"{path}.role: expected one of {', '.join(ROLES)}", f"{path}.role")
+            conversation.say(item["role"], text_of(item.get("content"), f"{path}.content"), path)
+        case "reasoning":
+            if thoughts := _thoughts(item, path):
+                conversation.turn("reasoning_content", thoughts, path)
+        case "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments") or ""}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            conversation.turn("tool_calls", call, path)
+        case "function_call_output":
+            conversation.answer_call(item.get("call_id"), text_of(item.get("output"), f"{path}.output"), path)
+        case "item_reference":
+            raise InvalidRequest(f"{path}: items are not kept here, so none can be referred to", path)
+        case _:
+            message = f"{path}.type: message, reasoning, function_call and function_call_output are known"
+            raise InvalidRequest(message, f"{path}.type")
+
+
+def _thoughts(item: Fields, path: str) -> str:
+    """As they were written, else their summary; what is encrypted cannot be read here."""
+    for name in ("content", "summary"):
+        parts = item.get(name)
+        if isinstance(parts, list) and parts:
+            return "".join(_texts(parts, {"reasoning_text": "text", "summary_text": "text"}, f"{path}.{name}"))
+    return ""
+
+
+def text_of(value: Any, path: str) -> str:
+    """A string, or a list of text parts, which are joined as they are."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{path}: expected a string or a list of text parts", path)
+    return "".join(_texts(value, TEXT_PARTS, path))
+
+
+def _texts(parts: Sequence[Any], known: Fields, path: str) -> Iterable[str]:
+    for place, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(known[kind]) if kind in known else None
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{path}.{place}: this model reads text parts only", f"{path}.{place}")
+        yield text

@@ -1,0 +1,172 @@
+"""OpenAI's /v1/responses bodies -> the fields of a chat completion, which the one validator checks.
+
+Nothing is kept between requests, so what refers to earlier ones is refused by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from weft.errors import InvalidRequest
+from weft_services.gateway.dialects.openai_fields import unsupported_field
+from weft_services.gateway.dialects.responses_items import Conversation, read_input
+from weft_services.gateway.dialects.translation import Fields, check_chat, place_of, read_object
+from weft_services.gateway.generation import Generation
+
+# the same under both names, those of other servers' clients included
+SAME = (
+    "model temperature top_p top_k min_p seed frequency_penalty presence_penalty repetition_penalty logit_bias "
+    "min_tokens stop stop_token_ids ignore_eos stream parallel_tool_calls chat_template_kwargs structured_outputs "
+    "priority reject_if_busy prompt_cache_key session_id user"
+).split()
+# what would change the answer, or is asked for to be kept: any value but these is refused
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "moderation": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "store": (False,),
+    "truncation": ("disabled",),
+}
+# agents send these with every request, and a model that is not given them answers all the same
+LEFT_OUT_TOOLS = ("web_search", "web_search_preview")
+LOGPROBS = "message.output_text.logprobs"
+MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
+
+
+def parse_responses(body: bytes) -> Generation:
+    """POST /v1/responses and /v1/responses/input_tokens. Raises InvalidRequest naming the field."""
+    fields = read_object(body)
+    if (field := unsupported_field(fields, NEUTRAL_VALUES)) is not None:
+        raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
+    conversation = read_input(fields.get("input"), fields.get("instructions"))
+    tools, tool_places = _tools(fields.get("tools"))
+    text, reasoning = _object(fields, "text"), _object(fields, "reasoning")
+    chat = {name: fields[name] for name in SAME if fields.get(name) is not None}
+    chat |= {"messages": conversation.messages, "max_tokens": fields.get("max_output_tokens")}
+    chat |= {"tools": tools or None, "tool_choice": _tool_choice(fields.get("tool_choice"), tools)}
+    chat |= {"response_format": _format(text.get("format")), "reasoning_effort": reasoning.get("effort")}
+    if LOGPROBS in _include(fields.get("include")) or fields.get("top_logprobs"):
+        chat |= {"logprobs": True, "top_logprobs": fields.get("top_logprobs")}
+    own = _OwnPaths(conversation, tool_places)
+    generation = check_chat(chat, own.path)
+    answer = generation.answer_format
+    return replace(
+        generation,
+        prompt_field="input",
+        max_tokens_field="max_output_tokens",
+        answer_format=answer and replace(answer, field=own.path(answer.field)),
+        echo=_echo(fields, tools),
+    )
+
+
+class _OwnPaths:
+    """Where in this body a field of the chat completion came from."""
+
+    def __init__(self, conversation: Conversation, tool_places: list[int]) -> None:
+        self._sources = conversation.sources
+        self._tool_places = tool_places
+
+    def path(self, path: str) -> str:
+        """The client's own."""
+        if (place := place_of(path, "messages")) is not None:
+            return self._sources[place]
+        if (place := place_of(path, "tools")) is not None:
+            rest = path.split(".")[2:]
+            return ".".join(["tools", str(self._tool_places[place]), *(step for step in rest if step != "function")])
+        for theirs, ours in _RENAMED:
+            if path == theirs or path.startswith(f"{theirs}."):
+                return ours + path.removeprefix(theirs)
+        return path
+
+
+_RENAMED = (
+    ("messages", "input"),
+    ("max_tokens", "max_output_tokens"),
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("reasoning_effort", "reasoning.effort"),
+)
+
+
+def _object(fields: Fields, name: str) -> Fields:
+    value = fields.get(name)
+    if not isinstance(value, dict | None):
+        raise InvalidRequest(f"{name}: expected an object", name)
+    return value or {}
+
+
+def _include(value: Any) -> list[Any]:
+    """Only logprobs are heard: thoughts are never encrypted here, the rest belongs to tools that are not there."""
+    if not isinstance(value, list | None):
+        raise InvalidRequest("include: expected a list of strings", "include")
+    return value or []
+
+
+def _format(value: Any) -> Any:
+    """Theirs is flat where that of chat completions has an object within."""
+    if isinstance(value, dict) and value.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": value}
+    if value is not None and not isinstance(value, dict):
+        raise InvalidRequest("text.format: expected an object", "text.format")
+    return value
+
+
+def _tools(value: Any) -> tuple[list[Fields], list[int]]:
+    """Functions in the form of chat completions, and which of the tools that were given each of them is."""
+    if not isinstance(value, list | None):
+        raise InvalidRequest("tools: expected a list", "tools")
+    tools, places = [], []
+    for place, tool in enumerate(value or ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind in LEFT_OUT_TOOLS:
+            continue
+        if kind != "function":
+            raise InvalidRequest(f"tools.{place}.type: only functions are known", f"tools.{place}.type")
+        names = ("name", "description", "parameters", "strict")
+        function = {name: tool[name] for name in names if tool.get(name) is not None}
+        tools.append({"type": "function", "function": function})
+        places.append(place)
+    return tools, places
+
+
+def _tool_choice(value: Any, tools: list[Fields]) -> Any:
+    if isinstance(value, dict) and value.get("type") == "function":
+        return {"type": "function", "function": {"name": value.get("name")}}
+    return None if value == "auto" and not tools else value
+
+
+def _echo(fields: Fields, tools: list[Fields]) -> Fields:
+    """What the answer repeats. The tools are those that the model was shown."""
+    reasoning, text = _object(fields, "reasoning"), _object(fields, "text")
+    same = ("instructions", "max_output_tokens", "max_tool_calls", "prompt_cache_key", "safety_identifier", "user")
+    return {
+        **{name: fields.get(name) for name in same},
+        "background": False,
+        "metadata": _metadata(fields.get("metadata")),
+        "parallel_tool_calls": fields.get("parallel_tool_calls") is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
+        "store": False,
+        "text": {**text, "format": text.get("format") or {"type": "text"}},
+        "tool_choice": fields.get("tool_choice") or "auto",
+        "tools": [{"type": "function", "parameters": None, "strict": False, **tool["function"]} for tool in tools],
+        "top_logprobs": fields.get("top_logprobs") or 0,
+        "truncation": "disabled",
+    }
+
+
+def _metadata(value: Any) -> Fields:
+    if value is None:
+        return {}
+    is_right = isinstance(value, dict) and len(value) <= MAX_METADATA
+    if not is_right or not all(
+        len(key) <= MAX_KEY_CHARS and isinstance(text, str) and len(text) <= MAX_VALUE_CHARS
+        for key, text in value.items()
+    ):
+        message = f"at most {MAX_METADATA} strings of {MAX_VALUE_CHARS} characters, names of {MAX_KEY_CHARS}"
+        raise InvalidRequest(f"metadata: expected an object of {message}", "metadata")
+    return dict(value)

@@ -1,0 +1,63 @@
+"""Bodies of /tokenize and /detokenize, in the form that vLLM's clients send."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from weft.errors import InvalidRequest
+from weft_services.gateway.dialects.openai_fields import MAX_TOOLS, unsupported_field
+from weft_services.gateway.dialects.openai_requests import Lenient, Message, TemplateKwargs, Tool, parse_body
+from weft_services.gateway.generation import Conversation, Prompt, Tokenizing
+
+MAX_TOKENS = 1_000_000
+# the rest of chat's unsupported fields mean nothing here
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {"chat_template": (), "continue_final_message": (False,)}
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class TokenizeBody(Lenient):
+    """POST /tokenize: a prompt, or messages as the chat template renders them. The model need not be named."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message] | None, Field(min_length=1, max_length=4096)] = None
+    tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
+    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
+    add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    def asked(self, only_model: str) -> Tokenizing:
+        """Special tokens are put around a prompt; a template writes its own."""
+        if (field := unsupported_field(self.model_extra or {}, NEUTRAL_VALUES)) is not None:
+            raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("prompt: either it or messages are needed", "prompt")
+        prompt: Prompt = self.prompt or ""
+        if self.messages is not None:
+            messages = tuple(message.for_template() for message in self.messages)
+            kwargs = self.chat_template_kwargs
+            prompt = Conversation(messages, tuple(self.tools or ()), kwargs, self.add_generation_prompt)
+        is_special = self.messages is None if self.add_special_tokens is None else self.add_special_tokens
+        field = "prompt" if self.messages is None else "messages"
+        return Tokenizing(self.model or only_model, prompt, field, is_special, bool(self.return_token_strs))
+
+
+class DetokenizeBody(Lenient):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
+
+
+def parse_tokenize(body: bytes, only_model: str) -> Tokenizing:
+    """Raises InvalidRequest naming the field."""
+    return parse_body(TokenizeBody, body).asked(only_model)
+
+
+def parse_detokenize(body: bytes, only_model: str) -> tuple[str, list[int]]:
+    """The model and the ids. Raises InvalidRequest naming the field."""
+    asked = parse_body(DetokenizeBody, body)
+    return asked.model or only_model, asked.tokens

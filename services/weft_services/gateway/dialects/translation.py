@@ -1,0 +1,42 @@
+"""APIs whose bodies are translated into chat completions: theirs is read, checked, and complained of in their words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from weft.errors import InvalidRequest
+from weft_services.gateway.dialects.openai_requests import parse_chat
+from weft_services.gateway.generation import Generation
+
+Fields = dict[str, Any]
+
+
+def read_object(body: bytes) -> Fields:
+    """A JSON object. Raises InvalidRequest."""
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not JSON that can be read: {error}", None, "invalid_json") from error
+    if not isinstance(fields, dict):
+        raise InvalidRequest("the body must be a JSON object", None)
+    return fields
+
+
+def check_chat(chat: Fields, own_path: Callable[[str], str]) -> Generation:
+    """What the one validator makes of it. `own_path`: a path in the chat completion -> the client's own."""
+    try:
+        return parse_chat(orjson.dumps(chat))
+    except InvalidRequest as error:
+        if error.param is None:
+            raise
+        path = own_path(error.param)
+        raise InvalidRequest(str(error).replace(error.param, path, 1), path, error.reason) from error
+
+
+def place_of(path: str, name: str) -> int | None:
+    """5 for `messages.5` and what lies below it, when the name is messages."""
+    steps = path.split(".")
+    return int(steps[1]) if len(steps) > 1 and steps[0] == name and steps[1].isdecimal() else None

@@ -1,0 +1,99 @@
+"""/tokenize and /detokenize as vLLM's clients call them, and the same over gRPC, beside what a request really sends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, processors
+
+from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, TEMPLATE, MakeBench, tiny_tokenizer, write_model
+from tests.services.gateway.fakes import speaking
+from tests.services.gateway.test_grpc import stub_of
+from weft_mesh.v1 import inference_service_pb2 as pb
+
+USER: Any = {"role": "user", "content": "hello ü"}
+TOOL: Any = {"type": "function", "function": {"name": "now"}}
+
+WRONG: list[tuple[str, dict[str, Any], str, int]] = [
+    ("/tokenize", {}, "prompt", 400),
+    ("/tokenize", {"prompt": "x", "messages": [USER]}, "prompt", 400),
+    ("/tokenize", {"prompt": 5}, "prompt", 400),
+    ("/tokenize", {"messages": [{"role": "robot"}]}, "messages.0.role", 400),
+    ("/tokenize", {"prompt": "a b " * 500}, "prompt", 400),
+    ("/tokenize", {"messages": [USER], "chat_template": "{{ 1 }}"}, "chat_template", 400),
+    ("/tokenize", {"prompt": "x", "model": "other"}, "model", 404),
+    ("/detokenize", {}, "tokens", 400),
+    ("/detokenize", {"tokens": [999]}, "tokens", 400),
+    ("/detokenize", {"tokens": [-1]}, "tokens.0", 400),
+    ("/detokenize", {"tokens": ["a"]}, "tokens.0", 400),
+    ("/detokenize", {"tokens": [1], "model": "other"}, "model", 404),
+]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """One that begins every text with BOS."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $0", special_tokens=[("<|bos|>", 1)])
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    """With that tokenizer."""
+    return write_model(tmp_path_factory.mktemp("bos"), tokenizer, TEMPLATE)
+
+
+async def test_a_prompt_has_the_tokens_that_a_completion_has(bench: MakeBench) -> None:
+    async with bench() as b:
+        await b.client.completions.create(model=MODEL_NAME, prompt="hello ü")
+        ids = list(b.decode.started[0].token_ids)
+        found = (await b.http.post("/tokenize", json={"model": MODEL_NAME, "prompt": "hello ü"})).json()
+        assert found == {"count": len(ids), "max_model_len": CONTEXT, "tokens": ids, "token_strs": None}
+        bare = {"prompt": "hello ü", "add_special_tokens": False, "return_token_strs": True}
+        found = (await b.http.post("/tokenize", json=bare)).json()
+        assert found["tokens"] == ids[1:]
+        assert found["token_strs"] == [b.tokenizer.id_to_token(token) for token in ids[1:]]
+        assert len(b.decode.started) == 1
+
+
+async def test_messages_have_the_tokens_that_a_chat_has(bench: MakeBench) -> None:
+    async with bench() as b, stub_of(b) as stub:
+        b.decode.script = speaking([END])
+        await b.client.chat.completions.create(model=MODEL_NAME, messages=[USER], tools=[TOOL])
+        ids = list(b.decode.started[0].token_ids)
+        body = {"model": MODEL_NAME, "messages": [USER], "tools": [TOOL]}
+        assert (await b.http.post("/tokenize", json=body)).json()["tokens"] == ids
+        closed = (await b.http.post("/tokenize", json={**body, "add_generation_prompt": False})).json()["tokens"]
+        assert closed == ids[: len(closed)]
+        assert b.tokenizer.decode(ids[len(closed) :], skip_special_tokens=False) == "<|im_start|>assistant\n"
+        chat = pb.ChatRequest(
+            messages=[pb.ChatMessage(role="user", content="hello ü")],
+            tools_json=['{"type": "function", "function": {"name": "now"}}'],
+        )
+        answer = await stub.Tokenize(pb.TokenizeRequest(chat=chat), timeout=10)
+        assert (list(answer.token_ids), answer.max_context_tokens) == (ids, CONTEXT)
+        request = pb.TokenizeRequest(chat=chat, no_generation_prompt=True, return_token_strings=True)
+        answer = await stub.Tokenize(request, timeout=10)
+        assert (list(answer.token_ids), len(answer.token_strings)) == (closed, len(closed))
+
+
+async def test_there_and_back_is_the_same_text(bench: MakeBench) -> None:
+    text = "naïve <tag> 🙂\n\n the answer<|im_end|>"
+    async with bench() as b, stub_of(b) as stub:
+        tokens = (await b.http.post("/tokenize", json={"prompt": text})).json()["tokens"]
+        assert (await b.http.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": f"<|bos|>{text}"}
+        assert list((await stub.Tokenize(pb.TokenizeRequest(text=text), timeout=10)).token_ids) == tokens
+        answer = await stub.Detokenize(pb.DetokenizeRequest(token_ids=tokens), timeout=10)
+        assert answer.text == f"<|bos|>{text}"
+        assert (await b.http.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
+
+
+async def test_what_is_wrong_is_named(bench: MakeBench) -> None:
+    async with bench() as b:
+        for path, fields, param, status in WRONG:
+            code, error = await b.refused(path, **fields)
+            assert (code, error["param"]) == (status, param), fields
+            assert param in error["message"]
