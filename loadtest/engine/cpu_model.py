@@ -1,26 +1,28 @@
-"""A Llama of 213 million random bfloat16 parameters: as fast as a trained one, and made in two seconds."""
+"""A Llama of random bfloat16 parameters, 213 million of them unless told otherwise: as fast as a trained one, and made
+in two seconds."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from loadtest.engine.cpu_task import VOCAB_SIZE
 
-HIDDEN, MLP, LAYERS, HEADS, KV_HEADS = 1024, 2816, 16, 16, 4
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": HIDDEN,
-    "intermediate_size": MLP,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HIDDEN // HEADS,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "max_position_embeddings": 8192,
@@ -35,20 +37,27 @@ def _scale(name: str) -> float:
     return 0.02 if "embed" in name else 0.06
 
 
-def make_model(folder: Path) -> int:
-    """Write it unless it is there; returns the number of parameters."""
-    kv_size = HIDDEN // HEADS * KV_HEADS
+def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, mlp = config["hidden_size"], config["intermediate_size"]
+    q_size, kv_size = (config["head_dim"] * config[f"num_{heads}_heads"] for heads in ("attention", "key_value"))
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB_SIZE, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
     }
-    for index in range(LAYERS):
+    for index in range(config["num_hidden_layers"]):
         root = f"model.layers.{index}."
-        shapes |= {root + "input_layernorm.weight": (HIDDEN,), root + "post_attention_layernorm.weight": (HIDDEN,)}
-        for name, rows in (("q", HIDDEN), ("k", kv_size), ("v", kv_size), ("o", HIDDEN)):
-            shapes[f"{root}self_attn.{name}_proj.weight"] = (rows, HIDDEN)
-        for name, shape in (("gate", (MLP, HIDDEN)), ("up", (MLP, HIDDEN)), ("down", (HIDDEN, MLP))):
+        shapes |= {root + "input_layernorm.weight": (hidden,), root + "post_attention_layernorm.weight": (hidden,)}
+        for name, shape in (("q", (q_size, hidden)), ("k", (kv_size, hidden)), ("v", (kv_size, hidden))):
+            shapes[f"{root}self_attn.{name}_proj.weight"] = shape
+        shapes[f"{root}self_attn.o_proj.weight"] = (hidden, q_size)
+        for name, shape in (("gate", (mlp, hidden)), ("up", (mlp, hidden)), ("down", (hidden, mlp))):
             shapes[f"{root}mlp.{name}_proj.weight"] = shape
+    return shapes
+
+
+def make_model(folder: Path, config: Mapping[str, Any] = CONFIG) -> int:
+    """Write it unless it is there; returns the number of parameters."""
+    shapes = _shapes(config)
     if not (folder / "model.safetensors").exists():
         folder.mkdir(parents=True, exist_ok=True)
         source = torch.Generator().manual_seed(0)
@@ -57,6 +66,6 @@ def make_model(folder: Path) -> int:
             for name, shape in shapes.items()
         }
         halves = {name: weight.bfloat16() for name, weight in weights.items()}
-        (folder / "config.json").write_text(json.dumps(CONFIG))
+        (folder / "config.json").write_text(json.dumps(config))
         save_file(halves, folder / "model.safetensors", metadata={"format": "pt"})
     return sum(torch.Size(shape).numel() for shape in shapes.values())

@@ -17,18 +17,19 @@ from tests.services.attach import GREEDY, Gateway, prompt
 from tests.weft.tiny_llama import Tiny
 from weft.engine.runner import ModelRunner
 from weft.errors import EngineFailed
-from weft.request import WorkerAddress, WorkerRole
+from weft.request import WorkerAddress
 from weft.rpc.client import open_channel
 from weft.rpc.server import SERVING, RpcServer
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.image import Image, write_image
 from weft.worker.config import TransportChoice, WorkerConfig
-from weft.worker.process import serve_worker
+from weft.worker.process import Post, serve_worker
 from weft.worker.tasks import background
+from weft_mesh.v1 import common_pb2, scheduler_service_pb2_grpc, weights_service_pb2_grpc
 from weft_mesh.v1 import scheduler_service_pb2 as fleet_pb2
-from weft_mesh.v1 import scheduler_service_pb2_grpc, weights_service_pb2_grpc
 from weft_mesh.v1 import weights_service_pb2 as weights_pb2
-from weft_services.decode.service import SERVICE_NAME, install
+from weft_services.decode.service import POST as DECODE
+from weft_services.prefill.service import POST as PREFILL
 
 
 class Peers(scheduler_service_pb2_grpc.FleetServiceServicer, weights_service_pb2_grpc.WeightServiceServicer):
@@ -95,7 +96,9 @@ class Process:
 
 
 @asynccontextmanager
-async def start_process(tiny: Tiny, grace_seconds: float = 10.0) -> AsyncIterator[Process]:
+async def start_process(
+    tiny: Tiny, grace_seconds: float = 10.0, posts: Sequence[Post] = (DECODE,), name: str = "decode-7"
+) -> AsyncIterator[Process]:
     checkpoint = read_checkpoint(tiny.directory)
     image = write_image(checkpoint, lambda *progress: None, 1)
     peers, rpc = Peers(image, checkpoint.config_json), RpcServer([])
@@ -106,7 +109,7 @@ async def start_process(tiny: Tiny, grace_seconds: float = 10.0) -> AsyncIterato
         address = await rpc.start("127.0.0.1", 0)
         stack.push_async_callback(rpc.stop, 0)
         config = WorkerConfig(
-            worker_id="decode-7",
+            worker_id=name,
             scheduler_addr=address,
             weights_addr=address,
             model_name="tiny",
@@ -115,7 +118,7 @@ async def start_process(tiny: Tiny, grace_seconds: float = 10.0) -> AsyncIterato
             transport=TransportChoice.GRPC,
             grace_seconds=grace_seconds,
         )
-        task = asyncio.create_task(serve_worker(config, WorkerRole.DECODE, SERVICE_NAME, install))
+        task = asyncio.create_task(serve_worker(config, *posts))
         async with asyncio.timeout(20):
             hello = (await peers.said.get()).hello
         yield Process(peers, task, hello)
@@ -179,3 +182,30 @@ async def test_a_dead_engine_ends_the_process_with_an_error(tiny: Tiny, monkeypa
             await process.task
         assert raised.value.subgroup(EngineFailed) is not None
         await gateway.leave()
+
+
+async def test_workers_that_hold_both_roles_compute_for_themselves_and_for_each_other(tiny: Tiny) -> None:
+    both = (PREFILL, DECODE)
+    async with start_process(tiny, posts=both, name="a") as a, start_process(tiny, posts=both, name="b") as b:
+        for process in (a, b):
+            assert process.hello.role == common_pb2.WORKER_ROLE_BOTH
+            await process.until_serving()
+        async with background() as tasks:
+            at_a, at_b = Gateway(a.address, tasks), Gateway(b.address, tasks)
+            prompts = [prompt(40, seed=1), prompt(33, seed=2), prompt(21, seed=3)]
+            answers = [
+                (await at_a.start(prompts[0], sampling=GREEDY))[1],
+                (await at_a.start(prompts[1], sampling=GREEDY, prefill=b.address))[1],
+                (await at_b.start(prompts[2], sampling=GREEDY, prefill=a.address))[1],
+            ]
+            for token_ids, answer in zip(prompts, answers, strict=True):
+                await answer.has_ended.wait()
+                assert answer.tokens == tiny.greedy(list(token_ids), GREEDY.max_tokens)
+            usages = [answer.usage for answer in answers]
+            assert [usage is not None and usage.transferred_bytes > 0 for usage in usages] == [False, True, True]
+            await at_a.leave()
+            await at_b.leave()
+        # SIGTERM would reach only one of two that share a process
+        for process in (a, b):
+            process.task.cancel()
+        await asyncio.wait({a.task, b.task})

@@ -1,11 +1,11 @@
-"""A worker's process, the same for both roles: boot, listen, join, watch the engine, drain, leave."""
+"""A worker's process, the same for either role and for both: boot, listen, join, watch the engine, drain, leave."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -73,37 +73,40 @@ class Workplace:
     lease_seconds: float = LEASE_SECONDS
 
 
-Install = Callable[[Workplace, grpc.aio.Server], Desk]
+@dataclass(frozen=True, slots=True)
+class Post:
+    """A role as a process takes it up: the service it answers, and what puts it to work at a place."""
+
+    role: WorkerRole
+    service_name: str
+    install: Callable[[Workplace, grpc.aio.Server], Desk]
 
 
-async def serve_worker(config: WorkerConfig, role: WorkerRole, service_name: str, install: Install) -> None:
-    """Serve until SIGTERM; raises when the engine dies, so that the process ends and is started again."""
+async def serve_worker(config: WorkerConfig, *posts: Post) -> None:
+    """Serve one role or both until SIGTERM; raises when the engine dies, so that the process ends and is started
+    again."""
     logger.info(describe(config))
     feed = EngineFeed()
     booted = await boot(config, feed.listener)
     booted.engine.start()
     try:
         async with background() as tasks:
-            await _serve(config, role, RpcServer([service_name]), install, booted, feed, tasks)
+            await _serve(config, posts, booted, feed, tasks)
     finally:
         await asyncio.to_thread(booted.engine.stop)
 
 
 async def _serve(
-    config: WorkerConfig,
-    role: WorkerRole,
-    rpc: RpcServer,
-    install: Install,
-    booted: Booted,
-    feed: EngineFeed,
-    tasks: asyncio.TaskGroup,
+    config: WorkerConfig, posts: Sequence[Post], booted: Booted, feed: EngineFeed, tasks: asyncio.TaskGroup
 ) -> None:
+    rpc = RpcServer([post.service_name for post in posts])
     place = await _furnish(config, booted, feed, tasks)
-    desk = install(place, rpc.server)
+    desks = [post.install(place, rpc.server) for post in posts]
     address = await rpc.start(config.host, config.port)
     engine = place.engine
     vitals = Vitals(engine.pulse, lambda: engine.load, booted.engine_config.num_blocks)
     health = Health(vitals, rpc)
+    role = posts[0].role if len(posts) == 1 else WorkerRole.BOTH
     introduction = _introduction(config, role, place, booted, address)
     membership = Membership(
         config.scheduler_addr, introduction, lambda: engine.load, lambda: engine.is_alive and health.is_fit
@@ -111,7 +114,7 @@ async def _serve(
     keeping = tasks.create_task(membership.keep())
     try:
         await until_signal(_announce(membership, health), _watch(engine, health), feed.until_broken())
-        await _drain(config.grace_seconds, desk, membership, rpc)
+        await _drain(config.grace_seconds, desks, membership, rpc)
     finally:
         keeping.cancel()
         await rpc.stop(CUT_OFF_SECONDS)
@@ -189,14 +192,16 @@ async def _watch(engine: Engine, health: Health) -> None:
     raise EngineFailed("the engine's thread has ended")
 
 
-async def _drain(grace_seconds: float, desk: Desk, membership: Membership, rpc: RpcServer) -> None:
+async def _drain(grace_seconds: float, desks: Sequence[Desk], membership: Membership, rpc: RpcServer) -> None:
     """Say goodbye, then let what lives come to its end, for so long."""
     await rpc.set_ready(False)
-    desk.close()
+    for desk in desks:
+        desk.close()
     await membership.leave(GOODBYE_SECONDS)
     try:
         async with asyncio.timeout(grace_seconds):
-            await desk.until_idle()
+            for desk in desks:
+                await desk.until_idle()
     except TimeoutError:
         logger.warning("requests are cut off: the grace of %g s is over", grace_seconds)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from weft.request import RequestKey
+from weft.request import RequestKey, WorkerRole
 from weft.rpc.wire import (
     address_from_wire,
     finish_to_wire,
@@ -19,7 +19,7 @@ from weft.rpc.wire import (
     usage_to_wire,
 )
 from weft.worker.borrow import Borrower
-from weft.worker.process import Workplace
+from weft.worker.process import Post, Workplace
 from weft.worker.quarantine import Quarantine
 from weft_mesh.v1 import decode_service_pb2, decode_service_pb2_grpc
 from weft_services.decode.handoff import HandOffs
@@ -122,3 +122,6 @@ def install(place: Workplace, server: grpc.aio.Server) -> SequenceDesk:
     place.feed.subscribe(desk.on_step)
     decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(desk), server)
     return desk
+
+
+POST = Post(WorkerRole.DECODE, SERVICE_NAME, install)

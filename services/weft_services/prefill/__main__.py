@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from weft import log
 from weft.config import read_config
-from weft.request import WorkerRole
 from weft.rpc.server import run
 from weft.worker.config import WorkerConfig
 from weft.worker.process import serve_worker
-from weft_services.prefill.service import SERVICE_NAME, install
+from weft_services.prefill.service import POST
 
 
 async def main() -> None:
     """Read the settings, then serve until SIGTERM."""
     config = read_config(WorkerConfig)
     log.setup(config.worker_id)
-    await serve_worker(config, WorkerRole.PREFILL, SERVICE_NAME, install)
+    await serve_worker(config, POST)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ from weft.errors import DeadlineExceeded, InvalidRequest, NotFound, PeerLost
 from weft.kv.groups import Paging
 from weft.kv.handoff import SIGNS_A_LEASE, Accepted, Heartbeat, LeaseClosed, PrefillEvent
 from weft.kv.memory import BlockBytes
+from weft.request import WorkerRole
 from weft.rpc.blocks import block_chunks
 from weft.rpc.handoff import event_to_wire, order_from_wire
 from weft.rpc.wire import key_from_wire
-from weft.worker.process import Workplace
+from weft.worker.process import Post, Workplace
 from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from weft_services.prefill.leases import Lease, LeaseDesk
 from weft_services.prefill.prefix import StorePrefix
@@ -125,3 +126,6 @@ def install(place: Workplace, server: grpc.aio.Server) -> LeaseDesk:
     servicer = PrefillServicer(desk, place.memory, accepted, paging, place.with_checksums)
     prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
     return desk
+
+
+POST = Post(WorkerRole.PREFILL, SERVICE_NAME, install)

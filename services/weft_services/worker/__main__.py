@@ -1,0 +1,23 @@
+"""`python -m weft_services.worker`: computes prompts and generates tokens for itself and for others."""
+
+from __future__ import annotations
+
+from weft import log
+from weft.config import read_config
+from weft.rpc.server import run
+from weft.worker.config import WorkerConfig
+from weft.worker.process import serve_worker
+from weft_services.decode.service import POST as DECODE
+from weft_services.prefill.service import POST as PREFILL
+
+
+async def main() -> None:
+    """Read the settings, then serve until SIGTERM."""
+    config = read_config(WorkerConfig)
+    log.setup(config.worker_id)
+    await serve_worker(config, PREFILL, DECODE)
+
+
+if __name__ == "__main__":
+    log.setup("worker")
+    run(main)
