@@ -93,12 +93,12 @@ class StoreAgent:
         """Copy from the staging area; one code a key, 0 is success. Raises StoreLost; slow when the store is frozen."""
         return await self._call({"op": "put", "keys": list(keys), "offsets": list(offsets), "size": size})
 
-    async def get(self, keys: Sequence[str], offsets: Sequence[int], size: int) -> list[int]:
-        """Copy into the staging area; one code a key, `size` is success. Raises StoreLost; slow if the store is frozen.
+    def get(self, keys: Sequence[str], offsets: Sequence[int], size: int) -> asyncio.Future[list[int]]:
+        """Copy into the staging area; one code a key, `size` is success, or StoreLost; slow when the store is frozen.
 
-        A caller that leaves early must not read or reuse these parts of the staging area while the agent lives.
+        Begun at once, and not to be cancelled: until the reply is here, these parts of the area may be written.
         """
-        return await self._call({"op": "get", "keys": list(keys), "offsets": list(offsets), "size": size})
+        return self._ask({"op": "get", "keys": list(keys), "offsets": list(offsets), "size": size})
 
     async def _until(self, ready: asyncio.Future[list[int]], master: str) -> None:
         try:
@@ -108,13 +108,16 @@ class StoreAgent:
             raise StoreLost(f"the store at {master} did not answer in {START_SECONDS:.0f} s") from None
 
     async def _call(self, request: dict[str, object]) -> list[int]:
+        # a caller that leaves must not take the place of its reply out of the row
+        return await asyncio.shield(self._ask(request))
+
+    def _ask(self, request: dict[str, object]) -> asyncio.Future[list[int]]:
         if len(self._pending) >= MAX_PENDING:
             raise StoreLost("too many calls are waiting for the store")
         reply = self._expect()
         if not reply.done():
             self._writer.write(json.dumps(request).encode() + b"\n")
-        # a caller that leaves must not take the place of its reply out of the row
-        return await asyncio.shield(reply)
+        return reply
 
     def _expect(self) -> asyncio.Future[list[int]]:
         reply: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()

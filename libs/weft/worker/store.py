@@ -119,7 +119,7 @@ class StoreClient:
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._keeper.run())
+            tasks.create_task(self._keeper.run(tasks))
             tasks.create_task(self._writer.run())
 
 

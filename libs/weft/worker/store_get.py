@@ -91,7 +91,7 @@ class StoreReader:
             async with asyncio.timeout(stall_seconds) as patience:
                 await self._take(link, wanted, matches, fetched, lambda: _extend(patience, stall_seconds))
         finally:
-            link.reading.release()
+            link.end_reading(stall_seconds)
             self._tell_decisions(matches, fetched)
 
     async def _take(
@@ -164,12 +164,7 @@ class StoreReader:
         part = slice(batch.first, batch.first + len(matches))
         named = zip(wanted.keys[part], matches, strict=True)
         names = [store_key(self._fingerprint, key, match.checksum) for key, match in named]
-        size = self._memory.block_bytes
-        try:
-            codes = await link.agent.get(names, [slot * size for slot in range(len(names))], size)
-        except asyncio.CancelledError:
-            link.give_up("a read was cut off and may still write to the staging area")
-            raise
+        codes = await link.get(names, self._memory.block_bytes)
         check_codes(link, codes)
         return await self._accept(link, codes, wanted.blocks[part], matches)
 

@@ -40,15 +40,22 @@ class Match:
 
 
 class StoreLink:
-    """One connection to one start of the store. Once given up it stays so, and its agent is ended."""
+    """One connection to one start of the store. Once given up it stays so, and its agent is ended.
 
-    def __init__(self, boot_id: str, agent: StoreAgent, stub: pb2_grpc.KvStoreServiceAsyncStub) -> None:
+    `tasks` outlives it.
+    """
+
+    def __init__(
+        self, boot_id: str, agent: StoreAgent, stub: pb2_grpc.KvStoreServiceAsyncStub, tasks: asyncio.TaskGroup
+    ) -> None:
         self.boot_id = boot_id
         self.agent = agent
         self.trouble = ""
         # one read at a time: it has the staging area's first half to itself
         self.reading = asyncio.Lock()
+        self._last_read: asyncio.Future[list[int]] | None = None
         self._stub = stub
+        self._tasks = tasks
         self._broken = asyncio.Event()
 
     @property
@@ -69,6 +76,18 @@ class StoreLink:
                 return await self._broken.wait()
         except TimeoutError:
             return False
+
+    async def get(self, names: Sequence[str], size_bytes: int) -> list[int]:
+        """Into the staging area's first slots, by whoever holds `reading`; one code a name. Raises StoreLost."""
+        self._last_read = self.agent.get(names, [slot * size_bytes for slot in range(len(names))], size_bytes)
+        return await asyncio.shield(self._last_read)
+
+    def end_reading(self, stall_seconds: float) -> None:
+        """The next one may read: at once, or, when a read was cut off and may still write, when its reply is here."""
+        if self._last_read is None or self._last_read.done():
+            self.reading.release()
+        else:
+            self._tasks.create_task(self._outlive(self._last_read, stall_seconds))
 
     async def match(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[Match]:
         """The longest leading run of keys that is in the store. Raises WeftError."""
@@ -100,6 +119,13 @@ class StoreLink:
             await self._stub.Publish(request, timeout=PUBLISH_SECONDS)
 
 
+    async def _outlive(self, read: asyncio.Future[list[int]], stall_seconds: float) -> None:
+        await asyncio.wait({read}, timeout=stall_seconds)
+        if not read.done():
+            self.give_up("a read that was cut off does not end")
+        self.reading.release()
+
+
 class LinkKeeper:
     """Connects, watches, and connects again, also when the store has been started anew."""
 
@@ -115,8 +141,8 @@ class LinkKeeper:
         """The connection, while there is one to be trusted."""
         return self._link if self._link is not None and self._link.is_usable else None
 
-    async def run(self) -> None:
-        """Until cancelled."""
+    async def run(self, tasks: asyncio.TaskGroup) -> None:
+        """Until cancelled. `tasks` takes what outlives a caller, and no link outlives this."""
         loop = asyncio.get_running_loop()
         backoff = FIRST_BACKOFF_SECONDS
         async with open_channel(self._address) as channel:
@@ -124,7 +150,7 @@ class LinkKeeper:
             while True:
                 started = loop.time()
                 try:
-                    async with self._linked(stub) as link:
+                    async with self._linked(stub, tasks) as link:
                         await self._watch(stub, link)
                 except (StoreLost, WeftError) as error:
                     self._tell(str(error))
@@ -135,12 +161,14 @@ class LinkKeeper:
                 backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
 
     @asynccontextmanager
-    async def _linked(self, stub: pb2_grpc.KvStoreServiceAsyncStub) -> AsyncIterator[StoreLink]:
+    async def _linked(
+        self, stub: pb2_grpc.KvStoreServiceAsyncStub, tasks: asyncio.TaskGroup
+    ) -> AsyncIterator[StoreLink]:
         store = await _describe(stub)
         host = await asyncio.to_thread(_own_address, store.master_address)
         spec = StoreSpec(store.master_address, host, store.protocol, staging_bytes=self._staging_bytes)
         async with StoreAgent.running(spec) as agent:
-            self._link = StoreLink(store.boot_id, agent, stub)
+            self._link = StoreLink(store.boot_id, agent, stub, tasks)
             self._trouble = ""
             self.was_tried.set()
             logger.info("store: connected master=%s segment=%d MiB", store.master_address, store.segment_bytes >> 20)

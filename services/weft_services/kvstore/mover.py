@@ -157,7 +157,7 @@ class Mover:
             return 0
         offsets = [half + slot * size for slot in range(len(batch))]
         names = [store_key(spill.fingerprint, spill.block.key, spill.block.checksum) for spill in batch]
-        codes = await self._agent.get(names, offsets, size)
+        codes = await asyncio.shield(self._agent.get(names, offsets, size))
         now = time.time()
         records = [
             (_header(spill, now), self._agent.staging[offset : offset + size])

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-_FIELDS = struct.Struct("<8s16s8sB64sxxxxxxxQQd")
+# magic, fingerprint, tenant, length of the key, key, 7 bytes of padding, size, checksum, time of storing
+_FIELDS = struct.Struct("<8s16s8sB64s7xQQd")
 _SUM = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _SUM.size
 _MAGIC = b"weftkv01"

@@ -119,7 +119,7 @@ async def test_blocks_outlive_the_killed_worker_that_put_them(shared: KvStorePro
 async def test_background_work_that_fails_by_a_bug_is_told_when_it_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def fail(_: LinkKeeper) -> None:
+    async def fail(_: LinkKeeper, _tasks: asyncio.TaskGroup) -> None:
         raise AssertionError("a bug")
 
     monkeypatch.setattr(LinkKeeper, "run", fail)
@@ -204,19 +204,42 @@ async def test_a_frozen_store_is_left_alone_and_never_writes_late(kvstore: KvSto
         assert all(worker.read(number) == CANARY for number in range(40))
 
 
-async def test_a_fetch_that_is_cancelled_writes_nothing_afterwards(kvstore: KvStoreProcess) -> None:
+async def cut_off(worker: Worker, kvstore: KvStoreProcess, stall_seconds: float) -> None:
+    """A fetch of 40 blocks into canaries, cancelled while it waits for the memory's owner, who is frozen then."""
+    await offered(worker, [*range(40)])
+    for number in range(40):
+        worker.write(number, CANARY)
+    kvstore.owner.suspend()
+    fetch = asyncio.create_task(worker.store.fetch(Wanted([key(n) for n in range(40)], [*range(40)]), stall_seconds))
+    await asyncio.sleep(0.2)
+    fetch.cancel()
+    await asyncio.wait({fetch})
+    assert fetch.cancelled()
+
+
+async def test_a_fetch_that_is_cancelled_writes_nothing_afterwards_and_costs_no_connection(
+    kvstore: KvStoreProcess,
+) -> None:
     async with working(Worker(kvstore.address)) as worker:
-        await offered(worker, [*range(40)])
-        for number in range(40):
-            worker.write(number, CANARY)
-        kvstore.owner.suspend()
-        fetch = asyncio.create_task(
-            worker.store.fetch(Wanted([key(n) for n in range(40)], [*range(40)]), FETCH_SECONDS)
-        )
+        link = worker.store._keeper.link
+        await cut_off(worker, kvstore, FETCH_SECONDS)
+        second = asyncio.create_task(worker.store.fetch(Wanted([key(3)], [60]), FETCH_SECONDS))
         await asyncio.sleep(0.2)
-        fetch.cancel()
-        await asyncio.wait({fetch})
+        assert not second.done()
+        kvstore.owner.resume()
+        # the staging area's, whatever the first read still writes there
+        assert (await second).num_blocks == 1
+        assert worker.read(60) == content(3)
+        assert all(worker.read(number) == CANARY for number in range(40))
+        assert worker.store._keeper.link is link
+
+
+async def test_a_read_that_does_not_end_after_its_fetch_was_cancelled_ends_the_connection(
+    kvstore: KvStoreProcess,
+) -> None:
+    async with working(Worker(kvstore.address)) as worker:
+        await cut_off(worker, kvstore, 0.5)
+        await until("it was given up", lambda: not worker.store.is_connected)
         kvstore.owner.resume()
         await until("connected again", lambda: worker.store.is_connected)
-        await offered(worker, [51])
         assert all(worker.read(number) == CANARY for number in range(40))
