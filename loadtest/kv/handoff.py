@@ -3,11 +3,12 @@
     python -m loadtest.kv.handoff                     bandwidth at several sizes, then TTFT of 512 to 4,096 tokens
     python -m loadtest.kv.handoff --only bandwidth    --rounds 15
 
-Bandwidth: both read the same runs of the same memory of another process, in turn; medians over the rounds, and the
-best round of each. Theirs is `batch_transfer_sync_read` with all runs of a size, in a thread; ours is
-`MooncakeTransport.pull`.
-TTFT: one mesh with a prefill and a decode worker, one decode worker that computes prompts itself; the same prompts,
-never asked before, in turn. Both at the workers' own gRPC listeners, so that gateway and scheduler do not count.
+Bandwidth: both read the same runs of the same memory of another process, in turn, into memory that was written just
+before; medians over the rounds, and the best round of each. Theirs is `batch_transfer_sync_read` with all runs of a
+size, in a thread; ours is `MooncakeTransport.pull`.
+TTFT: one mesh with a prefill and a decode worker; the decode worker asks for prompts, or computes them itself, in turn.
+At the worker's own gRPC listener, so that gateway and scheduler do not count. The first token is told before the
+prompt's last blocks have come; what that hides is seen at the second one.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.kv.first_token import measure_ttft
+from loadtest.kv.first_token import Row, measure_ttft
 from loadtest.local_mesh import ROOT, LocalMesh
 from weft.kv.mooncake import MooncakeTransport
 from weft.kv.transport import Endpoint, Lender, Run
@@ -64,16 +65,18 @@ async def _bandwidth(peer: Endpoint, rounds: int) -> Table:
     for size, count in SIZES:
         # every other run, so that none can be joined
         runs = [Run(peer.pool_address + 2 * i * size, address + 2 * i * size, size) for i in range(count)]
-        theirs, ours = [], []
-        for _ in range(rounds):
-            began = time.perf_counter()
-            await asyncio.to_thread(_read_theirs, transport, peer, runs)
-            theirs.append(time.perf_counter() - began)
-            ctypes.memset(memory, 0, MEMORY_BYTES)
-            began = time.perf_counter()
-            await transport.pull(Lender(peer, "", RequestKey("r")), runs, 30)
-            ours.append(time.perf_counter() - began)
-            assert all(memory[2 * i * size + size - 1] == 7 for i in range(count))
+        theirs: list[float] = []
+        ours: list[float] = []
+        for number in range(rounds + 1):
+            ways = [(theirs, _read_theirs), (ours, _read_ours)]
+            for times, read in ways if number % 2 else reversed(ways):
+                for run in runs:
+                    ctypes.memset(run.local_address, 0, size)
+                began = time.perf_counter()
+                await read(transport, peer, runs)
+                times.append(time.perf_counter() - began)
+                assert all(memory[2 * i * size + size - 1] == 7 for i in range(count))
+        del theirs[0], ours[0]
         rates = [size * count / statistics.median(times) / 1e9 for times in (theirs, ours)]
         ratios = (rates[1] / rates[0], min(theirs) / min(ours))
         told = [*(f"{rate:.2f} GB/s" for rate in rates), *(f"{ratio:.2f}x" for ratio in ratios)]
@@ -82,8 +85,13 @@ async def _bandwidth(peer: Endpoint, rounds: int) -> Table:
     return table
 
 
-def _read_theirs(transport: MooncakeTransport, peer: Endpoint, runs: Sequence[Run]) -> None:
-    code = transport._engine.batch_transfer_sync_read(
+async def _read_ours(transport: MooncakeTransport, peer: Endpoint, runs: Sequence[Run]) -> None:
+    await transport.pull(Lender(peer, "", RequestKey("r")), runs, 30)
+
+
+async def _read_theirs(transport: MooncakeTransport, peer: Endpoint, runs: Sequence[Run]) -> None:
+    code = await asyncio.to_thread(
+        transport._engine.batch_transfer_sync_read,
         peer.segment,
         [run.local_address for run in runs],
         [run.remote_address for run in runs],
@@ -102,16 +110,25 @@ def stretched(model: Path, folder: Path) -> Path:
     return copy
 
 
-def ttft_table(rows: Sequence[tuple[int, list[float], list[float]]]) -> Table:
-    """A row a length."""
+def ttft_table(rows: Sequence[Row]) -> Table:
+    """A row a length. `hand-off`: the first token's time less the prompt's computing, by the worker's own clock."""
     table = Table(title="time to first token at the decode worker, medians in ms", box=None)
-    for heading in ("prompt tokens", "one worker", "prefill + decode", "ratio", "1.05x + 5 ms is"):
+    headings = ("prompt tokens", "one worker", "prefill + decode", "ratio", "1.05x + 5 ms is", "best of each")
+    for heading in (*headings, "hand-off", "2nd token, one", "2nd token, two", "exposed transfer"):
         table.add_column(heading, justify="right")
-    for length, alone, paired in rows:
-        one, two = (1000 * statistics.median(times) for times in (alone, paired))
-        bar = 1.05 * one + 5
-        table.add_row(str(length), f"{one:.1f}", f"{two:.1f}", f"{two / one:.3f}", f"{bar:.1f}")
+    for row in rows:
+        one, two = (_median(each.first for each in times) for times in (row.alone, row.paired))
+        best = min(each.first for each in row.paired) / min(each.first for each in row.alone)
+        over = [_median(each.first - each.compute for each in times) for times in (row.alone, row.paired)]
+        seconds = [f"{_median(each.second for each in times):.1f}" for times in (row.alone, row.paired)]
+        cells = [f"{one:.1f}", f"{two:.1f}", f"{two / one:.3f}", f"{1.05 * one + 5:.1f}", f"{best:.3f}"]
+        cells += [f"{over[1]:.1f} ({over[0]:.1f})", *seconds, f"{_median(each.exposed for each in row.paired):.0f}"]
+        table.add_row(str(row.length), *cells)
     return table
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(values)
 
 
 def main() -> None:

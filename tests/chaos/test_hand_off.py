@@ -22,7 +22,7 @@ from weft_services.decode import reception
 EVENTS = {
     "queued at prefill": "accepted",
     "prefilling": "blocks",
-    "last chunk read": "finished",
+    "computed": "finished",
     "closing": "closing",
 }
 # or the pull
@@ -137,7 +137,7 @@ CELLS = [
 ]
 QUICK = [
     ("client gone", "first pull"),
-    ("client gone", "last chunk read"),
+    ("client gone", "computed"),
     ("stream broken", "prefilling"),
     ("deadline", "second pull"),
     ("prefill dies", "closing"),

@@ -88,6 +88,14 @@ class Engine:
         check(spec, self._config)
         self._inbox.enter(Sequence(spec, list(spec.token_ids), self._clock()))
 
+    def foretell(self, key: RequestKey, first: FirstToken) -> None:
+        """The first token of a reserved sequence whose KV is still on its way: it is told at once.
+
+        It stands, whatever becomes of the KV. One that ends the sequence is not told before `filled`: until then its
+        blocks are being written.
+        """
+        self._inbox.post(partial(self._loop.foretell, key, first))
+
     def filled(
         self,
         key: RequestKey,

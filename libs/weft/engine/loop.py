@@ -113,12 +113,20 @@ class Loop:
         """All that live."""
         return list(self._planner.live)
 
+    def foretell(self, key: RequestKey, first: FirstToken) -> None:
+        """See `weft.engine.core.Engine.foretell`."""
+        sequence = self._planner.live.get(key)
+        if sequence is None or sequence.state is not State.RESERVED or sequence.has_emitted:
+            return
+        if self._settler.end_with(sequence, first.token_id) is None:
+            self._settler.accept(sequence, Sampled(first.token_id, first.logprobs), self._events)
+
     def fill(self, key: RequestKey, num_ready: int, first: FirstToken | None, suspects: tuple[int, ...]) -> None:
         """See `weft.engine.core.Engine.filled`."""
         sequence = self._planner.live.get(key)
         if sequence is None or sequence.state is not State.RESERVED:
             return
-        if first is None or sequence.is_prefill:
+        if sequence.is_prefill or (first is None and not sequence.has_emitted):
             num_ready = min(num_ready, sequence.num_prompt - 1)  # the last token must be computed for its logits
         if not self._planner.fill(sequence, num_ready, suspects):
             return

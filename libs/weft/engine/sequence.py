@@ -129,12 +129,12 @@ class Sequence:
         """Prompt tokens that whoever has the same prompt may take from a cache."""
         return reusable_blocks(self.num_prompt, block_tokens) * block_tokens
 
-    def end_after(self, token_id: int, eos_token_ids: tuple[int, ...], context_tokens: int) -> FinishReason | None:
-        """Why the sequence ends with `token_id`, which is its last one already; None when it goes on."""
+    def end_with(self, token_id: int, eos_token_ids: tuple[int, ...], context_tokens: int) -> FinishReason | None:
+        """Why the sequence ends when `token_id` comes next; None when it goes on."""
         sampling = self.spec.sampling
         if token_id in sampling.stop_token_ids or (not sampling.ignore_eos and token_id in eos_token_ids):
             return FinishReason.STOP
-        if self.num_generated >= sampling.max_tokens or len(self.token_ids) >= context_tokens:
+        if self.num_generated + 1 >= sampling.max_tokens or len(self.token_ids) + 1 >= context_tokens:
             return FinishReason.LENGTH
         return None
 

@@ -18,6 +18,7 @@ from weft.errors import InvalidRequest
 from weft.kv.blocks import BlockPool
 from weft.kv.groups import page_key
 from weft.kv.prefix import tenant_tag
+from weft.request import FinishReason
 
 
 class Settler:
@@ -55,17 +56,20 @@ class Settler:
             self._planner.remove(sequence)
             return
         prompt = None if sequence.has_emitted else sequence.prompt_counts()
+        reason = None if sequence.is_prefill else self.end_with(sequence, token.token_id)
         sequence.token_ids.append(token.token_id)
-        reason = None
         if sequence.is_prefill:
             self._planner.hold(sequence)  # its token counts where the sequence goes on
         else:
             self.num_generated_tokens += 1
-            reason = sequence.end_after(token.token_id, self._config.eos_token_ids, self._config.context_tokens)
         logprobs = (token.logprobs,) if token.logprobs else ()
         events.deltas.append(TokenDelta(sequence.spec.key, (token.token_id,), logprobs, prompt, reason))
         if reason is not None:
             self._planner.remove(sequence)
+
+    def end_with(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        """Why the sequence ends when that token comes next; None when it goes on."""
+        return sequence.end_with(token_id, self._config.eos_token_ids, self._config.context_tokens)
 
     def seal(self, sequence: Sequence, events: Events) -> None:
         """Publish the blocks whose KV has become complete; report them where somebody copies them."""

@@ -118,7 +118,6 @@ class StoreLink:
             request = pb2.PublishRequest(fingerprint=fingerprint, blocks=blocks)
             await self._stub.Publish(request, timeout=PUBLISH_SECONDS)
 
-
     async def _outlive(self, read: asyncio.Future[list[int]], stall_seconds: float) -> None:
         await asyncio.wait({read}, timeout=stall_seconds)
         if not read.done():

@@ -6,6 +6,7 @@ Whatever breaks it, the prompt is computed here instead: slower, never wrong.
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from weft import metrics
 from weft.engine.core import Engine
@@ -15,7 +16,7 @@ from weft.kv.groups import PageRun
 from weft.kv.handoff import PrefillOrder, PromptFinished
 from weft.kv.transport import TransferFailed
 from weft.lifetime import Stage
-from weft.request import ModelFingerprint, PromptUsage, WorkerAddress
+from weft.request import ModelFingerprint, PromptUsage, RequestKey, WorkerAddress
 from weft.worker.borrow import Borrower, ChecksumMismatch
 from weft_services.decode.fallback import Fallbacks
 from weft_services.decode.order import SequenceOrder
@@ -106,6 +107,10 @@ class HandOffs:
                 self._engine.filled(reception.order.key, num_hit, suspect_blocks=reception.abandon())
         return finished
 
+    def _computed(self, key: RequestKey, finished: PromptFinished) -> None:
+        """The client need not wait for the KV: the token is what it is, however the last blocks get here."""
+        self._engine.foretell(key, FirstToken(finished.first_token_id, finished.logprobs))
+
     def _reception(self, order: SequenceOrder, prefill: WorkerAddress, reserved: Reserved) -> Reception:
         prefill_order = PrefillOrder(
             key=order.key,
@@ -118,7 +123,8 @@ class HandOffs:
             resumed_tokens=order.resumed_tokens,
             priority=order.priority,
         )
-        return Reception(prefill_order, self._targets(order, reserved), prefill.address, self._borrower)
+        targets, on_computed = self._targets(order, reserved), partial(self._computed, order.key)
+        return Reception(prefill_order, targets, prefill.address, self._borrower, on_computed)
 
     def _targets(self, order: SequenceOrder, reserved: Reserved) -> list[PageRun]:
         """Of each group, the pages that are to be filled."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from weft import metrics
 from weft.errors import Incompatible, PeerLost
@@ -38,15 +39,23 @@ class BrokenPromise(Exception):
 
 
 class Reception:
-    """`receive` once, then perhaps `abandon`."""
+    """`receive` once, then perhaps `abandon`. `on_computed` hears of the prompt's end ahead of its last blocks."""
 
-    def __init__(self, order: PrefillOrder, targets: list[PageRun], address: str, borrower: Borrower) -> None:
+    def __init__(
+        self,
+        order: PrefillOrder,
+        targets: list[PageRun],
+        address: str,
+        borrower: Borrower,
+        on_computed: Callable[[PromptFinished], None],
+    ) -> None:
         self.order = order
         self.exposed_seconds = 0.0
         self.is_lender_lost = False
         self._targets = targets
         self._address = address
         self._borrower = borrower
+        self._on_computed = on_computed
         self._borrowing: Borrowing | None = None
         self._lent: list[list[int]] = [[] for _ in targets]  # the lender's blocks, from each target's first on
         self._copies: list[BlockCopy] = []  # announced, not yet pulled
@@ -93,9 +102,10 @@ class Reception:
             case ReadyBlocks():
                 self._announce(event)
             case PromptFinished():
-                if not self._is_all_lent:
-                    raise BrokenPromise(f"only {sum(map(len, self._lent))} blocks were lent")
+                if self._borrowing is None:
+                    raise BrokenPromise("the prompt ended before it was accepted")
                 self._finished = event
+                self._on_computed(event)
                 self._stages.reach(Stage.TRANSFERRING)
                 self._has_news.set()
 
@@ -127,9 +137,10 @@ class Reception:
 
     async def _pull(self, call: PrefillCall) -> None:
         """Until the whole prompt is here; then tell the lender so."""
-        while self._copies or self._finished is None:
-            # the end of the prompt is said in one breath with its last blocks
-            async with asyncio.timeout(call.lease_seconds if self._is_all_lent else None):
+        while self._copies or self._finished is None or not self._is_all_lent:
+            # the end of the prompt and its last blocks are said in one breath
+            is_ending = self._finished is not None or self._is_all_lent
+            async with asyncio.timeout(call.lease_seconds if is_ending else None):
                 await self._has_news.wait()
             self._has_news.clear()
             copies, self._copies = self._copies, []
@@ -142,6 +153,8 @@ class Reception:
         call.finish()
 
     def _closed(self, event: LeaseClosed, pulling: asyncio.Task[None]) -> PromptFinished:
+        if not self._is_all_lent:
+            raise BrokenPromise(f"only {sum(map(len, self._lent))} blocks were lent")
         if self._finished is None or not pulling.done() or not event.lease_held:
             raise LeaseLost("the lender took blocks back")
         return self._finished

@@ -11,7 +11,7 @@ import logging
 from weft import log, metrics
 from weft.engine.core import Engine
 from weft.engine.history import Constraint
-from weft.engine.messages import Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
+from weft.engine.messages import PromptCounts, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
 from weft.engine.pulse import Pulse
 from weft.errors import DeadlineExceeded, EngineFailed, Incompatible, Overloaded, PeerLost, WeftError
 from weft.kv.handoff import is_late
@@ -33,7 +33,9 @@ class Sequence:
     def __init__(self, order: SequenceOrder, outbox: Outbox[Delta]) -> None:
         self.order = order
         self.outbox = outbox
-        self.usage: PromptUsage | None = None
+        # what prefill did, once no more of it is to come; and what the engine says of the prompt, until it was told
+        self.lent: PromptUsage | None = None if order.prefill else PromptUsage()
+        self.counts: PromptCounts | None = None
         self.has_ended = False
         self.stages = StageClock(order.remaining_seconds)
         self._reserved: Reserved | None = None
@@ -173,26 +175,27 @@ class SequenceDesk:
         order = sequence.order
         if order.prefill is not None:
             reserved = await sequence.until_reserved()
-            sequence.usage = await self._hand_offs.fill(order, order.prefill, reserved, sequence.stages)
+            lent = await self._hand_offs.fill(order, order.prefill, reserved, sequence.stages)
+            sequence.lent = lent or PromptUsage()
         await sequence.until_ended()
 
     def _told(self, sequence: Sequence, delta: TokenDelta) -> Delta:
         if delta.finish_reason is not None:
             sequence.end()
-        if delta.prompt is not None:
-            sequence.stages.computed(delta.prompt)
-            sequence.stages.reach(Stage.DECODING)
-        return Delta(delta.key, delta.token_ids, delta.logprobs, self._usage(sequence, delta), delta.finish_reason)
+        sequence.counts = delta.prompt or sequence.counts
+        usage = None
+        if sequence.counts is not None and sequence.lent is not None:
+            usage = self._usage(sequence, sequence.counts, sequence.lent)
+            sequence.counts = None
+        return Delta(delta.key, delta.token_ids, delta.logprobs, usage, delta.finish_reason)
 
-    def _usage(self, sequence: Sequence, delta: TokenDelta) -> PromptUsage | None:
-        """With the first token: as prefill counted it, or our own count when the prompt was computed here."""
-        if delta.prompt is None:
-            return None
-        lent = sequence.usage or PromptUsage()
+    def _usage(self, sequence: Sequence, counts: PromptCounts, lent: PromptUsage) -> PromptUsage:
+        """As prefill counted it, or our own count when the prompt was computed here."""
+        sequence.stages.computed(counts)
+        sequence.stages.reach(Stage.DECODING)
         if lent.prefill_worker_id:
             return lent
-        counts = delta.prompt
-        self._hand_offs.fallbacks.end(delta.key)
+        self._hand_offs.fallbacks.end(sequence.order.key)
         metrics.PREFIX_QUERIES.inc(len(sequence.order.token_ids))
         metrics.PREFIX_HITS.labels("pool").inc(counts.num_cached_tokens)
         return PromptUsage(

@@ -69,12 +69,17 @@ class Lease:
         return self._reserved
 
     async def events(self, memory: BlockBytes, paging: Paging, with_checksums: bool) -> AsyncIterator[PrefillEvent]:
-        """Blocks as they become final, those that the borrower holds left out; last, the end of the prompt."""
+        """Blocks as they become final, those that the borrower holds left out.
+
+        The end of the prompt comes ahead of the last ones: its token need not wait for their checksums.
+        """
         held, num_tokens = self.order.held_blocks, len(self.order.token_ids)
         next_index = [paging.lent(group, held, num_tokens).start for group in range(len(paging.reaches))]
         while True:
             # read before the progress: with the first token out, the progress is complete
             first = self._first
+            if first is not None:
+                yield self._finished(first)
             for group, run in self._final_runs(paging, first is not None):
                 if run.end > next_index[group]:
                     blocks = run.within(next_index[group], run.end).blocks
@@ -84,7 +89,6 @@ class Lease:
                     next_index[group] = run.end
             if first is not None:
                 self._is_complete = True
-                yield self._finished(first)
                 return
             await self._change()
 

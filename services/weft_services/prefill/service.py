@@ -70,8 +70,9 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
                 listening = group.create_task(self._until_done(requests, lease))
                 group.create_task(self._beat(speaker, listening, lease))
                 await lease.until_reserved()
+                # the computing waits for no message
+                group.create_task(self._desk.fill(lease))
                 await speaker.say(self._accepted)
-                await self._desk.fill(lease)
                 async for event in lease.events(self._memory, self._paging, self._with_checksums):
                     await speaker.say(event)
             # the engine has held every block since `lend`: nothing but the end of the scope gives them back

@@ -157,7 +157,7 @@ async def test_a_prefill_worker_that_is_leaving(tiny: Tiny) -> None:
 
 
 class Liar(prefill_service_pb2_grpc.PrefillServiceServicer):
-    """Lends what it never computed; `plot` says which events it sends."""
+    """Lends blocks that it never computed; `plot` says which events it sends."""
 
     def __init__(self, plot: Sequence[Any]) -> None:
         self.plot = plot
@@ -179,7 +179,7 @@ class Liar(prefill_service_pb2_grpc.PrefillServiceServicer):
 def plots(pair: Pair) -> dict[str, tuple[str, list[Any]]]:
     """Reason that must be counted, and the events, by name."""
     accepted = Accepted("", pair.prefill.place.transports[-1].endpoint(), 60_000)
-    finished = PromptFinished(1, None, 0, 0, 0, 0)
+    finished = PromptFinished(pair.expected(LONG)[0], None, 0, 0, 0, 0)
     num_blocks = -(-len(LONG) // 4)
     all_blocks = ReadyBlocks(0, tuple(range(num_blocks)))
     return {

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
 import pytest
 
 from tests.services.attach import new_key, prompt
 from tests.services.workers import BLOCK_TOKENS, CHUNK_TOKENS, Meddler, Pair, start_pair
 from tests.weft.tiny_llama import Tiny
 from weft import metrics
+from weft.kv.transport import Run, TransferFailed
 from weft.request import SamplingParams
 from weft_mesh.v1 import common_pb2
 
@@ -83,6 +87,75 @@ async def test_a_prompt_that_decode_holds_but_for_its_last_block_is_finished_the
         assert again.usage.cached_tokens == 28
         assert again.usage.prefill_worker_id == "decode-0"
         assert meddler.num_pulls == num_pulls
+
+
+class Held(Meddler):
+    """Pulls that wait for permission."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.permission = asyncio.Event()
+
+    async def before(self) -> None:
+        await self.permission.wait()
+
+
+async def test_the_first_token_is_told_while_blocks_are_on_their_way(tiny: Tiny) -> None:
+    meddler = Held()
+    async with start_pair(tiny, meddler=meddler) as pair:
+        token_ids = prompt(30)
+        _, answer = await pair.gateway.start(token_ids, pair.prefill.address)
+        async with asyncio.timeout(20):
+            await answer.has_begun.wait()
+        assert answer.tokens == pair.expected(token_ids)[:1]
+        assert answer.usage is None
+        meddler.permission.set()
+        async with asyncio.timeout(20):
+            await answer.has_ended.wait()
+        assert answer.tokens == pair.expected(token_ids)
+        assert answer.usage is not None
+        assert answer.usage.transferred_bytes == 8 * block_bytes(pair)
+        await pair.until_idle()
+
+
+async def test_a_first_token_that_is_the_last_one_is_told_when_nothing_is_written_any_more(tiny: Tiny) -> None:
+    meddler = Held()
+    async with start_pair(tiny, meddler=meddler) as pair:
+        token_ids, sampling = prompt(30), SamplingParams(max_tokens=1, ignore_eos=True)
+        _, short = await pair.gateway.start(token_ids, pair.prefill.address, sampling=sampling)
+        _, long = await pair.gateway.start(prompt(31, seed=3), pair.prefill.address)
+        async with asyncio.timeout(20):
+            await long.has_begun.wait()
+        assert not short.has_begun.is_set()
+        meddler.permission.set()
+        async with asyncio.timeout(20):
+            await short.has_ended.wait()
+        assert short.tokens == pair.expected(token_ids)[:1]
+        assert short.usage is not None
+        await long.has_ended.wait()
+        await pair.until_idle()
+
+
+async def test_a_token_that_was_told_stands_when_its_blocks_never_come(tiny: Tiny) -> None:
+    class Torn(Held):
+        async def after(self, runs: Sequence[Run]) -> None:
+            raise TransferFailed("torn")
+
+    meddler = Torn()
+    async with start_pair(tiny, meddler=meddler) as pair:
+        for length in (30, 32):  # a block of the first token's own, or not
+            meddler.permission.clear()
+            token_ids = prompt(length, seed=length)
+            _, answer = await pair.gateway.start(token_ids, pair.prefill.address)
+            async with asyncio.timeout(20):
+                await answer.has_begun.wait()
+            meddler.permission.set()
+            async with asyncio.timeout(20):
+                await answer.has_ended.wait()
+            assert answer.tokens == pair.expected(token_ids)
+            assert answer.usage is not None
+            assert answer.usage.prefill_worker_id == "decode-0"
+        await pair.until_idle()
 
 
 async def test_without_a_prefill_worker_the_prompt_is_computed_here(tiny: Tiny) -> None:

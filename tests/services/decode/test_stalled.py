@@ -86,7 +86,7 @@ async def test_silence_longer_than_the_lease_ends_the_call(tiny: Tiny, plot: lis
         said = {
             Accepted: Accepted("", pair.prefill.place.transports[-1].endpoint(), 300),
             ReadyBlocks: ReadyBlocks(0, tuple(range(-(-len(LONG) // 4)))),
-            PromptFinished: PromptFinished(1, None, 0, 0, 0, 0),
+            PromptFinished: PromptFinished(pair.expected(LONG)[0], None, 0, 0, 0, 0),
         }
         rpc = RpcServer([])
         prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(Silent([said[kind] for kind in plot]), rpc.server)
@@ -185,7 +185,7 @@ async def test_a_lease_that_was_lost_midway_is_not_taken_for_one_that_held(tiny:
     async with start_pair(tiny) as pair:
         accepted = Accepted("", pair.prefill.place.transports[-1].endpoint(), 5_000)
         all_blocks = ReadyBlocks(0, tuple(range(-(-len(LONG) // 4))))
-        plot = [accepted, all_blocks, PromptFinished(1, None, 0, 0, 0, 0), LeaseClosed(False)]
+        plot = [accepted, all_blocks, PromptFinished(pair.expected(LONG)[0], None, 0, 0, 0, 0), LeaseClosed(False)]
         rpc = RpcServer([])
         prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(Silent(plot), rpc.server)
         await expect_local(pair, WorkerAddress("liar", "boot", await rpc.start("127.0.0.1", 0)), "lease_lost")

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from tests.services.attach import new_key
-from tests.services.workers import Worker, fingerprint_of, start_worker
+from tests.services.workers import BLOCK_TOKENS, Worker, fingerprint_of, start_worker
 from tests.weft.tiny_llama import Tiny
 from weft.kv.handoff import (
     LEASE_SECONDS,
@@ -65,14 +65,20 @@ class Borrower:
         return code
 
     async def until_finished(self) -> tuple[list[ReadyBlocks], PromptFinished]:
-        """From the start to the first token."""
+        """From the start to the prompt's end and its last block, whichever is said last."""
         await self.start()
         assert isinstance(await self.next(), Accepted)
-        ready = []
-        while isinstance(event := await self.next(), ReadyBlocks):
-            ready.append(event)
-        assert isinstance(event, PromptFinished)
-        return ready, event
+        ready: list[ReadyBlocks] = []
+        finished: PromptFinished | None = None
+        num_blocks = -(-len(self.order.token_ids) // BLOCK_TOKENS)
+        while finished is None or not ready or ready[-1].first_index + len(ready[-1].blocks) < num_blocks:
+            event = await self.next()
+            if isinstance(event, ReadyBlocks):
+                ready.append(event)
+            else:
+                assert isinstance(event, PromptFinished)
+                finished = event
+        return ready, finished
 
     async def read(self, blocks: Sequence[int], key: RequestKey | None = None) -> bytes:
         request = pb2.ReadBlocksRequest(key=key_to_wire(key or self.order.key), blocks=blocks)

@@ -127,7 +127,7 @@ def _ready(lease: Lease, num_tokens: int) -> None:
     lease.on_progress(PromptProgress(lease.order.key, (PageRun(0, tuple(range(10, 16))),), num_tokens))
 
 
-async def test_blocks_are_announced_chunk_by_chunk_and_the_partial_one_last(tiny: Tiny) -> None:
+async def test_blocks_are_announced_chunk_by_chunk_and_the_partial_one_after_the_prompts_end(tiny: Tiny) -> None:
     order = PrefillOrder(new_key(), "", fingerprint_of(tiny), prompt(22), SamplingParams(max_tokens=1), held_blocks=1)
     lease = Lease(order)
     paging = Paging((Reach(),), BLOCK_TOKENS, CHUNK_TOKENS)
@@ -141,6 +141,6 @@ async def test_blocks_are_announced_chunk_by_chunk_and_the_partial_one_last(tiny
     _ready(lease, 22)
     assert await anext(events) == ReadyBlocks(4, (14,))
     lease.on_first_token(TokenDelta(order.key, (7,), prompt=PromptCounts(4, 5, 6)))
-    assert await anext(events) == ReadyBlocks(5, (15,))
     assert await anext(events) == PromptFinished(7, None, 4, 0, 5, 6)
+    assert await anext(events) == ReadyBlocks(5, (15,))
     assert [event async for event in events] == []

@@ -24,7 +24,7 @@ from tests.weft.engine.test_shaped import EveryThird
 from tests.weft.tiny_llama import Tiny
 from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
-from weft.engine.messages import FirstToken, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
+from weft.engine.messages import EngineLoad, FirstToken, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
 from weft.kv.blocks import BlockPool
 from weft.kv.groups import PageRun
 from weft.model.kv_layout import kv_groups
@@ -160,8 +160,12 @@ class Chaos:
             self.act(output)
         except Exception as error:
             self.errors.append(repr(error))
-        if self.errors or (self.counts["steps"] >= self.num_steps and not self.live and not self.held):
+        if self.errors or (self.counts["steps"] >= self.num_steps and self.has_settled(output.load)):
             self.is_over.set()
+
+    def has_settled(self, load: EngineLoad) -> bool:
+        """Nothing lives, and the engine has heard of it: what is posted after its end is lost."""
+        return not (self.live or self.held or load.active_blocks or load.quarantined_blocks or load.active_tokens)
 
     def check(self, output: StepOutput) -> None:
         load = output.load
@@ -194,6 +198,7 @@ class Chaos:
         for reserved in output.reserved:
             if reserved.key in self.live:
                 self.live[reserved.key].reserved = reserved
+                self.foretell(self.live[reserved.key])
         self.pinned += [sealed.block for sealed in output.sealed]
         is_last_round = self.counts["steps"] >= self.num_steps
         # Where nothing runs, or all that runs may lack pages, nothing else would make the engine speak again.
@@ -260,6 +265,13 @@ class Chaos:
         self.counts["suspect"] += len(suspects)
         self.engine.filled(live.spec.key, 0, suspect_blocks=suspects)
 
+    def foretell(self, live: Live) -> None:
+        """Some first tokens are known ahead of the KV; whether that ever comes is another matter."""
+        if self.random.random() < 0.5:
+            token = live.text.expected[live.spec.resumed_tokens]
+            self.counts["foretold"] += 1
+            self.engine.foretell(live.spec.key, FirstToken(token))
+
     def copy(self, lent: tuple[PageRun, ...], reserved: Reserved, num_hits: int, num_tokens: int) -> None:
         """Of each group, the pages that the next token looks at."""
         paging = self.engine.paging
@@ -290,6 +302,6 @@ def test_poisoned_blocks_show_nowhere_whatever_happens(
     print(name, dict(chaos.counts), poison.num_poisoned, "blocks poisoned")
     load = chaos.engine.load
     assert (load.active_blocks, load.quarantined_blocks, load.active_tokens) == (0, 0, 0)
-    for kind in ("ended", "cancelled", "preempted", "handed over", "suspect"):
+    for kind in ("ended", "cancelled", "preempted", "foretold", "handed over", "suspect"):
         assert chaos.counts[kind], f"nothing was {kind}"
     assert poison.num_poisoned > NUM_STEPS / 10

@@ -192,7 +192,7 @@ class SequenceDelta(_message.Message):
 
     @_builtins.property
     def prompt(self) -> Global___PromptUsage:
-        """Set with the first token: what the prompt cost."""
+        """Set once, with the first token, or with the one after it when that was told ahead of the prompt's last blocks: what the prompt cost."""
 
     @_builtins.property
     def failure(self) -> Global___SequenceFailure:

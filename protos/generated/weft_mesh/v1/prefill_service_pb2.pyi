@@ -155,7 +155,9 @@ Global___TransferDone: _TypeAlias = TransferDone  # noqa: Y015
 
 @_typing.final
 class PrefillResponse(_message.Message):
-    """Prefill's side of the call, in this order: accepted, blocks..., first token, closing; heartbeats anywhere in between."""
+    """Prefill's side of the call, in this order: accepted, blocks..., closing; finished as soon as the prompt is computed, before or after
+    its last blocks; heartbeats anywhere in between.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
