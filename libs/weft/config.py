@@ -6,6 +6,7 @@ Fields may be str, int, float, bool, Path, a StrEnum, or any of these `| None`.
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import os
 import re
 import types
@@ -70,3 +71,11 @@ def describe(config: Any) -> str:
         value = "***" if secret else re.sub(r"//[^/@]*@", "//***@", str(getattr(config, field.name)))
         pairs.append(f"{field.name}={value}")
     return " ".join(pairs)
+
+
+def is_loopback(host: str) -> bool:
+    """Can this host be reached from this machine alone. A name other than localhost may mean any address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -2,10 +2,13 @@
 
 WeftError
   InvalidRequest     the caller must change the request; `param` names the field
+  Unauthenticated    no API key, or none that is known
+  Forbidden          the API key may not do this
   NotFound           no such model, lease or file
   BadCheckpoint      a model directory is incomplete or damaged; the message names file or tensor
   Incompatible       two peers do not run the same model, layout or boot
   Overloaded         no room now, try later; `retry_after_seconds`
+    RateLimited      this caller has had its share; `kind` says of what
   PeerLost           another service is gone, silent or broke its word; `worker_id` names it
   DeadlineExceeded   the time the caller gave is over
   Cancelled          the caller has gone
@@ -36,6 +39,22 @@ class InvalidRequest(WeftError):
         super().__init__(message)
         self.param = param
         self.reason = reason  # OpenAI's `code`, e.g. context_length_exceeded
+
+
+class Unauthenticated(WeftError):
+    """Nobody we know. The message never repeats what was shown."""
+
+    code = 16
+    http_status = 401
+    error_type = "invalid_request_error"
+
+
+class Forbidden(WeftError):
+    """Known, and not allowed."""
+
+    code = 7
+    http_status = 403
+    error_type = "invalid_request_error"
 
 
 class NotFound(WeftError):
@@ -70,6 +89,14 @@ class Overloaded(WeftError):
         self.retry_after_seconds = retry_after_seconds
 
 
+class RateLimited(Overloaded):
+    """More than the key's limit; `kind` is what there was too much of, requests or tokens."""
+
+    def __init__(self, message: str, retry_after_seconds: float, kind: str) -> None:
+        super().__init__(message, retry_after_seconds)
+        self.kind = kind
+
+
 class PeerLost(WeftError):
     """A service this request needs is gone."""
 
@@ -102,6 +129,8 @@ class EngineFailed(WeftError):
 
 LEAVES: tuple[type[WeftError], ...] = (
     InvalidRequest,
+    Unauthenticated,
+    Forbidden,
     NotFound,
     BadCheckpoint,
     Overloaded,

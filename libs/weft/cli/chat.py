@@ -29,6 +29,7 @@ class Chat:
     """A conversation: whom with, how, and what has been said."""
 
     url: str
+    api_key: str = field(default="", repr=False)
     system: str = ""
     session: str = ""
     max_tokens: int = 512
@@ -58,7 +59,7 @@ def run_chat(chat: Chat) -> int:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401
     try:
-        client = open_client(chat.url)
+        client = open_client(chat.url, chat.api_key)
         with asyncio.Runner() as runner:
             try:
                 _converse(runner, client, chat, Console(highlight=False, soft_wrap=True))

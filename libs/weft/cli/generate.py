@@ -9,13 +9,13 @@ from typing import Any
 from weft.cli.stream import Figures, MeshError, open_client, served_model, stream_text
 
 
-def run_generate(url: str, prompt: str, options: dict[str, Any], is_raw: bool) -> int:
+def run_generate(url: str, api_key: str, prompt: str, options: dict[str, Any], is_raw: bool) -> int:
     """Print the answer; returns the exit status."""
     if prompt == "-":
         prompt = sys.stdin.read()
     question = {"prompt": prompt} if is_raw else {"messages": [{"role": "user", "content": prompt}]}
     try:
-        asyncio.run(_generate(url, {**question, **options}))
+        asyncio.run(_generate(url, api_key, {**question, **options}))
     except MeshError as error:
         print(f"weft generate: {error}", file=sys.stderr)
         return 1
@@ -24,9 +24,9 @@ def run_generate(url: str, prompt: str, options: dict[str, Any], is_raw: bool) -
     return 0
 
 
-async def _generate(url: str, body: dict[str, Any]) -> None:
+async def _generate(url: str, api_key: str, body: dict[str, Any]) -> None:
     figures = Figures()
-    async with open_client(url) as client:
+    async with open_client(url, api_key) as client:
         body = {"model": await served_model(client), **body}
         async for text in stream_text(client, body, "", figures):
             print(text, end="", flush=True)

@@ -10,6 +10,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from weft.cli.keys import app as keys_app
+
 app = typer.Typer(
     name="weft",
     help="A mesh of small services that serves large language models on your own machines.",
@@ -17,6 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(keys_app)
 # Options and --help belong to the program that does the work.
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -48,6 +51,8 @@ class LogLevel(StrEnum):
 
 Url = Annotated[str | None, typer.Option(help="The gateway; default: the mesh that runs on this machine.")]
 
+ApiKey = Annotated[str, typer.Option(envvar="WEFT_API_KEY", help="Where the mesh asks for one.")]
+
 Scheduler = Annotated[str, typer.Option(help="host:port; default: the mesh that runs on this machine.")]
 Worker = Annotated[str, typer.Argument(help="Its id, as `weft status` lists it.")]
 
@@ -68,6 +73,8 @@ def up(
     dtype: Annotated[DType, typer.Option(help="Of weights and KV cache; auto: bfloat16 on a GPU.")] = DType.AUTO,
     transport: Annotated[Transport, typer.Option(help="Of KV blocks; auto: Mooncake, else gRPC.")] = Transport.AUTO,
     threads: Annotated[int, typer.Option(min=0, help="torch threads a worker; 0 shares the cores.")] = 0,
+    keys: Annotated[str, typer.Option(envvar="WEFT_KEYS", help="API keys that are asked for; see `weft keys`.")] = "",
+    is_open: Annotated[bool, typer.Option("--open", help="Without keys, whoever may reach it.")] = False,
     log_level: Annotated[LogLevel, typer.Option(help="Of all services.")] = LogLevel.INFO,
 ) -> None:
     """Start a whole mesh on this machine; Ctrl-C ends it."""
@@ -87,6 +94,8 @@ def up(
             dtype=dtype,
             transport=transport,
             threads=threads,
+            keys=keys,
+            is_open=is_open,
             log_level=log_level,
         )
         status = run_up(options)
@@ -99,6 +108,7 @@ def up(
 @app.command()
 def chat(
     url: Url = None,
+    api_key: ApiKey = "",
     system: Annotated[str, typer.Option(help="A system prompt.")] = "",
     session: Annotated[str, typer.Option(help="Session id for affinity; default: a new one.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
@@ -107,13 +117,14 @@ def chat(
     """Talk to the model in the terminal; reads lines from a pipe too."""
     from weft.cli.chat import Chat, run_chat
 
-    raise typer.Exit(run_chat(Chat(_gateway(url), system, session, max_tokens, temperature)))
+    raise typer.Exit(run_chat(Chat(_gateway(url), api_key, system, session, max_tokens, temperature)))
 
 
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to say; - reads it from standard input.")],
     url: Url = None,
+    api_key: ApiKey = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy; default: the model's.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
@@ -124,7 +135,7 @@ def generate(
 
     options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     wanted = {key: value for key, value in options.items() if value is not None}
-    raise typer.Exit(run_generate(_gateway(url), prompt, wanted, raw))
+    raise typer.Exit(run_generate(_gateway(url), api_key, prompt, wanted, raw))
 
 
 @app.command()

@@ -46,6 +46,8 @@ class MeshOptions:
     dtype: str = "auto"
     transport: str = "auto"
     threads: int = 0
+    keys: str = ""
+    is_open: bool = False
     log_level: str = "info"
     has_store: bool = True
 
@@ -196,6 +198,8 @@ def _gateway(options: MeshOptions, at: Addresses) -> ChildSpec:
         "WEFT_HOST": options.host,
         "WEFT_HTTP_PORT": str(options.port),
         "WEFT_GRPC_PORT": str(options.grpc_port),
+        "WEFT_KEYS": options.keys,
+        "WEFT_OPEN": str(int(options.is_open)),
     }
     return ChildSpec(
         name="gateway",

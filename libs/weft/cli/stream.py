@@ -47,7 +47,7 @@ class Figures:
         return f"{first}{rate} · {self.completion_tokens} tokens · {cached}{cut}"
 
 
-def open_client(url: str, limits: httpx.Limits | None = None) -> httpx.AsyncClient:
+def open_client(url: str, api_key: str = "", limits: httpx.Limits | None = None) -> httpx.AsyncClient:
     """A client of the gateway at url; the caller closes it. Raises MeshError when that is no URL."""
     try:
         parsed = httpx.URL(url)
@@ -58,7 +58,9 @@ def open_client(url: str, limits: httpx.Limits | None = None) -> httpx.AsyncClie
     timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
     # a proxy named in the environment does not lead back to this machine
     trust_env = parsed.host not in LOOPBACK_HOSTS
-    return httpx.AsyncClient(base_url=url, timeout=timeout, trust_env=trust_env, limits=limits or httpx.Limits())
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    limits = limits or httpx.Limits()
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, trust_env=trust_env, limits=limits)
 
 
 async def stream_text(

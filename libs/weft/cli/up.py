@@ -19,6 +19,7 @@ from weft.cli.display import Display
 from weft.cli.mesh import HARMLESS, Addresses, MeshOptions, PortTaken, mesh_specs, pick_addresses, reachable
 from weft.cli.record import MeshRecord, recorded
 from weft.cli.supervisor import ChildFailed, Supervisor
+from weft.config import is_loopback
 
 MOONCAKE_SECONDS = 30.0
 SHIPPED_MODEL = Path("models") / "weft-nano"
@@ -57,6 +58,9 @@ def mooncake_trouble() -> str:
 
 def up(options: MeshOptions) -> int:
     """Run the mesh until a signal ends it; returns the exit status."""
+    if not (options.keys or options.is_open or is_loopback(options.host)):
+        what = f"--host {options.host}: whoever reaches it could use the model"
+        raise UsageError(f"{what}; name API keys with --keys (`weft keys add NAME` makes one), or say --open")
     trouble = mooncake_trouble()
     if trouble and options.transport == "mooncake":
         raise UsageError(f"--transport mooncake: {trouble}")
@@ -141,19 +145,21 @@ def _services(options: MeshOptions, at: Addresses) -> dict[str, str]:
 def _banner(options: MeshOptions, url: str) -> Text:
     name = options.name or options.model.name
     weft = "weft" if shutil.which("weft") else os.path.relpath(Path(sys.executable).parent / "weft")
+    shown = " -H 'authorization: Bearer KEY'" if options.keys else ""
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     lines = (
         ("\n  Weft serves ", ""),
         (name, "bold"),
         (" at ", ""),
         (url, "bold underline"),
-        (f"\n\n    curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n      -d '{body}'\n", "cyan"),
+        (f"\n\n    curl {url}/v1/chat/completions{shown} -H 'content-type: application/json' \\", "cyan"),
+        (f"\n      -d '{body}'\n", "cyan"),
         (f"\n    {weft + ' chat':<24}", "cyan"),
         ("talk to it here in the terminal", "dim"),
         (f"\n    {weft + ' status':<24}", "cyan"),
         ("look at the fleet", "dim"),
         (f"\n    {'OpenAI clients':<24}", ""),
-        (f'base_url="{url}/v1", any api_key', "dim"),
+        (f'base_url="{url}/v1", {"a" if options.keys else "any"} api_key', "dim"),
         (f"\n    {'gRPC':<24}", ""),
         (f"{reachable(options.host)}:{options.grpc_port} weft_mesh.v1.InferenceService", "dim"),
         ("\n\n  The log of all services follows. Ctrl-C ends them.\n", ""),

@@ -10,12 +10,16 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
 
 from weft.errors import Cancelled, DeadlineExceeded, EngineFailed, Overloaded, WeftError, from_code
 
 logger = logging.getLogger(__name__)
 # trailing metadata of RESOURCE_EXHAUSTED: seconds
 RETRY_AFTER = "weft-retry-after"
+# trailing metadata with a google.rpc.Status, as gRPC's clients know it
+DETAILS = "grpc-status-details-bin"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -144,8 +148,19 @@ async def _abort(error: Exception, context: Any) -> None:
     mapped = as_weft_error(error)
     if isinstance(mapped, EngineFailed):
         logger.exception("handler failed", exc_info=error)
-    metadata = ((RETRY_AFTER, f"{mapped.retry_after_seconds:.3f}"),) if isinstance(mapped, Overloaded) else ()
-    await context.abort(_CODES[mapped.code], str(mapped), metadata)
+    await context.abort(_CODES[mapped.code], str(mapped), _trailers(mapped))
+
+
+def _trailers(error: WeftError) -> tuple[tuple[str, str | bytes], ...]:
+    """When to try again: for ourselves, and for everybody else's clients."""
+    if not isinstance(error, Overloaded):
+        return ()
+    delay = duration_pb2.Duration()
+    delay.FromMicroseconds(round(error.retry_after_seconds * 1_000_000))
+    packed = any_pb2.Any()
+    packed.Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    status = status_pb2.Status(code=error.code, message=str(error), details=[packed])
+    return (RETRY_AFTER, f"{error.retry_after_seconds:.3f}"), (DETAILS, status.SerializeToString())
 
 
 def raise_as_weft(error: BaseException) -> None:

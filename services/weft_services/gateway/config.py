@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.config import ConfigError
+from weft.config import ConfigError, is_loopback
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,9 @@ class Config:
     model_name: str = ""
     tool_format: str = "auto"
     host: str = "127.0.0.1"
+    keys: str = ""
+    open: bool = False
+    redis_url: str = ""
     http_port: int = 8000
     grpc_port: int = 9000
     max_requests: int = 1024
@@ -29,6 +32,11 @@ class Config:
             raise ConfigError(f"WEFT_MODEL={self.model}: no such directory")
         if ":" not in self.scheduler_addr:
             raise ConfigError(f"WEFT_SCHEDULER_ADDR={self.scheduler_addr!r}: expected host:port")
+        if not (self.keys or self.open or is_loopback(self.host)):
+            raise ConfigError(
+                f"WEFT_HOST={self.host}: whoever reaches it could use the model. Name API keys with WEFT_KEYS "
+                "(`weft keys add NAME --keys FILE` makes one), or say WEFT_OPEN=1"
+            )
         for name in ("http_port", "grpc_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name)}: expected 0 to 65535")

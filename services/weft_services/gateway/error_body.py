@@ -7,9 +7,27 @@ from typing import Any
 
 import orjson
 
-from weft.errors import EngineFailed, InvalidRequest, NotFound, Overloaded, PeerLost, WeftError, from_code
+from weft.errors import (
+    EngineFailed,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    PeerLost,
+    RateLimited,
+    Unauthenticated,
+    WeftError,
+    from_code,
+)
 
 RETRY_AFTER_SECONDS = 1.0
+CODES: dict[type[WeftError], str] = {
+    Unauthenticated: "invalid_api_key",
+    Forbidden: "insufficient_permissions",
+    Overloaded: "overloaded",
+    PeerLost: "unavailable",
+    EngineFailed: "internal_error",
+}
 
 
 class HttpError(WeftError):
@@ -54,27 +72,32 @@ def error_fields(error: WeftError) -> dict[str, Any]:
     """The inner object of an error body."""
     param: str | None = None
     code: str | None = None
+    kind = error.error_type
     if isinstance(error, InvalidRequest):
         param, code = error.param, error.reason
     elif isinstance(error, NotFound):
         param, code = "model", "model_not_found"
     elif isinstance(error, HttpError):
         code = error.reason
-    elif isinstance(error, Overloaded):
-        code = "overloaded"
-    elif isinstance(error, PeerLost):
-        code = "unavailable"
-    elif isinstance(error, EngineFailed):
-        code = "internal_error"
-    return {"message": public_message(error), "type": error.error_type, "param": param, "code": code}
+    elif isinstance(error, RateLimited):
+        kind, code = error.kind, "rate_limit_exceeded"
+    else:
+        code = next((code for leaf, code in CODES.items() if isinstance(error, leaf)), None)
+    return {"message": public_message(error), "type": kind, "param": param, "code": code}
 
 
 def retry_headers(error: WeftError) -> list[tuple[bytes, bytes]]:
-    """Retry-After for what is worth trying again."""
+    """What tells a client when, or how, to try again: never sooner than there is room."""
+    if isinstance(error, Unauthenticated):
+        return [(b"www-authenticate", b"Bearer")]
     if isinstance(error, Overloaded):
         seconds = error.retry_after_seconds
     elif isinstance(error, PeerLost):
         seconds = RETRY_AFTER_SECONDS
     else:
         return []
-    return [(b"retry-after", str(math.ceil(seconds)).encode())]
+    milliseconds = math.ceil(seconds * 1000)
+    return [
+        (b"retry-after", str(math.ceil(milliseconds / 1000)).encode()),
+        (b"retry-after-ms", str(milliseconds).encode()),
+    ]

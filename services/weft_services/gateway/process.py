@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from weft.rpc.server import RpcServer, until_signal
+from weft_services.gateway.access.door import Door
 from weft_services.gateway.config import Config
 from weft_services.gateway.front.app import build_app
 from weft_services.gateway.front.grpc_edge import LISTENER_OPTIONS, Admission
@@ -56,18 +57,21 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
     model = await asyncio.to_thread(load_model, config.model, config.served_name, config.tool_format)
     logger.info("model=%s context=%d defaults=%s", model.name, model.max_context_tokens, model.defaults)
     logger.info("tools=%s thoughts=%s", model.tool_format.name if model.tool_format else "none", model.thinks)
+    door = Door(config.keys, config.redis_url)
+    await door.open()
     scheduler = Scheduler(config.scheduler_addr)
     async with asyncio.TaskGroup() as group:
         links, settler = DecodeLinks(group), Settler(scheduler)
         watch = FleetWatch(scheduler, model.name)
         mesh = Mesh(scheduler, links, settler, group, config.move_seconds)
         pipeline = Pipeline(model, mesh, watch, config.max_requests)
-        rpc = RpcServer([SERVICE_NAME], LISTENER_OPTIONS, [Admission(pipeline, SERVICE_NAME)])
+        rpc = RpcServer([SERVICE_NAME], LISTENER_OPTIONS, [Admission(pipeline, door, SERVICE_NAME)])
         add_inference_service(rpc.server, pipeline, config.request_timeout_seconds)
-        app = build_app(pipeline, config.request_timeout_seconds)
+        app = build_app(pipeline, door, config.request_timeout_seconds)
         http = HttpServer(app, config.host, config.http_port, config.grace_seconds + LAST_WORDS_SECONDS)
         grpc_address = await rpc.start(config.host, config.grpc_port)
         serving = group.create_task(http.serve_until_stopped(), name="http")
+        guarding = group.create_task(door.run(), name="door")
         settling = group.create_task(settler.run(), name="settler")
         watching = group.create_task(_watch_fleet(watch, links, rpc), name="fleet")
         try:
@@ -81,6 +85,7 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
             links.close()  # what still runs ends now, with an error that its client can read
             await rpc.stop(LAST_WORDS_SECONDS)
             await asyncio.wait([serving])
+            guarding.cancel()
             settling.cancel()
             pipeline.close()
     await settler.flush()

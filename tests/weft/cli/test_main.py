@@ -25,6 +25,12 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_up_opens_no_listener_to_others_without_keys(checkpoint: Path) -> None:
+    result = runner.invoke(app, ["up", "--model", str(checkpoint), "--host", "0.0.0.0"])
+    assert result.exit_code == 2
+    assert "--keys" in result.stderr
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

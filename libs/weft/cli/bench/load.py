@@ -73,11 +73,9 @@ class Target:
 
 async def open_target(url: str, model: str, api_key: str, is_chat: bool) -> Target:
     """Find the model, and how long its tokens are in our words. Raises MeshError."""
-    client = open_client(url, httpx.Limits(max_connections=None, max_keepalive_connections=None))
+    client = open_client(url, api_key, httpx.Limits(max_connections=None, max_keepalive_connections=None))
     client.headers["content-type"] = "application/json"
     client.headers["accept-encoding"] = "identity"
-    if api_key:
-        client.headers["authorization"] = f"Bearer {api_key}"
     try:
         target = Target(client, model or await served_model(client), is_chat)
         record = Record(0.0)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from weft import metrics
 from weft.lifetime import Stage
+from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.dialects.frames import Usage
 from weft_services.gateway.mesh.placement import Forecast
 from weft_services.gateway.mesh.run import Run
@@ -26,6 +27,7 @@ class Account:
         self._stages: dict[str, float] = {}
         self._last_token: float | None = None
         self._run: Run | None = None
+        self._visitor = visitor.get()
         self._is_closed = False
 
     def reached(self, stage: str) -> None:
@@ -64,6 +66,7 @@ class Account:
             return
         self._is_closed = True
         usage = self.usage()
+        self._visitor.charge(tokens=usage.completion_tokens)
         now = time.monotonic()
         metrics.REQUESTS.labels(self._endpoint, str(outcome)).inc()
         metrics.E2E.observe(now - self._received)
@@ -75,6 +78,8 @@ class Account:
 
     def _line(self, outcome: str, usage: Usage, now: float, error: Exception | None) -> str:
         pairs = [f"endpoint={self._endpoint} outcome={outcome} total_ms={self._since(now)}"]
+        if self._visitor.name:
+            pairs.append(f"key={self._visitor.name}")
         pairs += [f"{stage}_ms={self._since(moment)}" for stage, moment in self._stages.items()]
         if self._run is not None:
             prompt = self._run.worst_prompt

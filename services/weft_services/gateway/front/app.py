@@ -17,6 +17,8 @@ from starlette.routing import Route
 
 from weft.errors import EngineFailed, WeftError
 from weft.metrics import REGISTRY
+from weft_services.gateway.access.door import Door
+from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.dialects.anthropic_frames import MessageFrames, message_error
 from weft_services.gateway.dialects.anthropic_requests import parse_messages
 from weft_services.gateway.dialects.chat_frames import ChatFrames
@@ -25,7 +27,7 @@ from weft_services.gateway.dialects.openai_requests import parse_chat, parse_com
 from weft_services.gateway.dialects.responses_frames import ResponseFrames
 from weft_services.gateway.dialects.responses_requests import parse_responses
 from weft_services.gateway.error_body import HttpError, error_body, status_of
-from weft_services.gateway.front.edge import RequestIds
+from weft_services.gateway.front.edge import Doorkeeper, RequestIds
 from weft_services.gateway.front.endpoints import Api, GenerationEndpoint
 from weft_services.gateway.front.text_endpoints import text_routes
 from weft_services.gateway.mesh.pipeline import Pipeline
@@ -40,7 +42,7 @@ APIS = {
 }
 
 
-def build_app(pipeline: Pipeline, timeout_seconds: float) -> Starlette:
+def build_app(pipeline: Pipeline, door: Door, timeout_seconds: float) -> Starlette:
     """The whole HTTP face."""
     generating = [
         Route(path, GenerationEndpoint(pipeline, api, timeout_seconds), methods=["POST"]) for path, api in APIS.items()
@@ -56,7 +58,8 @@ def build_app(pipeline: Pipeline, timeout_seconds: float) -> Starlette:
         Route("/metrics", pages.metrics),
     ]
     handlers: dict[Any, Any] = {HTTPException: _http_error, WeftError: _weft_error, Exception: _unforeseen}
-    app = Starlette(routes=routes, middleware=[Middleware(RequestIds)], exception_handlers=handlers)
+    middleware = [Middleware(RequestIds), Middleware(Doorkeeper, door=door)]
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
 
@@ -68,7 +71,8 @@ class _Pages:
         self._pipeline = pipeline
 
     async def models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._card()]})
+        is_theirs = visitor.get().may_use(self._pipeline.model.name)
+        return _json({"object": "list", "data": [self._card()] if is_theirs else []})
 
     async def model(self, request: Request) -> Response:
         check_model(request.path_params["name"], self._pipeline.model)

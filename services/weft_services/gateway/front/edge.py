@@ -1,4 +1,5 @@
-"""What every HTTP answer has: a request id in the header and in the log. Pure ASGI, around the whole application."""
+"""What every HTTP exchange has: a request id in the header and in the log, a key that is checked before anything else
+is looked at, and the key's limits in the answer. Pure ASGI, around the whole application."""
 
 from __future__ import annotations
 
@@ -7,9 +8,19 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weft.errors import Forbidden, WeftError
 from weft.log import request_id
-from weft_services.gateway.front.exchange import header
+from weft_services.gateway.access.door import Door
+from weft_services.gateway.access.visitor import Visitor, visitor
+from weft_services.gateway.dialects.anthropic_frames import message_error
+from weft_services.gateway.dialects.rate_headers import anthropic_headers, openai_headers
+from weft_services.gateway.error_body import error_body
+from weft_services.gateway.front.exchange import Reply, header
 
+MESSAGES = "/v1/messages"
+API = ("/v1/", "/tokenize", "/detokenize")
+# for whoever asks whether to send requests here
+OPEN_PATHS = frozenset({"/health", "/ready"})
 ACCEPTABLE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 
 
@@ -35,3 +46,43 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class Doorkeeper:
+    """Every path needs a key: those of the API any, the rest an operator's. Decided on the path that is routed, never
+    on a URL that was made of headers."""
+
+    def __init__(self, app: ASGIApp, door: Door) -> None:
+        self._app = app
+        self._door = door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Wrap one exchange."""
+        if scope["type"] != "http":
+            return  # nothing else is served
+        path: str = scope["path"]
+        if path in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        is_anthropic = path == MESSAGES or path.startswith(f"{MESSAGES}/")
+        try:
+            found = self._door.enter(scope["headers"])
+            if not (path.startswith(API) or found.is_operator):
+                raise Forbidden("this path is for an operator's key")
+        except WeftError as error:
+            await Reply(send, message_error if is_anthropic else error_body).fail(error)
+            return
+        visitor.set(found)
+        await self._app(scope, receive, _with_limits(send, found, is_anthropic) if found.has_limits else send)
+
+
+def _with_limits(send: Send, found: Visitor, is_anthropic: bool) -> Send:
+    """The limits as they are when the answer begins."""
+
+    async def send_with_limits(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            fields = anthropic_headers(found.levels()) if is_anthropic else openai_headers(found.levels())
+            message["headers"] = [*message.get("headers", ()), *fields]
+        await send(message)
+
+    return send_with_limits

@@ -1,4 +1,4 @@
-"""The public gRPC listener's edge: a call is admitted before its message is read, as a body is over HTTP.
+"""The public gRPC listener's edge: a call shows its key and is admitted before its message is read, as over HTTP.
 
 Until a handler asks for the message, gRPC takes no more of it than one flow-control window.
 """
@@ -12,6 +12,8 @@ from typing import Any
 import grpc
 
 from weft.errors import DeadlineExceeded, InvalidRequest
+from weft_services.gateway.access.door import Door
+from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.front.exchange import BODY_SECONDS, MAX_BODY_BYTES
 from weft_services.gateway.mesh.pipeline import Pipeline
 
@@ -27,8 +29,9 @@ LISTENER_OPTIONS = (
 class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
     """Gives every call of one service a place among the requests under way, from its headers to its end."""
 
-    def __init__(self, pipeline: Pipeline, service_name: str) -> None:
+    def __init__(self, pipeline: Pipeline, door: Door, service_name: str) -> None:
         self._pipeline = pipeline
+        self._door = door
         self._prefix = f"/{service_name}/"
 
     async def intercept_service(
@@ -48,6 +51,7 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore
 
     def _admitted(self, method: Any) -> Callable[[AsyncIterator[Any], Any], Awaitable[Any]]:
         async def handle(requests: AsyncIterator[Any], context: Any) -> Any:
+            visitor.set(self._door.enter(context.invocation_metadata() or ()))
             with self._pipeline.admitted():
                 return await method(await _only(requests), context)
 

