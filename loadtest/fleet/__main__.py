@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--cache", default="32", help="a prefill worker's cache, in millions of tokens; several for `hits`"
     )
     parser.add_argument("--requests", type=int, default=12_000)
-    parser.add_argument("--machine", default="h100-8b", help="or a JSON file written by calibrate")
+    parser.add_argument(
+        "--machine", default="h100-8b", help="or a JSON file with the fields of loadtest.fleet.machine.Machine"
+    )
     parser.add_argument("--out", type=Path, help="a directory for a page and the figures as JSON")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.ERROR)

@@ -7,7 +7,7 @@ seconds of a step = base + sequence * B + kv_token * tokens they hold + prompt_t
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -73,12 +73,7 @@ H100 = roofline("h100-8b", "data sheet, not measured")
 
 
 def load_machine(name: str) -> Machine:
-    """A name, or a JSON file that `calibrate` wrote."""
+    """A name, or a JSON file with the fields of a Machine, measured by whoever wrote it."""
     if name == H100.name:
         return H100
     return Machine(**json.loads(Path(name).read_text()))
-
-
-def save_machine(machine: Machine, path: Path) -> None:
-    """As JSON."""
-    path.write_text(json.dumps(asdict(machine), indent=1) + "\n")
