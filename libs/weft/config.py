@@ -63,6 +63,22 @@ def _parse(name: str, raw: str, kind: Any) -> Any:
     raise TypeError(f"{name}: fields of type {kind} are not supported")
 
 
+def read_models(text: str, name: str = "") -> dict[str, Path]:
+    """Checkpoint directories by served name: WEFT_MODEL is one of them, or NAME=DIR,NAME=DIR. Raises ConfigError.
+
+    One directory is called `name`, else as it is called itself; with a `name` it may have any characters.
+    """
+    if name or "=" not in text:
+        return {name or Path(text).resolve().name: Path(text)}
+    models: dict[str, Path] = {}
+    for part in text.split(","):
+        served, equals, directory = part.partition("=")
+        if not (equals and served.strip() and directory.strip()) or served.strip() in models:
+            raise ConfigError(f"WEFT_MODEL={text!r}: expected DIR, or NAME=DIR,NAME=DIR with different names")
+        models[served.strip()] = Path(directory.strip())
+    return models
+
+
 def describe(config: Any) -> str:
     """One line of key=value for the log; keys, tokens, passwords and the credentials of a URL are masked."""
     pairs = []

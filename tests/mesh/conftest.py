@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -54,11 +54,14 @@ def is_alive(process: psutil.Process) -> bool:
 class Mesh:
     """A running `weft up` and the handles to look inside and to break things."""
 
-    def __init__(self, *options: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *options: str, environment: dict[str, str] | None = None, models: Sequence[str | Path] = (MODEL,)
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the mesh)
-        command = [sys.executable, "-m", "weft.cli.main", "up", "--model", str(MODEL), "--port", str(self.port)]
+        command = [sys.executable, "-m", "weft.cli.main", "up", "--port", str(self.port)]
+        command += [part for model in models for part in ("--model", str(model))]
         command += ["--grpc-port", str(free_port()), "--dtype", "float32", "--threads", "1", *options]
         self.process = psutil.Popen(
             command,

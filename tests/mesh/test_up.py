@@ -22,9 +22,9 @@ WEFT = [sys.executable, "-m", "weft.cli.main"]
 
 
 @contextmanager
-def mesh_of(folder: Path, *options: str) -> Iterator[Mesh]:
+def mesh_of(folder: Path, model: Path = MODEL) -> Iterator[Mesh]:
     """A mesh that leaves its note in folder; killed at the end, if it has not ended by itself."""
-    mesh = Mesh(*options, environment={"XDG_RUNTIME_DIR": str(folder)})
+    mesh = Mesh(models=[model], environment={"XDG_RUNTIME_DIR": str(folder)})
     try:
         yield mesh
     finally:
@@ -83,7 +83,7 @@ def test_a_broken_checkpoint_ends_it_with_the_reason_and_status_2(tmp_path: Path
     shutil.copytree(MODEL, model)
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
-    with mesh_of(tmp_path, "--model", str(model)) as mesh:
+    with mesh_of(tmp_path, model) as mesh:
         status = mesh.process.wait(60)
         log = mesh.log()
     assert "model.safetensors" in log

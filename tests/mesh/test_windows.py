@@ -44,8 +44,9 @@ def test_tokens_are_exact_cold_warm_and_from_the_store_and_pages_out_of_sight_st
     paging = Paging(groups.reaches, 16, 64)
     assert len(groups.reaches) == 3
     running = Mesh(
-        *("--transport", "mooncake", "--model", str(model)),
+        *("--transport", "mooncake"),
         environment={"WEFT_CHUNK_TOKENS": str(paging.chunk_tokens), "WEFT_STORE_FETCH": "always"},
+        models=[model],
     )
     asked = prompts(8, 20, 400, salt=4)
     expected = [greedy(prompt, NUM_TOKENS, model) for prompt in asked]

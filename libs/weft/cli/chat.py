@@ -73,7 +73,7 @@ def run_chat(chat: Chat) -> int:
 
 def _converse(runner: asyncio.Runner, client: httpx.AsyncClient, chat: Chat, console: Console) -> None:
     is_terminal = sys.stdin.isatty()
-    chat.model = runner.run(served_model(client))
+    chat.model = chat.model or runner.run(served_model(client))
     if is_terminal:
         console.print(f"[bold]{chat.model}[/] at {chat.url}\n[dim]{HELP}[/]\n")
     while (line := _read_line(is_terminal)) is not None:

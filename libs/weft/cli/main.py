@@ -52,7 +52,7 @@ class LogLevel(StrEnum):
 Url = Annotated[str | None, typer.Option(help="The gateway; default: the mesh that runs on this machine.")]
 
 ApiKey = Annotated[str, typer.Option(envvar="WEFT_API_KEY", help="Where the mesh asks for one.")]
-
+Model = Annotated[str, typer.Option(help="Whom to ask; default: the first that the gateway lists.")]
 Scheduler = Annotated[str, typer.Option(help="host:port; default: the mesh that runs on this machine.")]
 Worker = Annotated[str, typer.Argument(help="Its id, as `weft status` lists it.")]
 
@@ -60,16 +60,20 @@ Worker = Annotated[str, typer.Argument(help="Its id, as `weft status` lists it."
 @app.command()
 def up(
     model: Annotated[
-        Path | None, typer.Option(envvar="WEFT_MODEL", help="Checkpoint directory; default: models/weft-nano.")
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]DIR",
+            help="Checkpoint directory; again for each further model. Default: WEFT_MODEL, else models/weft-nano.",
+        ),
     ] = None,
-    name: Annotated[str, typer.Option(help="The model's name in requests; default: its directory's.")] = "",
+    name: Annotated[str, typer.Option(help="The only model's name in requests; default: its directory's.")] = "",
     host: Annotated[
         str, typer.Option(help="Where the gateway listens; 0.0.0.0 opens it to the network.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP.")] = 8000,
     grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="Public gRPC.")] = 9000,
-    prefill: Annotated[int, typer.Option(min=1, max=64, help="Prefill workers.")] = 1,
-    decode: Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")] = 1,
+    prefill: Annotated[int, typer.Option(min=1, max=64, help="Prefill workers of each model.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, max=64, help="Decode workers of each model.")] = 1,
     dtype: Annotated[DType, typer.Option(help="Of weights and KV cache; auto: bfloat16 on a GPU.")] = DType.AUTO,
     transport: Annotated[Transport, typer.Option(help="Of KV blocks; auto: Mooncake, else gRPC.")] = Transport.AUTO,
     threads: Annotated[int, typer.Option(min=0, help="torch threads a worker; 0 shares the cores.")] = 0,
@@ -79,13 +83,12 @@ def up(
 ) -> None:
     """Start a whole mesh on this machine; Ctrl-C ends it."""
     from weft.cli.mesh import MeshOptions
-    from weft.cli.up import UsageError, find_model
+    from weft.cli.up import UsageError, find_models
     from weft.cli.up import up as run_up
 
     try:
         options = MeshOptions(
-            model=find_model(model),
-            name=name,
+            models=find_models(model or (), name),
             host=host,
             port=port,
             grpc_port=grpc_port,
@@ -109,6 +112,7 @@ def up(
 def chat(
     url: Url = None,
     api_key: ApiKey = "",
+    model: Model = "",
     system: Annotated[str, typer.Option(help="A system prompt.")] = "",
     session: Annotated[str, typer.Option(help="Session id for affinity; default: a new one.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
@@ -117,7 +121,7 @@ def chat(
     """Talk to the model in the terminal; reads lines from a pipe too."""
     from weft.cli.chat import Chat, run_chat
 
-    raise typer.Exit(run_chat(Chat(_gateway(url), api_key, system, session, max_tokens, temperature)))
+    raise typer.Exit(run_chat(Chat(_gateway(url), api_key, system, session, max_tokens, temperature, model)))
 
 
 @app.command()
@@ -125,6 +129,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="What to say; - reads it from standard input.")],
     url: Url = None,
     api_key: ApiKey = "",
+    model: Model = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy; default: the model's.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
@@ -133,7 +138,7 @@ def generate(
     """One answer to standard output, figures to standard error."""
     from weft.cli.generate import run_generate
 
-    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    options = {"model": model or None, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     wanted = {key: value for key, value in options.items() if value is not None}
     raise typer.Exit(run_generate(_gateway(url), api_key, prompt, wanted, raw))
 

@@ -34,10 +34,12 @@ class PortTaken(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MeshOptions:
-    """What the user asked for. `threads` 0 shares the cores among the workers; without Mooncake there is no store."""
+    """What the user asked for. `models`: checkpoint directories by served name, each with so many workers of its own.
 
-    model: Path
-    name: str = ""
+    `threads` 0 shares the cores among the workers; without Mooncake there is no store.
+    """
+
+    models: Mapping[str, Path]
     host: str = LOOPBACK
     port: int = 8000
     grpc_port: int = 9000
@@ -58,8 +60,17 @@ class MeshOptions:
 
     @property
     def num_workers(self) -> int:
-        """Of both roles."""
-        return self.num_prefill + self.num_decode
+        """Of both roles, for all models."""
+        return (self.num_prefill + self.num_decode) * len(self.models)
+
+    @property
+    def workers(self) -> dict[str, str]:
+        """Names of the workers, numbered through over all models, and the model that each serves."""
+        return {
+            f"{role}-{number}": model
+            for role, count in (("prefill", self.num_prefill), ("decode", self.num_decode))
+            for number, model in enumerate(model for model in self.models for _ in range(count))
+        }
 
     def worker_cpus(self, index: int) -> str:
         """The cores of one worker, as WEFT_CPUS has them; none of its own where there are not two for each.
@@ -128,7 +139,7 @@ def pick_addresses(options: MeshOptions) -> Addresses:
         raise PortTaken(f"--port and --grpc-port are both {options.port}; choose another with --grpc-port")
     check_port(options.host, options.port, "--port")
     check_port(options.host, options.grpc_port, "--grpc-port")
-    names = [f"prefill-{i}" for i in range(options.num_prefill)] + [f"decode-{i}" for i in range(options.num_decode)]
+    names = options.workers
     ports = free_ports(5 + len(names))
     valkey, scheduler, kvstore, weights = (f"{LOOPBACK}:{port}" for port in ports[:4])
     workers = {name: f"{LOOPBACK}:{port}" for name, port in zip(names, ports[5:], strict=True)}
@@ -142,7 +153,10 @@ def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
         own = {**_common(options, at), "WEFT_MASTER_PORT": str(at.master_port)}
         stores.append(_service("kvstore", at.kvstore, own))
     stores.append(_service("weights", at.weights, _common(options, at), WORKER_START_SECONDS))
-    workers = [_worker(options, at, name, options.worker_cpus(index)) for index, name in enumerate(at.workers)]
+    workers = [
+        _worker(options, at, name, model, options.worker_cpus(index))
+        for index, (name, model) in enumerate(options.workers.items())
+    ]
     return [*stores, *workers, _gateway(options, at)]
 
 
@@ -155,8 +169,7 @@ def _common(options: MeshOptions, at: Addresses) -> dict[str, str]:
         "WEFT_LOG_LEVEL": options.log_level.upper(),
         # part of what Ctrl-C may take
         "WEFT_GRACE_SECONDS": "1",
-        "WEFT_MODEL": str(options.model),
-        "WEFT_MODEL_NAME": options.name,
+        **_model_setting(options.models),
         "WEFT_REDIS_URL": f"redis://{at.valkey}/0",
         "WEFT_SCHEDULER_ADDR": at.scheduler,
         "WEFT_KVSTORE_ADDR": at.kvstore if options.has_store else "",
@@ -165,6 +178,14 @@ def _common(options: MeshOptions, at: Addresses) -> dict[str, str]:
         "WEFT_TRANSPORT": options.transport,
         "WEFT_THREADS": str(options.worker_threads),
     }
+
+
+def _model_setting(models: Mapping[str, Path]) -> dict[str, str]:
+    """As `weft.config.read_models` reads it."""
+    if len(models) == 1:
+        ((name, directory),) = models.items()
+        return {"WEFT_MODEL": str(directory), "WEFT_MODEL_NAME": name}
+    return {"WEFT_MODEL": ",".join(f"{name}={path}" for name, path in models.items()), "WEFT_MODEL_NAME": ""}
 
 
 def _service(name: str, address: str, environ: Mapping[str, str], start_seconds: float = 60.0) -> ChildSpec:
@@ -178,10 +199,11 @@ def _service(name: str, address: str, environ: Mapping[str, str], start_seconds:
     )
 
 
-def _worker(options: MeshOptions, at: Addresses, name: str, cpus: str) -> ChildSpec:
+def _worker(options: MeshOptions, at: Addresses, name: str, model: str, cpus: str) -> ChildSpec:
     role, address = name.split("-")[0], at.workers[name]
     host, _, port = address.rpartition(":")
     own = {"WEFT_WORKER_ID": name, "WEFT_HOST": host, "WEFT_PORT": port, "WEFT_METRICS_PORT": "0", "WEFT_CPUS": cpus}
+    own |= _model_setting({model: options.models[model]})
     return ChildSpec(
         name=name,
         command=(sys.executable, "-m", f"weft_services.{role}"),

@@ -109,7 +109,9 @@ def render(workers: Sequence[pb.WorkerStatus], width: int) -> RenderableType:
         return Text("no worker has joined: they join when their model is loaded; look at the log of `weft up`.")
     rows = [_row(worker) for worker in workers]
     titles = list(rows[0])
-    for title in ("", *FIRST_TO_GO):
+    # with several models, which one it is says more than its role, which its name tells too
+    kept_longest = "model" if len({worker.hello.model for worker in workers}) > 1 else ""
+    for title in ("", *(title for title in FIRST_TO_GO if title != kept_longest)):
         titles = [kept for kept in titles if kept != title]
         table = _table(titles, rows)
         if Console(width=PIPE_COLUMNS).measure(table).maximum <= width:

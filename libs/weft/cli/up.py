@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from weft.cli.display import Display
 from weft.cli.mesh import HARMLESS, Addresses, MeshOptions, PortTaken, mesh_specs, pick_addresses, reachable
 from weft.cli.record import MeshRecord, recorded
 from weft.cli.supervisor import ChildFailed, Supervisor
-from weft.config import is_loopback
+from weft.config import ConfigError, is_loopback, read_models
 
 MOONCAKE_SECONDS = 30.0
 SHIPPED_MODEL = Path("models") / "weft-nano"
@@ -29,20 +30,49 @@ class UsageError(Exception):
     """The command cannot be carried out as it was given; the message says what to change."""
 
 
-def find_model(given: Path | None) -> Path:
-    """The checkpoint directory to serve. Raises UsageError when there is none."""
-    if given is None:
-        # in a checkout the shipped model lies beside libs/
-        candidates = [Path(__file__).resolve().parents[3] / SHIPPED_MODEL, Path.cwd() / SHIPPED_MODEL]
-    else:
-        candidates = [given]
-    for candidate in candidates:
+def find_models(given: Sequence[str], name: str = "") -> dict[str, Path]:
+    """Checkpoint directories by served name; without any the one of WEFT_MODEL, else the shipped one.
+
+    Each is DIR or NAME=DIR. Raises UsageError when one is none, or two have one name.
+    """
+    if name and len(given) > 1:
+        raise UsageError("--name names one model; with several say --model NAME=DIR for each")
+    if not given:
+        return _usual_models(name)
+    models: dict[str, Path] = {}
+    for text in given:
+        served, equals, directory = text.partition("=")
+        if not equals or Path(text).is_dir():
+            served, directory = "", text
+        path = _checked(Path(directory), f"--model {text}")
+        served = name or served or path.name
+        if served in models:
+            raise UsageError(f"two models are called {served!r}; tell them apart with --model NAME=DIR")
+        models[served] = path
+    if len(models) > 1 and any(mark in f"{served}{path}" for served, path in models.items() for mark in ",="):
+        raise UsageError("with several models, neither names nor directories may have a comma or =")
+    return models
+
+
+def _usual_models(name: str) -> dict[str, Path]:
+    if setting := os.environ.get("WEFT_MODEL"):
+        try:
+            models = read_models(setting, name or os.environ.get("WEFT_MODEL_NAME", ""))
+        except ConfigError as error:
+            raise UsageError(str(error)) from error
+        return {served: _checked(path, f"WEFT_MODEL={path}") for served, path in models.items()}
+    # in a checkout the shipped model lies beside libs/
+    for candidate in (Path(__file__).resolve().parents[3] / SHIPPED_MODEL, Path.cwd() / SHIPPED_MODEL):
         if (candidate / "config.json").is_file():
-            return candidate.resolve()
-    if given is None:
-        raise UsageError(f"no model: {SHIPPED_MODEL} is not here; name a checkpoint directory with --model")
-    what = "has no config.json" if given.is_dir() else "is no directory"
-    raise UsageError(f"--model {given} {what}; it must be a checkpoint as Hugging Face ships them")
+            return {name or candidate.name: candidate.resolve()}
+    raise UsageError(f"no model: {SHIPPED_MODEL} is not here; name a checkpoint directory with --model")
+
+
+def _checked(path: Path, given: str) -> Path:
+    if (path / "config.json").is_file():
+        return path.resolve()
+    what = "has no config.json" if path.is_dir() else "is no directory"
+    raise UsageError(f"{given} {what}; it must be a checkpoint as Hugging Face ships them")
 
 
 def mooncake_trouble() -> str:
@@ -133,8 +163,8 @@ def _report(failure: ChildFailed, display: Display) -> int:
 
 
 def _title(options: MeshOptions) -> str:
-    workers = f"{options.num_prefill} prefill, {options.num_decode} decode"
-    return f"Weft · {options.name or options.model.name} · {workers} · {options.dtype}"
+    workers = f"{options.num_prefill} prefill, {options.num_decode} decode{' each' if len(options.models) > 1 else ''}"
+    return f"Weft · {', '.join(options.models)} · {workers} · {options.dtype}"
 
 
 def _services(options: MeshOptions, at: Addresses) -> dict[str, str]:
@@ -143,13 +173,13 @@ def _services(options: MeshOptions, at: Addresses) -> dict[str, str]:
 
 
 def _banner(options: MeshOptions, url: str) -> Text:
-    name = options.name or options.model.name
+    name = next(iter(options.models))
     weft = "weft" if shutil.which("weft") else os.path.relpath(Path(sys.executable).parent / "weft")
     shown = " -H 'authorization: Bearer KEY'" if options.keys else ""
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     lines = (
         ("\n  Weft serves ", ""),
-        (name, "bold"),
+        (", ".join(options.models), "bold"),
         (" at ", ""),
         (url, "bold underline"),
         (f"\n\n    curl {url}/v1/chat/completions{shown} -H 'content-type: application/json' \\", "cyan"),

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.config import ConfigError, is_loopback
+from weft.config import ConfigError, is_loopback, read_models
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """Each field is read from WEFT_<NAME>."""
 
-    model: Path
+    model: str
     scheduler_addr: str
     model_name: str = ""
     tool_format: str = "auto"
@@ -28,8 +28,7 @@ class Config:
     grace_seconds: float = 5.0
 
     def __post_init__(self) -> None:
-        if not self.model.is_dir():
-            raise ConfigError(f"WEFT_MODEL={self.model}: no such directory")
+        self._check_models()
         if ":" not in self.scheduler_addr:
             raise ConfigError(f"WEFT_SCHEDULER_ADDR={self.scheduler_addr!r}: expected host:port")
         if not (self.keys or self.open or is_loopback(self.host)):
@@ -46,7 +45,27 @@ class Config:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name)}: expected more than 0")
 
+    def _check_models(self) -> None:
+        for name, directory in self.models.items():
+            if not directory.is_dir():
+                raise ConfigError(f"WEFT_MODEL={self.model}: {directory}, for {name!r}, is no directory")
+        if unknown := self._tool_formats_by_model.keys() - self.models.keys():
+            raise ConfigError(f"WEFT_TOOL_FORMAT={self.tool_format}: no model is called {min(unknown)!r}")
+
     @property
-    def served_name(self) -> str:
-        """What clients put into `model`."""
-        return self.model_name or self.model.resolve().name
+    def models(self) -> dict[str, Path]:
+        """Checkpoint directories, by what clients put into `model`."""
+        return read_models(self.model, self.model_name)
+
+    @property
+    def tool_formats(self) -> dict[str, str]:
+        """How each model writes tool calls."""
+        usual = "auto" if self._tool_formats_by_model else self.tool_format
+        return {name: self._tool_formats_by_model.get(name, usual) for name in self.models}
+
+    @property
+    def _tool_formats_by_model(self) -> dict[str, str]:
+        if "=" not in self.tool_format:
+            return {}
+        pairs = (part.rpartition("=") for part in self.tool_format.split(","))
+        return {name.strip(): chosen.strip() for name, _, chosen in pairs}

@@ -109,7 +109,8 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Tokenizing:
-    """What is to be tokenized, and not run. `field` is the client's name for the prompt."""
+    """What is to be tokenized, and not run. `model` is empty where none was named; `field` is the client's name for the
+    prompt."""
 
     model: str
     prompt: Prompt

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from weft.rpc.server import RpcServer, until_signal
 from weft_services.gateway.access.door import Door
+from weft_services.gateway.catalog import load_catalog
 from weft_services.gateway.config import Config
 from weft_services.gateway.front.app import build_app
 from weft_services.gateway.front.grpc_edge import LISTENER_OPTIONS, Admission
@@ -22,7 +23,6 @@ from weft_services.gateway.mesh.links import DecodeLinks
 from weft_services.gateway.mesh.peers import Scheduler
 from weft_services.gateway.mesh.pipeline import Pipeline
 from weft_services.gateway.mesh.settler import Settler
-from weft_services.gateway.model import load_model
 
 logger = logging.getLogger(__name__)
 
@@ -54,17 +54,19 @@ async def serve(config: Config) -> None:
 @asynccontextmanager
 async def running(config: Config) -> AsyncIterator[Gateway]:
     """A gateway that listens inside the block and has drained behind it. Raises BadCheckpoint, OSError."""
-    model = await asyncio.to_thread(load_model, config.model, config.served_name, config.tool_format)
-    logger.info("model=%s context=%d defaults=%s", model.name, model.max_context_tokens, model.defaults)
-    logger.info("tools=%s thoughts=%s", model.tool_format.name if model.tool_format else "none", model.thinks)
+    models = await asyncio.to_thread(load_catalog, config.models, config.tool_formats)
+    for model in models:
+        logger.info("model=%s context=%d defaults=%s", model.name, model.max_context_tokens, model.defaults)
+        tools = model.tool_format.name if model.tool_format else "none"
+        logger.info("model=%s tools=%s thoughts=%s", model.name, tools, model.thinks)
     door = Door(config.keys, config.redis_url)
     await door.open()
     scheduler = Scheduler(config.scheduler_addr)
     async with asyncio.TaskGroup() as group:
         links, settler = DecodeLinks(group), Settler(scheduler)
-        watch = FleetWatch(scheduler, model.name)
+        watch = FleetWatch(scheduler, models.names)
         mesh = Mesh(scheduler, links, settler, group, config.move_seconds)
-        pipeline = Pipeline(model, mesh, watch, config.max_requests)
+        pipeline = Pipeline(models, mesh, watch, config.max_requests)
         rpc = RpcServer([SERVICE_NAME], LISTENER_OPTIONS, [Admission(pipeline, door, SERVICE_NAME)])
         add_inference_service(rpc.server, pipeline, config.request_timeout_seconds)
         app = build_app(pipeline, door, config.request_timeout_seconds)
@@ -96,7 +98,7 @@ async def _watch_fleet(watch: FleetWatch, links: DecodeLinks, rpc: RpcServer) ->
     """Every second, and whenever a stream is lost: who is there, is that enough, which streams are of no more use."""
     while True:
         await watch.poll()
-        await rpc.set_ready(not watch.fleet.reasons)
-        if watch.fleet.trouble is None:
-            links.keep_only(worker.address.boot_id for worker in watch.fleet.workers)
+        await rpc.set_ready(watch.is_ready)
+        if (boot_ids := watch.boot_ids) is not None:
+            links.keep_only(boot_ids)
         await links.until_lost(POLL_INTERVAL_SECONDS)

@@ -100,8 +100,7 @@ class Router:
 
     def demand(self, query: RouteQuery, preference: Preference = NO_PREFERENCE) -> Demand:
         """The request, and all that is known of it."""
-        matched = self.prefixes.match(query.block_keys)
-        held = {worker: blocks * worker.info.fingerprint.block_tokens for worker, blocks in matched.items()}
+        held = self._held(query)
         common = heapq.nlargest(FEW_HOLDERS + 1, held.values())[-1] if len(held) > FEW_HOLDERS else 0
         served = self.fleet.models.get(query.model)
         stored = self.stored.match(query.block_keys).get(served.fingerprint, 0) if served and self.stored else 0
@@ -115,9 +114,16 @@ class Router:
 
     def uncached_tokens(self, query: RouteQuery) -> int:
         """Tokens of the prompt that would have to be computed where most of it is known to lie."""
-        held = self.prefixes.match(query.block_keys)
-        tokens = (blocks * worker.info.fingerprint.block_tokens for worker, blocks in held.items())
-        return query.prompt_tokens - max(tokens, default=0)
+        return query.prompt_tokens - max(self._held(query).values(), default=0)
+
+    def _held(self, query: RouteQuery) -> dict[Worker, int]:
+        """Tokens of the prompt by worker of its model; another model's blocks can have the same keys."""
+        matched = self.prefixes.match(query.block_keys)
+        return {
+            worker: blocks * worker.info.fingerprint.block_tokens
+            for worker, blocks in matched.items()
+            if worker.info.model == query.model
+        }
 
     def learn(self, fingerprint: bytes, keys: Sequence[bytes], located: Located) -> None:
         """What others know of where a prompt's blocks lie. What workers have been given since is not denied by it."""

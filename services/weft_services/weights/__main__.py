@@ -17,25 +17,27 @@ async def serve(config: Config) -> None:
     """Load before being asked, then answer until cancelled."""
     rpc = RpcServer([SERVICE_NAME])
     async with asyncio.TaskGroup() as tasks:
-        loader = WeightLoader(config.model, config.num_readers, tasks)
-        pb2_grpc.add_WeightServiceServicer_to_server(WeightServicer(config.served_name, loader), rpc.server)
+        loaders = {name: WeightLoader(path, config.num_readers, tasks) for name, path in config.models.items()}
+        pb2_grpc.add_WeightServiceServicer_to_server(WeightServicer(loaders), rpc.server)
         address = await rpc.start(config.host, config.port)
         logging.info("listening at=%s metrics=%d", address, metrics.expose(config.host, config.metrics_port))
         try:
-            await _preload(loader)
+            for name, loader in loaders.items():
+                await _preload(name, loader)
             await rpc.set_ready(True)
             await asyncio.Event().wait()
         finally:
             await rpc.stop(grace_seconds=0.5)
-            loader.release()
+            for loader in loaders.values():
+                loader.release()
 
 
-async def _preload(loader: WeightLoader) -> None:
+async def _preload(name: str, loader: WeightLoader) -> None:
     try:
         async for _ in loader.load():
             pass
     except Overloaded as error:
-        raise ConfigError(f"the model does not fit: {error}") from error
+        raise ConfigError(f"the model {name!r} does not fit: {error}") from error
 
 
 async def main() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from weft.errors import NotFound
@@ -14,17 +14,18 @@ SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["WeightService"].full_name
 
 
 class WeightServicer(pb2_grpc.WeightServiceServicer):
-    """Serves one model."""
+    """Serves each model by its own loader."""
 
-    def __init__(self, model_name: str, loader: WeightLoader) -> None:
-        self._model_name = model_name
-        self._loader = loader
+    def __init__(self, loaders: Mapping[str, WeightLoader]) -> None:
+        self._loaders = loaders
 
     async def Load(self, request: pb2.LoadRequest, context: Any) -> AsyncIterator[pb2.LoadResponse]:
         """Progress first, the ready message last."""
-        if request.model != self._model_name:
-            raise NotFound(f"no model {request.model!r} here; this service holds {self._model_name!r}")
-        async for event in self._loader.load():
+        loader = self._loaders.get(request.model)
+        if loader is None:
+            names = ", ".join(map(repr, self._loaders))
+            raise NotFound(f"no model {request.model!r} here; this service holds {names}")
+        async for event in loader.load():
             if isinstance(event, Progress):
                 progress = pb2.LoadProgress(read_bytes=event.read_bytes, total_bytes=event.total_bytes, file=event.file)
                 yield pb2.LoadResponse(progress=progress)

@@ -118,7 +118,8 @@ def bench(model_dir: Path, tokenizer: Tokenizer) -> MakeBench:
             scheduler = FakeScheduler(decoders, MODEL_NAME, CONTEXT)
             await scheduler.open()
             stack.push_async_callback(scheduler.kill)
-            config = Config(model_dir, scheduler.address, http_port=0, grpc_port=0, **{"grace_seconds": 1, **settings})
+            defaults = {"model": str(model_dir), "http_port": 0, "grpc_port": 0, "grace_seconds": 1}
+            config = Config(scheduler_addr=scheduler.address, **{**defaults, **settings})
             gateway = await stack.enter_async_context(running(config))
             await gateway.watch.poll()
             url = f"http://{gateway.http_address}"

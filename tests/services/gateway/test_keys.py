@@ -206,11 +206,11 @@ async def test_no_key_and_no_part_of_one_is_logged(
 def test_a_listener_that_others_can_reach_wants_keys(model_dir: Path) -> None:
     for host in ("0.0.0.0", "::", "", "10.0.0.7", "localhost.example"):
         with pytest.raises(ConfigError, match="WEFT_KEYS"):
-            Config(model_dir, "127.0.0.1:1", host=host)
-        Config(model_dir, "127.0.0.1:1", host=host, open=True)
-        Config(model_dir, "127.0.0.1:1", host=host, keys="keys.json")
+            Config(str(model_dir), "127.0.0.1:1", host=host)
+        Config(str(model_dir), "127.0.0.1:1", host=host, open=True)
+        Config(str(model_dir), "127.0.0.1:1", host=host, keys="keys.json")
     for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
-        Config(model_dir, "127.0.0.1:1", host=host)
+        Config(str(model_dir), "127.0.0.1:1", host=host)
 
 
 async def test_a_keys_file_that_cannot_be_read_ends_the_process_by_name(bench: MakeBench, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ async def serving(directory: Path) -> AsyncIterator[grpc.aio.Channel]:
     rpc = RpcServer([SERVICE_NAME])
     async with asyncio.TaskGroup() as tasks:
         loader = WeightLoader(directory, 2, tasks)
-        pb2_grpc.add_WeightServiceServicer_to_server(WeightServicer(MODEL, loader), rpc.server)
+        pb2_grpc.add_WeightServiceServicer_to_server(WeightServicer({MODEL: loader}), rpc.server)
         address = await rpc.start("127.0.0.1", 0)
         try:
             async with open_channel(address) as channel:

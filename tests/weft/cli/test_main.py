@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from weft.cli.main import app
+from weft.cli.up import UsageError, find_models
 
 runner = CliRunner()
 
@@ -59,6 +60,44 @@ def test_a_model_that_is_none_is_refused_before_anything_starts(tmp_path: Path, 
     result = runner.invoke(app, ["up", "--model", str(tmp_path / folder)])
     assert result.exit_code == 2
     assert reason in result.stderr
+
+
+def folders(tmp_path: Path) -> list[str]:
+    """Two checkpoints as the command line sees them."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    return [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+def test_models_are_called_as_their_directories_or_as_they_are_named(tmp_path: Path) -> None:
+    first, second = folders(tmp_path)
+    assert find_models([first, f"big={second}"]) == {"a": Path(first), "big": Path(second)}
+    assert find_models([first], "small") == {"small": Path(first)}
+
+
+def test_models_come_from_the_environment_where_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = folders(tmp_path)
+    monkeypatch.setenv("WEFT_MODEL", f"x={first},y={second}")
+    assert find_models([]) == {"x": Path(first), "y": Path(second)}
+    monkeypatch.setenv("WEFT_MODEL", f"x={first},x={second}")
+    with pytest.raises(UsageError, match="different names"):
+        find_models([])
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "reason"),
+    [
+        (["{0}", "{0}"], "", "two models are called 'a'"),
+        (["{0}", "{1}"], "x", "--name names one model"),
+        (["{0}", "x,y={1}"], "", "comma"),
+        (["{0}", "b={1}/nothing"], "", "no directory"),
+    ],
+)
+def test_models_that_cannot_be_told_apart_are_refused(tmp_path: Path, given: list[str], name: str, reason: str) -> None:
+    first, second = folders(tmp_path)
+    with pytest.raises(UsageError, match=reason):
+        find_models([text.format(first, second) for text in given], name)
 
 
 @pytest.mark.parametrize(

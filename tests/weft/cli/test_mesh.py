@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from pathlib import Path
 
@@ -9,7 +10,10 @@ import pytest
 
 from weft.cli import mesh as module
 from weft.cli.mesh import INTERNAL_PORTS, Addresses, MeshOptions, PortTaken, check_port, free_ports, mesh_specs
+from weft.cli.supervisor import ChildSpec
+from weft.config import read_models
 
+ONE = {"m": Path("/m")}
 AT = Addresses(
     valkey="127.0.0.1:1",
     scheduler="127.0.0.1:2",
@@ -21,7 +25,7 @@ AT = Addresses(
 
 
 def test_workers_wait_for_what_they_call_and_end_before_it() -> None:
-    specs = {spec.name: spec for spec in mesh_specs(MeshOptions(Path("/m"), num_decode=2), AT)}
+    specs = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE, num_decode=2), AT)}
     assert list(specs) == ["valkey", "scheduler", "kvstore", "weights", *AT.workers, "gateway"]
     for spec in specs.values():
         assert all(specs[name].tier < spec.tier for name in spec.after)
@@ -31,7 +35,7 @@ def test_workers_wait_for_what_they_call_and_end_before_it() -> None:
 
 
 def test_peers_are_told_each_others_addresses() -> None:
-    specs = {spec.name: spec for spec in mesh_specs(MeshOptions(Path("/m")), AT)}
+    specs = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE), AT)}
     worker = specs["prefill-0"].environ
     assert worker["WEFT_SCHEDULER_ADDR"] == AT.scheduler
     assert worker["WEFT_WEIGHTS_ADDR"] == AT.weights
@@ -40,27 +44,43 @@ def test_peers_are_told_each_others_addresses() -> None:
     assert specs["scheduler"].environ["WEFT_REDIS_URL"] == "redis://127.0.0.1:1/0"
 
 
+def test_each_model_has_workers_of_its_own_and_the_gateway_all() -> None:
+    options = MeshOptions({"a": Path("/m/a"), "b": Path("/m/b")}, num_decode=2)
+    assert options.num_workers == 6
+    names = ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2", "decode-3"]
+    at = dataclasses.replace(AT, workers={name: f"127.0.0.1:{50 + port}" for port, name in enumerate(names)})
+    specs = {spec.name: read_config_of(spec) for spec in mesh_specs(options, at) if spec.name != "valkey"}
+    served = {name: list(specs[name]) for name in names}
+    assert served == dict(zip(names, [["a"], ["b"], ["a"], ["a"], ["b"], ["b"]], strict=True))
+    assert specs["gateway"] == specs["weights"] == options.models
+
+
+def read_config_of(spec: ChildSpec) -> dict[str, Path]:
+    """The models that a child is told of."""
+    return read_models(spec.environ["WEFT_MODEL"], spec.environ["WEFT_MODEL_NAME"])
+
+
 def test_a_users_own_settings_reach_the_services_but_not_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_CHUNK_TOKENS", "64")
     monkeypatch.setenv("WEFT_PORT", "1234")
-    spec = next(spec for spec in mesh_specs(MeshOptions(Path("/m")), AT) if spec.name == "prefill-0")
+    spec = next(spec for spec in mesh_specs(MeshOptions(ONE), AT) if spec.name == "prefill-0")
     assert spec.environ["WEFT_CHUNK_TOKENS"] == "64"
     assert spec.environ["WEFT_PORT"] == "5"
 
 
 def test_grpc_keeps_its_own_log_to_errors_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
-    services = [spec for spec in mesh_specs(MeshOptions(Path("/m")), AT) if spec.name != "valkey"]
+    services = [spec for spec in mesh_specs(MeshOptions(ONE), AT) if spec.name != "valkey"]
     assert {spec.environ["GRPC_VERBOSITY"] for spec in services} == {"ERROR"}
     monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
-    assert mesh_specs(MeshOptions(Path("/m")), AT)[1].environ["GRPC_VERBOSITY"] == "DEBUG"
+    assert mesh_specs(MeshOptions(ONE), AT)[1].environ["GRPC_VERBOSITY"] == "DEBUG"
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(2, 2, 1), (1, 2, 1), (8, 2, 4), (16, 3, 5)])
 def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch, cores: int, workers: int, threads: int) -> None:
     monkeypatch.setattr(module, "usable_cores", lambda: list(range(cores)))
-    assert MeshOptions(Path("/m"), num_prefill=1, num_decode=workers - 1).worker_threads == threads
-    assert MeshOptions(Path("/m"), threads=3).worker_threads == 3
+    assert MeshOptions(ONE, num_prefill=1, num_decode=workers - 1).worker_threads == threads
+    assert MeshOptions(ONE, threads=3).worker_threads == 3
 
 
 @pytest.mark.parametrize(
@@ -77,9 +97,7 @@ def test_each_worker_has_cores_of_its_own_where_there_are_two_for_each(
     monkeypatch: pytest.MonkeyPatch, cores: list[int], threads: int, expected: list[str]
 ) -> None:
     monkeypatch.setattr(module, "usable_cores", lambda: cores)
-    workers = [
-        spec for spec in mesh_specs(MeshOptions(Path("/m"), num_decode=2, threads=threads), AT) if "-" in spec.name
-    ]
+    workers = [spec for spec in mesh_specs(MeshOptions(ONE, num_decode=2, threads=threads), AT) if "-" in spec.name]
     assert [spec.environ["WEFT_CPUS"] for spec in workers] == expected
 
 
@@ -100,7 +118,7 @@ def test_a_taken_port_is_refused() -> None:
 
 
 def test_without_mooncake_there_is_no_store_and_nobody_waits_for_one() -> None:
-    specs = {spec.name: spec for spec in mesh_specs(MeshOptions(Path("/m"), has_store=False), AT)}
+    specs = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE, has_store=False), AT)}
     assert "kvstore" not in specs
     assert specs["prefill-0"].after == ("scheduler", "weights")
     assert specs["prefill-0"].environ["WEFT_KVSTORE_ADDR"] == ""

@@ -201,7 +201,7 @@ class GenerateRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Served model name; empty: the only one."""
+    """Served model name; empty: the only one. INVALID_ARGUMENT where there are several."""
     text: _builtins.str
     """Text, tokenized by the gateway."""
     @_builtins.property
@@ -268,7 +268,7 @@ class ChatRequest(_message.Message):
     TOOL_CHOICE_JSON_FIELD_NUMBER: _builtins.int
     ONE_TOOL_CALL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Served model name; empty: the only one."""
+    """Served model name; empty: the only one. INVALID_ARGUMENT where there are several."""
     template_kwargs_json: _builtins.str
     """Variables of the chat template's own as one JSON object; empty: none."""
     tool_choice_json: _builtins.str

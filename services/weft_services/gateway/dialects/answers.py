@@ -5,7 +5,6 @@ from __future__ import annotations
 from weft.request import FinishReason
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece
-from weft_services.gateway.model import ServedModel
 from weft_services.gateway.text.assistant import END_THINK, AnswerReader
 from weft_services.gateway.text.parts import Part, PartKind, Parts, new_call_id
 from weft_services.gateway.text.tool_parsers import Parser, plain
@@ -45,9 +44,8 @@ class Answer:
 class Answers:
     """All choices of a request, by index; made as they begin."""
 
-    def __init__(self, prepared: Prepared, model: ServedModel) -> None:
+    def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
-        self._model = model
         self._answers: dict[int, Answer] = {}
 
     @property
@@ -62,7 +60,7 @@ class Answers:
         return self._answers[index]
 
     def _begin(self, index: int) -> Answer:
-        model, use = self._model, self._prepared.generation.tool_use
+        model, use = self._prepared.model, self._prepared.generation.tool_use
         is_thinking = self._prepared.prompts[self._prepared.sequences[index].prompt].is_thinking
         parser: Parser = plain
         new_id = new_call_id

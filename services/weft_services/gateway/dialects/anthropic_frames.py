@@ -15,7 +15,6 @@ from weft_services.gateway.dialects.frames import Choice, Usage, event
 from weft_services.gateway.error_body import public_message, status_of
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece
-from weft_services.gateway.model import ServedModel
 from weft_services.gateway.text.parts import Part, PartKind
 
 ERROR_TYPES = {
@@ -46,8 +45,8 @@ class MessageFrames:
 
     keep_alive = event("ping")
 
-    def __init__(self, prepared: Prepared, model: ServedModel, fingerprint: str | None) -> None:
-        self._answer = Answers(prepared, model).of(0)
+    def __init__(self, prepared: Prepared, fingerprint: str | None) -> None:
+        self._answer = Answers(prepared).of(0)
         self._stops = prepared.generation.stop
         self._num_prompt_tokens = prepared.num_prompt_tokens
         self._message: dict[str, Any] = {
@@ -56,7 +55,7 @@ class MessageFrames:
             "role": "assistant",
             "model": prepared.generation.model,
         }
-        self._is_special = model.codec.is_special
+        self._is_special = prepared.model.codec.is_special
         self._is_begun = False
         self._open: PartKind | None = None
         self._index = -1

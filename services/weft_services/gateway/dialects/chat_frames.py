@@ -12,7 +12,6 @@ from weft_services.gateway.dialects.frames import KEEP_ALIVE, Choice, Envelope, 
 from weft_services.gateway.dialects.logprobs import chat_logprobs
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece
-from weft_services.gateway.model import ServedModel
 from weft_services.gateway.text.parts import Part, PartKind
 
 
@@ -21,11 +20,11 @@ class ChatFrames:
 
     keep_alive = KEEP_ALIVE
 
-    def __init__(self, prepared: Prepared, model: ServedModel, fingerprint: str | None) -> None:
+    def __init__(self, prepared: Prepared, fingerprint: str | None) -> None:
         kinds = ("chat.completion", "chat.completion.chunk")
         self.envelope = Envelope("chatcmpl", kinds, prepared, fingerprint)
-        self._answers = Answers(prepared, model)
-        self._codec = model.chat_codec
+        self._answers = Answers(prepared)
+        self._codec = prepared.model.chat_codec
         self._wants_logprobs = prepared.generation.num_logprobs is not None
         self._wants_ids = prepared.generation.return_token_ids
         self._begun: set[int] = set()

@@ -16,7 +16,6 @@ from weft_services.gateway.dialects.logprobs import completion_logprobs
 from weft_services.gateway.error_body import error_body
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece
-from weft_services.gateway.model import ServedModel
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -112,9 +111,9 @@ class CompletionFrames:
 
     keep_alive = KEEP_ALIVE
 
-    def __init__(self, prepared: Prepared, model: ServedModel, fingerprint: str | None) -> None:
+    def __init__(self, prepared: Prepared, fingerprint: str | None) -> None:
         self.envelope = Envelope("cmpl", ("text_completion", "text_completion"), prepared, fingerprint)
-        self._codec = model.codec
+        self._codec = prepared.model.codec
         self._prepared = prepared
         self._wants_logprobs = prepared.generation.num_logprobs is not None
         self._wants_ids = prepared.generation.return_token_ids

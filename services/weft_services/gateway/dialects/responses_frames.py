@@ -18,7 +18,6 @@ from weft_services.gateway.dialects.output_items import OutputItem, kind_of
 from weft_services.gateway.error_body import public_message
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece
-from weft_services.gateway.model import ServedModel
 from weft_services.gateway.text.parts import Part, PartKind
 
 
@@ -27,10 +26,10 @@ class ResponseFrames:
 
     keep_alive = KEEP_ALIVE
 
-    def __init__(self, prepared: Prepared, model: ServedModel, fingerprint: str | None) -> None:
-        self._answers = Answers(prepared, model)
+    def __init__(self, prepared: Prepared, fingerprint: str | None) -> None:
+        self._answers = Answers(prepared)
         self._answer = self._answers.of(0)
-        self._codec = model.chat_codec
+        self._codec = prepared.model.chat_codec
         self._items: list[OutputItem] = []
         self._num_events = 0
         self._logprobs: list[PositionLogprobs] = []  # of tokens whose text has not come out yet

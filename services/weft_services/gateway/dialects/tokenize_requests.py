@@ -29,7 +29,7 @@ class TokenizeBody(Lenient):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
-    def asked(self, only_model: str) -> Tokenizing:
+    def asked(self) -> Tokenizing:
         """Special tokens are put around a prompt; a template writes its own."""
         if (field := unsupported_field(self.model_extra or {}, NEUTRAL_VALUES)) is not None:
             raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
@@ -42,7 +42,7 @@ class TokenizeBody(Lenient):
             prompt = Conversation(messages, tuple(self.tools or ()), kwargs, self.add_generation_prompt)
         is_special = self.messages is None if self.add_special_tokens is None else self.add_special_tokens
         field = "prompt" if self.messages is None else "messages"
-        return Tokenizing(self.model or only_model, prompt, field, is_special, bool(self.return_token_strs))
+        return Tokenizing(self.model or "", prompt, field, is_special, bool(self.return_token_strs))
 
 
 class DetokenizeBody(Lenient):
@@ -52,12 +52,12 @@ class DetokenizeBody(Lenient):
     tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
 
 
-def parse_tokenize(body: bytes, only_model: str) -> Tokenizing:
+def parse_tokenize(body: bytes) -> Tokenizing:
     """Raises InvalidRequest naming the field."""
-    return parse_body(TokenizeBody, body).asked(only_model)
+    return parse_body(TokenizeBody, body).asked()
 
 
-def parse_detokenize(body: bytes, only_model: str) -> tuple[str, list[int]]:
-    """The model and the ids. Raises InvalidRequest naming the field."""
+def parse_detokenize(body: bytes) -> tuple[str, list[int]]:
+    """The model's name, if it was said, and the ids. Raises InvalidRequest naming the field."""
     asked = parse_body(DetokenizeBody, body)
-    return asked.model or only_model, asked.tokens
+    return asked.model or "", asked.tokens

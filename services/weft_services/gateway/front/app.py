@@ -18,7 +18,6 @@ from starlette.routing import Route
 from weft.errors import EngineFailed, WeftError
 from weft.metrics import REGISTRY
 from weft_services.gateway.access.door import Door
-from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.dialects.anthropic_frames import MessageFrames, message_error
 from weft_services.gateway.dialects.anthropic_requests import parse_messages
 from weft_services.gateway.dialects.chat_frames import ChatFrames
@@ -31,7 +30,7 @@ from weft_services.gateway.front.edge import Doorkeeper, RequestIds
 from weft_services.gateway.front.endpoints import Api, GenerationEndpoint
 from weft_services.gateway.front.text_endpoints import text_routes
 from weft_services.gateway.mesh.pipeline import Pipeline
-from weft_services.gateway.mesh.prepare import check_model
+from weft_services.gateway.model import ServedModel
 
 logger = logging.getLogger(__name__)
 APIS = {
@@ -71,28 +70,26 @@ class _Pages:
         self._pipeline = pipeline
 
     async def models(self, request: Request) -> Response:
-        is_theirs = visitor.get().may_use(self._pipeline.model.name)
-        return _json({"object": "list", "data": [self._card()] if is_theirs else []})
+        return _json({"object": "list", "data": [self._card(model) for model in self._pipeline.models]})
 
     async def model(self, request: Request) -> Response:
-        check_model(request.path_params["name"], self._pipeline.model)
-        return _json(self._card())
+        return _json(self._card(self._pipeline.models.find(request.path_params["name"])))
 
     async def health(self, request: Request) -> Response:
         """That this runs at all says that the process and its loop are alive."""
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        reasons = self._pipeline.reasons
-        return _json({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+        """503 when no model can be served; with 200 the reasons say which ones cannot."""
+        is_ready = self._pipeline.is_ready
+        return _json({"ready": is_ready, "reasons": self._pipeline.reasons}, 200 if is_ready else 503)
 
     async def metrics(self, request: Request) -> Response:
         return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
 
-    def _card(self) -> dict[str, Any]:
-        model, limit = self._pipeline.model, self._pipeline.max_context_tokens
+    def _card(self, model: ServedModel) -> dict[str, Any]:
         card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "weft"}
-        return {**card, "max_model_len": limit}
+        return {**card, "max_model_len": self._pipeline.max_context_tokens(model)}
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -22,7 +22,6 @@ from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.run import Run
 from weft_services.gateway.mesh.sequence import Piece
 from weft_services.gateway.mesh.sessions import Session, session_of
-from weft_services.gateway.model import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ class Api:
 
     name: str
     parse: Callable[[bytes], Generation]
-    make_frames: Callable[[Prepared, ServedModel, str | None], Frames]
+    make_frames: Callable[[Prepared, str | None], Frames]
     error_body: ErrorWords = error_body
 
 
@@ -84,7 +83,7 @@ class GenerationEndpoint:
             account.reached("prepared")
             run = self._pipeline.run(prepared, session, self._timeout_seconds)
             account.watch(run)
-            frames = self._api.make_frames(prepared, self._pipeline.model, self._pipeline.fleet.fingerprint)
+            frames = self._api.make_frames(prepared, self._pipeline.fingerprint(prepared.model))
             async with run:
                 account.reached("routed")
                 if prepared.generation.stream:

@@ -16,7 +16,6 @@ from weft.rpc import wire
 from weft.rpc.status import as_weft_error
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
-from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.dialects.answers import Answers
 from weft_services.gateway.dialects.frames import Usage
 from weft_services.gateway.dialects.openai_requests import parse_chat, parse_completion
@@ -54,7 +53,7 @@ class InferenceService(InferenceServiceServicer):
     # both are coroutines that write, not generators: every write is bounded in time
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         """Continue a prompt."""
-        body = _generate_fields(request, self._pipeline.model.name)
+        body = _generate_fields(request, self._pipeline.models.meant(request.model).name)
         answer = self._answer("grpc.generate", parse_completion, body, context)
         async with aclosing(answer) as pieces:
             async for piece, usage, _ in pieces:
@@ -63,12 +62,12 @@ class InferenceService(InferenceServiceServicer):
 
     async def Chat(self, request: pb.ChatRequest, context: Any) -> None:  # type: ignore[override]
         """Answer a conversation."""
-        body = _chat_fields(request, self._pipeline.model.name)
+        body = _chat_fields(request, self._pipeline.models.meant(request.model).name)
         answer = self._answer("grpc.chat", parse_chat, body, context)
         async with aclosing(answer) as pieces:
             answers: Answers | None = None
             async for piece, usage, prepared in pieces:
-                answers = answers or Answers(prepared, self._pipeline.model)
+                answers = answers or Answers(prepared)
                 choice = answers.of(piece.index)
                 parts = _part_fields(choice.take(piece))
                 details = _details(replace(piece, finish_reason=choice.finish_reason), usage, request.options)
@@ -100,9 +99,12 @@ class InferenceService(InferenceServiceServicer):
         request: pb.ListModelsRequest,
         context: grpc.aio.ServicerContext[pb.ListModelsRequest, pb.ListModelsResponse],
     ) -> pb.ListModelsResponse:
-        """The one model."""
-        card = pb.ModelCard(id=self._pipeline.model.name, max_context_tokens=self._pipeline.max_context_tokens)
-        return pb.ListModelsResponse(models=[card] if visitor.get().may_use(card.id) else [])
+        """All of them."""
+        cards = [
+            pb.ModelCard(id=model.name, max_context_tokens=self._pipeline.max_context_tokens(model))
+            for model in self._pipeline.models
+        ]
+        return pb.ListModelsResponse(models=cards)
 
     async def _answer(
         self,
@@ -142,17 +144,17 @@ async def _write(context: Any, response: pb.GenerateResponse | pb.ChatResponse) 
         raise Cancelled("the client does not read its answer") from error
 
 
-def _generate_fields(request: pb.GenerateRequest, only_model: str) -> dict[str, Any]:
+def _generate_fields(request: pb.GenerateRequest, model: str) -> dict[str, Any]:
     prompt = list(request.token_ids.ids) if request.WhichOneof("prompt") == "token_ids" else request.text
-    fields = {"model": request.model or only_model, "prompt": prompt, **_option_fields(request.options)}
+    fields = {"model": model, "prompt": prompt, **_option_fields(request.options)}
     if request.options.HasField("num_logprobs"):
         fields["logprobs"] = request.options.num_logprobs
     return fields
 
 
-def _chat_fields(request: pb.ChatRequest, only_model: str) -> dict[str, Any]:
+def _chat_fields(request: pb.ChatRequest, model: str) -> dict[str, Any]:
     fields = {
-        "model": request.model or only_model,
+        "model": model,
         "messages": [_message_fields(position, message) for position, message in enumerate(request.messages)],
         "tools": [_json_field(tool, "tools_json") for tool in request.tools_json] or None,
         **_option_fields(request.options),

@@ -18,8 +18,7 @@ from weft_services.gateway.dialects.tokenize_requests import parse_detokenize, p
 from weft_services.gateway.error_body import error_body
 from weft_services.gateway.front.exchange import ErrorWords, Reply, read_json_body
 from weft_services.gateway.mesh.pipeline import Pipeline
-from weft_services.gateway.mesh.prepare import check_ids, check_model, tokenize
-from weft_services.gateway.model import ServedModel
+from weft_services.gateway.mesh.prepare import check_ids, tokenize
 
 Fields = dict[str, Any]
 Answer = Callable[[Pipeline, bytes], Awaitable[Fields]]
@@ -51,8 +50,10 @@ async def count_response(pipeline: Pipeline, body: bytes) -> Fields:
 async def tokens_of(pipeline: Pipeline, body: bytes) -> Fields:
     """vLLM's /tokenize."""
 
-    def work(model: ServedModel, limit: int) -> Fields:
-        asked = parse_tokenize(body, model.name)
+    def work() -> Fields:
+        asked = parse_tokenize(body)
+        model = pipeline.models.meant(asked.model)
+        limit = pipeline.max_context_tokens(model)
         ids = tokenize(asked, model, limit)
         texts = model.codec.entries(ids) if asked.wants_texts else None
         return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts}
@@ -63,9 +64,9 @@ async def tokens_of(pipeline: Pipeline, body: bytes) -> Fields:
 async def text_of(pipeline: Pipeline, body: bytes) -> Fields:
     """vLLM's /detokenize: special tokens are part of the text."""
 
-    def work(model: ServedModel, limit: int) -> Fields:
-        name, ids = parse_detokenize(body, model.name)
-        check_model(name, model)
+    def work() -> Fields:
+        name, ids = parse_detokenize(body)
+        model = pipeline.models.meant(name)
         check_ids(ids, "tokens", model)
         return {"prompt": model.codec.whole_text(ids)}
 

@@ -1,9 +1,10 @@
-"""The fleet as the scheduler last described it: are we ready, and what do prompts have to look like."""
+"""Each model's workers as the scheduler last described them: are we ready, and what do prompts have to look like."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from weft.errors import WeftError
 from weft.request import WorkerRole
@@ -18,7 +19,7 @@ UNREACHABLE = "the scheduler cannot be reached"
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """One answer of the scheduler, or none. `trouble` says why there is none."""
+    """The workers of one model in one answer of the scheduler, or none. `trouble` says why there is none."""
 
     workers: tuple[Worker, ...] = ()
     trouble: str | None = "the scheduler has not been asked yet"
@@ -53,24 +54,50 @@ class Fleet:
         return next((f"fp_{worker.weights_hash[:12]}" for worker in self.workers if worker.weights_hash), None)
 
 
-@dataclass(slots=True)
 class FleetWatch:
-    """Polls the scheduler; `fleet` is the latest picture. After a lost poll the last workers stay, for their limits."""
+    """Polls the scheduler. After a lost poll the last workers stay, for their limits."""
 
-    scheduler: Scheduler
-    model: str
-    fleet: Fleet = field(default_factory=Fleet)
+    def __init__(self, scheduler: Scheduler, models: Iterable[str]) -> None:
+        self._scheduler = scheduler
+        self._fleets = {model: Fleet() for model in models}
+
+    def of(self, model: str) -> Fleet:
+        """The latest picture of a served model's workers."""
+        return self._fleets[model]
+
+    @property
+    def is_ready(self) -> bool:
+        """One model at least can be served."""
+        return any(not fleet.reasons for fleet in self._fleets.values())
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why models cannot be served now, each with its name where there are several."""
+        if len(self._fleets) == 1 or any(fleet.trouble for fleet in self._fleets.values()):
+            return next(iter(self._fleets.values())).reasons
+        return [f"{model}: {reason}" for model, fleet in self._fleets.items() for reason in fleet.reasons]
+
+    @property
+    def boot_ids(self) -> list[str] | None:
+        """Every worker's, whatever it serves; None while the scheduler does not say."""
+        if any(fleet.trouble for fleet in self._fleets.values()):
+            return None
+        return [worker.address.boot_id for fleet in self._fleets.values() for worker in fleet.workers]
 
     async def poll(self) -> None:
         """Ask once. Never raises."""
+        before = self.is_ready, self.reasons
         try:
-            workers = await self.scheduler.workers()
+            workers = await self._scheduler.workers()
         except (WeftError, KeyError) as error:
-            if self.fleet.trouble != UNREACHABLE:
+            if UNREACHABLE not in self.reasons:
                 logger.warning("%s: %s", UNREACHABLE, error)
-            fleet = Fleet(self.fleet.workers, UNREACHABLE)
+            fleets = {model: Fleet(fleet.workers, UNREACHABLE) for model, fleet in self._fleets.items()}
         else:
-            fleet = Fleet(tuple(worker for worker in workers if worker.model == self.model), None)
-        if fleet.reasons != self.fleet.reasons:
-            logger.info("ready=%s reasons=%s", not fleet.reasons, "; ".join(fleet.reasons) or "none")
-        self.fleet = fleet
+            fleets = {
+                model: Fleet(tuple(worker for worker in workers if worker.model == model), None)
+                for model in self._fleets
+            }
+        self._fleets = fleets
+        if (self.is_ready, self.reasons) != before:
+            logger.info("ready=%s reasons=%s", self.is_ready, "; ".join(self.reasons) or "none")

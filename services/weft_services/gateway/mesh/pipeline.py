@@ -9,8 +9,9 @@ from contextlib import contextmanager, suppress
 from weft import metrics
 from weft.errors import Overloaded, PeerLost, WeftError
 from weft_services.gateway.access.visitor import visitor
+from weft_services.gateway.catalog import Catalog
 from weft_services.gateway.generation import Conversation, Generation
-from weft_services.gateway.mesh.fleet import Fleet, FleetWatch
+from weft_services.gateway.mesh.fleet import FleetWatch
 from weft_services.gateway.mesh.flight import Mesh
 from weft_services.gateway.mesh.prepare import Prepared, ResultT, Workshop, prepare
 from weft_services.gateway.mesh.run import Run
@@ -21,8 +22,8 @@ from weft_services.gateway.model import ServedModel
 class Pipeline:
     """Shared by all requests of the process."""
 
-    def __init__(self, model: ServedModel, mesh: Mesh, watch: FleetWatch, max_requests: int) -> None:
-        self.model = model
+    def __init__(self, models: Catalog, mesh: Mesh, watch: FleetWatch, max_requests: int) -> None:
+        self.models = models
         self.num_in_flight = 0
         self.is_draining = False
         self._mesh = mesh
@@ -33,14 +34,22 @@ class Pipeline:
         self._workshop = Workshop()
 
     @property
-    def fleet(self) -> Fleet:
-        """As last seen."""
-        return self._watch.fleet
+    def is_ready(self) -> bool:
+        """Are new requests wanted, for one model at least."""
+        return self._watch.is_ready and not self.is_draining
 
     @property
     def reasons(self) -> list[str]:
-        """Why new requests are not wanted; empty when they are."""
-        return ["shutting down"] if self.is_draining else self.fleet.reasons
+        """Why new requests are not wanted, or those for some model."""
+        return ["shutting down"] if self.is_draining else self._watch.reasons
+
+    def max_context_tokens(self, model: ServedModel) -> int:
+        """Of a prompt and its answer, by the model and by what its workers have room for."""
+        return min(model.max_context_tokens, self._watch.of(model.name).max_context_tokens or model.max_context_tokens)
+
+    def fingerprint(self, model: ServedModel) -> str | None:
+        """OpenAI's system_fingerprint; None while no worker has said what it runs."""
+        return self._watch.of(model.name).fingerprint
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
@@ -67,36 +76,34 @@ class Pipeline:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
 
-    @property
-    def max_context_tokens(self) -> int:
-        """Of a prompt and its answer, by the model and by what the workers have room for."""
-        return min(self.model.max_context_tokens, self.fleet.max_context_tokens or self.model.max_context_tokens)
-
     async def prepare(self, parse: Callable[[], Generation], is_run: bool = True) -> Prepared:
         """Validate, render, tokenize and hash in a thread. Raises InvalidRequest, NotFound or RateLimited.
 
         A request counts against its key's limits whether it is right or wrong, its tokens only when it will be run.
         """
-        whose, block_tokens, limit = visitor.get(), self.fleet.block_tokens, self.max_context_tokens
+        whose = visitor.get()
         try:
-            prepared = await self._workshop.do(lambda: prepare(parse(), self.model, block_tokens, limit))
+            prepared = await self._workshop.do(lambda: self._prepare(parse()))
         except WeftError:
             whose.charge(requests=1)
             raise
         await whose.take(prepared.num_prompt_tokens if is_run else 0)
         return prepared
 
-    async def do(self, work: Callable[[ServedModel, int], ResultT]) -> ResultT:
-        """Other work on texts in the same threads; it is given the model and the limit of its context."""
-        model, limit = self.model, self.max_context_tokens
+    def _prepare(self, generation: Generation) -> Prepared:
+        model = self.models.find(generation.model)
+        return prepare(generation, model, self._watch.of(model.name).block_tokens, self.max_context_tokens(model))
+
+    async def do(self, work: Callable[[], ResultT]) -> ResultT:
+        """Other work on texts, in the same threads."""
         await visitor.get().take(0)
-        return await self._workshop.do(lambda: work(model, limit))
+        return await self._workshop.do(work)
 
     def run(self, prepared: Prepared, session: Session, timeout_seconds: float) -> Run:
         """The request on the mesh; enter it to begin. What is said beside the request goes before its own."""
         deadline = asyncio.get_running_loop().time() + timeout_seconds
         is_chat = isinstance(prepared.generation.prompts[0], Conversation)
-        codec = self.model.chat_codec if is_chat else self.model.codec
+        codec = prepared.model.chat_codec if is_chat else prepared.model.codec
         standing = session.of(visitor.get()).standing(prepared.generation.session, prepared.generation.priority)
         return Run(self._mesh, prepared, codec, standing, deadline)
 

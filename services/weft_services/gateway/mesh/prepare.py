@@ -11,7 +11,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from weft.errors import InvalidRequest, NotFound
+from weft.errors import InvalidRequest
 from weft.kv.prefix import block_keys
 from weft.request import SamplingParams
 from weft_services.gateway.access.visitor import visitor
@@ -46,6 +46,7 @@ class Prepared:
     """A request ready to be placed. Sequence i becomes choice i."""
 
     generation: Generation
+    model: ServedModel
     prompts: tuple[PreparedPrompt, ...]
     sequences: tuple[PreparedSequence, ...]
     cache_salt: bytes = b""
@@ -71,14 +72,12 @@ class Workshop:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def prepare(generation: Generation, model: ServedModel, block_tokens: int | None, max_context: int) -> Prepared:
+def prepare(generation: Generation, model: ServedModel, block_tokens: int | None, limit: int) -> Prepared:
     """Render, tokenize, check against the limits, hash. `block_tokens` None: the fleet has not said; nothing is hashed.
 
-    Raises InvalidRequest naming the field, NotFound for a model that is not served here, or not to this visitor.
+    `limit`: tokens of prompt and answer. Raises InvalidRequest naming the field.
     """
-    check_model(generation.model, model)
     cache_salt = visitor.get().cache_salt
-    limit = min(max_context, model.max_context_tokens)
     prompts = []
     for prompt in generation.prompts:
         text = _text(prompt, generation.prompt_field, model)
@@ -94,15 +93,7 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
         num_tokens = len(prompts[index // generation.n].token_ids)
         sampling = _sampling(generation, model, _max_tokens(generation, num_tokens, limit), _derive(seed, index))
         sequences.append(PreparedSequence(index // generation.n, replace(sampling, grammar=grammar)))
-    return Prepared(generation, tuple(prompts), tuple(sequences), cache_salt)
-
-
-def check_model(name: str, model: ServedModel) -> None:
-    """Raises NotFound for any other name than the served one, and for that one where it is not the visitor's to use."""
-    if not visitor.get().may_use(model.name):
-        raise NotFound(f"the model {name!r} is not served here, or not to this API key")
-    if name != model.name:
-        raise NotFound(f"the model {name!r} is not served here; there is {model.name!r}")
+    return Prepared(generation, model, tuple(prompts), tuple(sequences), cache_salt)
 
 
 def _token_ids(
@@ -122,10 +113,8 @@ def _token_ids(
     return token_ids
 
 
-def tokenize(asked: Tokenizing, model: ServedModel, max_context: int) -> tuple[int, ...]:
+def tokenize(asked: Tokenizing, model: ServedModel, limit: int) -> tuple[int, ...]:
     """The ids that a prompt would have. Raises what `prepare` raises."""
-    check_model(asked.model, model)
-    limit = min(max_context, model.max_context_tokens)
     return _token_ids(_text(asked.prompt, asked.field, model), asked.field, model, limit, asked.add_special_tokens)
 
 
