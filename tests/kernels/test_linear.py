@@ -47,6 +47,18 @@ def test_odd_shapes_come_out_as_the_exact_product_of_the_widened_weights(
             close(linear(x, packed), x, weight)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_and_inputs_that_are_taken_in_several_turns(isa: str, dtype: torch.dtype) -> None:
+    """More rows than caches hold, more inputs than one slice has, and outputs that end within a panel."""
+    for num_rows, columns in ((97, 1030), (251, 300), (517, 520)):
+        weight, x = torch.randn(75, columns).to(dtype), torch.randn(num_rows, columns)
+        packed = pack(weight, torch.float32)
+        out = linear(x, packed)
+        close(out, x, weight)
+        if isa != "torch":  # sums run over the inputs in one order, whatever rows stand beside
+            assert torch.equal(out[40:43], linear(x[40:43], packed))
+
+
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 130), inputs=st.integers(1, 700), outputs=st.integers(1, 90), seed=st.integers(0, 99))
 @pytest.mark.parametrize("name", ISAS)

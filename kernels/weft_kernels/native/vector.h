@@ -39,7 +39,22 @@ static WEFT_INLINE void store(void* to, Vector value) {
     std::memcpy(to, &value, sizeof value);
 }
 
-static WEFT_INLINE Floats splat(float value) { return Floats{} + value; }
+// Not `Floats{} + value`: as that turns -0 into 0, compilers keep the addition.
+static WEFT_INLINE Floats splat(float value) {
+#if WEFT_WIDTH == 16
+    return _mm512_set1_ps(value);
+#else
+    return _mm256_set1_ps(value);
+#endif
+}
+
+static WEFT_INLINE Floats larger(Floats a, Floats b) {
+#if WEFT_WIDTH == 16
+    return _mm512_max_ps(a, b);
+#else
+    return _mm256_max_ps(a, b);
+#endif
+}
 
 static WEFT_INLINE Floats load_wide(const float* from) { return load<Floats>(from); }
 
