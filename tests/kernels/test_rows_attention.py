@@ -38,6 +38,21 @@ def test_rows_in_place_are_the_reference(heads: tuple[int, int], dim: int, span:
             torch.testing.assert_close(paged_attention(q, layer, batch, span), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("span", [FULL, Span(50), Span(0, 96), Span(90, 128)])
+def test_long_contexts_are_weighed_in_several_turns(span: Span, dtype: torch.dtype) -> None:
+    """Chunks of blocks that no turn's keys end with; scores grow on the way, so that earlier sums have to shrink."""
+    generator = torch.Generator().manual_seed(4)
+    pool = torch.randn(20, 2, NUM_LAYERS, 2, 12, 32, generator=generator)
+    pool[:, :, :, 0] *= torch.linspace(0.1, 3, 20)[:, None, None, None, None]
+    q = torch.randn(40, 8, 32, generator=generator).to(dtype)
+    batch = PagedBatch(pool.to(dtype), 8, [0, 33, 40], [230, 71], [range(20), [7, 3, 0, 12, 11, 2]])
+    rtol, atol = (1e-5, 3e-6) if dtype == torch.float32 else (2**-7, 1e-3)
+    for layer in range(NUM_LAYERS):
+        expected = paged_attention_reference(q, layer, batch, span)
+        torch.testing.assert_close(paged_attention(q, layer, batch, span), expected, rtol=rtol, atol=atol)
+
+
 def test_bfloat16_is_rounded_once_at_the_end() -> None:
     q, batch = make_batch(MIXED[:4], (4, 2), 64, torch.bfloat16)
     expected = paged_attention_reference(q, 1, batch, FULL)
