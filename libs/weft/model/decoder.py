@@ -41,13 +41,21 @@ class DecoderLayer:
         has_experts = config.layers[index].has_experts and config.experts
         self.mlp: Mlp | Mixture = Mixture(has_experts, mlp, loader) if has_experts else Mlp(mlp, loader)
 
-    def forward(self, stream: Tensor, pending: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        """The residual stream [T, hidden], and what the next layer is to add to it before its own norm."""
+    def forward(
+        self, stream: Tensor, pending: Tensor | None, step: Step, kept: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream [T, hidden], and what the next layer is to add to it before its own norm.
+
+        Both of the `kept` rows alone, if given: behind the last layer's attention nobody looks at the others.
+        """
         if pending is None:
             normed = rms_norm(stream, self.input_norm, self.eps)
         else:
             stream, normed = add_rms_norm(pending, stream, self.input_norm, self.eps)
-        stream, normed = add_rms_norm(self.attention.forward(normed, step), stream, self.mlp_norm, self.eps)
+        attended = self.attention.forward(normed, step)
+        if kept is not None:
+            stream, attended = stream[kept], attended[kept]
+        stream, normed = add_rms_norm(attended, stream, self.mlp_norm, self.eps)
         return stream, self.mlp.forward(normed)
 
 
@@ -74,12 +82,10 @@ class Decoder:
         latent = plan_latent(self.config.latent, batches[0]) if self.config.latent else None
         step = Step(rows.slots, batches, angles, self._temperature(rows.positions), latent)
         stream, pending = functional.embedding(rows.token_ids, self.embedding).to(self.dtype), None
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             stream, pending = layer.forward(stream, pending, step)
-        assert pending is not None
-        x = stream[rows.logit_rows] + pending[rows.logit_rows]
-        x = rms_norm(x, self.norm, self.config.rms_norm_eps)
-        logits = linear(x, self.head)
+        stream, pending = self.layers[-1].forward(stream, pending, step, rows.logit_rows)
+        logits = linear(rms_norm(stream + pending, self.norm, self.config.rms_norm_eps), self.head)
         return logits.float() if out is None else out.copy_(logits)
 
     def _temperature(self, positions: Tensor) -> Tensor | None:
