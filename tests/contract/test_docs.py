@@ -1,0 +1,109 @@
+"""What README and docs name exists: links, commands and their options, make targets, modules, settings."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from weft.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("models/*/README.md")])
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```\w*\n(.*?)^```", re.M | re.S)
+SPAN = re.compile(r"`([^`\n]+)`")
+SETTING = re.compile(r"\bWEFT_[A-Z0-9_]+\b")
+SHELL_END = {"|", "&&", ";", ">", "#", "\\"}
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """What a page would have one type: lines of its code blocks and spans in its text, as words."""
+    text = page.read_text()
+    typed = [line for block in FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    for line in (*typed, *SPAN.findall(FENCE.sub("", text))):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # prose between two backticks, or Python
+            continue
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+            words.pop(0)
+        if words:
+            yield words
+
+
+def until_shell(words: list[str]) -> list[str]:
+    """One command's words: up to a pipe, a comma in a list of commands, or the line's end."""
+    end = next((i for i, word in enumerate(words) if word in SHELL_END), len(words))
+    return words[:end]
+
+
+def named(program: str) -> list[tuple[str, list[str]]]:
+    """Every command of a program, by page; the words that follow it."""
+    return [
+        (str(page.relative_to(ROOT)), until_shell(words[1:]))
+        for page in PAGES
+        for words in commands(page)
+        if words[0].removeprefix(".venv/bin/") == program and len(words) > 1
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    links = [link.partition("#")[0] for link in LINK.findall(page.read_text()) if "://" not in link]
+    missing = [link for link in links if link and not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_every_weft_command_and_option_exists() -> None:
+    found = named("weft")
+    assert len(found) > 5
+    for page, words in found:
+        command: Any = typer.main.get_command(app)
+        while hasattr(command, "commands") and words and not words[0].startswith("-"):
+            assert words[0] in command.commands, f"{page}: weft {' '.join(words)}"
+            command = command.commands[words.pop(0)]
+        options = {"--help"}.union(*([*each.opts, *each.secondary_opts] for each in command.params))
+        unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in options]
+        assert not unknown, f"{page}: weft {command.name}: {unknown}"
+
+
+def test_every_make_target_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for page, words in named("make"):
+        assert words[0] in targets, f"{page}: make {words[0]}"
+
+
+def test_every_module_and_its_options_exist() -> None:
+    found = [(page, words) for page, words in named("python") if words[0] == "-m"]
+    assert len(found) > 5
+    for page, (_, module, *rest) in found:
+        spec = importlib.util.find_spec(module)
+        assert spec is not None, f"{page}: python -m {module}"
+        if spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{module}.__main__")
+        assert spec, f"{page}: python -m {module}"
+        if (source := Path(spec.origin or "")).is_relative_to(ROOT):
+            text = "".join(each.read_text() for each in source.parent.glob("*.py"))
+            unknown = [word for word in rest if word.startswith("--") and f'"{word.partition("=")[0]}"' not in text]
+            assert not unknown, f"{page}: python -m {module}: {unknown}"
+
+
+def test_every_setting_is_read_somewhere() -> None:
+    places = ("services", "libs", "kernels", "scripts", "Makefile", "compose.yaml")
+    code = [path for place in places for path in _files(ROOT / place)]
+    text = "".join(path.read_text() for path in code)
+    known = set(SETTING.findall(text)) | {f"WEFT_{name.upper()}" for name in re.findall(r"^    (\w+): ", text, re.M)}
+    for page in PAGES:
+        unknown = {name for name in SETTING.findall(page.read_text()) if not name.endswith("_")} - known
+        assert not unknown, f"{page.relative_to(ROOT)}: {unknown}"
+
+
+def _files(top: Path) -> list[Path]:
+    return [top] if top.is_file() else [path for kind in ("*.py", "*.sh") for path in top.rglob(kind)]
