@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from weft.cli.keys import app as keys_app
+from weft.cli.machine import app as machine_app
 
 app = typer.Typer(
     name="weft",
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(keys_app)
+app.add_typer(machine_app)
 # Options and --help belong to the program that does the work.
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -99,6 +101,7 @@ def up(
             threads=threads,
             keys=keys,
             is_open=is_open,
+            has_tls=bool(os.environ.get("WEFT_TLS_CERT")),
             log_level=log_level,
         )
         status = run_up(options)

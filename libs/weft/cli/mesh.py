@@ -50,6 +50,7 @@ class MeshOptions:
     threads: int = 0
     keys: str = ""
     is_open: bool = False
+    has_tls: bool = False
     log_level: str = "info"
     has_store: bool = True
 
@@ -94,6 +95,7 @@ class Addresses:
     weights: str
     workers: Mapping[str, str]
     master_port: int
+    private_port: int
 
 
 def usable_cores() -> list[int]:
@@ -140,10 +142,10 @@ def pick_addresses(options: MeshOptions) -> Addresses:
     check_port(options.host, options.port, "--port")
     check_port(options.host, options.grpc_port, "--grpc-port")
     names = options.workers
-    ports = free_ports(5 + len(names))
+    ports = free_ports(6 + len(names))
     valkey, scheduler, kvstore, weights = (f"{LOOPBACK}:{port}" for port in ports[:4])
-    workers = {name: f"{LOOPBACK}:{port}" for name, port in zip(names, ports[5:], strict=True)}
-    return Addresses(valkey, scheduler, kvstore, weights, workers, master_port=ports[4])
+    workers = {name: f"{LOOPBACK}:{port}" for name, port in zip(names, ports[6:], strict=True)}
+    return Addresses(valkey, scheduler, kvstore, weights, workers, master_port=ports[4], private_port=ports[5])
 
 
 def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
@@ -223,11 +225,15 @@ def _gateway(options: MeshOptions, at: Addresses) -> ChildSpec:
         "WEFT_KEYS": options.keys,
         "WEFT_OPEN": str(int(options.is_open)),
     }
+    probed = f"{reachable(options.host)}:{options.port}"
+    if options.keys or options.has_tls:
+        own["WEFT_PRIVATE_PORT"] = str(at.private_port)
+        probed = f"{LOOPBACK}:{at.private_port}"
     return ChildSpec(
         name="gateway",
         command=(sys.executable, "-m", "weft_services.gateway"),
         environ={**os.environ, **_common(options, at), **own},
-        probe=functools.partial(http_answers, f"http://{reachable(options.host)}:{options.port}/ready"),
+        probe=functools.partial(http_answers, f"http://{probed}/ready"),
         after=("scheduler",),
         tier=2,
         start_seconds=WORKER_START_SECONDS,

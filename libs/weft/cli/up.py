@@ -104,7 +104,7 @@ def up(options: MeshOptions) -> int:
     display = Display(console, [spec.name for spec in specs], _title(options), HARMLESS)
     if trouble:
         display.say(f"{trouble}; KV blocks move over gRPC, and there is no shared store")
-    url = f"http://{reachable(options.host)}:{options.port}"
+    url = f"{'https' if options.has_tls else 'http'}://{reachable(options.host)}:{options.port}"
     note = MeshRecord(os.getpid(), time.time(), options.port, url, at.scheduler, _services(options, at))
     with recorded(note):
         return asyncio.run(_supervise(Supervisor(specs, display), display, _banner(options, url)))

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import grpc
 
 from weft.rpc.status import raise_as_weft
+from weft.rpc.tls import MESH_NAME, channel_credentials
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 CHANNEL_OPTIONS = (
@@ -37,12 +38,18 @@ CallT = TypeVar("CallT")
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to host:port; connects lazily. The caller closes it.
+    """A channel to a peer at host:port; connects lazily. The caller closes it. With the mesh's certificate where there
+    is one; raises ConfigError when that cannot be read.
 
     Several IP addresses by commas are one service: calls go to the first that answers, and to another when it is gone.
     """
     target = f"ipv4:{address.replace(' ', '')}" if "," in address else address
-    return grpc.aio.insecure_channel(target, options=list(CHANNEL_OPTIONS))
+    options: list[tuple[str, int | str]] = list(CHANNEL_OPTIONS)
+    credentials = channel_credentials()
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, options=options)
+    options.append(("grpc.ssl_target_name_override", MESH_NAME))
+    return grpc.aio.secure_channel(target, credentials, options=options)
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ from weft.config import ConfigError
 from weft.errors import BadCheckpoint
 from weft.rpc.client import CHANNEL_OPTIONS
 from weft.rpc.status import StatusInterceptor
+from weft.rpc.tls import peer_credentials
 
 logger = logging.getLogger(__name__)
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -50,9 +51,15 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
 
-    async def start(self, host: str, port: int) -> str:
-        """Bind and listen; returns host:port with the real port (0 asks for a free one)."""
-        bound = self.server.add_insecure_port(f"{host}:{port}")
+    async def start(
+        self, host: str, port: int, credentials: Callable[[], grpc.ServerCredentials | None] = peer_credentials
+    ) -> str:
+        """Bind and listen; returns host:port with the real port (0 asks for a free one).
+
+        A listener is for peers, who show the mesh's certificate where there is one, unless it has other credentials.
+        """
+        address, shown = f"{host}:{port}", credentials()
+        bound = self.server.add_secure_port(address, shown) if shown else self.server.add_insecure_port(address)
         if bound == 0:
             raise OSError(f"cannot listen on {host}:{port}; is the port taken?")
         await self.set_ready(False)

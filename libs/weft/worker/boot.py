@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import torch
 
+from weft.capacity.room import Machine, Room, available_bytes, default_num_blocks, measure_room
 from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
 from weft.engine.core import Engine
@@ -25,7 +26,6 @@ from weft.rpc.client import open_channel, owned
 from weft.weights.shared import open_image
 from weft.worker.config import Dtype, WorkerConfig
 from weft.worker.cpus import pin
-from weft.worker.room import Machine, Room, available_bytes, default_num_blocks, measure_room
 from weft_mesh.v1 import weights_service_pb2, weights_service_pb2_grpc
 
 logger = logging.getLogger(__name__)

@@ -22,6 +22,10 @@ class Config:
     redis_url: str = ""
     http_port: int = 8000
     grpc_port: int = 9000
+    private_host: str = "127.0.0.1"
+    private_port: int | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
     max_requests: int = 1024
     request_timeout_seconds: float = 600.0
     move_seconds: float = 30.0
@@ -36,8 +40,10 @@ class Config:
                 f"WEFT_HOST={self.host}: whoever reaches it could use the model. Name API keys with WEFT_KEYS "
                 "(`weft keys add NAME --keys FILE` makes one), or say WEFT_OPEN=1"
             )
-        for name in ("http_port", "grpc_port"):
-            if not 0 <= getattr(self, name) <= 65535:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("WEFT_TLS_CERT and WEFT_TLS_KEY: one without the other")
+        for name in ("http_port", "grpc_port", "private_port"):
+            if not 0 <= (getattr(self, name) or 0) <= 65535:
                 raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name)}: expected 0 to 65535")
         if self.max_requests < 1:
             raise ConfigError(f"WEFT_MAX_REQUESTS={self.max_requests}: expected at least 1")

@@ -13,10 +13,7 @@ from weft.rpc.server import RpcServer, until_signal
 from weft_services.gateway.access.door import Door
 from weft_services.gateway.catalog import load_catalog
 from weft_services.gateway.config import Config
-from weft_services.gateway.front.app import build_app
-from weft_services.gateway.front.grpc_edge import LISTENER_OPTIONS, Admission
-from weft_services.gateway.front.http_server import HttpServer
-from weft_services.gateway.front.service import SERVICE_NAME, add_inference_service
+from weft_services.gateway.front.listeners import Listeners
 from weft_services.gateway.mesh.fleet import POLL_INTERVAL_SECONDS, FleetWatch
 from weft_services.gateway.mesh.flight import Mesh
 from weft_services.gateway.mesh.links import DecodeLinks
@@ -26,7 +23,6 @@ from weft_services.gateway.mesh.settler import Settler
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_SECONDS = 1.0
 # how long a thread at work on a long prompt may keep the event loop from going on; Python's own 5 ms add up
 SWITCH_SECONDS = 0.0005
 
@@ -35,9 +31,9 @@ SWITCH_SECONDS = 0.0005
 class Gateway:
     """A gateway that listens."""
 
-    http: HttpServer
     http_address: str
     grpc_address: str
+    private_address: str
     pipeline: Pipeline
     watch: FleetWatch
 
@@ -46,7 +42,8 @@ async def serve(config: Config) -> None:
     """The whole life of the process: until SIGTERM or SIGINT, then drained."""
     sys.setswitchinterval(SWITCH_SECONDS)
     async with running(config) as gateway:
-        logger.info("listening http=%s grpc=%s", gateway.http_address, gateway.grpc_address)
+        addresses = (gateway.http_address, gateway.grpc_address, gateway.private_address)
+        logger.info("listening http=%s grpc=%s private=%s", *addresses)
         await until_signal()
         logger.info("draining in_flight=%d", gateway.pipeline.num_in_flight)
 
@@ -67,26 +64,21 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
         watch = FleetWatch(scheduler, models.names)
         mesh = Mesh(scheduler, links, settler, group, config.move_seconds)
         pipeline = Pipeline(models, mesh, watch, config.max_requests)
-        rpc = RpcServer([SERVICE_NAME], LISTENER_OPTIONS, [Admission(pipeline, door, SERVICE_NAME)])
-        add_inference_service(rpc.server, pipeline, config.request_timeout_seconds)
-        app = build_app(pipeline, door, config.request_timeout_seconds)
-        http = HttpServer(app, config.host, config.http_port, config.grace_seconds + LAST_WORDS_SECONDS)
-        grpc_address = await rpc.start(config.host, config.grpc_port)
-        serving = group.create_task(http.serve_until_stopped(), name="http")
+        listeners = Listeners(config, pipeline, door)
+        await listeners.start(group)
         guarding = group.create_task(door.run(), name="door")
         settling = group.create_task(settler.run(), name="settler")
-        watching = group.create_task(_watch_fleet(watch, links, rpc), name="fleet")
+        watching = group.create_task(_watch_fleet(watch, links, listeners.rpc), name="fleet")
         try:
-            yield Gateway(http, f"{config.host}:{http.port}", grpc_address, pipeline, watch)
+            yield Gateway(*listeners.addresses, pipeline, watch)
         finally:
             watching.cancel()
             pipeline.is_draining = True
-            http.should_exit = True
-            await rpc.set_ready(False)
+            listeners.refuse()
+            await listeners.rpc.set_ready(False)
             await pipeline.until_idle(config.grace_seconds)
             links.close()  # what still runs ends now, with an error that its client can read
-            await rpc.stop(LAST_WORDS_SECONDS)
-            await asyncio.wait([serving])
+            await listeners.stop()
             guarding.cancel()
             settling.cancel()
             pipeline.close()

@@ -86,7 +86,10 @@ async def test_anthropics_sdk_is_let_in_by_either_header(bench: MakeBench, keys:
 
 
 async def test_grpc_asks_for_the_same_keys(bench: MakeBench, keys: Any) -> None:
-    async with bench(keys=keys(entry("alice"))) as b, grpc.aio.insecure_channel(b.gateway.grpc_address) as channel:
+    async with (
+        bench(keys=keys(entry("alice"))) as b,
+        grpc.aio.insecure_channel(b.gateway.grpc_address) as channel,
+    ):
         stub: Any = InferenceServiceStub(channel)
         for metadata in ((), (("authorization", f"Bearer {WRONG}"),), (("x-api-key", ""),)):
             with pytest.raises(grpc.aio.AioRpcError) as refused:

@@ -21,6 +21,7 @@ AT = Addresses(
     weights="127.0.0.1:4",
     workers={"prefill-0": "127.0.0.1:5", "decode-0": "127.0.0.1:6", "decode-1": "127.0.0.1:7"},
     master_port=8,
+    private_port=9,
 )
 
 
@@ -58,6 +59,14 @@ def test_each_model_has_workers_of_its_own_and_the_gateway_all() -> None:
 def read_config_of(spec: ChildSpec) -> dict[str, Path]:
     """The models that a child is told of."""
     return read_models(spec.environ["WEFT_MODEL"], spec.environ["WEFT_MODEL_NAME"])
+
+
+def test_a_guarded_gateway_is_asked_on_a_port_of_its_own() -> None:
+    plain = mesh_specs(MeshOptions(ONE), AT)[-1]
+    assert "WEFT_PRIVATE_PORT" not in plain.environ
+    for options in (MeshOptions(ONE, keys="keys.json"), MeshOptions(ONE, has_tls=True)):
+        gateway = mesh_specs(options, AT)[-1]
+        assert (gateway.environ["WEFT_PRIVATE_PORT"], gateway.environ["WEFT_KEYS"]) == ("9", options.keys)
 
 
 def test_a_users_own_settings_reach_the_services_but_not_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from weft.capacity.room import Machine
 from weft.config import ConfigError, read_config
 from weft.errors import BadCheckpoint, NotFound, PeerLost
 from weft.rpc.server import RpcServer
 from weft.worker import boot
 from weft.worker.boot import choose_machine, load_weights, parse_config
 from weft.worker.config import Dtype, WorkerConfig
-from weft.worker.room import Machine
 from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc
 

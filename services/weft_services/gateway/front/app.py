@@ -41,8 +41,8 @@ APIS = {
 }
 
 
-def build_app(pipeline: Pipeline, door: Door, timeout_seconds: float) -> Starlette:
-    """The whole HTTP face."""
+def build_app(pipeline: Pipeline, door: Door, timeout_seconds: float, is_alone: bool) -> Starlette:
+    """The public face; `is_alone`: there is no private one, so that operators come here too, and show their keys."""
     generating = [
         Route(path, GenerationEndpoint(pipeline, api, timeout_seconds), methods=["POST"]) for path, api in APIS.items()
     ]
@@ -52,12 +52,28 @@ def build_app(pipeline: Pipeline, door: Door, timeout_seconds: float) -> Starlet
         *text_routes(pipeline),
         Route("/v1/models", pages.models),
         Route("/v1/models/{name:path}", pages.model),
-        Route("/health", pages.health),
-        Route("/ready", pages.ready),
-        Route("/metrics", pages.metrics),
+        *_health_routes(pages),
+        *(_operator_routes(pages) if is_alone else []),
     ]
+    return _application(routes, [Middleware(RequestIds), Middleware(Doorkeeper, door=door)])
+
+
+def build_private_app(pipeline: Pipeline) -> Starlette:
+    """What operators and their tools see on a listener of its own, where no keys are asked for."""
+    pages = _Pages(pipeline)
+    return _application([*_health_routes(pages), *_operator_routes(pages)], [Middleware(RequestIds)])
+
+
+def _health_routes(pages: _Pages) -> list[Route]:
+    return [Route("/health", pages.health), Route("/ready", pages.ready)]
+
+
+def _operator_routes(pages: _Pages) -> list[Route]:
+    return [Route("/metrics", pages.metrics)]
+
+
+def _application(routes: list[Route], middleware: list[Middleware]) -> Starlette:
     handlers: dict[Any, Any] = {HTTPException: _http_error, WeftError: _weft_error, Exception: _unforeseen}
-    middleware = [Middleware(RequestIds), Middleware(Doorkeeper, door=door)]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app

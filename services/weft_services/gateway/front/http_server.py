@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import socket
+import ssl
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,8 +78,10 @@ class GuardedProtocol(HttpToolsProtocol):
 class HttpServer(uvicorn.Server):
     """Serves on a socket that is bound before it starts; stops when `should_exit` is set."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, grace_seconds: float) -> None:
-        """Raises OSError when the port is taken."""
+    def __init__(
+        self, app: ASGIApp, host: str, port: int, grace_seconds: float, context: ssl.SSLContext | None = None
+    ) -> None:
+        """Raises OSError when the port is taken. With a `context`, only TLS is spoken."""
         config = uvicorn.Config(
             app,
             http=GuardedProtocol,
@@ -92,6 +95,7 @@ class HttpServer(uvicorn.Server):
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=math.ceil(grace_seconds),
+            ssl_context_factory=(lambda *_: context) if context else None,
         )
         super().__init__(config)
         self._socket = _bind(host, port)

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-
 from tests.weft.capacity.test_allocation import held_bytes
 from tests.weft.tiny_families import FAMILIES, TinyFamily
+
+from weft.capacity.room import Machine, Room, available_bytes, default_num_blocks, measure_room
 from weft.errors import BadCheckpoint
 from weft.model.decoder import Decoder
 from weft.model.spec import HeadNorm
-from weft.worker.room import Machine, Room, available_bytes, default_num_blocks, measure_room
 
 CPU = Machine("cpu", "float32", 16)
 

@@ -1,0 +1,117 @@
+"""`weft certs`: a certificate authority of one's own and certificates by it, for services and for trying out TLS."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from weft.rpc.tls import MESH_NAME
+
+CA_DAYS, CERT_DAYS = 3650, 365
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+Pair = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
+
+
+def make_certs(folder: Path, hosts: list[str]) -> None:
+    """ca.pem and ca-key.pem unless they are there; cert.pem and key.pem, new, by them. Raises OSError, ValueError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ca_files = (folder / "ca.pem", folder / "ca-key.pem")
+    if all(path.exists() for path in ca_files):
+        ca = _load(*ca_files)
+    else:
+        ca = _make_ca()
+        _save(ca, *ca_files)
+    _save(_make_member(ca, hosts), folder / "cert.pem", folder / "key.pem")
+
+
+def _make_ca() -> Pair:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Weft mesh CA")])
+    usage = _usage(signs_certificates=True)
+    builder = (
+        _builder(name, name, key, CA_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+    return builder.sign(key, hashes.SHA256()), key
+
+
+def _make_member(ca: Pair, hosts: list[str]) -> Pair:
+    authority, authority_key = ca
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, MESH_NAME)])
+    names = x509.SubjectAlternativeName([_name(host) for host in dict.fromkeys((MESH_NAME, *LOCAL_NAMES, *hosts))])
+    both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+    issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
+    builder = (
+        _builder(name, authority.subject, key, CERT_DAYS)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs_certificates=False), critical=True)
+        .add_extension(names, critical=False)
+        .add_extension(both, critical=False)
+        .add_extension(issuer_key, critical=False)
+    )
+    return builder.sign(authority_key, hashes.SHA256()), key
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        # clocks differ a little
+        .not_valid_before(now - datetime.timedelta(minutes=5))
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _usage(signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _load(cert: Path, key: Path) -> Pair:
+    loaded = serialization.load_pem_private_key(key.read_bytes(), None)
+    if not isinstance(loaded, ec.EllipticCurvePrivateKey):
+        raise ValueError(f"{key}: expected an elliptic curve key, as `weft certs` makes them")
+    return x509.load_pem_x509_certificate(cert.read_bytes()), loaded
+
+
+def _save(pair: Pair, cert: Path, key: Path) -> None:
+    """The key first and for its owner alone; each file is replaced in one step."""
+    pem = serialization.Encoding.PEM
+    private = pair[1].private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    for path, content, mode in ((key, private, 0o600), (cert, pair[0].public_bytes(pem), 0o644)):
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
+        partial.replace(path)

@@ -1,0 +1,75 @@
+"""Where clients and operators are heard: public HTTP and gRPC, with TLS or without, and the private HTTP listener."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from weft.rpc.server import RpcServer
+from weft_services.gateway.access.door import Door
+from weft_services.gateway.config import Config
+from weft_services.gateway.front.app import build_app, build_private_app
+from weft_services.gateway.front.certificate import Certificate
+from weft_services.gateway.front.grpc_edge import LISTENER_OPTIONS, Admission
+from weft_services.gateway.front.http_server import HttpServer
+from weft_services.gateway.front.service import SERVICE_NAME, add_inference_service
+from weft_services.gateway.mesh.pipeline import Pipeline
+
+LAST_WORDS_SECONDS = 1.0
+
+
+class Listeners:
+    """HTTP ports are bound at once, so that clients wait instead of being refused; gRPC's by `start`."""
+
+    def __init__(self, config: Config, pipeline: Pipeline, door: Door) -> None:
+        """Raises ConfigError for a certificate that cannot be used, OSError when a port is taken."""
+        self._config = config
+        self._certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
+        self._serving: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
+        context = self._certificate.context if self._certificate else None
+        has_private = config.private_port is not None
+        grace_seconds = config.grace_seconds + LAST_WORDS_SECONDS
+        app = build_app(pipeline, door, config.request_timeout_seconds, not has_private)
+        self.http = HttpServer(app, config.host, config.http_port, grace_seconds, context)
+        self.private: HttpServer | None = None
+        if config.private_port is not None:
+            self.private = HttpServer(
+                build_private_app(pipeline), config.private_host, config.private_port, grace_seconds
+            )
+        self.rpc = RpcServer([SERVICE_NAME], LISTENER_OPTIONS, [Admission(pipeline, door, SERVICE_NAME)])
+        add_inference_service(self.rpc.server, pipeline, config.request_timeout_seconds)
+        self._grpc_address = ""
+
+    @property
+    def addresses(self) -> tuple[str, str, str]:
+        """host:port of public HTTP, of gRPC and of private HTTP, which is the public one where there is no other."""
+        public = f"{self._config.host}:{self.http.port}"
+        private = f"{self._config.private_host}:{self.private.port}" if self.private else public
+        return public, self._grpc_address, private
+
+    async def start(self, group: asyncio.TaskGroup) -> None:
+        """Serve in the group's tasks. Raises OSError when gRPC's port is taken."""
+        self._grpc_address = await self.rpc.start(self._config.host, self._config.grpc_port, self._grpc_credentials)
+        self._serving = [group.create_task(http.serve_until_stopped(), name="http") for http in self._servers()]
+        if self._certificate is not None:
+            self._watching = group.create_task(self._certificate.run(), name="certificate")
+
+    def refuse(self) -> None:
+        """No new connections."""
+        for http in self._servers():
+            http.should_exit = True
+
+    async def stop(self) -> None:
+        """Let last words out, then close what is left."""
+        await self.rpc.stop(LAST_WORDS_SECONDS)
+        await asyncio.wait(self._serving)
+        if self._watching is not None:
+            self._watching.cancel()
+
+    def _servers(self) -> list[HttpServer]:
+        return [self.http] if self.private is None else [self.http, self.private]
+
+    def _grpc_credentials(self) -> grpc.ServerCredentials | None:
+        return self._certificate.grpc_credentials() if self._certificate else None

@@ -1,0 +1,85 @@
+"""Public and private listeners apart, TLS on the public ones, and certificates that change while they are in use."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
+from tests.services.gateway.fakes import speaking
+from weft.cli.certs import make_certs
+from weft.config import ConfigError
+from weft_mesh.v1 import inference_service_pb2 as pb
+from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
+from weft_services.gateway.config import Config
+from weft_services.gateway.front.certificate import Certificate
+
+
+async def test_the_private_listener_has_what_the_public_one_has_not(bench: MakeBench) -> None:
+    async with bench(private_port=0) as b, httpx.AsyncClient(base_url=f"http://{b.gateway.private_address}") as private:
+        assert b.gateway.private_address != b.gateway.http_address
+        assert "weft_requests_total" in (await private.get("/metrics")).text
+        assert (await b.http.get("/metrics")).status_code == 404
+        for path in ("/v1/models", "/v1/chat/completions", "/tokenize"):
+            assert (await private.get(path)).status_code == 404
+        for client in (private, b.http):
+            assert (await client.get("/health")).json() == {"status": "ok"}
+            assert (await client.get("/ready")).json()["ready"] is True
+
+
+async def test_both_public_faces_speak_tls_and_notice_a_new_certificate(bench: MakeBench, tmp_path: Path) -> None:
+    make_certs(tmp_path, [])
+    settings: Any = {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem", "private_port": 0}
+    async with bench(**settings) as b:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await b.http.get("/health")
+        await assert_served(b, tmp_path)
+        old = await shown(b.gateway.http_address)
+        make_certs(tmp_path, [])
+        async with asyncio.timeout(15):
+            while await shown(b.gateway.http_address) == old:  # noqa: ASYNC110 (files are read)
+                await asyncio.sleep(0.1)
+        await assert_served(b, tmp_path)
+        assert await shown(b.gateway.grpc_address) == await shown(b.gateway.http_address) != old
+
+
+async def assert_served(b: Any, folder: Path) -> None:
+    b.decode.script = speaking([*b.ids("hello"), END])
+    context = ssl.create_default_context(cafile=folder / "ca.pem")
+    async with httpx.AsyncClient(base_url=f"https://{b.gateway.http_address}", verify=context) as client:
+        answer = await client.post("/v1/completions", json={"model": MODEL_NAME, "prompt": "x"})
+        assert answer.json()["choices"][0]["text"] == "hello"
+    credentials = grpc.ssl_channel_credentials(await asyncio.to_thread((folder / "ca.pem").read_bytes))
+    async with grpc.aio.secure_channel(b.gateway.grpc_address, credentials) as channel:
+        stub: Any = InferenceServiceStub(channel)
+        assert (await stub.ListModels(pb.ListModelsRequest(), timeout=20)).models[0].id == MODEL_NAME
+
+
+async def shown(address: str) -> bytes:
+    """The certificate that a client of that address sees."""
+    host, _, port = address.rpartition(":")
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    _, writer = await asyncio.open_connection(host, int(port), ssl=context)
+    found: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    return found
+
+
+def test_a_certificate_that_cannot_be_used_is_told_by_its_variable(model_dir: Path, tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    with pytest.raises(ConfigError, match="WEFT_TLS_KEY"):
+        Config(str(model_dir), "127.0.0.1:1", tls_cert=cert)
+    with pytest.raises(ConfigError, match="WEFT_TLS_CERT"):
+        Certificate(cert, key)
+    cert.write_text("no certificate")
+    key.write_text("no key")
+    with pytest.raises(ConfigError, match="WEFT_TLS_CERT"):
+        Certificate(cert, key)

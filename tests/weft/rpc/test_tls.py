@@ -1,0 +1,99 @@
+"""mTLS between services, with real processes: who has a certificate of the mesh is heard, nobody else is."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cryptography import x509
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from weft.cli.certs import make_certs
+from weft.cli.health import grpc_serves
+from weft.config import ConfigError
+from weft.rpc.tls import channel_credentials
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_certs(tmp_path / "mesh", [])
+    return tmp_path / "mesh"
+
+
+@contextmanager
+def scheduler(folder: Path) -> Iterator[str]:
+    """A scheduler process; its address."""
+    environ = {**os.environ, "WEFT_TLS_DIR": str(folder), "WEFT_PORT": "0", "WEFT_METRICS_PORT": "0"}
+    command = [sys.executable, "-m", "weft_services.scheduler"]
+    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            found = next(match for line in process.stderr if (match := re.search(r"listening at=(\S+)", line)))
+            yield found[1]
+        finally:
+            process.terminate()
+
+
+async def test_a_service_hears_nobody_without_a_certificate_of_its_mesh(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_certs(tmp_path / "other", [])
+    ca = (folder / "ca.pem").read_bytes()
+    with scheduler(folder) as address:
+        monkeypatch.setenv("WEFT_TLS_DIR", str(folder))
+        assert await grpc_serves(address)
+        strangers = [
+            grpc.aio.insecure_channel(address),
+            grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca)),
+            grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, *_pair(tmp_path / "other"))),
+        ]
+        for channel in strangers:
+            async with channel:
+                stub: Any = health_pb2_grpc.HealthStub(channel)
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+                assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        # a peer believes nobody either who has not got one
+        monkeypatch.setenv("WEFT_TLS_DIR", str(tmp_path / "other"))
+        assert not await grpc_serves(address)
+        # a new certificate by the same authority is as good
+        make_certs(folder, [])
+        monkeypatch.setenv("WEFT_TLS_DIR", str(folder))
+        assert await grpc_serves(address)
+
+
+def _pair(folder: Path) -> tuple[bytes, bytes]:
+    return (folder / "key.pem").read_bytes(), (folder / "cert.pem").read_bytes()
+
+
+def test_a_missing_file_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_TLS_DIR", str(folder))
+    (folder / "key.pem").write_text("no key")
+    with pytest.raises(ConfigError, match=r"WEFT_TLS_DIR: .*key\.pem is no PEM file"):
+        channel_credentials()
+    (folder / "key.pem").unlink()
+    with pytest.raises(ConfigError, match=r"WEFT_TLS_DIR: .*key\.pem: No such file"):
+        channel_credentials()
+
+
+def test_private_keys_are_for_their_owner_and_the_authority_stays(folder: Path) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert set(before) == {"ca.pem", "ca-key.pem", "cert.pem", "key.pem"}
+    assert [(folder / name).stat().st_mode & 0o777 for name in ("key.pem", "ca-key.pem")] == [0o600, 0o600]
+    make_certs(folder, ["gateway.example", "10.0.0.7"])
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {name for name in before if before[name] != after[name]} == {"cert.pem", "key.pem"}
+    member, authority = (x509.load_pem_x509_certificate(after[name]) for name in ("cert.pem", "ca.pem"))
+    member.verify_directly_issued_by(authority)
+    names = member.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert {"weft.mesh", "localhost", "gateway.example"} <= set(names.get_values_for_type(x509.DNSName))
+    assert ipaddress.ip_address("10.0.0.7") in names.get_values_for_type(x509.IPAddress)
