@@ -39,20 +39,25 @@ class MeshTrouble(Exception):
 
 
 class LocalMesh:
-    """Two prefill and two decode workers, on free ports, while the block lasts."""
+    """Two prefill and two decode workers unless told otherwise, on free ports, while the block lasts."""
 
     def __init__(
-        self, model: str = "", num_prefill: int = 2, num_decode: int = 2, environment: dict[str, str] | None = None
+        self,
+        model: str = "",
+        num_prefill: int = 2,
+        num_decode: int = 2,
+        environment: dict[str, str] | None = None,
+        num_both: int = 0,
     ) -> None:
         port, grpc_port = _free_port(), _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self._num_workers = num_prefill + num_decode
+        self._num_workers = num_prefill + num_decode + num_both
         self._hit: list[psutil.Process] = []
         self._gone: set[str] = set()  # boot ids of the killed
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the mesh)
         command = [sys.executable, "-m", "weft.cli.main", "up", "--port", str(port), "--grpc-port", str(grpc_port)]
         command += ["--model", model or str(ROOT / "models" / "weft-nano"), "--dtype", "float32", "--threads", "1"]
-        command += ["--prefill", str(num_prefill), "--decode", str(num_decode)]
+        command += ["--prefill", str(num_prefill), "--decode", str(num_decode), "--both", str(num_both)]
         self._up = psutil.Popen(
             command,
             stdout=self._log,

@@ -45,6 +45,7 @@ class MeshOptions:
     grpc_port: int = 9000
     num_prefill: int = 1
     num_decode: int = 1
+    num_both: int = 0
     dtype: str = "auto"
     transport: str = "auto"
     threads: int = 0
@@ -61,15 +62,21 @@ class MeshOptions:
 
     @property
     def num_workers(self) -> int:
-        """Of both roles, for all models."""
-        return (self.num_prefill + self.num_decode) * len(self.models)
+        """Of all roles, for all models."""
+        return (self.num_prefill + self.num_decode + self.num_both) * len(self.models)
+
+    @property
+    def roles(self) -> dict[str, int]:
+        """How many workers of each kind a model has, by the service that is started."""
+        counts = {"prefill": self.num_prefill, "decode": self.num_decode, "worker": self.num_both}
+        return {name: count for name, count in counts.items() if count}
 
     @property
     def workers(self) -> dict[str, str]:
         """Names of the workers, numbered through over all models, and the model that each serves."""
         return {
             f"{role}-{number}": model
-            for role, count in (("prefill", self.num_prefill), ("decode", self.num_decode))
+            for role, count in self.roles.items()
             for number, model in enumerate(model for model in self.models for _ in range(count))
         }
 

@@ -91,6 +91,8 @@ def up(options: MeshOptions) -> int:
     if not (options.keys or options.is_open or is_loopback(options.host)):
         what = f"--host {options.host}: whoever reaches it could use the model"
         raise UsageError(f"{what}; name API keys with --keys (`weft keys add NAME` makes one), or say --open")
+    if not options.num_both and not (options.num_prefill and options.num_decode):
+        raise UsageError("a model needs --prefill 1 and --decode 1 at least, or --both 1")
     trouble = mooncake_trouble()
     if trouble and options.transport == "mooncake":
         raise UsageError(f"--transport mooncake: {trouble}")
@@ -163,7 +165,9 @@ def _report(failure: ChildFailed, display: Display) -> int:
 
 
 def _title(options: MeshOptions) -> str:
-    workers = f"{options.num_prefill} prefill, {options.num_decode} decode{' each' if len(options.models) > 1 else ''}"
+    shown = {"worker": "for both roles"}
+    counts = ", ".join(f"{count} {shown.get(name, name)}" for name, count in options.roles.items())
+    workers = f"{counts}{' each' if len(options.models) > 1 else ''}"
     return f"Weft · {', '.join(options.models)} · {workers} · {options.dtype}"
 
 

@@ -123,9 +123,8 @@ def test_status_without_a_mesh_says_what_to_do() -> None:
     assert "weft up" in result.stderr
 
 
-def test_a_mesh_without_prefill_workers_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mesh_without_prefill_workers_is_refused(checkpoint: Path) -> None:
     # nobody would compute prompts: it would never be ready
-    monkeypatch.setattr("weft.cli.up.up", lambda options: 0)
     result = runner.invoke(app, ["up", "--model", str(checkpoint), "--prefill", "0"])
     assert result.exit_code == 2
     assert "--prefill" in result.stderr
