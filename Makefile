@@ -5,13 +5,14 @@ PORT ?= 8000
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test soak chaos lint protos install install-dev pin clean
+.PHONY: help serve test soak chaos page-test lint protos install install-dev pin clean
 
 help:
 	@echo "make serve    install, then run the whole mesh on http://127.0.0.1:$(PORT)   (PORT=8080 ARGS='--decode 2')"
 	@echo "make test     install, then run every test                              (ARGS='-k name')"
 	@echo "make soak     the engine at random for 100,000 steps a family, freed memory poisoned (a quarter of an hour)"
 	@echo "make chaos    the whole fault matrix, --rounds times                   (ARGS='--rounds 20')"
+	@echo "make page-test  the page at / in headless Chromium, which it installs where it is missing"
 	@echo "make lint     style, types, import directions, wire contracts, compose"
 	@echo "make protos   compile protos/weft_mesh into protos/generated"
 	@echo "make pin      write constraints.txt from what is installed in $(VENV)"
@@ -29,6 +30,9 @@ soak: install-dev
 # --tb=native: Python 3.11 fails to show long tracebacks of nested groups
 chaos: install-dev
 	@exec $(BIN)/python -m pytest tests/chaos --rounds 1 --tb=native $(ARGS)
+
+page-test: install-dev
+	@scripts/page-test.sh $(ARGS)
 
 lint: install-dev
 	@scripts/lint.sh

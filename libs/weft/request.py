@@ -83,7 +83,8 @@ class PositionLogprobs:
 class PromptUsage:
     """What a prompt cost, as counted by the worker that computed it. Times in milliseconds.
 
-    `failed_worker_id` names a prefill worker that was lost on the way.
+    `failed_worker_id` names a prefill worker that was lost on the way. `*_us`: microseconds in each stage on the decode
+    worker before it generated.
     """
 
     cached_tokens: int = 0
@@ -94,6 +95,10 @@ class PromptUsage:
     exposed_transfer_ms: int = 0
     prefill_worker_id: str = ""
     failed_worker_id: str = ""
+    routed_us: int = 0
+    reserved_us: int = 0
+    prefilling_us: int = 0
+    transferring_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from weft.request import ModelFingerprint, RequestKey, SamplingParams
 from weft.worker.estimate import FetchEstimate
 from weft.worker.runtime import EngineFeed
 from weft.worker.store import StoreClient
+from weft.worker.tally import Tally
 from weft_services.prefill.prefix import StorePrefix
 
 REQUEST_SECONDS = 600.0
@@ -128,7 +129,7 @@ async def prefilling(shape: Shape, weights: Mapping[str, Tensor], estimate: Fetc
     )
     fingerprint = _fingerprint(config, shape)
     store = StoreClient(shape.store, engine.pool_memory, fingerprint, engine.unpin, estimate)
-    worker = Prefill(engine, store, StorePrefix(store, engine_config.paging), fingerprint)
+    worker = Prefill(engine, store, StorePrefix(store, engine_config.paging, Tally()), fingerprint)
     feed.on_computed = estimate.computed
     feed.subscribe(worker.on_step)
     await store.connect()

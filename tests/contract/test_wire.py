@@ -66,7 +66,7 @@ entries = st.builds(TokenLogprob, u32, f32)
 positions = st.builds(PositionLogprobs, entries, st.lists(entries, max_size=5).map(tuple))
 fingerprints = st.builds(ModelFingerprint, text, text, u32, u64, text)
 endpoints = st.builds(Endpoint, text, text, u64)
-usages = st.builds(PromptUsage, u32, u32, u64, u32, u32, u32, text)
+usages = st.builds(PromptUsage, u32, u32, u64, u32, u32, u32, text, text, u32, u32, u32, u32)
 orders = st.builds(PrefillOrder, keys, text, fingerprints, tokens, samplings, st.binary(max_size=20), u32, u32, i32)
 events = st.one_of(
     st.builds(Accepted, text, endpoints, u32),

@@ -162,6 +162,18 @@ def status(
 
 
 @app.command()
+def top(
+    scheduler: Scheduler = "",
+    once: Annotated[bool, typer.Option("--once", help="One picture instead of one a second.")] = False,
+) -> None:
+    """The mesh as it works: who computes, who writes, what is handed off, how full caches are."""
+    address = _scheduler("top", scheduler)
+    from weft.cli.top import top as show_top
+
+    show_top(address, once)
+
+
+@app.command()
 def drain(worker: Worker, scheduler: Scheduler = "") -> None:
     """Let a worker finish what it has and give it nothing new."""
     from weft.cli.drain import drain as ask_to_drain

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import typer
+from google.protobuf.message import Message
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -52,8 +53,8 @@ async def _once(address: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps(as_dict(workers), indent=2))
     else:
-        console = _console()
-        console.print(render(workers, console.width))
+        screen = console()
+        screen.print(render(workers, screen.width))
 
 
 async def _watch(address: str, as_json: bool) -> None:
@@ -64,11 +65,11 @@ async def _watch(address: str, as_json: bool) -> None:
                 print(json.dumps(as_dict(workers)), flush=True)
                 await asyncio.sleep(REFRESH_SECONDS)
                 workers = await _list_workers(channel)
-        console = _console()
-        with Live(render(workers, console.width), console=console, auto_refresh=False) as live:
+        screen = console()
+        with Live(render(workers, screen.width), console=screen, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(REFRESH_SECONDS)
-                live.update(await _refreshed(channel, address, console.width), refresh=True)
+                live.update(await _refreshed(channel, address, screen.width), refresh=True)
 
 
 async def _refreshed(channel: grpc.aio.Channel, address: str, width: int) -> RenderableType:
@@ -99,7 +100,8 @@ def explain(address: str, error: grpc.aio.AioRpcError) -> str:
     return f"the scheduler at {address} failed: {error.code().name.lower()}: {error.details()}"
 
 
-def _console() -> Console:
+def console() -> Console:
+    """As wide as the terminal, or as a pipe may be."""
     return Console() if sys.stdout.isatty() else Console(width=PIPE_COLUMNS)
 
 
@@ -128,7 +130,8 @@ def _table(titles: Sequence[str], rows: Iterable[dict[str, Text]]) -> Table:
     return table
 
 
-def _state(report: pb.WorkerReport) -> Text:
+def state_of(report: pb.WorkerReport) -> Text:
+    """In a word or two."""
     if report.ready:
         return Text("ready", style="green")
     return Text("draining", style="yellow") if report.draining else Text("not ready", style="red")
@@ -142,7 +145,7 @@ def _row(worker: pb.WorkerStatus) -> dict[str, Text]:
         "worker": Text(hello.worker.worker_id, style="bold"),
         "role": Text(role_from_wire(hello.role).value),
         "model": Text(hello.model),
-        "state": _state(report),
+        "state": state_of(report),
         "running": Text(f"{report.num_running:,}"),
         "waiting": Text(f"{report.num_waiting:,}"),
         "tokens booked": Text(f"{worker.booked_prefill_tokens + worker.booked_decode_tokens:,}"),
@@ -188,8 +191,19 @@ def _worker_dict(worker: pb.WorkerStatus) -> dict[str, Any]:
         "booked_prefill_tokens": worker.booked_prefill_tokens,
         "booked_decode_tokens": worker.booked_decode_tokens,
         "report_age_ms": worker.report_age_ms,
-        **{field.name: getattr(report, field.name) for field in report.DESCRIPTOR.fields},
+        **_plain(report),
     }
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """Every field, also those never set. 64-bit numbers stay numbers, as they do not in protobuf's own JSON."""
+    return {field.name: _value(getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, Message):
+        return _plain(value)
+    return [_value(each) for each in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def totals(workers: Sequence[pb.WorkerStatus]) -> dict[str, Any]:

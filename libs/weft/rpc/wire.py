@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from weft.request import (
     FinishReason,
     Grammar,
@@ -14,6 +16,7 @@ from weft.request import (
     WorkerAddress,
     WorkerRole,
 )
+from weft.tally import NOTHING_LOOKED_UP, HandOffTally, PrefixTally, Tallies
 from weft_mesh.v1 import common_pb2, decode_service_pb2, scheduler_service_pb2
 
 _FINISH_TO_WIRE = {
@@ -174,6 +177,10 @@ def usage_to_wire(usage: PromptUsage) -> decode_service_pb2.PromptUsage:
         exposed_transfer_ms=usage.exposed_transfer_ms,
         prefill_worker_id=usage.prefill_worker_id,
         failed_worker_id=usage.failed_worker_id,
+        routed_us=usage.routed_us,
+        reserved_us=usage.reserved_us,
+        prefilling_us=usage.prefilling_us,
+        transferring_us=usage.transferring_us,
     )
 
 
@@ -188,4 +195,45 @@ def usage_from_wire(usage: decode_service_pb2.PromptUsage) -> PromptUsage:
         usage.exposed_transfer_ms,
         usage.prefill_worker_id,
         usage.failed_worker_id,
+        usage.routed_us,
+        usage.reserved_us,
+        usage.prefilling_us,
+        usage.transferring_us,
+    )
+
+
+def prefix_to_wire(prefix: PrefixTally) -> scheduler_service_pb2.PrefixTally | None:
+    """None while nothing was looked up."""
+    if prefix == NOTHING_LOOKED_UP:
+        return None
+    return scheduler_service_pb2.PrefixTally(
+        looked_up_tokens=prefix.looked_up_tokens,
+        pool_tokens=prefix.pool_tokens,
+        dram_tokens=prefix.dram_tokens,
+        nvme_tokens=prefix.nvme_tokens,
+    )
+
+
+def hand_offs_to_wire(tallies: Iterable[HandOffTally]) -> list[scheduler_service_pb2.HandOffTally]:
+    """Total."""
+    return [
+        scheduler_service_pb2.HandOffTally(
+            prefill_worker_id=tally.prefill_worker_id,
+            num_prompts=tally.num_prompts,
+            size_bytes=tally.size_bytes,
+            num_failed=tally.num_failed,
+        )
+        for tally in tallies
+    ]
+
+
+def tallies_from_wire(report: scheduler_service_pb2.WorkerReport) -> Tallies:
+    """Total."""
+    prefix = report.prefix
+    return Tallies(
+        PrefixTally(prefix.looked_up_tokens, prefix.pool_tokens, prefix.dram_tokens, prefix.nvme_tokens),
+        tuple(
+            HandOffTally(tally.prefill_worker_id, tally.num_prompts, tally.size_bytes, tally.num_failed)
+            for tally in report.hand_offs
+        ),
     )

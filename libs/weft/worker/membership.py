@@ -16,7 +16,8 @@ from weft.engine.messages import EngineLoad
 from weft.errors import WeftError
 from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
 from weft.rpc.client import open_channel, owned
-from weft.rpc.wire import address_to_wire, fingerprint_to_wire, role_to_wire
+from weft.rpc.wire import address_to_wire, fingerprint_to_wire, hand_offs_to_wire, prefix_to_wire, role_to_wire
+from weft.tally import Tallies
 from weft_mesh.v1 import scheduler_service_pb2, scheduler_service_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -55,12 +56,18 @@ class Membership:
     """
 
     def __init__(
-        self, schedulers: str, introduction: Introduction, load: Callable[[], EngineLoad], is_able: Callable[[], bool]
+        self,
+        schedulers: str,
+        introduction: Introduction,
+        load: Callable[[], EngineLoad],
+        is_able: Callable[[], bool],
+        tallies: Callable[[], Tallies] = Tallies,
     ) -> None:
         """`schedulers`: host:port, several by commas."""
         self._introduction = introduction
         self._load = load
         self._is_able = is_able
+        self._tallies = tallies
         self._is_draining = False
         self._has_joined = asyncio.Event()
         self._is_leaving = asyncio.Event()
@@ -131,7 +138,7 @@ class Membership:
                     await self._is_leaving.wait()
 
     def _report(self, is_leaving: bool) -> scheduler_service_pb2.WorkerReport:
-        load = self._load()
+        load, tallies = self._load(), self._tallies()
         has_room = load.free_blocks + load.cached_blocks > 0
         return scheduler_service_pb2.WorkerReport(
             num_running=load.num_running,
@@ -146,6 +153,8 @@ class Membership:
             draining=self._is_draining,
             generated_tokens=load.generated_tokens,
             computed_prompt_tokens=load.computed_prompt_tokens,
+            prefix=prefix_to_wire(tallies.prefix),
+            hand_offs=hand_offs_to_wire(tallies.hand_offs),
         )
 
 

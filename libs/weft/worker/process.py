@@ -34,6 +34,7 @@ from weft.worker.membership import Introduction, Membership
 from weft.worker.places import PlaceReporter
 from weft.worker.runtime import EngineFeed
 from weft.worker.store import StoreClient
+from weft.worker.tally import Tally
 from weft.worker.tasks import background
 from weft.worker.transports import pick_transports
 from weft.worker.vitals import Vitals
@@ -71,6 +72,7 @@ class Workplace:
     with_checksums: bool
     grammars: GrammarDesk = field(default_factory=GrammarDesk)
     lease_seconds: float = LEASE_SECONDS
+    tally: Tally = field(default_factory=Tally)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,11 @@ async def _serve(
     role = posts[0].role if len(posts) == 1 else WorkerRole.BOTH
     introduction = _introduction(config, role, place, booted, address)
     membership = Membership(
-        config.scheduler_addr, introduction, lambda: engine.load, lambda: engine.is_alive and health.is_fit
+        config.scheduler_addr,
+        introduction,
+        lambda: engine.load,
+        lambda: engine.is_alive and health.is_fit,
+        place.tally.read,
     )
     keeping = tasks.create_task(membership.keep())
     try:

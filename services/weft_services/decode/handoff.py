@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from functools import partial
 
-from weft import metrics
 from weft.engine.core import Engine
 from weft.engine.messages import FirstToken, Reserved
 from weft.errors import BadCheckpoint, Cancelled, DeadlineExceeded, Incompatible, Overloaded, PeerLost, WeftError
@@ -18,6 +17,7 @@ from weft.kv.transport import TransferFailed
 from weft.lifetime import Stage
 from weft.request import ModelFingerprint, PromptUsage, RequestKey, WorkerAddress
 from weft.worker.borrow import Borrower, ChecksumMismatch
+from weft.worker.tally import Tally
 from weft_services.decode.fallback import Fallbacks
 from weft_services.decode.order import SequenceOrder
 from weft_services.decode.peers import PrefillPeers
@@ -48,8 +48,11 @@ _EXPECTED = (WeftError, TimeoutError, TransferFailed, ChecksumMismatch, LeaseLos
 class HandOffs:
     """Fills reserved sequences with their prompts' KV."""
 
-    def __init__(self, engine: Engine, peers: PrefillPeers, borrower: Borrower, fingerprint: ModelFingerprint) -> None:
+    def __init__(
+        self, engine: Engine, peers: PrefillPeers, borrower: Borrower, fingerprint: ModelFingerprint, tally: Tally
+    ) -> None:
         self.fallbacks = Fallbacks()
+        self.tally = tally
         self._engine = engine
         self._peers = peers
         self._borrower = borrower
@@ -78,6 +81,7 @@ class HandOffs:
             self.fallbacks.begin(order.key, num_tokens - num_hit, prefill.worker_id)
             return PromptUsage(failed_worker_id=prefill.worker_id) if reception.is_lender_lost else None
         self._engine.filled(order.key, num_tokens, FirstToken(finished.first_token_id, finished.logprobs))
+        self.tally.handed_off(prefill.worker_id, reception.transferred_bytes)
         return PromptUsage(
             cached_tokens=finished.cached_tokens,
             store_tokens=finished.store_tokens,
@@ -99,7 +103,7 @@ class HandOffs:
             error = first_leaf(group)
             reason = _REASONS.get(type(error), "failed")
             reception.is_lender_lost = isinstance(error, _LOST)
-            metrics.TRANSFER_FAILURES.labels(reason).inc()
+            self.tally.hand_off_failed(prefill.worker_id, reason)
             logger.warning("hand-off from %s thrown away (%s): %s", prefill.worker_id, reason, error)
         finally:
             if finished is None:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
-from weft import log, metrics
+from weft import log
 from weft.engine.core import Engine
 from weft.engine.history import Constraint
 from weft.engine.messages import PromptCounts, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
 from weft.engine.pulse import Pulse
 from weft.errors import DeadlineExceeded, EngineFailed, Incompatible, Overloaded, PeerLost, WeftError
 from weft.kv.handoff import is_late
+from weft.kv.tiers import Tier
 from weft.lifetime import Stage
 from weft.request import PromptUsage, RequestKey
 from weft.worker.grammars import GrammarDesk
@@ -193,17 +195,17 @@ class SequenceDesk:
         """As prefill counted it, or our own count when the prompt was computed here."""
         sequence.stages.computed(counts)
         sequence.stages.reach(Stage.DECODING)
+        lent = sequence.stages.told(lent)
         if lent.prefill_worker_id:
             return lent
         self._hand_offs.fallbacks.end(sequence.order.key)
-        metrics.PREFIX_QUERIES.inc(len(sequence.order.token_ids))
-        metrics.PREFIX_HITS.labels("pool").inc(counts.num_cached_tokens)
-        return PromptUsage(
+        self._hand_offs.tally.looked_up(len(sequence.order.token_ids), {Tier.POOL: counts.num_cached_tokens})
+        return replace(
+            lent,
             cached_tokens=counts.num_cached_tokens,
             queue_ms=counts.queue_ms,
             compute_ms=counts.compute_ms,
             prefill_worker_id=self._worker_id,
-            failed_worker_id=lent.failed_worker_id,
         )
 
     def _failed(self, key: RequestKey, error: WeftError) -> Delta:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from weft import metrics
 from weft.engine.messages import PromptCounts
 from weft.lifetime import Stage
+from weft.request import PromptUsage
+
+_BEFORE_DECODING = (Stage.ROUTED, Stage.RESERVED, Stage.PREFILLING, Stage.TRANSFERRING)
 
 
 class StageClock:
@@ -16,6 +20,7 @@ class StageClock:
         self.stage = Stage.ROUTED
         self._since = time.perf_counter()
         self._deadline = self._since + remaining_seconds
+        self._spent: dict[Stage, float] = {}
 
     @property
     def remaining_seconds(self) -> float:
@@ -27,12 +32,26 @@ class StageClock:
         if stage is self.stage:
             return
         now = time.perf_counter()
-        metrics.STAGE_SECONDS.labels(self.stage).observe(now - self._since)
+        self._leave(now - self._since)
         self.stage, self._since = stage, now
 
     def computed(self, counts: PromptCounts) -> None:
         """The engine computed a prompt that nobody waited for: it alone knows when it began."""
         if self.stage is Stage.ROUTED:
-            metrics.STAGE_SECONDS.labels(Stage.ROUTED).observe(counts.queue_ms / 1000)
-            metrics.STAGE_SECONDS.labels(Stage.PREFILLING).observe(counts.compute_ms / 1000)
+            self._leave(counts.queue_ms / 1000)
+            self.stage = Stage.PREFILLING
+            self._leave(counts.compute_ms / 1000)
             self.stage, self._since = Stage.DECODING, time.perf_counter()
+
+    def told(self, usage: PromptUsage) -> PromptUsage:
+        """With the time in each stage before this one."""
+        routed, reserved, prefilling, transferring = (
+            round(self._spent.get(stage, 0.0) * 1e6) for stage in _BEFORE_DECODING
+        )
+        return replace(
+            usage, routed_us=routed, reserved_us=reserved, prefilling_us=prefilling, transferring_us=transferring
+        )
+
+    def _leave(self, seconds: float) -> None:
+        metrics.STAGE_SECONDS.labels(self.stage).observe(seconds)
+        self._spent[self.stage] = self._spent.get(self.stage, 0.0) + seconds

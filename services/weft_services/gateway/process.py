@@ -62,7 +62,7 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
     async with asyncio.TaskGroup() as group:
         links, settler = DecodeLinks(group), Settler(scheduler)
         watch = FleetWatch(scheduler, models.names)
-        mesh = Mesh(scheduler, links, settler, group, config.move_seconds)
+        mesh = Mesh(scheduler, links, settler, group, config.move_seconds, watch.news.publish)
         pipeline = Pipeline(models, mesh, watch, config.max_requests)
         listeners = Listeners(config, pipeline, door)
         await listeners.start(group)
@@ -74,6 +74,7 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
         finally:
             watching.cancel()
             pipeline.is_draining = True
+            watch.news.close()
             listeners.refuse()
             await listeners.rpc.set_ready(False)
             await pipeline.until_idle(config.grace_seconds)

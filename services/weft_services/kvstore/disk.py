@@ -81,6 +81,11 @@ class DiskTier:
         """Size of all files."""
         return sum(segment.size_bytes for segment in self._segments)
 
+    @property
+    def max_bytes(self) -> int:
+        """What they may be."""
+        return self._limits.max_bytes
+
     async def open(self) -> None:
         """Find again what earlier processes left. Raises OSError."""
         found = await self._in_writer(self._scan)

@@ -36,6 +36,7 @@ class BlockIndex:
         self._ttl_seconds = ttl_seconds
         self._clock = clock
         self._blocks: OrderedDict[tuple[bytes, bytes], StoredBlock] = OrderedDict()
+        self.used_bytes = 0
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -43,10 +44,11 @@ class BlockIndex:
     def add(self, fingerprint: bytes, blocks: Iterable[StoredBlock]) -> None:
         """The newest word on a key counts."""
         for block in blocks:
+            self._forget((fingerprint, block.key))
             self._blocks[fingerprint, block.key] = block
-            self._blocks.move_to_end((fingerprint, block.key))
+            self.used_bytes += block.size_bytes
         while len(self._blocks) > self._max_blocks:
-            self._blocks.popitem(last=False)
+            self._forget(next(iter(self._blocks)))
             metrics.TIER_EVICTIONS.labels("dram", "room").inc()
         self._tell()
 
@@ -56,7 +58,7 @@ class BlockIndex:
         if block is None:
             return None
         if self._ttl_seconds and self._clock() - block.stored_at > self._ttl_seconds:
-            del self._blocks[fingerprint, key]
+            self._forget((fingerprint, key))
             metrics.TIER_EVICTIONS.labels("dram", "expired").inc()
             return None
         self._blocks.move_to_end((fingerprint, key))
@@ -66,14 +68,21 @@ class BlockIndex:
         """They are gone from the store, unless somebody has put other bytes meanwhile."""
         for block in blocks:
             if self._blocks.get((fingerprint, block.key)) == block:
-                del self._blocks[fingerprint, block.key]
+                self._forget((fingerprint, block.key))
                 metrics.TIER_EVICTIONS.labels("dram", "gone").inc()
         self._tell()
 
     def clear(self) -> None:
         """The store has been started anew."""
         self._blocks.clear()
+        self.used_bytes = 0
         self._tell()
+
+    def _forget(self, name: tuple[bytes, bytes]) -> None:
+        block = self._blocks.pop(name, None)
+        if block is not None:
+            self.used_bytes -= block.size_bytes
 
     def _tell(self) -> None:
         metrics.TIER_BLOCKS.labels("dram").set(len(self._blocks))
+        metrics.TIER_BYTES_USED.labels("dram").set(self.used_bytes)

@@ -43,6 +43,9 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
             num_blocks=len(self._store.index),
             num_disk_blocks=len(self._store.disk) if self._store.disk is not None else 0,
             protocol=PROTOCOL,
+            used_bytes=self._store.index.used_bytes,
+            disk_bytes=self._store.disk.max_bytes if self._store.disk is not None else 0,
+            disk_used_bytes=self._store.disk.used_bytes if self._store.disk is not None else 0,
         )
 
     async def Match(self, request: pb2.MatchRequest, context: Any) -> pb2.MatchResponse:

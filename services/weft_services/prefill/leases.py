@@ -13,7 +13,6 @@ from weft.errors import Cancelled, Incompatible, InvalidRequest, NotFound, PeerL
 from weft.kv.groups import PageRun, Paging
 from weft.kv.handoff import PrefillEvent, PrefillOrder, PromptFinished, ReadyBlocks, is_late
 from weft.kv.memory import BlockBytes
-from weft.kv.tiers import Tier
 from weft.request import ModelFingerprint, RequestKey
 from weft.worker.borrow import block_checksums
 from weft.worker.grammars import GrammarDesk
@@ -203,12 +202,7 @@ class LeaseDesk:
         """Take what the store has beyond the pool's own prefix, then let the engine compute the rest."""
         reserved = await lease.until_reserved()
         order = lease.order
-        found = await self._store.fetch(order, reserved)
-        lease.store_tokens = sum(found.values())
-        metrics.PREFIX_QUERIES.inc(len(order.token_ids))
-        metrics.PREFIX_HITS.labels(Tier.POOL).inc(reserved.num_hit_tokens)
-        for tier, num_tokens in found.items():
-            metrics.PREFIX_HITS.labels(tier).inc(num_tokens)
+        lease.store_tokens = sum((await self._store.fetch(order, reserved)).values())
         self._engine.filled(order.key, reserved.num_hit_tokens + lease.store_tokens)
 
     def find(self, key: RequestKey) -> Lease:

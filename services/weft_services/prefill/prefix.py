@@ -12,6 +12,7 @@ from weft.kv.prefix import block_keys, reusable_blocks
 from weft.kv.tiers import Tier
 from weft.worker.store import StoreClient
 from weft.worker.store_get import Wanted
+from weft.worker.tally import Tally
 
 STALL_SECONDS = 2.0
 # below this the hashes take less time than a thread
@@ -21,12 +22,18 @@ INLINE_HASH_TOKENS = 8192
 class StorePrefix:
     """Fetches into blocks that a sequence has reserved; nothing is written there after `fetch` has ended."""
 
-    def __init__(self, store: StoreClient, paging: Paging) -> None:
+    def __init__(self, store: StoreClient, paging: Paging, tally: Tally) -> None:
         self._store = store
         self._paging = paging
+        self._tally = tally
 
     async def fetch(self, order: PrefillOrder, reserved: Reserved) -> dict[Tier, int]:
         """How many tokens beyond the pool's own prefix were fetched from which tier and are in place now."""
+        found = await self._fetch(order, reserved)
+        self._tally.looked_up(len(order.token_ids), {Tier.POOL: reserved.num_hit_tokens, **found})
+        return found
+
+    async def _fetch(self, order: PrefillOrder, reserved: Reserved) -> dict[Tier, int]:
         size = self._paging.block_tokens
         first = reserved.num_hit_tokens // size
         last = reusable_blocks(len(order.token_ids), size)

@@ -120,7 +120,7 @@ SERVICE_NAME = prefill_service_pb2.DESCRIPTOR.services_by_name["PrefillService"]
 def install(place: Workplace, server: grpc.aio.Server) -> LeaseDesk:
     """Put the role to work at this place."""
     paging = place.engine.paging
-    prefix = StorePrefix(place.store, paging)
+    prefix = StorePrefix(place.store, paging, place.tally)
     desk = LeaseDesk(place.engine, prefix, place.boot_id, place.fingerprint, place.grammars)
     place.feed.subscribe(desk.on_step)
     accepted = Accepted(place.boot_id, place.transports[0].endpoint(), round(place.lease_seconds * 1000))

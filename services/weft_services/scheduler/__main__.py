@@ -11,6 +11,7 @@ from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.peers import KvStore
 from weft_services.scheduler.router import Router
 from weft_services.scheduler.service import NAMES, register
+from weft_services.scheduler.store_watch import StoreWatch
 from weft_services.scheduler.targets import parse_targets
 from weft_services.scheduler.waiting import WaitingRoom
 from weft_services.scheduler.whereabouts import Whereabouts
@@ -26,11 +27,12 @@ async def main(config: Config) -> None:
     whereabouts = Whereabouts(kvstore.locate if kvstore else None)
     dispatcher = Dispatcher(router, affinity, room, whereabouts=whereabouts)
     rpc = RpcServer(NAMES)
-    register(rpc.server, dispatcher, config.report_interval_ms, config.silence_seconds)
+    store = StoreWatch(kvstore.describe) if kvstore else None
+    register(rpc.server, dispatcher, config.report_interval_ms, config.silence_seconds, store)
     address = await rpc.start(config.host, config.port)
     logging.info("listening at=%s metrics=%d", address, metrics.expose(config.host, config.metrics_port))
     await rpc.set_ready(True)
-    await until_signal(dispatcher.run())
+    await until_signal(dispatcher.run(), *([store.run()] if store else []))
     await rpc.stop(grace_seconds=0.5)
     if kvstore is not None:
         await kvstore.close()

@@ -65,6 +65,11 @@ class Dispatcher:
         """Ask a worker to take no new work, or to take it again. Raises NotFound when no such worker is live."""
         self._router.fleet.drain(worker_id, wish)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for room."""
+        return len(self._places)
+
     def workers(self) -> list[Worker]:
         """All live workers, sorted by id."""
         return self._router.fleet.workers()

@@ -8,6 +8,7 @@ from weft.rpc.client import open_channel, translated
 from weft_mesh.v1 import kvstore_service_pb2 as pb
 from weft_mesh.v1.kvstore_service_pb2_grpc import KvStoreServiceStub
 from weft_services.scheduler.state import Holding, Located
+from weft_services.scheduler.store_watch import StoreUse
 
 # an answer that nobody waits for any more is still worth having for so long
 CALL_SECONDS = 0.5
@@ -26,6 +27,12 @@ class KvStore:
             answer = await self._stub.Locate(pb.LocateRequest(fingerprint=fingerprint, keys=keys), timeout=CALL_SECONDS)
         workers = tuple(Holding(match.worker_id, match.boot_id, match.num_blocks) for match in answer.workers)
         return Located(workers, len(answer.store))
+
+    async def describe(self) -> StoreUse:
+        """How full the store is. Raises WeftError."""
+        with translated():
+            answer = await self._stub.Describe(pb.DescribeRequest(), timeout=CALL_SECONDS)
+        return StoreUse(answer.segment_bytes, answer.used_bytes, answer.disk_bytes, answer.disk_used_bytes)
 
     async def close(self) -> None:
         """Close the channel."""

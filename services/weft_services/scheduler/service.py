@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 
 import grpc
 
@@ -17,9 +18,12 @@ from weft.rpc.wire import (
     address_to_wire,
     fingerprint_from_wire,
     fingerprint_to_wire,
+    hand_offs_to_wire,
     key_from_wire,
+    prefix_to_wire,
     role_from_wire,
     role_to_wire,
+    tallies_from_wire,
 )
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
@@ -34,6 +38,7 @@ from weft_services.scheduler.state import (
     WorkerInfo,
     WorkerReport,
 )
+from weft_services.scheduler.store_watch import StoreWatch
 
 NAMES = (
     pb.DESCRIPTOR.services_by_name["SchedulerService"].full_name,
@@ -92,8 +97,15 @@ class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
 class FleetServicer(pb_grpc.FleetServiceServicer):
     """Called by workers, and by people who want to see the fleet."""
 
-    def __init__(self, dispatcher: Dispatcher, report_interval_ms: int, silence_seconds: float) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        report_interval_ms: int,
+        silence_seconds: float,
+        store: StoreWatch | None = None,
+    ) -> None:
         self._dispatcher = dispatcher
+        self._store = store
         self._report_interval_ms = report_interval_ms
         self._silence_seconds = silence_seconds
 
@@ -130,7 +142,12 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
     ) -> pb.ListWorkersResponse:
         """See the proto."""
         workers = self._dispatcher.workers()
-        return pb.ListWorkersResponse(workers=[_status(w, self._dispatcher.age_seconds(w)) for w in workers])
+        use = self._store.use if self._store is not None else None
+        return pb.ListWorkersResponse(
+            workers=[_status(w, self._dispatcher.age_seconds(w)) for w in workers],
+            store=pb.StoreStatus(**asdict(use)) if use is not None else None,
+            waiting_requests=self._dispatcher.num_waiting,
+        )
 
     async def Drain(
         self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainResponse]
@@ -225,6 +242,7 @@ def _report(report: pb.WorkerReport) -> WorkerReport:
         generated_tokens=report.generated_tokens,
         computed_prompt_tokens=report.computed_prompt_tokens,
         is_draining=report.draining,
+        tallies=tallies_from_wire(report),
     )
 
 
@@ -254,6 +272,8 @@ def _status(worker: Worker, age_seconds: float) -> pb.WorkerStatus:
             generated_tokens=report.generated_tokens,
             computed_prompt_tokens=report.computed_prompt_tokens,
             draining=report.is_draining,
+            prefix=prefix_to_wire(report.tallies.prefix),
+            hand_offs=hand_offs_to_wire(report.tallies.hand_offs),
         ),
         booked_prefill_tokens=worker.booked.prefill_tokens,
         booked_decode_tokens=worker.booked.decode_tokens,
@@ -262,8 +282,14 @@ def _status(worker: Worker, age_seconds: float) -> pb.WorkerStatus:
     )
 
 
-def register(server: grpc.aio.Server, dispatcher: Dispatcher, report_interval_ms: int, silence_seconds: float) -> None:
+def register(
+    server: grpc.aio.Server,
+    dispatcher: Dispatcher,
+    report_interval_ms: int,
+    silence_seconds: float,
+    store: StoreWatch | None = None,
+) -> None:
     """Put both servicers on the server."""
     pb_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(dispatcher), server)  # type: ignore[no-untyped-call, unused-ignore]
-    fleet = FleetServicer(dispatcher, report_interval_ms, silence_seconds)
+    fleet = FleetServicer(dispatcher, report_interval_ms, silence_seconds, store)
     pb_grpc.add_FleetServiceServicer_to_server(fleet, server)  # type: ignore[no-untyped-call, unused-ignore]

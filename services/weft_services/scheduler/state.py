@@ -8,6 +8,7 @@ from enum import IntEnum
 
 from weft.kv.store_keys import fingerprint_digest
 from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
+from weft.tally import NO_TALLIES, Tallies
 from weft_services.scheduler.speed import DEFAULT_DECODE_RATE, DEFAULT_PREFILL_RATE, Speed
 
 NEVER = float("-inf")
@@ -53,6 +54,7 @@ class WorkerReport:
     generated_tokens: int = 0
     computed_prompt_tokens: int = 0
     is_draining: bool = False
+    tallies: Tallies = NO_TALLIES
 
     @property
     def is_idle(self) -> bool:

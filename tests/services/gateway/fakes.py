@@ -158,6 +158,10 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
         self.refusal: tuple[Any, ...] | None = None  # what `abort` takes
         self.is_prefill_ready = True
         self.is_stuck = False
+        self.reports: dict[str, scheduler_service_pb2.WorkerReport] = {}
+        self.store: scheduler_service_pb2.StoreStatus | None = None
+        self.num_waiting = 0
+        self.draining: set[str] = set()
         self.address = ""
         self.changed = asyncio.Condition()
         self._server = grpc.aio.server()
@@ -172,7 +176,10 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
         await self._server.stop(None)
 
     async def Drain(self, request: Any, context: Any) -> Any:
-        raise AssertionError("gateways do not ask")
+        if request.worker_id not in [status.hello.worker.worker_id for status in self._statuses()]:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no worker {request.worker_id!r} is live")
+        self.draining ^= {request.worker_id} if (request.worker_id in self.draining) == request.undo else set()
+        return scheduler_service_pb2.DrainResponse()
 
     async def Route(self, request: Any, context: Any) -> Any:
         async with self.changed:
@@ -198,9 +205,13 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
         raise NotImplementedError
 
     async def ListWorkers(self, request: Any, context: Any) -> Any:
+        return scheduler_service_pb2.ListWorkersResponse(
+            workers=self._statuses(), store=self.store, waiting_requests=self.num_waiting
+        )
+
+    def _statuses(self) -> list[scheduler_service_pb2.WorkerStatus]:
         statuses = [self._status(_address(decoder), common_pb2.WORKER_ROLE_DECODE, True) for decoder in self.decoders]
-        statuses.append(self._status(_PREFILL, common_pb2.WORKER_ROLE_PREFILL, self.is_prefill_ready))
-        return scheduler_service_pb2.ListWorkersResponse(workers=statuses)
+        return [*statuses, self._status(_PREFILL, common_pb2.WORKER_ROLE_PREFILL, self.is_prefill_ready)]
 
     def _status(self, worker: Any, role: Any, ready: bool) -> scheduler_service_pb2.WorkerStatus:
         hello = scheduler_service_pb2.WorkerHello(
@@ -210,7 +221,13 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
             max_context_tokens=self.max_context,
             fingerprint=common_pb2.ModelFingerprint(weights_hash="abcdef0123456789", block_tokens=BLOCK_TOKENS),
         )
-        return scheduler_service_pb2.WorkerStatus(hello=hello, report=scheduler_service_pb2.WorkerReport(ready=ready))
+        report = scheduler_service_pb2.WorkerReport(ready=ready)
+        if (own := self.reports.get(worker.worker_id)) is not None:
+            hello.num_blocks = own.free_blocks + own.cached_blocks + own.active_blocks + own.quarantined_blocks
+            report.MergeFrom(own)
+        if worker.worker_id in self.draining:
+            report.ready, report.draining = False, True
+        return scheduler_service_pb2.WorkerStatus(hello=hello, report=report)
 
     def stages(self, generation: int = 0) -> list[str]:
         """Names of the stages settled for that attempt, in order."""

@@ -124,9 +124,10 @@ async def test_what_is_no_single_known_key_is_refused_before_the_body_is_read(
 
 
 @pytest.mark.parametrize(
-    "path", ["/metrics", "/v1/models", "/", "/v1", "//v1/models", "/v1/../metrics", "/tokenize", "/nothing"]
+    "path",
+    "/metrics /v1/models /weft/page /weft/fleet/events /v1 //v1/models /v1/../metrics /tokenize /nothing".split(),
 )
-async def test_no_path_but_health_is_open(bench: MakeBench, keys: Any, path: str) -> None:
+async def test_no_path_but_health_and_the_pages_files_is_open(bench: MakeBench, keys: Any, path: str) -> None:
     async with bench(keys=keys(entry("alice"), entry("ops", operator=True))) as b:
         # a host that would make another path of the URL changes nothing
         assert (await b.http.get(path, headers={"host": "x/health?"})).status_code == 401
@@ -222,3 +223,19 @@ async def test_a_keys_file_that_cannot_be_read_ends_the_process_by_name(bench: M
         with pytest.raises(ConfigError, match=message):
             async with bench(keys=str(tmp_path / name)):
                 pass
+
+
+async def test_the_page_is_open_and_the_mesh_it_shows_is_for_operators(bench: MakeBench, keys: Any) -> None:
+    async with bench(keys=keys(entry("alice"), entry("ops", operator=True))) as b:
+        for path in ("/", "/weft/page/main.js"):
+            assert (await b.http.get(path)).status_code == 200
+        for headers, status in (({}, 401), (bearer("alice"), 403)):
+            assert (await b.http.get("/weft/fleet/events", headers=headers)).status_code == status
+            drained = await b.http.post("/weft/workers/decode-0/drain", json={}, headers=headers)
+            assert (drained.status_code, b.scheduler.draining) == (status, set())
+        # an operator's key counts wherever it comes from
+        far = {**bearer("ops"), "host": "mesh.example", "x-forwarded-for": "203.0.113.7"}
+        assert (await b.http.post("/weft/workers/decode-0/drain", json={}, headers=far)).status_code == 200
+        async with b.http.stream("GET", "/weft/fleet/events", headers=far) as response:
+            lines = response.aiter_lines()
+            assert [await anext(lines), await anext(lines)][1].endswith('"is_operator":true}')

@@ -86,3 +86,18 @@ def test_any_history_agrees_with_a_plain_set(history: list[tuple[str, list[int]]
             found = [index.find(ONE, key) for key in keys(*numbers)]
             assert found == [block(number) if number in known else None for number in numbers]
         assert len(index) == len(known)
+
+
+def test_used_bytes_are_those_of_the_blocks_that_are_known() -> None:
+    now = 0.0
+    index = BlockIndex(max_blocks=3, ttl_seconds=5.0, clock=lambda: now)
+    index.add(ONE, [block(1), block(2), block(3)])
+    index.add(ONE, [block(3, checksum=7), block(4)])
+    assert index.used_bytes == 30
+    index.drop(ONE, [block(4), block(3)])  # of 3 another copy is there
+    assert index.used_bytes == 20
+    now = 10.0
+    assert index.find(ONE, keys(3)[0]) is None
+    assert index.used_bytes == 10
+    index.clear()
+    assert index.used_bytes == 0

@@ -22,6 +22,7 @@ from weft.kv.tiers import Tier
 from weft.request import RequestKey, SamplingParams
 from weft.worker.store import StoreClient
 from weft.worker.store_get import Fetched, Wanted
+from weft.worker.tally import Tally
 from weft_services.prefill.prefix import StorePrefix
 
 LIMITS: dict[str, Any] = {"block_tokens": 4, "chunk_tokens": 16, "num_blocks": 256}
@@ -72,7 +73,7 @@ def fetched(store: PageStore, driver: Driver, key: RequestKey, tokens: list[int]
     """Tokens that the store adds."""
     store.target = driver
     order = PrefillOrder(key, "", fingerprint_of(driver.tiny), tuple(tokens), SamplingParams(1))
-    prefix = StorePrefix(cast("StoreClient", store), driver.engine.paging)
+    prefix = StorePrefix(cast("StoreClient", store), driver.engine.paging, Tally())
     return sum(asyncio.run(prefix.fetch(order, reserved)).values())
 
 

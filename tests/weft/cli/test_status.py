@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from weft.cli.drain import drain
 from weft.cli.main import app
-from weft.cli.status import render, status, totals_line
+from weft.cli.status import as_dict, render, status, totals_line
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
@@ -156,6 +156,16 @@ def test_the_command_takes_the_address(address: str) -> None:
     result = CliRunner().invoke(app, ["status", "--scheduler", address, "--json"])
     assert result.exit_code == 0
     assert json.loads(result.stdout)["totals"]["workers"] == 2
+
+
+def test_what_is_nested_in_a_report_is_json_too() -> None:
+    told = worker("decode-0")
+    told.report.hand_offs.add(prefill_worker_id="prefill-0", size_bytes=1 << 40)
+    (shown,) = json.loads(json.dumps(as_dict([told])))["workers"]
+    assert shown["hand_offs"] == [
+        {"prefill_worker_id": "prefill-0", "num_prompts": 0, "size_bytes": 1 << 40, "num_failed": 0}
+    ]
+    assert shown["prefix"]["looked_up_tokens"] == 0
 
 
 def test_watching_shows_the_fleet_as_it_changes(

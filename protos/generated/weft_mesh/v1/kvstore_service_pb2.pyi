@@ -74,6 +74,9 @@ class DescribeResponse(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     NUM_DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_FIELD_NUMBER: _builtins.int
+    DISK_USED_BYTES_FIELD_NUMBER: _builtins.int
     master_address: _builtins.str
     """Mooncake master, host:port."""
     boot_id: _builtins.str
@@ -86,6 +89,12 @@ class DescribeResponse(_message.Message):
     """Mooncake protocol, "tcp" or "rdma"."""
     num_disk_blocks: _builtins.int
     """Blocks on disk."""
+    used_bytes: _builtins.int
+    """Bytes of the segment that blocks take, as far as the index knows."""
+    disk_bytes: _builtins.int
+    """What the disk tier may take; 0 without one."""
+    disk_used_bytes: _builtins.int
+    """What it takes."""
     def __init__(
         self,
         *,
@@ -95,10 +104,13 @@ class DescribeResponse(_message.Message):
         num_blocks: _builtins.int = ...,
         protocol: _builtins.str = ...,
         num_disk_blocks: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+        disk_bytes: _builtins.int = ...,
+        disk_used_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "master_address", b"master_address", "num_blocks", b"num_blocks", "num_disk_blocks", b"num_disk_blocks", "protocol", b"protocol", "segment_bytes", b"segment_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "disk_bytes", b"disk_bytes", "disk_used_bytes", b"disk_used_bytes", "master_address", b"master_address", "num_blocks", b"num_blocks", "num_disk_blocks", b"num_disk_blocks", "protocol", b"protocol", "segment_bytes", b"segment_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -414,6 +414,8 @@ class WorkerReport(_message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     COMPUTED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    HAND_OFFS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sequences in the batch."""
     num_waiting: _builtins.int
@@ -438,6 +440,14 @@ class WorkerReport(_message.Message):
     """Prompt tokens computed since its start."""
     draining: _builtins.bool
     """Somebody has asked it to finish what it has and to take nothing new; `ready` is false then."""
+    @_builtins.property
+    def prefix(self) -> Global___PrefixTally:
+        """What its caches were worth since its start."""
+
+    @_builtins.property
+    def hand_offs(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandOffTally]:
+        """With a decode worker: what each lender has handed off to it since its start. At most 256 lenders."""
+
     def __init__(
         self,
         *,
@@ -453,14 +463,84 @@ class WorkerReport(_message.Message):
         generated_tokens: _builtins.int = ...,
         computed_prompt_tokens: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        prefix: Global___PrefixTally | None = ...,
+        hand_offs: _abc.Iterable[Global___HandOffTally] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "active_tokens", b"active_tokens", "cached_blocks", b"cached_blocks", "computed_prompt_tokens", b"computed_prompt_tokens", "draining", b"draining", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "quarantined_blocks", b"quarantined_blocks", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "active_tokens", b"active_tokens", "cached_blocks", b"cached_blocks", "computed_prompt_tokens", b"computed_prompt_tokens", "draining", b"draining", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "hand_offs", b"hand_offs", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefix", b"prefix", "quarantined_blocks", b"quarantined_blocks", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerReport: _TypeAlias = WorkerReport  # noqa: Y015
+
+@_typing.final
+class PrefixTally(_message.Message):
+    """Prompt tokens since a worker's start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOOKED_UP_TOKENS_FIELD_NUMBER: _builtins.int
+    POOL_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAM_TOKENS_FIELD_NUMBER: _builtins.int
+    NVME_TOKENS_FIELD_NUMBER: _builtins.int
+    looked_up_tokens: _builtins.int
+    """Looked up in caches."""
+    pool_tokens: _builtins.int
+    """Found in the worker's own pool."""
+    dram_tokens: _builtins.int
+    """Found in the store's memory."""
+    nvme_tokens: _builtins.int
+    """Found on the store's disk."""
+    def __init__(
+        self,
+        *,
+        looked_up_tokens: _builtins.int = ...,
+        pool_tokens: _builtins.int = ...,
+        dram_tokens: _builtins.int = ...,
+        nvme_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dram_tokens", b"dram_tokens", "looked_up_tokens", b"looked_up_tokens", "nvme_tokens", b"nvme_tokens", "pool_tokens", b"pool_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixTally: _TypeAlias = PrefixTally  # noqa: Y015
+
+@_typing.final
+class HandOffTally(_message.Message):
+    """One lender's hand-offs to a decode worker since that one's start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_WORKER_ID_FIELD_NUMBER: _builtins.int
+    NUM_PROMPTS_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_FIELD_NUMBER: _builtins.int
+    prefill_worker_id: _builtins.str
+    """Who lent."""
+    num_prompts: _builtins.int
+    """Prompts whose blocks arrived."""
+    size_bytes: _builtins.int
+    """Their bytes."""
+    num_failed: _builtins.int
+    """Prompts whose hand-off was thrown away."""
+    def __init__(
+        self,
+        *,
+        prefill_worker_id: _builtins.str = ...,
+        num_prompts: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        num_failed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_failed", b"num_failed", "num_prompts", b"num_prompts", "prefill_worker_id", b"prefill_worker_id", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOffTally: _TypeAlias = HandOffTally  # noqa: Y015
 
 @_typing.final
 class JoinResponse(_message.Message):
@@ -514,22 +594,68 @@ class ListWorkersResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKERS_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
+    waiting_requests: _builtins.int
+    """Requests that wait for room."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
         """One entry a live worker, sorted by id."""
+
+    @_builtins.property
+    def store(self) -> Global___StoreStatus:
+        """The shared store; absent while there is none, or it does not answer."""
 
     def __init__(
         self,
         *,
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
+        store: Global___StoreStatus | None = ...,
+        waiting_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_store", b"_store", "store", b"store"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_store", b"_store", "store", b"store", "waiting_requests", b"waiting_requests", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__store: _TypeAlias = _typing.Literal["store"]  # noqa: Y015
+    _WhichOneofArgType__store: _TypeAlias = _typing.Literal["_store", b"_store"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__store) -> _WhichOneofReturnType__store | None: ...
+
+Global___ListWorkersResponse: _TypeAlias = ListWorkersResponse  # noqa: Y015
+
+@_typing.final
+class StoreStatus(_message.Message):
+    """How full the shared store is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_USED_BYTES_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_FIELD_NUMBER: _builtins.int
+    DISK_USED_BYTES_FIELD_NUMBER: _builtins.int
+    memory_bytes: _builtins.int
+    """Its memory."""
+    memory_used_bytes: _builtins.int
+    """Of that, taken by blocks."""
+    disk_bytes: _builtins.int
+    """Its disk; 0 without one."""
+    disk_used_bytes: _builtins.int
+    """Of that, taken by blocks."""
+    def __init__(
+        self,
+        *,
+        memory_bytes: _builtins.int = ...,
+        memory_used_bytes: _builtins.int = ...,
+        disk_bytes: _builtins.int = ...,
+        disk_used_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_bytes", b"disk_bytes", "disk_used_bytes", b"disk_used_bytes", "memory_bytes", b"memory_bytes", "memory_used_bytes", b"memory_used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListWorkersResponse: _TypeAlias = ListWorkersResponse  # noqa: Y015
+Global___StoreStatus: _TypeAlias = StoreStatus  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):

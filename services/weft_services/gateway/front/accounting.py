@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from weft import metrics
 from weft.lifetime import Stage
 from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.dialects.frames import Usage
+from weft_services.gateway.front.timeline import timeline
 from weft_services.gateway.mesh.placement import Forecast
 from weft_services.gateway.mesh.run import Run
 from weft_services.gateway.mesh.sequence import Piece
@@ -24,8 +26,10 @@ class Account:
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
         self._received = time.monotonic()
+        self._received_at = time.time()
         self._stages: dict[str, float] = {}
         self._last_token: float | None = None
+        self._worst_gap = 0.0
         self._run: Run | None = None
         self._visitor = visitor.get()
         self._is_closed = False
@@ -51,6 +55,7 @@ class Account:
             metrics.TTFT.observe(now - self._received)
         else:
             metrics.ITL.observe((now - self._last_token) / count)
+            self._worst_gap = max(self._worst_gap, now - self._last_token)
         self._last_token = now
 
     def usage(self) -> Usage:
@@ -59,6 +64,13 @@ class Account:
             return Usage(0, 0, 0)
         run = self._run
         return Usage(run.prepared.num_prompt_tokens, run.num_completion_tokens, run.num_cached_tokens)
+
+    def timeline(self) -> dict[str, Any]:
+        """Where the time went, for a client that asks; once tokens have come."""
+        assert self._run is not None
+        moments = {**self._stages, "last_token": self._last_token or self._received, "end": time.monotonic()}
+        elapsed = {name: round((moment - self._received) * 1000, 3) for name, moment in moments.items()}
+        return timeline(self._run, elapsed, self._received_at, self._worst_gap * 1000)
 
     def close(self, outcome: Stage | str, error: Exception | None = None) -> None:
         """Count and log; later calls change nothing."""

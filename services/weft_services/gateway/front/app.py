@@ -28,6 +28,9 @@ from weft_services.gateway.dialects.responses_requests import parse_responses
 from weft_services.gateway.error_body import HttpError, error_body, status_of
 from weft_services.gateway.front.edge import Doorkeeper, RequestIds
 from weft_services.gateway.front.endpoints import Api, GenerationEndpoint
+from weft_services.gateway.front.live import FleetEvents
+from weft_services.gateway.front.operator import DrainEndpoint
+from weft_services.gateway.front.page import PageFiles
 from weft_services.gateway.front.text_endpoints import text_routes
 from weft_services.gateway.mesh.pipeline import Pipeline
 from weft_services.gateway.model import ServedModel
@@ -46,8 +49,13 @@ def build_app(pipeline: Pipeline, door: Door, timeout_seconds: float, is_alone: 
     generating = [
         Route(path, GenerationEndpoint(pipeline, api, timeout_seconds), methods=["POST"]) for path, api in APIS.items()
     ]
-    pages = _Pages(pipeline)
+    pages, files = _Pages(pipeline), PageFiles()
     routes = [
+        Route("/", files.index),
+        Route("/weft/page/{name}", files.file),
+        Route("/weft/fleet/events", FleetEvents(pipeline), methods=["GET"]),
+        Route("/weft/workers/{worker_id}/drain", DrainEndpoint(pipeline, undo=False), methods=["POST"]),
+        Route("/weft/workers/{worker_id}/undrain", DrainEndpoint(pipeline, undo=True), methods=["POST"]),
         *generating,
         *text_routes(pipeline),
         Route("/v1/models", pages.models),

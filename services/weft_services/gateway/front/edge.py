@@ -20,7 +20,9 @@ from weft_services.gateway.front.exchange import Reply, header
 MESSAGES = "/v1/messages"
 API = ("/v1/", "/tokenize", "/detokenize")
 # for whoever asks whether to send requests here
-OPEN_PATHS = frozenset({"/health", "/ready"})
+# the page is the same for everybody, and asks for the key itself
+OPEN_PATHS = frozenset({"/health", "/ready", "/"})
+PAGE_FILES = "/weft/page/"
 ACCEPTABLE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 
 
@@ -61,7 +63,7 @@ class Doorkeeper:
         if scope["type"] != "http":
             return  # nothing else is served
         path: str = scope["path"]
-        if path in OPEN_PATHS:
+        if path in OPEN_PATHS or path.startswith(PAGE_FILES):
             await self._app(scope, receive, send)
             return
         is_anthropic = path == MESSAGES or path.startswith(f"{MESSAGES}/")

@@ -15,7 +15,15 @@ from weft.rpc.status import as_weft_error
 from weft_services.gateway.dialects.frames import Choice, Usage
 from weft_services.gateway.error_body import error_body, status_of
 from weft_services.gateway.front.accounting import REJECTED, Account
-from weft_services.gateway.front.exchange import JSON_HEADERS, ErrorWords, Reply, read_json_body, unless_disconnected
+from weft_services.gateway.front.exchange import (
+    JSON_HEADERS,
+    ErrorWords,
+    Reply,
+    header,
+    read_json_body,
+    unless_disconnected,
+)
+from weft_services.gateway.front.timeline import HEADER, event, response_header
 from weft_services.gateway.generation import Generation
 from weft_services.gateway.mesh.pipeline import Pipeline
 from weft_services.gateway.mesh.prepare import Prepared
@@ -56,6 +64,14 @@ class Api:
     error_body: ErrorWords = error_body
 
 
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """The books of one request, and whether its client wants to see where the time went."""
+
+    account: Account
+    wants_timeline: bool
+
+
 class GenerationEndpoint:
     """POST of a request that is answered by generating."""
 
@@ -71,13 +87,15 @@ class GenerationEndpoint:
         try:
             with self._pipeline.admitted():
                 body = await read_json_body(scope, receive)
-                await unless_disconnected(receive, self._answer(body, session_of(scope["headers"]), reply, account))
+                session, wants_timeline = session_of(scope["headers"]), header(scope, HEADER) == "1"
+                await unless_disconnected(receive, self._answer(body, session, reply, Telling(account, wants_timeline)))
         except Exception as error:
             await _fail(reply, account, error)
         finally:
             account.close(Stage.CANCELLED)
 
-    async def _answer(self, body: bytes, session: Session, reply: Reply, account: Account) -> None:
+    async def _answer(self, body: bytes, session: Session, reply: Reply, telling: Telling) -> None:
+        account = telling.account
         try:
             prepared = await self._pipeline.prepare(lambda: self._api.parse(body))
             account.reached("prepared")
@@ -87,33 +105,37 @@ class GenerationEndpoint:
             async with run:
                 account.reached("routed")
                 if prepared.generation.stream:
-                    await _stream(run, frames, reply, account)
+                    await _stream(run, frames, reply, telling)
                 else:
-                    await _collect(run, frames, reply, account)
+                    await _collect(run, frames, reply, telling)
         except Exception as error:
             await _fail(reply, account, error)
 
 
-async def _stream(run: Run, frames: Frames, reply: Reply, account: Account) -> None:
+async def _stream(run: Run, frames: Frames, reply: Reply, telling: Telling) -> None:
     """The status is decided by the first token, so that early failures are plain HTTP errors."""
+    account = telling.account
     while (pieces := await run.next(IDLE_SECONDS)) is not None:
         account.tokens(pieces)
         await reply.begin_stream(frames.failure)
         await reply.stream(b"".join(map(frames.frames, pieces)) if pieces else frames.keep_alive)
     usage = account.usage()
+    told = event(account.timeline()) if telling.wants_timeline else b""
     account.close(Stage.FINISHED)
-    await reply.end_stream(frames.end(usage))
+    await reply.end_stream(told + frames.end(usage))
 
 
-async def _collect(run: Run, frames: Frames, reply: Reply, account: Account) -> None:
+async def _collect(run: Run, frames: Frames, reply: Reply, telling: Telling) -> None:
+    account = telling.account
     choices = [Choice(index) for index in range(len(run.prepared.sequences))]
     while (pieces := await run.next(IDLE_SECONDS)) is not None:
         account.tokens(pieces)
         for piece in pieces:
             choices[piece.index].add(piece)
     usage = account.usage()
+    told = [response_header(account.timeline())] if telling.wants_timeline else []
     account.close(Stage.FINISHED)
-    await reply.whole(200, frames.body(choices, usage), JSON_HEADERS)
+    await reply.whole(200, frames.body(choices, usage), [*JSON_HEADERS, *told])
 
 
 async def _fail(reply: Reply, account: Account, error: Exception) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.errors import WeftError
 from weft.request import WorkerRole
+from weft_services.gateway.mesh.news import News
 from weft_services.gateway.mesh.peers import Scheduler
-from weft_services.gateway.mesh.placement import Worker
+from weft_services.gateway.mesh.workers import FleetReport, HandOff, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +56,16 @@ class Fleet:
 
 
 class FleetWatch:
-    """Polls the scheduler. After a lost poll the last workers stay, for their limits."""
+    """Polls the scheduler. After a lost poll the last workers stay, for their limits.
+
+    `picture` is its latest answer, as far as it is about served models; `news` tells every one of them, and hand-offs
+    in between.
+    """
 
     def __init__(self, scheduler: Scheduler, models: Iterable[str]) -> None:
         self._scheduler = scheduler
+        self.picture = FleetReport()
+        self.news = News[FleetReport | HandOff]()
         self._fleets = {model: Fleet() for model in models}
 
     def of(self, model: str) -> Fleet:
@@ -88,12 +95,14 @@ class FleetWatch:
         """Ask once. Never raises."""
         before = self.is_ready, self.reasons
         try:
-            workers = await self._scheduler.workers()
+            report = await self._scheduler.fleet()
         except (WeftError, KeyError) as error:
             if UNREACHABLE not in self.reasons:
                 logger.warning("%s: %s", UNREACHABLE, error)
             fleets = {model: Fleet(fleet.workers, UNREACHABLE) for model, fleet in self._fleets.items()}
         else:
+            workers = tuple(worker for worker in report.workers if worker.model in self._fleets)
+            self.picture = replace(report, workers=workers)
             fleets = {
                 model: Fleet(tuple(worker for worker in workers if worker.model == model), None)
                 for model in self._fleets
@@ -101,3 +110,8 @@ class FleetWatch:
         self._fleets = fleets
         if (self.is_ready, self.reasons) != before:
             logger.info("ready=%s reasons=%s", self.is_ready, "; ".join(self.reasons) or "none")
+        self.news.publish(self.picture)
+
+    async def drain(self, worker_id: str, undo: bool) -> None:
+        """Take a worker out of service, or back. Raises NotFound, WeftError."""
+        await self._scheduler.drain(worker_id, undo)

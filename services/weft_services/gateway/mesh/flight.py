@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft import metrics
@@ -23,6 +24,7 @@ from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Sequence
 from weft_services.gateway.mesh.sessions import Standing
 from weft_services.gateway.mesh.settler import Booking, Settler
+from weft_services.gateway.mesh.workers import HandOff
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +39,15 @@ _CAUSES: dict[type[WeftError], str] = {PeerLost: "lost", Overloaded: "full", Eng
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The peers a sequence needs, the group that owns its moves, and how long one may wait for a worker."""
+    """The peers a sequence needs, the group that owns its moves, how long one may wait for a worker, and who is told of
+    hand-offs."""
 
     scheduler: Scheduler
     links: DecodeLinks
     settler: Settler
     tasks: asyncio.TaskGroup
     move_seconds: float
+    on_hand_off: Callable[[HandOff], None] = lambda hand_off: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +99,22 @@ class Flight:
         """The sequence has come to its own end."""
         return self.sequence.finish_reason is not None
 
+    @property
+    def decode_id(self) -> str:
+        """The decode worker of the latest attempt; empty before the first."""
+        return self._decode.worker_id if self._decode is not None else ""
+
     async def place(self) -> None:
         """The first placement. Waits for no worker that is not there, except in place of one that was lost."""
         await self._place(None)
 
     def spoke(self, usage: PromptUsage | None) -> None:
         """Tokens have come; `usage` with the first of an attempt."""
+        if usage is not None and usage.prefill_worker_id != self.decode_id:
+            hand_off = HandOff(
+                usage.prefill_worker_id, self.decode_id, usage.transferred_bytes, usage.exposed_transfer_ms
+            )
+            self._mesh.on_hand_off(hand_off)
         self.usage = self.usage or usage
         if self._booking is not None:
             self._booking.first_token(usage.failed_worker_id if usage else "")

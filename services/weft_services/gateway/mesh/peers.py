@@ -25,7 +25,8 @@ from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
 from weft_mesh.v1.decode_service_pb2_grpc import DecodeServiceStub
 from weft_mesh.v1.scheduler_service_pb2_grpc import FleetServiceStub, SchedulerServiceStub
 from weft_services.gateway.mesh.inbox import Delta, Inbox
-from weft_services.gateway.mesh.placement import Forecast, Placement, RouteQuery, Settlement, StartCommand, Worker
+from weft_services.gateway.mesh.placement import Forecast, Placement, RouteQuery, Settlement, StartCommand
+from weft_services.gateway.mesh.workers import FleetReport, StoreUse, Work, Worker
 
 CONNECT_SECONDS = 1.5
 ROUTE_SECONDS = 5.0
@@ -65,11 +66,20 @@ class Scheduler:
         with translated():
             await self._scheduler.Settle(request, timeout=SETTLE_SECONDS)
 
-    async def workers(self) -> list[Worker]:
+    async def fleet(self) -> FleetReport:
         """The fleet as the scheduler sees it. Raises WeftError."""
         with translated():
             response = await self._fleet.ListWorkers(scheduler_pb.ListWorkersRequest(), timeout=POLL_SECONDS)
-        return [_worker_from_wire(status) for status in response.workers]
+        return FleetReport(
+            tuple(_worker_from_wire(status) for status in response.workers),
+            _store_from_wire(response.store) if response.HasField("store") else None,
+            response.waiting_requests,
+        )
+
+    async def drain(self, worker_id: str, undo: bool) -> None:
+        """Ask a worker to finish what it has and take nothing new, or the reverse. Raises NotFound, WeftError."""
+        with translated():
+            await self._fleet.Drain(scheduler_pb.DrainRequest(worker_id=worker_id, undo=undo), timeout=POLL_SECONDS)
 
     async def close(self) -> None:
         """Close the channel."""
@@ -130,7 +140,34 @@ def _worker_from_wire(status: scheduler_pb.WorkerStatus) -> Worker:
         block_tokens=hello.fingerprint.block_tokens,
         max_context_tokens=hello.max_context_tokens,
         weights_hash=hello.fingerprint.weights_hash,
+        is_draining=status.report.draining,
+        transport=hello.transport,
+        work=_work_from_wire(status),
     )
+
+
+def _work_from_wire(status: scheduler_pb.WorkerStatus) -> Work:
+    report = status.report
+    return Work(
+        num_blocks=status.hello.num_blocks,
+        free_blocks=report.free_blocks,
+        cached_blocks=report.cached_blocks,
+        active_blocks=report.active_blocks,
+        quarantined_blocks=report.quarantined_blocks,
+        num_running=report.num_running,
+        num_waiting=report.num_waiting,
+        queued_prefill_tokens=report.queued_prefill_tokens,
+        active_tokens=report.active_tokens,
+        generated_tokens=report.generated_tokens,
+        computed_prompt_tokens=report.computed_prompt_tokens,
+        booked_tokens=status.booked_prefill_tokens + status.booked_decode_tokens,
+        report_age_ms=status.report_age_ms,
+        tallies=wire.tallies_from_wire(report),
+    )
+
+
+def _store_from_wire(store: scheduler_pb.StoreStatus) -> StoreUse:
+    return StoreUse(store.memory_bytes, store.memory_used_bytes, store.disk_bytes, store.disk_used_bytes)
 
 
 class DecodeLink:

@@ -13,9 +13,11 @@ from weft_services.gateway.catalog import Catalog
 from weft_services.gateway.generation import Conversation, Generation
 from weft_services.gateway.mesh.fleet import FleetWatch
 from weft_services.gateway.mesh.flight import Mesh
+from weft_services.gateway.mesh.news import News
 from weft_services.gateway.mesh.prepare import Prepared, ResultT, Workshop, prepare
 from weft_services.gateway.mesh.run import Run
 from weft_services.gateway.mesh.sessions import Session
+from weft_services.gateway.mesh.workers import FleetReport, HandOff
 from weft_services.gateway.model import ServedModel
 
 
@@ -50,6 +52,20 @@ class Pipeline:
     def fingerprint(self, model: ServedModel) -> str | None:
         """OpenAI's system_fingerprint; None while no worker has said what it runs."""
         return self._watch.of(model.name).fingerprint
+
+    @property
+    def news(self) -> News[FleetReport | HandOff]:
+        """The fleet's pictures as they come, and hand-offs."""
+        return self._watch.news
+
+    @property
+    def picture(self) -> FleetReport:
+        """The latest of them."""
+        return self._watch.picture
+
+    async def drain(self, worker_id: str, undo: bool) -> None:
+        """Take a worker out of service, or back. Raises NotFound, WeftError."""
+        await self._watch.drain(worker_id, undo)
 
     @contextmanager
     def admitted(self) -> Iterator[None]:

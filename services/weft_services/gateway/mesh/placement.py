@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.request import RequestKey, SamplingParams, WorkerAddress, WorkerRole
+from weft.request import RequestKey, SamplingParams, WorkerAddress
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +65,3 @@ class Settlement:
     stage: str
     failed_worker_id: str = ""
     generated_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """One line of the fleet's list."""
-
-    address: WorkerAddress
-    role: WorkerRole
-    model: str
-    is_ready: bool
-    block_tokens: int
-    max_context_tokens: int
-    weights_hash: str

@@ -84,6 +84,11 @@ class Run:
         return sum(cached)
 
     @property
+    def decode_id(self) -> str:
+        """Where the first sequence is, or was last; empty before it was anywhere."""
+        return self._flights[0].decode_id
+
+    @property
     def worst_prompt(self) -> PromptUsage:
         """The prompt that took longest, for the access log."""
         usages = [flight.usage for flight in self._flights if flight.usage is not None]

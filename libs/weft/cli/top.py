@@ -1,0 +1,202 @@
+"""`weft top`: the map of the mesh in a terminal, once a second. Knows the scheduler's list and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import grpc
+import typer
+from rich.box import ROUNDED
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from weft.cli.rates import History, Rates
+from weft.cli.status import DEADLINE_SECONDS, REFRESH_SECONDS, console, explain, kv_use, state_of
+from weft.request import WorkerRole
+from weft.rpc.client import open_channel
+from weft.rpc.wire import role_from_wire
+from weft_mesh.v1 import scheduler_service_pb2 as pb
+from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
+
+COLOURS = {WorkerRole.PREFILL: "dark_orange3", WorkerRole.DECODE: "dark_cyan"}
+STORE_COLOUR = "medium_purple3"
+BAR_CELLS = 20
+SPARKS = "▁▂▃▄▅▆▇█"
+MAX_THREADS = 12
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+# below this the sides stand one above the other
+WIDE_COLUMNS = 96
+
+
+def top(scheduler: str, once: bool) -> None:
+    """Show the mesh of the scheduler at host:port until Ctrl-C, or one picture, which takes a second.
+
+    Raises typer.Exit(1) after saying on stderr what is wrong and what to do.
+    """
+    try:
+        asyncio.run(_once(scheduler) if once else _watch(scheduler))
+    except grpc.aio.AioRpcError as error:
+        typer.secho(f"weft top: {explain(scheduler, error)}", fg="red", err=True)
+        raise typer.Exit(1) from None
+    except (KeyboardInterrupt, BrokenPipeError):
+        return
+
+
+async def _once(address: str) -> None:
+    history, screen = History(), console()
+    async with open_channel(address) as channel:
+        await _look(channel, history)
+        await asyncio.sleep(REFRESH_SECONDS)  # a rate needs two pictures
+        screen.print(render(await _look(channel, history), history, screen.width))
+
+
+async def _watch(address: str) -> None:
+    history, screen = History(), console()
+    async with open_channel(address) as channel:
+        first = render(await _look(channel, history), history, screen.width)
+        with Live(first, console=screen, auto_refresh=False, screen=screen.is_terminal) as live:
+            while True:
+                await asyncio.sleep(REFRESH_SECONDS)
+                live.update(await _refreshed(channel, address, history, screen), refresh=True)
+
+
+async def _refreshed(channel: grpc.aio.Channel, address: str, history: History, screen: Console) -> RenderableType:
+    """The mesh now, or why it cannot be seen: a watcher outlives a restart of the scheduler."""
+    try:
+        return render(await _look(channel, history), history, screen.width)
+    except grpc.aio.AioRpcError as error:
+        return Text(explain(address, error), style="red")
+
+
+async def _look(channel: grpc.aio.Channel, history: History) -> pb.ListWorkersResponse:
+    stub = pb_grpc.FleetServiceStub(channel)
+    fleet = await stub.ListWorkers(pb.ListWorkersRequest(), timeout=DEADLINE_SECONDS)
+    history.take(fleet.workers, time.monotonic())
+    return fleet
+
+
+def render(fleet: pb.ListWorkersResponse, history: History, width: int) -> RenderableType:
+    """The whole map, in at most `width` columns."""
+    sides = {role: [w for w in fleet.workers if role_from_wire(w.hello.role).can(role)] for role in COLOURS}
+    # who does both stands where answers are written
+    sides[WorkerRole.PREFILL] = [w for w in sides[WorkerRole.PREFILL] if w not in sides[WorkerRole.DECODE]]
+    columns = [_side(role, workers, history) for role, workers in sides.items()]
+    threads = _threads(sides[WorkerRole.DECODE], history)
+    if width >= WIDE_COLUMNS:
+        grid = Table.grid(padding=(0, 1), expand=True)
+        for ratio in (8, 6, 8):
+            grid.add_column(ratio=ratio, overflow="ellipsis")
+        grid.add_row(columns[0], threads, columns[1])
+        body: RenderableType = grid
+    else:
+        body = Group(columns[0], threads, columns[1])
+    return Group(_totals(fleet, history), Text(), body, _store(fleet))
+
+
+def _totals(fleet: pb.ListWorkersResponse, history: History) -> Text:
+    workers = fleet.workers
+    rates = [history.of(worker) for worker in workers]
+    looked, found = sum(w.report.prefix.looked_up_tokens for w in workers), sum(map(_found, workers))
+    model = next((worker.hello.model for worker in workers), "no model")
+    parts = [
+        f"{sum(w.report.ready for w in workers)} of {len(workers)} workers ready",
+        f"answers {sum(rate.generated[-1] for rate in rates):,.0f} tok/s",
+        f"prompts {sum(rate.prompt[-1] for rate in rates):,.0f} tok/s",
+        f"from caches {found / looked:.0%}" if looked else "nothing looked up yet",
+        f"hand-offs {sum(sum(rate.hand_offs.values()) for rate in rates):.1f}/s,"
+        f" {_bytes(sum(rate.bytes_per_second for rate in rates))}/s",
+        f"{fleet.waiting_requests:,} wait for room",
+    ]
+    return Text.assemble((model, "bold"), "  ", " · ".join(parts))
+
+
+def _found(worker: pb.WorkerStatus) -> int:
+    prefix = worker.report.prefix
+    return prefix.pool_tokens + prefix.dram_tokens + prefix.nvme_tokens
+
+
+def _side(role: WorkerRole, workers: Sequence[pb.WorkerStatus], history: History) -> RenderableType:
+    work = "computes prompts" if role is WorkerRole.PREFILL else "writes answers"
+    title = Text.assemble((role.value, f"bold {COLOURS[role]}"), (f"  {work}", "dim"))
+    if not workers:
+        return Group(title, Text("nobody", style="red"))
+    return Group(title, *(_card(role, worker, history.of(worker)) for worker in workers))
+
+
+def _card(role: WorkerRole, worker: pb.WorkerStatus, rates: Rates) -> Panel:
+    report, is_prefill = worker.report, role is WorkerRole.PREFILL
+    tokens = report.queued_prefill_tokens if is_prefill else report.active_tokens
+    series = list(rates.prompt if is_prefill else rates.generated)
+    sequences = f"{report.num_running:,} running" + (f", {report.num_waiting:,} wait" if report.num_waiting else "")
+    lines = [
+        _pool(worker, COLOURS[role]),
+        Text(f"{tokens:,} tokens {'to compute' if is_prefill else 'in flight'} · {sequences}"),
+        Text.assemble(f"{series[-1]:,.0f} tok/s ", (_spark(series), COLOURS[role])),
+    ]
+    if is_prefill and (looked := report.prefix.looked_up_tokens):
+        prefix = report.prefix
+        tiers = (("pool", prefix.pool_tokens), ("memory", prefix.dram_tokens), ("disk", prefix.nvme_tokens))
+        lines.append(Text("cached: " + ", ".join(f"{name} {found / looked:.0%}" for name, found in tiers)))
+    title = Text.assemble((worker.hello.worker.worker_id, "bold"), " ", state_of(report))
+    return Panel(Group(*lines), title=title, title_align="left", box=ROUNDED, border_style="dim", padding=(0, 1))
+
+
+def _pool(worker: pb.WorkerStatus, colour: str) -> Text:
+    """In use, kept as cache, free."""
+    use, kept = kv_use(worker), worker.report.cached_blocks / max(worker.hello.num_blocks, 1)
+    return Text.assemble(
+        *_bar(use, kept, colour, BAR_CELLS), f" KV {use:.0%}", (f", {kept:.0%} cached", "dim"), no_wrap=True
+    )
+
+
+def _bar(use: float, kept: float, colour: str, cells: int) -> list[tuple[str, str]]:
+    num_used = min(round(use * cells), cells)
+    num_kept = min(round(kept * cells), cells - num_used)
+    return [("█" * num_used, colour), ("▒" * num_kept, "dim"), ("░" * (cells - num_used - num_kept), "bright_black")]
+
+
+def _spark(series: Sequence[float]) -> str:
+    highest = max(*series, 1.0)
+    return "".join(SPARKS[min(int(value / highest * len(SPARKS)), len(SPARKS) - 1)] for value in series)
+
+
+def _threads(decodes: Sequence[pb.WorkerStatus], history: History) -> RenderableType:
+    """Who hands off to whom, the busiest first."""
+    threads = [
+        (history.of(worker).hand_offs.get(tally.prefill_worker_id, 0.0), worker.hello.worker.worker_id, tally)
+        for worker in decodes
+        for tally in worker.report.hand_offs
+    ]
+    threads.sort(key=lambda thread: (-thread[0], -thread[2].num_prompts))
+    lines = []
+    for rate, decode_id, tally in threads[:MAX_THREADS]:
+        style = "bold bright_yellow" if rate > 0 else "dim"
+        figures = f"  {tally.num_prompts:,} prompts" + (f", {rate:.1f}/s" if rate > 0 else "")
+        failed = (f", {tally.num_failed:,} failed" if tally.num_failed else "", "red")
+        lines.append(Text.assemble(tally.prefill_worker_id, (" ━━▶ ", style), decode_id))
+        lines.append(Text.assemble((figures, "dim"), failed))
+    return Group(Text("KV hand-offs", style="bold"), *(lines or [Text("none yet", style="dim")]))
+
+
+def _store(fleet: pb.ListWorkersResponse) -> Text:
+    if not fleet.HasField("store"):
+        return Text("no shared store", style="dim")
+    store, parts = fleet.store, [("shared store  ", f"bold {STORE_COLOUR}")]
+    tiers = [("memory", store.memory_used_bytes, store.memory_bytes), ("disk", store.disk_used_bytes, store.disk_bytes)]
+    for name, used, total in tiers:
+        if total:
+            bar = _bar(used / total, 0.0, STORE_COLOUR, BAR_CELLS // 2)
+            parts += [(f"{name} ", ""), *bar, (f" {_bytes(used)} of {_bytes(total)}   ", "")]
+    return Text.assemble(*parts)
+
+
+def _bytes(number: float) -> str:
+    power = 0
+    while number >= 1000 and power < len(UNITS) - 1:
+        number, power = number / 1024, power + 1
+    return f"{number:.{1 if power and number < 100 else 0}f} {UNITS[power]}"

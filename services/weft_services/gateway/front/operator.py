@@ -1,0 +1,70 @@
+"""What an operator may do from the page: take a worker out of service and back. And who is one."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from weft.errors import Cancelled, NotFound
+from weft.rpc.status import as_weft_error
+from weft_services.gateway.access.visitor import visitor
+from weft_services.gateway.error_body import HttpError
+from weft_services.gateway.front.exchange import Reply, header, read_json_body
+from weft_services.gateway.mesh.pipeline import Pipeline
+
+REFUSAL = "this is for operators: by their key, or without keys from the gateway's own machine"
+FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via")
+
+
+def is_operator(scope: Scope) -> bool:
+    """By the key, where keys are asked for. Where they are not, whoever sits at this machine."""
+    key = visitor.get().key
+    return key.operator if key is not None else _is_local(scope)
+
+
+def _is_local(scope: Scope) -> bool:
+    """A caller from loopback who names this machine so, and for whom nobody speaks.
+
+    The name keeps out pages of other sites whose own name was made to lead here; headers of a proxy mean that the
+    caller is somebody else.
+    """
+    host = header(scope, b"host").rpartition(":")[0] or header(scope, b"host")
+    is_forwarded = any(name in FORWARDED for name, _ in scope["headers"])
+    return not is_forwarded and _is_loopback((scope.get("client") or ("",))[0]) and _is_loopback(host.strip("[]"))
+
+
+def _is_loopback(name: str) -> bool:
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+class DrainEndpoint:
+    """POST /weft/workers/{worker_id}/drain or .../undrain with a JSON body, which no foreign page can send unasked."""
+
+    def __init__(self, pipeline: Pipeline, undo: bool) -> None:
+        self._pipeline = pipeline
+        self._undo = undo
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        reply = Reply(send)
+        try:
+            if not is_operator(scope):
+                raise HttpError(403, REFUSAL, "forbidden")
+            await read_json_body(scope, receive)
+            worker_id = str(scope["path_params"]["worker_id"])
+            try:
+                await self._pipeline.drain(worker_id, self._undo)
+            except NotFound as error:
+                raise HttpError(404, str(error), "worker_not_found") from error
+            await reply.whole(200, orjson.dumps({"worker_id": worker_id, "draining": not self._undo}))
+        except Exception as error:
+            known = as_weft_error(error)
+            if not isinstance(known, Cancelled):
+                await reply.fail(known)

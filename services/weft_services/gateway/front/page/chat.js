@@ -1,0 +1,197 @@
+// The playground: one conversation over /v1/chat/completions, streamed, with the gateway's timeline asked for.
+
+import { byId, element } from "./format.js";
+import { events, headers, refusal } from "./sse.js";
+import { account, fit } from "./timeline.js";
+
+const IDEAS = [
+  ["Who are you?", "A short prompt: watch the hand-off on the right.", {}],
+  ["My locker code is 4821. Please remember it.", "Then ask for it: the second turn finds the first one cached.", {}],
+  ["What is the weather in Oslo?", "With a tool: the model asks you to call it.", { tools: true }],
+];
+const TOOL = [{
+  type: "function",
+  function: {
+    name: "get_weather",
+    description: "The weather in a city now",
+    parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] },
+  },
+}];
+
+const messages = [];
+let running = null; // AbortController of the answer under way
+
+export function start(modelName) {
+  byId("ideas").append(...IDEAS.map(([text, why, options]) => element("li", {}, element("button", {
+    type: "button",
+    onclick: () => { if (options.tools) fillTools(); ask(text, modelName); },
+  }, text, element("small", {}, why)))));
+  const prompt = byId("prompt");
+  byId("composer").addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (running) running.abort();
+    else if (prompt.value.trim()) { ask(prompt.value.trim(), modelName); prompt.value = ""; grow(prompt); }
+  });
+  prompt.addEventListener("input", () => grow(prompt));
+  prompt.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      if (!running) byId("composer").requestSubmit();
+    }
+  });
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape") running?.abort(); });
+  byId("tool-example").addEventListener("click", fillTools);
+  byId("settings").addEventListener("input", summarize);
+  byId("clear").addEventListener("click", clear);
+}
+
+function grow(area) {
+  area.style.height = "auto";
+  area.style.height = `${area.scrollHeight + 2}px`;
+}
+
+function fillTools() {
+  byId("tools").value = JSON.stringify(TOOL, null, 1);
+  summarize();
+}
+
+function summarize() {
+  const set = ["temperature", "top_p", "seed"].filter((id) => byId(id).value).map((id) => `${id} ${byId(id).value}`);
+  if (byId("system").value.trim()) set.unshift("system prompt");
+  if (byId("tools").value.trim()) set.push("tools");
+  byId("summary").textContent = set.length ? `· ${set.join(" · ")}` : "";
+}
+
+function clear() {
+  running?.abort();
+  messages.length = 0;
+  byId("talk").replaceChildren();
+  byId("intro").hidden = false;
+  complain("");
+  byId("prompt").focus();
+}
+
+function complain(text) {
+  byId("trouble").textContent = text;
+  byId("trouble").hidden = !text;
+}
+
+// Raises SyntaxError when the tools are no JSON.
+function body(modelName) {
+  const system = byId("system").value.trim();
+  const fields = { model: modelName(), messages: system ? [{ role: "system", content: system }, ...messages] : messages };
+  for (const id of ["temperature", "top_p", "max_tokens", "seed"]) if (byId(id).value !== "") fields[id] = Number(byId(id).value);
+  const tools = byId("tools").value.trim();
+  if (tools) fields.tools = JSON.parse(tools);
+  return JSON.stringify({ ...fields, stream: true });
+}
+
+async function ask(text, modelName) {
+  if (running) return;
+  byId("intro").hidden = true;
+  messages.push({ role: "user", content: text });
+  say("user", "You").text.textContent = text;
+  await answer(modelName);
+}
+
+function say(kind, who) {
+  const text = element("div", { class: "text" });
+  const item = element("li", { class: kind }, element("p", { class: "who" }, who), text);
+  byId("talk").append(item);
+  follow(true);
+  return { item, text };
+}
+
+function follow(always) {
+  const scroll = byId("scroll");
+  if (always || scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 160) scroll.scrollTop = scroll.scrollHeight;
+}
+
+async function answer(modelName) {
+  let payload;
+  try {
+    payload = body(modelName);
+  } catch (error) {
+    return complain(`Tools: ${error.message}`);
+  }
+  complain("");
+  running = new AbortController();
+  byId("send").textContent = "Stop";
+  const shown = say("assistant running", modelName());
+  const told = { content: "", reasoning: "", calls: [], timeline: null };
+  try {
+    const response = await fetch("/v1/chat/completions", {
+      method: "POST", body: payload, signal: running.signal,
+      headers: headers({ "content-type": "application/json", "x-weft-timeline": "1" }),
+    });
+    if (!response.ok) throw new Error(await refusal(response));
+    for await (const { event, data } of events(response)) {
+      if (data === "[DONE]") break;
+      take(told, event, JSON.parse(data));
+      show(shown, told);
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") complain(error.message);
+  }
+  running = null;
+  byId("send").textContent = "Send";
+  finish(shown, told, modelName);
+}
+
+function take(told, event, frame) {
+  if (frame.error) throw new Error(frame.error.message);
+  if (event === "weft.timeline") { told.timeline = frame; return; }
+  const delta = frame.choices?.[0]?.delta ?? {};
+  told.content += delta.content ?? "";
+  told.reasoning += delta.reasoning_content ?? "";
+  for (const piece of delta.tool_calls ?? []) {
+    const call = (told.calls[piece.index] ??= { id: piece.id, type: "function", function: { name: "", arguments: "" } });
+    call.function.name += piece.function?.name ?? "";
+    call.function.arguments += piece.function?.arguments ?? "";
+  }
+}
+
+function show({ item, text }, told) {
+  text.textContent = told.content;
+  if (told.reasoning) {
+    let box = item.querySelector(".thoughts");
+    if (!box) text.before(box = element("details", { class: "thoughts" }, element("summary", {}, "Thoughts"), element("div", { class: "text" })));
+    box.lastChild.textContent = told.reasoning;
+  }
+  follow(false);
+}
+
+function finish(shown, told, modelName) {
+  shown.item.classList.remove("running");
+  const calls = told.calls.filter(Boolean);
+  if (told.content || calls.length) {
+    messages.push({ role: "assistant", content: told.content || null, ...(calls.length ? { tool_calls: calls } : {}) });
+  } else if (!told.timeline) {
+    messages.pop(); // nothing was answered: the question may be asked again
+    shown.item.remove();
+  }
+  for (const call of calls) shown.item.append(request(call, calls, modelName));
+  if (told.timeline) {
+    shown.item.append(account(told.timeline));
+    fit(shown.item);
+  }
+  follow(false);
+}
+
+// A tool call, and a field for what the tool says; with the last result in, the model goes on.
+function request(call, calls, modelName) {
+  const result = element("input", { placeholder: "What the tool answers", "aria-label": `Result of ${call.function.name}` });
+  const form = element("form", { class: "reply" }, result, element("button", { type: "submit" }, "Reply"));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (running || !result.value.trim()) return;
+    messages.push({ role: "tool", tool_call_id: call.id, content: result.value.trim() });
+    form.replaceWith(element("div", { class: "quiet" }, `→ ${result.value.trim()}`));
+    call.isAnswered = true;
+    if (calls.every((each) => each.isAnswered)) {
+      for (const each of calls) delete each.isAnswered;
+      answer(modelName);
+    }
+  });
+  return element("div", { class: "call" }, element("code", {}, `${call.function.name}(${call.function.arguments})`), form);
+}

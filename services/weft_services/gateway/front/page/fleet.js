@@ -1,0 +1,126 @@
+// The fleet as it comes over /weft/fleet/events, with rates made of what workers count since their start.
+
+import { events, headers, refusal } from "./sse.js";
+
+const KEPT = 60; // pictures, one a second
+const WINDOW_MS = 2800; // reports and pictures both come once a second, not together
+const RETRY_MS = [500, 1000, 2000, 4000];
+
+export class Fleet {
+  constructor() {
+    this.hello = null;
+    this.now = null; // the latest picture
+    this.rates = new Map(); // worker id -> {prompt, generated} tokens a second, newest last
+    this.reports = new Map(); // boot id -> its latest reports, with their times
+    this.threads = new Map(); // "prefill decode" -> {prompts, bytes, perSecond}
+    this.found = { looked: 0, pool: 0, dram: 0, nvme: 0 };
+    this.handOffsPerSecond = 0;
+    this.bytesPerSecond = 0;
+    this.seen = new Map(); // threads that this gateway has told of already -> when
+    this.at = 0;
+  }
+
+  take(picture) {
+    const now = performance.now();
+    const seconds = this.now ? Math.max((now - this.at) / 1000, 0.05) : 0;
+    const old = new Map((this.now?.workers ?? []).map((worker) => [worker.boot, worker]));
+    const moved = [];
+    this.found = { looked: 0, pool: 0, dram: 0, nvme: 0 };
+    let prompts = 0;
+    let bytes = 0;
+    for (const worker of picture.workers) {
+      const before = old.get(worker.boot);
+      this.#rate(worker, now);
+      for (const [key, field] of [["looked", "looked_up_tokens"], ["pool", "pool_tokens"], ["dram", "dram_tokens"], ["nvme", "nvme_tokens"]]) {
+        this.found[key] += worker.prefix[field];
+      }
+      for (const tally of worker.hand_offs) {
+        const last = before?.hand_offs.find((each) => each.prefill_worker_id === tally.prefill_worker_id);
+        const thread = this.#thread(tally.prefill_worker_id, worker.id);
+        const grown = before ? tally.num_prompts - (last?.num_prompts ?? 0) : 0;
+        const size = before ? tally.size_bytes - (last?.size_bytes ?? 0) : 0;
+        thread.prompts = tally.num_prompts;
+        prompts += grown;
+        bytes += size;
+        if (grown > 0) moved.push([tally.prefill_worker_id, worker.id]);
+      }
+    }
+    this.handOffsPerSecond = this.#smooth(this.handOffsPerSecond, seconds ? prompts / seconds : 0);
+    this.bytesPerSecond = this.#smooth(this.bytesPerSecond, seconds ? bytes / seconds : 0);
+    const live = new Set(picture.workers.map((worker) => worker.id));
+    for (const key of this.threads.keys()) if (!key.split(" ").every((id) => live.has(id))) this.threads.delete(key);
+    for (const id of this.rates.keys()) if (!live.has(id)) this.rates.delete(id);
+    const boots = new Set(picture.workers.map((worker) => worker.boot));
+    for (const boot of this.reports.keys()) if (!boots.has(boot)) this.reports.delete(boot);
+    this.now = picture;
+    this.at = now;
+    // what came through other gateways; our own was told when it happened
+    return moved.filter((pair) => now - (this.seen.get(pair.join(" ")) ?? -Infinity) > 3000);
+  }
+
+  handedOff({ prefill, decode }) {
+    this.#thread(prefill, decode);
+    this.seen.set(`${prefill} ${decode}`, performance.now());
+  }
+
+  rate(kind) {
+    let sum = 0;
+    for (const each of this.rates.values()) sum += each[kind].at(-1) ?? 0;
+    return sum;
+  }
+
+  // Over the last few reports, by the times at which they were made.
+  #rate(worker, now) {
+    const reports = this.reports.get(worker.boot) ?? [];
+    const made = now - worker.report_age_ms;
+    if (!reports.length || made - reports.at(-1).made > 100) {
+      reports.push({ made, prompt: worker.computed_prompt_tokens, generated: worker.generated_tokens });
+    }
+    while (reports.length > 2 && made - reports[1].made > WINDOW_MS) reports.shift();
+    this.reports.set(worker.boot, reports);
+    const [first, last] = [reports[0], reports.at(-1)];
+    const series = this.rates.get(worker.id) ?? { prompt: [], generated: [] };
+    this.rates.set(worker.id, series);
+    for (const kind of ["prompt", "generated"]) {
+      const rate = last === first ? 0 : ((last[kind] - first[kind]) * 1000) / (last.made - first.made);
+      series[kind] = [...series[kind], rate].slice(-KEPT);
+    }
+  }
+
+  #thread(prefill, decode) {
+    const key = `${prefill} ${decode}`;
+    if (!this.threads.has(key)) this.threads.set(key, { prefill, decode, prompts: 0 });
+    return this.threads.get(key);
+  }
+
+  #smooth(old, fresh) {
+    const mean = old * 0.7 + fresh * 0.3;
+    return mean < 0.005 ? 0 : mean;
+  }
+}
+
+// For ever: connects, tells `on`, connects again. `on` has hello, picture, handOff, lost, and refused: another key is needed.
+export async function watch(fleet, on) {
+  for (let tries = 0; ; tries += 1) {
+    try {
+      const response = await fetch("/weft/fleet/events", { headers: headers() });
+      if (response.status === 401 || response.status === 403) {
+        on.refused(await refusal(response));
+        await new Promise((resolve) => document.getElementById("key").addEventListener("change", resolve, { once: true }));
+        continue;
+      }
+      if (!response.ok) throw new Error(await refusal(response));
+      for await (const { event, data } of events(response)) {
+        tries = 0;
+        const fields = JSON.parse(data);
+        if (event === "hello") on.hello((fleet.hello = fields));
+        if (event === "fleet") on.picture(fleet.take(fields));
+        if (event === "hand_off") { fleet.handedOff(fields); on.handOff(fields); }
+      }
+      on.lost("the gateway has closed the connection");
+    } catch (error) {
+      on.lost(error.message);
+    }
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(tries, RETRY_MS.length - 1)]));
+  }
+}

@@ -1,0 +1,90 @@
+// Wires the page: one fleet, two views, the operator's buttons.
+
+import { start } from "./chat.js";
+import { Fleet, watch } from "./fleet.js";
+import { byId, count, element } from "./format.js";
+import { draw } from "./map.js";
+import { headers, refusal } from "./sse.js";
+import { light, weave } from "./threads.js";
+
+const fleet = new Fleet();
+let lengths = new Map();
+
+start(() => byId("model").value);
+
+for (const button of document.querySelectorAll("[data-show]")) {
+  button.addEventListener("click", () => {
+    document.body.dataset.view = button.dataset.show;
+    for (const each of document.querySelectorAll("[data-show]")) each.setAttribute("aria-pressed", String(each === button));
+    weave(fleet);
+  });
+}
+
+// Those that the key may use; whoever may not see the mesh may still talk to them.
+async function learnModels() {
+  const response = await fetch("/v1/models", { headers: headers() });
+  if (!response.ok) throw new Error(await refusal(response));
+  const { data } = await response.json();
+  const chosen = byId("model").value;
+  byId("model").replaceChildren(...data.map(({ id }) => element("option", { value: id, selected: id === chosen }, id)));
+  byId("model").disabled = data.length < 2;
+  lengths = new Map(data.map(({ id, max_model_len: length }) => [id, length]));
+  named();
+}
+
+function named() {
+  const model = byId("model").value;
+  byId("context").textContent = lengths.has(model) ? `${count(lengths.get(model))} tokens of context` : "";
+  document.title = `Weft · ${model}`;
+}
+
+byId("model").addEventListener("change", named);
+new ResizeObserver(() => weave(fleet)).observe(byId("map"));
+
+function state(kind, text) {
+  byId("state").className = `state ${kind}`;
+  byId("state").lastElementChild.textContent = text;
+  byId("state").title = text;
+}
+
+function complain(text) {
+  byId("mesh-trouble").textContent = text;
+  byId("mesh-trouble").hidden = !text;
+}
+
+async function drain(id, undo) {
+  complain("");
+  try {
+    const response = await fetch(`/weft/workers/${encodeURIComponent(id)}/${undo ? "undrain" : "drain"}`, {
+      method: "POST", body: "{}", headers: headers({ "content-type": "application/json" }),
+    });
+    if (!response.ok) throw new Error(await refusal(response));
+  } catch (error) {
+    complain(error.message);
+  }
+}
+
+watch(fleet, {
+  hello: () => {
+    complain("");
+    learnModels().catch((error) => complain(error.message));
+  },
+  picture: (moved) => {
+    const { ready, reasons } = fleet.now;
+    state(ready ? "ready" : "bad", ready ? "ready" : reasons.join("; "));
+    draw(fleet, drain);
+    weave(fleet);
+    for (const [prefill, decode] of moved) light(prefill, decode);
+  },
+  handOff: ({ prefill, decode }) => {
+    weave(fleet);
+    light(prefill, decode);
+  },
+  lost: (why) => state("bad", `not connected: ${why}`),
+  refused: (why) => {
+    state("bad", "a key is asked for");
+    complain(`The mesh is shown to operators, whose key goes under Settings: ${why}`);
+    byId("settings").open ||= !byId("key").value;
+    learnModels().catch((error) => complain(error.message));
+  },
+});

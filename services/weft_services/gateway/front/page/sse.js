@@ -1,0 +1,49 @@
+// Server-sent events out of a fetch, which can carry a body and an API key where EventSource cannot.
+
+const key = () => document.getElementById("key").value.trim();
+
+export function headers(extra = {}) {
+  return key() ? { authorization: `Bearer ${key()}`, ...extra } : extra;
+}
+
+// The API's own words for what went wrong.
+export async function refusal(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `the gateway answered ${response.status}`;
+  }
+}
+
+// Yields {event, data} until the stream ends; comments are passed over.
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      rest += value;
+      const frames = rest.split(/\r?\n\r?\n/);
+      rest = frames.pop();
+      for (const frame of frames) {
+        const fields = parse(frame);
+        if (fields.data) yield fields;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+function parse(frame) {
+  const fields = { event: "message", data: "" };
+  for (const line of frame.split(/\r?\n/)) {
+    const colon = line.indexOf(":");
+    const name = line.slice(0, colon);
+    const value = line.slice(colon + 1).replace(/^ /, "");
+    if (name === "event") fields.event = value;
+    if (name === "data") fields.data += fields.data ? `\n${value}` : value;
+  }
+  return fields;
+}

@@ -1,0 +1,76 @@
+"""The fleet as the scheduler tells it: workers, what each is doing, the shared store. Values only; no wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.request import WorkerAddress, WorkerRole
+from weft.tally import NO_TALLIES, Tallies
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a worker last said of itself, and what the scheduler has booked on it. Blocks add up to the pool."""
+
+    num_blocks: int = 0
+    free_blocks: int = 0
+    cached_blocks: int = 0
+    active_blocks: int = 0
+    quarantined_blocks: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    queued_prefill_tokens: int = 0
+    active_tokens: int = 0
+    generated_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    booked_tokens: int = 0
+    report_age_ms: int = 0
+    tallies: Tallies = NO_TALLIES
+
+
+NO_WORK = Work()
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One line of the fleet's list."""
+
+    address: WorkerAddress
+    role: WorkerRole
+    model: str
+    is_ready: bool
+    block_tokens: int
+    max_context_tokens: int
+    weights_hash: str
+    is_draining: bool = False
+    transport: str = ""
+    work: Work = NO_WORK
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUse:
+    """Memory and disk of the shared store, and what blocks take of them."""
+
+    memory_bytes: int
+    memory_used_bytes: int
+    disk_bytes: int
+    disk_used_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FleetReport:
+    """One answer of the scheduler. `store` None: there is none, or it does not answer."""
+
+    workers: tuple[Worker, ...] = ()
+    store: StoreUse | None = None
+    num_waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """A prompt that this gateway has just seen handed from one worker to another."""
+
+    prefill_id: str
+    decode_id: str
+    size_bytes: int
+    exposed_ms: int

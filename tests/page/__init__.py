@@ -1,0 +1,1 @@
+"""The page in a real browser, in front of a fleet that is made up."""

@@ -1,0 +1,149 @@
+"""What a visitor sees and does: an answer and its account, the map, an operator's buttons, on a desk and a phone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.page.scene import ANSWER, Scene, tick
+
+PHONE = {"width": 390, "height": 844}
+DESK = {"width": 1360, "height": 850}
+WAIT_MS = 20_000
+
+
+@asynccontextmanager
+async def visit(browser: Any, shown: Scene, **options: Any) -> AsyncIterator[Any]:
+    """The page once it is connected. Nothing may be complained of, and nothing asked of another host."""
+    page = await browser.new_page(**{"viewport": DESK, **options})
+    troubles: list[str] = []
+    page.on("console", lambda message: troubles.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    await page.goto(shown.url)
+    await page.wait_for_selector(".state.ready", timeout=WAIT_MS)
+    await page.wait_for_selector("#model option", state="attached", timeout=WAIT_MS)
+    yield page
+    assert troubles == []
+    assert {urlsplit(url).netloc for url in asked} == {urlsplit(shown.url).netloc}
+    await page.close()
+
+
+async def test_an_answer_comes_with_its_account(browser: Any, shown: Scene) -> None:
+    async with visit(browser, shown) as page:
+        await page.keyboard.type("hello world, hello world")  # the field has the focus
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector(".account", timeout=WAIT_MS)
+        assert ANSWER.startswith(await page.inner_text(".assistant .text"))
+        figures = (await page.inner_text(".figures")).split("\n")
+        told = dict(zip(figures[::2], figures[1::2], strict=True))
+        assert told["workers"] == "prefill-0 → decode-0"
+        assert told["KV moved"] == "1.3 MiB"
+        assert float(told["first token"].split()[0]) > 40
+        lanes = await page.locator(".lanes .name").all_inner_texts()
+        assert lanes == ["gateway", "prefill-0", "KV pull", "decode-0"]
+        bar = await page.locator(".bar.prefill").bounding_box()
+        pull = await page.locator(".bar.move").bounding_box()
+        assert bar["x"] + bar["width"] == pytest.approx(pull["x"], abs=2), "the pull begins where computing ends"
+        await page.wait_for_selector('path[data-thread="prefill-0 decode-0"]', state="attached", timeout=WAIT_MS)
+
+
+async def test_escape_stops_an_answer_and_the_next_can_be_asked(browser: Any, shown: Scene) -> None:
+    async with visit(browser, shown) as page:
+        await page.fill("#prompt", "hello")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector(".assistant .text:not(:empty)", timeout=WAIT_MS)
+        await page.keyboard.press("Escape")
+        await page.wait_for_selector("#send:has-text('Send')")
+        assert len(await page.inner_text(".assistant .text")) < len(ANSWER) - 10
+        await shown.scheduler.decoders[0].until(lambda: bool(shown.scheduler.decoders[0].cancelled))
+        await page.click("#clear")
+        await page.fill("#prompt", "again")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector(".account", timeout=WAIT_MS)
+
+
+async def test_the_map_shows_the_fleet_and_its_speed(browser: Any, shown: Scene) -> None:
+    async with visit(browser, shown) as page:
+        for second in range(3):
+            tick(shown.scheduler, second)
+            await shown.gateway.watch.poll()
+            await page.wait_for_timeout(250)
+        assert await page.locator(".worker .id").all_inner_texts() == ["prefill-0", "decode-0", "decode-1"]
+        assert "611 MiB of 1.0 GiB" in await page.inner_text("#store")
+        assert "67 %" in await page.inner_text("#totals")
+        assert (await page.inner_text("#totals")).split("\n")[1] != "0 tok/s"
+        assert await page.locator("path[data-thread]").count() == 2
+
+
+async def test_an_operator_drains_a_worker_by_keyboard(browser: Any, shown: Scene) -> None:
+    async with visit(browser, shown) as page:
+        await page.focus("[data-worker=decode-1] .drain")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("[data-worker=decode-1].draining", timeout=WAIT_MS)
+        assert shown.scheduler.draining == {"decode-1"}
+        await page.get_by_role("button", name="undrain decode-1").click()
+        await page.wait_for_selector("[data-worker=decode-1]:not(.draining)", timeout=WAIT_MS)
+        assert shown.scheduler.draining == set()
+
+
+async def test_a_phone_shows_one_view_at_a_time_and_nothing_sticks_out(browser: Any, shown: Scene) -> None:
+    async with visit(browser, shown, viewport=PHONE) as page:
+        await page.fill("#prompt", "hello " * 30 + "x" * 200)
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector(".account", timeout=WAIT_MS)
+        assert not await page.is_visible(".mesh")
+        await page.click("text=Mesh")
+        assert await page.is_visible(".worker")
+        assert not await page.is_visible("#composer")
+        for view in ("mesh", "chat"):
+            await page.click(f"[data-show={view}]")
+            assert await page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+async def test_dark_is_dark(browser: Any, shown: Scene) -> None:
+    colours = {}
+    for scheme in ("light", "dark"):
+        async with visit(browser, shown, color_scheme=scheme) as page:
+            found = await page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+            colours[scheme] = sum(found)
+    assert colours["light"] > 700
+    assert colours["dark"] < 100
+
+
+async def test_a_tool_call_is_answered_in_the_page(browser: Any, shown: Scene) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def speak(route: Any) -> None:
+        bodies.append(json.loads(route.request.post_data))
+        call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": ""}}
+        more = {"index": 0, "function": {"arguments": '{"city": "Oslo"}'}}
+        deltas = [{"tool_calls": [call]}, {"tool_calls": [more]}] if len(bodies) == 1 else [{"content": "Cold."}]
+        frames = [f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}\n\n" for delta in deltas]
+        await route.fulfill(content_type="text/event-stream", body="".join([*frames, "data: [DONE]\n\n"]))
+
+    async with visit(browser, shown) as page:
+        await page.route("**/v1/chat/completions", speak)
+        await page.click("text=What is the weather in Oslo?")
+        assert await page.inner_text(".call code") == 'get_weather({"city": "Oslo"})'
+        await page.fill(".reply input", "3 degrees")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("text=Cold.")
+        assert bodies[0]["tools"][0]["function"]["name"] == "get_weather"
+        assert bodies[1]["messages"][1]["tool_calls"][0]["id"] == "call_1"
+        assert bodies[1]["messages"][2] == {"role": "tool", "tool_call_id": "call_1", "content": "3 degrees"}
+
+
+async def test_what_goes_wrong_is_said(browser: Any, shown: Scene) -> None:
+    async with visit(browser, shown) as page:
+        await page.click("summary")
+        await page.fill("#tools", "{")
+        await page.fill("#prompt", "hello")
+        await page.keyboard.press("Enter")
+        assert (await page.inner_text("#trouble")).startswith("Tools: ")

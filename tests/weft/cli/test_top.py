@@ -1,0 +1,84 @@
+"""`weft top` on a fleet that is made up: what it shows, how wide, and rates that come of counts."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from weft.cli.rates import Count, History, Rates
+from weft.cli.top import render
+from weft_mesh.v1 import common_pb2
+from weft_mesh.v1 import scheduler_service_pb2 as pb
+
+
+def worker(worker_id: str, **report: int) -> pb.WorkerStatus:
+    is_prefill = worker_id.startswith("prefill")
+    role = common_pb2.WORKER_ROLE_PREFILL if is_prefill else common_pb2.WORKER_ROLE_DECODE
+    return pb.WorkerStatus(
+        hello=pb.WorkerHello(
+            worker=pb.WorkerAddress(worker_id=worker_id, boot_id=worker_id),
+            role=role,
+            model="weft-nano",
+            num_blocks=100,
+        ),
+        report=pb.WorkerReport(ready=True, active_blocks=25, cached_blocks=50, free_blocks=25, **report),  # type: ignore[arg-type]
+        report_age_ms=300,
+    )
+
+
+def fleet(generated: int, hand_offs: int) -> pb.ListWorkersResponse:
+    prefill, decode = worker("prefill-0", queued_prefill_tokens=96), worker("decode-0", generated_tokens=generated)
+    prefill.report.prefix.CopyFrom(pb.PrefixTally(looked_up_tokens=200, pool_tokens=100, dram_tokens=20))
+    decode.report.hand_offs.add(
+        prefill_worker_id="prefill-0", num_prompts=hand_offs, size_bytes=hand_offs << 20, num_failed=1
+    )
+    store = pb.StoreStatus(memory_bytes=1 << 30, memory_used_bytes=512 << 20)
+    return pb.ListWorkersResponse(workers=[prefill, decode], store=store, waiting_requests=2)
+
+
+def shown(width: int) -> str:
+    history = History()
+    history.take(fleet(1000, 7).workers, now=10.0)
+    history.take((last := fleet(1300, 11)).workers, now=12.0)
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render(last, history, width))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120, 180])
+def test_the_map_says_what_the_fleet_does(width: int) -> None:
+    text = shown(width)
+    assert max(map(len, text.splitlines())) <= width
+    words = " ".join(text.replace("│", " ").split())
+    expected = ["weft-nano 2 of 2 workers ready", "answers 150 tok/s", "from caches 60%", "hand-offs 2.0/s, 2.0 MiB/s"]
+    expected += ["96 tokens to compute", "pool 50%, memory 10%, disk 0%", "KV 25%, 50% cached"]
+    expected += ["2 wait for room", "512 MiB of 1.0 GiB"]
+    expected += ["prefill-0 ━━▶ decode-0", "11 prompts, 2.0/s, 1 failed"]
+    assert [piece for piece in expected if piece not in words] == []
+
+
+def test_an_empty_fleet_is_a_map_too() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(render(pb.ListWorkersResponse(), History(), 120))
+    assert isinstance(console.file, io.StringIO)
+    assert "nobody" in console.file.getvalue()
+    assert "no shared store" in console.file.getvalue()
+
+
+def test_the_same_report_seen_twice_is_no_standstill() -> None:
+    rates = Rates()
+    for at, tokens in ((0.0, 0), (1.0, 100), (1.02, 100), (2.0, 200)):
+        rates.take(Count(at, 0, tokens, {}, 0))
+    assert list(rates.generated) == [0.0, 100.0, 100.0, 100.0]
+
+
+def test_a_worker_that_was_started_anew_begins_at_nothing() -> None:
+    history = History()
+    history.take(fleet(1000, 7).workers, now=1.0)
+    again = fleet(10, 0)
+    again.workers[1].hello.worker.boot_id = "another"
+    history.take(again.workers, now=2.0)
+    assert list(history.of(again.workers[1]).generated) == [0.0]
