@@ -64,7 +64,7 @@ class Pages:
         for group in self._bounded:
             run = sequence.runs[group]
             is_short = run.end < self._paging.num_blocks(sequence.num_tokens)
-            if is_short or self._paging.first(group, sequence.num_computed) > run.first:
+            if is_short or self._paging.first(group, self._sight(sequence, group)) > run.first:
                 self._move(sequence, group, run.end)
 
     def place(self, sequence: Sequence, num_hit: int) -> None:
@@ -101,7 +101,7 @@ class Pages:
     def _move(self, sequence: Sequence, group: int, num_fixed: int) -> None:
         paging, run = self._paging, sequence.runs[group]
         num_blocks = paging.num_blocks(sequence.num_tokens)
-        kept = paging.placed(group, run, num_fixed, sequence.num_computed)
+        kept = paging.placed(group, run, num_fixed, self._sight(sequence, group))
         num_left = len(run.blocks) - len(kept.blocks)
         self._pool.release(run.blocks[:num_left])
         if kept.end > num_blocks:
@@ -109,6 +109,13 @@ class Pages:
             kept = kept.within(kept.first, num_blocks)
         wanted = min(num_blocks, kept.first + paging.most(group)) - kept.end
         sequence.runs[group] = self._extended(kept, min(max(0, wanted), self._pool.num_available))
+
+    def _sight(self, sequence: Sequence, group: int) -> int:
+        """In its text, and where it was found to begin later than that, what the next token looks at."""
+        sight = self._paging.sight(sequence.num_computed, sequence.num_prompt)
+        is_in_prompt = sequence.num_computed <= sequence.num_prompt
+        has_them = self._paging.first(group, sight) >= sequence.runs[group].first
+        return sight if is_in_prompt and has_them else sequence.num_computed
 
     def _find(self, keys: Iterable[bytes], group: int) -> PageRun:
         keys = list(keys)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
 
+from weft.kv.prefix import reusable_blocks
+
 
 @dataclass(frozen=True, slots=True)
 class Reach:
@@ -79,7 +81,8 @@ class Paging:
     def most(self, group: int) -> int:
         """Pages with which a group can always take the next step, wherever in a block it begins; 0: no limit."""
         width = self.reaches[group].width
-        return self._spanned(group, width - 1 + self.chunk_tokens) if width else 0
+        # and, see `sight`, a whole block behind a prompt's last step
+        return self._spanned(group, width - 1 + max(self.chunk_tokens, self.block_tokens)) if width else 0
 
     def num_new(self, group: int, num_hit: int, num_blocks: int) -> int:
         """Pages to be had behind `num_hit` found blocks before a sequence of so many may start.
@@ -111,18 +114,26 @@ class Paging:
         counts = range(0, max_tokens + self.block_tokens, self.block_tokens)
         return min(max_tokens, counts[bisect_right(counts, num_pages, key=self.max_pages) - 1])
 
-    def placed(self, group: int, run: PageRun, num_fixed: int, num_tokens: int) -> PageRun:
-        """What becomes of a run once `num_tokens` tokens have their KV.
+    def sight(self, num_ready: int, num_prompt: int) -> int:
+        """The tokens behind which pages of a prompt may go once `num_ready` of it have their KV.
+
+        At its end fewer than those: whoever asks for the same prompt again goes on from its last reusable block, and
+        what is looked at from there is to be found.
+        """
+        return min(num_ready, reusable_blocks(num_prompt, self.block_tokens) * self.block_tokens)
+
+    def placed(self, group: int, run: PageRun, num_fixed: int, sight: int) -> PageRun:
+        """What becomes of a run whose pages may go as far as is out of `sight`.
 
         Pages before block `num_fixed` stay where they are. Those behind have nothing in them yet: where the next token
         looks at none of the others, they begin at the first block that it looks at.
         """
-        first = self.first(group, num_tokens)
+        first = self.first(group, sight)
         return PageRun(first, run.blocks[min(first, num_fixed) - run.first :])
 
-    def lent(self, group: int, num_held: int, num_tokens: int) -> range:
-        """The blocks that somebody with the first `num_held` needs of another's KV of `num_tokens` tokens to go on."""
-        return range(max(self.first(group, num_tokens), num_held), self.num_blocks(num_tokens))
+    def lent(self, group: int, num_held: int, num_ready: int, num_prompt: int) -> range:
+        """Blocks that somebody with the first `num_held` of a prompt needs of another's KV of `num_ready` tokens."""
+        return range(max(self.first(group, self.sight(num_ready, num_prompt)), num_held), self.num_blocks(num_ready))
 
     def longest_hit(self, keys: Sequence[bytes], is_known: Callable[[bytes], bool]) -> int:
         """Blocks of the longest prefix that can be gone on from: each group has all pages that the next token sees."""

@@ -136,8 +136,9 @@ class HandOffs:
         num_held = num_hit // paging.block_tokens
         targets = []
         for group, run in enumerate(reserved.runs):
-            lent = paging.lent(group, num_held, num_tokens)
-            targets.append(paging.placed(group, run, num_held, num_tokens).within(lent.start, lent.stop))
+            lent = paging.lent(group, num_held, num_tokens, num_tokens)
+            placed = paging.placed(group, run, num_held, paging.sight(num_tokens, num_tokens))
+            targets.append(placed.within(lent.start, lent.stop))
         return targets
 
 

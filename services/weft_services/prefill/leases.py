@@ -73,7 +73,7 @@ class Lease:
         The end of the prompt comes ahead of the last ones: its token need not wait for their checksums.
         """
         held, num_tokens = self.order.held_blocks, len(self.order.token_ids)
-        next_index = [paging.lent(group, held, num_tokens).start for group in range(len(paging.reaches))]
+        next_index = [paging.lent(group, held, num_tokens, num_tokens).start for group in range(len(paging.reaches))]
         while True:
             # read before the progress: with the first token out, the progress is complete
             first = self._first

@@ -60,7 +60,8 @@ class StorePrefix:
         wanted: list[bytes] = []
         pages: list[int] = []
         for group, run in enumerate(runs):
-            lent = paging.lent(group, num_hit, num_tokens)
+            # the prompt goes on behind these
+            lent = paging.lent(group, num_hit, num_tokens, num_tokens + 1)
             wanted += [page_key(key, group) for key in keys[lent.start : lent.stop]]
             pages += paging.placed(group, run, num_hit, num_tokens).within(lent.start, lent.stop).blocks
         if not wanted:

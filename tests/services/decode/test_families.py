@@ -74,9 +74,13 @@ async def check(tiny: TinyFamily, transport: str, prefill: WorkerAddress) -> Non
                 assert answer.usage is not None
                 if turn == "handed off":
                     assert answer.usage.prefill_worker_id == prefill.worker_id
-                    # of layers with a window, what the next token sees
-                    num_pages = sum(len(paging.lent(group, 0, length)) for group in range(len(paging.reaches)))
+                    # of layers with a window, what the next token sees, or the prompt's repetition
+                    groups = range(len(paging.reaches))
+                    num_pages = sum(len(paging.lent(group, 0, length, length)) for group in groups)
                     assert answer.usage.transferred_bytes == num_pages * decode.engine.pool_memory.block_bytes
+                else:
+                    size = paging.block_tokens
+                    assert answer.usage.cached_tokens == (length - 1) // size * size
         await decode.until_idle()
         await gateway.leave()
 

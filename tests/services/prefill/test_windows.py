@@ -102,7 +102,8 @@ def test_a_second_turn_goes_on_from_the_store(name: str, num_own: int, tmp_path:
         num_found = fetched(store, driver, key, follow_up, reserved)
         # the last token of the answer has no KV
         assert reserved.num_hit_tokens + num_found == (len(text) - 1) // 4 * 4
-        lent = [paging.lent(group, num_own // 4, (len(text) - 1) // 4 * 4) for group in range(len(paging.reaches))]
+        num_kept = (len(text) - 1) // 4 * 4
+        lent = [paging.lent(group, num_own // 4, num_kept, len(text)) for group in range(len(paging.reaches))]
         assert store.num_fetched == sum(map(len, lent))
         driver.engine.filled(key, reserved.num_hit_tokens + num_found)
         assert driver.wait_end(key).tokens == tiny.greedy(follow_up, 20)

@@ -148,8 +148,9 @@ def hand_over(source: Driver, lent: tuple[PageRun, ...], target: Driver, reserve
     paging, num_pages = target.engine.paging, 0
     num_hit = reserved.num_hit_tokens // paging.block_tokens
     for group, (theirs, ours) in enumerate(zip(lent, reserved.runs, strict=True)):
-        needed = paging.lent(group, num_hit, num_tokens)
-        places = paging.placed(group, ours, num_hit, num_tokens).within(needed.start, needed.stop).blocks
+        needed = paging.lent(group, num_hit, num_tokens, num_tokens)
+        placed = paging.placed(group, ours, num_hit, paging.sight(num_tokens, num_tokens))
+        places = placed.within(needed.start, needed.stop).blocks
         copy_blocks(source, theirs.within(needed.start, needed.stop).blocks, target, places)
         num_pages += len(needed)
     return num_pages

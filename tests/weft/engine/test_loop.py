@@ -62,7 +62,7 @@ class LoopMachine(RuleBasedStateMachine):
         for progress in output.progress:
             num_prompt, num_final = len(self.specs[progress.key].token_ids), progress.num_ready_tokens // 4
             self.lent[progress.key] = [
-                run.within(self.config.paging.lent(group, 0, num_prompt).start, num_final)
+                run.within(self.config.paging.lent(group, 0, num_prompt, num_prompt).start, num_final)
                 for group, run in enumerate(progress.runs)
             ]
         self.pinned += [sealed.block for sealed in output.sealed]
@@ -128,9 +128,10 @@ class LoopMachine(RuleBasedStateMachine):
         paging, num_hit = self.config.paging, reserved.num_hit_tokens // 4
         if num_ready > reserved.num_hit_tokens:
             for group, run in enumerate(reserved.runs):
-                lent = paging.lent(group, num_hit, num_ready)
+                lent = paging.lent(group, num_hit, num_ready, len(tokens))
                 places = range(4 * lent.start, min(4 * lent.stop, num_ready))
-                self.runner.write(group, paging.placed(group, run, num_hit, num_ready), tokens, places)
+                placed = paging.placed(group, run, num_hit, paging.sight(num_ready, len(tokens)))
+                self.runner.write(group, placed, tokens, places)
 
     @precondition(lambda self: self.suspects)
     @rule()

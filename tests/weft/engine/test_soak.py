@@ -276,8 +276,9 @@ class Chaos:
         """Of each group, the pages that the next token looks at."""
         paging = self.engine.paging
         for group, (theirs, ours) in enumerate(zip(lent, reserved.runs, strict=True)):
-            needed = paging.lent(group, num_hits, num_tokens)
-            places = paging.placed(group, ours, num_hits, num_tokens).within(needed.start, needed.stop)
+            needed = paging.lent(group, num_hits, num_tokens, num_tokens)
+            placed = paging.placed(group, ours, num_hits, paging.sight(num_tokens, num_tokens))
+            places = placed.within(needed.start, needed.stop)
             self.blocks[list(places.blocks)] = self.blocks[list(theirs.within(needed.start, needed.stop).blocks)]
 
     def let_go(self, must_act: bool) -> None:

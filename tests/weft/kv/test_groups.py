@@ -63,10 +63,12 @@ def test_pages_had_before_a_prompt_is_filled_are_enough_wherever_they_come_to_li
         first = paging.first(group, num_hit * size)
         num_pages = num_hit - first + paging.num_new(group, num_hit, total)
         run = PageRun(first, tuple(range(100, 100 + num_pages)))
-        placed, lent = paging.placed(group, run, num_hit, num_ready), paging.lent(group, num_hit, num_ready)
+        sight, lent = paging.sight(num_ready, num_tokens), paging.lent(group, num_hit, num_ready, num_tokens)
+        placed = paging.placed(group, run, num_hit, sight)
         assert [placed.page(at) for at in lent] == [*placed.within(lent.start, lent.stop).blocks]
         for other in range(num_ready):
-            if sees(reach, num_ready, other):
+            # by what goes on from there, or by who asks for the same prompt once more
+            if sees(reach, num_ready, other) or (other < sight and sees(reach, sight, other)):
                 page = placed.page(other // size)
                 assert page is not None
                 # found pages stay where they are, and nothing comes to lie in them
