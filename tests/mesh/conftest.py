@@ -71,6 +71,7 @@ class Mesh:
             start_new_session=True,
         )
         self.client = httpx.Client(base_url=self.url, timeout=60.0)
+        self._scheduler = ""
 
     def wait_ready(self) -> None:
         """Until /ready answers 200."""
@@ -110,8 +111,9 @@ class Mesh:
 
     def workers(self) -> dict[str, scheduler_service_pb2.WorkerStatus]:
         """The scheduler's view of the fleet."""
-        address = self.child("gateway").environ()["WEFT_SCHEDULER_ADDR"]
-        with grpc.insecure_channel(address) as channel:
+        # it stays where it is; looking it up takes longer than many a state lasts that a test waits for
+        self._scheduler = self._scheduler or self.child("gateway").environ()["WEFT_SCHEDULER_ADDR"]
+        with grpc.insecure_channel(self._scheduler) as channel:
             stub = scheduler_service_pb2_grpc.FleetServiceStub(channel)
             reply = stub.ListWorkers(scheduler_service_pb2.ListWorkersRequest(), timeout=5)
         return {status.hello.worker.worker_id: status for status in reply.workers}
