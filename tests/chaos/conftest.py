@@ -1,6 +1,6 @@
 """How often the matrix runs, and the table of its cells at the end.
 
-Without `--rounds` (as in `make test`) a selection of in-process cells runs once.
+Without `--rounds` (as in `make test`) a selection of cells runs once.
 """
 
 from __future__ import annotations
