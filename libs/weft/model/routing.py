@@ -31,7 +31,7 @@ def _softmax(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
 def _sigmoid_groups(logits: Tensor, bias: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """The bias takes part in the choice only. A group counts as much as its best two."""
     scores = logits.float().sigmoid()
-    groups = (scores + bias).view(len(scores), experts.num_groups, -1)
+    groups = (scores + bias).view(len(scores), experts.num_groups, scores.shape[-1] // experts.num_groups)
     best = groups.topk(2, dim=-1).values.sum(-1).topk(experts.top_groups, dim=-1).indices
     is_out = torch.ones(groups.shape[:-1], dtype=torch.bool, device=logits.device).scatter(-1, best, False)
     # with negative biases, 0 would beat experts of the chosen groups
