@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from weft_kernels.upload import upload
 
+logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -58,24 +60,37 @@ class Link:
 
 
 class Recorder:
-    """Captures what is launched as a graph, to be launched again at once. On a CPU it is done again, step by step."""
+    """Captures what is launched as a graph, to be launched again at once. On a CPU it is done again, step by step.
+
+    So it is, from then on, where a capture has failed.
+    """
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._captures = not link.is_direct
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """A function that does what `run` does, on the same memory; `run` may wait for nothing and ask for no values.
 
         All graphs share their memory: what one has computed holds until another one runs.
         """
-        if self._link.is_direct:
+        if not self._captures:
             return run
         run()  # what compiles kernels and makes libraries' workspaces cannot be captured
+        try:
+            return self._capture(run)
+        except RuntimeError as error:
+            self._captures = False
+            logger.warning("no graph could be captured, steps are launched kernel by kernel from now on: %s", error)
+            return run
+
+    def _capture(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         memory = self._graphs[0].pool() if self._graphs else None
-        # other threads may go on with their own work on the device
-        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        current = torch.cuda.stream(torch.cuda.current_stream(self._link.device))
+        # a capture that fails leaves its own stream the current one; other threads may go on with their own work
+        with current, torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             run()
         self._graphs.append(graph)
         return graph.replay

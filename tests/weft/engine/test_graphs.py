@@ -17,6 +17,7 @@ from tests.weft.engine.test_tokens import prompts_of
 from tests.weft.tiny_families import TinyFamily
 from tests.weft.tiny_llama import Tiny
 from weft.engine.config import EngineConfig
+from weft.engine.device import Link, Recorder
 from weft.engine.graphs import DecodeGraphs, graph_sizes, num_scratch_blocks
 from weft.kv.groups import Reach
 from weft.model.kv_layout import kv_groups
@@ -130,6 +131,27 @@ def test_graphs_are_captured_when_first_needed_and_the_largest_first(
     assert recorded == [16, 1, 2]
 
 
+def test_where_a_capture_fails_steps_go_on_without(
+    grouped: Tiny, sizes_run: Sizes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said once, and not tried again for other sizes."""
+
+    def refuse() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", refuse)
+    monkeypatch.setattr("weft.engine.graphs.Recorder", lambda _: Recorder(Link(torch.device("cuda"))))
+    with Driver(grouped, decode_graphs=True, max_num_seqs=4) as driver:
+        keys = [driver.submit(str(i), prompt, 6 + 4 * i) for i, prompt in enumerate(prompts_of([9, 20, 31], 100))]
+        found = [driver.wait_end(key).tokens for key in keys]
+    assert found == [grouped.greedy(prompt, 6 + 4 * i) for i, prompt in enumerate(prompts_of([9, 20, 31], 100))]
+    assert len({size for _, size in sizes_run}) > 1
+    assert [each.message for each in caplog.records if "not permitted" in each.message] == [
+        "no graph could be captured, steps are launched kernel by kernel from now on: "
+        "operation not permitted when stream is capturing"
+    ]
+
+
 def poison(driver: Driver) -> torch.Tensor:
     """NaN in all of the pool; what is returned lies in it."""
     memory = driver.engine.pool_memory
@@ -157,3 +179,22 @@ def test_replayed_graphs_give_the_tokens_of_transformers(
             found = [driver.wait_end(key).tokens for key in keys]
             assert found == [tiny.greedy(prompt, num) for prompt, num in zip(prompts, NUM_NEW, strict=True)]
     assert sizes_run
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_after_a_failed_capture_the_device_goes_on_where_it_was() -> None:
+    """Reading a value back is what a capture cannot take."""
+    stream, counter = torch.cuda.current_stream(), torch.zeros((), device="cuda")
+    recorder = Recorder(Link(counter.device))
+
+    def count() -> None:
+        counter.add_(1)
+        counter.item()
+
+    again = recorder.record(count)
+    assert torch.cuda.current_stream() == stream
+    before = counter.item()
+    again()
+    assert counter.item() == before + 1
+    assert recorder.record(count) is count
