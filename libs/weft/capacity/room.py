@@ -1,4 +1,7 @@
-"""What a worker's memory has to hold, by the figures of `weft plan`: weights, activations, KV. Allocates nothing."""
+"""What a worker's memory has to hold: weights, activations, KV. Allocates nothing.
+
+By the figures of `weft plan` before anything is loaded; where the largest step was measured, by what it took.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ from weft.model.spec import ModelConfig
 
 # workers share a machine's memory with one another and with everything else
 CPU_POOL_SHARE = 0.25
+# of a GPU: what falls between allocations, and graphs of sizes that were not measured
+SLACK_BYTES = GIB // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,11 @@ def measure_room(model: ModelConfig, machine: Machine, chunk_tokens: int, max_se
     demand = Demand(gpu, 1, chunk_tokens, machine.dtype, chunk_tokens, max_seqs, machine.block_tokens)
     activations = make_plan(model, Layout(), demand).stages[0].activations
     return Room(free, weights, activations, free - weights - activations - (0 if is_cpu else RUNTIME_BYTES))
+
+
+def measured_room(room: Room, free: int, activations: int) -> Room:
+    """The same with the model loaded, `free` bytes left, and a largest step that took so many `activations`."""
+    return Room(room.free, room.free - free, activations, free - activations - SLACK_BYTES)
 
 
 def default_num_blocks(room: Room, is_cpu: bool, block_bytes: int, least: int, most: int) -> int:

@@ -28,6 +28,10 @@ def build_engine(
 
     Tensors of another dtype or device are copied; `weights` is not kept. Raises BadCheckpoint for missing tensors.
     """
-    where = torch.device(device)
-    model = Decoder(model_config, weights, DTYPES[dtype], where)
-    return Engine(ModelRunner(model, engine_config, dtype, where), engine_config, listener)
+    model = Decoder(model_config, weights, DTYPES[dtype], torch.device(device))
+    return assemble(model, dtype, engine_config, listener)
+
+
+def assemble(model: Decoder, dtype: str, config: EngineConfig, listener: Callable[[StepOutput], None]) -> Engine:
+    """The same, around a model that is loaded already."""
+    return Engine(ModelRunner(model, config, dtype, model.device), config, listener)

@@ -35,6 +35,15 @@ def num_scratch_blocks(config: EngineConfig) -> int:
     return -(-graph_sizes(config.max_num_seqs)[-1] // config.block_tokens) if config.decode_graphs else 0
 
 
+def static_bytes(config: EngineConfig, block_bytes: int) -> int:
+    """What stays beside the pool, for graphs alone: scratch pages and block tables."""
+    if not config.decode_graphs:
+        return 0
+    width = aligned(config.paging.num_blocks(config.context_tokens))
+    tables = len(config.reaches) * graph_sizes(config.max_num_seqs)[-1] * width * torch.int32.itemsize
+    return num_scratch_blocks(config) * block_bytes + tables
+
+
 class DecodeGraphs:
     """`pool` has the scratch pages behind its `config.num_blocks`. All sizes use the leading rows of the same buffers.
 

@@ -68,7 +68,7 @@ class Decoder:
         """Raises BadCheckpoint, before anything is copied, for tensors that are not what the config asks for."""
         loader = Loader(config, weights, dtype, device)
         self.config = config
-        self.dtype = dtype
+        self.dtype, self.device = dtype, device
         self.embedding = loader.matrix(config.prefix + "model.embed_tokens.weight")
         self.layers = [DecoderLayer(config, index, loader) for index in range(config.num_layers)]
         self.norm = loader.tensor(config.prefix + "model.norm.weight")

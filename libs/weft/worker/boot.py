@@ -6,26 +6,37 @@ import asyncio
 import logging
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
 import torch
 
-from weft.capacity.room import Machine, Room, available_bytes, default_num_blocks, measure_room
-from weft.engine.build import build_engine
+from weft.capacity.room import (
+    Machine,
+    Room,
+    available_bytes,
+    default_num_blocks,
+    measure_room,
+    measured_room,
+)
+from weft.engine.build import assemble
 from weft.engine.config import EngineConfig
 from weft.engine.core import Engine
+from weft.engine.graphs import static_bytes
 from weft.engine.messages import StepOutput
+from weft.engine.runner import DTYPES
 from weft.errors import PeerLost
 from weft.kv.groups import Paging
 from weft.model.config import ModelConfig, read_config
+from weft.model.decoder import Decoder
 from weft.model.kv_layout import block_bytes, kv_groups, layout_name
 from weft.request import ModelFingerprint
 from weft.rpc.client import open_channel, owned
 from weft.weights.shared import open_image
 from weft.worker.config import Dtype, WorkerConfig
 from weft.worker.cpus import pin
+from weft.worker.peak import free_bytes, identity_of, measure_peak, remembered
 from weft_mesh.v1 import weights_service_pb2, weights_service_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -112,40 +123,45 @@ def _build(
     listener: Callable[[StepOutput], None],
 ) -> Booted:
     model = parse_config(ready.config_json)
-    size = block_bytes(model, machine.dtype, machine.block_tokens)
-    steps_ahead = int(machine.device == "cuda")
-    paging = Paging(kv_groups(model).reaches, machine.block_tokens, config.chunk_tokens * (1 + steps_ahead))
-    max_seqs = GPU_MAX_SEQS if machine.device == "cuda" else CPU_MAX_SEQS
-    room = measure_room(model, machine, config.chunk_tokens, max_seqs, _free_bytes(machine))
-    num_blocks = config.num_blocks or _num_blocks(room, paging, machine, size, model.max_positions)
-    room.check(num_blocks * size, f"{num_blocks} blocks of KV (WEFT_NUM_BLOCKS)")
-    engine_config = EngineConfig(
-        num_blocks=num_blocks,
-        block_tokens=machine.block_tokens,
-        vocab_size=model.vocab_size,
-        max_context_tokens=model.max_positions,
-        chunk_tokens=config.chunk_tokens,
-        max_num_seqs=max_seqs,
-        eos_token_ids=model.eos_token_ids,
-        reaches=paging.reaches,
-        steps_ahead=steps_ahead,
-        decode_graphs=config.cuda_graphs and machine.device == "cuda",
-        pin_sealed=bool(config.kvstore_addr) and machine.device == "cpu",
+    size, limits = block_bytes(model, machine.dtype, machine.block_tokens), _limits(config, machine, model)
+    room = measure_room(model, machine, limits.chunk_tokens, limits.max_num_seqs, _free_bytes(machine))
+    num_blocks = _num_blocks(config, room, limits, machine, size)
+    decoder = Decoder(
+        model, open_image(ready.shm_name, ready.size_bytes), DTYPES[machine.dtype], torch.device(machine.device)
     )
-    engine = build_engine(
-        model,
-        open_image(ready.shm_name, ready.size_bytes),
-        dtype=machine.dtype,
-        device=machine.device,
-        engine_config=engine_config,
-        listener=listener,
-    )
+    if machine.device == "cuda":
+        identity = identity_of(ready.weights_hash, limits, machine.dtype, decoder.device)
+        peak = remembered(identity, lambda: measure_peak(decoder, limits, machine.dtype, decoder.device))
+        logger.info("engine: the largest step takes %d MiB", peak >> 20)
+        room = measured_room(room, free_bytes(decoder.device), peak + static_bytes(limits, size))
+        num_blocks = _num_blocks(config, room, limits, machine, size)
+    engine_config = replace(limits, num_blocks=num_blocks, max_pinned=0)
+    engine = assemble(decoder, machine.dtype, engine_config, listener)
     logger.info(
         "engine: %s on %s, %d blocks of %d tokens, %d KiB each",
         *(machine.dtype, machine.device, num_blocks, machine.block_tokens, size >> 10),
     )
     fingerprint = ModelFingerprint(ready.weights_hash, machine.dtype, machine.block_tokens, size, layout_name(model))
     return Booted(engine, machine.device, fingerprint, engine_config)
+
+
+def _limits(config: WorkerConfig, machine: Machine, model: ModelConfig) -> EngineConfig:
+    """With as many blocks as there is any use for."""
+    is_gpu = machine.device == "cuda"
+    paging = Paging(kv_groups(model).reaches, machine.block_tokens, config.chunk_tokens * (2 if is_gpu else 1))
+    return EngineConfig(
+        num_blocks=FULL_SEQUENCES * paging.max_pages(model.max_positions),
+        block_tokens=machine.block_tokens,
+        vocab_size=model.vocab_size,
+        max_context_tokens=model.max_positions,
+        chunk_tokens=config.chunk_tokens,
+        max_num_seqs=GPU_MAX_SEQS if is_gpu else CPU_MAX_SEQS,
+        eos_token_ids=model.eos_token_ids,
+        reaches=paging.reaches,
+        steps_ahead=int(is_gpu),
+        decode_graphs=config.cuda_graphs and is_gpu,
+        pin_sealed=bool(config.kvstore_addr) and not is_gpu,
+    )
 
 
 def parse_config(config_json: str) -> ModelConfig:
@@ -155,12 +171,15 @@ def parse_config(config_json: str) -> ModelConfig:
         return read_config(Path(directory))
 
 
-def _num_blocks(room: Room, paging: Paging, machine: Machine, block_bytes: int, max_context_tokens: int) -> int:
-    num_tokens = min(max_context_tokens, LEAST_CONTEXT_TOKENS)
-    least = paging.max_pages(num_tokens)
-    room.check(least * block_bytes, f"KV of {num_tokens} tokens")
-    most = FULL_SEQUENCES * paging.max_pages(max_context_tokens)
-    return default_num_blocks(room, machine.device == "cpu", block_bytes, least, most)
+def _num_blocks(config: WorkerConfig, room: Room, limits: EngineConfig, machine: Machine, size: int) -> int:
+    """What was asked for, or what there is room for. Raises BadCheckpoint where that is too little."""
+    if config.num_blocks:
+        room.check(config.num_blocks * size, f"{config.num_blocks} blocks of KV (WEFT_NUM_BLOCKS)")
+        return config.num_blocks
+    num_tokens = min(limits.max_context_tokens, LEAST_CONTEXT_TOKENS)
+    least = limits.paging.max_pages(num_tokens)
+    room.check(least * size, f"KV of {num_tokens} tokens")
+    return default_num_blocks(room, machine.device == "cpu", size, least, limits.num_blocks)
 
 
 def _free_bytes(machine: Machine) -> int:

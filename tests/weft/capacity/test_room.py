@@ -10,7 +10,7 @@ import torch
 from tests.weft.capacity.test_allocation import held_bytes
 from tests.weft.tiny_families import FAMILIES, TinyFamily
 
-from weft.capacity.room import Machine, Room, available_bytes, default_num_blocks, measure_room
+from weft.capacity.room import Machine, Room, available_bytes, default_num_blocks, measure_room, measured_room
 from weft.errors import BadCheckpoint
 from weft.model.decoder import Decoder
 from weft.model.spec import HeadNorm
@@ -43,6 +43,11 @@ def test_a_gpu_leaves_room_for_its_libraries_and_counts_the_dtype_that_it_runs(
     here = measure_room(config, CPU, 64, 8, 1 << 40)
     assert 2 * there.weights == here.weights
     assert there.left == there.free - there.weights - there.activations - (1 << 30)
+
+
+def test_what_was_measured_replaces_what_was_planned() -> None:
+    planned = Room(free=80 << 30, weights=15 << 30, activations=1 << 30, left=63 << 30)
+    assert measured_room(planned, 64 << 30, 3 << 30) == Room(80 << 30, 16 << 30, 3 << 30, (61 << 30) - (1 << 28))
 
 
 def test_what_does_not_fit_is_refused_with_the_figures() -> None:

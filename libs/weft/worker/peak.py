@@ -1,0 +1,156 @@
+"""What the largest step takes beside weights and pool: measured on the device itself, once, and kept in a file.
+
+Knows the engine's runner and what allocators say; the plan, whose estimate this replaces, it does not know.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+import weft_kernels
+from weft.engine.batch import Work
+from weft.engine.config import EngineConfig
+from weft.engine.graphs import static_bytes
+from weft.engine.messages import SequenceMode, SequenceSpec
+from weft.engine.runner import ModelRunner
+from weft.engine.sequence import Sequence
+from weft.kv.groups import PageRun, Paging
+from weft.model import decoder
+from weft.model.decoder import Decoder
+from weft.request import RequestKey, SamplingParams
+
+logger = logging.getLogger(__name__)
+# everything that takes memory when a token is chosen
+SAMPLING = SamplingParams(
+    max_tokens=2, temperature=1.0, top_k=40, top_p=0.9, min_p=0.01, num_logprobs=20, repetition_penalty=1.1
+)
+
+
+def remembered(identity: Mapping[str, str | int], measure: Callable[[], int]) -> int:
+    """Bytes measured earlier for the same `identity`, all of which the file repeats; else measured now and written."""
+    digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=10).hexdigest()
+    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / "peaks" / f"{digest}.json"
+    try:
+        kept = json.loads(path.read_text())
+        if kept["identity"] == identity and isinstance(kept["peak_bytes"], int):
+            return kept["peak_bytes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # never measured, or written by another version
+    peak = measure()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps({"identity": identity, "peak_bytes": peak}, indent=1))
+        partial.replace(path)
+    except OSError as error:
+        logger.warning("the largest step is measured again at the next start: %s", error)
+    return peak
+
+
+def identity_of(weights_hash: str, limits: EngineConfig, dtype: str, device: torch.device) -> dict[str, str | int]:
+    """What the peak depends on: model, machine, versions, and how large a step can be."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    sizes = {each: getattr(limits, each) for each in ("block_tokens", "chunk_tokens", "max_num_seqs", "decode_graphs")}
+    versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "sources": _sources_digest()}
+    context = {"max_context_tokens": limits.max_context_tokens}
+    return {"weights": weights_hash, "device": name, "dtype": dtype, **sizes, **context, **versions}
+
+
+def measure_peak(model: Decoder, limits: EngineConfig, dtype: str, device: torch.device) -> int:
+    """Bytes beyond the pool and what graphs keep beside it (`static_bytes`), on a pool as small as can be.
+
+    One step has a whole chunk at the end of the longest context, beside one token of everybody else; the next one has
+    one token of everybody, which is what graphs are captured for.
+    """
+    least = limits.paging.max_pages(min(limits.max_context_tokens, limits.chunk_tokens))
+    small = replace(limits, num_blocks=least, max_pinned=0)
+    meter: Meter = DeviceMeter(device) if device.type == "cuda" else ResidentMeter()
+    runner = ModelRunner(model, small, dtype, device)
+    chunk = min(limits.chunk_tokens, limits.max_context_tokens)
+    one, *others = [_work(limits.paging, 0, 1) for _ in range(limits.max_num_seqs)]
+    for each in (_work(limits.paging, limits.max_context_tokens - chunk, chunk), one):
+        runner.launch([each, *others]).collect()
+    size = runner.pool_memory.block_bytes
+    return max(0, meter.taken() - small.num_blocks * size - static_bytes(small, size))
+
+
+def _work(paging: Paging, start: int, num_tokens: int) -> Work:
+    """Tokens of a sequence all of whose pages are the pool's first one: what they hold does not matter."""
+    end = start + num_tokens
+    spec = SequenceSpec(RequestKey("peak"), (0,) * end, SAMPLING, SequenceMode.GENERATE)
+    firsts = [paging.first(group, start) for group in range(len(paging.reaches))]
+    runs = [PageRun(first, (0,) * (paging.num_blocks(end) - first)) for first in firsts]
+    return Work(Sequence(spec, [0] * end, 0.0, runs=runs), start, num_tokens, samples=True)
+
+
+class Meter(Protocol):
+    """Counts from when it was made."""
+
+    def taken(self) -> int:
+        """Bytes at the highest point so far."""
+
+
+@dataclass(slots=True)
+class DeviceMeter:
+    """All that is gone from a GPU: what torch has taken, which it does not give back, and what libraries have."""
+
+    device: torch.device
+    free: int = 0
+
+    def __post_init__(self) -> None:
+        self.free = free_bytes(self.device)
+
+    def taken(self) -> int:
+        """See `Meter`."""
+        torch.cuda.synchronize(self.device)
+        return self.free - torch.cuda.mem_get_info(self.device)[0]
+
+
+class ResidentMeter:
+    """The process' own memory, at its peak."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what the C library keeps would be used first, and not be counted
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        self._before = _status("VmRSS")
+
+    def taken(self) -> int:
+        """See `Meter`."""
+        return _status("VmHWM") - self._before
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU, once torch has given back what it only keeps."""
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _status(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _sources_digest() -> str:
+    """Of everything that a step runs: a version number would not see a change between two releases."""
+    digest = hashlib.blake2b(digest_size=10)
+    engine = Path(decoder.__file__).parents[1]
+    for root in (engine / "engine", engine / "model", Path(str(weft_kernels.__file__)).parent):
+        for path in sorted(each for each in root.rglob("*") if each.suffix in (".py", ".cpp", ".h")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

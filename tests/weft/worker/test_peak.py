@@ -1,0 +1,142 @@
+"""The largest step is measured once for each model, machine and version; what it takes is near what the plan says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.weft.tiny_families import FAMILIES, TinyFamily
+from weft.capacity.room import Machine, measure_room
+from weft.engine.config import EngineConfig
+from weft.engine.graphs import static_bytes
+from weft.engine.runner import ModelRunner
+from weft.model.decoder import Decoder
+from weft.model.kv_layout import kv_groups
+from weft.model.spec import Layer
+from weft.model.tensors import expected_tensors
+from weft.worker.peak import identity_of, measure_peak, remembered
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+
+
+def limits_of(tiny: TinyFamily, chunk_tokens: int = 64, max_num_seqs: int = 6) -> EngineConfig:
+    return EngineConfig(
+        num_blocks=1000,
+        block_tokens=16,
+        vocab_size=tiny.config.vocab_size,
+        max_context_tokens=tiny.config.max_positions,
+        chunk_tokens=chunk_tokens,
+        max_num_seqs=max_num_seqs,
+        reaches=kv_groups(tiny.config).reaches,
+    )
+
+
+def wide_model(tiny: TinyFamily, device: torch.device) -> Decoder:
+    """Activations of megabytes, beside which nothing else counts."""
+    config = replace(tiny.config, layers=(Layer(),) * 2, hidden_size=256, intermediate_size=1024, vocab_size=4000)
+    config = replace(config, max_positions=4096)
+    weights = {name: torch.randn(shape) / 16 for name, shape in expected_tensors(config).items()}
+    return Decoder(config, weights, torch.float32, device)
+
+
+@pytest.mark.parametrize("chunk_tokens", [512, 2048])
+def test_the_peak_is_near_the_plans(chunk_tokens: int, family_of: Callable[[str], TinyFamily]) -> None:
+    """Above it: the plan counts neither what a CPU's products rearrange nor every step of choosing tokens."""
+    tiny = family_of("llama2")
+    model = wide_model(tiny, CPU)
+    limits = replace(limits_of(replace(tiny, config=model.config), chunk_tokens=chunk_tokens), max_pinned=0)
+    planned = measure_room(model.config, Machine("cpu", "float32", 16), chunk_tokens, 6, 1 << 40).activations
+    assert planned < measure_peak(model, limits, "float32", CPU) < 4 * planned
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_has_a_largest_step(
+    name: str, family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk at the end of the longest context, beside one token of everybody else; and then one of everybody."""
+    tiny, launched = family_of(name), []
+    model = Decoder(tiny.config, tiny.weights, torch.float32, CPU)
+    launch = ModelRunner.launch
+
+    def watched(self: ModelRunner, works: list[object]) -> object:
+        launched.append([(each.start, each.num_tokens) for each in works])  # type: ignore[attr-defined]
+        return launch(self, works)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ModelRunner, "launch", watched)
+    assert measure_peak(model, replace(limits_of(tiny), decode_graphs=True, max_pinned=0), "float32", CPU) >= 0
+    assert launched == [[(tiny.config.max_positions - 64, 64), *[(0, 1)] * 5], [(0, 1)] * 6]
+
+
+def test_what_graphs_keep_beside_the_pool_is_counted(family_of: Callable[[str], TinyFamily]) -> None:
+    tiny = family_of("llama4")
+    limits = replace(limits_of(tiny, max_num_seqs=40), decode_graphs=True, max_pinned=0)
+    runner = ModelRunner(Decoder(tiny.config, tiny.weights, torch.float32, CPU), limits, "float32", CPU)
+    size = runner.pool_memory.block_bytes
+    assert runner._graphs is not None
+    beside = runner.pool.nbytes - limits.num_blocks * size
+    assert beside == 3 * size
+    assert static_bytes(limits, size) == beside + runner._graphs._tables.nbytes
+    assert static_bytes(replace(limits, decode_graphs=False, max_pinned=0), size) == 0
+
+
+def test_a_peak_is_measured_once_for_each_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = iter([5, 6, 7])
+    assert [remembered({"weights": "a", "chunk_tokens": 64}, lambda: next(measured)) for _ in range(2)] == [5, 5]
+    assert remembered({"weights": "a", "chunk_tokens": 65}, lambda: next(measured)) == 6
+    for path in tmp_path.rglob("*.json"):
+        path.write_text(path.read_text()[:-3])
+    assert remembered({"weights": "a", "chunk_tokens": 64}, lambda: next(measured)) == 7, "a file cut short"
+    kept = [json.loads(path.read_text()) for path in tmp_path.rglob("*.json") if path.read_text().endswith("}")]
+    assert kept == [{"identity": {"weights": "a", "chunk_tokens": 64}, "peak_bytes": 7}]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".json"]
+
+
+def test_where_nothing_can_be_written_it_is_measured_every_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "weft").write_text("a file where a folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = iter([5, 6])
+    assert [remembered({"weights": "a"}, lambda: next(measured)) for _ in range(2)] == [5, 6]
+    assert "measured again at the next start" in caplog.text
+
+
+def test_all_that_a_step_depends_on_is_in_its_identity(family_of: Callable[[str], TinyFamily]) -> None:
+    limits = limits_of(family_of("llama2"))
+    identity = identity_of("cafe", limits, "float32", CPU)
+    assert identity == identity_of("cafe", replace(limits, num_blocks=7, max_pinned=0), "float32", CPU)
+    others = [identity_of("beef", limits, "float32", CPU), identity_of("cafe", limits, "bfloat16", CPU)]
+    for changed in (
+        replace(limits, max_pinned=0, chunk_tokens=65),
+        replace(limits, max_pinned=0, max_num_seqs=7),
+        replace(limits, max_pinned=0, decode_graphs=True),
+        replace(limits, max_pinned=0, max_context_tokens=99),
+    ):
+        others.append(identity_of("cafe", changed, "float32", CPU))
+    assert identity not in others
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("decode_graphs", [False, True])
+def test_on_a_gpu_it_is_at_least_what_was_allocated(
+    decode_graphs: bool, family_of: Callable[[str], TinyFamily]
+) -> None:
+    tiny = family_of("llama2")
+    model = wide_model(tiny, CUDA)
+    limits = limits_of(replace(tiny, config=model.config), chunk_tokens=2048)
+    limits = replace(limits, decode_graphs=decode_graphs, max_pinned=0)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    peak = measure_peak(model, limits, "float32", CUDA)
+    size = 2 * 2 * limits.block_tokens * model.config.num_kv_heads * model.config.head_dim * 4
+    pool = limits.paging.max_pages(2048) * size
+    assert peak >= torch.cuda.max_memory_allocated() - before - pool - static_bytes(limits, size)
+    assert peak >= measure_room(model.config, Machine("cuda", "float32", 16), 2048, 6, 1 << 40).activations
