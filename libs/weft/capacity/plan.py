@@ -67,6 +67,11 @@ def make_plan(config: ModelConfig, layout: Layout, demand: Demand) -> Plan:
     )
 
 
+def unpacked(config: ModelConfig) -> ModelConfig:
+    """The same model as `weft.model.loading` leaves it: packed weights in the dtype that it computes in."""
+    return replace(config, quantization=None)
+
+
 def _stage(config: ModelConfig, layout: Layout, demand: Demand, weights: Footprint, layers: range) -> Stage:
     item = ITEM_BYTES[demand.dtype]
     token = -(-config.num_kv_heads // layout.tp) * config.kv_parts * config.head_dim * item

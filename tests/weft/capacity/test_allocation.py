@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from tests.weft.engine.harness import Driver
+from tests.weft.model.test_quantized import FP8, INT4, quantized
 from tests.weft.tiny_families import FAMILIES, TinyFamily
 
 from weft.capacity.gpus import GPUS
 from weft.capacity.layout import Demand, Layout, Stage
-from weft.capacity.plan import make_plan
+from weft.capacity.plan import make_plan, unpacked
 from weft.model.decoder import Decoder
 from weft.model.kv_layout import kv_groups
 from weft.model.spec import HeadNorm, ModelConfig
@@ -62,3 +64,18 @@ def test_a_loaded_model_holds_what_the_plan_says(
         extras += 4 * config.head_dim * config.num_layers
     planned = one_stage(config, "float32").weights
     assert held_bytes(model, {}) == planned + extras
+
+
+@pytest.mark.parametrize(("name", "fields"), [("deepseek", FP8), ("kimi-k2", INT4), ("qwen3-moe", FP8)])
+def test_packed_weights_are_held_as_the_plan_says_that_they_are_unpacked(
+    name: str,
+    fields: dict[str, object],
+    family_of: Callable[[str], TinyFamily],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("weft_kernels.linear.native", lambda: None)
+    tiny = quantized(family_of(name), fields, tmp_path / "packed")
+    model = Decoder(tiny.config, tiny.weights, torch.float32, torch.device("cpu"))
+    packed, plain = one_stage(tiny.config, "float32").weights, one_stage(unpacked(tiny.config), "float32").weights
+    assert packed < plain == held_bytes(model, {}) - model.frequencies.nbytes

@@ -250,6 +250,14 @@ def test_the_command_shows_its_arithmetic(monkeypatch: pytest.MonkeyPatch) -> No
     assert weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "l40s", "--gpus", "8").returncode == 1
 
 
+def test_packed_weights_that_fit_until_they_are_unpacked_do_not_fit() -> None:
+    """Eight H100 have room for Kimi's INT4, and not for the bfloat16 that Weft makes of it; 16 H200 have."""
+    run = weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "h100", "--gpus", "8")
+    assert run.returncode == 1
+    assert "Weft unpacks INT4 weights when it loads them: in bfloat16 they take" in run.stdout
+    assert weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "h200", "--gpus", "16").returncode == 0
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
