@@ -46,7 +46,8 @@ class DecoderLayer:
     ) -> tuple[Tensor, Tensor]:
         """The residual stream [T, hidden], and what the next layer is to add to it before its own norm.
 
-        Both of the `kept` rows alone, if given: behind the last layer's attention nobody looks at the others.
+        Both of the `kept` rows alone, if given: behind the last layer's attention nobody looks at the others. There
+        may be none, in the midst of a prompt.
         """
         if pending is None:
             normed = rms_norm(stream, self.input_norm, self.eps)
@@ -56,7 +57,7 @@ class DecoderLayer:
         if kept is not None:
             stream, attended = stream[kept], attended[kept]
         stream, normed = add_rms_norm(attended, stream, self.mlp_norm, self.eps)
-        return stream, self.mlp.forward(normed)
+        return stream, self.mlp.forward(normed) if len(normed) else normed
 
 
 class Decoder:
