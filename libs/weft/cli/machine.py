@@ -24,3 +24,27 @@ def certs(
         typer.secho(f"weft certs: {error}", fg="red", err=True)
         raise typer.Exit(1) from None
     print(f"{folder}: ca.pem, cert.pem and key.pem for every service; ca-key.pem makes new ones, keep it elsewhere")
+
+
+@app.command()
+def doctor(
+    model: Annotated[list[str] | None, typer.Option(help="As for `weft up`: DIR or NAME=DIR, again for more.")] = None,
+    host: Annotated[str, typer.Option(help="Where the gateway would listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="Public gRPC.")] = 9000,
+    workers: Annotated[int, typer.Option(min=1, help="On this machine, for each model.")] = 2,
+    deep: Annotated[bool, typer.Option("--deep", help="Decode bundles and compare their checksums.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Check what a mesh needs of this machine and say what to do; exits with 1 where something would not work."""
+    from weft.cli.doctor.finding import Subject
+    from weft.cli.doctor.run import run_doctor
+    from weft.cli.up import UsageError, find_models
+
+    try:
+        models = find_models(model or [])
+    except UsageError as error:
+        typer.secho(f"weft doctor: {error}", fg="red", err=True)
+        raise typer.Exit(2) from None
+    subject = Subject(models, host, port, grpc_port, workers * len(models), is_deep=deep)
+    raise typer.Exit(run_doctor(subject, as_json))

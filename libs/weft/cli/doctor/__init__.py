@@ -1,0 +1,1 @@
+"""`weft doctor`: what is checked, by subject."""

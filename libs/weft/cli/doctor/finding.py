@@ -1,0 +1,40 @@
+"""What a check says, and what all checks look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+
+class Level(StrEnum):
+    """From good to bad."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILURE = "failure"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line. `advice` is what to do; empty where nothing has to be done."""
+
+    check: str
+    level: Level
+    says: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a mesh on this machine would be made of: models by name, workers in all. `is_deep`: files are read to their
+    end."""
+
+    models: Mapping[str, Path]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    grpc_port: int = 9000
+    num_workers: int = 2
+    chunk_tokens: int = 512
+    is_deep: bool = False

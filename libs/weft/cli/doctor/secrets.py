@@ -1,0 +1,62 @@
+"""API keys and certificates that the environment names: can they be read, and how long do they last."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from cryptography import x509
+
+from weft.cli.doctor.finding import Finding, Level, Subject
+from weft.cli.key_store import read_keys
+from weft.config import ConfigError, is_loopback
+from weft.keys import BadKeys
+from weft.rpc.tls import FILES, VARIABLE, read_pem
+
+RENEW = "weft certs FOLDER makes a new one"
+SOON = datetime.timedelta(days=30)
+
+
+def check_keys(subject: Subject) -> Iterator[Finding]:
+    """Those of WEFT_KEYS."""
+    where = os.environ.get("WEFT_KEYS", "")
+    if where:
+        try:
+            number = len(read_keys(where))
+        except (BadKeys, OSError) as error:
+            yield Finding("keys", Level.FAILURE, f"WEFT_KEYS: {error}", "weft keys add NAME --keys FILE makes one")
+        else:
+            yield Finding("keys", Level.OK, f"{number} API keys")
+    elif not is_loopback(subject.host) and os.environ.get("WEFT_OPEN") != "1":
+        advice = "weft keys add NAME --keys FILE, then WEFT_KEYS=FILE; or WEFT_OPEN=1"
+        yield Finding("keys", Level.FAILURE, f"none: the gateway does not listen on {subject.host}", advice)
+    else:
+        yield Finding("keys", Level.OK, f"none: whoever reaches {subject.host} may use the model")
+
+
+def check_certificates(subject: Subject) -> Iterator[Finding]:
+    """Those of the mesh and of the public listeners."""
+    folder, public = os.environ.get(VARIABLE), os.environ.get("WEFT_TLS_CERT")
+    if folder:
+        yield from (_certificate(VARIABLE, Path(folder) / name) for name in FILES if name != "key.pem")
+    else:
+        yield Finding("certificates", Level.OK, f"no {VARIABLE}: services talk to each other in the clear")
+    if public:
+        yield _certificate("WEFT_TLS_CERT", Path(public))
+
+
+def _certificate(variable: str, path: Path) -> Finding:
+    try:
+        found = x509.load_pem_x509_certificate(read_pem(path, variable))
+    except (ConfigError, ValueError) as error:
+        return Finding("certificates", Level.FAILURE, str(error), "weft certs FOLDER makes new ones")
+    left = found.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
+    says = f"{path.name} is valid until {found.not_valid_after_utc:%Y-%m-%d}"
+    if left < datetime.timedelta():
+        says = f"{path.name} ended on {found.not_valid_after_utc:%Y-%m-%d}"
+        return Finding("certificates", Level.FAILURE, says, RENEW)
+    return (
+        Finding("certificates", Level.WARNING, says, RENEW) if left < SOON else Finding("certificates", Level.OK, says)
+    )

@@ -1,0 +1,147 @@
+"""`weft doctor` against this machine, a shipped model, a broken one, and machines that are short of something."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from weft.cli.certs import make_certs
+from weft.cli.doctor import machine, model
+from weft.cli.doctor.finding import Finding, Level, Subject
+from weft.cli.doctor.secrets import check_certificates, check_keys
+from weft.cli.main import app
+
+SHIPPED = Path(__file__).parents[3] / "models/weft-nano"
+MODELS = {"weft-nano": SHIPPED}
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No mesh of this machine, no settings of this shell, and nothing that takes long to load."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for name in ("WEFT_KEYS", "WEFT_OPEN", "WEFT_TLS_DIR", "WEFT_TLS_CERT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(machine, "mooncake_trouble", lambda: "")
+
+
+def free_ports() -> Iterator[int]:
+    probes = [socket.socket() for _ in range(2)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return iter(ports)
+
+
+def run(*arguments: str) -> tuple[int, dict[str, Finding]]:
+    port, grpc_port = free_ports()
+    options = ["--json", "--port", str(port), "--grpc-port", str(grpc_port), *arguments]
+    result = runner.invoke(app, ["doctor", *options])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    parsed: dict[str, Any] = json.loads(result.stdout)
+    found = {entry["check"]: Finding(**entry) for entry in parsed["findings"]}
+    assert parsed["worst"] in list(Level)
+    assert result.exit_code == (parsed["worst"] == "failure")
+    return result.exit_code, found
+
+
+def test_the_shipped_model_is_found_whole_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "cards", list)
+    monkeypatch.setattr(model, "available_bytes", lambda: 8 << 30)
+    status, found = run("--model", str(SHIPPED))
+    assert status == 0
+    assert {found[check].level for check in ("model", "memory", "shared memory", "ports")} == {"ok"}
+    assert found["engine"].says.startswith("torch 2.")
+    assert {"python", "libraries", "gpu", "transport", "cores", "clock", "keys", "certificates"} <= set(found)
+
+
+def test_a_model_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(SHIPPED, broken)
+    file = broken / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size // 2)
+    (broken / "tokenizer.json").unlink()
+    status, found = run("--model", str(broken))
+    assert status == 1
+    assert found["model"].level == Level.FAILURE
+    assert "model.safetensors" in found["model"].says
+    assert found["model"].advice
+
+
+def test_a_taken_port_is_a_failure_that_names_its_flag() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (first, _) = machine.check_ports(Subject(MODELS, port=port, grpc_port=next(free_ports())))
+    assert first.level is Level.FAILURE
+    assert "--port" in first.advice
+
+
+def test_too_little_memory_is_told_with_the_figures_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "cards", list)
+    levels = []
+    for free in (1 << 20, 100 << 20, 64 << 30):
+        monkeypatch.setattr(model, "available_bytes", lambda free=free: free)
+        (finding,) = model.check_memory(Subject(MODELS, num_workers=1))
+        assert "of weights and" in finding.says
+        levels.append(finding.level)
+    assert levels[0] is Level.FAILURE
+    assert levels[-1] is Level.OK
+
+
+def test_a_gpu_that_torch_cannot_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = machine.Card("NVIDIA H200", 140 << 30, 139 << 30, "570.1")
+    monkeypatch.setattr(machine, "cards", lambda: [card])
+    for answer, level in (("12.8 True", Level.OK), ("None False", Level.WARNING), ("12.8 False", Level.FAILURE)):
+        ended = subprocess.CompletedProcess([], 0, stdout=f"{answer}\n", stderr="")
+        monkeypatch.setattr(subprocess, "run", lambda *_, ended=ended, **__: ended)
+        (finding,) = machine.check_gpu(Subject(MODELS))
+        assert (finding.level, "H200" in finding.says) == (level, True)
+
+
+def test_without_mooncake_the_transport_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "mooncake_trouble", lambda: "Mooncake does not load (libibverbs.so.1): see the manual")
+    (finding,) = machine.check_transport(Subject(MODELS))
+    assert finding == Finding(
+        "transport",
+        Level.WARNING,
+        "gRPC, and no shared store: Mooncake does not load (libibverbs.so.1)",
+        "see the manual",
+    )
+
+
+def test_keys_and_certificates_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (finding,) = check_keys(Subject(MODELS, host="0.0.0.0"))
+    assert finding.level is Level.FAILURE
+    monkeypatch.setenv("WEFT_KEYS", str(tmp_path / "keys.json"))
+    assert next(check_keys(Subject(MODELS))).level is Level.FAILURE
+    assert runner.invoke(app, ["keys", "add", "me"]).exit_code == 0
+    assert next(check_keys(Subject(MODELS, host="0.0.0.0"))).says == "1 API keys"
+    monkeypatch.setenv("WEFT_TLS_DIR", str(tmp_path / "tls"))
+    assert {finding.level for finding in check_certificates(Subject(MODELS))} == {Level.FAILURE}
+    make_certs(tmp_path / "tls", [])
+    assert {finding.level for finding in check_certificates(Subject(MODELS))} == {Level.OK}
+    (tmp_path / "tls/cert.pem").write_text("-----BEGIN CERTIFICATE-----\nno\n-----END CERTIFICATE-----\n")
+    levels = [finding.level for finding in check_certificates(Subject(MODELS))]
+    assert levels == [Level.OK, Level.FAILURE]
+
+
+def test_an_old_library_and_a_missing_one_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["grpcio>=999.1", "no-such-thing>=1"])
+    found = {finding.check: finding for finding in machine.check_versions(Subject(MODELS))}
+    assert found["libraries"].level is Level.FAILURE
+    assert "is older than 999.1" in found["libraries"].says
+    assert "no-such-thing is missing" in found["libraries"].says
