@@ -51,6 +51,9 @@ class Relay(prefill_service_pb2_grpc.PrefillServiceServicer):
                         if part is not response and len(part.blocks.blocks) == 1:
                             await self._first_pull.wait()
 
+    async def Embed(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError("nobody asks")
+
     async def ReadBlocks(self, request: Any, context: Any) -> AsyncIterator[Any]:
         async with owned(self._stub.ReadBlocks(request)) as call:
             async for response in call:

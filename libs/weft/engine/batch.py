@@ -35,11 +35,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A new token, with logprobs when asked for; with a `failure` it is none, and the sequence must end."""
+    """A new token, with what was asked for beside it; with a `failure` it is none, and the sequence must end."""
 
     token_id: int
     logprobs: PositionLogprobs | None = None
     failure: str | None = None
+    mean_hidden: tuple[float, ...] | None = None
 
 
 class Planner:

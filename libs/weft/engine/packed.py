@@ -23,6 +23,7 @@ class Packed:
 
     `unknown` [n, 2]: rows whose token the host does not know yet, and where among the last step's it stands.
     `starts` [S + 1], and of each group `lens` [S] and `tables` [S]: see `PagedBatch`. `logit_rows` [R]: who samples.
+    `pooled_rows`: those whose hidden states are wanted.
     """
 
     rows: Array
@@ -31,11 +32,12 @@ class Packed:
     starts: list[int]
     lens: list[list[int]]
     tables: list[Tables]
+    pooled_rows: list[int]
 
     @property
     def is_decode(self) -> bool:
         """Every sequence contributes one token, and gets one."""
-        return len(self.logit_rows) == len(self.starts) - 1 == self.starts[-1]
+        return len(self.logit_rows) == len(self.starts) - 1 == self.starts[-1] and not self.pooled_rows
 
 
 class Packer:
@@ -51,6 +53,7 @@ class Packer:
         token_ids: list[int] = []
         logit_rows: list[int] = []
         unknown: list[tuple[int, int]] = []
+        pooled_rows: list[int] = []
         parts: list[Array] = []
         for work in works:
             sequence, start = work.sequence, work.start
@@ -63,11 +66,13 @@ class Packer:
             parts.append(np.stack([at, *(self._slots(run, at) for run in sequence.runs)]))
             if work.samples:
                 logit_rows.append(len(token_ids) - 1)
+            if sequence.spec.pools:
+                pooled_rows += range(len(token_ids) - work.num_tokens, len(token_ids))
         rows = np.concatenate([np.array([token_ids]), np.concatenate(parts, axis=1)])
         starts = list(accumulate((work.num_tokens for work in works), initial=0))
         contexts = [self._contexts(works, group) for group in range(len(self._paging.reaches))]
         lens, tables = [each[0] for each in contexts], [each[1] for each in contexts]
-        return Packed(rows, unknown, logit_rows, starts, lens, tables)
+        return Packed(rows, unknown, logit_rows, starts, lens, tables, pooled_rows)
 
     def _slots(self, run: PageRun, at: Array) -> Array:
         """Where the KV of these consecutive positions goes."""

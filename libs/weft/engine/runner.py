@@ -17,6 +17,7 @@ from weft.engine.device import Link
 from weft.engine.graphs import DecodeGraphs, num_scratch_blocks
 from weft.engine.messages import PoolMemory
 from weft.engine.packed import Packed, Packer
+from weft.engine.pooling import add_up
 from weft.engine.sampler import LaunchedStep, Sampler
 from weft.model.decoder import Decoder
 from weft.model.kv_layout import block_bytes, kv_groups
@@ -68,13 +69,13 @@ class ModelRunner:
         order = sorted(range(len(works)), key=lambda i: (works[i].num_tokens > 1, -works[i].start))
         ordered = [works[i] for i in order]
         self._clear_new_tails(ordered)
-        logits = self._forward(self._packer.pack(ordered))
+        logits = self._forward(self._packer.pack(ordered), ordered)
         # row of the logits -> place among the works
         places = [i for i in order if works[i].samples]
         results = sorted(range(len(places)), key=places.__getitem__)
         return self._sampler.launch([works[i] for i in places], results, logits)
 
-    def _forward(self, packed: Packed) -> Tensor:
+    def _forward(self, packed: Packed, works: Items[Work]) -> Tensor:
         """Logits of those who sample, until the next step."""
 
         def fill_in(ids: Tensor) -> None:
@@ -86,10 +87,16 @@ class ModelRunner:
             return self._graphs.forward(packed, fill_in)
         rows = self._link.upload(packed.rows)
         fill_in(rows[0])
-        logit_rows = self._link.upload(np.array(packed.logit_rows, dtype=np.int64))
+        wanted = self._link.upload(np.array(packed.logit_rows + packed.pooled_rows, dtype=np.int64))
         contexts = zip(packed.lens, packed.tables, strict=True)
         batches = [PagedBatch(self.pool, self._model.config.num_heads, packed.starts, *each) for each in contexts]
-        return self._model.forward(Rows(rows[0], rows[1], rows[2:], logit_rows), batches)
+        batch = Rows(rows[0], rows[1], rows[2:], wanted)
+        if not packed.pooled_rows:
+            return self._model.forward(batch, batches)
+        hidden = self._model.hidden(batch, batches)
+        num_sampling = len(packed.logit_rows)
+        add_up([work for work in works if work.sequence.spec.pools], hidden[num_sampling:])
+        return self._model.logits(hidden[:num_sampling])
 
     def _clear_new_tails(self, works: Items[Work]) -> None:
         """A block that this step begins and does not fill: its last owner's numbers must not be read under a mask."""

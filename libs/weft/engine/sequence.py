@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 from weft.engine.history import History
 from weft.engine.messages import PromptCounts, SequenceMode, SequenceSpec
@@ -48,6 +49,7 @@ class Sequence:
     admitted_at: float | None = None
     compute_seconds: float = 0.0
     history: History | None = None
+    hidden_sum: Any = None  # over the prompt so far, where the device has it; the runner's
     turn: tuple[float, int] = (0.0, 0)  # see `weft.engine.waiting`; given when the planner takes it in
 
     @property
@@ -120,6 +122,8 @@ class Sequence:
 
     def reusable_keys(self, block_tokens: int) -> list[bytes]:
         """The keys under which a cache may hold leading blocks; at least one token is left to compute."""
+        if self.spec.pools:
+            return []  # blocks hold no hidden states
         count = reusable_blocks(len(self.token_ids), block_tokens)
         if count:
             self.key(count - 1, block_tokens)

@@ -63,7 +63,8 @@ class Settler:
         else:
             self.num_generated_tokens += 1
         logprobs = (token.logprobs,) if token.logprobs else ()
-        events.deltas.append(TokenDelta(sequence.spec.key, (token.token_id,), logprobs, prompt, reason))
+        key, ids = sequence.spec.key, (token.token_id,)
+        events.deltas.append(TokenDelta(key, ids, logprobs, prompt, reason, token.mean_hidden))
         if reason is not None:
             self._planner.remove(sequence)
 

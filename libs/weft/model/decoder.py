@@ -79,6 +79,15 @@ class Decoder:
 
     def forward(self, rows: Rows, batches: Sequence[PagedBatch], out: Tensor | None = None) -> Tensor:
         """[R, vocab] float32 logits, in `out` if given. Writes the KV of all rows into the pool at `rows.slots`."""
+        return self.logits(self.hidden(rows, batches), out)
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Of what `hidden` gave."""
+        logits = linear(hidden, self.head)
+        return logits.float() if out is None else out.copy_(logits)
+
+    def hidden(self, rows: Rows, batches: Sequence[PagedBatch]) -> Tensor:
+        """[R, hidden] of the rows whose logits are wanted, normed; else as `forward`."""
         angles = cos_sin(rows.positions, self.frequencies, self.dtype, self.config.rope.attention_factor)
         latent = plan_latent(self.config.latent, batches[0]) if self.config.latent else None
         step = Step(rows.slots, batches, angles, self._temperature(rows.positions), latent)
@@ -86,8 +95,7 @@ class Decoder:
         for layer in self.layers[:-1]:
             stream, pending = layer.forward(stream, pending, step)
         stream, pending = self.layers[-1].forward(stream, pending, step, rows.logit_rows)
-        logits = linear(rms_norm(stream + pending, self.norm, self.config.rms_norm_eps), self.head)
-        return logits.float() if out is None else out.copy_(logits)
+        return rms_norm(stream + pending, self.norm, self.config.rms_norm_eps)
 
     def _temperature(self, positions: Tensor) -> Tensor | None:
         temperature = self.config.temperature

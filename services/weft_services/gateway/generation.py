@@ -120,6 +120,17 @@ class Tokenizing:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedding:
+    """Texts or token ids of which vectors are wanted."""
+
+    model: str
+    inputs: tuple[str | tuple[int, ...], ...]
+    as_base64: bool = False
+    session: str = ""
+    priority: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingDefaults:
     """The model's generation_config.json, or OpenAI's defaults where it is silent."""
 

@@ -14,11 +14,13 @@ from weft_services.gateway.access.door import Door
 from weft_services.gateway.catalog import load_catalog
 from weft_services.gateway.config import Config
 from weft_services.gateway.front.listeners import Listeners
+from weft_services.gateway.mesh.embedding import Embeddings
 from weft_services.gateway.mesh.fleet import POLL_INTERVAL_SECONDS, FleetWatch
 from weft_services.gateway.mesh.flight import Mesh
 from weft_services.gateway.mesh.links import DecodeLinks
 from weft_services.gateway.mesh.peers import Scheduler
 from weft_services.gateway.mesh.pipeline import Pipeline
+from weft_services.gateway.mesh.prefill_peers import PrefillPeers
 from weft_services.gateway.mesh.settler import Settler
 
 logger = logging.getLogger(__name__)
@@ -63,7 +65,8 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
         links, settler = DecodeLinks(group), Settler(scheduler)
         watch = FleetWatch(scheduler, models.names)
         mesh = Mesh(scheduler, links, settler, group, config.move_seconds, watch.news.publish)
-        pipeline = Pipeline(models, mesh, watch, config.max_requests)
+        prefill = PrefillPeers()
+        pipeline = Pipeline(models, mesh, Embeddings(watch, prefill), watch, config.max_requests)
         listeners = Listeners(config, pipeline, door)
         await listeners.start(group)
         guarding = group.create_task(door.run(), name="door")
@@ -83,6 +86,7 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
             guarding.cancel()
             settling.cancel()
             pipeline.close()
+            await prefill.close()
     await settler.flush()
     await scheduler.close()
 

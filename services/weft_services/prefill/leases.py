@@ -147,6 +147,11 @@ class LeaseDesk:
         """The engine's thread stands still; nothing that is being computed will be."""
         return self._engine.pulse.has_stopped
 
+    @property
+    def paging(self) -> Paging:
+        """How the pages of sequences lie."""
+        return self._engine.paging
+
     async def until_idle(self) -> None:
         """All leases have ended."""
         await self._is_idle.wait()

@@ -8,8 +8,7 @@ from typing import Any
 
 import grpc
 
-from weft.errors import DeadlineExceeded, InvalidRequest, NotFound, PeerLost
-from weft.kv.groups import Paging
+from weft.errors import DeadlineExceeded, Incompatible, InvalidRequest, NotFound, PeerLost
 from weft.kv.handoff import SIGNS_A_LEASE, Accepted, Heartbeat, LeaseClosed, PrefillEvent
 from weft.kv.memory import BlockBytes
 from weft.request import WorkerRole
@@ -18,6 +17,7 @@ from weft.rpc.handoff import event_to_wire, order_from_wire
 from weft.rpc.wire import key_from_wire
 from weft.worker.process import Post, Workplace
 from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
+from weft_services.prefill.embedder import Embedder, embedding_spec
 from weft_services.prefill.leases import Lease, LeaseDesk
 from weft_services.prefill.prefix import StorePrefix
 
@@ -44,15 +44,15 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
     def __init__(
         self,
         desk: LeaseDesk,
+        embedder: Embedder,
         memory: BlockBytes,
         accepted: Accepted,
-        paging: Paging,
         with_checksums: bool = True,
     ) -> None:
         self._desk = desk
+        self._embedder = embedder
         self._memory = memory
         self._accepted = accepted
-        self._paging = paging
         self._with_checksums = with_checksums
 
     # a coroutine that writes, not a generator: it holds a TaskGroup over its responses
@@ -73,7 +73,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
                 # the computing waits for no message
                 group.create_task(self._desk.fill(lease))
                 await speaker.say(self._accepted)
-                async for event in lease.events(self._memory, self._paging, self._with_checksums):
+                async for event in lease.events(self._memory, self._desk.paging, self._with_checksums):
                     await speaker.say(event)
             # the engine has held every block since `lend`: nothing but the end of the scope gives them back
             await speaker.say(LeaseClosed(lease_held=True))
@@ -102,6 +102,18 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
                 break
         lease.dismiss()
 
+    async def Embed(
+        self,
+        request: prefill_service_pb2.EmbedRequest,
+        context: grpc.aio.ServicerContext[prefill_service_pb2.EmbedRequest, prefill_service_pb2.EmbedResponse],
+    ) -> prefill_service_pb2.EmbedResponse:
+        if request.prefill_boot_id != self._accepted.boot_id:
+            raise Incompatible("the prefill worker has been restarted since it was chosen")
+        key = key_from_wire(request.key)
+        spec = embedding_spec(key, tuple(request.token_ids), request.cache_salt, request.priority)
+        values = await self._embedder.embed(spec)
+        return prefill_service_pb2.EmbedResponse(values=values)
+
     async def ReadBlocks(
         self, request: prefill_service_pb2.ReadBlocksRequest, context: Any
     ) -> AsyncIterator[prefill_service_pb2.ReadBlocksResponse]:
@@ -119,12 +131,13 @@ SERVICE_NAME = prefill_service_pb2.DESCRIPTOR.services_by_name["PrefillService"]
 
 def install(place: Workplace, server: grpc.aio.Server) -> LeaseDesk:
     """Put the role to work at this place."""
-    paging = place.engine.paging
-    prefix = StorePrefix(place.store, paging, place.tally)
+    prefix = StorePrefix(place.store, place.engine.paging, place.tally)
     desk = LeaseDesk(place.engine, prefix, place.boot_id, place.fingerprint, place.grammars)
     place.feed.subscribe(desk.on_step)
+    embedder = Embedder(place.engine)
+    place.feed.subscribe(embedder.on_step)
     accepted = Accepted(place.boot_id, place.transports[0].endpoint(), round(place.lease_seconds * 1000))
-    servicer = PrefillServicer(desk, place.memory, accepted, paging, place.with_checksums)
+    servicer = PrefillServicer(desk, embedder, place.memory, accepted, place.with_checksums)
     prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
     return desk
 

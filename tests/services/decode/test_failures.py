@@ -171,6 +171,9 @@ class Liar(prefill_service_pb2_grpc.PrefillServiceServicer):
                 dataclasses.replace(event, boot_id=order.prefill_boot_id) if isinstance(event, Accepted) else event
             )
 
+    async def Embed(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError("nobody asks")
+
     async def ReadBlocks(self, request: Any, context: Any) -> AsyncIterator[prefill_service_pb2.ReadBlocksResponse]:
         for block in request.blocks:
             yield prefill_service_pb2.ReadBlocksResponse(block=block, data=bytes(2304))

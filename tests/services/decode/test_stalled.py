@@ -108,6 +108,9 @@ class Echo(prefill_service_pb2_grpc.PrefillServiceServicer):
                 yield response
                 yield event_to_wire(Heartbeat())
 
+    async def Embed(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError("nobody asks")
+
     async def ReadBlocks(self, request: Any, context: Any) -> AsyncIterator[Any]:
         async for response in self.stub.ReadBlocks(request):
             yield response

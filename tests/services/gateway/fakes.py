@@ -157,6 +157,7 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
         self.settled: list[scheduler_service_pb2.Settlement] = []
         self.refusal: tuple[Any, ...] | None = None  # what `abort` takes
         self.is_prefill_ready = True
+        self.prefill = [_PREFILL]
         self.is_stuck = False
         self.reports: dict[str, scheduler_service_pb2.WorkerReport] = {}
         self.store: scheduler_service_pb2.StoreStatus | None = None
@@ -211,7 +212,8 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
 
     def _statuses(self) -> list[scheduler_service_pb2.WorkerStatus]:
         statuses = [self._status(_address(decoder), common_pb2.WORKER_ROLE_DECODE, True) for decoder in self.decoders]
-        return [*statuses, self._status(_PREFILL, common_pb2.WORKER_ROLE_PREFILL, self.is_prefill_ready)]
+        role = common_pb2.WORKER_ROLE_PREFILL
+        return [*statuses, *(self._status(worker, role, self.is_prefill_ready) for worker in self.prefill)]
 
     def _status(self, worker: Any, role: Any, ready: bool) -> scheduler_service_pb2.WorkerStatus:
         hello = scheduler_service_pb2.WorkerHello(

@@ -43,6 +43,9 @@ async def start_lender(memory: HostBlocks, answer: Answer = honest) -> AsyncIter
         async def Prefill(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
             raise AssertionError("only blocks are read")
 
+        async def Embed(self, request: Any, context: Any) -> Any:
+            raise NotImplementedError("nobody asks")
+
         async def ReadBlocks(
             self, request: pb2.ReadBlocksRequest, context: Any
         ) -> AsyncIterator[pb2.ReadBlocksResponse]:

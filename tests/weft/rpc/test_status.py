@@ -35,6 +35,9 @@ class Servicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         finally:
             self.has_ended.set()
 
+    async def Embed(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError("nobody asks")
+
     async def ReadBlocks(self, request: Any, context: Any) -> AsyncIterator[pb2.ReadBlocksResponse]:
         try:
             while True:

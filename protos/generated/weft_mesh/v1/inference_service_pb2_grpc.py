@@ -45,6 +45,11 @@ class InferenceServiceStub:
                 request_serializer=weft__mesh_dot_v1_dot_inference__service__pb2.ChatRequest.SerializeToString,
                 response_deserializer=weft__mesh_dot_v1_dot_inference__service__pb2.ChatResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/weft_mesh.v1.InferenceService/Embed',
+                request_serializer=weft__mesh_dot_v1_dot_inference__service__pb2.EmbedTextsRequest.SerializeToString,
+                response_deserializer=weft__mesh_dot_v1_dot_inference__service__pb2.EmbedTextsResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/weft_mesh.v1.InferenceService/Tokenize',
                 request_serializer=weft__mesh_dot_v1_dot_inference__service__pb2.TokenizeRequest.SerializeToString,
@@ -75,6 +80,13 @@ class InferenceServiceServicer:
 
     def Chat(self, request, context):
         """Answer a conversation, rendered with the model's chat template.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """One vector for each input: the mean of the served model's last hidden states, of length 1.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,6 +125,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Chat,
                     request_deserializer=weft__mesh_dot_v1_dot_inference__service__pb2.ChatRequest.FromString,
                     response_serializer=weft__mesh_dot_v1_dot_inference__service__pb2.ChatResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=weft__mesh_dot_v1_dot_inference__service__pb2.EmbedTextsRequest.FromString,
+                    response_serializer=weft__mesh_dot_v1_dot_inference__service__pb2.EmbedTextsResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -185,6 +202,33 @@ class InferenceService:
             '/weft_mesh.v1.InferenceService/Chat',
             weft__mesh_dot_v1_dot_inference__service__pb2.ChatRequest.SerializeToString,
             weft__mesh_dot_v1_dot_inference__service__pb2.ChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft_mesh.v1.InferenceService/Embed',
+            weft__mesh_dot_v1_dot_inference__service__pb2.EmbedTextsRequest.SerializeToString,
+            weft__mesh_dot_v1_dot_inference__service__pb2.EmbedTextsResponse.FromString,
             options,
             channel_credentials,
             insecure,

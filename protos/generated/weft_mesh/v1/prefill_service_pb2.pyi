@@ -361,6 +361,72 @@ class LeaseClosing(_message.Message):
 Global___LeaseClosing: _TypeAlias = LeaseClosing  # noqa: Y015
 
 @_typing.final
+class EmbedRequest(_message.Message):
+    """A prompt to embed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    PREFILL_BOOT_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    prefill_boot_id: _builtins.str
+    """Boot id of the worker that is meant; another one answers FAILED_PRECONDITION."""
+    priority: _builtins.int
+    """As in StartSequence."""
+    cache_salt: _builtins.bytes
+    """Tenant salt of the block keys."""
+    @_builtins.property
+    def key(self) -> _common_pb2.RequestKey:
+        """Which attempt."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The whole prompt."""
+
+    def __init__(
+        self,
+        *,
+        key: _common_pb2.RequestKey | None = ...,
+        prefill_boot_id: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        priority: _builtins.int = ...,
+        cache_salt: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "key", b"key", "prefill_boot_id", b"prefill_boot_id", "priority", b"priority", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
+
+@_typing.final
+class EmbedResponse(_message.Message):
+    """Its embedding."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The mean over all positions, as the last norm gives them; as many as the model's hidden size."""
+
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
+
+@_typing.final
 class ReadBlocksRequest(_message.Message):
     """Which blocks of which lease."""
 

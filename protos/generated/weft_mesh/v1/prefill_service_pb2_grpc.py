@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PrefillServiceStub:
-    """Called by decode workers only.
+    """Called by decode workers, and by gateways for embeddings.
     """
 
     def __init__(self, channel):
@@ -40,6 +40,11 @@ class PrefillServiceStub:
                 request_serializer=weft__mesh_dot_v1_dot_prefill__service__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=weft__mesh_dot_v1_dot_prefill__service__pb2.PrefillResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/weft_mesh.v1.PrefillService/Embed',
+                request_serializer=weft__mesh_dot_v1_dot_prefill__service__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=weft__mesh_dot_v1_dot_prefill__service__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.ReadBlocks = channel.unary_stream(
                 '/weft_mesh.v1.PrefillService/ReadBlocks',
                 request_serializer=weft__mesh_dot_v1_dot_prefill__service__pb2.ReadBlocksRequest.SerializeToString,
@@ -48,12 +53,19 @@ class PrefillServiceStub:
 
 
 class PrefillServiceServicer:
-    """Called by decode workers only.
+    """Called by decode workers, and by gateways for embeddings.
     """
 
     def Prefill(self, request_iterator, context):
         """One prompt. The open call is the lease on its blocks: they stay where they are until decode says done, falls silent for longer
         than the lease, or the stream breaks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """The mean of a prompt's last hidden states. All of it is computed, whatever is cached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,6 +86,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     request_deserializer=weft__mesh_dot_v1_dot_prefill__service__pb2.PrefillRequest.FromString,
                     response_serializer=weft__mesh_dot_v1_dot_prefill__service__pb2.PrefillResponse.SerializeToString,
             ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=weft__mesh_dot_v1_dot_prefill__service__pb2.EmbedRequest.FromString,
+                    response_serializer=weft__mesh_dot_v1_dot_prefill__service__pb2.EmbedResponse.SerializeToString,
+            ),
             'ReadBlocks': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadBlocks,
                     request_deserializer=weft__mesh_dot_v1_dot_prefill__service__pb2.ReadBlocksRequest.FromString,
@@ -88,7 +105,7 @@ def add_PrefillServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefillService:
-    """Called by decode workers only.
+    """Called by decode workers, and by gateways for embeddings.
     """
 
     @staticmethod
@@ -108,6 +125,33 @@ class PrefillService:
             '/weft_mesh.v1.PrefillService/Prefill',
             weft__mesh_dot_v1_dot_prefill__service__pb2.PrefillRequest.SerializeToString,
             weft__mesh_dot_v1_dot_prefill__service__pb2.PrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft_mesh.v1.PrefillService/Embed',
+            weft__mesh_dot_v1_dot_prefill__service__pb2.EmbedRequest.SerializeToString,
+            weft__mesh_dot_v1_dot_prefill__service__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PrefillServiceStub:
-    """Called by decode workers only."""
+    """Called by decode workers, and by gateways for embeddings."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -37,23 +37,27 @@ class PrefillServiceStub:
     """One prompt. The open call is the lease on its blocks: they stay where they are until decode says done, falls silent for longer
     than the lease, or the stream breaks.
     """
+    Embed: _grpc.UnaryUnaryMultiCallable[_prefill_service_pb2.EmbedRequest, _prefill_service_pb2.EmbedResponse]
+    """The mean of a prompt's last hidden states. All of it is computed, whatever is cached."""
     ReadBlocks: _grpc.UnaryStreamMultiCallable[_prefill_service_pb2.ReadBlocksRequest, _prefill_service_pb2.ReadBlocksResponse]
     """The bytes of leased blocks, for peers that Mooncake cannot reach. NOT_FOUND without a live lease."""
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
-    """Called by decode workers only."""
+    """Called by decode workers, and by gateways for embeddings."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.StreamStreamMultiCallable[_prefill_service_pb2.PrefillRequest, _prefill_service_pb2.PrefillResponse]  # type: ignore[assignment]
     """One prompt. The open call is the lease on its blocks: they stay where they are until decode says done, falls silent for longer
     than the lease, or the stream breaks.
     """
+    Embed: _aio.UnaryUnaryMultiCallable[_prefill_service_pb2.EmbedRequest, _prefill_service_pb2.EmbedResponse]  # type: ignore[assignment]
+    """The mean of a prompt's last hidden states. All of it is computed, whatever is cached."""
     ReadBlocks: _aio.UnaryStreamMultiCallable[_prefill_service_pb2.ReadBlocksRequest, _prefill_service_pb2.ReadBlocksResponse]  # type: ignore[assignment]
     """The bytes of leased blocks, for peers that Mooncake cannot reach. NOT_FOUND without a live lease."""
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Called by decode workers only."""
+    """Called by decode workers, and by gateways for embeddings."""
 
     @_abc_1.abstractmethod
     def Prefill(
@@ -64,6 +68,14 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         """One prompt. The open call is the lease on its blocks: they stay where they are until decode says done, falls silent for longer
         than the lease, or the stream breaks.
         """
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _prefill_service_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_prefill_service_pb2.EmbedResponse, _abc.Awaitable[_prefill_service_pb2.EmbedResponse]]:
+        """The mean of a prompt's last hidden states. All of it is computed, whatever is cached."""
 
     @_abc_1.abstractmethod
     def ReadBlocks(

@@ -81,7 +81,7 @@ def flatten_content(value: Any) -> str | None:
     return "".join(texts)
 
 
-def check_prompt(value: Any) -> list[str | tuple[int, ...]]:
+def check_prompt(value: Any, max_prompts: int = MAX_PROMPTS) -> list[str | tuple[int, ...]]:
     """A completion's prompt: a text, token ids, or a list of either. Always comes out as a list."""
     if isinstance(value, str):
         return [value]
@@ -89,8 +89,8 @@ def check_prompt(value: Any) -> list[str | tuple[int, ...]]:
         raise ValueError("expected a string, a list of strings, a list of token ids or a list of such lists")
     if all(type(item) is int for item in value):
         return [_check_ids(value)]
-    if len(value) > MAX_PROMPTS:
-        raise ValueError(f"{len(value)} prompts, at most {MAX_PROMPTS} in one request")
+    if len(value) > max_prompts:
+        raise ValueError(f"{len(value)} prompts, at most {max_prompts} in one request")
     return [_check_one_prompt(item) for item in value]
 
 

@@ -32,6 +32,7 @@ class Account:
         self._worst_gap = 0.0
         self._run: Run | None = None
         self._visitor = visitor.get()
+        self.prompt_tokens = 0  # of a request that is answered without a run
         self._is_closed = False
 
     def reached(self, stage: str) -> None:
@@ -61,7 +62,7 @@ class Account:
     def usage(self) -> Usage:
         """Token counts so far."""
         if self._run is None:
-            return Usage(0, 0, 0)
+            return Usage(self.prompt_tokens, 0, 0)
         run = self._run
         return Usage(run.prepared.num_prompt_tokens, run.num_completion_tokens, run.num_cached_tokens)
 

@@ -27,6 +27,7 @@ from weft_services.gateway.dialects.responses_frames import ResponseFrames
 from weft_services.gateway.dialects.responses_requests import parse_responses
 from weft_services.gateway.error_body import HttpError, error_body, status_of
 from weft_services.gateway.front.edge import Doorkeeper, RequestIds
+from weft_services.gateway.front.embeddings import EmbeddingEndpoint
 from weft_services.gateway.front.endpoints import Api, GenerationEndpoint
 from weft_services.gateway.front.live import FleetEvents
 from weft_services.gateway.front.operator import DrainEndpoint
@@ -57,6 +58,7 @@ def build_app(pipeline: Pipeline, door: Door, timeout_seconds: float, is_alone: 
         Route("/weft/workers/{worker_id}/drain", DrainEndpoint(pipeline, undo=False), methods=["POST"]),
         Route("/weft/workers/{worker_id}/undrain", DrainEndpoint(pipeline, undo=True), methods=["POST"]),
         *generating,
+        Route("/v1/embeddings", EmbeddingEndpoint(pipeline, timeout_seconds), methods=["POST"]),
         *text_routes(pipeline),
         Route("/v1/models", pages.models),
         Route("/v1/models/{name:path}", pages.model),

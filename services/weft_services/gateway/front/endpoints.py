@@ -90,7 +90,7 @@ class GenerationEndpoint:
                 session, wants_timeline = session_of(scope["headers"]), header(scope, HEADER) == "1"
                 await unless_disconnected(receive, self._answer(body, session, reply, Telling(account, wants_timeline)))
         except Exception as error:
-            await _fail(reply, account, error)
+            await fail(reply, account, error)
         finally:
             account.close(Stage.CANCELLED)
 
@@ -109,7 +109,7 @@ class GenerationEndpoint:
                 else:
                     await _collect(run, frames, reply, telling)
         except Exception as error:
-            await _fail(reply, account, error)
+            await fail(reply, account, error)
 
 
 async def _stream(run: Run, frames: Frames, reply: Reply, telling: Telling) -> None:
@@ -138,7 +138,7 @@ async def _collect(run: Run, frames: Frames, reply: Reply, telling: Telling) -> 
     await reply.whole(200, frames.body(choices, usage), [*JSON_HEADERS, *told])
 
 
-async def _fail(reply: Reply, account: Account, error: Exception) -> None:
+async def fail(reply: Reply, account: Account, error: Exception) -> None:
     """Tell the client, if it is still there and has not been told."""
     known = as_weft_error(error)
     if isinstance(known, Cancelled):

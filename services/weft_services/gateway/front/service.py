@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,12 @@ from weft.rpc.status import as_weft_error
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
 from weft_services.gateway.dialects.answers import Answers
+from weft_services.gateway.dialects.embeddings import parse_embedding
 from weft_services.gateway.dialects.frames import Usage
 from weft_services.gateway.dialects.openai_requests import parse_chat, parse_completion
 from weft_services.gateway.error_body import public_error, status_of
 from weft_services.gateway.front.accounting import REJECTED, Account
+from weft_services.gateway.front.embeddings import embed
 from weft_services.gateway.front.text_endpoints import text_of, tokens_of
 from weft_services.gateway.generation import Generation
 from weft_services.gateway.mesh.pipeline import Pipeline
@@ -73,6 +75,20 @@ class InferenceService(InferenceServiceServicer):
                 details = _details(replace(piece, finish_reason=choice.finish_reason), usage, request.options)
                 await _write(context, pb.ChatResponse(**parts, **details))
 
+    async def Embed(
+        self,
+        request: pb.EmbedTextsRequest,
+        context: grpc.aio.ServicerContext[pb.EmbedTextsRequest, pb.EmbedTextsResponse],
+    ) -> pb.EmbedTextsResponse:
+        """What /v1/embeddings does."""
+        body = orjson.dumps(_embed_fields(request, self._pipeline.models.meant(request.model).name))
+        timeout = min(self._timeout_seconds, context.time_remaining() or self._timeout_seconds)
+        session, account = session_of(context.invocation_metadata() or ()), Account("grpc.embed")
+        with _accounted(account):
+            _, vectors, count = await embed(self._pipeline, lambda: parse_embedding(body), session, account, timeout)
+        embeddings = [pb.Embedding(values=vector) for vector in vectors]
+        return pb.EmbedTextsResponse(embeddings=embeddings, usage=pb.Usage(prompt_tokens=count))
+
     async def Tokenize(
         self,
         request: pb.TokenizeRequest,
@@ -116,7 +132,7 @@ class InferenceService(InferenceServiceServicer):
         """Pieces of the only choice, and what they continue; the last one comes with the usage."""
         timeout = min(self._timeout_seconds, context.time_remaining() or self._timeout_seconds)
         account = Account(name)
-        try:
+        with _accounted(account):
             session = session_of(context.invocation_metadata())
             prepared = await self._pipeline.prepare(lambda: parse(orjson.dumps(fields)))
             run = self._pipeline.run(prepared, session, timeout)
@@ -126,14 +142,21 @@ class InferenceService(InferenceServiceServicer):
                     account.tokens(pieces)
                     for piece in pieces:
                         yield piece, account.usage() if piece.finish_reason else None, prepared
-            account.close(Stage.FINISHED)
-        except Exception as error:
-            known = as_weft_error(error)
-            outcome = REJECTED if status_of(known) < 500 else Stage.FAILED
-            account.close(Stage.CANCELLED if isinstance(known, Cancelled) else outcome, known)
-            raise public_error(known) from error
-        finally:
-            account.close(Stage.CANCELLED)
+
+
+@contextmanager
+def _accounted(account: Account) -> Iterator[None]:
+    """Closes the account in the end, whichever it is; errors go on with what clients may see of them."""
+    try:
+        yield
+        account.close(Stage.FINISHED)
+    except Exception as error:
+        known = as_weft_error(error)
+        outcome = REJECTED if status_of(known) < 500 else Stage.FAILED
+        account.close(Stage.CANCELLED if isinstance(known, Cancelled) else outcome, known)
+        raise public_error(known) from error
+    finally:
+        account.close(Stage.CANCELLED)
 
 
 async def _write(context: Any, response: pb.GenerateResponse | pb.ChatResponse) -> None:
@@ -168,6 +191,14 @@ def _chat_fields(request: pb.ChatRequest, model: str) -> dict[str, Any]:
     if request.options.HasField("num_logprobs"):
         fields |= {"logprobs": True, "top_logprobs": request.options.num_logprobs}
     return fields
+
+
+def _embed_fields(request: pb.EmbedTextsRequest, only_model: str) -> dict[str, Any]:
+    inputs = [
+        list(each.token_ids.ids) if each.WhichOneof("input") == "token_ids" else each.text for each in request.inputs
+    ]
+    fields = {"model": request.model or only_model, "input": inputs, "session_id": request.session_id}
+    return fields | ({"priority": request.priority} if request.HasField("priority") else {})
 
 
 def _tokenize_fields(request: pb.TokenizeRequest) -> dict[str, Any]:

@@ -10,11 +10,19 @@ from weft import metrics
 from weft.errors import Overloaded, PeerLost, WeftError
 from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.catalog import Catalog
-from weft_services.gateway.generation import Conversation, Generation
+from weft_services.gateway.generation import Conversation, Embedding, Generation
+from weft_services.gateway.mesh.embedding import Embeddings
 from weft_services.gateway.mesh.fleet import FleetWatch
 from weft_services.gateway.mesh.flight import Mesh
 from weft_services.gateway.mesh.news import News
-from weft_services.gateway.mesh.prepare import Prepared, ResultT, Workshop, prepare
+from weft_services.gateway.mesh.prepare import (
+    Prepared,
+    PreparedEmbedding,
+    ResultT,
+    Workshop,
+    prepare,
+    prepare_embedding,
+)
 from weft_services.gateway.mesh.run import Run
 from weft_services.gateway.mesh.sessions import Session
 from weft_services.gateway.mesh.workers import FleetReport, HandOff
@@ -24,8 +32,11 @@ from weft_services.gateway.model import ServedModel
 class Pipeline:
     """Shared by all requests of the process."""
 
-    def __init__(self, models: Catalog, mesh: Mesh, watch: FleetWatch, max_requests: int) -> None:
+    def __init__(
+        self, models: Catalog, mesh: Mesh, embeddings: Embeddings, watch: FleetWatch, max_requests: int
+    ) -> None:
         self.models = models
+        self.embeddings = embeddings
         self.num_in_flight = 0
         self.is_draining = False
         self._mesh = mesh
@@ -97,18 +108,33 @@ class Pipeline:
 
         A request counts against its key's limits whether it is right or wrong, its tokens only when it will be run.
         """
-        whose = visitor.get()
-        try:
-            prepared = await self._workshop.do(lambda: self._prepare(parse()))
-        except WeftError:
-            whose.charge(requests=1)
-            raise
-        await whose.take(prepared.num_prompt_tokens if is_run else 0)
+        prepared = await self._judged(lambda: self._prepare(parse()))
+        await visitor.get().take(prepared.num_prompt_tokens if is_run else 0)
         return prepared
 
     def _prepare(self, generation: Generation) -> Prepared:
         model = self.models.find(generation.model)
         return prepare(generation, model, self._watch.of(model.name).block_tokens, self.max_context_tokens(model))
+
+    async def prepare_embedding(self, parse: Callable[[], Embedding]) -> PreparedEmbedding:
+        """The same for texts of which vectors are wanted."""
+
+        def work() -> PreparedEmbedding:
+            asked = parse()
+            model = self.models.find(asked.model)
+            return prepare_embedding(asked, model, self.max_context_tokens(model))
+
+        prepared = await self._judged(work)
+        await visitor.get().take(prepared.num_tokens)
+        return prepared
+
+    async def _judged(self, work: Callable[[], ResultT]) -> ResultT:
+        """In a thread; what is wrong counts as a request all the same."""
+        try:
+            return await self._workshop.do(work)
+        except WeftError:
+            visitor.get().charge(requests=1)
+            raise
 
     async def do(self, work: Callable[[], ResultT]) -> ResultT:
         """Other work on texts, in the same threads."""

@@ -57,6 +57,16 @@ class StartCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbedOrder:
+    """A prompt of which a prefill worker is to give the mean hidden state."""
+
+    key: RequestKey
+    token_ids: tuple[int, ...]
+    cache_salt: bytes
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
 class Settlement:
     """How far one attempt has come. `stage` is first_token, finished, failed or cancelled; with finished the attempt's
     tokens are said."""

@@ -15,12 +15,14 @@ from weft.errors import InvalidRequest
 from weft.kv.prefix import block_keys
 from weft.request import SamplingParams
 from weft_services.gateway.access.visitor import visitor
-from weft_services.gateway.generation import Conversation, Generation, Prompt, Tokenizing
+from weft_services.gateway.generation import Conversation, Embedding, Generation, Prompt, Tokenizing
 from weft_services.gateway.grammar.constrain import grammar_of
 from weft_services.gateway.model import ServedModel
 from weft_services.gateway.text.assistant import THINK
 
 NUM_THREADS = 2
+# of one request, as OpenAI has it
+MAX_EMBEDDED_TOKENS = 300_000
 ResultT = TypeVar("ResultT")
 
 
@@ -55,6 +57,20 @@ class Prepared:
     def num_prompt_tokens(self) -> int:
         """Each prompt counts once, however many choices continue it."""
         return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedEmbedding:
+    """Inputs ready to be sent to workers."""
+
+    asked: Embedding
+    inputs: tuple[tuple[int, ...], ...]
+    cache_salt: bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all inputs."""
+        return sum(map(len, self.inputs))
 
 
 class Workshop:
@@ -116,6 +132,19 @@ def _token_ids(
 def tokenize(asked: Tokenizing, model: ServedModel, limit: int) -> tuple[int, ...]:
     """The ids that a prompt would have. Raises what `prepare` raises."""
     return _token_ids(_text(asked.prompt, asked.field, model), asked.field, model, limit, asked.add_special_tokens)
+
+
+def prepare_embedding(asked: Embedding, model: ServedModel, limit: int) -> PreparedEmbedding:
+    """The token ids of every input. Raises InvalidRequest naming the field."""
+    inputs: list[tuple[int, ...]] = []
+    num_left = MAX_EMBEDDED_TOKENS
+    for each in asked.inputs:
+        inputs.append(_token_ids(each, "input", model, limit, add_special_tokens=True))
+        num_left -= len(inputs[-1])
+        if num_left < 0:
+            message = f"input: more than {MAX_EMBEDDED_TOKENS} tokens in one request"
+            raise InvalidRequest(message, "input", "invalid_value")
+    return PreparedEmbedding(asked, tuple(inputs), visitor.get().cache_salt)
 
 
 def check_ids(token_ids: Sequence[int], field: str, model: ServedModel) -> None:

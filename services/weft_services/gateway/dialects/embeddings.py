@@ -1,0 +1,63 @@
+"""OpenAI's /v1/embeddings: what is asked, and the answer as numbers or as base64 of little-endian floats."""
+
+from __future__ import annotations
+
+import base64
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import BeforeValidator, Field
+
+from weft.errors import InvalidRequest
+from weft_services.gateway.dialects.openai_fields import check_prompt, session_hint
+from weft_services.gateway.dialects.openai_requests import Lenient, parse_body
+from weft_services.gateway.generation import Embedding
+from weft_services.gateway.mesh.urgency import MAX_PRIORITY
+
+MAX_INPUTS = 2048
+
+
+class EmbeddingBody(Lenient):
+    """POST /v1/embeddings."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    input: Annotated[list[Any], BeforeValidator(lambda value: check_prompt(value, MAX_INPUTS))]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    priority: Annotated[int | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
+
+    def embedding(self) -> Embedding:
+        """Raises InvalidRequest for what the types alone cannot tell."""
+        if self.dimensions is not None:
+            message = "dimensions: a mean of hidden states cannot be shortened"
+            raise InvalidRequest(message, "dimensions", "unsupported_parameter")
+        extra = self.model_extra or {}
+        session = session_hint(extra.get("prompt_cache_key"), extra.get("session_id"), extra.get("user"))
+        as_base64 = self.encoding_format == "base64"
+        return Embedding(self.model, tuple(self.input), as_base64, session, self.priority)
+
+
+def parse_embedding(body: bytes) -> Embedding:
+    """Raises InvalidRequest naming the field."""
+    return parse_body(EmbeddingBody, body).embedding()
+
+
+def embedding_body(asked: Embedding, vectors: Sequence[tuple[float, ...]], num_tokens: int) -> bytes:
+    """The whole answer."""
+    data = [
+        {"object": "embedding", "index": index, "embedding": as_base64(vector) if asked.as_base64 else vector}
+        for index, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return orjson.dumps({"object": "list", "data": data, "model": asked.model, "usage": usage})
+
+
+def as_base64(vector: tuple[float, ...]) -> str:
+    """Four bytes a number, the lowest first."""
+    numbers = array("f", vector)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode()

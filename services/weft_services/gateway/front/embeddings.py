@@ -1,0 +1,56 @@
+"""POST /v1/embeddings, and what it shares with gRPC: one exchange, answered by prefill workers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.types import Receive, Scope, Send
+
+from weft.lifetime import Stage
+from weft_services.gateway.dialects.embeddings import embedding_body, parse_embedding
+from weft_services.gateway.front.accounting import Account
+from weft_services.gateway.front.endpoints import fail
+from weft_services.gateway.front.exchange import Reply, read_json_body, unless_disconnected
+from weft_services.gateway.generation import Embedding
+from weft_services.gateway.mesh.embedding import Vector
+from weft_services.gateway.mesh.pipeline import Pipeline
+from weft_services.gateway.mesh.sessions import Session, session_of
+
+
+async def embed(
+    pipeline: Pipeline, parse: Callable[[], Embedding], session: Session, account: Account, seconds: float
+) -> tuple[Embedding, list[Vector], int]:
+    """What was asked, a vector for each input, and how many tokens that took."""
+    prepared = await pipeline.prepare_embedding(parse)
+    account.reached("prepared")
+    asked, account.prompt_tokens = prepared.asked, prepared.num_tokens
+    priority = session.standing(asked.session, asked.priority).priority
+    return asked, await pipeline.embeddings.embed(prepared, priority, seconds), prepared.num_tokens
+
+
+class EmbeddingEndpoint:
+    """As a plain ASGI callable."""
+
+    def __init__(self, pipeline: Pipeline, timeout_seconds: float) -> None:
+        self._pipeline = pipeline
+        self._timeout_seconds = timeout_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, to its end."""
+        account, reply = Account("embeddings"), Reply(send)
+        try:
+            with self._pipeline.admitted():
+                body = await read_json_body(scope, receive)
+                await unless_disconnected(receive, self._answer(body, session_of(scope["headers"]), reply, account))
+        except Exception as error:
+            await fail(reply, account, error)
+        finally:
+            account.close(Stage.CANCELLED)
+
+    async def _answer(self, body: bytes, session: Session, reply: Reply, account: Account) -> None:
+        try:
+            found = await embed(self._pipeline, lambda: parse_embedding(body), session, account, self._timeout_seconds)
+            account.close(Stage.FINISHED)
+            await reply.whole(200, embedding_body(*found))
+        except Exception as error:
+            await fail(reply, account, error)

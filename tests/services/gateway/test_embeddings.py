@@ -1,0 +1,186 @@
+"""/v1/embeddings through the official client and over gRPC, beside prefill workers that do as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from openai import APIStatusError, AsyncOpenAI
+
+from tests.services.gateway.conftest import CONTEXT, MODEL_NAME, Bench, MakeBench
+from tests.services.gateway.fakes import forever
+from tests.services.gateway.test_grpc import stub_of
+from weft_mesh.v1 import inference_service_pb2 as pb
+from weft_mesh.v1 import prefill_service_pb2 as prefill_pb
+from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
+from weft_mesh.v1.prefill_service_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
+
+
+class FakePrefill(PrefillServiceServicer):
+    """Its vectors say how many tokens there were, and which came first."""
+
+    def __init__(self) -> None:
+        self.asked: list[prefill_pb.EmbedRequest] = []
+        self.refusal: grpc.StatusCode | None = None
+        self.is_stuck = False
+        self.has_left = asyncio.Event()
+        self.has_enough = asyncio.Event()  # half of what one request has under way
+
+    async def Embed(self, request: Any, context: Any) -> Any:
+        self.asked.append(request)
+        if len(self.asked) >= 16:
+            self.has_enough.set()
+        if self.is_stuck:
+            try:
+                await forever()
+            finally:
+                self.has_left.set()
+        if self.refusal is not None:
+            await context.abort(self.refusal, "at 10.1.2.3:4")
+        return prefill_pb.EmbedResponse(values=[len(request.token_ids), request.token_ids[0], 1.0])
+
+    def Prefill(self, request_iterator: Any, context: Any) -> Any:
+        """Nobody asks."""
+        raise NotImplementedError
+
+    def ReadBlocks(self, request: Any, context: Any) -> Any:
+        """Nobody asks."""
+        raise NotImplementedError
+
+
+@asynccontextmanager
+async def with_prefill(b: Bench, count: int = 1) -> AsyncIterator[list[FakePrefill]]:
+    """So many prefill workers, which the gateway knows of."""
+    workers, servers, addresses = [FakePrefill() for _ in range(count)], [], []
+    for place, worker in enumerate(workers):
+        server = grpc.aio.server()
+        add_PrefillServiceServicer_to_server(worker, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        servers.append(server)
+        addresses.append(_address(f"prefill-{place}", f"127.0.0.1:{port}"))
+    b.scheduler.prefill = addresses
+    await b.gateway.watch.poll()
+    try:
+        yield workers
+    finally:
+        for server in servers:
+            await server.stop(None)
+
+
+def _address(name: str, address: str) -> Any:
+    return scheduler_pb.WorkerAddress(worker_id=name, boot_id=f"boot-of-{name}", address=address)
+
+
+def unit(*values: float) -> list[float]:
+    length = math.hypot(*values)
+    return [value / length for value in values]
+
+
+async def test_vectors_have_length_1_in_the_order_of_the_inputs(bench: MakeBench) -> None:
+    async with bench() as b, with_prefill(b) as (worker,), strict(b) as sdk:
+        texts = ["hello", "the answer is here", "x"]
+        ids = [b.ids(text) for text in texts]
+        # the client asks for base64 by itself, and decodes it; its types know only numbers
+        answer = await b.client.embeddings.create(model=MODEL_NAME, input=texts)
+        assert [each.index for each in answer.data] == [0, 1, 2]
+        for each, tokens in zip(answer.data, ids, strict=True):
+            assert each.embedding == pytest.approx(unit(len(tokens), tokens[0], 1), abs=1e-6)
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
+        plain = await sdk.embeddings.create(model=MODEL_NAME, input=ids, encoding_format="float")
+        for one, other in zip(answer.data, plain.data, strict=True):
+            assert one.embedding == pytest.approx(other.embedding, abs=1e-6)
+        single = await sdk.embeddings.create(model=MODEL_NAME, input=ids[1], encoding_format="float")
+        assert single.data[0].embedding == plain.data[1].embedding
+        assert worker.asked[0].prefill_boot_id == "boot-of-prefill-0"
+        assert not b.decode.started
+
+
+def strict(b: Bench) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{b.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True)
+
+
+async def test_grpc_gives_the_same_vectors(bench: MakeBench) -> None:
+    async with bench() as b, with_prefill(b), stub_of(b) as stub:
+        inputs = [pb.EmbedInput(text="hello"), pb.EmbedInput(token_ids=pb.TokenIds(ids=[7, 8]))]
+        answer = await stub.Embed(pb.EmbedTextsRequest(inputs=inputs), timeout=10)
+        hello = b.ids("hello")
+        assert list(answer.embeddings[0].values) == pytest.approx(unit(len(hello), hello[0], 1), abs=1e-6)
+        assert list(answer.embeddings[1].values) == pytest.approx(unit(2, 7, 1), abs=1e-6)
+        assert answer.usage.prompt_tokens == len(hello) + 2
+        with pytest.raises(grpc.aio.AioRpcError, match="input"):
+            await stub.Embed(pb.EmbedTextsRequest(), timeout=10)
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ],
+)
+async def test_another_worker_does_what_one_cannot(bench: MakeBench, refusal: grpc.StatusCode) -> None:
+    async with bench() as b, with_prefill(b, 2) as workers:
+        workers[0].refusal = refusal
+        answer = await b.client.embeddings.create(model=MODEL_NAME, input=["hello", "x"])
+        assert len(answer.data) == 2
+        workers[1].refusal = refusal
+        with pytest.raises(APIStatusError) as failure:
+            await b.client.embeddings.create(model=MODEL_NAME, input="hello")
+        assert failure.value.status_code in (429, 500, 503)
+        assert "10.1.2.3" not in str(failure.value) or failure.value.status_code == 429
+        tried = {request.key.request_id: request.key.generation for worker in workers for request in worker.asked}
+        assert max(tried.values()) == 1
+
+
+async def test_without_a_prefill_worker_it_is_a_503(bench: MakeBench) -> None:
+    async with bench() as b:
+        b.scheduler.is_prefill_ready = False
+        await b.gateway.watch.poll()
+        status, _ = await b.refused("/v1/embeddings", input="hello")
+        assert status == 503
+
+
+async def test_work_is_shared_and_a_client_that_leaves_is_noticed(bench: MakeBench) -> None:
+    async with bench() as b, with_prefill(b, 2) as workers:
+        for worker in workers:
+            worker.is_stuck = True
+        asking = asyncio.create_task(b.client.embeddings.create(model=MODEL_NAME, input=["hello"] * 100))
+        async with asyncio.timeout(10):
+            for worker in workers:
+                await worker.has_enough.wait()
+        assert [len(worker.asked) for worker in workers] == [16, 16], "no more than so many at a time"
+        asking.cancel()
+        async with asyncio.timeout(10):
+            await workers[0].has_left.wait()
+
+
+WRONG: list[tuple[dict[str, Any], str, int]] = [
+    ({}, "input", 400),
+    ({"input": []}, "input", 400),
+    ({"input": ""}, "input", 400),
+    ({"input": ["x", ""]}, "input", 400),
+    ({"input": {"a": 1}}, "input", 400),
+    ({"input": [999]}, "input", 400),
+    ({"input": ["x"] * 2049}, "input", 400),
+    ({"input": [[5] * CONTEXT]}, "input", 400),
+    ({"input": [[5] * 300] * 1001}, "input", 400),
+    ({"input": "x", "dimensions": 8}, "dimensions", 400),
+    ({"input": "x", "encoding_format": "hex"}, "encoding_format", 400),
+    ({"input": "x", "model": "other"}, "model", 404),
+]
+
+
+async def test_what_is_wrong_is_named(bench: MakeBench) -> None:
+    async with bench() as b, with_prefill(b) as (worker,):
+        for fields, param, status in WRONG:
+            code, error = await b.refused("/v1/embeddings", **fields)
+            assert (code, error["param"]) == (status, param), fields
+        assert not worker.asked

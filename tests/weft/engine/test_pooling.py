@@ -1,0 +1,70 @@
+"""Means of a prompt's last hidden states are those of transformers, in chunks, beside others, whatever is cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.weft.engine.harness import Driver, Heard
+from tests.weft.tiny_families import TinyFamily
+from tests.weft.tiny_llama import Tiny
+from weft.engine.messages import SequenceMode
+from weft.errors import InvalidRequest
+from weft.model.kv_layout import kv_groups
+
+LENGTHS = [1, 5, 16, 17, 70]
+PROMPTS = [[(7 * i + 3 * length) % 100 + 3 for i in range(length)] for length in LENGTHS]
+
+
+def expected(tiny: Tiny, prompt: list[int]) -> torch.Tensor:
+    """By the oracle."""
+    inner: Any = tiny.oracle
+    with torch.inference_mode():
+        output = inner(torch.tensor([prompt]), output_hidden_states=True)
+    mean: torch.Tensor = output.hidden_states[-1][0].float().mean(0)
+    return mean
+
+
+def pooled(driver: Driver, heard: Heard) -> torch.Tensor:
+    driver.wait(lambda: bool(heard.tokens))
+    assert heard.mean_hidden is not None
+    return torch.tensor(heard.mean_hidden)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window", "qwen3-moe", "llama4", "deepseek"])
+def test_means_are_those_of_transformers(name: str, family_of: Callable[[str], TinyFamily]) -> None:
+    tiny = family_of(name)
+    with Driver(tiny, num_blocks=64 * len(kv_groups(tiny.config).reaches), chunk_tokens=16) as driver:
+        text = driver.submit("text", PROMPTS[-1], 30)
+        keys = [
+            driver.submit(f"{turn}-{i}", prompt, mode=SequenceMode.PREFILL, pools=True)
+            for turn in ("cold", "warm")
+            for i, prompt in enumerate(PROMPTS)
+        ]
+        for key, prompt in zip(keys, PROMPTS * 2, strict=True):
+            torch.testing.assert_close(pooled(driver, driver.heard[key]), expected(tiny, prompt), atol=2e-4, rtol=2e-3)
+            counts = driver.heard[key].counts
+            assert counts is not None
+            assert counts.num_cached_tokens == 0, "hidden states are in no cache"
+            driver.engine.release(key)
+        assert driver.wait_end(text).tokens == tiny.greedy(PROMPTS[-1], 30), "those beside them go on as ever"
+        driver.assert_all_blocks_are_back()
+
+
+def test_a_graph_step_is_not_taken_for_one_token_that_is_pooled(grouped: Tiny) -> None:
+    with Driver(grouped, chunk_tokens=16, decode_graphs=True) as driver:
+        text = driver.submit("text", PROMPTS[1], 20)
+        key = driver.submit("a", PROMPTS[0], mode=SequenceMode.PREFILL, pools=True)
+        torch.testing.assert_close(
+            pooled(driver, driver.heard[key]), expected(grouped, PROMPTS[0]), atol=2e-4, rtol=2e-3
+        )
+        assert driver.wait_end(text).tokens == grouped.greedy(PROMPTS[1], 20)
+
+
+@pytest.mark.parametrize("fields", [{"mode": SequenceMode.GENERATE}, {"wait_for_kv": True}])
+def test_only_a_prompt_that_is_computed_here_can_be_pooled(grouped: Tiny, fields: dict[str, Any]) -> None:
+    with Driver(grouped) as driver, pytest.raises(InvalidRequest, match="hidden states"):
+        driver.submit("a", PROMPTS[1], **{"mode": SequenceMode.PREFILL, "pools": True, **fields})
