@@ -52,9 +52,9 @@ class ToolUse:
     is_parallel: bool = True
 
     @property
-    def names(self) -> frozenset[str]:
-        """Of the tools."""
-        return frozenset(tool["function"]["name"] for tool in self.tools)
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """Of the tools' arguments, by name."""
+        return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
 
     @property
     def is_strict(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import string
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,10 @@ from weft_services.gateway.text.assistant import AnswerReader
 from weft_services.gateway.text.parts import Part, PartKind, Parts
 from weft_services.gateway.text.tool_formats import FORMATS, ToolFormat, choose_format
 
-NAMES = frozenset({"get_weather", "add"})
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "get_weather": {"properties": {"city": {"type": "string"}, "n": {"type": "array"}}},
+    "add": {"properties": {"a": {"type": "integer"}, "b": {"anyOf": [{"type": "number"}, {"type": "null"}]}}},
+}
 SEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
 SEEK_V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
 SEEK_V31 = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
@@ -60,6 +64,32 @@ ANSWERS: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
     ),
     "hermes, cut before the name": ("hermes", 'x <tool_call>{"na', 'x <tool_call>{"na', []),
     "hermes, no call": ("hermes", "a < b <tool and so on <tool_cal", "a < b <tool and so on <tool_cal", []),
+    "xml": (
+        "qwen-xml",
+        'Let me see.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nRome "<b>\n\n</parameter>\n'
+        '<parameter=n>\n[1, {"a": null}]\n</parameter>\n</function>\n</tool_call>\n'
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nNone\n</parameter>\n"
+        "<parameter=c>7</parameter></function>\n</tool_call>",
+        "Let me see.",
+        [
+            ("get_weather", '{"city": "Rome \\"<b>\\n", "n": [1, {"a": null}]}'),
+            ("add", '{"a": 1, "b": null, "c": "7"}'),
+        ],
+    ),
+    "xml, no arguments": ("qwen-xml", "<tool_call>\n<function=add>\n</function>\n</tool_call>", "", [("add", "{}")]),
+    "xml, no outer tag": (
+        "qwen-xml",
+        "<function=add>\n<parameter=a>\nmany\n</parameter>\n</function>",
+        "",
+        [("add", '{"a": "many"}')],
+    ),
+    "xml, cut off": (
+        "qwen-xml",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nRo",
+        "",
+        [("get_weather", '{"city": "Ro')],
+    ),
+    "xml, no call": ("qwen-xml", "a <tool_call>b <function=c\nd", "a <tool_call>b <function=c\nd", []),
     "mistral list": (
         "mistral",
         f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {ROME}}}, {{"name": "add", "arguments": {ADD}}}]',
@@ -116,7 +146,7 @@ ANSWERS: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
 
 
 def read(tool_format: ToolFormat, pieces: list[str], thinks: bool = False, is_thinking: bool = False) -> list[Part]:
-    reader = AnswerReader(tool_format.parser(NAMES), Parts(tool_format.new_id), thinks, is_thinking)
+    reader = AnswerReader(tool_format.parser(SCHEMAS), Parts(tool_format.new_id), thinks, is_thinking)
     parts = [part for piece in pieces for part in reader.push(piece)]
     return parts + reader.finish()
 
@@ -175,7 +205,7 @@ def test_a_call_begins_before_its_arguments_and_no_part_is_out_of_order(
 
 
 def test_arguments_stream_as_they_are_written() -> None:
-    reader = AnswerReader(FORMATS["hermes"].parser(NAMES), Parts(FORMATS["hermes"].new_id), thinks=False)
+    reader = AnswerReader(FORMATS["hermes"].parser(SCHEMAS), Parts(FORMATS["hermes"].new_id), thinks=False)
     assert [part.kind for part in reader.push('<tool_call>{"name": "add", "arguments": ')] == []
     assert [part.kind for part in reader.push('{"a": ')] == [PartKind.CALL, PartKind.ARGUMENTS]
     assert [part.text for part in reader.push('1, "b"')] == ['1, "b"']
@@ -217,14 +247,14 @@ def test_a_call_after_thoughts_is_found() -> None:
 def test_only_the_first_of_several_calls_where_one_is_wanted() -> None:
     for name in ("hermes", "mistral list", "kimi", "deepseek v3"):
         tool_format = FORMATS[ANSWERS[name][0]]
-        reader = AnswerReader(tool_format.parser(NAMES), Parts(tool_format.new_id, is_parallel=False), thinks=False)
+        reader = AnswerReader(tool_format.parser(SCHEMAS), Parts(tool_format.new_id, is_parallel=False), thinks=False)
         parts = [*reader.push(ANSWERS[name][1]), *reader.finish()]
         assert calls(parts) == BOTH[:1]
 
 
 def test_a_long_hostile_answer_takes_linear_time() -> None:
     for written in ("<tool_call>" * 3000, "{" * 20_000, "[" * 20_000, '<tool_call>{"name": "' + "\\" * 20_000):
-        for name in ("hermes", "llama", "mistral"):
+        for name in ("hermes", "llama", "mistral", "qwen-xml"):
             parts = read(FORMATS[name], [written[at : at + 50] for at in range(0, len(written), 50)])
             assert not calls(parts)
 
@@ -233,7 +263,8 @@ def test_a_long_hostile_answer_takes_linear_time() -> None:
     ("template", "name"),
     [
         ("{{ '<tool_call>' }}", "hermes"),
-        ("<tool_call><function=x>", None),
+        ("<tool_call><function=x>", "qwen-xml"),
+        ("<tool_call><arg_key>", None),
         ("[TOOL_CALLS]", "mistral"),
         ("[TOOL_CALLS][ARGS]", "mistral-args"),
         ("<｜tool▁calls▁begin｜> ```json", "deepseek-v3"),

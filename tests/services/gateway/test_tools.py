@@ -132,6 +132,42 @@ async def test_a_forced_call_is_all_that_can_be_written(
             assert (matcher.failure is None) == is_kept, text
 
 
+async def test_a_forced_call_in_tags_has_the_types_of_its_schema(bench: MakeBench, model_dir: Path) -> None:
+    schema = {
+        "properties": {
+            "path": {"type": "string"},
+            "mode": {"type": "string", "enum": ["r", "w"]},
+            "sizes": {"type": "array", "items": {"$ref": "#/$defs/size"}},
+        },
+        "required": ["path", "sizes"],
+        "$defs": {"size": {"type": "integer"}},
+    }
+    tools: Any = [{"type": "function", "function": {"name": "write", "parameters": schema, "strict": True}}]
+    opening, end = "<tool_call>\n<function=write>\n", "</function>\n</tool_call>"
+    path = "<parameter=path>\n/tmp/<x>\n\n</parameter>\n"
+    sizes = "<parameter=sizes>\n[1, 2]\n</parameter>\n"
+    written = {
+        f"{opening}{path}{sizes}{end}": True,
+        f"{opening}{path}<parameter=mode>\nw\n</parameter>\n{sizes}{end}": True,
+        f"{opening}{path}<parameter=mode>\na": False,
+        f"{opening}{sizes}": False,
+        f"{opening}{path}{end}": False,
+        f'{opening}{path}<parameter=sizes>\n["a"': False,
+        "Text": False,
+    }
+    async with bench(tool_format="qwen-xml") as b:
+        b.decode.script = speaking([*b.ids(next(iter(written))), END])
+        asked: Any = {"model": MODEL_NAME, "messages": [USER], "tools": tools, "tool_choice": "required"}
+        answer: Any = await b.client.chat.completions.create(**asked)
+        (call,) = answer.choices[0].message.tool_calls
+        assert json.loads(call.function.arguments) == {"path": "/tmp/<x>\n", "sizes": [1, 2]}
+        grammars = load_grammars(model_dir, 320, [END])
+        for text, is_kept in written.items():
+            matcher = grammars.compile(b.decode.started[0].sampling.grammar.text)
+            matcher.accept([*b.ids(text), *([END] if is_kept else [])])
+            assert (matcher.failure is None) == is_kept, text
+
+
 async def test_a_strict_tool_leaves_the_choice_free_and_its_arguments_not(bench: MakeBench, model_dir: Path) -> None:
     async with bench(tool_format="hermes") as b:
         strict: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA, "strict": True}}]

@@ -65,7 +65,7 @@ class Answers:
         parser: Parser = plain
         new_id = new_call_id
         if use is not None and model.tool_format is not None:
-            parser, new_id = model.tool_format.parser(use.names), model.tool_format.new_id
+            parser, new_id = model.tool_format.parser(use.schemas), model.tool_format.new_id
         parts = Parts(
             new_id, is_parallel=use is None or use.is_parallel, holds_space=parser is not plain or model.thinks
         )

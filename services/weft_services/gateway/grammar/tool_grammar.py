@@ -7,6 +7,7 @@ from typing import Any
 
 from weft_services.gateway.generation import ToolUse
 from weft_services.gateway.grammar.answer_grammar import TEXT, Part, lark_part, quote, schema_part
+from weft_services.gateway.grammar.xml_grammar import xml_parts
 from weft_services.gateway.text.tool_formats import ARGUMENTS, NAME, NUMBER, SPACE, ToolFormat
 
 MAX_CALLS = 16
@@ -17,7 +18,7 @@ Marks = Mapping[str, int]  # markers that the vocabulary has as tokens of their 
 def call_parts(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str) -> list[Part]:
     """Calls and nothing else; the first part has the name."""
     rules = ["start: calls", *_calls(use, tool_format, marks, name)]
-    return [lark_part("\n".join(rules), name), *_argument_parts(use, name)]
+    return [lark_part("\n".join(rules), name), *_argument_parts(use, tool_format, name)]
 
 
 def text_or_call_parts(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str) -> list[Part]:
@@ -28,7 +29,7 @@ def text_or_call_parts(use: ToolUse, tool_format: ToolFormat, marks: Marks, name
     else:
         rules = ["start: TEXT | until calls", f"until[lazy]: TEXT {quote(first)}"]
         rules += _calls(use, tool_format, marks, name, num_written=1)
-    return [lark_part("\n".join([*rules, f"TEXT: {TEXT}"]), name), *_argument_parts(use, name)]
+    return [lark_part("\n".join([*rules, f"TEXT: {TEXT}"]), name), *_argument_parts(use, tool_format, name)]
 
 
 def written(pieces: Iterable[str], marks: Marks, places: Mapping[str, str]) -> str:
@@ -57,11 +58,15 @@ def _wanted(use: ToolUse) -> list[dict[str, Any]]:
     return [tool["function"] for tool in use.tools if use.only in (None, tool["function"]["name"])]
 
 
-def _argument_parts(use: ToolUse, name: str) -> list[Part]:
-    return [
-        schema_part(_schema(function), f"{name}_{place}", is_lenient=function.get("strict") is not True)
-        for place, function in enumerate(_wanted(use))
-    ]
+def _argument_parts(use: ToolUse, tool_format: ToolFormat, name: str) -> list[Part]:
+    parts: list[Part] = []
+    for place, function in enumerate(_wanted(use)):
+        is_lenient = function.get("strict") is not True
+        if tool_format.is_xml:
+            parts += xml_parts(function.get("parameters") or {}, f"{name}_{place}", is_lenient)
+        else:
+            parts.append(schema_part(_schema(function), f"{name}_{place}", is_lenient))
+    return parts
 
 
 _TERMINALS = ("SPACE: /[ \\n]{1,2}/", "NUMBER: /[0-9]{1,2}/")

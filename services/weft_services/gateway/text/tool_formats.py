@@ -9,6 +9,7 @@ from weft.errors import BadCheckpoint
 from weft_services.gateway.text import tool_parsers
 from weft_services.gateway.text.parts import new_call_id, new_short_id
 from weft_services.gateway.text.tool_parsers import Parser
+from weft_services.gateway.text.xml_calls import Schemas, qwen_xml
 
 # places in a written call
 NAME, ARGUMENTS, SPACE, NUMBER = "\0name", "\0arguments", "\0space", "\0number"
@@ -16,20 +17,24 @@ NAME, ARGUMENTS, SPACE, NUMBER = "\0name", "\0arguments", "\0space", "\0number"
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """`call` is how one call is written, between `opening` and `closing`; strings in `markers` may be single tokens."""
+    """`call` is how one call is written, between `opening` and `closing`; strings in `markers` may be single tokens.
+
+    `is_xml`: arguments are not JSON but tags, see `xml_calls`.
+    """
 
     name: str
-    parser: Callable[[frozenset[str]], Parser]
+    parser: Callable[[Schemas], Parser]
     markers: tuple[str, ...]
     call: tuple[str, ...]
     opening: tuple[str, ...] = ()
     between: tuple[str, ...] = ()
     closing: tuple[str, ...] = ()
     new_id: Callable[[], str] = new_call_id
+    is_xml: bool = False
 
 
-def _always(parser: Parser) -> Callable[[frozenset[str]], Parser]:
-    return lambda names: parser
+def _always(parser: Parser) -> Callable[[Schemas], Parser]:
+    return lambda schemas: parser
 
 
 _OBJECT = ('{"name": "', NAME, '", "arguments": ', ARGUMENTS, "}")
@@ -98,12 +103,22 @@ KIMI = ToolFormat(
 )
 LLAMA = ToolFormat(
     "llama",
-    tool_parsers.llama,
+    lambda schemas: tool_parsers.llama(frozenset(schemas)),
     markers=("<|python_tag|>", "<|python_start|>", "<|python_end|>"),
     call=('{"name": "', NAME, '", "parameters": ', ARGUMENTS, "}"),
     between=("; ",),
 )
-FORMATS = {each.name: each for each in (HERMES, MISTRAL, MISTRAL_ARGS, DEEPSEEK_V3, DEEPSEEK_V31, KIMI, LLAMA)}
+QWEN_XML = ToolFormat(
+    "qwen-xml",
+    qwen_xml,
+    markers=HERMES.markers,
+    call=("<tool_call>", "\n<function=", NAME, ">\n", ARGUMENTS, "</function>\n", "</tool_call>"),
+    between=("\n",),
+    is_xml=True,
+)
+FORMATS = {
+    each.name: each for each in (HERMES, QWEN_XML, MISTRAL, MISTRAL_ARGS, DEEPSEEK_V3, DEEPSEEK_V31, KIMI, LLAMA)
+}
 
 
 def choose_format(setting: str, template: str) -> ToolFormat | None:
@@ -124,7 +139,7 @@ def _by_template(template: str) -> ToolFormat | None:
         return KIMI
     if "[TOOL_CALLS]" in template:
         return MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
-    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
-        return HERMES
+    if "<tool_call>" in template and "<arg_key>" not in template:
+        return QWEN_XML if "<function=" in template else HERMES
     is_llama = "<|python_tag|>" in template or "<|python_start|>" in template or '"parameters": ' in template
     return LLAMA if is_llama and "tools" in template else None

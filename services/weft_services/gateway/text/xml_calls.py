@@ -1,0 +1,114 @@
+"""Qwen3-Coder's tool calls: every argument in tags of its own, read as it streams and given out as JSON.
+
+What is written there has no types; the tool's schema says what is text and what is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from weft_services.gateway.text.feed import Feed, Reading, begins_with, copy_until, parse_json
+from weft_services.gateway.text.parts import Parts
+from weft_services.gateway.text.tool_parsers import Parser
+
+FUNCTION, END_FUNCTION = "<function=", "</function>"
+PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+LITERALS = {"True": "true", "False": "false", "None": "null"}
+
+Schemas = Mapping[str, dict[str, Any]]
+
+
+def qwen_xml(schemas: Schemas) -> Parser:
+    """`<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>`, text around and between;
+    models do forget the outer tag."""
+
+    def parse(feed: Feed, parts: Parts) -> Reading[None]:
+        while mark := (yield from copy_until(feed, ("<tool_call>", FUNCTION), parts.text)):
+            if mark == FUNCTION or (yield from begins_with(feed, FUNCTION)):
+                yield from _call(feed, parts, schemas)
+                yield from begins_with(feed, "</tool_call>")
+            else:
+                parts.text(mark)
+
+    return parse
+
+
+def _call(feed: Feed, parts: Parts, schemas: Schemas) -> Reading[None]:
+    name, is_named = yield from _name(feed)
+    if not is_named:
+        parts.text(f"{FUNCTION}{name}")
+        return
+    parts.begin_call(name)
+    properties = schemas.get(name, {}).get("properties")
+    separator = "{"
+    while True:
+        mark = yield from copy_until(feed, (PARAMETER, END_FUNCTION, "</tool_call>"), _nothing)
+        if mark != PARAMETER:
+            break
+        key, is_named = yield from _name(feed)
+        schema = properties.get(key) if isinstance(properties, dict) else None
+        parts.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+        separator = ", "
+        if not is_named or not (yield from _value(feed, parts, is_text(schema))):
+            return  # cut off
+    if mark is not None:
+        parts.arguments("}" if separator == ", " else "{}")
+
+
+def _name(feed: Feed) -> Reading[tuple[str, bool]]:
+    """What stands before the bracket that closes the tag, and whether there is one on the same line."""
+    written: list[str] = []
+    mark = yield from copy_until(feed, (">", "\n"), written.append)
+    name = "".join(written)
+    return (name.strip(), bool(name.strip())) if mark == ">" else (name + (mark or ""), False)
+
+
+def _value(feed: Feed, parts: Parts, is_text: bool) -> Reading[bool]:
+    """One line break on either side is not its own. Text streams; False when the answer ends before the value does."""
+    while not feed.text and not feed.is_over:
+        yield
+    if feed.text.startswith("\n"):
+        feed.take(1)
+    ends = (f"\n{END_PARAMETER}", END_PARAMETER)
+    if is_text:
+        parts.arguments('"')
+        mark = yield from copy_until(feed, ends, lambda text: parts.arguments(_escaped(text)))
+        parts.arguments('"' if mark else "")
+        return mark is not None
+    written: list[str] = []
+    mark = yield from copy_until(feed, ends, written.append)
+    parts.arguments(_as_json("".join(written)) if mark else "".join(written))
+    return mark is not None
+
+
+def is_text(schema: Any) -> bool:
+    """May the value be a string; where nobody says, it is one."""
+    if not isinstance(schema, dict):
+        return True
+    kind = schema.get("type")
+    if kind is not None:
+        return "string" in kind
+    if isinstance(values := schema.get("enum"), list):
+        return any(isinstance(value, str) for value in values)
+    options = schema.get("anyOf") or schema.get("oneOf")
+    return any(map(is_text, options)) if isinstance(options, list) else "$ref" not in schema
+
+
+def _as_json(written: str) -> str:
+    """As it stands if it is JSON; else it is a string after all."""
+    text = LITERALS.get(written.strip(), written.strip())
+    try:
+        parse_json(text)
+    except ValueError:
+        return json.dumps(written, ensure_ascii=False)
+    return text
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _nothing(text: str) -> None:
+    """White space between tags."""
