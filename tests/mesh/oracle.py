@@ -57,3 +57,11 @@ def greedy(prompt: list[int], num_tokens: int, directory: Path = MODEL) -> list[
         pad_token_id=0,
     )
     return [int(token) for token in output[0, len(prompt) :]]
+
+
+@torch.inference_mode()
+def mean_hidden(prompt: list[int], directory: Path = MODEL) -> list[float]:
+    """The mean of the last hidden states, of length 1."""
+    states = _model(directory)(torch.tensor([prompt]), output_hidden_states=True).hidden_states[-1][0]
+    vector: list[float] = torch.nn.functional.normalize(states.mean(0), dim=0).tolist()
+    return vector

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.mesh.conftest import Mesh
-from tests.mesh.oracle import greedy, prompts
+from tests.mesh.oracle import greedy, mean_hidden, prompts
 
 pytestmark = pytest.mark.timeout(300)
 NUM_TOKENS = 12
@@ -68,3 +68,14 @@ def test_the_grpc_fallback_gives_the_same_tokens() -> None:
         assert running.metric("decode-0", "weft_kv_transfer_bytes_total", transport="mooncake") == 0
     finally:
         running.stop()
+
+
+def test_embeddings_are_the_means_of_transformers_hidden_states(mesh: Mesh) -> None:
+    asked = prompts(6, 1, 300, salt=4)
+    complete(mesh, asked[-1])  # what is cached changes nothing
+    reply = mesh.client.post("/v1/embeddings", json={"model": "weft-nano", "input": asked})
+    assert reply.status_code == 200, reply.text
+    answer = reply.json()
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, asked))
+    for prompt, entry in zip(asked, answer["data"], strict=True):
+        assert entry["embedding"] == pytest.approx(mean_hidden(prompt), abs=1e-4)
