@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import httpx
 import orjson
 import pytest
@@ -22,6 +23,8 @@ from tests.mesh.oracle import greedy, prompts
 
 pytestmark = pytest.mark.timeout(300)
 LEASE_SECONDS = 3.0
+PATIENCE_SECONDS = 150.0
+NUM_WORKERS = 3
 # within the lease, and long after everybody has given the frozen one up
 SHORT_SECONDS, LONG_SECONDS = 1.0, 9.0
 NUM_TOKENS = {"queued": 6, "prefilling": 6, "decoding": 60, "finished": 6}
@@ -29,8 +32,8 @@ NUM_TOKENS = {"queued": 6, "prefilling": 6, "decoding": 60, "finished": 6}
 
 @pytest.fixture(scope="module")
 def chaos_mesh() -> Iterator[Mesh]:
-    """Small chunks, so that there is much hand-off; a short lease."""
-    environment = {"WEFT_CHUNK_TOKENS": "16", "WEFT_LEASE_SECONDS": str(LEASE_SECONDS)}
+    """Small chunks, so that there is much hand-off; a short lease; time to start again even on a busy machine."""
+    environment = {"WEFT_CHUNK_TOKENS": "16", "WEFT_LEASE_SECONDS": str(LEASE_SECONDS), "WEFT_MOVE_SECONDS": "120"}
     running = Mesh("--transport", "mooncake", "--decode", "2", environment=environment)
     try:
         running.wait_ready()
@@ -57,7 +60,7 @@ class Stream:
         body = {"model": "weft-nano", "prompt": self.prompt, "max_tokens": self.num_tokens, "stream": True}
         body |= {"ignore_eos": True, "temperature": 0, "return_token_ids": True}
         url = f"{self.mesh.url}/v1/completions"
-        with httpx.stream("POST", url, json=body, timeout=60) as response:
+        with httpx.stream("POST", url, json=body, timeout=PATIENCE_SECONDS) as response:
             if response.status_code != 200:
                 self.refusal = response.status_code
                 return
@@ -144,6 +147,8 @@ def test_processes(chaos_mesh: Mesh, cell: tuple[str, str]) -> None:
     length = 900 if state == "prefilling" else 150
     stream = Stream(mesh, prompts(1, length, length, next(_salts))[0], NUM_TOKENS[state])
     beside = Stream(mesh, prompts(1, 200, 200, next(_salts))[0], 90)
+    # the cell before may have failed halfway
+    wait_until("all workers are there", lambda: _is_whole(mesh), PATIENCE_SECONDS)
     boots = mesh.boots()
     with ThreadPoolExecutor(2) as pool:
         others = pool.submit(beside.read)
@@ -153,12 +158,12 @@ def test_processes(chaos_mesh: Mesh, cell: tuple[str, str]) -> None:
         if fault == "client gone":
             stream.leaves.set()
         FAULTS[fault](mesh)
-        ending.result(120)
-        others.result(120)
+        ending.result(PATIENCE_SECONDS)
+        others.result(PATIENCE_SECONDS)
     if fault != "client gone" or state == "finished":
         stream.expect_right(may_be_refused=state == "queued")
     beside.expect_right()
-    wait_until("all workers are back", lambda: _are_back(mesh, boots, fault), 120)
+    wait_until("all workers are back", lambda: _are_back(mesh, boots, fault), PATIENCE_SECONDS)
     mesh.wait_idle()
     after = Stream(mesh, stream.prompt, 8)
     after.read()
@@ -166,9 +171,12 @@ def test_processes(chaos_mesh: Mesh, cell: tuple[str, str]) -> None:
 
 
 def _are_back(mesh: Mesh, boots: dict[str, str], fault: str) -> bool:
+    return _is_whole(mesh) and ("SIGKILL" not in fault or mesh.boots() != boots)
+
+
+def _is_whole(mesh: Mesh) -> bool:
     try:
-        now = mesh.boots()
-        is_whole = set(now) == set(boots) and all(status.report.ready for status in mesh.workers().values())
-        return is_whole and mesh.is_ready() and ("SIGKILL" not in fault or now != boots)
-    except Exception:  # a scheduler that is not back yet
+        workers = mesh.workers().values()
+    except grpc.RpcError:  # a scheduler that is not back yet
         return False
+    return len(workers) == NUM_WORKERS and all(status.report.ready for status in workers) and mesh.is_ready()
