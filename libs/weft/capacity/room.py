@@ -18,8 +18,8 @@ from weft.model.spec import ModelConfig
 
 # workers share a machine's memory with one another and with everything else
 CPU_POOL_SHARE = 0.25
-# of a GPU: what falls between allocations, and graphs of sizes that were not measured
-SLACK_BYTES = GIB // 4
+# of a GPU: what libraries and captured graphs take beside torch's own memory, which is what is measured
+SLACK_BYTES = GIB // 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,10 +130,11 @@ def _build(
         model, open_image(ready.shm_name, ready.size_bytes), DTYPES[machine.dtype], torch.device(machine.device)
     )
     if machine.device == "cuda":
+        free = free_bytes(decoder.device)
         identity = identity_of(ready.weights_hash, limits, machine.dtype, decoder.device)
         peak = remembered(identity, lambda: measure_peak(decoder, limits, machine.dtype, decoder.device))
         logger.info("engine: the largest step takes %d MiB", peak >> 20)
-        room = measured_room(room, free_bytes(decoder.device), peak + static_bytes(limits, size))
+        room = measured_room(room, free, peak + static_bytes(limits, size))
         num_blocks = _num_blocks(config, room, limits, machine, size)
     engine_config = replace(limits, num_blocks=num_blocks, max_pinned=0)
     engine = assemble(decoder, machine.dtype, engine_config, listener)

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from weft.engine.graphs import static_bytes
 from weft.engine.messages import SequenceMode, SequenceSpec
 from weft.engine.runner import ModelRunner
 from weft.engine.sequence import Sequence
+from weft.errors import BadCheckpoint
 from weft.kv.groups import PageRun, Paging
 from weft.model import decoder
 from weft.model.decoder import Decoder
@@ -72,16 +73,22 @@ def measure_peak(model: Decoder, limits: EngineConfig, dtype: str, device: torch
     """Bytes beyond the pool and what graphs keep beside it (`static_bytes`), on a pool as small as can be.
 
     One step has a whole chunk at the end of the longest context, beside one token of everybody else; the next one has
-    one token of everybody, which is what graphs are captured for.
+    one token of everybody, which is what graphs are captured for. Raises BadCheckpoint where there is no room for it.
     """
     least = limits.paging.max_pages(min(limits.max_context_tokens, limits.chunk_tokens))
     small = replace(limits, num_blocks=least, max_pinned=0)
     meter: Meter = DeviceMeter(device) if device.type == "cuda" else ResidentMeter()
-    runner = ModelRunner(model, small, dtype, device)
     chunk = min(limits.chunk_tokens, limits.max_context_tokens)
     one, *others = [_work(limits.paging, 0, 1) for _ in range(limits.max_num_seqs)]
-    for each in (_work(limits.paging, limits.max_context_tokens - chunk, chunk), one):
-        runner.launch([each, *others]).collect()
+    try:
+        runner = ModelRunner(model, small, dtype, device)
+        for each in (_work(limits.paging, limits.max_context_tokens - chunk, chunk), one):
+            runner.launch([each, *others]).collect()
+    except torch.OutOfMemoryError as error:
+        raise BadCheckpoint(
+            f"the model does not fit: beside its weights there is no room for a step of {chunk} prompt tokens "
+            f"(WEFT_CHUNK_TOKENS) and {limits.max_num_seqs} sequences: {error}"
+        ) from None
     size = runner.pool_memory.block_bytes
     return max(0, meter.taken() - small.num_blocks * size - static_bytes(small, size))
 
@@ -102,20 +109,17 @@ class Meter(Protocol):
         """Bytes at the highest point so far."""
 
 
-@dataclass(slots=True)
 class DeviceMeter:
-    """All that is gone from a GPU: what torch has taken, which it does not give back, and what libraries have."""
+    """What torch has of a GPU, all that it keeps included: other processes may come and go meanwhile."""
 
-    device: torch.device
-    free: int = 0
-
-    def __post_init__(self) -> None:
-        self.free = free_bytes(self.device)
+    def __init__(self, device: torch.device) -> None:
+        free_bytes(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        self._device, self._before = device, torch.cuda.memory_reserved(device)
 
     def taken(self) -> int:
         """See `Meter`."""
-        torch.cuda.synchronize(self.device)
-        return self.free - torch.cuda.mem_get_info(self.device)[0]
+        return torch.cuda.max_memory_reserved(self._device) - self._before
 
 
 class ResidentMeter:

@@ -47,7 +47,7 @@ def test_a_gpu_leaves_room_for_its_libraries_and_counts_the_dtype_that_it_runs(
 
 def test_what_was_measured_replaces_what_was_planned() -> None:
     planned = Room(free=80 << 30, weights=15 << 30, activations=1 << 30, left=63 << 30)
-    assert measured_room(planned, 64 << 30, 3 << 30) == Room(80 << 30, 16 << 30, 3 << 30, (61 << 30) - (1 << 28))
+    assert measured_room(planned, 64 << 30, 3 << 30) == Room(80 << 30, 16 << 30, 3 << 30, (61 << 30) - (1 << 29))
 
 
 def test_what_does_not_fit_is_refused_with_the_figures() -> None:

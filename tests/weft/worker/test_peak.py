@@ -15,6 +15,7 @@ from weft.capacity.room import Machine, measure_room
 from weft.engine.config import EngineConfig
 from weft.engine.graphs import static_bytes
 from weft.engine.runner import ModelRunner
+from weft.errors import BadCheckpoint
 from weft.model.decoder import Decoder
 from weft.model.kv_layout import kv_groups
 from weft.model.spec import Layer
@@ -71,6 +72,22 @@ def test_every_family_has_a_largest_step(
     monkeypatch.setattr(ModelRunner, "launch", watched)
     assert measure_peak(model, replace(limits_of(tiny), decode_graphs=True, max_pinned=0), "float32", CPU) >= 0
     assert launched == [[(tiny.config.max_positions - 64, 64), *[(0, 1)] * 5], [(0, 1)] * 6]
+
+
+def test_no_room_for_the_largest_step_is_said_in_the_words_of_the_settings(
+    family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = family_of("llama2")
+
+    def launch(self: ModelRunner, works: list[object]) -> object:
+        raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(ModelRunner, "launch", launch)
+    model = Decoder(tiny.config, tiny.weights, torch.float32, CPU)
+    with pytest.raises(
+        BadCheckpoint, match=r"64 prompt tokens \(WEFT_CHUNK_TOKENS\) and 6 sequences: tried to allocate"
+    ):
+        measure_peak(model, limits_of(tiny), "float32", CPU)
 
 
 def test_what_graphs_keep_beside_the_pool_is_counted(family_of: Callable[[str], TinyFamily]) -> None:
