@@ -12,7 +12,7 @@ from typing import Protocol
 
 import grpc
 
-from weft import metrics
+from weft import metrics, trace
 from weft.config import describe
 from weft.engine.core import Engine
 from weft.errors import EngineFailed
@@ -88,6 +88,7 @@ async def serve_worker(config: WorkerConfig, *posts: Post) -> None:
     """Serve one role or both until SIGTERM; raises when the engine dies, so that the process ends and is started
     again."""
     logger.info(describe(config))
+    trace.setup(_role(posts), config.worker_id)
     feed = EngineFeed()
     booted = await boot(config, feed.listener)
     booted.engine.start()
@@ -108,8 +109,7 @@ async def _serve(
     engine = place.engine
     vitals = Vitals(engine.pulse, lambda: engine.load, booted.engine_config.num_blocks)
     health = Health(vitals, rpc)
-    role = posts[0].role if len(posts) == 1 else WorkerRole.BOTH
-    introduction = _introduction(config, role, place, booted, address)
+    introduction = _introduction(config, _role(posts), place, booted, address)
     membership = Membership(
         config.scheduler_addr,
         introduction,
@@ -125,6 +125,10 @@ async def _serve(
         keeping.cancel()
         await rpc.stop(CUT_OFF_SECONDS)
         await _clear(place)
+
+
+def _role(posts: Sequence[Post]) -> WorkerRole:
+    return posts[0].role if len(posts) == 1 else WorkerRole.BOTH
 
 
 async def _furnish(config: WorkerConfig, booted: Booted, feed: EngineFeed, tasks: asyncio.TaskGroup) -> Workplace:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from weft import trace
 from weft.errors import WeftError
 from weft.kv.store_agent import StoreAgent, StoreLost, StoreSpec
 from weft.kv.tiers import Tier
@@ -93,7 +94,7 @@ class StoreLink:
         """The longest leading run of keys that is in the store. Raises WeftError."""
         with translated():
             request = pb2.MatchRequest(fingerprint=fingerprint, keys=keys)
-            response = await self._stub.Match(request, timeout=MATCH_SECONDS)
+            response = await self._stub.Match(request, timeout=MATCH_SECONDS, metadata=trace.outgoing())
         # a kvstore that names no tiers has only one
         tiers = response.tiers or [pb2.STORE_TIER_DRAM] * len(response.checksums)
         return [Match(sum_, TIERS[tier]) for sum_, tier in zip(response.checksums, tiers, strict=True)]
@@ -102,14 +103,14 @@ class StoreLink:
         """Bring blocks from the store's disk into its memory; how many leading ones came. Raises WeftError."""
         with translated():
             request = pb2.PromoteRequest(fingerprint=fingerprint, keys=keys)
-            response = await self._stub.Promote(request, timeout=PROMOTE_SECONDS)
+            response = await self._stub.Promote(request, timeout=PROMOTE_SECONDS, metadata=trace.outgoing())
         return response.num_promoted
 
     async def find(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[bool]:
         """Which of the keys are in the store. Raises WeftError."""
         with translated():
             request = pb2.MatchRequest(fingerprint=fingerprint, keys=keys, each=True)
-            response = await self._stub.Match(request, timeout=MATCH_SECONDS)
+            response = await self._stub.Match(request, timeout=MATCH_SECONDS, metadata=trace.outgoing())
         return [checksum != 0 for checksum in response.checksums]
 
     async def publish(self, fingerprint: bytes, blocks: Sequence[pb2.StoredBlock]) -> None:

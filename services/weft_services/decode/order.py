@@ -20,6 +20,7 @@ class SequenceOrder:
     cache_salt: bytes = b""
     resumed_tokens: int = 0
     priority: int = 0
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

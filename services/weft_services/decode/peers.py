@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+from weft import trace
 from weft.errors import PeerLost
 from weft.kv.handoff import SIGNS_A_LEASE, PrefillEvent, PrefillOrder
 from weft.request import WorkerAddress
@@ -74,6 +75,7 @@ class PrefillPeers:
         """Place an order; the call ends with the scope. Broken calls come out as WeftError."""
         stub = prefill_service_pb2_grpc.PrefillServiceStub(self._channels.get(worker.address))
         call = PrefillCall(order, self._lease_seconds)
-        async with owned(stub.Prefill(call.requests(), timeout=timeout_seconds)) as stream:
+        prefill = stub.Prefill(call.requests(), timeout=timeout_seconds, metadata=trace.outgoing())
+        async with owned(prefill) as stream:
             call.responses = aiter(stream)
             yield call

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from dataclasses import replace
 
-from weft import log
+from weft import log, trace
 from weft.engine.core import Engine
 from weft.engine.history import Constraint
 from weft.engine.messages import PromptCounts, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
@@ -134,6 +134,7 @@ class SequenceDesk:
         log.request_id.set(str(order.key))
         sequence = self._sequences[order.key] = Sequence(order, outbox)
         self._is_idle.clear()
+        span = trace.begin("decode", order.traceparent) if order.traceparent else None
         try:
             async with asyncio.timeout(order.remaining_seconds):
                 self._submit(order, await self._grammars.open(order.sampling.grammar))
@@ -150,6 +151,10 @@ class SequenceDesk:
             del self._sequences[order.key]
             self._hand_offs.fallbacks.end(order.key)
             sequence.stages.reach(Stage.FINISHED)
+            if span is not None:
+                sequence.stages.trace(span)
+                span.set({"weft.prompt_tokens": len(order.token_ids), "weft.resumed_tokens": order.resumed_tokens})
+                span.end()
             if not self._sequences:
                 self._is_idle.set()
             if not sequence.has_ended:

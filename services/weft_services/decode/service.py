@@ -88,6 +88,7 @@ def order_from_wire(start: decode_service_pb2.StartSequence) -> SequenceOrder:
         cache_salt=start.cache_salt,
         resumed_tokens=start.resumed_tokens,
         priority=start.priority,
+        traceparent=start.traceparent,
     )
 
 

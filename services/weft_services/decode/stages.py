@@ -9,6 +9,7 @@ from weft import metrics
 from weft.engine.messages import PromptCounts
 from weft.lifetime import Stage
 from weft.request import PromptUsage
+from weft.trace import Span
 
 _BEFORE_DECODING = (Stage.ROUTED, Stage.RESERVED, Stage.PREFILLING, Stage.TRANSFERRING)
 
@@ -20,7 +21,8 @@ class StageClock:
         self.stage = Stage.ROUTED
         self._since = time.perf_counter()
         self._deadline = self._since + remaining_seconds
-        self._spent: dict[Stage, float] = {}
+        self._began_ns = time.time_ns()
+        self._spent: dict[Stage, float] = {}  # in the order in which they were left
 
     @property
     def remaining_seconds(self) -> float:
@@ -51,6 +53,14 @@ class StageClock:
         return replace(
             usage, routed_us=routed, reserved_us=reserved, prefilling_us=prefilling, transferring_us=transferring
         )
+
+    def trace(self, span: Span) -> None:
+        """Every stage that was left as a part of the span, one after the other as they were."""
+        start = self._began_ns
+        for stage, seconds in self._spent.items():
+            end = start + round(seconds * 1e9)
+            span.child(stage.value, start, end)
+            start = end
 
     def _leave(self, seconds: float) -> None:
         metrics.STAGE_SECONDS.labels(self.stage).observe(seconds)

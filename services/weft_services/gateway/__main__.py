@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from weft import log
+from weft import log, trace
 from weft.config import describe, read_config
 from weft.rpc.server import run
 from weft_services.gateway.config import Config
@@ -16,6 +16,7 @@ async def main() -> None:
     """Until a signal. A wrong setting or model is told in one line by `run`."""
     config = read_config(Config)
     logging.getLogger(__name__).info("%s", describe(config))
+    trace.setup("gateway")
     await serve(config)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from weft import log, metrics
+from weft import log, metrics, trace
 from weft.config import ConfigError, describe, read_config
 from weft.rpc.server import RpcServer, run, until_signal
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
@@ -20,6 +20,7 @@ async def main() -> None:
     """Serve until SIGTERM or SIGINT; ready while the store is."""
     config = read_config(Config)
     logging.info(describe(config))
+    trace.setup("kvstore")
     rpc = RpcServer([SERVICE_NAME])
     place = Place(config.host, config.store_host, config.master_port, config.segment_bytes)
     disk = await _open_disk(config)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from weft import metrics
+from weft import metrics, trace
 from weft.errors import InvalidRequest
 from weft.kv.tiers import Tier
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
@@ -52,12 +52,20 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
         """The longest run of leading keys whose blocks are all in the store now, or what there is of each."""
         _check(request.fingerprint, request.keys, MAX_MATCH_KEYS, "keys")
         find = self._store.find if request.each else self._store.match
-        return match_to_wire(await find(request.fingerprint, request.keys))
+        with trace.served("match", trace.incoming(context.invocation_metadata())) as span:
+            found = await find(request.fingerprint, request.keys)
+            if span is not None:
+                span.set({"weft.keys": len(request.keys), "weft.found": sum(block is not None for block in found)})
+        return match_to_wire(found)
 
     async def Promote(self, request: pb2.PromoteRequest, context: Any) -> pb2.PromoteResponse:
         """Bring blocks from the disk into the store's memory."""
         _check(request.fingerprint, request.keys, MAX_PROMOTE_KEYS, "keys")
-        return pb2.PromoteResponse(num_promoted=await self._store.promote(request.fingerprint, request.keys))
+        with trace.served("promote", trace.incoming(context.invocation_metadata())) as span:
+            num_promoted = await self._store.promote(request.fingerprint, request.keys)
+            if span is not None:
+                span.set({"weft.keys": len(request.keys), "weft.promoted": num_promoted})
+        return pb2.PromoteResponse(num_promoted=num_promoted)
 
     async def Publish(self, request: pb2.PublishRequest, context: Any) -> pb2.PublishResponse:
         """These blocks have been put."""
@@ -85,13 +93,14 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
     async def Locate(self, request: pb2.LocateRequest, context: Any) -> pb2.LocateResponse:
         """Who holds leading blocks of a prompt; answered also while the store is away."""
         _check(request.fingerprint, request.keys, MAX_MATCH_KEYS, "keys")
-        return pb2.LocateResponse(
-            workers=[
-                pb2.WorkerMatch(worker_id=match.worker_id, boot_id=match.boot_id, num_blocks=match.num_blocks)
-                for match in self._places.locate(request.fingerprint, request.keys)
-            ],
-            store=[TIERS[tier] for tier in self._store.known_run(request.fingerprint, request.keys)],
-        )
+        with trace.served("locate", trace.incoming(context.invocation_metadata())):
+            return pb2.LocateResponse(
+                workers=[
+                    pb2.WorkerMatch(worker_id=match.worker_id, boot_id=match.boot_id, num_blocks=match.num_blocks)
+                    for match in self._places.locate(request.fingerprint, request.keys)
+                ],
+                store=[TIERS[tier] for tier in self._store.known_run(request.fingerprint, request.keys)],
+            )
 
 
 def report_from_wire(request: pb2.ReportBlocksRequest) -> Report:

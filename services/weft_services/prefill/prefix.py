@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from weft import trace
 from weft.engine.messages import Reserved
 from weft.kv.groups import PageRun, Paging, page_key
 from weft.kv.handoff import PrefillOrder
@@ -29,7 +30,8 @@ class StorePrefix:
 
     async def fetch(self, order: PrefillOrder, reserved: Reserved) -> dict[Tier, int]:
         """How many tokens beyond the pool's own prefix were fetched from which tier and are in place now."""
-        found = await self._fetch(order, reserved)
+        with trace.part("store fetch"):
+            found = await self._fetch(order, reserved)
         self._tally.looked_up(len(order.token_ids), {Tier.POOL: reserved.num_hit_tokens, **found})
         return found
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
+from weft import trace
 from weft.errors import DeadlineExceeded, Incompatible, InvalidRequest, NotFound, PeerLost
-from weft.kv.handoff import SIGNS_A_LEASE, Accepted, Heartbeat, LeaseClosed, PrefillEvent
+from weft.kv.handoff import (
+    SIGNS_A_LEASE,
+    Accepted,
+    Heartbeat,
+    LeaseClosed,
+    PrefillEvent,
+    PrefillOrder,
+    PromptFinished,
+)
 from weft.kv.memory import BlockBytes
 from weft.request import WorkerRole
 from weft.rpc.blocks import block_chunks
@@ -64,8 +74,12 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
             first = await anext(requests, None)
         if first is None or first.WhichOneof("message") != "start":
             raise InvalidRequest("the first message must be start", "start")
-        speaker = _Speaker(context)
-        async with self._desk.lend(order_from_wire(first.start)) as lease:
+        order, parent = order_from_wire(first.start), trace.incoming(context.invocation_metadata())
+        with trace.served("prefill", parent) as span:
+            await self._lend(order, requests, _Speaker(context), span)
+
+    async def _lend(self, order: PrefillOrder, requests: Requests, speaker: _Speaker, span: trace.Span | None) -> None:
+        async with self._desk.lend(order) as lease:
             async with asyncio.TaskGroup() as group:
                 listening = group.create_task(self._until_done(requests, lease))
                 group.create_task(self._beat(speaker, listening, lease))
@@ -74,6 +88,8 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
                 group.create_task(self._desk.fill(lease))
                 await speaker.say(self._accepted)
                 async for event in lease.events(self._memory, self._desk.paging, self._with_checksums):
+                    if span is not None and isinstance(event, PromptFinished):
+                        _describe(span, order, event)
                     await speaker.say(event)
             # the engine has held every block since `lend`: nothing but the end of the scope gives them back
             await speaker.say(LeaseClosed(lease_held=True))
@@ -124,6 +140,16 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
             # for every piece: its bytes were copied just now, and the lease may have ended while the last one was sent
             self._desk.find(key)
             yield chunk
+
+
+def _describe(span: trace.Span, order: PrefillOrder, finished: PromptFinished) -> None:
+    """The prompt has just been computed; before that it waited."""
+    now = time.time_ns()
+    began = now - finished.compute_ms * 1_000_000
+    span.child("queue", began - finished.queue_ms * 1_000_000, began)
+    span.child("compute", began, now)
+    counts = {"prompt": len(order.token_ids), "cached": finished.cached_tokens, "store": finished.store_tokens}
+    span.set({f"weft.{name}_tokens": count for name, count in counts.items()})
 
 
 SERVICE_NAME = prefill_service_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name

@@ -2,7 +2,7 @@
 
 import logging
 
-from weft import log, metrics
+from weft import log, metrics, trace
 from weft.config import describe, read_config
 from weft.rpc.server import RpcServer, run, until_signal
 from weft_services.scheduler.affinity import Affinity
@@ -20,6 +20,7 @@ from weft_services.scheduler.whereabouts import Whereabouts
 async def main(config: Config) -> None:
     """Serve until SIGTERM; memberships end with the process, so there is nothing to drain."""
     logging.info(describe(config))
+    trace.setup("scheduler")
     affinity = Affinity(config.redis_url, config.affinity_ttl_seconds)
     router = Router(config.silence_seconds, parse_targets(config.targets), config.prefix_keys)
     room = WaitingRoom(config.max_queue, config.queue_seconds)

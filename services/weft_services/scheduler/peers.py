@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from weft import trace
 from weft.rpc.client import open_channel, translated
 from weft_mesh.v1 import kvstore_service_pb2 as pb
 from weft_mesh.v1.kvstore_service_pb2_grpc import KvStoreServiceStub
@@ -24,7 +25,8 @@ class KvStore:
     async def locate(self, fingerprint: bytes, keys: Sequence[bytes]) -> Located:
         """Who holds leading blocks of a prompt. Raises WeftError."""
         with translated():
-            answer = await self._stub.Locate(pb.LocateRequest(fingerprint=fingerprint, keys=keys), timeout=CALL_SECONDS)
+            request = pb.LocateRequest(fingerprint=fingerprint, keys=keys)
+            answer = await self._stub.Locate(request, timeout=CALL_SECONDS, metadata=trace.outgoing())
         workers = tuple(Holding(match.worker_id, match.boot_id, match.num_blocks) for match in answer.workers)
         return Located(workers, len(answer.store))
 

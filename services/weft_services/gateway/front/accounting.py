@@ -7,10 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from weft import metrics
+from weft import metrics, trace
 from weft.lifetime import Stage
 from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.dialects.frames import Usage
+from weft_services.gateway.front import genai
 from weft_services.gateway.front.timeline import timeline
 from weft_services.gateway.mesh.placement import Forecast
 from weft_services.gateway.mesh.run import Run
@@ -23,8 +24,10 @@ REJECTED = "rejected"  # refused before it was placed; not a stage of life
 class Account:
     """Opened when a request arrives, closed once when it ends."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, traceparent: str = "") -> None:
+        """`traceparent`: of the client's own trace, which goes on here."""
         self._endpoint = endpoint
+        self._span = trace.begin(genai.operation(endpoint), traceparent)
         self._received = time.monotonic()
         self._received_at = time.time()
         self._stages: dict[str, float] = {}
@@ -44,6 +47,9 @@ class Account:
     def watch(self, run: Run) -> None:
         """The run whose counts go into the books."""
         self._run = run
+        if self._span is not None:
+            self._span.rename(f"{genai.operation(self._endpoint)} {run.prepared.generation.model}")
+            self._span.set(genai.request(self._endpoint, run.prepared.generation))
 
     def tokens(self, pieces: Sequence[Piece]) -> None:
         """Latency of what has just arrived; tokens of one batch share the time since the last one."""
@@ -81,6 +87,8 @@ class Account:
         usage = self.usage()
         self._visitor.charge(tokens=usage.completion_tokens)
         now = time.monotonic()
+        if self._span is not None:
+            self._end(self._span, str(outcome), usage, error)
         metrics.REQUESTS.labels(self._endpoint, str(outcome)).inc()
         metrics.E2E.observe(now - self._received)
         metrics.PROMPT_TOKENS.inc(usage.prompt_tokens)
@@ -88,6 +96,19 @@ class Account:
         metrics.COMPLETION_TOKENS.inc(usage.completion_tokens)
         level = logging.WARNING if outcome == Stage.FAILED else logging.INFO
         logger.log(level, "%s", self._line(str(outcome), usage, now, error))
+
+    def _end(self, span: trace.Span, outcome: str, usage: Usage, error: Exception | None) -> None:
+        began = round(self._received_at * 1e9)
+        moments = {name: began + round((moment - self._received) * 1e9) for name, moment in self._stages.items()}
+        if routed := moments.get(Stage.ROUTED):
+            span.child(Stage.RECEIVED.value, began, moments.get("prepared", routed))
+        span.set({"weft.outcome": outcome})
+        if self._run is not None:
+            first = self._stages.get("first_token")
+            span.set(genai.response(self._run, usage, first - self._received if first else None))
+        if error is not None and outcome == Stage.FAILED:
+            span.fail(error)
+        span.end()
 
     def _line(self, outcome: str, usage: Usage, now: float, error: Exception | None) -> str:
         pairs = [f"endpoint={self._endpoint} outcome={outcome} total_ms={self._since(now)}"]

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
+from weft import trace
 from weft.errors import Cancelled, WeftError
 from weft.lifetime import Stage
 from weft.rpc.status import as_weft_error
@@ -82,7 +83,7 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, to its end."""
-        account = Account(self._api.name)
+        account = Account(self._api.name, trace.incoming(scope["headers"]))
         reply = Reply(send, self._api.error_body)
         try:
             with self._pipeline.admitted():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from weft import trace
 from weft.errors import Cancelled, InvalidRequest
 from weft.lifetime import Stage
 from weft.rpc import wire
@@ -131,7 +132,7 @@ class InferenceService(InferenceServiceServicer):
     ) -> AsyncGenerator[tuple[Piece, Usage | None, Prepared], None]:
         """Pieces of the only choice, and what they continue; the last one comes with the usage."""
         timeout = min(self._timeout_seconds, context.time_remaining() or self._timeout_seconds)
-        account = Account(name)
+        account = Account(name, trace.incoming(context.invocation_metadata()))
         with _accounted(account):
             session = session_of(context.invocation_metadata())
             prepared = await self._pipeline.prepare(lambda: parse(orjson.dumps(fields)))

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
+from weft import trace
 from weft.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -49,7 +50,8 @@ class Scheduler:
         request = _query_to_wire(query, timeout_seconds)
         try:
             with translated():
-                response = await self._scheduler.Route(request, timeout=min(ROUTE_SECONDS, timeout_seconds))
+                timeout = min(ROUTE_SECONDS, timeout_seconds)
+                response = await self._scheduler.Route(request, timeout=timeout, metadata=trace.outgoing())
         except NotFound as error:  # the name is the one we serve, so nobody has joined yet
             raise PeerLost(f"no worker serves {query.model!r}") from error
         except Cancelled as error:  # by the scheduler, which is going away
@@ -232,6 +234,7 @@ class DecodeLink:
             remaining_ms=max(1, int(command.remaining_seconds * 1000)),
             resumed_tokens=command.resumed_tokens,
             priority=command.priority,
+            traceparent=trace.traceparent(),
         )
         if command.placement.prefill is not None:
             start.prefill.CopyFrom(wire.address_to_wire(command.placement.prefill))

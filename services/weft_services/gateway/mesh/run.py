@@ -84,6 +84,11 @@ class Run:
         return sum(cached)
 
     @property
+    def finish_reasons(self) -> list[str]:
+        """Of the choices that have come to an end."""
+        return [str(flight.sequence.finish_reason) for flight in self._flights if flight.is_done]
+
+    @property
     def decode_id(self) -> str:
         """Where the first sequence is, or was last; empty before it was anywhere."""
         return self._flights[0].decode_id

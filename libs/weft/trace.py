@@ -1,0 +1,178 @@
+"""One trace over all services: W3C trace context in and along, spans out by OTLP.
+
+Off unless OTEL_EXPORTER_OTLP_ENDPOINT is set: nothing of OpenTelemetry's SDK is imported then, and what is left is one
+look at a variable. Knows spans and their context; their names and attributes belong to those who make them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from weft.config import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span as OtelSpan
+    from opentelemetry.trace import Tracer
+
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+TRACEPARENT = "traceparent"
+# a collector that does not answer must not hold up a process that ends
+EXPORT_SECONDS = 2.0
+Attributes = Mapping[str, Any]
+
+_tracer: Tracer | None = None
+_provider: TracerProvider | None = None
+_current: ContextVar[Span | None] = ContextVar("span", default=None)
+
+
+class Span:
+    """A span that has begun. Ends once, by `end`."""
+
+    def __init__(self, inner: OtelSpan) -> None:
+        self._inner = inner
+
+    @property
+    def traceparent(self) -> str:
+        """What others need to go on with the trace."""
+        context = self._inner.get_span_context()
+        return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+
+    def rename(self, name: str) -> None:
+        """What it is about is known better now."""
+        self._inner.update_name(name)
+
+    def set(self, attributes: Attributes) -> None:
+        """None and empty values say nothing, and are left out."""
+        self._inner.set_attributes({key: value for key, value in attributes.items() if value not in (None, "", (), [])})
+
+    def event(self, name: str, attributes: Attributes) -> None:
+        """Something happened now."""
+        self._inner.add_event(name, dict(attributes))
+
+    def child(self, name: str, start_ns: int, end_ns: int) -> None:
+        """A part that is over already; times since the epoch."""
+        assert _tracer is not None
+        _tracer.start_span(name, self.context(), start_time=start_ns).end(max(end_ns, start_ns))
+
+    def fail(self, error: BaseException) -> None:
+        """It ends badly."""
+        from opentelemetry.trace import StatusCode
+
+        self._inner.set_status(StatusCode.ERROR, str(error))
+        self._inner.set_attribute("error.type", type(error).__name__)
+
+    def end(self) -> None:
+        """It is over."""
+        self._inner.end()
+
+    def context(self) -> Context:
+        """For the library."""
+        from opentelemetry.trace import set_span_in_context
+
+        return set_span_in_context(self._inner)
+
+
+def setup(service: str, instance: str = "") -> None:
+    """Called once by a process, before it serves. Raises ConfigError where the libraries are missing."""
+    global _tracer, _provider
+    if not any(os.environ.get(name) for name in ENDPOINTS) or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigError(f"{ENDPOINTS[0]} is set, and {error.name} is not installed") from error
+    resource = Resource.create({"service.name": f"weft-{service}", "service.instance.id": instance or service})
+    _provider = TracerProvider(resource=resource)
+    _provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(timeout=EXPORT_SECONDS)))
+    _tracer = _provider.get_tracer("weft")
+
+
+def shutdown() -> None:
+    """Send what waits, and be off again. Processes that end do the first of themselves."""
+    global _tracer, _provider
+    if _provider is not None:
+        _provider.shutdown()
+    _tracer = _provider = None
+
+
+def incoming(metadata: Iterable[tuple[str | bytes, str | bytes]] | None) -> str:
+    """The trace context among gRPC metadata or HTTP headers; empty without one, and while tracing is off."""
+    if _tracer is None:
+        return ""
+    for name, value in metadata or ():
+        if name in (TRACEPARENT, TRACEPARENT.encode()):
+            return value if isinstance(value, str) else value.decode("latin-1")
+    return ""
+
+
+def outgoing() -> tuple[tuple[str, str], ...] | None:
+    """Metadata for a call made in the name of the current span."""
+    parent = traceparent()
+    return ((TRACEPARENT, parent),) if parent else None
+
+
+def traceparent() -> str:
+    """Of the current span; empty without one."""
+    span = _current.get() if _tracer is not None else None
+    return span.traceparent if span is not None else ""
+
+
+def begin(name: str, parent: str = "") -> Span | None:
+    """A span of a request that came from outside, current for what this task does from here on; None while off.
+
+    Without a `parent` that makes sense the trace begins here.
+    """
+    if _tracer is None:
+        return None
+    from opentelemetry.trace import SpanKind
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    context = TraceContextTextMapPropagator().extract({TRACEPARENT: parent})
+    span = Span(_tracer.start_span(name, context, SpanKind.SERVER))
+    _current.set(span)
+    return span
+
+
+@contextmanager
+def served(name: str, parent: str) -> Iterator[Span | None]:
+    """A span of a peer's call, if the peer traces it; current inside the block."""
+    span = begin(name, parent) if parent else None
+    if span is None:
+        yield None
+        return
+    try:
+        yield span
+    except asyncio.CancelledError:
+        span.event("cancelled", {})
+        raise
+    except Exception as error:
+        span.fail(error)
+        raise
+    finally:
+        span.end()
+
+
+@contextmanager
+def part(name: str) -> Iterator[Span | None]:
+    """A span inside the current one, current inside the block; None where there is none."""
+    outer = _current.get() if _tracer is not None else None
+    if outer is None or _tracer is None:
+        yield None
+        return
+    span = Span(_tracer.start_span(name, outer.context()))
+    token = _current.set(span)
+    try:
+        yield span
+    finally:
+        _current.reset(token)
+        span.end()

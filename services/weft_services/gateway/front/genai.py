@@ -1,0 +1,56 @@
+"""What a request's span says, in the words of OpenTelemetry's conventions for generative AI, and in a few of our own.
+
+Neither prompts nor answers are ever among it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft_services.gateway.dialects.frames import Usage
+from weft_services.gateway.generation import Generation
+from weft_services.gateway.mesh.run import Run
+
+PROVIDER = "weft"
+COMPLETIONS = frozenset({"completions", "grpc.generate"})
+
+
+def operation(endpoint: str) -> str:
+    """gen_ai.operation.name of an endpoint, as the access log calls it."""
+    return "text_completion" if endpoint in COMPLETIONS else "chat"
+
+
+def request(endpoint: str, generation: Generation) -> dict[str, Any]:
+    """What the client asked for; what it left open is left out."""
+    return {
+        "gen_ai.operation.name": operation(endpoint),
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": generation.model,
+        "gen_ai.request.max_tokens": generation.max_tokens,
+        "gen_ai.request.temperature": generation.temperature,
+        "gen_ai.request.top_p": generation.top_p,
+        "gen_ai.request.top_k": generation.top_k,
+        "gen_ai.request.seed": generation.seed,
+        "gen_ai.request.frequency_penalty": generation.frequency_penalty or None,
+        "gen_ai.request.presence_penalty": generation.presence_penalty or None,
+        "gen_ai.request.choice.count": generation.n if generation.n > 1 else None,
+        "gen_ai.request.stop_sequences": generation.stop,
+        "gen_ai.request.stream": generation.stream,
+        "weft.endpoint": endpoint,
+    }
+
+
+def response(run: Run, usage: Usage, first_token_seconds: float | None) -> dict[str, Any]:
+    """What came of it."""
+    return {
+        "gen_ai.response.model": run.prepared.generation.model,
+        "gen_ai.response.finish_reasons": run.finish_reasons,
+        "gen_ai.response.time_to_first_chunk": first_token_seconds,
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        "weft.request.id": run.request_id,
+        "weft.prefill.worker": run.worst_prompt.prefill_worker_id,
+        "weft.decode.worker": run.decode_id,
+        "weft.attempts": run.num_attempts,
+    }
