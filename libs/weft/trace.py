@@ -1,6 +1,6 @@
 """One trace over all services: W3C trace context in and along, spans out by OTLP.
 
-Off unless OTEL_EXPORTER_OTLP_ENDPOINT is set: nothing of OpenTelemetry's SDK is imported then, and what is left is one
+Off unless OTEL_EXPORTER_OTLP_ENDPOINT is set: nothing of OpenTelemetry is imported for it then, and what is left is one
 look at a variable. Knows spans and their context; their names and attributes belong to those who make them.
 """
 

@@ -81,7 +81,7 @@ def test_gpu_workers_differ_from_the_others_in_image_device_and_host_only() -> N
 
 
 def test_the_example_env_file_names_every_variable_with_its_default() -> None:
-    named = dict(line.split("=", 1) for line in (ROOT / ".env.example").read_text().splitlines() if "=" in line[:25])
+    named = dict(line.split("=", 1) for line in (ROOT / ".env.example").read_text().splitlines() if "=" in line[:32])
     assert named == dict(re.findall(r"\$\{(\w+):-([^}]*)\}", COMPOSE.read_text())) | {
         "WEFT_TORCH_INDEX": "",
         "WEFT_KEYS_DIR": "",

@@ -33,7 +33,6 @@ from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.router import Progress
 from weft_services.scheduler.state import (
     DEFAULT_REQUEST_SECONDS,
-    Placement,
     Priority,
     RouteQuery,
     Worker,
@@ -78,7 +77,8 @@ class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
         with trace.served("route", trace.incoming(context.invocation_metadata())) as span:
             placement = await self._dispatcher.route(_query(request))
             if span is not None:
-                span.set(_placed(placement))
+                prefill_id = placement.prefill.worker_id if placement.prefill else ""
+                span.set({"weft.decode.worker": placement.decode.worker_id, "weft.prefill.worker": prefill_id})
         return pb.RouteResponse(
             decode=address_to_wire(placement.decode.info.address),
             prefill=address_to_wire(placement.prefill.info.address) if placement.prefill else None,
@@ -165,17 +165,6 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
     async def _next(self, requests: AsyncIterator[pb.JoinRequest]) -> pb.JoinRequest | None:
         async with asyncio.timeout(self._silence_seconds):
             return await anext(requests, None)
-
-
-def _placed(placement: Placement) -> dict[str, str | int | float]:
-    """For a trace."""
-    return {
-        "weft.decode.worker": placement.decode.worker_id,
-        "weft.prefill.worker": placement.prefill.worker_id if placement.prefill else "",
-        "weft.by_session": placement.by_session,
-        "weft.predicted.cached_tokens": placement.held_tokens,
-        "weft.predicted.ttft_seconds": placement.ttft_seconds,
-    }
 
 
 def _at_most(param: str, size: int, limit: int) -> None:
