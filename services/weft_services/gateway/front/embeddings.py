@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from starlette.types import Receive, Scope, Send
 
+from weft import trace
 from weft.lifetime import Stage
 from weft_services.gateway.dialects.embeddings import embedding_body, parse_embedding
 from weft_services.gateway.front.accounting import Account
@@ -37,7 +38,7 @@ class EmbeddingEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, to its end."""
-        account, reply = Account("embeddings"), Reply(send)
+        account, reply = Account("embeddings", trace.incoming(scope["headers"])), Reply(send)
         try:
             with self._pipeline.admitted():
                 body = await read_json_body(scope, receive)

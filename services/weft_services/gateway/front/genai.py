@@ -12,12 +12,17 @@ from weft_services.gateway.generation import Generation
 from weft_services.gateway.mesh.run import Run
 
 PROVIDER = "weft"
-COMPLETIONS = frozenset({"completions", "grpc.generate"})
+OTHERS = {
+    "completions": "text_completion",
+    "grpc.generate": "text_completion",
+    "embeddings": "embeddings",
+    "grpc.embed": "embeddings",
+}
 
 
 def operation(endpoint: str) -> str:
     """gen_ai.operation.name of an endpoint, as the access log calls it."""
-    return "text_completion" if endpoint in COMPLETIONS else "chat"
+    return OTHERS.get(endpoint, "chat")
 
 
 def request(endpoint: str, generation: Generation) -> dict[str, Any]:

@@ -84,7 +84,8 @@ class InferenceService(InferenceServiceServicer):
         """What /v1/embeddings does."""
         body = orjson.dumps(_embed_fields(request, self._pipeline.models.meant(request.model).name))
         timeout = min(self._timeout_seconds, context.time_remaining() or self._timeout_seconds)
-        session, account = session_of(context.invocation_metadata() or ()), Account("grpc.embed")
+        metadata = context.invocation_metadata() or ()
+        session, account = session_of(metadata), Account("grpc.embed", trace.incoming(metadata))
         with _accounted(account):
             _, vectors, count = await embed(self._pipeline, lambda: parse_embedding(body), session, account, timeout)
         embeddings = [pb.Embedding(values=vector) for vector in vectors]
