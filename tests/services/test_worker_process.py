@@ -48,6 +48,9 @@ class Peers(scheduler_service_pb2_grpc.FleetServiceServicer, weights_service_pb2
                 await self.may_join.wait()
                 yield fleet_pb2.JoinResponse(report_interval_ms=20)
 
+    async def SetRole(self, request: Any, context: Any) -> Any:
+        raise AssertionError("workers do not ask")
+
     async def ListWorkers(self, request: Any, context: Any) -> fleet_pb2.ListWorkersResponse:
         raise AssertionError("workers do not ask")
 

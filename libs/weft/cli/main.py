@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
+from weft.cli.bundles import app as bundles_app
 from weft.cli.keys import app as keys_app
 from weft.cli.machine import app as machine_app
 
@@ -22,8 +22,7 @@ app = typer.Typer(
 )
 app.add_typer(keys_app)
 app.add_typer(machine_app)
-# Options and --help belong to the program that does the work.
-PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+app.add_typer(bundles_app)
 
 
 class DType(StrEnum):
@@ -32,6 +31,14 @@ class DType(StrEnum):
     AUTO = "auto"
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
+
+
+class Role(StrEnum):
+    """What a worker does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
 
 
 class Transport(StrEnum):
@@ -176,7 +183,7 @@ def top(
 @app.command()
 def drain(worker: Worker, scheduler: Scheduler = "") -> None:
     """Let a worker finish what it has and give it nothing new."""
-    from weft.cli.drain import drain as ask_to_drain
+    from weft.cli.steer import drain as ask_to_drain
 
     ask_to_drain(_scheduler("drain", scheduler), worker, undo=False)
 
@@ -184,9 +191,21 @@ def drain(worker: Worker, scheduler: Scheduler = "") -> None:
 @app.command()
 def undrain(worker: Worker, scheduler: Scheduler = "") -> None:
     """Take a drained worker back into service."""
-    from weft.cli.drain import drain as ask_to_drain
+    from weft.cli.steer import drain as ask_to_drain
 
     ask_to_drain(_scheduler("undrain", scheduler), worker, undo=True)
+
+
+@app.command()
+def role(
+    worker: Worker,
+    role: Annotated[Role, typer.Argument(help="What new work it is to be given.")],
+    scheduler: Scheduler = "",
+) -> None:
+    """Let a worker play another role; what it has begun it finishes."""
+    from weft.cli.steer import set_role
+
+    set_role(_scheduler("role", scheduler), worker, role.value)
 
 
 @app.command()
@@ -264,40 +283,6 @@ def _scheduler(command: str, named: str) -> str:
         typer.secho(f"{indent}or name a scheduler with --scheduler HOST:PORT", fg="red", err=True)
         raise typer.Exit(1)
     return address
-
-
-@app.command(context_settings=PASSED_ON)
-def compress(context: typer.Context) -> None:
-    """Make a bundle of a checkpoint, about a third smaller and the same to the bit: MODEL OUT [--threads N]."""
-    _bundle_tool(context)
-
-
-@app.command(context_settings=PASSED_ON)
-def decompress(context: typer.Context) -> None:
-    """Make the checkpoint again that a bundle was made of: BUNDLE OUT [--threads N]."""
-    _bundle_tool(context)
-
-
-@app.command(context_settings=PASSED_ON)
-def verify(context: typer.Context) -> None:
-    """Decode a whole bundle and compare its checksums: BUNDLE [--threads N]."""
-    _bundle_tool(context)
-
-
-@app.command(context_settings=PASSED_ON)
-def inspect(context: typer.Context) -> None:
-    """What each tensor of a bundle takes, beside its entropy: BUNDLE [--plot FILE.svg]."""
-    _bundle_tool(context)
-
-
-def _bundle_tool(context: typer.Context) -> NoReturn:
-    """Becomes the program that works on weights: the command line itself starts without numpy and the kernels."""
-    from importlib.util import find_spec
-
-    if find_spec("torch") is None:
-        typer.secho("weft: this needs the engine's libraries: pip install 'weft[engine]'", fg="red", err=True)
-        raise typer.Exit(2)
-    os.execv(sys.executable, [sys.executable, "-m", "weft.weights.bundle", str(context.info_name), *context.args])
 
 
 def _gateway(url: str | None) -> str:

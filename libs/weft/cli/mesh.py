@@ -67,7 +67,7 @@ class MeshOptions:
 
     @property
     def roles(self) -> dict[str, int]:
-        """How many workers of each kind a model has, by the service that is started."""
+        """How many workers of each kind a model has, by what their names begin with."""
         counts = {"prefill": self.num_prefill, "decode": self.num_decode, "worker": self.num_both}
         return {name: count for name, count in counts.items() if count}
 
@@ -208,14 +208,18 @@ def _service(name: str, address: str, environ: Mapping[str, str], start_seconds:
     )
 
 
+_ROLES = {"prefill": "prefill", "decode": "decode", "worker": "both"}
+
+
 def _worker(options: MeshOptions, at: Addresses, name: str, model: str, cpus: str) -> ChildSpec:
-    role, address = name.split("-")[0], at.workers[name]
+    kind, address = name.split("-")[0], at.workers[name]
     host, _, port = address.rpartition(":")
     own = {"WEFT_WORKER_ID": name, "WEFT_HOST": host, "WEFT_PORT": port, "WEFT_METRICS_PORT": "0", "WEFT_CPUS": cpus}
-    own |= _model_setting({model: options.models[model]})
+    own |= {"WEFT_ROLE": _ROLES[kind], **_model_setting({model: options.models[model]})}
     return ChildSpec(
         name=name,
-        command=(sys.executable, "-m", f"weft_services.{role}"),
+        # both roles' services in one process, so that `weft role` can change which one it is given work for
+        command=(sys.executable, "-m", "weft_services.worker"),
         environ={**os.environ, **_common(options, at), **own},
         probe=functools.partial(grpc_serves, address),
         after=("scheduler", "kvstore", "weights") if options.has_store else ("scheduler", "weights"),

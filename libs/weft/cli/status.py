@@ -191,7 +191,8 @@ def _worker_dict(worker: pb.WorkerStatus) -> dict[str, Any]:
         "booked_prefill_tokens": worker.booked_prefill_tokens,
         "booked_decode_tokens": worker.booked_decode_tokens,
         "report_age_ms": worker.report_age_ms,
-        **_plain(report),
+        # its role now is that of the hello that the scheduler gives
+        **{name: value for name, value in _plain(report).items() if name != "role"},
     }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from weft.config import ConfigError
 from weft.kv.handoff import LEASE_SECONDS
+from weft.request import WorkerRole
 from weft.worker.cpus import parse_cpus
 
 # below this, a busy machine is silent for longer
@@ -54,7 +55,10 @@ class StoreFetch(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Zero means: choose for me (ports, block size, blocks from memory, all cores)."""
+    """Zero means: choose for me (ports, block size, blocks from memory, all cores).
+
+    `role`: what a worker that serves both begins with.
+    """
 
     worker_id: str
     scheduler_addr: str
@@ -79,6 +83,7 @@ class WorkerConfig:
     threads: int = 0
     cpus: str = ""
     grace_seconds: float = 30.0
+    role: WorkerRole = WorkerRole.BOTH
 
     def __post_init__(self) -> None:
         for name in ("port", "metrics_port", "block_tokens", "num_blocks", "threads"):

@@ -1,7 +1,7 @@
 """A worker's place in the fleet: hello, then reports at each scheduler's pace, for as long as the process lives.
 
-A scheduler that is away is waited for; a worker without one goes on with what it has. Draining is remembered here,
-so that all schedulers hear of it, also one that comes later.
+A scheduler that is away is waited for; a worker without one goes on with what it has. Draining and a changed role are
+remembered here, so that all schedulers hear of them, also one that comes later.
 """
 
 from __future__ import annotations
@@ -16,9 +16,16 @@ from weft.engine.messages import EngineLoad
 from weft.errors import WeftError
 from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
 from weft.rpc.client import open_channel, owned
-from weft.rpc.wire import address_to_wire, fingerprint_to_wire, hand_offs_to_wire, prefix_to_wire, role_to_wire
+from weft.rpc.wire import (
+    address_to_wire,
+    fingerprint_to_wire,
+    hand_offs_to_wire,
+    prefix_to_wire,
+    role_from_wire,
+    role_to_wire,
+)
 from weft.tally import Tallies
-from weft_mesh.v1 import scheduler_service_pb2, scheduler_service_pb2_grpc
+from weft_mesh.v1 import common_pb2, scheduler_service_pb2, scheduler_service_pb2_grpc
 
 logger = logging.getLogger(__name__)
 MIN_BACKOFF_SECONDS = 0.1
@@ -37,6 +44,7 @@ class Introduction:
     max_context_tokens: int
     transport: str
     metrics_address: str
+    can_change_role: bool = False
 
 
 class _Link:
@@ -69,6 +77,7 @@ class Membership:
         self._is_able = is_able
         self._tallies = tallies
         self._is_draining = False
+        self._role = introduction.role
         self._has_joined = asyncio.Event()
         self._is_leaving = asyncio.Event()
         self._links = [_Link(address.strip()) for address in schedulers.split(",")]
@@ -118,13 +127,21 @@ class Membership:
                 "%s, says the scheduler at %s", "draining" if response.drain else "back in service", link.address
             )
             self._is_draining = response.drain
+        if response.role != common_pb2.WORKER_ROLE_UNSPECIFIED:
+            self._change_role(role_from_wire(response.role), link)
         if not link.has_joined:
             logger.info("joined the fleet at %s", link.address)
             link.has_joined = True
             self._has_joined.set()
 
+    def _change_role(self, role: WorkerRole, link: _Link) -> None:
+        """What has begun goes on: the services of both roles answer all the time."""
+        if role is not self._role and self._introduction.can_change_role:
+            logger.info("role %s, no more %s, says the scheduler at %s", role, self._role, link.address)
+            self._role = role
+
     async def _messages(self, link: _Link) -> AsyncIterator[scheduler_service_pb2.JoinRequest]:
-        yield scheduler_service_pb2.JoinRequest(hello=_hello_to_wire(self._introduction))
+        yield scheduler_service_pb2.JoinRequest(hello=_hello_to_wire(self._introduction, self._role))
         while True:
             is_leaving = self._is_leaving.is_set()
             yield scheduler_service_pb2.JoinRequest(report=self._report(is_leaving))
@@ -151,6 +168,7 @@ class Membership:
             quarantined_blocks=load.quarantined_blocks,
             ready=self._is_able() and has_room and not is_leaving and not self._is_draining,
             draining=self._is_draining,
+            role=role_to_wire(self._role),
             generated_tokens=load.generated_tokens,
             computed_prompt_tokens=load.computed_prompt_tokens,
             prefix=prefix_to_wire(tallies.prefix),
@@ -158,14 +176,15 @@ class Membership:
         )
 
 
-def _hello_to_wire(introduction: Introduction) -> scheduler_service_pb2.WorkerHello:
+def _hello_to_wire(introduction: Introduction, role: WorkerRole) -> scheduler_service_pb2.WorkerHello:
     return scheduler_service_pb2.WorkerHello(
         worker=address_to_wire(introduction.worker),
-        role=role_to_wire(introduction.role),
+        role=role_to_wire(role),
         model=introduction.model,
         fingerprint=fingerprint_to_wire(introduction.fingerprint),
         num_blocks=introduction.num_blocks,
         max_context_tokens=introduction.max_context_tokens,
         transport=introduction.transport,
         metrics_address=introduction.metrics_address,
+        can_change_role=introduction.can_change_role,
     )

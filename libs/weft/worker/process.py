@@ -85,10 +85,10 @@ class Post:
 
 
 async def serve_worker(config: WorkerConfig, *posts: Post) -> None:
-    """Serve one role or both until SIGTERM; raises when the engine dies, so that the process ends and is started
-    again."""
+    """Serve one role, or both and begin with `config.role`, until SIGTERM. Raises when the engine dies, so that the
+    process ends and is started again."""
     logger.info(describe(config))
-    trace.setup(_role(posts), config.worker_id)
+    trace.setup(_role(config, posts), config.worker_id)
     feed = EngineFeed()
     booted = await boot(config, feed.listener)
     booted.engine.start()
@@ -109,7 +109,7 @@ async def _serve(
     engine = place.engine
     vitals = Vitals(engine.pulse, lambda: engine.load, booted.engine_config.num_blocks)
     health = Health(vitals, rpc)
-    introduction = _introduction(config, _role(posts), place, booted, address)
+    introduction = _introduction(config, posts, place, booted, address)
     membership = Membership(
         config.scheduler_addr,
         introduction,
@@ -127,8 +127,8 @@ async def _serve(
         await _clear(place)
 
 
-def _role(posts: Sequence[Post]) -> WorkerRole:
-    return posts[0].role if len(posts) == 1 else WorkerRole.BOTH
+def _role(config: WorkerConfig, posts: Sequence[Post]) -> WorkerRole:
+    return posts[0].role if len(posts) == 1 else config.role
 
 
 async def _furnish(config: WorkerConfig, booted: Booted, feed: EngineFeed, tasks: asyncio.TaskGroup) -> Workplace:
@@ -174,19 +174,22 @@ def _grammars(config: WorkerConfig, booted: Booted) -> GrammarDesk:
     return GrammarDesk(partial(load_grammars, config.model, limits.vocab_size, limits.eos_token_ids))
 
 
-def _introduction(config: WorkerConfig, role: WorkerRole, place: Workplace, booted: Booted, bound: str) -> Introduction:
+def _introduction(
+    config: WorkerConfig, posts: Sequence[Post], place: Workplace, booted: Booted, bound: str
+) -> Introduction:
     address = f"{config.peer_host}:{bound.rpartition(':')[2]}"
     metrics_address = f"{config.peer_host}:{metrics.expose(config.host, config.metrics_port)}"
     logger.info("listening at=%s metrics=%s boot=%s", address, metrics_address, place.boot_id)
     return Introduction(
         worker=WorkerAddress(place.worker_id, place.boot_id, address),
-        role=role,
+        role=_role(config, posts),
         model=config.served_name,
         fingerprint=place.fingerprint,
         num_blocks=booted.engine_config.num_blocks,
         max_context_tokens=booted.engine_config.context_tokens,
         transport=place.transports[0].name,
         metrics_address=metrics_address,
+        can_change_role=len(posts) > 1,
     )
 
 

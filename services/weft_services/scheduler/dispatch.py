@@ -14,6 +14,7 @@ from collections.abc import Callable
 from weft.errors import InvalidRequest, NotFound, Overloaded, PeerLost, WeftError
 from weft.lifetime import Stage
 from weft.metrics import ROUTES, WAITING
+from weft.request import WorkerRole
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.router import Progress, Router
 from weft_services.scheduler.state import Placement, Preference, RouteQuery, Worker, WorkerInfo, WorkerReport
@@ -69,6 +70,10 @@ class Dispatcher:
     def num_waiting(self) -> int:
         """Requests that wait for room."""
         return len(self._places)
+
+    def set_role(self, worker_id: str, role: WorkerRole) -> None:
+        """Ask a worker to play another role. Raises NotFound, or InvalidRequest where it cannot or must not."""
+        self._router.fleet.set_role(worker_id, role)
 
     def workers(self) -> list[Worker]:
         """All live workers, sorted by id."""

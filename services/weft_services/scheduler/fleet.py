@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 
-from weft.errors import Incompatible, NotFound
+from weft.errors import Incompatible, InvalidRequest, NotFound
 from weft.metrics import WORKERS
+from weft.request import WorkerRole
 from weft_services.scheduler.speed import DEFAULT_DECODE_RATE, DEFAULT_PREFILL_RATE
 from weft_services.scheduler.state import Load, Served, Worker, WorkerInfo, WorkerReport
 
@@ -96,6 +98,10 @@ class Fleet:
         worker.fresh, worker.returned = Load(), Load()
         if worker.drain_wish == report.is_draining:
             worker.drain_wish = None  # granted
+        if report.role not in (None, worker.info.role):
+            self._recast(worker, report.role)
+        if worker.role_wish is worker.info.role:
+            worker.role_wish = None
         worker.refresh()
 
     def refresh(self) -> None:
@@ -127,9 +133,36 @@ class Fleet:
         worker.drain_wish = wish
         worker.refresh()
 
+    def set_role(self, worker_id: str, role: WorkerRole) -> None:
+        """Ask a worker to play another role. Raises NotFound, or InvalidRequest where it cannot or must not."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            raise NotFound(f"no worker {worker_id!r} is live")
+        if not worker.info.can_change_role:
+            raise InvalidRequest(f"{worker_id} runs as {worker.info.role} only", "worker_id")
+        others = [each for each in self._models[worker.info.model].workers if each is not worker]
+        for needed in (WorkerRole.PREFILL, WorkerRole.DECODE):
+            if not role.can(needed) and not any(playing(each).can(needed) for each in others):
+                raise InvalidRequest(f"{worker_id} is the last {needed} worker of {worker.info.model!r}", "worker_id")
+        worker.role_wish = role
+
+    def _recast(self, worker: Worker, role: WorkerRole) -> None:
+        """The worker says that it plays another role; what is booked on it stays."""
+        logger.info("worker plays %s id=%s before=%s", role, worker.worker_id, worker.info.role)
+        WORKERS.labels(worker.info.role).dec()
+        WORKERS.labels(role).inc()
+        worker.info = replace(worker.info, role=role)
+        served = self._models[worker.info.model]
+        self._models[worker.info.model] = Served(served.workers, served.utilization)
+
     def silent(self, now: float) -> list[Worker]:
         """Workers that have not reported for too long."""
         return [worker for worker in self._workers.values() if now - worker.reported_at > self._silence_seconds]
+
+
+def playing(worker: Worker) -> WorkerRole:
+    """Its role, or the one it has been asked to take."""
+    return worker.role_wish or worker.info.role
 
 
 def _measure(worker: Worker, report: WorkerReport, seconds: float) -> None:

@@ -131,8 +131,8 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
                 if message.WhichOneof("message") != "report":
                     raise InvalidRequest("only reports may follow hello", "report")
                 self._dispatcher.report(worker, _report(message.report))
-                if worker.drain_wish is not None:
-                    yield pb.JoinResponse(report_interval_ms=self._report_interval_ms, drain=worker.drain_wish)
+                if worker.drain_wish is not None or worker.role_wish is not None:
+                    yield self._wishes(worker)
             why = "said goodbye"
         except TimeoutError:
             why = "silent"
@@ -161,6 +161,20 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         _at_most("worker_id", len(request.worker_id), MAX_NAME_CHARS)
         self._dispatcher.drain(request.worker_id, not request.undo)
         return pb.DrainResponse()
+
+    async def SetRole(
+        self, request: pb.SetRoleRequest, context: grpc.aio.ServicerContext[pb.SetRoleRequest, pb.SetRoleResponse]
+    ) -> pb.SetRoleResponse:
+        """See the proto."""
+        _at_most("worker_id", len(request.worker_id), MAX_NAME_CHARS)
+        if request.role == common_pb2.WORKER_ROLE_UNSPECIFIED:
+            raise InvalidRequest("role must be said", "role")
+        self._dispatcher.set_role(request.worker_id, role_from_wire(request.role))
+        return pb.SetRoleResponse()
+
+    def _wishes(self, worker: Worker) -> pb.JoinResponse:
+        role = role_to_wire(worker.role_wish) if worker.role_wish else common_pb2.WORKER_ROLE_UNSPECIFIED
+        return pb.JoinResponse(report_interval_ms=self._report_interval_ms, drain=worker.drain_wish, role=role)
 
     async def _next(self, requests: AsyncIterator[pb.JoinRequest]) -> pb.JoinRequest | None:
         async with asyncio.timeout(self._silence_seconds):
@@ -230,6 +244,7 @@ def _info(hello: pb.WorkerHello) -> WorkerInfo:
         max_context_tokens=hello.max_context_tokens,
         transport=hello.transport,
         metrics_address=hello.metrics_address,
+        can_change_role=hello.can_change_role,
     )
 
 
@@ -248,6 +263,7 @@ def _report(report: pb.WorkerReport) -> WorkerReport:
         computed_prompt_tokens=report.computed_prompt_tokens,
         is_draining=report.draining,
         tallies=tallies_from_wire(report),
+        role=role_from_wire(report.role) if report.role != common_pb2.WORKER_ROLE_UNSPECIFIED else None,
     )
 
 
@@ -263,6 +279,7 @@ def _status(worker: Worker, age_seconds: float) -> pb.WorkerStatus:
             max_context_tokens=info.max_context_tokens,
             transport=info.transport,
             metrics_address=info.metrics_address,
+            can_change_role=info.can_change_role,
         ),
         report=pb.WorkerReport(
             num_running=report.num_running,
@@ -279,6 +296,7 @@ def _status(worker: Worker, age_seconds: float) -> pb.WorkerStatus:
             draining=report.is_draining,
             prefix=prefix_to_wire(report.tallies.prefix),
             hand_offs=hand_offs_to_wire(report.tallies.hand_offs),
+            role=role_to_wire(report.role) if report.role else common_pb2.WORKER_ROLE_UNSPECIFIED,
         ),
         booked_prefill_tokens=worker.booked.prefill_tokens,
         booked_decode_tokens=worker.booked.decode_tokens,

@@ -21,7 +21,7 @@ DEFAULT_REQUEST_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Who a worker is, as it said when it joined."""
+    """Who a worker is, as it said when it joined; `role` as it said last."""
 
     address: WorkerAddress
     role: WorkerRole
@@ -31,6 +31,7 @@ class WorkerInfo:
     max_context_tokens: int
     transport: str = ""
     metrics_address: str = ""
+    can_change_role: bool = False
 
     @property
     def pool_tokens(self) -> int:
@@ -55,6 +56,7 @@ class WorkerReport:
     computed_prompt_tokens: int = 0
     is_draining: bool = False
     tallies: Tallies = NO_TALLIES
+    role: WorkerRole | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -105,6 +107,7 @@ class Worker:
     suspect_until: float = NEVER
     num_faults: int = 0
     drain_wish: bool | None = None
+    role_wish: WorkerRole | None = None
     dispatched_tokens: float = 0.0
     prefill_seconds: float = INFINITE
     decode_seconds: float = INFINITE

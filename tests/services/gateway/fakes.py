@@ -182,6 +182,9 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
         self.draining ^= {request.worker_id} if (request.worker_id in self.draining) == request.undo else set()
         return scheduler_service_pb2.DrainResponse()
 
+    async def SetRole(self, request: Any, context: Any) -> Any:
+        raise AssertionError("gateways do not ask")
+
     async def Route(self, request: Any, context: Any) -> Any:
         async with self.changed:
             self.routed.append(request)

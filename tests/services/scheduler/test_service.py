@@ -180,31 +180,6 @@ async def test_a_wait_without_end_is_refused_when_it_is_over() -> None:
         assert [worker.booked_requests for worker in await scheduler.listed()] == [0, 0]
 
 
-async def test_a_worker_is_told_to_drain_until_it_says_that_it_does(scheduler: Scheduler) -> None:
-    async with AsyncExitStack() as stack:
-        await join(stack, scheduler, "prefill-0", "decode-0")
-        worker = await stack.enter_async_context(FakeWorker(scheduler, hello("decode-1", "decode", "d1-boot")))
-        await scheduler.fleet.Drain(pb.DrainRequest(worker_id="decode-1"))
-        for number in range(4):
-            assert (await scheduler.route(f"r{number}", prompt_tokens=5)).decode.worker_id == "decode-0"
-        await worker.report()
-        told = await worker.call.read()
-        assert isinstance(told, pb.JoinResponse)
-        assert told.drain
-        await worker.report(ready=False, draining=True)
-        await scheduler.fleet.Drain(pb.DrainRequest(worker_id="decode-1", undo=True))
-        await worker.report(ready=False, draining=True)
-        told = await worker.call.read()
-        assert isinstance(told, pb.JoinResponse)
-        assert told.HasField("drain")
-        assert not told.drain
-        await worker.report()
-        chosen = {(await scheduler.route(f"s{number}", prompt_tokens=5)).decode.worker_id for number in range(4)}
-        assert "decode-1" in chosen
-        code, _ = await code_of(scheduler.fleet.Drain(pb.DrainRequest(worker_id="nobody")))
-        assert code is grpc.StatusCode.NOT_FOUND
-
-
 async def test_a_refusal_for_load_says_when_to_come_back_across_the_wire(scheduler: Scheduler) -> None:
     async with AsyncExitStack() as stack:
         # a prompt a worker computes in seconds: the wait is longer than the least one

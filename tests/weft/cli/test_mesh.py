@@ -30,7 +30,8 @@ def test_workers_wait_for_what_they_call_and_end_before_it() -> None:
     assert list(specs) == ["valkey", "scheduler", "kvstore", "weights", *AT.workers, "gateway"]
     for spec in specs.values():
         assert all(specs[name].tier < spec.tier for name in spec.after)
-    assert specs["decode-1"].command[1:] == ("-m", "weft_services.decode")
+    assert specs["decode-1"].command[1:] == ("-m", "weft_services.worker")
+    assert specs["decode-1"].environ["WEFT_ROLE"] == "decode"
     assert specs["decode-1"].environ["WEFT_WORKER_ID"] == "decode-1"
     assert specs["decode-1"].environ["WEFT_PORT"] == "7"
 

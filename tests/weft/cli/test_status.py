@@ -15,9 +15,9 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from weft.cli.drain import drain
 from weft.cli.main import app
 from weft.cli.status import as_dict, render, status, totals_line
+from weft.cli.steer import drain
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
@@ -62,6 +62,11 @@ class ListOnly(pb_grpc.FleetServiceServicer):
         if request.worker_id != "decode-0":
             context.abort(grpc.StatusCode.NOT_FOUND, f"no worker {request.worker_id!r} is live")
         return pb.DrainResponse()
+
+    def SetRole(self, request: Any, context: Any) -> Any:
+        if request.role == common_pb2.WORKER_ROLE_PREFILL:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{request.worker_id} is the last decode worker of 'm'")
+        return pb.SetRoleResponse()
 
     def ListWorkers(self, request: Any, context: Any) -> Any:
         workers = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
@@ -196,6 +201,15 @@ def test_drain_says_what_it_did_and_whom_it_does_not_know(address: str, capsys: 
     with pytest.raises(typer.Exit):
         drain(address, "nobody", undo=True)
     assert "weft undrain: no worker 'nobody' is live; `weft status` lists them" in capsys.readouterr().err
+
+
+def test_role_says_what_it_did_and_why_it_cannot(address: str) -> None:
+    asked = CliRunner().invoke(app, ["role", "decode-0", "both", "--scheduler", address])
+    assert (asked.exit_code, "decode-0 is asked to play both" in asked.stdout) == (0, True)
+    refused = CliRunner().invoke(app, ["role", "decode-0", "prefill", "--scheduler", address])
+    assert refused.exit_code == 1
+    assert refused.stderr == "weft role: decode-0 is the last decode worker of 'm'\n"
+    assert CliRunner().invoke(app, ["role", "decode-0", "idle", "--scheduler", address]).exit_code == 2
 
 
 def test_a_draining_worker_is_shown_as_such() -> None:

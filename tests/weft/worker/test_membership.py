@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from weft.engine.messages import EngineLoad
@@ -12,8 +13,8 @@ from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
 from weft.rpc.server import RpcServer
 from weft.worker.membership import Introduction, Membership
 from weft.worker.tasks import background
+from weft_mesh.v1 import common_pb2, scheduler_service_pb2_grpc
 from weft_mesh.v1 import scheduler_service_pb2 as pb2
-from weft_mesh.v1 import scheduler_service_pb2_grpc
 
 INTRODUCTION = Introduction(
     worker=WorkerAddress("decode-3", "boot", "10.0.0.3:7000"),
@@ -33,7 +34,7 @@ class Fleet(scheduler_service_pb2_grpc.FleetServiceServicer):
 
     def __init__(self) -> None:
         self.said: asyncio.Queue[pb2.JoinRequest] = asyncio.Queue()
-        self.wish: bool | None = None
+        self.wish: pb2.JoinResponse | None = None
 
     async def Join(self, request_iterator: Any, context: Any) -> AsyncIterator[pb2.JoinResponse]:
         async for request in request_iterator:
@@ -42,12 +43,15 @@ class Fleet(scheduler_service_pb2_grpc.FleetServiceServicer):
                 yield pb2.JoinResponse(report_interval_ms=10)
             elif self.wish is not None:
                 wish, self.wish = self.wish, None
-                yield pb2.JoinResponse(report_interval_ms=10, drain=wish)
+                yield wish
 
     async def ListWorkers(self, request: Any, context: Any) -> pb2.ListWorkersResponse:
         raise AssertionError("workers do not ask")
 
     async def Drain(self, request: Any, context: Any) -> pb2.DrainResponse:
+        raise AssertionError("workers do not ask")
+
+    async def SetRole(self, request: Any, context: Any) -> Any:
         raise AssertionError("workers do not ask")
 
     async def until_draining(self, is_draining: bool) -> pb2.WorkerReport:
@@ -133,10 +137,10 @@ async def test_two_schedulers_hear_the_same_and_draining_on_one_is_told_to_both(
         for fleet in (one, two):
             await fleet.next("hello")
             assert (await fleet.next("report")).ready
-        one.wish = True
+        one.wish = pb2.JoinResponse(report_interval_ms=10, drain=True)
         for fleet in (one, two):
             assert not (await fleet.until_draining(True)).ready
-        two.wish = False
+        two.wish = pb2.JoinResponse(report_interval_ms=10, drain=False)
         for fleet in (one, two):
             assert (await fleet.until_draining(False)).ready
         await membership.leave(5)
@@ -173,3 +177,27 @@ async def test_leaving_without_a_scheduler_does_not_wait_for_ever() -> None:
         membership = Membership(address, INTRODUCTION, lambda: LOAD, lambda: True)
         tasks.create_task(membership.keep())
         await membership.leave(0.05)
+
+
+async def test_a_role_that_was_changed_is_kept_and_told_to_a_scheduler_that_comes_back() -> None:
+    introduction = replace(INTRODUCTION, can_change_role=True)
+    async with background() as tasks:
+        async with start_fleet() as (first, address):
+            membership = Membership(address, introduction, lambda: LOAD, lambda: True)
+            tasks.create_task(membership.keep())
+            hello = await first.next("hello")
+            assert (hello.role, hello.can_change_role) == (common_pb2.WORKER_ROLE_DECODE, True)
+            first.wish = pb2.JoinResponse(report_interval_ms=10, role=common_pb2.WORKER_ROLE_PREFILL)
+            while (await first.next("report")).role != common_pb2.WORKER_ROLE_PREFILL:
+                pass
+        async with start_fleet(int(address.rpartition(":")[2])) as (second, _):
+            assert (await second.next("hello")).role == common_pb2.WORKER_ROLE_PREFILL
+
+
+async def test_a_worker_of_one_role_keeps_it() -> None:
+    async with start_fleet() as (fleet, address), background() as tasks:
+        tasks.create_task(Membership(address, INTRODUCTION, lambda: LOAD, lambda: True).keep())
+        assert not (await fleet.next("hello")).can_change_role
+        fleet.wish = pb2.JoinResponse(report_interval_ms=10, role=common_pb2.WORKER_ROLE_PREFILL)
+        roles = [(await fleet.next("report")).role for _ in range(5)]
+        assert set(roles) == {common_pb2.WORKER_ROLE_DECODE}

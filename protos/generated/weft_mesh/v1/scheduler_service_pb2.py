@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from weft_mesh.v1 import common_pb2 as weft__mesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$weft_mesh/v1/scheduler_service.proto\x12\x0cweft_mesh.v1\x1a\x19weft_mesh/v1/common.proto\"\xb4\x02\n\x0cRouteRequest\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x0f\n\x07session\x18\x05 \x01(\x0c\x12\x12\n\nblock_keys\x18\x06 \x03(\x0c\x12\x1b\n\x13\x65xcluded_worker_ids\x18\x07 \x03(\t\x12\x19\n\x11\x65xcluded_boot_ids\x18\x08 \x03(\t\x12\x14\n\x0cremaining_ms\x18\t \x01(\r\x12(\n\x08priority\x18\n \x01(\x0e\x32\x16.weft_mesh.v1.Priority\x12\x0e\n\x06tenant\x18\x0b \x01(\x0c\x12\x16\n\x0ereject_if_busy\x18\x0c \x01(\x08\"\xe4\x01\n\rRouteResponse\x12+\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x1b.weft_mesh.v1.WorkerAddress\x12\x31\n\x07prefill\x18\x02 \x01(\x0b\x32\x1b.weft_mesh.v1.WorkerAddressH\x00\x88\x01\x01\x12\x19\n\x11predicted_ttft_ms\x18\x03 \x01(\r\x12\x18\n\x10predicted_itl_ms\x18\x04 \x01(\r\x12\x1f\n\x17predicted_cached_tokens\x18\x05 \x01(\r\x12\x11\n\twaited_ms\x18\x06 \x01(\rB\n\n\x08_prefill\"D\n\rWorkerAddress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\">\n\rSettleRequest\x12-\n\x0bsettlements\x18\x01 \x03(\x0b\x32\x18.weft_mesh.v1.Settlement\"\xa2\x02\n\nSettlement\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12-\n\x05stage\x18\x02 \x01(\x0e\x32\x1e.weft_mesh.v1.Settlement.Stage\x12\x18\n\x10\x66\x61iled_worker_id\x18\x03 \x01(\t\x12\x1d\n\x10generated_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\"p\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x15\n\x11STAGE_FIRST_TOKEN\x10\x01\x12\x12\n\x0eSTAGE_FINISHED\x10\x02\x12\x10\n\x0cSTAGE_FAILED\x10\x03\x12\x13\n\x0fSTAGE_CANCELLED\x10\x04\x42\x13\n\x11_generated_tokens\"\x10\n\x0eSettleResponse\"r\n\x0bJoinRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.weft_mesh.v1.WorkerHelloH\x00\x12,\n\x06report\x18\x02 \x01(\x0b\x32\x1a.weft_mesh.v1.WorkerReportH\x00\x42\t\n\x07message\"\x82\x02\n\x0bWorkerHello\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.weft_mesh.v1.WorkerAddress\x12&\n\x04role\x18\x02 \x01(\x0e\x32\x18.weft_mesh.v1.WorkerRole\x12\r\n\x05model\x18\x03 \x01(\t\x12\x33\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x1e.weft_mesh.v1.ModelFingerprint\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x06 \x01(\r\x12\x11\n\ttransport\x18\x07 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x08 \x01(\t\"\x82\x03\n\x0cWorkerReport\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x03 \x01(\r\x12\x15\n\ractive_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x15\n\rcached_blocks\x18\x06 \x01(\r\x12\x15\n\ractive_blocks\x18\x07 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x08 \x01(\r\x12\r\n\x05ready\x18\t \x01(\x08\x12\x18\n\x10generated_tokens\x18\n \x01(\x04\x12\x1e\n\x16\x63omputed_prompt_tokens\x18\x0b \x01(\x04\x12\x10\n\x08\x64raining\x18\x0c \x01(\x08\x12)\n\x06prefix\x18\r \x01(\x0b\x32\x19.weft_mesh.v1.PrefixTally\x12-\n\thand_offs\x18\x0e \x03(\x0b\x32\x1a.weft_mesh.v1.HandOffTally\"f\n\x0bPrefixTally\x12\x18\n\x10looked_up_tokens\x18\x01 \x01(\x04\x12\x13\n\x0bpool_tokens\x18\x02 \x01(\x04\x12\x13\n\x0b\x64ram_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bnvme_tokens\x18\x04 \x01(\x04\"f\n\x0cHandOffTally\x12\x19\n\x11prefill_worker_id\x18\x01 \x01(\t\x12\x13\n\x0bnum_prompts\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_failed\x18\x04 \x01(\x04\"H\n\x0cJoinResponse\x12\x1a\n\x12report_interval_ms\x18\x01 \x01(\r\x12\x12\n\x05\x64rain\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x08\n\x06_drain\"\x14\n\x12ListWorkersRequest\"\x95\x01\n\x13ListWorkersResponse\x12+\n\x07workers\x18\x01 \x03(\x0b\x32\x1a.weft_mesh.v1.WorkerStatus\x12-\n\x05store\x18\x02 \x01(\x0b\x32\x19.weft_mesh.v1.StoreStatusH\x00\x88\x01\x01\x12\x18\n\x10waiting_requests\x18\x03 \x01(\rB\x08\n\x06_store\"k\n\x0bStoreStatus\x12\x14\n\x0cmemory_bytes\x18\x01 \x01(\x04\x12\x19\n\x11memory_used_bytes\x18\x02 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x03 \x01(\x04\x12\x17\n\x0f\x64isk_used_bytes\x18\x04 \x01(\x04\"\xd1\x01\n\x0cWorkerStatus\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.weft_mesh.v1.WorkerHello\x12*\n\x06report\x18\x02 \x01(\x0b\x32\x1a.weft_mesh.v1.WorkerReport\x12\x1d\n\x15\x62ooked_prefill_tokens\x18\x03 \x01(\x04\x12\x1c\n\x14\x62ooked_decode_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x62ooked_requests\x18\x05 \x01(\r\x12\x15\n\rreport_age_ms\x18\x06 \x01(\r\"/\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\"\x0f\n\rDrainResponse*h\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x18\n\x14PRIORITY_INTERACTIVE\x10\x01\x12\x14\n\x10PRIORITY_DEFAULT\x10\x02\x12\x12\n\x0ePRIORITY_BATCH\x10\x03\x32\x99\x01\n\x10SchedulerService\x12@\n\x05Route\x12\x1a.weft_mesh.v1.RouteRequest\x1a\x1b.weft_mesh.v1.RouteResponse\x12\x43\n\x06Settle\x12\x1b.weft_mesh.v1.SettleRequest\x1a\x1c.weft_mesh.v1.SettleResponse2\xe7\x01\n\x0c\x46leetService\x12\x41\n\x04Join\x12\x19.weft_mesh.v1.JoinRequest\x1a\x1a.weft_mesh.v1.JoinResponse(\x01\x30\x01\x12R\n\x0bListWorkers\x12 .weft_mesh.v1.ListWorkersRequest\x1a!.weft_mesh.v1.ListWorkersResponse\x12@\n\x05\x44rain\x12\x1a.weft_mesh.v1.DrainRequest\x1a\x1b.weft_mesh.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$weft_mesh/v1/scheduler_service.proto\x12\x0cweft_mesh.v1\x1a\x19weft_mesh/v1/common.proto\"\xb4\x02\n\x0cRouteRequest\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x0f\n\x07session\x18\x05 \x01(\x0c\x12\x12\n\nblock_keys\x18\x06 \x03(\x0c\x12\x1b\n\x13\x65xcluded_worker_ids\x18\x07 \x03(\t\x12\x19\n\x11\x65xcluded_boot_ids\x18\x08 \x03(\t\x12\x14\n\x0cremaining_ms\x18\t \x01(\r\x12(\n\x08priority\x18\n \x01(\x0e\x32\x16.weft_mesh.v1.Priority\x12\x0e\n\x06tenant\x18\x0b \x01(\x0c\x12\x16\n\x0ereject_if_busy\x18\x0c \x01(\x08\"\xe4\x01\n\rRouteResponse\x12+\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x1b.weft_mesh.v1.WorkerAddress\x12\x31\n\x07prefill\x18\x02 \x01(\x0b\x32\x1b.weft_mesh.v1.WorkerAddressH\x00\x88\x01\x01\x12\x19\n\x11predicted_ttft_ms\x18\x03 \x01(\r\x12\x18\n\x10predicted_itl_ms\x18\x04 \x01(\r\x12\x1f\n\x17predicted_cached_tokens\x18\x05 \x01(\r\x12\x11\n\twaited_ms\x18\x06 \x01(\rB\n\n\x08_prefill\"D\n\rWorkerAddress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\">\n\rSettleRequest\x12-\n\x0bsettlements\x18\x01 \x03(\x0b\x32\x18.weft_mesh.v1.Settlement\"\xa2\x02\n\nSettlement\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12-\n\x05stage\x18\x02 \x01(\x0e\x32\x1e.weft_mesh.v1.Settlement.Stage\x12\x18\n\x10\x66\x61iled_worker_id\x18\x03 \x01(\t\x12\x1d\n\x10generated_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\"p\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x15\n\x11STAGE_FIRST_TOKEN\x10\x01\x12\x12\n\x0eSTAGE_FINISHED\x10\x02\x12\x10\n\x0cSTAGE_FAILED\x10\x03\x12\x13\n\x0fSTAGE_CANCELLED\x10\x04\x42\x13\n\x11_generated_tokens\"\x10\n\x0eSettleResponse\"r\n\x0bJoinRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.weft_mesh.v1.WorkerHelloH\x00\x12,\n\x06report\x18\x02 \x01(\x0b\x32\x1a.weft_mesh.v1.WorkerReportH\x00\x42\t\n\x07message\"\x9b\x02\n\x0bWorkerHello\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.weft_mesh.v1.WorkerAddress\x12&\n\x04role\x18\x02 \x01(\x0e\x32\x18.weft_mesh.v1.WorkerRole\x12\r\n\x05model\x18\x03 \x01(\t\x12\x33\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x1e.weft_mesh.v1.ModelFingerprint\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x06 \x01(\r\x12\x11\n\ttransport\x18\x07 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x08 \x01(\t\x12\x17\n\x0f\x63\x61n_change_role\x18\t \x01(\x08\"\xaa\x03\n\x0cWorkerReport\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x03 \x01(\r\x12\x15\n\ractive_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x15\n\rcached_blocks\x18\x06 \x01(\r\x12\x15\n\ractive_blocks\x18\x07 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x08 \x01(\r\x12\r\n\x05ready\x18\t \x01(\x08\x12\x18\n\x10generated_tokens\x18\n \x01(\x04\x12\x1e\n\x16\x63omputed_prompt_tokens\x18\x0b \x01(\x04\x12\x10\n\x08\x64raining\x18\x0c \x01(\x08\x12)\n\x06prefix\x18\r \x01(\x0b\x32\x19.weft_mesh.v1.PrefixTally\x12-\n\thand_offs\x18\x0e \x03(\x0b\x32\x1a.weft_mesh.v1.HandOffTally\x12&\n\x04role\x18\x0f \x01(\x0e\x32\x18.weft_mesh.v1.WorkerRole\"f\n\x0bPrefixTally\x12\x18\n\x10looked_up_tokens\x18\x01 \x01(\x04\x12\x13\n\x0bpool_tokens\x18\x02 \x01(\x04\x12\x13\n\x0b\x64ram_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bnvme_tokens\x18\x04 \x01(\x04\"f\n\x0cHandOffTally\x12\x19\n\x11prefill_worker_id\x18\x01 \x01(\t\x12\x13\n\x0bnum_prompts\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_failed\x18\x04 \x01(\x04\"p\n\x0cJoinResponse\x12\x1a\n\x12report_interval_ms\x18\x01 \x01(\r\x12\x12\n\x05\x64rain\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12&\n\x04role\x18\x03 \x01(\x0e\x32\x18.weft_mesh.v1.WorkerRoleB\x08\n\x06_drain\"\x14\n\x12ListWorkersRequest\"\x95\x01\n\x13ListWorkersResponse\x12+\n\x07workers\x18\x01 \x03(\x0b\x32\x1a.weft_mesh.v1.WorkerStatus\x12-\n\x05store\x18\x02 \x01(\x0b\x32\x19.weft_mesh.v1.StoreStatusH\x00\x88\x01\x01\x12\x18\n\x10waiting_requests\x18\x03 \x01(\rB\x08\n\x06_store\"k\n\x0bStoreStatus\x12\x14\n\x0cmemory_bytes\x18\x01 \x01(\x04\x12\x19\n\x11memory_used_bytes\x18\x02 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x03 \x01(\x04\x12\x17\n\x0f\x64isk_used_bytes\x18\x04 \x01(\x04\"\xd1\x01\n\x0cWorkerStatus\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.weft_mesh.v1.WorkerHello\x12*\n\x06report\x18\x02 \x01(\x0b\x32\x1a.weft_mesh.v1.WorkerReport\x12\x1d\n\x15\x62ooked_prefill_tokens\x18\x03 \x01(\x04\x12\x1c\n\x14\x62ooked_decode_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x62ooked_requests\x18\x05 \x01(\r\x12\x15\n\rreport_age_ms\x18\x06 \x01(\r\"/\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\"\x0f\n\rDrainResponse\"K\n\x0eSetRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12&\n\x04role\x18\x02 \x01(\x0e\x32\x18.weft_mesh.v1.WorkerRole\"\x11\n\x0fSetRoleResponse*h\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x18\n\x14PRIORITY_INTERACTIVE\x10\x01\x12\x14\n\x10PRIORITY_DEFAULT\x10\x02\x12\x12\n\x0ePRIORITY_BATCH\x10\x03\x32\x99\x01\n\x10SchedulerService\x12@\n\x05Route\x12\x1a.weft_mesh.v1.RouteRequest\x1a\x1b.weft_mesh.v1.RouteResponse\x12\x43\n\x06Settle\x12\x1b.weft_mesh.v1.SettleRequest\x1a\x1c.weft_mesh.v1.SettleResponse2\xaf\x02\n\x0c\x46leetService\x12\x41\n\x04Join\x12\x19.weft_mesh.v1.JoinRequest\x1a\x1a.weft_mesh.v1.JoinResponse(\x01\x30\x01\x12R\n\x0bListWorkers\x12 .weft_mesh.v1.ListWorkersRequest\x1a!.weft_mesh.v1.ListWorkersResponse\x12@\n\x05\x44rain\x12\x1a.weft_mesh.v1.DrainRequest\x1a\x1b.weft_mesh.v1.DrainResponse\x12\x46\n\x07SetRole\x12\x1c.weft_mesh.v1.SetRoleRequest\x1a\x1d.weft_mesh.v1.SetRoleResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weft_mesh.v1.scheduler_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PRIORITY']._serialized_start=2677
-  _globals['_PRIORITY']._serialized_end=2781
+  _globals['_PRIORITY']._serialized_start=2878
+  _globals['_PRIORITY']._serialized_end=2982
   _globals['_ROUTEREQUEST']._serialized_start=82
   _globals['_ROUTEREQUEST']._serialized_end=390
   _globals['_ROUTERESPONSE']._serialized_start=393
@@ -51,29 +51,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINREQUEST']._serialized_start=1068
   _globals['_JOINREQUEST']._serialized_end=1182
   _globals['_WORKERHELLO']._serialized_start=1185
-  _globals['_WORKERHELLO']._serialized_end=1443
-  _globals['_WORKERREPORT']._serialized_start=1446
-  _globals['_WORKERREPORT']._serialized_end=1832
-  _globals['_PREFIXTALLY']._serialized_start=1834
-  _globals['_PREFIXTALLY']._serialized_end=1936
-  _globals['_HANDOFFTALLY']._serialized_start=1938
-  _globals['_HANDOFFTALLY']._serialized_end=2040
-  _globals['_JOINRESPONSE']._serialized_start=2042
-  _globals['_JOINRESPONSE']._serialized_end=2114
-  _globals['_LISTWORKERSREQUEST']._serialized_start=2116
-  _globals['_LISTWORKERSREQUEST']._serialized_end=2136
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=2139
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=2288
-  _globals['_STORESTATUS']._serialized_start=2290
-  _globals['_STORESTATUS']._serialized_end=2397
-  _globals['_WORKERSTATUS']._serialized_start=2400
-  _globals['_WORKERSTATUS']._serialized_end=2609
-  _globals['_DRAINREQUEST']._serialized_start=2611
-  _globals['_DRAINREQUEST']._serialized_end=2658
-  _globals['_DRAINRESPONSE']._serialized_start=2660
-  _globals['_DRAINRESPONSE']._serialized_end=2675
-  _globals['_SCHEDULERSERVICE']._serialized_start=2784
-  _globals['_SCHEDULERSERVICE']._serialized_end=2937
-  _globals['_FLEETSERVICE']._serialized_start=2940
-  _globals['_FLEETSERVICE']._serialized_end=3171
+  _globals['_WORKERHELLO']._serialized_end=1468
+  _globals['_WORKERREPORT']._serialized_start=1471
+  _globals['_WORKERREPORT']._serialized_end=1897
+  _globals['_PREFIXTALLY']._serialized_start=1899
+  _globals['_PREFIXTALLY']._serialized_end=2001
+  _globals['_HANDOFFTALLY']._serialized_start=2003
+  _globals['_HANDOFFTALLY']._serialized_end=2105
+  _globals['_JOINRESPONSE']._serialized_start=2107
+  _globals['_JOINRESPONSE']._serialized_end=2219
+  _globals['_LISTWORKERSREQUEST']._serialized_start=2221
+  _globals['_LISTWORKERSREQUEST']._serialized_end=2241
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=2244
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=2393
+  _globals['_STORESTATUS']._serialized_start=2395
+  _globals['_STORESTATUS']._serialized_end=2502
+  _globals['_WORKERSTATUS']._serialized_start=2505
+  _globals['_WORKERSTATUS']._serialized_end=2714
+  _globals['_DRAINREQUEST']._serialized_start=2716
+  _globals['_DRAINREQUEST']._serialized_end=2763
+  _globals['_DRAINRESPONSE']._serialized_start=2765
+  _globals['_DRAINRESPONSE']._serialized_end=2780
+  _globals['_SETROLEREQUEST']._serialized_start=2782
+  _globals['_SETROLEREQUEST']._serialized_end=2857
+  _globals['_SETROLERESPONSE']._serialized_start=2859
+  _globals['_SETROLERESPONSE']._serialized_end=2876
+  _globals['_SCHEDULERSERVICE']._serialized_start=2985
+  _globals['_SCHEDULERSERVICE']._serialized_end=3138
+  _globals['_FLEETSERVICE']._serialized_start=3141
+  _globals['_FLEETSERVICE']._serialized_end=3444
 # @@protoc_insertion_point(module_scope)

@@ -356,6 +356,7 @@ class WorkerHello(_message.Message):
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
+    CAN_CHANGE_ROLE_FIELD_NUMBER: _builtins.int
     role: _common_pb2.WorkerRole.ValueType
     """What it does."""
     model: _builtins.str
@@ -368,6 +369,8 @@ class WorkerHello(_message.Message):
     """KV transport in use, for people: "mooncake" or "grpc"."""
     metrics_address: _builtins.str
     """Where its metrics are scraped, host:port."""
+    can_change_role: _builtins.bool
+    """It answers for both roles, whichever it plays, and can be asked to change."""
     @_builtins.property
     def worker(self) -> Global___WorkerAddress:
         """Its address and ids."""
@@ -387,10 +390,11 @@ class WorkerHello(_message.Message):
         max_context_tokens: _builtins.int = ...,
         transport: _builtins.str = ...,
         metrics_address: _builtins.str = ...,
+        can_change_role: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "max_context_tokens", b"max_context_tokens", "metrics_address", b"metrics_address", "model", b"model", "num_blocks", b"num_blocks", "role", b"role", "transport", b"transport", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_change_role", b"can_change_role", "fingerprint", b"fingerprint", "max_context_tokens", b"max_context_tokens", "metrics_address", b"metrics_address", "model", b"model", "num_blocks", b"num_blocks", "role", b"role", "transport", b"transport", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -416,6 +420,7 @@ class WorkerReport(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
     HAND_OFFS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sequences in the batch."""
     num_waiting: _builtins.int
@@ -440,6 +445,8 @@ class WorkerReport(_message.Message):
     """Prompt tokens computed since its start."""
     draining: _builtins.bool
     """Somebody has asked it to finish what it has and to take nothing new; `ready` is false then."""
+    role: _common_pb2.WorkerRole.ValueType
+    """What new work it takes now; unspecified: as in hello."""
     @_builtins.property
     def prefix(self) -> Global___PrefixTally:
         """What its caches were worth since its start."""
@@ -465,10 +472,11 @@ class WorkerReport(_message.Message):
         draining: _builtins.bool = ...,
         prefix: Global___PrefixTally | None = ...,
         hand_offs: _abc.Iterable[Global___HandOffTally] | None = ...,
+        role: _common_pb2.WorkerRole.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "active_tokens", b"active_tokens", "cached_blocks", b"cached_blocks", "computed_prompt_tokens", b"computed_prompt_tokens", "draining", b"draining", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "hand_offs", b"hand_offs", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefix", b"prefix", "quarantined_blocks", b"quarantined_blocks", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "active_tokens", b"active_tokens", "cached_blocks", b"cached_blocks", "computed_prompt_tokens", b"computed_prompt_tokens", "draining", b"draining", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "hand_offs", b"hand_offs", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefix", b"prefix", "quarantined_blocks", b"quarantined_blocks", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -550,19 +558,23 @@ class JoinResponse(_message.Message):
 
     REPORT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     report_interval_ms: _builtins.int
     """How often to report, in milliseconds."""
     drain: _builtins.bool
     """Take no new work (true), or take it again (false); absent: no change."""
+    role: _common_pb2.WorkerRole.ValueType
+    """Play this role from here on; unspecified: no change."""
     def __init__(
         self,
         *,
         report_interval_ms: _builtins.int = ...,
         drain: _builtins.bool | None = ...,
+        role: _common_pb2.WorkerRole.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drain", b"_drain", "drain", b"drain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain", b"_drain", "drain", b"drain", "report_interval_ms", b"report_interval_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain", b"_drain", "drain", b"drain", "report_interval_ms", b"report_interval_ms", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drain: _TypeAlias = _typing.Literal["drain"]  # noqa: Y015
     _WhichOneofArgType__drain: _TypeAlias = _typing.Literal["_drain", b"_drain"]  # noqa: Y015
@@ -745,3 +757,46 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class SetRoleRequest(_message.Message):
+    """Who is to do what."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Its stable name."""
+    role: _common_pb2.WorkerRole.ValueType
+    """What it is to do."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        role: _common_pb2.WorkerRole.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoleRequest: _TypeAlias = SetRoleRequest  # noqa: Y015
+
+@_typing.final
+class SetRoleResponse(_message.Message):
+    """Nothing to say; the worker's reports do."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoleResponse: _TypeAlias = SetRoleResponse  # noqa: Y015

@@ -171,6 +171,11 @@ class FleetServiceStub:
                 request_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.DrainRequest.SerializeToString,
                 response_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/weft_mesh.v1.FleetService/SetRole',
+                request_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
 
 
 class FleetServiceServicer:
@@ -199,6 +204,14 @@ class FleetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """Ask a worker to play another role from here on; what it has begun it finishes. It remembers, and says so to every scheduler.
+        NOT_FOUND when no such worker is live, INVALID_ARGUMENT when it has one role only or is the last of its role.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -216,6 +229,11 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.DrainRequest.FromString,
                     response_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.DrainResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.SetRoleRequest.FromString,
+                    response_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.SetRoleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -300,6 +318,33 @@ class FleetService:
             '/weft_mesh.v1.FleetService/Drain',
             weft__mesh_dot_v1_dot_scheduler__service__pb2.DrainRequest.SerializeToString,
             weft__mesh_dot_v1_dot_scheduler__service__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft_mesh.v1.FleetService/SetRole',
+            weft__mesh_dot_v1_dot_scheduler__service__pb2.SetRoleRequest.SerializeToString,
+            weft__mesh_dot_v1_dot_scheduler__service__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

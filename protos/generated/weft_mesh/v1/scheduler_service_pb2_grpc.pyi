@@ -90,6 +90,10 @@ class FleetServiceStub:
     """Let a worker finish what it has and give it nothing new, or the reverse. The worker itself remembers, and says so to every
     scheduler. NOT_FOUND when no such worker is live.
     """
+    SetRole: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.SetRoleRequest, _scheduler_service_pb2.SetRoleResponse]
+    """Ask a worker to play another role from here on; what it has begun it finishes. It remembers, and says so to every scheduler.
+    NOT_FOUND when no such worker is live, INVALID_ARGUMENT when it has one role only or is the last of its role.
+    """
 
 @_typing.type_check_only
 class FleetServiceAsyncStub(FleetServiceStub):
@@ -103,6 +107,10 @@ class FleetServiceAsyncStub(FleetServiceStub):
     Drain: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.DrainRequest, _scheduler_service_pb2.DrainResponse]  # type: ignore[assignment]
     """Let a worker finish what it has and give it nothing new, or the reverse. The worker itself remembers, and says so to every
     scheduler. NOT_FOUND when no such worker is live.
+    """
+    SetRole: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.SetRoleRequest, _scheduler_service_pb2.SetRoleResponse]  # type: ignore[assignment]
+    """Ask a worker to play another role from here on; what it has begun it finishes. It remembers, and says so to every scheduler.
+    NOT_FOUND when no such worker is live, INVALID_ARGUMENT when it has one role only or is the last of its role.
     """
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -132,6 +140,16 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_scheduler_service_pb2.DrainResponse, _abc.Awaitable[_scheduler_service_pb2.DrainResponse]]:
         """Let a worker finish what it has and give it nothing new, or the reverse. The worker itself remembers, and says so to every
         scheduler. NOT_FOUND when no such worker is live.
+        """
+
+    @_abc_1.abstractmethod
+    def SetRole(
+        self,
+        request: _scheduler_service_pb2.SetRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_service_pb2.SetRoleResponse, _abc.Awaitable[_scheduler_service_pb2.SetRoleResponse]]:
+        """Ask a worker to play another role from here on; what it has begun it finishes. It remembers, and says so to every scheduler.
+        NOT_FOUND when no such worker is live, INVALID_ARGUMENT when it has one role only or is the last of its role.
         """
 
 def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,53 @@
+"""`weft drain`, `weft undrain` and `weft role`: asks the scheduler to tell a worker what to take on. Knows nothing of
+meshes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import typer
+
+from weft.cli.status import DEADLINE_SECONDS, explain
+from weft.request import WorkerRole
+from weft.rpc.client import open_channel
+from weft.rpc.wire import role_to_wire
+from weft_mesh.v1 import scheduler_service_pb2 as pb
+from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
+
+Call = Callable[[Any], Awaitable[object]]
+
+
+def drain(scheduler: str, worker_id: str, undo: bool) -> None:
+    """Raises typer.Exit(1) after saying on stderr what is wrong."""
+    request = pb.DrainRequest(worker_id=worker_id, undo=undo)
+    _steer("undrain" if undo else "drain", scheduler, lambda fleet: fleet.Drain(request, timeout=DEADLINE_SECONDS))
+    what = "takes requests again" if undo else "finishes what it has and is given nothing new"
+    typer.echo(f"{worker_id} {what}; `weft status --watch` shows it")
+
+
+def set_role(scheduler: str, worker_id: str, role: str) -> None:
+    """Raises typer.Exit(1) after saying on stderr what is wrong."""
+    request = pb.SetRoleRequest(worker_id=worker_id, role=role_to_wire(WorkerRole(role)))
+    _steer("role", scheduler, lambda fleet: fleet.SetRole(request, timeout=DEADLINE_SECONDS))
+    typer.echo(f"{worker_id} is asked to play {role} from here on; `weft status --watch` shows it")
+
+
+def _steer(command: str, scheduler: str, call: Call) -> None:
+    try:
+        asyncio.run(_ask(scheduler, call))
+    except grpc.aio.AioRpcError as error:
+        why = explain(scheduler, error)
+        if error.code() is grpc.StatusCode.NOT_FOUND:
+            why = f"{error.details()}; `weft status` lists them"
+        elif error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+            why = error.details() or why
+        typer.secho(f"weft {command}: {why}", fg="red", err=True)
+        raise typer.Exit(1) from None
+
+
+async def _ask(scheduler: str, call: Call) -> None:
+    async with open_channel(scheduler) as channel:
+        await call(pb_grpc.FleetServiceStub(channel))
