@@ -70,6 +70,7 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
         listeners = Listeners(config, pipeline, door)
         await listeners.start(group)
         guarding = group.create_task(door.run(), name="door")
+        routing = group.create_task(scheduler.run(), name="routes")
         settling = group.create_task(settler.run(), name="settler")
         watching = group.create_task(_watch_fleet(watch, links, listeners.rpc), name="fleet")
         try:
@@ -85,6 +86,7 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
             await listeners.stop()
             guarding.cancel()
             settling.cancel()
+            routing.cancel()
             pipeline.close()
             await prefill.close()
     await settler.flush()

@@ -15,6 +15,8 @@ from weft.metrics import BOOKED_REQUESTS, BOOKED_TOKENS
 from weft.request import RequestKey
 from weft_services.scheduler.state import Placement, RouteQuery, Worker
 
+# looking a label up takes longer than booking
+_BOOKED_PREFILL, _BOOKED_DECODE = BOOKED_TOKENS.labels("prefill"), BOOKED_TOKENS.labels("decode")
 # a gateway that dies never settles: its requests end with their own deadlines, and a moment for late settlements
 GRACE_SECONDS = 10.0
 # a worker that has held no sequence for this long holds no booked request either
@@ -59,8 +61,10 @@ class Share:
             worker.fresh.add(prefill, decode)
         else:
             worker.returned.add(-prefill, -decode)
-        BOOKED_TOKENS.labels("prefill").inc(prefill)
-        BOOKED_TOKENS.labels("decode").inc(decode)
+        if prefill:
+            _BOOKED_PREFILL.inc(prefill)
+        if decode:
+            _BOOKED_DECODE.inc(decode)
 
     def _count(self, number: int) -> None:
         self.worker.booked.requests += number

@@ -22,6 +22,8 @@ from weft_services.scheduler.waiting import Waiter, WaitingRoom
 from weft_services.scheduler.whereabouts import Whereabouts
 
 SWEEP_SECONDS = 1.0
+# looked up once
+_BY_SESSION, _BY_LOAD = ROUTES.labels("session"), ROUTES.labels("load")
 _OUTCOMES: dict[type[WeftError], str] = {
     Overloaded: "overloaded",
     PeerLost: "unavailable",
@@ -91,7 +93,7 @@ class Dispatcher:
         except WeftError as error:
             ROUTES.labels(_OUTCOMES.get(type(error), "late")).inc()
             raise
-        ROUTES.labels("session" if placement.by_session else "load").inc()
+        (_BY_SESSION if placement.by_session else _BY_LOAD).inc()
         return placement
 
     async def _place(self, query: RouteQuery, preference: Preference) -> Placement:

@@ -1,56 +1,41 @@
-"""The two servicers: bounds checked, bytes in, a verb of the dispatcher, bytes out. No decisions."""
+"""What gateways call: bounds checked, bytes in, a verb of the dispatcher, bytes out. No decisions."""
 
 from __future__ import annotations
 
 import asyncio
-import re
+import logging
 import time
-from collections.abc import AsyncIterator
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 import grpc
 
 from weft import trace
-from weft.errors import InvalidRequest
+from weft.errors import EngineFailed, InvalidRequest, Overloaded, WeftError
 from weft.lifetime import Stage
 from weft.request import RequestKey
-from weft.rpc.wire import (
-    address_from_wire,
-    address_to_wire,
-    fingerprint_from_wire,
-    fingerprint_to_wire,
-    hand_offs_to_wire,
-    key_from_wire,
-    prefix_to_wire,
-    role_from_wire,
-    role_to_wire,
-    tallies_from_wire,
-)
+from weft.rpc.status import as_weft_error
+from weft.rpc.wire import address_to_wire, key_from_wire
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 from weft_services.scheduler.dispatch import Dispatcher
+from weft_services.scheduler.fleet_service import MAX_NAME_CHARS, FleetServicer
 from weft_services.scheduler.router import Progress
-from weft_services.scheduler.state import (
-    DEFAULT_REQUEST_SECONDS,
-    Priority,
-    RouteQuery,
-    Worker,
-    WorkerInfo,
-    WorkerReport,
-)
+from weft_services.scheduler.state import DEFAULT_REQUEST_SECONDS, Priority, RouteQuery
 from weft_services.scheduler.store_watch import StoreWatch
 
+logger = logging.getLogger(__name__)
 NAMES = (
     pb.DESCRIPTOR.services_by_name["SchedulerService"].full_name,
     pb.DESCRIPTOR.services_by_name["FleetService"].full_name,
 )
 MAX_SETTLEMENTS = 1024
+# in one message of a stream, and of one stream at a time
+MAX_ROUTES = 1024
+MAX_UNDER_WAY = 8192
 MAX_EXCLUDED = 64
 MAX_SESSION_BYTES = 64
 MAX_BLOCK_KEYS = 65_536
-MAX_NAME_CHARS = 256
-_WORKER_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _STAGES = {
     pb.Settlement.STAGE_FIRST_TOKEN: Stage.DECODING,
     pb.Settlement.STAGE_FINISHED: Stage.FINISHED,
@@ -73,8 +58,28 @@ class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
         self, request: pb.RouteRequest, context: grpc.aio.ServicerContext[pb.RouteRequest, pb.RouteResponse]
     ) -> pb.RouteResponse:
         """See the proto."""
+        return await self._route(request)
+
+    async def RouteMany(  # type: ignore[override]
+        self,
+        request_iterator: AsyncIterator[pb.RouteManyRequest],
+        context: grpc.aio.ServicerContext[pb.RouteManyRequest, pb.RouteManyResponse],
+    ) -> None:
+        """See the proto. A coroutine that writes: a generator must not hold a task group over a yield."""
+        asked = _Asked(self._route)
+        async with asyncio.TaskGroup() as group:
+            sending = group.create_task(asked.send(context.write))
+            async for batch in request_iterator:
+                _at_most("requests", len(batch.requests), MAX_ROUTES)
+                asked.withdraw(batch.withdrawn)
+                for request in batch.requests:
+                    asked.ask(group, request)
+            asked.end()
+            sending.cancel()
+
+    async def _route(self, request: pb.RouteRequest) -> pb.RouteResponse:
         began = time.monotonic()
-        with trace.served("route", trace.incoming(context.invocation_metadata())) as span:
+        with trace.served("route", request.traceparent) as span:
             placement = await self._dispatcher.route(_query(request))
             if span is not None:
                 prefill_id = placement.prefill.worker_id if placement.prefill else ""
@@ -99,86 +104,60 @@ class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
         return pb.SettleResponse()
 
 
-class FleetServicer(pb_grpc.FleetServiceServicer):
-    """Called by workers, and by people who want to see the fleet."""
+class _Asked:
+    """The routes of one stream that are under way, and answers that are not sent yet."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        report_interval_ms: int,
-        silence_seconds: float,
-        store: StoreWatch | None = None,
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._store = store
-        self._report_interval_ms = report_interval_ms
-        self._silence_seconds = silence_seconds
+    def __init__(self, route: Callable[[pb.RouteRequest], Awaitable[pb.RouteResponse]]) -> None:
+        self._route = route
+        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._results: list[pb.RouteResult] = []
+        self._news = asyncio.Event()
 
-    async def Join(
-        self,
-        request_iterator: AsyncIterator[pb.JoinRequest],
-        context: grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse],
-    ) -> AsyncIterator[pb.JoinResponse]:
-        """See the proto."""
-        hello = await self._next(request_iterator)
-        if hello is None or hello.WhichOneof("message") != "hello":
-            raise InvalidRequest("the first message of a membership must be hello", "hello")
-        worker = self._dispatcher.join(_info(hello.hello))
-        why = "stream broke"
+    def ask(self, group: asyncio.TaskGroup, request: pb.RouteRequest) -> None:
+        """Begin one; over the bound it is refused."""
+        if len(self._tasks) >= MAX_UNDER_WAY:
+            self._answer(_refused(request.key, Overloaded(f"{MAX_UNDER_WAY} requests of this gateway wait already")))
+            return
+        key = (request.key.request_id, request.key.generation)
+        self._tasks[key] = task = group.create_task(self._place(request))
+        task.add_done_callback(lambda _: self._tasks.pop(key, None))
+
+    def withdraw(self, keys: Iterable[common_pb2.RequestKey]) -> None:
+        """Nobody waits for these any more."""
+        for key in keys:
+            if (task := self._tasks.get((key.request_id, key.generation))) is not None:
+                task.cancel()
+
+    def end(self) -> None:
+        """Nor for any."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def send(self, write: Callable[[pb.RouteManyResponse], Awaitable[None]]) -> None:
+        """For ever: what has become known while the last message went out is the next one."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            results, self._results = self._results, []
+            await write(pb.RouteManyResponse(results=results))
+
+    async def _place(self, request: pb.RouteRequest) -> None:
         try:
-            yield pb.JoinResponse(report_interval_ms=self._report_interval_ms)
-            while (message := await self._next(request_iterator)) is not None:
-                if message.WhichOneof("message") != "report":
-                    raise InvalidRequest("only reports may follow hello", "report")
-                self._dispatcher.report(worker, _report(message.report))
-                if worker.drain_wish is not None or worker.role_wish is not None:
-                    yield self._wishes(worker)
-            why = "said goodbye"
-        except TimeoutError:
-            why = "silent"
-            raise
-        finally:
-            self._dispatcher.leave(worker, why)
+            self._answer(pb.RouteResult(key=request.key, placed=await self._route(request)))
+        except Exception as error:
+            self._answer(_refused(request.key, as_weft_error(error)))
 
-    async def ListWorkers(
-        self,
-        request: pb.ListWorkersRequest,
-        context: grpc.aio.ServicerContext[pb.ListWorkersRequest, pb.ListWorkersResponse],
-    ) -> pb.ListWorkersResponse:
-        """See the proto."""
-        workers = self._dispatcher.workers()
-        use = self._store.use if self._store is not None else None
-        return pb.ListWorkersResponse(
-            workers=[_status(w, self._dispatcher.age_seconds(w)) for w in workers],
-            store=pb.StoreStatus(**asdict(use)) if use is not None else None,
-            waiting_requests=self._dispatcher.num_waiting,
-        )
+    def _answer(self, result: pb.RouteResult) -> None:
+        self._results.append(result)
+        self._news.set()
 
-    async def Drain(
-        self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainResponse]
-    ) -> pb.DrainResponse:
-        """See the proto."""
-        _at_most("worker_id", len(request.worker_id), MAX_NAME_CHARS)
-        self._dispatcher.drain(request.worker_id, not request.undo)
-        return pb.DrainResponse()
 
-    async def SetRole(
-        self, request: pb.SetRoleRequest, context: grpc.aio.ServicerContext[pb.SetRoleRequest, pb.SetRoleResponse]
-    ) -> pb.SetRoleResponse:
-        """See the proto."""
-        _at_most("worker_id", len(request.worker_id), MAX_NAME_CHARS)
-        if request.role == common_pb2.WORKER_ROLE_UNSPECIFIED:
-            raise InvalidRequest("role must be said", "role")
-        self._dispatcher.set_role(request.worker_id, role_from_wire(request.role))
-        return pb.SetRoleResponse()
-
-    def _wishes(self, worker: Worker) -> pb.JoinResponse:
-        role = role_to_wire(worker.role_wish) if worker.role_wish else common_pb2.WORKER_ROLE_UNSPECIFIED
-        return pb.JoinResponse(report_interval_ms=self._report_interval_ms, drain=worker.drain_wish, role=role)
-
-    async def _next(self, requests: AsyncIterator[pb.JoinRequest]) -> pb.JoinRequest | None:
-        async with asyncio.timeout(self._silence_seconds):
-            return await anext(requests, None)
+def _refused(key: common_pb2.RequestKey, error: WeftError) -> pb.RouteResult:
+    if isinstance(error, EngineFailed):
+        logger.error("a route failed by a bug", exc_info=error)
+    seconds = error.retry_after_seconds if isinstance(error, Overloaded) else 0.0
+    refusal = pb.RouteRefusal(code=error.code, message=str(error), retry_after_seconds=seconds)
+    return pb.RouteResult(key=key, refused=refusal)
 
 
 def _at_most(param: str, size: int, limit: int) -> None:
@@ -220,88 +199,11 @@ def _query(request: pb.RouteRequest) -> RouteQuery:
         session=request.session,
         excluded_worker_ids=frozenset(request.excluded_worker_ids),
         excluded_boot_ids=frozenset(request.excluded_boot_ids),
-        block_keys=request.block_keys,
+        block_keys=tuple(request.block_keys),  # read often, and a message is slow to read
         remaining_seconds=request.remaining_ms / 1000 or DEFAULT_REQUEST_SECONDS,
         priority=_PRIORITIES.get(request.priority, Priority.DEFAULT),
         tenant=request.tenant,
         reject_if_busy=request.reject_if_busy,
-    )
-
-
-def _info(hello: pb.WorkerHello) -> WorkerInfo:
-    if not _WORKER_ID.fullmatch(hello.worker.worker_id):
-        raise InvalidRequest(f"worker_id must match {_WORKER_ID.pattern}", "hello.worker.worker_id")
-    sizes = (hello.num_blocks, hello.max_context_tokens, hello.fingerprint.block_tokens)
-    if hello.role == common_pb2.WORKER_ROLE_UNSPECIFIED or not all(sizes) or not hello.worker.address:
-        raise InvalidRequest("hello needs a role, an address, num_blocks, max_context_tokens and block_tokens", "hello")
-    _at_most("hello.model", len(hello.model), MAX_NAME_CHARS)
-    return WorkerInfo(
-        address=address_from_wire(hello.worker),
-        role=role_from_wire(hello.role),
-        model=hello.model,
-        fingerprint=fingerprint_from_wire(hello.fingerprint),
-        num_blocks=hello.num_blocks,
-        max_context_tokens=hello.max_context_tokens,
-        transport=hello.transport,
-        metrics_address=hello.metrics_address,
-        can_change_role=hello.can_change_role,
-    )
-
-
-def _report(report: pb.WorkerReport) -> WorkerReport:
-    return WorkerReport(
-        num_running=report.num_running,
-        num_waiting=report.num_waiting,
-        queued_prefill_tokens=report.queued_prefill_tokens,
-        active_tokens=report.active_tokens,
-        free_blocks=report.free_blocks,
-        cached_blocks=report.cached_blocks,
-        active_blocks=report.active_blocks,
-        quarantined_blocks=report.quarantined_blocks,
-        ready=report.ready,
-        generated_tokens=report.generated_tokens,
-        computed_prompt_tokens=report.computed_prompt_tokens,
-        is_draining=report.draining,
-        tallies=tallies_from_wire(report),
-        role=role_from_wire(report.role) if report.role != common_pb2.WORKER_ROLE_UNSPECIFIED else None,
-    )
-
-
-def _status(worker: Worker, age_seconds: float) -> pb.WorkerStatus:
-    info, report = worker.info, worker.report
-    return pb.WorkerStatus(
-        hello=pb.WorkerHello(
-            worker=address_to_wire(info.address),
-            role=role_to_wire(info.role),
-            model=info.model,
-            fingerprint=fingerprint_to_wire(info.fingerprint),
-            num_blocks=info.num_blocks,
-            max_context_tokens=info.max_context_tokens,
-            transport=info.transport,
-            metrics_address=info.metrics_address,
-            can_change_role=info.can_change_role,
-        ),
-        report=pb.WorkerReport(
-            num_running=report.num_running,
-            num_waiting=report.num_waiting,
-            queued_prefill_tokens=report.queued_prefill_tokens,
-            active_tokens=report.active_tokens,
-            free_blocks=report.free_blocks,
-            cached_blocks=report.cached_blocks,
-            active_blocks=report.active_blocks,
-            quarantined_blocks=report.quarantined_blocks,
-            ready=report.ready,
-            generated_tokens=report.generated_tokens,
-            computed_prompt_tokens=report.computed_prompt_tokens,
-            draining=report.is_draining,
-            prefix=prefix_to_wire(report.tallies.prefix),
-            hand_offs=hand_offs_to_wire(report.tallies.hand_offs),
-            role=role_to_wire(report.role) if report.role else common_pb2.WORKER_ROLE_UNSPECIFIED,
-        ),
-        booked_prefill_tokens=worker.booked.prefill_tokens,
-        booked_decode_tokens=worker.booked.decode_tokens,
-        booked_requests=worker.booked.requests,
-        report_age_ms=round(age_seconds * 1000),
     )
 
 

@@ -148,6 +148,24 @@ class FakeDecode(DecodeServiceServicer):
             await self.changed.wait_for(condition)
 
 
+class Refused(Exception):
+    """What a stream says where a call would have been aborted."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, metadata: Any = ()) -> None:
+        super().__init__(details)
+        seconds = float(dict(metadata).get("weft-retry-after", 0))
+        self.message = scheduler_service_pb2.RouteRefusal(
+            code=code.value[0], message=details, retry_after_seconds=seconds
+        )
+
+
+class _Aborting:
+    """A context for one request of a stream."""
+
+    async def abort(self, *status: Any) -> None:
+        raise Refused(*status)
+
+
 class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
     """Places on the first worker whose boot is not excluded, remembers everything."""
 
@@ -197,6 +215,30 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
             if decoder.boot_id not in request.excluded_boot_ids:
                 return scheduler_service_pb2.RouteResponse(decode=_address(decoder), prefill=_PREFILL)
         await context.abort(grpc.StatusCode.UNAVAILABLE, "no decode worker")
+
+    async def RouteMany(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        """Each as `Route` would answer it, in a message of its own."""
+        writing = asyncio.Lock()
+
+        async def answer(request: scheduler_service_pb2.RouteRequest) -> None:
+            result = scheduler_service_pb2.RouteResult(key=request.key)
+            try:
+                result.placed.CopyFrom(await self.Route(request, _Aborting()))
+            except Refused as refusal:
+                result.refused.CopyFrom(refusal.message)
+            async with writing:
+                await context.write(scheduler_service_pb2.RouteManyResponse(results=[result]))
+
+        async with asyncio.TaskGroup() as group:
+            tasks = {}
+            async for batch in request_iterator:
+                for request in batch.requests:
+                    key = (request.key.request_id, request.key.generation)
+                    tasks[key] = group.create_task(answer(request))
+                for withdrawn in batch.withdrawn:
+                    tasks[withdrawn.request_id, withdrawn.generation].cancel()
+            for task in tasks.values():
+                task.cancel()
 
     async def Settle(self, request: Any, context: Any) -> Any:
         async with self.changed:

@@ -66,6 +66,7 @@ class RouteRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     REJECT_IF_BUSY_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Served model name."""
     prompt_tokens: _builtins.int
@@ -82,6 +83,8 @@ class RouteRequest(_message.Message):
     """Digest of who asks; waiting requests are served fairly between tenants. Empty: the common one."""
     reject_if_busy: _builtins.bool
     """Rather an answer at once than a wait for room."""
+    traceparent: _builtins.str
+    """Trace context of the request, as W3C writes it; empty: not traced."""
     @_builtins.property
     def key(self) -> _common_pb2.RequestKey:
         """Which attempt this places."""
@@ -113,10 +116,11 @@ class RouteRequest(_message.Message):
         priority: Global___Priority.ValueType = ...,
         tenant: _builtins.bytes = ...,
         reject_if_busy: _builtins.bool = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "excluded_boot_ids", b"excluded_boot_ids", "excluded_worker_ids", b"excluded_worker_ids", "key", b"key", "max_tokens", b"max_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "reject_if_busy", b"reject_if_busy", "remaining_ms", b"remaining_ms", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "excluded_boot_ids", b"excluded_boot_ids", "excluded_worker_ids", b"excluded_worker_ids", "key", b"key", "max_tokens", b"max_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "reject_if_busy", b"reject_if_busy", "remaining_ms", b"remaining_ms", "session", b"session", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -199,6 +203,128 @@ class WorkerAddress(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerAddress: _TypeAlias = WorkerAddress  # noqa: Y015
+
+@_typing.final
+class RouteManyRequest(_message.Message):
+    """Requests that have come together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    WITHDRAWN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteRequest]:
+        """At most 1024."""
+
+    @_builtins.property
+    def withdrawn(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RequestKey]:
+        """Attempts whose answer nobody waits for any more."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___RouteRequest] | None = ...,
+        withdrawn: _abc.Iterable[_common_pb2.RequestKey] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "withdrawn", b"withdrawn"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouteManyRequest: _TypeAlias = RouteManyRequest  # noqa: Y015
+
+@_typing.final
+class RouteManyResponse(_message.Message):
+    """Answers that were known together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteResult]:
+        """One for each request that was not withdrawn."""
+
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___RouteResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouteManyResponse: _TypeAlias = RouteManyResponse  # noqa: Y015
+
+@_typing.final
+class RouteResult(_message.Message):
+    """What came of one request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    PLACED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def key(self) -> _common_pb2.RequestKey:
+        """The attempt."""
+
+    @_builtins.property
+    def placed(self) -> Global___RouteResponse:
+        """Where it goes."""
+
+    @_builtins.property
+    def refused(self) -> Global___RouteRefusal:
+        """Why it goes nowhere."""
+
+    def __init__(
+        self,
+        *,
+        key: _common_pb2.RequestKey | None = ...,
+        placed: Global___RouteResponse | None = ...,
+        refused: Global___RouteRefusal | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "outcome", b"outcome", "placed", b"placed", "refused", b"refused"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "outcome", b"outcome", "placed", b"placed", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["placed", "refused"]  # noqa: Y015
+    _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
+
+Global___RouteResult: _TypeAlias = RouteResult  # noqa: Y015
+
+@_typing.final
+class RouteRefusal(_message.Message):
+    """What Route would have ended with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_SECONDS_FIELD_NUMBER: _builtins.int
+    code: _builtins.int
+    """The gRPC status code."""
+    message: _builtins.str
+    """The same for people."""
+    retry_after_seconds: _builtins.float
+    """With RESOURCE_EXHAUSTED: when it is worth another try."""
+    def __init__(
+        self,
+        *,
+        code: _builtins.int = ...,
+        message: _builtins.str = ...,
+        retry_after_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "retry_after_seconds", b"retry_after_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouteRefusal: _TypeAlias = RouteRefusal  # noqa: Y015
 
 @_typing.final
 class SettleRequest(_message.Message):

@@ -40,6 +40,11 @@ class SchedulerServiceStub:
                 request_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.RouteRequest.SerializeToString,
                 response_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.RouteResponse.FromString,
                 _registered_method=True)
+        self.RouteMany = channel.stream_stream(
+                '/weft_mesh.v1.SchedulerService/RouteMany',
+                request_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.RouteManyRequest.SerializeToString,
+                response_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.RouteManyResponse.FromString,
+                _registered_method=True)
         self.Settle = channel.unary_unary(
                 '/weft_mesh.v1.SchedulerService/Settle',
                 request_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.SettleRequest.SerializeToString,
@@ -59,6 +64,14 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RouteMany(self, request_iterator, context):
+        """The same for many, over one stream a gateway: those that come together travel together, and every answer goes as soon as it is
+        known, in any order. The stream's end withdraws what waits.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Settle(self, request, context):
         """Report how far booked requests have come. Idempotent: every stage of a request counts once.
         """
@@ -73,6 +86,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.Route,
                     request_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.RouteRequest.FromString,
                     response_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.RouteResponse.SerializeToString,
+            ),
+            'RouteMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.RouteMany,
+                    request_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.RouteManyRequest.FromString,
+                    response_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.RouteManyResponse.SerializeToString,
             ),
             'Settle': grpc.unary_unary_rpc_method_handler(
                     servicer.Settle,
@@ -108,6 +126,33 @@ class SchedulerService:
             '/weft_mesh.v1.SchedulerService/Route',
             weft__mesh_dot_v1_dot_scheduler__service__pb2.RouteRequest.SerializeToString,
             weft__mesh_dot_v1_dot_scheduler__service__pb2.RouteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RouteMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/weft_mesh.v1.SchedulerService/RouteMany',
+            weft__mesh_dot_v1_dot_scheduler__service__pb2.RouteManyRequest.SerializeToString,
+            weft__mesh_dot_v1_dot_scheduler__service__pb2.RouteManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,10 @@ class SchedulerServiceStub:
     """Choose a decode worker and, unless the prompt is to be computed there, a prefill worker. Books the request's tokens on both.
     RESOURCE_EXHAUSTED when the fleet is full, UNAVAILABLE when a role has no worker, NOT_FOUND for an unknown model.
     """
+    RouteMany: _grpc.StreamStreamMultiCallable[_scheduler_service_pb2.RouteManyRequest, _scheduler_service_pb2.RouteManyResponse]
+    """The same for many, over one stream a gateway: those that come together travel together, and every answer goes as soon as it is
+    known, in any order. The stream's end withdraws what waits.
+    """
     Settle: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.SettleRequest, _scheduler_service_pb2.SettleResponse]
     """Report how far booked requests have come. Idempotent: every stage of a request counts once."""
 
@@ -48,6 +52,10 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     Route: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.RouteRequest, _scheduler_service_pb2.RouteResponse]  # type: ignore[assignment]
     """Choose a decode worker and, unless the prompt is to be computed there, a prefill worker. Books the request's tokens on both.
     RESOURCE_EXHAUSTED when the fleet is full, UNAVAILABLE when a role has no worker, NOT_FOUND for an unknown model.
+    """
+    RouteMany: _aio.StreamStreamMultiCallable[_scheduler_service_pb2.RouteManyRequest, _scheduler_service_pb2.RouteManyResponse]  # type: ignore[assignment]
+    """The same for many, over one stream a gateway: those that come together travel together, and every answer goes as soon as it is
+    known, in any order. The stream's end withdraws what waits.
     """
     Settle: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.SettleRequest, _scheduler_service_pb2.SettleResponse]  # type: ignore[assignment]
     """Report how far booked requests have come. Idempotent: every stage of a request counts once."""
@@ -63,6 +71,16 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_scheduler_service_pb2.RouteResponse, _abc.Awaitable[_scheduler_service_pb2.RouteResponse]]:
         """Choose a decode worker and, unless the prompt is to be computed there, a prefill worker. Books the request's tokens on both.
         RESOURCE_EXHAUSTED when the fleet is full, UNAVAILABLE when a role has no worker, NOT_FOUND for an unknown model.
+        """
+
+    @_abc_1.abstractmethod
+    def RouteMany(
+        self,
+        request_iterator: _MaybeAsyncIterator[_scheduler_service_pb2.RouteManyRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_scheduler_service_pb2.RouteManyResponse], _abc.AsyncIterator[_scheduler_service_pb2.RouteManyResponse]]:
+        """The same for many, over one stream a gateway: those that come together travel together, and every answer goes as soon as it is
+        known, in any order. The stream's end withdraws what waits.
         """
 
     @_abc_1.abstractmethod

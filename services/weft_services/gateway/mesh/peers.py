@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import grpc
 
@@ -26,41 +27,54 @@ from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
 from weft_mesh.v1.decode_service_pb2_grpc import DecodeServiceStub
 from weft_mesh.v1.scheduler_service_pb2_grpc import FleetServiceStub, SchedulerServiceStub
 from weft_services.gateway.mesh.inbox import Delta, Inbox
-from weft_services.gateway.mesh.placement import Forecast, Placement, RouteQuery, Settlement, StartCommand
+from weft_services.gateway.mesh.placement import Placement, RouteQuery, Settlement, StartCommand
+from weft_services.gateway.mesh.routes import RouteStream, StreamLost
 from weft_services.gateway.mesh.workers import FleetReport, StoreUse, Work, Worker
 
 CONNECT_SECONDS = 1.5
 ROUTE_SECONDS = 5.0
+RETRY_PAUSES_SECONDS = (0.0, 0.05, 0.2)
 SETTLE_SECONDS = 5.0
 POLL_SECONDS = 2.0
 MAX_QUEUED_STARTS = 4096
 
 
 class Scheduler:
-    """The scheduler's two services over one channel."""
+    """The scheduler's two services over one channel; `run` must be running."""
 
     def __init__(self, address: str) -> None:
         self._channels = ChannelPool()
         channel = self._channels.get(address)
         self._scheduler = SchedulerServiceStub(channel)
         self._fleet = FleetServiceStub(channel)
+        self._routes = RouteStream(channel)
 
     async def route(self, query: RouteQuery, timeout_seconds: float) -> Placement:
         """Raises Overloaded, PeerLost (no scheduler, or no worker for it), DeadlineExceeded."""
-        request = _query_to_wire(query, timeout_seconds)
         try:
-            with translated():
-                timeout = min(ROUTE_SECONDS, timeout_seconds)
-                response = await self._scheduler.Route(request, timeout=timeout, metadata=trace.outgoing())
-        except NotFound as error:  # the name is the one we serve, so nobody has joined yet
+            async with asyncio.timeout(min(ROUTE_SECONDS, timeout_seconds)):
+                return await self._route(query, timeout_seconds)
+        except NotFound as error:  # the name is one we serve, so nobody has joined yet
             raise PeerLost(f"no worker serves {query.model!r}") from error
         except Cancelled as error:  # by the scheduler, which is going away
             raise PeerLost("the scheduler is going away") from error
-        except DeadlineExceeded as error:
+        except TimeoutError as error:
             if timeout_seconds <= ROUTE_SECONDS:
-                raise
+                raise DeadlineExceeded("the request took too long") from error
             raise PeerLost("the scheduler does not answer") from error
-        return _placement_from_wire(response)
+
+    async def _route(self, query: RouteQuery, timeout_seconds: float) -> Placement:
+        """Again where the stream breaks: another scheduler may answer at the same address, at the next try or the one
+        after it, since a connection that ends can take one more stream with it."""
+        for pause in RETRY_PAUSES_SECONDS:
+            with suppress(StreamLost):
+                return await self._routes.route(query, timeout_seconds)
+            await asyncio.sleep(pause)
+        return await self._routes.route(query, timeout_seconds)
+
+    async def run(self) -> None:
+        """What `route` needs; until cancelled."""
+        await self._routes.run()
 
     async def settle(self, settlements: list[Settlement]) -> None:
         """Report stages; safe to repeat. Raises WeftError."""
@@ -86,41 +100,6 @@ class Scheduler:
     async def close(self) -> None:
         """Close the channel."""
         await self._channels.close()
-
-
-def _query_to_wire(query: RouteQuery, remaining_seconds: float) -> scheduler_pb.RouteRequest:
-    return scheduler_pb.RouteRequest(
-        key=wire.key_to_wire(query.key),
-        model=query.model,
-        prompt_tokens=query.num_prompt_tokens,
-        max_tokens=query.max_tokens,
-        session=query.session,
-        block_keys=query.block_keys,
-        excluded_boot_ids=query.excluded_boot_ids,
-        remaining_ms=max(1, int(remaining_seconds * 1000)),
-        priority=_priority_to_wire(query.priority),
-        tenant=query.tenant,
-        reject_if_busy=query.reject_if_busy,
-    )
-
-
-def _priority_to_wire(priority: int) -> scheduler_pb.Priority.ValueType:
-    if priority == 0:
-        return scheduler_pb.PRIORITY_DEFAULT
-    return scheduler_pb.PRIORITY_INTERACTIVE if priority > 0 else scheduler_pb.PRIORITY_BATCH
-
-
-def _placement_from_wire(response: scheduler_pb.RouteResponse) -> Placement:
-    return Placement(
-        decode=wire.address_from_wire(response.decode),
-        prefill=wire.address_from_wire(response.prefill) if response.HasField("prefill") else None,
-        forecast=Forecast(
-            response.predicted_ttft_ms,
-            response.predicted_itl_ms,
-            response.predicted_cached_tokens,
-            response.waited_ms,
-        ),
-    )
 
 
 def _settlement_to_wire(settlement: Settlement) -> scheduler_pb.Settlement:

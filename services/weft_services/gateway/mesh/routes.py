@@ -1,0 +1,146 @@
+"""Places for sequences, asked of the scheduler over one stream: requests that come together travel together.
+
+A stream is opened when somebody asks, and fails whoever waits when it breaks; asking again opens the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+import grpc
+
+from weft import trace
+from weft.errors import Overloaded, PeerLost, WeftError, from_code
+from weft.rpc import wire
+from weft.rpc.client import owned
+from weft_mesh.v1 import common_pb2
+from weft_mesh.v1 import scheduler_service_pb2 as pb
+from weft_mesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+from weft_services.gateway.mesh.placement import Forecast, Placement, RouteQuery
+
+MAX_BATCH = 256
+ItemT = TypeVar("ItemT")
+
+
+class StreamLost(PeerLost):
+    """The stream broke before the answer came; nothing is known of the request."""
+
+
+class RouteStream:
+    """`run` must be running. Its bound is that of the requests under way."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = SchedulerServiceStub(channel)
+        self._asked: deque[pb.RouteRequest] = deque()
+        self._withdrawn: deque[common_pb2.RequestKey] = deque()
+        self._waiting: dict[tuple[str, int], asyncio.Future[pb.RouteResponse]] = {}
+        self._has_news = asyncio.Event()
+
+    async def route(self, query: RouteQuery, remaining_seconds: float) -> Placement:
+        """Raises the scheduler's refusal, or StreamLost. Who is cancelled withdraws the request."""
+        return placement_from_wire(await self.ask(query_to_wire(query, remaining_seconds)))
+
+    async def ask(self, request: pb.RouteRequest) -> pb.RouteResponse:
+        """The same on the wire."""
+        key = (request.key.request_id, request.key.generation)
+        place: asyncio.Future[pb.RouteResponse] = asyncio.get_running_loop().create_future()
+        self._waiting[key] = place
+        self._asked.append(request)
+        self._has_news.set()
+        try:
+            return await place
+        finally:
+            if self._waiting.pop(key, None) is not None and place.cancelled():
+                self._withdrawn.append(request.key)
+                self._has_news.set()
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            await self._has_news.wait()
+            error = StreamLost("the scheduler is going away")
+            try:
+                async with owned(self._stub.RouteMany(self._batches())) as call:
+                    async for answer in call:
+                        for result in answer.results:
+                            self._answer(result)
+            except WeftError as reason:
+                error = StreamLost(str(reason))
+            self._fail_all(error)
+
+    async def _batches(self) -> AsyncIterator[pb.RouteManyRequest]:
+        while True:
+            await self._has_news.wait()
+            self._has_news.clear()
+            while self._asked or self._withdrawn:
+                asked, withdrawn = _some(self._asked), _some(self._withdrawn)
+                yield pb.RouteManyRequest(requests=asked, withdrawn=withdrawn)
+
+    def _answer(self, result: pb.RouteResult) -> None:
+        place = self._waiting.get((result.key.request_id, result.key.generation))
+        if place is None or place.done():
+            return  # withdrawn meanwhile
+        if result.WhichOneof("outcome") == "placed":
+            place.set_result(result.placed)
+        else:
+            place.set_exception(_refusal(result.refused))
+
+    def _fail_all(self, error: StreamLost) -> None:
+        self._asked.clear()
+        self._withdrawn.clear()
+        self._has_news.clear()
+        for place in self._waiting.values():
+            if not place.done():
+                place.set_exception(error)
+
+
+def _some(items: deque[ItemT]) -> list[ItemT]:
+    return [items.popleft() for _ in range(min(len(items), MAX_BATCH))]
+
+
+def _refusal(refused: pb.RouteRefusal) -> WeftError:
+    error = from_code(refused.code, refused.message)
+    if isinstance(error, Overloaded) and refused.retry_after_seconds:
+        error.retry_after_seconds = refused.retry_after_seconds
+    return error
+
+
+def query_to_wire(query: RouteQuery, remaining_seconds: float) -> pb.RouteRequest:
+    """As much of an attempt as the scheduler wants to know."""
+    return pb.RouteRequest(
+        key=wire.key_to_wire(query.key),
+        model=query.model,
+        prompt_tokens=query.num_prompt_tokens,
+        max_tokens=query.max_tokens,
+        session=query.session,
+        block_keys=query.block_keys,
+        excluded_boot_ids=query.excluded_boot_ids,
+        remaining_ms=max(1, int(remaining_seconds * 1000)),
+        priority=_priority_to_wire(query.priority),
+        tenant=query.tenant,
+        reject_if_busy=query.reject_if_busy,
+        traceparent=trace.traceparent(),
+    )
+
+
+def _priority_to_wire(priority: int) -> pb.Priority.ValueType:
+    if priority == 0:
+        return pb.PRIORITY_DEFAULT
+    return pb.PRIORITY_INTERACTIVE if priority > 0 else pb.PRIORITY_BATCH
+
+
+def placement_from_wire(response: pb.RouteResponse) -> Placement:
+    """Where it goes."""
+    return Placement(
+        decode=wire.address_from_wire(response.decode),
+        prefill=wire.address_from_wire(response.prefill) if response.HasField("prefill") else None,
+        forecast=Forecast(
+            response.predicted_ttft_ms,
+            response.predicted_itl_ms,
+            response.predicted_cached_tokens,
+            response.waited_ms,
+        ),
+    )

