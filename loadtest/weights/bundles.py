@@ -101,7 +101,7 @@ def measure(path: Path, scratch: Path, rounds: int) -> Result:
 
 
 def _unpack(path: Path) -> NDArray[np.uint8]:
-    with BundleFile(path) as bundle:
+    with BundleFile.map(path) as bundle:
         header = bundle.original_header()
         out = np.empty(bundle.header.original.size_bytes, np.uint8)
         out[: len(header)] = np.frombuffer(header, np.uint8)

@@ -12,6 +12,7 @@ import typer
 from weft.cli.bundles import app as bundles_app
 from weft.cli.keys import app as keys_app
 from weft.cli.machine import app as machine_app
+from weft.cli.up_command import DType, up
 
 app = typer.Typer(
     name="weft",
@@ -25,14 +26,6 @@ app.add_typer(machine_app)
 app.add_typer(bundles_app)
 
 
-class DType(StrEnum):
-    """--dtype."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
 class Role(StrEnum):
     """What a worker does."""
 
@@ -41,22 +34,7 @@ class Role(StrEnum):
     BOTH = "both"
 
 
-class Transport(StrEnum):
-    """--transport."""
-
-    AUTO = "auto"
-    MOONCAKE = "mooncake"
-    GRPC = "grpc"
-
-
-class LogLevel(StrEnum):
-    """--log-level."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
+app.command()(up)
 
 Url = Annotated[str | None, typer.Option(help="The gateway; default: the mesh that runs on this machine.")]
 
@@ -64,60 +42,6 @@ ApiKey = Annotated[str, typer.Option(envvar="WEFT_API_KEY", help="Where the mesh
 Model = Annotated[str, typer.Option(help="Whom to ask; default: the first that the gateway lists.")]
 Scheduler = Annotated[str, typer.Option(help="host:port; default: the mesh that runs on this machine.")]
 Worker = Annotated[str, typer.Argument(help="Its id, as `weft status` lists it.")]
-
-
-@app.command()
-def up(
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[NAME=]DIR",
-            help="Checkpoint directory; again for each further model. Default: WEFT_MODEL, else models/weft-nano.",
-        ),
-    ] = None,
-    name: Annotated[str, typer.Option(help="The only model's name in requests; default: its directory's.")] = "",
-    host: Annotated[
-        str, typer.Option(help="Where the gateway listens; 0.0.0.0 opens it to the network.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP.")] = 8000,
-    grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="Public gRPC.")] = 9000,
-    prefill: Annotated[int | None, typer.Option(min=0, max=64, help="Prefill workers of each model.  [1]")] = None,
-    decode: Annotated[int | None, typer.Option(min=0, max=64, help="Decode workers of each model.  [1]")] = None,
-    both: Annotated[int, typer.Option(min=0, max=64, help="Workers that do both; then the others need not be.")] = 0,
-    dtype: Annotated[DType, typer.Option(help="Of weights and KV cache; auto: bfloat16 on a GPU.")] = DType.AUTO,
-    transport: Annotated[Transport, typer.Option(help="Of KV blocks; auto: Mooncake, else gRPC.")] = Transport.AUTO,
-    threads: Annotated[int, typer.Option(min=0, help="torch threads a worker; 0 shares the cores.")] = 0,
-    keys: Annotated[str, typer.Option(envvar="WEFT_KEYS", help="API keys that are asked for; see `weft keys`.")] = "",
-    is_open: Annotated[bool, typer.Option("--open", help="Without keys, whoever may reach it.")] = False,
-    log_level: Annotated[LogLevel, typer.Option(help="Of all services.")] = LogLevel.INFO,
-) -> None:
-    """Start a whole mesh on this machine; Ctrl-C ends it."""
-    from weft.cli.mesh import MeshOptions
-    from weft.cli.up import UsageError, find_models
-    from weft.cli.up import up as run_up
-
-    try:
-        options = MeshOptions(
-            models=find_models(model or (), name),
-            host=host,
-            port=port,
-            grpc_port=grpc_port,
-            num_prefill=prefill if prefill is not None else int(not both),
-            num_decode=decode if decode is not None else int(not both),
-            num_both=both,
-            dtype=dtype,
-            transport=transport,
-            threads=threads,
-            keys=keys,
-            is_open=is_open,
-            has_tls=bool(os.environ.get("WEFT_TLS_CERT")),
-            log_level=log_level,
-        )
-        status = run_up(options)
-    except UsageError as error:
-        typer.secho(f"weft up: {error}", fg="red", err=True)
-        status = 2
-    raise typer.Exit(status)
 
 
 @app.command()

@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weft.cli.health import grpc_serves, http_answers, redis_answers
@@ -52,6 +52,8 @@ class MeshOptions:
     keys: str = ""
     is_open: bool = False
     has_tls: bool = False
+    weights_from: str = ""
+    weights_listen: str = ""
     log_level: str = "info"
     has_store: bool = True
 
@@ -151,8 +153,18 @@ def pick_addresses(options: MeshOptions) -> Addresses:
     names = options.workers
     ports = free_ports(6 + len(names))
     valkey, scheduler, kvstore, weights = (f"{LOOPBACK}:{port}" for port in ports[:4])
+    if options.weights_listen:
+        weights = _weights_address(options.weights_listen)
     workers = {name: f"{LOOPBACK}:{port}" for name, port in zip(names, ports[6:], strict=True)}
     return Addresses(valkey, scheduler, kvstore, weights, workers, master_port=ports[4], private_port=ports[5])
+
+
+def _weights_address(listen: str) -> str:
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal():
+        raise PortTaken(f"--weights-listen {listen}: expected HOST:PORT")
+    check_port(host, int(port), "--weights-listen")
+    return f"{reachable(host)}:{port}"
 
 
 def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
@@ -161,7 +173,7 @@ def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
     if options.has_store:
         own = {**_common(options, at), "WEFT_MASTER_PORT": str(at.master_port)}
         stores.append(_service("kvstore", at.kvstore, own))
-    stores.append(_service("weights", at.weights, _common(options, at), WORKER_START_SECONDS))
+    stores.append(_weights(options, at))
     workers = [
         _worker(options, at, name, model, options.worker_cpus(index))
         for index, (name, model) in enumerate(options.workers.items())
@@ -209,6 +221,14 @@ def _service(name: str, address: str, environ: Mapping[str, str], start_seconds:
 
 
 _ROLES = {"prefill": "prefill", "decode": "decode", "worker": "both"}
+
+
+def _weights(options: MeshOptions, at: Addresses) -> ChildSpec:
+    # reading is waiting: the number of threads has nothing to do with cores
+    own = {**_common(options, at), "WEFT_THREADS": "0", "WEFT_WEIGHTS_FROM": options.weights_from}
+    spec = _service("weights", at.weights, own, WORKER_START_SECONDS)
+    listen_host = options.weights_listen.rpartition(":")[0]
+    return replace(spec, environ={**spec.environ, "WEFT_HOST": listen_host}) if listen_host else spec
 
 
 def _worker(options: MeshOptions, at: Addresses, name: str, model: str, cpus: str) -> ChildSpec:

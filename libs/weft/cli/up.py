@@ -21,6 +21,8 @@ from weft.cli.mesh import HARMLESS, Addresses, MeshOptions, PortTaken, mesh_spec
 from weft.cli.record import MeshRecord, recorded
 from weft.cli.supervisor import ChildFailed, Supervisor
 from weft.config import ConfigError, is_loopback, read_models
+from weft.errors import BadCheckpoint
+from weft.weights.objects import is_url, local_model, with_local_model
 
 MOONCAKE_SECONDS = 30.0
 SHIPPED_MODEL = Path("models") / "weft-nano"
@@ -33,7 +35,8 @@ class UsageError(Exception):
 def find_models(given: Sequence[str], name: str = "") -> dict[str, Path]:
     """Checkpoint directories by served name; without any the one of WEFT_MODEL, else the shipped one.
 
-    Each is DIR or NAME=DIR. Raises UsageError when one is none, or two have one name.
+    Each is DIR or NAME=DIR; instead of DIR a URL, of which the small files are copied here. Raises UsageError when one
+    is none, or two have one name.
     """
     if name and len(given) > 1:
         raise UsageError("--name names one model; with several say --model NAME=DIR for each")
@@ -42,9 +45,9 @@ def find_models(given: Sequence[str], name: str = "") -> dict[str, Path]:
     models: dict[str, Path] = {}
     for text in given:
         served, equals, directory = text.partition("=")
-        if not equals or Path(text).is_dir():
+        if not equals or is_url(text) or Path(text).is_dir():
             served, directory = "", text
-        path = _checked(Path(directory), f"--model {text}")
+        path = _checked(directory, f"--model {text}")
         served = name or served or path.name
         if served in models:
             raise UsageError(f"two models are called {served!r}; tell them apart with --model NAME=DIR")
@@ -57,10 +60,11 @@ def find_models(given: Sequence[str], name: str = "") -> dict[str, Path]:
 def _usual_models(name: str) -> dict[str, Path]:
     if setting := os.environ.get("WEFT_MODEL"):
         try:
+            setting = with_local_model({"WEFT_MODEL": setting})["WEFT_MODEL"]
             models = read_models(setting, name or os.environ.get("WEFT_MODEL_NAME", ""))
-        except ConfigError as error:
+        except (ConfigError, BadCheckpoint) as error:
             raise UsageError(str(error)) from error
-        return {served: _checked(path, f"WEFT_MODEL={path}") for served, path in models.items()}
+        return {served: _checked(str(path), f"WEFT_MODEL={path}") for served, path in models.items()}
     # in a checkout the shipped model lies beside libs/
     for candidate in (Path(__file__).resolve().parents[3] / SHIPPED_MODEL, Path.cwd() / SHIPPED_MODEL):
         if (candidate / "config.json").is_file():
@@ -68,7 +72,11 @@ def _usual_models(name: str) -> dict[str, Path]:
     raise UsageError(f"no model: {SHIPPED_MODEL} is not here; name a checkpoint directory with --model")
 
 
-def _checked(path: Path, given: str) -> Path:
+def _checked(place: str, given: str) -> Path:
+    try:
+        path = local_model(place) if is_url(place) else Path(place)
+    except BadCheckpoint as error:
+        raise UsageError(str(error)) from error
     if (path / "config.json").is_file():
         return path.resolve()
     what = "has no config.json" if path.is_dir() else "is no directory"

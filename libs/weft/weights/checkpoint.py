@@ -1,5 +1,6 @@
-"""A Hugging Face checkpoint directory, checked against the architecture it claims to be. Reads headers, never data.
+"""A Hugging Face checkpoint, checked against the architecture it claims to be. Reads headers, never data.
 
+Its small files lie in a directory; its weights lie there too, or in the object store that the directory was made from.
 Where a safetensors file is missing and a bundle file of its name is there, that is read instead.
 
 Only safetensors: pickled weights can run code when they are opened, so they are refused.
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,22 @@ from typing import Any
 from weft.errors import BadCheckpoint
 from weft.model.config import ModelConfig, expected_tensors, is_ignored, read_config
 from weft.model.quantization import stored_dtypes
-from weft.weights.bundle.layout import SUFFIX, read_bundle_header
-from weft.weights.header import TensorEntry, read_header
+from weft.weights.blobs import WeightsFile
+from weft.weights.bundle.layout import SUFFIX, bundle_header_of
+from weft.weights.header import TensorEntry, header_of
+from weft.weights.objects import origin_of
+from weft.weights.origin import Origin
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
     """A tensor that the model needs and the file it lies in."""
 
-    path: Path
+    file: WeightsFile
     entry: TensorEntry
 
 
@@ -38,7 +42,7 @@ class Checkpoint:
     """Everything needed to read the weights.
 
     `config_json` is config.json with the end tokens of generation_config.json, the file that chat tuning updates.
-    `source_id` changes when a file's size or modification time does; `directory_id` names the directory alone.
+    `source_id` changes when a file is written anew; `directory_id` names the directory alone.
     """
 
     directory: Path
@@ -59,33 +63,34 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     if not directory.is_dir():
         raise BadCheckpoint(f"{directory}: no such directory")
     config = read_config(directory)
-    found = _find_tensors(directory)
-    tensors = _select(directory, config, found)
-    paths = sorted({source.path for source in tensors})
-    return Checkpoint(
-        directory, _served_config(directory, config), tensors, _digest([str(directory)]), _source_id(directory, paths)
-    )
+    tensors = _select(directory, config, _find_tensors(directory, origin_of(directory)))
+    files = {tensor.file.name: tensor.file for tensor in tensors}
+    parts = [str(directory)]
+    for name in sorted(files):
+        parts += [name, *files[name].stamp()]
+    return Checkpoint(directory, _served_config(directory, config), tensors, _digest([str(directory)]), _digest(parts))
 
 
-def _find_tensors(directory: Path) -> dict[str, TensorSource]:
-    if (single := _weights_file(directory / SINGLE_FILE)).exists():
-        return _read_files([single])
-    if (directory / INDEX_FILE).exists():
-        return _read_shards(directory)
-    pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in directory.glob(pattern))
+def _find_tensors(directory: Path, origin: Origin) -> dict[str, TensorSource]:
+    names = origin.names()
+    if (single := _stored_name(SINGLE_FILE, names)) in names:
+        return _read_files([origin.file(single)])
+    if INDEX_FILE in names:
+        return _read_shards(directory / INDEX_FILE, origin)
+    pickles = sorted(name for name in names if Path(name).suffix in PICKLE_SUFFIXES)
     if pickles:
         raise BadCheckpoint(
-            f"{directory / pickles[0]}: pickled weights can run code and are not read; convert them to {SINGLE_FILE}"
+            f"{origin.file(pickles[0])}: pickled weights can run code and are not read; convert them to {SINGLE_FILE}"
         )
-    raise BadCheckpoint(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+    raise BadCheckpoint(f"{origin}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
 
 
-def _read_shards(directory: Path) -> dict[str, TensorSource]:
-    index = directory / INDEX_FILE
+def _read_shards(index: Path, origin: Origin) -> dict[str, TensorSource]:
     weight_map = _read_weight_map(index)
-    tensors = _read_files([_weights_file(directory / name) for name in sorted(set(weight_map.values()))])
+    names = origin.names()
+    tensors = _read_files([origin.file(_stored_name(name, names)) for name in sorted(set(weight_map.values()))])
     for name, file in weight_map.items():
-        if name not in tensors or tensors[name].path.stem != Path(file).stem:
+        if name not in tensors or Path(tensors[name].file.name).stem != Path(file).stem:
             raise BadCheckpoint(f"{index}: tensor {name} is not in {file}")
     return tensors
 
@@ -104,25 +109,26 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_files(paths: Sequence[Path]) -> dict[str, TensorSource]:
+def _read_files(files: Sequence[WeightsFile]) -> dict[str, TensorSource]:
     tensors: dict[str, TensorSource] = {}
-    for path in paths:
-        for entry in _entries(path):
+    for file in files:
+        for entry in _entries(file):
             if entry.name in tensors:
-                raise BadCheckpoint(f"{path}: tensor {entry.name} is in {tensors[entry.name].path.name} as well")
-            tensors[entry.name] = TensorSource(path, entry)
+                raise BadCheckpoint(f"{file}: tensor {entry.name} is in {tensors[entry.name].file.name} as well")
+            tensors[entry.name] = TensorSource(file, entry)
     return tensors
 
 
-def _weights_file(path: Path) -> Path:
-    bundle = path.with_suffix(SUFFIX)
-    return bundle if bundle.exists() and not path.exists() else path
+def _stored_name(name: str, names: Set[str]) -> str:
+    bundle = Path(name).stem + SUFFIX
+    return bundle if bundle in names and name not in names else name
 
 
-def _entries(path: Path) -> Sequence[TensorEntry]:
-    if path.suffix == SUFFIX:
-        return [tensor.entry() for tensor in read_bundle_header(path).tensors]
-    return read_header(path).tensors
+def _entries(file: WeightsFile) -> Sequence[TensorEntry]:
+    with file.open(cached=True) as blob:
+        if file.name.endswith(SUFFIX):
+            return [tensor.entry() for tensor in bundle_header_of(str(file), blob).tensors]
+        return header_of(str(file), blob).tensors
 
 
 def _select(directory: Path, config: ModelConfig, found: dict[str, TensorSource]) -> tuple[TensorSource, ...]:
@@ -134,13 +140,13 @@ def _select(directory: Path, config: ModelConfig, found: dict[str, TensorSource]
             raise BadCheckpoint(f"{directory}: tensor {name} is missing")
         if source.entry.shape != shape:
             raise BadCheckpoint(
-                f"{source.path}: tensor {name} has shape {list(source.entry.shape)}, config.json asks for {list(shape)}"
+                f"{source.file}: tensor {name} has shape {list(source.entry.shape)}, config.json asks for {list(shape)}"
             )
         if source.entry.dtype not in stored_dtypes(name, expected):
-            raise BadCheckpoint(f"{source.path}: tensor {name} has dtype {source.entry.dtype}, not a weight's")
+            raise BadCheckpoint(f"{source.file}: tensor {name} has dtype {source.entry.dtype}, not a weight's")
     for name, source in found.items():
         if name not in expected and not is_ignored(name, config):
-            raise BadCheckpoint(f"{source.path}: tensor {name} is not part of a {config.architecture}")
+            raise BadCheckpoint(f"{source.file}: tensor {name} is not part of a {config.architecture}")
     return tuple(found[name] for name in expected)
 
 
@@ -149,14 +155,6 @@ def _served_config(directory: Path, config: ModelConfig) -> str:
     if config.eos_token_ids:
         fields["eos_token_id"] = list(config.eos_token_ids)
     return json.dumps(fields)
-
-
-def _source_id(directory: Path, paths: Sequence[Path]) -> str:
-    parts = [str(directory)]
-    for path in paths:
-        stat = path.stat()
-        parts += [path.name, str(stat.st_size), str(stat.st_mtime_ns)]
-    return _digest(parts)
 
 
 def _digest(parts: Sequence[str]) -> str:

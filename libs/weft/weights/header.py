@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
+from weft.weights.blobs import Blob, FileBlob, Scratch
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+FIRST_BYTES = 64 * 1024  # most headers are shorter: of a remote file, one request instead of two
 ALIGNMENT_BYTES = 64
 DTYPE_BYTES = {
     "F64": 8,
@@ -52,23 +53,23 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """Read a file's header and check it against the file's size. Raises BadCheckpoint naming the file and tensor."""
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            prefix = file.read(LENGTH_BYTES)
-            length = int.from_bytes(prefix, "little")
-            if len(prefix) < LENGTH_BYTES or LENGTH_BYTES + length > size:
-                raise BadCheckpoint(
-                    f"{path}: truncated: the header needs {LENGTH_BYTES + length} bytes, the file has {size}"
-                )
-            if length > MAX_HEADER_BYTES:
-                raise BadCheckpoint(f"{path}: a header of {length} bytes is not a safetensors header")
-            raw = file.read(length)
-    except FileNotFoundError:
-        raise BadCheckpoint(f"{path}: no such file") from None
-    except OSError as error:
-        raise BadCheckpoint(f"{path}: not readable: {error.strerror}") from error
-    return _parse(path, raw, data_start=LENGTH_BYTES + length, file_size=size)
+    with FileBlob(path, direct=False) as blob:
+        return header_of(str(path), blob)
+
+
+def header_of(path: str, blob: Blob) -> Header:
+    """The same of an open file that errors shall call `path`."""
+    scratch, size = Scratch(), blob.size_bytes
+    raw = bytes(blob.read(0, min(size, FIRST_BYTES), scratch))
+    length = int.from_bytes(raw[:LENGTH_BYTES], "little")
+    end = LENGTH_BYTES + length
+    if size < LENGTH_BYTES or end > size:
+        raise BadCheckpoint(f"{path}: truncated: the header needs {end} bytes, the file has {size}")
+    if length > MAX_HEADER_BYTES:
+        raise BadCheckpoint(f"{path}: a header of {length} bytes is not a safetensors header")
+    if end > len(raw):
+        raw += bytes(blob.read(len(raw), end - len(raw), scratch))
+    return _parse(path, raw[LENGTH_BYTES:end], data_start=end, file_size=size)
 
 
 def header_bytes(tensors: Sequence[TensorEntry], metadata: dict[str, str]) -> bytes:
@@ -84,7 +85,7 @@ def header_bytes(tensors: Sequence[TensorEntry], metadata: dict[str, str]) -> by
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def _parse(path: Path, raw: bytes, data_start: int, file_size: int) -> Header:
+def _parse(path: str, raw: bytes, data_start: int, file_size: int) -> Header:
     try:
         fields = json.loads(raw, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -107,7 +108,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
+def _entry(path: str, name: str, value: Any, data_start: int) -> TensorEntry:
     where = f"{path}: tensor {name}"
     if not isinstance(value, dict):
         raise BadCheckpoint(f"{where}: not a JSON object")
@@ -131,7 +132,7 @@ def _is_counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
 
 
-def _check_layout(path: Path, tensors: Sequence[TensorEntry], data_start: int, file_size: int) -> None:
+def _check_layout(path: str, tensors: Sequence[TensorEntry], data_start: int, file_size: int) -> None:
     """Data must fill the file exactly, each byte belonging to one tensor."""
     position = data_start
     for tensor in tensors:

@@ -7,30 +7,24 @@ Whoever serves it holds a shared lock on it; only an image that nobody else hold
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 import logging
-import mmap
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import BadCheckpoint, NotFound, Overloaded
-from weft.weights.checkpoint import Checkpoint, TensorSource
-from weft.weights.header import DTYPE_BYTES, TensorEntry, header_bytes, read_header
-from weft.weights.source import open_source
+from weft.weights.checkpoint import Checkpoint
+from weft.weights.header import TensorEntry, read_header
+from weft.weights.layout import FORMAT, LEAF_BYTES, image_layout, num_pieces, root_hash
+from weft.weights.load import Report, RunReader, files_reader, fill, free_bytes, write_all
 
 logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
-FORMAT = "weft-image-1"
-PIECE_BYTES = 16 * 1024 * 1024  # read, hashed and reported at once; the leaves of the hash tree
+Around = Callable[[RunReader], RunReader]
 _NAME = re.compile(r"weft-weights-[0-9a-f]{16}-[0-9a-f]{16}\.safetensors")
-
-Report = Callable[[int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,23 +97,19 @@ def remove_stale(checkpoint: Checkpoint) -> list[str]:
     return removed
 
 
-def write_image(checkpoint: Checkpoint, report: Report, num_threads: int) -> Image:
-    """Read the checkpoint into a new image and publish it.
+def write_image(checkpoint: Checkpoint, report: Report, num_threads: int, around: Around | None = None) -> Image:
+    """Read the checkpoint into a new image and publish it; `around` may put another reader before that of the files.
 
     `report(num_bytes, file)` is called from reading threads after every piece; what it raises ends the reading.
     Raises BadCheckpoint when a file changes underneath, Overloaded when shared memory is too small.
     """
-    # largest elements first: every tensor is aligned without a gap
-    tensors = sorted(checkpoint.tensors, key=lambda each: (-DTYPE_BYTES[each.entry.dtype], each.entry.name))
-    entries = [tensor.entry for tensor in tensors]
-    name = image_name(checkpoint)
-    start = len(header_bytes(entries, _metadata("0" * 64)))
-    size = start + checkpoint.total_bytes
+    layout = image_layout(checkpoint)
+    name, size = image_name(checkpoint), layout.size_bytes
     with _partial_file(name, size) as (fd, partial):
-        with mmap.mmap(fd, size) as memory:
-            leaves = _fill(memory, start, tensors, report, num_threads)
-            weights_hash = _root_hash(entries, leaves)
-            memory[:start] = header_bytes(entries, _metadata(weights_hash))
+        with files_reader(layout) as read:
+            leaves = fill(fd, layout, around(read) if around else read, report, num_threads)
+        weights_hash = root_hash(layout.entries, leaves)
+        write_all(fd, layout.header(weights_hash, leaves), 0)
         fcntl.flock(fd, fcntl.LOCK_SH)
         try:
             os.link(partial, image_path(name))
@@ -131,15 +121,23 @@ def write_image(checkpoint: Checkpoint, report: Report, num_threads: int) -> Ima
         return Image(name, size, weights_hash, os.dup(fd))
 
 
+def image_content(image: Image) -> tuple[tuple[TensorEntry, ...], dict[str, bytes]]:
+    """Its tensors, and the digests of each one's pieces one after another. Raises BadCheckpoint."""
+    header = read_header(image.path)
+    digests = bytes.fromhex(header.metadata["leaves"])
+    leaves, done = {}, 0
+    for entry in header.tensors:
+        size = LEAF_BYTES * num_pieces(entry)
+        leaves[entry.name] = digests[done : done + size]
+        done += size
+    return header.tensors, leaves
+
+
 def _read_hash(path: Path) -> str:
     metadata = read_header(path).metadata
     if metadata.get("format") != FORMAT or not metadata.get("weights_hash"):
         raise BadCheckpoint(f"{path}: not of format {FORMAT}")
     return metadata["weights_hash"]
-
-
-def _metadata(weights_hash: str) -> dict[str, str]:
-    return {"format": FORMAT, "weights_hash": weights_hash}
 
 
 @contextmanager
@@ -150,57 +148,13 @@ def _partial_file(name: str, size: int) -> Iterator[tuple[int, Path]]:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        try:
-            os.posix_fallocate(fd, 0, size)
-        except OSError as error:
-            free = os.statvfs(SHARED_MEMORY).f_bavail * os.statvfs(SHARED_MEMORY).f_frsize
-            raise Overloaded(f"{SHARED_MEMORY}: {error.strerror}: {size} bytes needed, {free} free") from error
+        if (free := free_bytes(SHARED_MEMORY)) < size:
+            raise Overloaded(f"{SHARED_MEMORY}: no room: {size} bytes needed, {free} free")
+        os.truncate(fd, size)
         yield fd, path
     finally:
         path.unlink(missing_ok=True)
         os.close(fd)
-
-
-def _fill(
-    memory: mmap.mmap, start: int, tensors: Sequence[TensorSource], report: Report, num_threads: int
-) -> list[list[bytes]]:
-    """Read every tensor to its place, piece by piece; returns the digests of each one's pieces."""
-    with ExitStack() as stack:
-        paths = sorted({tensor.path for tensor in tensors})
-        sources = {path: stack.enter_context(open_source(path)) for path in paths}
-        view = stack.enter_context(memoryview(memory))
-        threads = stack.enter_context(ThreadPoolExecutor(num_threads, thread_name_prefix="weights"))
-        # a failed piece must not leave the others reading
-        stack.callback(threads.shutdown, cancel_futures=True)
-
-        def read(tensor: TensorSource, first: int, place: int) -> bytes:
-            size = min(PIECE_BYTES, tensor.entry.size_bytes - first)
-            with view[place + first : place + first + size] as piece:
-                sources[tensor.path].read_piece(tensor, first, piece)
-                digest = hashlib.blake2b(piece, digest_size=32).digest()
-            report(size, tensor.path.name)
-            return digest
-
-        pieces = []
-        place = start
-        for tensor in tensors:
-            firsts = range(0, tensor.entry.size_bytes, PIECE_BYTES)
-            pieces.append([threads.submit(read, tensor, first, place) for first in firsts])
-            place += tensor.entry.size_bytes
-        return [[piece.result() for piece in row] for row in pieces]
-
-
-def _root_hash(entries: Sequence[TensorEntry], leaves: Sequence[Sequence[bytes]]) -> str:
-    """BLAKE2b over name, dtype, shape and the BLAKE2b of every 16 MiB piece of each tensor, in the order of names.
-
-    A tree, so that the reading threads share the work: one thread hashes about 1 GB/s.
-    """
-    root = hashlib.blake2b(digest_size=32, person=b"weft-weights")
-    for entry, pieces in sorted(zip(entries, leaves, strict=True), key=lambda pair: pair[0].name):
-        root.update(json.dumps([entry.name, entry.dtype, entry.shape, len(pieces)]).encode())
-        for piece in pieces:
-            root.update(piece)
-    return root.hexdigest()
 
 
 def _remove_unheld(path: Path) -> bool:

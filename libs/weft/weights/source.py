@@ -1,27 +1,34 @@
-"""Where tensor bytes come from: a safetensors file as it is, or a bundle file, decoded on the way."""
+"""Where the bytes of a run come from: a safetensors file as it is, or a bundle file, decoded on the way."""
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
 from weft.errors import BadCheckpoint
+from weft.weights.blobs import Blob, Scratch, WeightsFile
 from weft.weights.bundle.layout import SUFFIX
 from weft.weights.bundle.unpack import BundleFile
-from weft.weights.checkpoint import TensorSource
+from weft.weights.layout import Run
+
+
+class ReadingMemory:
+    """What one reading thread needs: memory for stored bytes, and for decoded ones."""
+
+    def __init__(self) -> None:
+        self.stored = Scratch()
+        self.decoded = Scratch()
 
 
 class Source(ABC):
-    """An open file of tensors. Threads may read from it at the same time."""
+    """An open file of tensors. Threads may read from it at the same time, each with memory of its own."""
 
     @abstractmethod
-    def read_piece(self, tensor: TensorSource, first: int, target: memoryview) -> None:
-        """Fill `target` from byte `first` of the tensor. Raises BadCheckpoint naming what is wrong."""
+    def read(self, run: Run, memory: ReadingMemory) -> memoryview:
+        """The run's bytes; they last until the next read. Raises BadCheckpoint naming what is wrong."""
 
     @abstractmethod
     def close(self) -> None:
@@ -36,48 +43,48 @@ class Source(ABC):
         self.close()
 
 
-def open_source(path: Path) -> Source:
-    """By the file's name. Raises BadCheckpoint, OSError."""
-    return BundleSource(path) if path.suffix == SUFFIX else PlainSource(path)
+def open_source(file: WeightsFile) -> Source:
+    """By the file's name. Raises BadCheckpoint."""
+    blob = file.open()
+    if not file.name.endswith(SUFFIX):
+        return PlainSource(blob)
+    try:
+        return BundleSource(BundleFile(str(file), blob))
+    except BadCheckpoint:
+        blob.close()
+        raise
 
 
 class PlainSource(Source):
     """A safetensors file."""
 
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, blob: Blob) -> None:
+        self._blob = blob
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._blob.close()
 
-    def read_piece(self, tensor: TensorSource, first: int, target: memoryview) -> None:
-        done = 0
-        while done < len(target):
-            try:
-                count = os.preadv(self._fd, [target[done:]], tensor.entry.offset + first + done)
-            except OSError as error:
-                raise BadCheckpoint(f"{tensor.path}: tensor {tensor.entry.name}: {error.strerror}") from error
-            if count == 0:
-                raise BadCheckpoint(f"{tensor.path}: truncated while tensor {tensor.entry.name} was read")
-            done += count
+    def read(self, run: Run, memory: ReadingMemory) -> memoryview:
+        try:
+            return self._blob.read(run.parts[0].offset, run.size, memory.stored)
+        except BadCheckpoint as error:
+            raise BadCheckpoint(f"{error} (tensor {run.parts[0].entry.name})") from error
 
 
 class BundleSource(Source):
     """A bundle file; every chunk is checked as it is decoded."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises BadCheckpoint."""
-        self._bundle = BundleFile(path)
+    def __init__(self, bundle: BundleFile) -> None:
+        self._bundle = bundle
 
     def close(self) -> None:
         self._bundle.close()
 
-    def read_piece(self, tensor: TensorSource, first: int, target: memoryview) -> None:
-        try:
-            self._bundle.read_into(tensor.entry.name, first, np.frombuffer(target, np.uint8))
-        except BadCheckpoint as error:
-            damage = str(error)
-        else:
-            return
-        # Raised anew: the first one's traceback would hold on to the caller's memory.
-        raise BadCheckpoint(damage)
+    def read(self, run: Run, memory: ReadingMemory) -> memoryview:
+        target = memory.decoded.take(run.size)
+        done = 0
+        for part in run.parts:
+            out = np.frombuffer(target[done : done + part.size], np.uint8)
+            self._bundle.read_into(part.entry.name, part.first, out, memory.stored)
+            done += part.size
+        return target

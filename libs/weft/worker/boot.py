@@ -106,8 +106,7 @@ async def _follow_load(
         async for response in call:
             patience.reschedule(loop.time() + WEIGHTS_WAIT_SECONDS)
             if response.WhichOneof("event") == "ready":
-                source = "disk" if response.ready.read_from_disk else "shared memory"
-                logger.info("weights: %.1f MiB from %s", response.ready.size_bytes / 2**20, source)
+                logger.info("weights: %.1f MiB from %s", response.ready.size_bytes / 2**20, response.ready.source)
                 return response.ready
             if loop.time() - told_at >= 1.0:
                 told_at = loop.time()

@@ -7,9 +7,11 @@ from weft import log, metrics
 from weft.config import ConfigError, describe, read_config
 from weft.errors import Overloaded
 from weft.rpc.server import RpcServer, run, until_signal
+from weft.weights.objects import with_local_model
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
 from weft_services.weights.config import Config
 from weft_services.weights.fetch import WeightLoader
+from weft_services.weights.peers import WeightsPeer
 from weft_services.weights.service import SERVICE_NAME, WeightServicer
 
 
@@ -17,7 +19,11 @@ async def serve(config: Config) -> None:
     """Load before being asked, then answer until cancelled."""
     rpc = RpcServer([SERVICE_NAME])
     async with asyncio.TaskGroup() as tasks:
-        loaders = {name: WeightLoader(path, config.num_readers, tasks) for name, path in config.models.items()}
+        peers = {name: WeightsPeer(config.weights_from, name) for name in config.models if config.weights_from}
+        loaders = {
+            name: WeightLoader(path, config.num_readers(path), tasks, peers.get(name))
+            for name, path in config.models.items()
+        }
         pb2_grpc.add_WeightServiceServicer_to_server(WeightServicer(loaders), rpc.server)
         address = await rpc.start(config.host, config.port)
         logging.info("listening at=%s metrics=%d", address, metrics.expose(config.host, config.metrics_port))
@@ -30,6 +36,8 @@ async def serve(config: Config) -> None:
             await rpc.stop(grace_seconds=0.5)
             for loader in loaders.values():
                 loader.release()
+            for peer in peers.values():
+                await peer.close()
 
 
 async def _preload(name: str, loader: WeightLoader) -> None:
@@ -42,7 +50,7 @@ async def _preload(name: str, loader: WeightLoader) -> None:
 
 async def main() -> None:
     """Until SIGTERM or SIGINT."""
-    config = read_config(Config)
+    config = read_config(Config, with_local_model())
     logging.info(describe(config))
     await until_signal(serve(config))
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from weft.config import ConfigError, read_models
+from weft.weights.objects import is_remote
 
-MAX_READERS = 8  # more readers than this gain nothing from one disk
+REMOTE_READERS = 24  # an object store answers each request late, and many at a time
+READERS = 8  # whatever the cores: they wait for the disk most of the time, and more gain nothing from one
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`model` is a Hugging Face checkpoint directory, or NAME=DIR,NAME=DIR; `threads` read it, 0 = one per core, at
-    most 8."""
+    """`model` is a Hugging Face checkpoint directory, or NAME=DIR,NAME=DIR; `threads` read each, 0 = 8 of them, 24 from
+    an object store.
+
+    `weights_from` is the weights service of another node that may hold the model in memory already.
+    """
 
     model: str
     model_name: str = ""
@@ -22,10 +26,13 @@ class Config:
     port: int = 0
     metrics_port: int = 0
     threads: int = 0
+    weights_from: str = ""
 
     def __post_init__(self) -> None:
         if self.threads < 0:
             raise ConfigError(f"WEFT_THREADS={self.threads}: expected 0 or more")
+        if self.weights_from and ":" not in self.weights_from:
+            raise ConfigError(f"WEFT_WEIGHTS_FROM={self.weights_from!r}: expected host:port")
         read_models(self.model, self.model_name)
 
     @property
@@ -33,7 +40,6 @@ class Config:
         """Checkpoint directories, by the models' names in requests."""
         return read_models(self.model, self.model_name)
 
-    @property
-    def num_readers(self) -> int:
-        """Reading threads."""
-        return self.threads or min(MAX_READERS, os.cpu_count() or 1)
+    def num_readers(self, directory: Path) -> int:
+        """Threads that read this model."""
+        return self.threads or (REMOTE_READERS if is_remote(directory) else READERS)

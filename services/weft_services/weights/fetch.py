@@ -9,12 +9,16 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weft.errors import Cancelled, WeftError
+from weft.errors import Cancelled, Incompatible, WeftError
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
-from weft.weights.image import Image, find_image, remove_stale, write_image
+from weft.weights.image import Around, Image, find_image, remove_stale, write_image
+from weft.weights.layout import image_layout
+from weft.weights.load import PeerFirst, RunReader
+from weft_services.weights.peers import PeerImage, WeightsPeer
 
 logger = logging.getLogger(__name__)
 PROGRESS_SECONDS = 0.1
+FILES, MEMORY = "files", "memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +36,26 @@ class Loaded:
 
     image: Image
     config_json: str
-    read_from_disk: bool
+    source: str
+
+    @property
+    def read_from_disk(self) -> bool:
+        """Has its maker read the checkpoint's files for it."""
+        return self.source == FILES
 
 
 class WeightLoader:
-    """One model of one node. `tasks` outlives every load; a caller that leaves does not end the reading for others."""
+    """One model of one node. `tasks` outlives every load; a caller that leaves does not end the reading for others.
 
-    def __init__(self, directory: Path, num_readers: int, tasks: asyncio.TaskGroup) -> None:
+    `peer` is asked first, where there is one; whatever it cannot give comes from the checkpoint's files.
+    """
+
+    def __init__(
+        self, directory: Path, num_readers: int, tasks: asyncio.TaskGroup, peer: WeightsPeer | None = None
+    ) -> None:
         self._directory = directory
         self._num_readers = num_readers
+        self._peer = peer
         self._tasks = tasks
         self._loaded: Loaded | None = None
         self._flight: asyncio.Task[Loaded | WeftError] | None = None
@@ -51,7 +66,7 @@ class WeightLoader:
     async def load(self) -> AsyncIterator[Progress | Loaded]:
         """Progress while it is read, Loaded last. Raises BadCheckpoint, or Overloaded when shared memory is full."""
         if self._loaded is not None and self._loaded.image.is_linked():
-            yield replace(self._loaded, read_from_disk=False)
+            yield replace(self._loaded, source=MEMORY)
             return
         if self._flight is None or self._flight.done():
             self._flight = self._tasks.create_task(self._fetch())
@@ -64,6 +79,11 @@ class WeightLoader:
         if isinstance(outcome, WeftError):
             raise outcome
         yield outcome
+
+    @property
+    def image(self) -> Image | None:
+        """What is held now."""
+        return self._loaded.image if self._loaded else None
 
     def release(self) -> None:
         """Let go of the image; the last holder removes it."""
@@ -78,24 +98,47 @@ class WeightLoader:
             for name in await asyncio.to_thread(remove_stale, checkpoint):
                 logger.info("removed a stale image %s", name)
             found = find_image(checkpoint)
-            image = found or await self._read(checkpoint)
+            image, source = (found, MEMORY) if found else await self._read(checkpoint)
         except WeftError as error:
             return error
         self.release()
-        self._loaded = Loaded(image, checkpoint.config_json, read_from_disk=found is None)
+        self._loaded = Loaded(image, checkpoint.config_json, source)
         logger.info(
-            "weights %s image=%s size_bytes=%d hash=%s",
-            "found in memory" if found else "read from disk",
-            image.name,
-            image.size_bytes,
-            image.weights_hash,
+            "weights from %s image=%s size_bytes=%d hash=%s",
+            *(source, image.name, image.size_bytes, image.weights_hash),
         )
         return self._loaded
 
-    async def _read(self, checkpoint: Checkpoint) -> Image:
+    async def _read(self, checkpoint: Checkpoint) -> tuple[Image, str]:
+        """The image and where it came from."""
+        peer = self._peer
+        theirs = await self._describe(peer, checkpoint) if peer else None
+        if peer is not None and theirs is not None:
+            readers: list[PeerFirst] = []
+
+            def around(files: RunReader) -> RunReader:
+                readers.append(PeerFirst(peer.reader(theirs), theirs.leaves, files))
+                return readers[0]
+
+            try:
+                image = await self._write(checkpoint, around)
+            except Incompatible as error:
+                logger.warning("%s holds other weights than %s: %s", peer.address, self._directory, error)
+            else:
+                return image, FILES if readers[0].trouble else peer.address
+        return await self._write(checkpoint, None), FILES
+
+    async def _describe(self, peer: WeightsPeer, checkpoint: Checkpoint) -> PeerImage | None:
+        try:
+            return await peer.describe(image_layout(checkpoint))
+        except WeftError as error:
+            logger.warning("weights do not come from %s: %s", peer.address, error)
+            return None
+
+    async def _write(self, checkpoint: Checkpoint, around: Around | None) -> Image:
         self._progress = Progress(0, checkpoint.total_bytes, "")
         loop = asyncio.get_running_loop()
-        reading = loop.run_in_executor(None, write_image, checkpoint, self._report, self._num_readers)
+        reading = loop.run_in_executor(None, write_image, checkpoint, self._report, self._num_readers, around)
         try:
             return await asyncio.shield(reading)
         except asyncio.CancelledError:

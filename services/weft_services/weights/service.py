@@ -6,26 +6,26 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from weft.errors import NotFound
+from weft.weights.layout import PIECE_BYTES
 from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
 from weft_services.weights.fetch import Progress, WeightLoader
+from weft_services.weights.lending import Lender, Slice
 
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["WeightService"].full_name
 
 
 class WeightServicer(pb2_grpc.WeightServiceServicer):
-    """Serves each model by its own loader."""
+    """Serves each model by its own loader, and lends what they hold."""
 
     def __init__(self, loaders: Mapping[str, WeightLoader]) -> None:
         self._loaders = loaders
+        self._lenders = {name: Lender(loader) for name, loader in loaders.items()}
 
     async def Load(self, request: pb2.LoadRequest, context: Any) -> AsyncIterator[pb2.LoadResponse]:
         """Progress first, the ready message last."""
-        loader = self._loaders.get(request.model)
-        if loader is None:
-            names = ", ".join(map(repr, self._loaders))
-            raise NotFound(f"no model {request.model!r} here; this service holds {names}")
-        async for event in loader.load():
+        self._check(request.model)
+        async for event in self._loaders[request.model].load():
             if isinstance(event, Progress):
                 progress = pb2.LoadProgress(read_bytes=event.read_bytes, total_bytes=event.total_bytes, file=event.file)
                 yield pb2.LoadResponse(progress=progress)
@@ -36,5 +36,28 @@ class WeightServicer(pb2_grpc.WeightServiceServicer):
                     weights_hash=event.image.weights_hash,
                     config_json=event.config_json,
                     read_from_disk=event.read_from_disk,
+                    source=event.source,
                 )
                 yield pb2.LoadResponse(ready=ready)
+
+    async def DescribeImage(self, request: pb2.DescribeImageRequest, context: Any) -> pb2.DescribeImageResponse:
+        """For another node that wants to read it."""
+        self._check(request.model)
+        held = await self._lenders[request.model].holding()
+        tensors = [
+            pb2.ImageTensor(name=name, dtype=entry.dtype, shape=entry.shape, leaves=held.leaves[name])
+            for name, entry in held.entries.items()
+        ]
+        return pb2.DescribeImageResponse(weights_hash=held.image.weights_hash, piece_bytes=PIECE_BYTES, tensors=tensors)
+
+    async def ReadImage(self, request: pb2.ReadImageRequest, context: Any) -> AsyncIterator[pb2.ReadImageResponse]:
+        """Its bytes."""
+        self._check(request.model)
+        slices = [Slice(part.tensor, part.first, part.size) for part in request.parts]
+        async for data in self._lenders[request.model].read(request.weights_hash, slices):
+            yield pb2.ReadImageResponse(data=data)
+
+    def _check(self, model: str) -> None:
+        if model not in self._loaders:
+            names = ", ".join(map(repr, self._loaders))
+            raise NotFound(f"no model {model!r} here; this service holds {names}")

@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 
+from tests.services.weights.service import MODEL, PATIENCE_SECONDS, line_with, load, serving, start
 from tests.weft.weights.checkpoints import make_checkpoint
 from weft.errors import BadCheckpoint, NotFound
-from weft.rpc.client import open_channel, owned
-from weft.rpc.server import RpcServer
+from weft.rpc.client import owned
 from weft.weights import image as image_module
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.image import image_name
+from weft.weights.load import Report
 from weft.weights.shared import open_image
 from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
 from weft_services.weights import fetch
-from weft_services.weights.fetch import WeightLoader
-from weft_services.weights.service import SERVICE_NAME, WeightServicer
-
-MODEL = "tiny"
-PATIENCE_SECONDS = 20.0
 
 
 @pytest.fixture
@@ -43,29 +34,6 @@ def directory(tmp_path: Path) -> Iterator[Path]:
     for path in left:
         path.unlink()
     assert left == []
-
-
-@asynccontextmanager
-async def serving(directory: Path) -> AsyncIterator[grpc.aio.Channel]:
-    """The service and a channel to it."""
-    rpc = RpcServer([SERVICE_NAME])
-    async with asyncio.TaskGroup() as tasks:
-        loader = WeightLoader(directory, 2, tasks)
-        pb2_grpc.add_WeightServiceServicer_to_server(WeightServicer({MODEL: loader}), rpc.server)
-        address = await rpc.start("127.0.0.1", 0)
-        try:
-            async with open_channel(address) as channel:
-                yield channel
-        finally:
-            await rpc.stop(0)
-            loader.release()
-
-
-async def load(channel: grpc.aio.Channel, model: str = MODEL) -> list[pb2.LoadResponse]:
-    """Everything that one Load says."""
-    stub: pb2_grpc.WeightServiceAsyncStub = pb2_grpc.WeightServiceStub(channel)
-    async with owned(stub.Load(pb2.LoadRequest(model=model), timeout=PATIENCE_SECONDS)) as call:
-        return [response async for response in call]
 
 
 async def test_the_first_load_reads_and_the_next_finds(directory: Path) -> None:
@@ -85,7 +53,7 @@ async def test_loads_at_the_same_time_share_one_reading_and_all_see_progress(
     may_finish = threading.Event()
     num_reads = []
 
-    def slowly(checkpoint: Checkpoint, report: image_module.Report, num_threads: int) -> image_module.Image:
+    def slowly(checkpoint: Checkpoint, report: Report, num_threads: int, around: None) -> image_module.Image:
         num_reads.append(1)
         image = image_module.write_image(checkpoint, report, num_threads)
         assert may_finish.wait(PATIENCE_SECONDS)
@@ -122,7 +90,7 @@ async def test_a_caller_that_leaves_does_not_end_the_reading_for_others(
 ) -> None:
     began, may_finish = threading.Event(), threading.Event()
 
-    def slowly(checkpoint: Checkpoint, report: image_module.Report, num_threads: int) -> image_module.Image:
+    def slowly(checkpoint: Checkpoint, report: Report, num_threads: int, around: None) -> image_module.Image:
         began.set()
         assert may_finish.wait(PATIENCE_SECONDS)
         return image_module.write_image(checkpoint, report, num_threads)
@@ -143,7 +111,7 @@ async def test_a_stop_in_the_middle_of_the_reading_leaves_nothing(
 ) -> None:
     began, may_go_on = threading.Event(), threading.Event()
 
-    def slowly(checkpoint: Checkpoint, report: image_module.Report, num_threads: int) -> image_module.Image:
+    def slowly(checkpoint: Checkpoint, report: Report, num_threads: int, around: None) -> image_module.Image:
         def halting(num_bytes: int, file: str) -> None:
             began.set()
             assert may_go_on.wait(PATIENCE_SECONDS)
@@ -188,30 +156,14 @@ async def test_an_image_that_somebody_removed_is_read_again(directory: Path) -> 
         assert (await load(channel))[-1].ready.read_from_disk
 
 
-def start(directory: Path) -> subprocess.Popen[str]:
-    """The process."""
-    environment = {**os.environ, "WEFT_MODEL": str(directory), "WEFT_MODEL_NAME": MODEL, "WEFT_THREADS": "1"}
-    command = [sys.executable, "-m", "weft_services.weights"]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-
-
-def line_with(process: subprocess.Popen[str], words: str) -> str:
-    """Its next log line with these words."""
-    assert process.stderr is not None
-    for line in process.stderr:
-        if words in line:
-            return line
-    raise AssertionError(f"ended without a word of {words!r}")
-
-
 def test_a_killed_service_finds_its_image_again_and_a_stopped_one_leaves_nothing(directory: Path) -> None:
     path = image_module.SHARED_MEMORY / image_name(read_checkpoint(directory))
     with start(directory) as process:
-        line_with(process, "weights read from disk")
+        line_with(process, "weights from files")
         process.kill()
     assert path.exists()
     with start(directory) as process:
-        line_with(process, "weights found in memory")
+        line_with(process, "weights from memory")
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_SECONDS) == 0
     assert not path.exists()

@@ -20,6 +20,7 @@ from tests.weft.weights.checkpoints import (
 )
 from weft.errors import BadCheckpoint, NotFound, Overloaded
 from weft.weights import image as image_module
+from weft.weights import layout
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.header import ALIGNMENT_BYTES, read_header
 from weft.weights.image import Image, find_image, image_name, image_path, remove_stale, write_image
@@ -50,7 +51,7 @@ def write(checkpoint: Checkpoint) -> Image:
 def test_an_image_holds_every_tensor_bit_for_bit(
     tmp_path: Path, num_shards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(image_module, "PIECE_BYTES", 100)
+    monkeypatch.setattr(layout, "PIECE_BYTES", 100)
     tensors = make_checkpoint(tmp_path / "model", num_shards)
     progress: list[int] = []
     image = write_image(read_checkpoint(tmp_path / "model"), lambda size, _: progress.append(size), 3)
@@ -183,7 +184,7 @@ def test_a_file_that_shrinks_while_it_is_read_leaves_no_image(tmp_path: Path) ->
     make_checkpoint(tmp_path / "model")
     checkpoint = read_checkpoint(tmp_path / "model")
     os.truncate(tmp_path / "model" / "model.safetensors", 4000)
-    with pytest.raises(BadCheckpoint, match="truncated while tensor"):
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors: truncated: it ends before .* \(tensor model\."):
         write(checkpoint)
 
 
@@ -202,13 +203,22 @@ def test_reading_can_be_stopped_and_leaves_no_image(tmp_path: Path) -> None:
 
 def test_full_shared_memory_is_said_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path / "model")
+    checkpoint = read_checkpoint(tmp_path / "model")
+    monkeypatch.setattr(image_module, "free_bytes", lambda directory: 100)
+    with pytest.raises(Overloaded, match=r"no room: \d+ bytes needed, 100 free"):
+        write(checkpoint)
 
-    def no_space(fd: int, offset: int, size: int) -> None:
+
+def test_shared_memory_that_fills_up_meanwhile_leaves_no_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "model")
+    checkpoint = read_checkpoint(tmp_path / "model")
+
+    def no_space(fd: int, data: memoryview, place: int) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", no_space)
-    with pytest.raises(Overloaded, match=r"No space left on device: \d+ bytes needed, \d+ free"):
-        write(read_checkpoint(tmp_path / "model"))
+    monkeypatch.setattr(os, "pwrite", no_space)
+    with pytest.raises(Overloaded, match="shared memory is full: No space left on device"):
+        write(checkpoint)
 
 
 def test_a_file_of_our_name_that_is_no_image_is_replaced(tmp_path: Path, shared_memory: Path) -> None:

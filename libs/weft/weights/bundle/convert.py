@@ -25,7 +25,9 @@ from weft.weights.bundle.unpack import BundleFile, Bytes
 from weft.weights.header import read_header
 
 WEIGHTS_SUFFIX = ".safetensors"
-PIECE_BYTES = 16 * 1024 * 1024
+PIECE_BYTES = 4 * 1024 * 1024
+PIECES_AHEAD = 64
+"""Decoded or being decoded before they are written: 256 MiB."""
 Report = Callable[[str, int], None]
 """Called with a file's name and how many original bytes of it are done since the last call; from any thread."""
 
@@ -74,7 +76,7 @@ def decompress(source: Path, target: Path, num_threads: int, report: Report) -> 
     original_bytes = kept = 0
     with _making(source, target) as place, ThreadPoolExecutor(num_threads, thread_name_prefix="decompress") as threads:
         for file in files:
-            with BundleFile(file) as bundle:
+            with BundleFile.map(file) as bundle:
                 made = place / _original_name(bundle)
                 original_bytes += bundle.header.original.size_bytes
                 if made.exists() and _hash(made) == bundle.header.original.xxh3_128:
@@ -92,7 +94,7 @@ def verify(source: Path, num_threads: int, report: Report) -> Outcome:
     original_bytes = 0
     with ThreadPoolExecutor(num_threads, thread_name_prefix="verify") as threads:
         for file in files:
-            with BundleFile(file) as bundle:
+            with BundleFile.map(file) as bundle:
                 original_bytes += bundle.header.original.size_bytes
                 digest = xxhash.xxh3_128(bundle.original_header())
                 for piece in _pieces(bundle, threads, report):
@@ -123,20 +125,19 @@ def _pieces(bundle: BundleFile, threads: ThreadPoolExecutor, report: Report) -> 
     def read(name: str, first: int, size: int) -> Bytes:
         piece: Bytes = np.empty(size, np.uint8)
         bundle.read_into(name, first, piece)
-        report(bundle.path.name, size)
+        report(Path(bundle.path).name, size)
         return piece
 
-    ahead = 2 * threads._max_workers
     plan = [
         (tensor.name, first, min(PIECE_BYTES, tensor.original_bytes - first))
         for tensor in bundle.header.tensors
         for first in range(0, tensor.original_bytes, PIECE_BYTES)
     ]
-    pending = [threads.submit(read, *step) for step in plan[:ahead]]
+    pending = [threads.submit(read, *step) for step in plan[:PIECES_AHEAD]]
     for number in range(len(plan)):
         piece = pending.pop(0).result()
-        if number + ahead < len(plan):
-            pending.append(threads.submit(read, *plan[number + ahead]))
+        if number + PIECES_AHEAD < len(plan):
+            pending.append(threads.submit(read, *plan[number + PIECES_AHEAD]))
         yield piece
 
 

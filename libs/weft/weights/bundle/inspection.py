@@ -38,7 +38,7 @@ class Row:
 def rows_of(directory: Path) -> Iterator[Row]:
     """Reads every coded tensor. Raises BadCheckpoint."""
     for path in weight_files(directory, SUFFIX):
-        with BundleFile(path) as bundle:
+        with BundleFile.map(path) as bundle:
             for tensor in bundle.header.tensors:
                 entropy = None
                 if tensor.codec == "rans":

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Literal
 import xxhash
 
 from weft.errors import BadCheckpoint
+from weft.weights.blobs import Blob, FileBlob, Scratch
 from weft.weights.header import DTYPE_BYTES, MAX_HEADER_BYTES, TensorEntry
 
 MAGIC = b"WEFTBNDL"
@@ -26,9 +27,8 @@ PROLOGUE = struct.Struct("<8sIIQQQQ16x")  # magic, version, 0, header's offset, 
 MAX_UNPACKED_BYTES = 1 << 28
 """Of a header, which is stored deflated."""
 ALIGNMENT = 64
-CHUNK_ELEMENTS = 1 << 18
-"""Of a coded tensor; raw ones are cut into pieces of RAW_CHUNK_BYTES."""
-RAW_CHUNK_BYTES = 2 * CHUNK_ELEMENTS
+CHUNK_BYTES = 1 << 19
+"""Original bytes of every chunk but a tensor's last."""
 CHUNK_HEAD = struct.Struct("<IIQ")  # words, escapes, XXH3-64 of the elements as they were
 Codec = Literal["raw", "rans"]
 
@@ -60,13 +60,8 @@ class PackedTensor:
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
     @property
-    def chunk_bytes(self) -> int:
-        """Original bytes of every chunk but the last."""
-        return RAW_CHUNK_BYTES
-
-    @property
     def num_chunks(self) -> int:
-        return -(-self.original_bytes // self.chunk_bytes)
+        return -(-self.original_bytes // CHUNK_BYTES)
 
     @property
     def rows_columns(self) -> tuple[int, int]:
@@ -112,18 +107,16 @@ def write_header(file: BinaryIO, header: BundleHeader) -> None:
 
 def read_bundle_header(path: Path) -> BundleHeader:
     """Raises BadCheckpoint naming the file, and the tensor where it is one."""
-    try:
-        with path.open("rb") as file:
-            offset, size = _read_prologue(path, file)
-            file.seek(offset)
-            text = file.read(size)
-            file.seek(0)
-            hashed = PROLOGUE.unpack(file.read(PROLOGUE.size))[5]
-    except FileNotFoundError:
-        raise BadCheckpoint(f"{path}: no such file") from None
-    except OSError as error:
-        raise BadCheckpoint(f"{path}: not readable: {error.strerror}") from error
-    if len(text) != size or xxhash.xxh3_64_intdigest(text) != hashed:
+    with FileBlob(path, direct=False) as blob:
+        return bundle_header_of(str(path), blob)
+
+
+def bundle_header_of(path: str, blob: Blob) -> BundleHeader:
+    """The same of an open file that errors shall call `path`."""
+    scratch = Scratch()
+    offset, size, hashed = _read_prologue(path, blob, scratch)
+    text = bytes(blob.read(offset, size, scratch))
+    if xxhash.xxh3_64_intdigest(text) != hashed:
         raise BadCheckpoint(f"{path}: the header is damaged: its checksum differs")
     try:
         content = json.loads(inflate(text, MAX_UNPACKED_BYTES))
@@ -145,12 +138,13 @@ def inflate(data: bytes, limit: int) -> bytes:
     return text
 
 
-def _read_prologue(path: Path, file: BinaryIO) -> tuple[int, int]:
-    raw = file.read(PROLOGUE.size)
-    actual = file.seek(0, 2)
+def _read_prologue(path: str, blob: Blob, scratch: Scratch) -> tuple[int, int, int]:
+    """Where the header is, its size, and its hash."""
+    actual = blob.size_bytes
+    raw = bytes(blob.read(0, min(actual, PROLOGUE.size), scratch))
     if len(raw) < PROLOGUE.size or raw == bytes(PROLOGUE.size):
         raise BadCheckpoint(f"{path}: not finished: the bundle has no prologue")
-    magic, version, _, offset, size, _, file_size = PROLOGUE.unpack(raw)
+    magic, version, _, offset, size, hashed, file_size = PROLOGUE.unpack(raw)
     if magic != MAGIC:
         raise BadCheckpoint(f"{path}: not a bundle: it does not begin with {MAGIC.decode()}")
     if version != VERSION:
@@ -159,10 +153,10 @@ def _read_prologue(path: Path, file: BinaryIO) -> tuple[int, int]:
         raise BadCheckpoint(f"{path}: truncated: the bundle has {file_size} bytes, the file {actual}")
     if size > MAX_HEADER_BYTES or offset + size > actual:
         raise BadCheckpoint(f"{path}: the prologue is damaged: its header would end beyond the file")
-    return int(offset), int(size)
+    return int(offset), int(size), int(hashed)
 
 
-def _tensor(path: Path, fields: dict[str, Any]) -> PackedTensor:
+def _tensor(path: str, fields: dict[str, Any]) -> PackedTensor:
     tensor = PackedTensor(**{**fields, "shape": tuple(fields["shape"])})
     numbers = (*tensor.shape, tensor.offset, tensor.size_bytes, tensor.shares_bytes, tensor.class_bits)
     if tensor.dtype not in DTYPE_BYTES or tensor.codec not in ("raw", "rans"):
@@ -172,7 +166,7 @@ def _tensor(path: Path, fields: dict[str, Any]) -> PackedTensor:
     return tensor
 
 
-def _check(path: Path, tensor: PackedTensor, data_end: int) -> None:
+def _check(path: str, tensor: PackedTensor, data_end: int) -> None:
     if tensor.offset + tensor.size_bytes > data_end:
         raise BadCheckpoint(
             f"{path}: tensor {tensor.name} ends at {tensor.offset + tensor.size_bytes}, beyond the data"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,10 +16,9 @@ from numpy.typing import NDArray
 
 from weft.weights.bundle.layout import (
     ALIGNMENT,
-    CHUNK_ELEMENTS,
+    CHUNK_BYTES,
     CHUNK_HEAD,
     PROLOGUE,
-    RAW_CHUNK_BYTES,
     BundleHeader,
     Original,
     PackedTensor,
@@ -30,6 +30,8 @@ from weft_kernels import rans
 MIN_CODED_BYTES = 16 * 1024
 MAX_CODED_SHARE = 0.97
 """A tensor that would not become this much smaller stays as it is."""
+CHUNKS_AHEAD = 256
+"""Coded or being coded before they are written: enough for any number of threads, and at most 128 MiB."""
 Report = Callable[[int], None]
 Bytes = NDArray[np.uint8]
 
@@ -75,7 +77,7 @@ def _pack_tensor(
         _write_chunks(
             file,
             b"",
-            [values[at : at + RAW_CHUNK_BYTES] for at in range(0, len(values), RAW_CHUNK_BYTES)],
+            [values[at : at + CHUNK_BYTES] for at in range(0, len(values), CHUNK_BYTES)],
             _raw,
             threads,
             report,
@@ -90,7 +92,7 @@ def _pack_tensor(
         start = (chunk.ctypes.data - words.ctypes.data) // 2
         return _coded(rans.encode_chunk(coding, chunk.view(np.uint16), start), chunk)
 
-    pieces = [values[at : at + 2 * CHUNK_ELEMENTS] for at in range(0, len(values), 2 * CHUNK_ELEMENTS)]
+    pieces = [values[at : at + CHUNK_BYTES] for at in range(0, len(values), CHUNK_BYTES)]
     _write_chunks(file, shares + scales, pieces, encode, threads, report)
     return PackedTensor(*place, "rans", offset, file.tell() - offset, coding.base, coding.class_bits, len(shares))
 
@@ -117,13 +119,13 @@ def _write_chunks(
     file.write(bytes(8 * len(pieces)) + preface)
     _align(file, 8)
     begin, ends = file.tell(), []
-    # A few more than the threads at a time: enough to keep them busy, and memory bounded whatever the tensor's size.
-    ahead = 4 * threads._max_workers
-    for at in range(0, len(pieces), ahead):
-        for piece, coded in zip(pieces[at : at + ahead], threads.map(encode, pieces[at : at + ahead]), strict=True):
-            file.write(coded)
-            ends.append(file.tell() - begin)
-            report(len(piece))
+    pending = deque(threads.submit(encode, piece) for piece in pieces[:CHUNKS_AHEAD])
+    for number, piece in enumerate(pieces):
+        file.write(pending.popleft().result())
+        if number + CHUNKS_AHEAD < len(pieces):
+            pending.append(threads.submit(encode, pieces[number + CHUNKS_AHEAD]))
+        ends.append(file.tell() - begin)
+        report(len(piece))
     end = file.tell()
     file.seek(start)
     file.write(np.array(ends, "<u8").tobytes())

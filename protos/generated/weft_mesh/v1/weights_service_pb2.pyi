@@ -3,8 +3,10 @@
 isort:skip_file
 Checkpoints, read and verified once per node, in host shared memory."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -111,6 +113,7 @@ class LoadReady(_message.Message):
     WEIGHTS_HASH_FIELD_NUMBER: _builtins.int
     CONFIG_JSON_FIELD_NUMBER: _builtins.int
     READ_FROM_DISK_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     shm_name: _builtins.str
     """Name of the shared-memory file: one safetensors image of the whole checkpoint."""
     size_bytes: _builtins.int
@@ -120,7 +123,9 @@ class LoadReady(_message.Message):
     config_json: _builtins.str
     """The checkpoint's config.json, so that a worker needs no model directory."""
     read_from_disk: _builtins.bool
-    """Were the bytes read from disk by this call (false: found in memory)."""
+    """Were the bytes read from the checkpoint's files by this call (false: found in memory, or sent by a peer)."""
+    source: _builtins.str
+    """Where they came from, for logs: "files", "memory", or the address of a peer."""
     def __init__(
         self,
         *,
@@ -129,11 +134,186 @@ class LoadReady(_message.Message):
         weights_hash: _builtins.str = ...,
         config_json: _builtins.str = ...,
         read_from_disk: _builtins.bool = ...,
+        source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json", "read_from_disk", b"read_from_disk", "shm_name", b"shm_name", "size_bytes", b"size_bytes", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json", "read_from_disk", b"read_from_disk", "shm_name", b"shm_name", "size_bytes", b"size_bytes", "source", b"source", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadReady: _TypeAlias = LoadReady  # noqa: Y015
+
+@_typing.final
+class DescribeImageRequest(_message.Message):
+    """Which model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Served model name."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeImageRequest: _TypeAlias = DescribeImageRequest  # noqa: Y015
+
+@_typing.final
+class DescribeImageResponse(_message.Message):
+    """An image."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_HASH_FIELD_NUMBER: _builtins.int
+    PIECE_BYTES_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    weights_hash: _builtins.str
+    """As in LoadReady."""
+    piece_bytes: _builtins.int
+    """Tensors are cut into pieces of this size, each with a digest."""
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImageTensor]:
+        """All of them."""
+
+    def __init__(
+        self,
+        *,
+        weights_hash: _builtins.str = ...,
+        piece_bytes: _builtins.int = ...,
+        tensors: _abc.Iterable[Global___ImageTensor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["piece_bytes", b"piece_bytes", "tensors", b"tensors", "weights_hash", b"weights_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeImageResponse: _TypeAlias = DescribeImageResponse  # noqa: Y015
+
+@_typing.final
+class ImageTensor(_message.Message):
+    """One tensor of an image."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    LEAVES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """As in the checkpoint."""
+    dtype: _builtins.str
+    """As safetensors calls it."""
+    leaves: _builtins.bytes
+    """XXH3-128 of every piece, 16 bytes each."""
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its dimensions."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        leaves: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "leaves", b"leaves", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImageTensor: _TypeAlias = ImageTensor  # noqa: Y015
+
+@_typing.final
+class ReadImageRequest(_message.Message):
+    """Which bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    WEIGHTS_HASH_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Served model name."""
+    weights_hash: _builtins.str
+    """Of the image that was described."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorPart]:
+        """At most 8 MiB together."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        weights_hash: _builtins.str = ...,
+        parts: _abc.Iterable[Global___TensorPart] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "parts", b"parts", "weights_hash", b"weights_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadImageRequest: _TypeAlias = ReadImageRequest  # noqa: Y015
+
+@_typing.final
+class TensorPart(_message.Message):
+    """A run of bytes of a tensor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSOR_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    tensor: _builtins.str
+    """Its name."""
+    first: _builtins.int
+    """The first byte."""
+    size: _builtins.int
+    """How many."""
+    def __init__(
+        self,
+        *,
+        tensor: _builtins.str = ...,
+        first: _builtins.int = ...,
+        size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "size", b"size", "tensor", b"tensor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TensorPart: _TypeAlias = TensorPart  # noqa: Y015
+
+@_typing.final
+class ReadImageResponse(_message.Message):
+    """The next bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """Checked by the leaves, piece by piece."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadImageResponse: _TypeAlias = ReadImageResponse  # noqa: Y015

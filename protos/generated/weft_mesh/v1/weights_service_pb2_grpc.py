@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WeightServiceStub:
-    """Called by workers on the same node.
+    """Load is called by workers on the same node, the rest by weights services of other nodes.
     """
 
     def __init__(self, channel):
@@ -40,15 +40,40 @@ class WeightServiceStub:
                 request_serializer=weft__mesh_dot_v1_dot_weights__service__pb2.LoadRequest.SerializeToString,
                 response_deserializer=weft__mesh_dot_v1_dot_weights__service__pb2.LoadResponse.FromString,
                 _registered_method=True)
+        self.DescribeImage = channel.unary_unary(
+                '/weft_mesh.v1.WeightService/DescribeImage',
+                request_serializer=weft__mesh_dot_v1_dot_weights__service__pb2.DescribeImageRequest.SerializeToString,
+                response_deserializer=weft__mesh_dot_v1_dot_weights__service__pb2.DescribeImageResponse.FromString,
+                _registered_method=True)
+        self.ReadImage = channel.unary_stream(
+                '/weft_mesh.v1.WeightService/ReadImage',
+                request_serializer=weft__mesh_dot_v1_dot_weights__service__pb2.ReadImageRequest.SerializeToString,
+                response_deserializer=weft__mesh_dot_v1_dot_weights__service__pb2.ReadImageResponse.FromString,
+                _registered_method=True)
 
 
 class WeightServiceServicer:
-    """Called by workers on the same node.
+    """Load is called by workers on the same node, the rest by weights services of other nodes.
     """
 
     def Load(self, request, context):
         """Bring a model into shared memory, or find it there. Progress first, the ready message last.
         NOT_FOUND: no such model; FAILED_PRECONDITION: the checkpoint is incomplete or damaged, with the file or tensor named.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeImage(self, request, context):
+        """What the image that is held here consists of. NOT_FOUND: no such model, or it is not loaded yet.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadImage(self, request, context):
+        """Bytes of that image, one part after another, in chunks of at most 1 MiB. Each call stands for itself, so that a
+        reader can go on elsewhere at any part. NOT_FOUND: these weights are not held here (any more).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -62,6 +87,16 @@ def add_WeightServiceServicer_to_server(servicer, server):
                     request_deserializer=weft__mesh_dot_v1_dot_weights__service__pb2.LoadRequest.FromString,
                     response_serializer=weft__mesh_dot_v1_dot_weights__service__pb2.LoadResponse.SerializeToString,
             ),
+            'DescribeImage': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeImage,
+                    request_deserializer=weft__mesh_dot_v1_dot_weights__service__pb2.DescribeImageRequest.FromString,
+                    response_serializer=weft__mesh_dot_v1_dot_weights__service__pb2.DescribeImageResponse.SerializeToString,
+            ),
+            'ReadImage': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadImage,
+                    request_deserializer=weft__mesh_dot_v1_dot_weights__service__pb2.ReadImageRequest.FromString,
+                    response_serializer=weft__mesh_dot_v1_dot_weights__service__pb2.ReadImageResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'weft_mesh.v1.WeightService', rpc_method_handlers)
@@ -71,7 +106,7 @@ def add_WeightServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightService:
-    """Called by workers on the same node.
+    """Load is called by workers on the same node, the rest by weights services of other nodes.
     """
 
     @staticmethod
@@ -91,6 +126,60 @@ class WeightService:
             '/weft_mesh.v1.WeightService/Load',
             weft__mesh_dot_v1_dot_weights__service__pb2.LoadRequest.SerializeToString,
             weft__mesh_dot_v1_dot_weights__service__pb2.LoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeImage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft_mesh.v1.WeightService/DescribeImage',
+            weft__mesh_dot_v1_dot_weights__service__pb2.DescribeImageRequest.SerializeToString,
+            weft__mesh_dot_v1_dot_weights__service__pb2.DescribeImageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadImage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/weft_mesh.v1.WeightService/ReadImage',
+            weft__mesh_dot_v1_dot_weights__service__pb2.ReadImageRequest.SerializeToString,
+            weft__mesh_dot_v1_dot_weights__service__pb2.ReadImageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WeightServiceStub:
-    """Called by workers on the same node."""
+    """Load is called by workers on the same node, the rest by weights services of other nodes."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -37,19 +37,31 @@ class WeightServiceStub:
     """Bring a model into shared memory, or find it there. Progress first, the ready message last.
     NOT_FOUND: no such model; FAILED_PRECONDITION: the checkpoint is incomplete or damaged, with the file or tensor named.
     """
+    DescribeImage: _grpc.UnaryUnaryMultiCallable[_weights_service_pb2.DescribeImageRequest, _weights_service_pb2.DescribeImageResponse]
+    """What the image that is held here consists of. NOT_FOUND: no such model, or it is not loaded yet."""
+    ReadImage: _grpc.UnaryStreamMultiCallable[_weights_service_pb2.ReadImageRequest, _weights_service_pb2.ReadImageResponse]
+    """Bytes of that image, one part after another, in chunks of at most 1 MiB. Each call stands for itself, so that a
+    reader can go on elsewhere at any part. NOT_FOUND: these weights are not held here (any more).
+    """
 
 @_typing.type_check_only
 class WeightServiceAsyncStub(WeightServiceStub):
-    """Called by workers on the same node."""
+    """Load is called by workers on the same node, the rest by weights services of other nodes."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Load: _aio.UnaryStreamMultiCallable[_weights_service_pb2.LoadRequest, _weights_service_pb2.LoadResponse]  # type: ignore[assignment]
     """Bring a model into shared memory, or find it there. Progress first, the ready message last.
     NOT_FOUND: no such model; FAILED_PRECONDITION: the checkpoint is incomplete or damaged, with the file or tensor named.
     """
+    DescribeImage: _aio.UnaryUnaryMultiCallable[_weights_service_pb2.DescribeImageRequest, _weights_service_pb2.DescribeImageResponse]  # type: ignore[assignment]
+    """What the image that is held here consists of. NOT_FOUND: no such model, or it is not loaded yet."""
+    ReadImage: _aio.UnaryStreamMultiCallable[_weights_service_pb2.ReadImageRequest, _weights_service_pb2.ReadImageResponse]  # type: ignore[assignment]
+    """Bytes of that image, one part after another, in chunks of at most 1 MiB. Each call stands for itself, so that a
+    reader can go on elsewhere at any part. NOT_FOUND: these weights are not held here (any more).
+    """
 
 class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Called by workers on the same node."""
+    """Load is called by workers on the same node, the rest by weights services of other nodes."""
 
     @_abc_1.abstractmethod
     def Load(
@@ -59,6 +71,24 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_weights_service_pb2.LoadResponse], _abc.AsyncIterator[_weights_service_pb2.LoadResponse]]:
         """Bring a model into shared memory, or find it there. Progress first, the ready message last.
         NOT_FOUND: no such model; FAILED_PRECONDITION: the checkpoint is incomplete or damaged, with the file or tensor named.
+        """
+
+    @_abc_1.abstractmethod
+    def DescribeImage(
+        self,
+        request: _weights_service_pb2.DescribeImageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_service_pb2.DescribeImageResponse, _abc.Awaitable[_weights_service_pb2.DescribeImageResponse]]:
+        """What the image that is held here consists of. NOT_FOUND: no such model, or it is not loaded yet."""
+
+    @_abc_1.abstractmethod
+    def ReadImage(
+        self,
+        request: _weights_service_pb2.ReadImageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_weights_service_pb2.ReadImageResponse], _abc.AsyncIterator[_weights_service_pb2.ReadImageResponse]]:
+        """Bytes of that image, one part after another, in chunks of at most 1 MiB. Each call stands for itself, so that a
+        reader can go on elsewhere at any part. NOT_FOUND: these weights are not held here (any more).
         """
 
 def add_WeightServiceServicer_to_server(servicer: WeightServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

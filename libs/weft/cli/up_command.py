@@ -1,0 +1,91 @@
+"""The options of `weft up`; what they mean is worked out in `up.py`, which is imported when the command is called."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+
+class DType(StrEnum):
+    """--dtype."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Transport(StrEnum):
+    """--transport."""
+
+    AUTO = "auto"
+    MOONCAKE = "mooncake"
+    GRPC = "grpc"
+
+
+class LogLevel(StrEnum):
+    """--log-level."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def up(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]DIR|URL",
+            help="Checkpoint directory or s3:// URL; again for each further model. Default: WEFT_MODEL or weft-nano.",
+        ),
+    ] = None,
+    name: Annotated[str, typer.Option(help="The only model's name in requests; default: its directory's.")] = "",
+    host: Annotated[
+        str, typer.Option(help="Where the gateway listens; 0.0.0.0 opens it to the network.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="Public gRPC.")] = 9000,
+    prefill: Annotated[int | None, typer.Option(min=0, max=64, help="Prefill workers of each model.  [1]")] = None,
+    decode: Annotated[int | None, typer.Option(min=0, max=64, help="Decode workers of each model.  [1]")] = None,
+    both: Annotated[int, typer.Option(min=0, max=64, help="Workers that do both; then the others need not be.")] = 0,
+    dtype: Annotated[DType, typer.Option(help="Of weights and KV cache; auto: bfloat16 on a GPU.")] = DType.AUTO,
+    transport: Annotated[Transport, typer.Option(help="Of KV blocks; auto: Mooncake, else gRPC.")] = Transport.AUTO,
+    threads: Annotated[int, typer.Option(min=0, help="torch threads a worker; 0 shares the cores.")] = 0,
+    keys: Annotated[str, typer.Option(envvar="WEFT_KEYS", help="API keys that are asked for; see `weft keys`.")] = "",
+    is_open: Annotated[bool, typer.Option("--open", help="Without keys, whoever may reach it.")] = False,
+    weights_from: Annotated[str, typer.Option(help="HOST:PORT of a mesh that may hold the weights in memory.")] = "",
+    weights_listen: Annotated[str, typer.Option(help="HOST:PORT where other meshes may read the weights.")] = "",
+    log_level: Annotated[LogLevel, typer.Option(help="Of all services.")] = LogLevel.INFO,
+) -> None:
+    """Start a whole mesh on this machine; Ctrl-C ends it."""
+    from weft.cli.mesh import MeshOptions
+    from weft.cli.up import UsageError, find_models
+    from weft.cli.up import up as run_up
+
+    try:
+        options = MeshOptions(
+            models=find_models(model or (), name),
+            host=host,
+            port=port,
+            grpc_port=grpc_port,
+            num_prefill=prefill if prefill is not None else int(not both),
+            num_decode=decode if decode is not None else int(not both),
+            num_both=both,
+            dtype=dtype,
+            transport=transport,
+            threads=threads,
+            keys=keys,
+            is_open=is_open,
+            has_tls=bool(os.environ.get("WEFT_TLS_CERT")),
+            weights_from=weights_from,
+            weights_listen=weights_listen,
+            log_level=log_level,
+        )
+        status = run_up(options)
+    except UsageError as error:
+        typer.secho(f"weft up: {error}", fg="red", err=True)
+        status = 2
+    raise typer.Exit(status)

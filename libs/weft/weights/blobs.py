@@ -1,0 +1,164 @@
+"""Files of weights as runs of bytes: what they are called, how long they are, and any part of one. Knows no format.
+
+What is to be served is read past the page cache: it goes to shared memory, and a second copy would drive out others.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from weft.errors import BadCheckpoint
+
+SECTOR_BYTES = 4096  # direct reads begin and end at multiples of this, in the file and in memory
+
+
+class Scratch:
+    """Memory that one reading thread uses again and again; what it holds lasts until the next `take`."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, SECTOR_BYTES)
+
+    def take(self, size: int) -> memoryview:
+        """`size` bytes that begin at a page."""
+        if len(self._memory) < size:
+            self._memory = mmap.mmap(-1, size)
+        return memoryview(self._memory)[:size]
+
+
+class Blob(ABC):
+    """An open file. Threads may read from it at the same time."""
+
+    size_bytes: int
+
+    @abstractmethod
+    def read(self, offset: int, size: int, scratch: Scratch) -> memoryview:
+        """These bytes, in `scratch` or elsewhere. Raises BadCheckpoint naming the file."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Nothing may be reading any more."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class WeightsFile(ABC):
+    """A file before it is opened. `str()` is how errors call it."""
+
+    name: str
+
+    @abstractmethod
+    def open(self, cached: bool = False) -> Blob:
+        """For reading all of it once; `cached`: for a few bytes that will be asked for again. Raises BadCheckpoint."""
+
+    @abstractmethod
+    def stamp(self) -> tuple[str, ...]:
+        """Differs whenever the file was written anew."""
+
+    @abstractmethod
+    def __str__(self) -> str: ...
+
+
+class LocalFile(WeightsFile):
+    """On a disk of this node."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.name
+
+    def open(self, cached: bool = False) -> Blob:
+        return FileBlob(self.path, direct=not cached)
+
+    def stamp(self) -> tuple[str, ...]:
+        stat = self.path.stat()
+        return str(stat.st_size), str(stat.st_mtime_ns)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+class FileBlob(Blob):
+    """Read past the page cache where the file system can do that; through it otherwise, and if not `direct`."""
+
+    def __init__(self, path: Path, direct: bool = True) -> None:
+        """Raises BadCheckpoint."""
+        self._path = path
+        self._fd = _open(path, os.O_DIRECT if direct else 0)
+        self.size_bytes = os.fstat(self._fd).st_size
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def read(self, offset: int, size: int, scratch: Scratch) -> memoryview:
+        begin = offset - offset % SECTOR_BYTES
+        wanted = offset + size - begin
+        target = scratch.take(-(-wanted // SECTOR_BYTES) * SECTOR_BYTES)
+        done = 0
+        while done < wanted:
+            count = self._read_some(target[done:], begin + done)
+            if count == 0:
+                raise BadCheckpoint(f"{self._path}: truncated: it ends before byte {offset + size}")
+            done += count
+        return target[offset - begin : wanted]
+
+    def _read_some(self, target: memoryview, offset: int) -> int:
+        try:
+            return os.preadv(self._fd, [target], offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise BadCheckpoint(f"{self._path}: not readable at byte {offset}: {error.strerror}") from error
+        # larger sectors than ours, or the rest of a read that was cut short
+        fd = _open(self._path, 0)
+        try:
+            return os.preadv(fd, [target], offset)
+        except OSError as error:
+            raise BadCheckpoint(f"{self._path}: not readable at byte {offset}: {error.strerror}") from error
+        finally:
+            os.close(fd)
+
+
+class MappedBlob(Blob):
+    """Through the page cache, without a copy: for tools that go over a file once, or now and then."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises BadCheckpoint."""
+        fd = _open(path, 0)
+        try:
+            self.size_bytes = os.fstat(fd).st_size
+            self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_READ) if self.size_bytes else b""
+        except OSError as error:
+            raise BadCheckpoint(f"{path}: not readable: {error.strerror}") from error
+        finally:
+            os.close(fd)
+        self._path = path
+
+    def close(self) -> None:
+        """It stays mapped for as long as somebody has a view of it."""
+        self._map = b""
+
+    def read(self, offset: int, size: int, scratch: Scratch) -> memoryview:
+        if offset + size > self.size_bytes:
+            raise BadCheckpoint(f"{self._path}: truncated: it ends before byte {offset + size}")
+        return memoryview(self._map)[offset : offset + size]
+
+
+def _open(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    except FileNotFoundError:
+        raise BadCheckpoint(f"{path}: no such file") from None
+    except OSError as error:
+        if flags and error.errno == errno.EINVAL:
+            return _open(path, 0)  # a file system that knows no direct reads
+        raise BadCheckpoint(f"{path}: not readable: {error.strerror}") from error

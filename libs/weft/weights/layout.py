@@ -1,0 +1,126 @@
+"""What an image in shared memory looks like, and in which pieces it is read. Plain values; reads nothing.
+
+An image is a safetensors file. Its tensors stand in the order of the files they come from, so that what lies together
+there is read at once; larger elements first, so that every tensor is aligned without a gap.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from weft.weights.blobs import WeightsFile
+from weft.weights.checkpoint import Checkpoint, TensorSource
+from weft.weights.header import DTYPE_BYTES, TensorEntry, header_bytes
+
+FORMAT = "weft-image-2"
+PIECE_BYTES = 2 * 1024 * 1024
+"""Of a tensor: read, checked and reported at once, and the leaves of the hash tree. A multiple of a bundle's chunks."""
+LEAF_BYTES = 16
+Leaves = list[list[bytes]]
+"""XXH3-128 of every piece of every tensor, in the order of the image."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a tensor, or all of a small one; `number` counts the tensor's pieces."""
+
+    tensor: int
+    number: int
+    entry: TensorEntry
+    size: int
+
+    @property
+    def first(self) -> int:
+        """Where it begins in the tensor."""
+        return self.number * PIECE_BYTES
+
+    @property
+    def offset(self) -> int:
+        """Where it begins in a safetensors file."""
+        return self.entry.offset + self.first
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Parts that lie side by side, in one file and in the image, and are read together: at most PIECE_BYTES."""
+
+    file: WeightsFile
+    place: int
+    parts: tuple[Part, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(part.size for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLayout:
+    """Of one checkpoint; places are counted from the image's first byte."""
+
+    tensors: tuple[TensorSource, ...]
+    data_start: int
+    size_bytes: int
+
+    @property
+    def entries(self) -> list[TensorEntry]:
+        """As the checkpoint's files have them."""
+        return [tensor.entry for tensor in self.tensors]
+
+    def runs(self) -> Iterator[Run]:
+        """All of the data, once, in the order of the image."""
+        place, start, held = self.data_start, self.data_start, list[Part]()
+        file: WeightsFile | None = None
+        for source, part in self._parts():
+            size = sum(each.size for each in held)
+            is_near = source.file is file and held and held[-1].offset + held[-1].size == part.offset
+            if held and file is not None and not (is_near and size + part.size <= PIECE_BYTES):
+                yield Run(file, start, tuple(held))
+                held, start = [], place
+            file = source.file
+            held.append(part)
+            place += part.size
+        if held and file is not None:
+            yield Run(file, start, tuple(held))
+
+    def _parts(self) -> Iterator[tuple[TensorSource, Part]]:
+        for index, source in enumerate(self.tensors):
+            for number in range(num_pieces(source.entry)):
+                size = min(PIECE_BYTES, source.entry.size_bytes - number * PIECE_BYTES)
+                yield source, Part(index, number, source.entry, size)
+
+    def header(self, weights_hash: str, leaves: Leaves) -> bytes:
+        """The image's first bytes, always `data_start` of them."""
+        digests = b"".join(leaf for row in leaves for leaf in row).hex()
+        return header_bytes(self.entries, {"format": FORMAT, "weights_hash": weights_hash, "leaves": digests})
+
+
+def image_layout(checkpoint: Checkpoint) -> ImageLayout:
+    """Where every tensor goes."""
+    tensors = sorted(
+        checkpoint.tensors, key=lambda each: (-DTYPE_BYTES[each.entry.dtype], each.file.name, each.entry.offset)
+    )
+    draft = ImageLayout(tuple(tensors), 0, 0)
+    start = len(draft.header("0" * 64, [[bytes(LEAF_BYTES)] * num_pieces(entry) for entry in draft.entries]))
+    return ImageLayout(draft.tensors, start, start + checkpoint.total_bytes)
+
+
+def num_pieces(entry: TensorEntry) -> int:
+    """Of a tensor; 0 where it has no elements."""
+    return -(-entry.size_bytes // PIECE_BYTES)
+
+
+def root_hash(entries: Sequence[TensorEntry], leaves: Leaves) -> str:
+    """BLAKE2b over name, dtype, shape and the leaves of each tensor, in the order of names: whatever their files were.
+
+    A tree of quick hashes, so that the reading threads share the work and are not held up by it.
+    """
+    root = blake2b(digest_size=32, person=b"weft-weights")
+    for entry, row in sorted(zip(entries, leaves, strict=True), key=lambda pair: pair[0].name):
+        root.update(json.dumps([entry.name, entry.dtype, entry.shape, len(row)]).encode())
+        for leaf in row:
+            root.update(leaf)
+    return root.hexdigest()

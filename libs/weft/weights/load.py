@@ -1,0 +1,142 @@
+"""Brings a checkpoint's bytes into an image file: threads that read, check and write a run at a time.
+
+Each thread has its own memory, a few MiB that never leave the processor's caches for long, so that what loading takes
+beside the image itself does not depend on the model.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import xxhash
+
+from weft.errors import BadCheckpoint, Incompatible, Overloaded, PeerLost
+from weft.weights.layout import LEAF_BYTES, ImageLayout, Leaves, Run, num_pieces
+from weft.weights.source import ReadingMemory, Source, open_source
+
+logger = logging.getLogger(__name__)
+Report = Callable[[int, str], None]
+"""Hears from reading threads how many more bytes are done, and of which file; what it raises ends the reading."""
+RUNS_AHEAD = 256
+"""Waiting for a thread; the plan of a large model is long."""
+
+
+class RunReader(Protocol):
+    """Gives a run's bytes, from wherever; called by several threads."""
+
+    def __call__(self, run: Run, memory: ReadingMemory) -> memoryview:
+        """They last until this thread's next call. Raises WeftError."""
+
+
+@contextmanager
+def files_reader(layout: ImageLayout) -> Iterator[RunReader]:
+    """Reads from the checkpoint's own files. Raises BadCheckpoint."""
+    with ExitStack() as stack:
+        sources: dict[str, Source] = {}
+        for tensor in layout.tensors:
+            if tensor.file.name not in sources:
+                sources[tensor.file.name] = stack.enter_context(open_source(tensor.file))
+
+        def read(run: Run, memory: ReadingMemory) -> memoryview:
+            return sources[run.file.name].read(run, memory)
+
+        yield read
+
+
+class PeerFirst:
+    """A RunReader: another node's image for as long as that node is there, then the checkpoint's files, compared."""
+
+    def __init__(self, peer: RunReader, leaves: Mapping[str, bytes], files: RunReader) -> None:
+        """`leaves` are the digests of the other node's pieces, tensor by tensor."""
+        self._peer = peer
+        self._leaves = leaves
+        self._files = files
+        self.trouble = ""
+
+    def __call__(self, run: Run, memory: ReadingMemory) -> memoryview:
+        """Raises Incompatible when the files hold other weights than the node that is gone."""
+        if not self.trouble:
+            try:
+                data = self._peer(run, memory)
+                check_leaves(run, data, self._leaves)
+            except (PeerLost, Incompatible) as error:
+                if not self.trouble:
+                    logger.warning("the rest of the weights comes from files: %s", error)
+                self.trouble = str(error)
+            else:
+                return data
+        data = self._files(run, memory)
+        check_leaves(run, data, self._leaves)
+        return data
+
+
+def check_leaves(run: Run, data: memoryview, leaves: Mapping[str, bytes]) -> None:
+    """Raises Incompatible naming the first tensor and piece whose digest is not what it should be."""
+    done = 0
+    for part in run.parts:
+        expected = leaves[part.entry.name][LEAF_BYTES * part.number : LEAF_BYTES * (part.number + 1)]
+        if xxhash.xxh3_128_digest(data[done : done + part.size]) != expected:
+            raise Incompatible(f"tensor {part.entry.name}: piece {part.number} has another checksum than it should")
+        done += part.size
+
+
+def fill(fd: int, layout: ImageLayout, read: RunReader, report: Report, num_threads: int) -> Leaves:
+    """Write every tensor to its place in the file `fd`; returns the digests of their pieces.
+
+    Raises what reading and reporting raise, and Overloaded when shared memory is full.
+    """
+    leaves: Leaves = [[b""] * num_pieces(entry) for entry in layout.entries]
+    local = threading.local()
+
+    def carry(run: Run) -> None:
+        if not hasattr(local, "memory"):
+            local.memory = ReadingMemory()
+        data = read(run, local.memory)
+        done = 0
+        for part in run.parts:
+            leaves[part.tensor][part.number] = xxhash.xxh3_128_digest(data[done : done + part.size])
+            done += part.size
+        write_all(fd, data, run.place)
+        report(run.size, run.file.name)
+
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as threads:
+        pending: deque[Future[None]] = deque()
+        try:
+            for run in layout.runs():
+                pending.append(threads.submit(carry, run))
+                if len(pending) > RUNS_AHEAD:
+                    pending.popleft().result()
+            while pending:
+                pending.popleft().result()
+        finally:
+            # a failed run must not leave the others reading
+            threads.shutdown(cancel_futures=True)
+    return leaves
+
+
+def write_all(fd: int, data: memoryview | bytes, place: int) -> None:
+    """Raises Overloaded when there is no more room."""
+    view = memoryview(data)
+    done = 0
+    while done < len(view):
+        try:
+            done += os.pwrite(fd, view[done:], place + done)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+                raise BadCheckpoint(f"shared memory cannot be written: {error.strerror}") from error
+            raise Overloaded(f"shared memory is full: {error.strerror}") from error
+
+
+def free_bytes(directory: Path) -> int:
+    """Of the file system there."""
+    stat = os.statvfs(directory)
+    return stat.f_bavail * stat.f_frsize

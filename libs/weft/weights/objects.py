@@ -1,0 +1,210 @@
+"""Checkpoints in an object store (S3 and what speaks its language, GCS, Azure): ranges of objects instead of files.
+
+`local_model` brings the small files here, so that every process finds config and tokenizer in a directory as usual; the
+weights are read from the store, a range at a time, by whoever loads them. Needs the extra `objects`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import BadCheckpoint
+from weft.weights.blobs import Blob, Scratch, WeightsFile
+from weft.weights.origin import LocalOrigin, Origin
+
+if TYPE_CHECKING:
+    from obstore import GetOptions, ObjectMeta
+    from obstore.store import ObjectStore
+
+ORIGIN_FILE = "weft-origin.json"
+"""In a directory that was made from a store: its URL, and the stamps of the files that were copied."""
+SCHEMES = ("s3://", "gs://", "az://")
+MODEL_CACHE = Path("~/.cache/weft/models")
+WEIGHTS_SUFFIXES = (".safetensors", ".weft", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
+MAX_SMALL_BYTES = 64 * 1024 * 1024
+"""Of a file that is copied here; the largest tokenizers have 30 MB."""
+REQUEST_SECONDS = "60s"
+
+
+def is_url(model: str) -> bool:
+    """Does this name a place in an object store."""
+    return model.startswith(SCHEMES)
+
+
+def with_local_model(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
+    """The settings, with a directory in WEFT_MODEL wherever it has a URL. Raises BadCheckpoint."""
+    setting = environ.get("WEFT_MODEL", "")
+    if "://" not in setting:
+        return environ
+    if is_url(setting):
+        return {**environ, "WEFT_MODEL": str(local_model(setting))}
+    parts = [part.partition("=") for part in setting.split(",")]
+    places = [f"{name}={local_model(place) if is_url(place) else place}" for name, _, place in parts]
+    return {**environ, "WEFT_MODEL": ",".join(places)}
+
+
+def local_model(url: str, cache: Path | None = None) -> Path:
+    """A directory with the small files of the checkpoint at `url`, as they are there now. Raises BadCheckpoint.
+
+    It has the name that the URL ends with, and ORIGIN_FILE, which says where the weights are.
+    """
+    origin = ObjectOrigin(url)
+    name = url.rstrip("/").rpartition("/")[2]
+    directory = (cache or MODEL_CACHE).expanduser() / blake2b(url.encode(), digest_size=8).hexdigest() / name
+    directory.mkdir(parents=True, exist_ok=True)
+    had = _stamps(directory)
+    stamps = {}
+    for file in origin.files():
+        if file.name.endswith(WEIGHTS_SUFFIXES) or file.name == ORIGIN_FILE:
+            continue
+        stamps[file.name] = list(file.stamp())
+        if had.get(file.name) != stamps[file.name] or not (directory / file.name).exists():
+            _write(directory / file.name, file.content())
+    for gone in had.keys() - stamps.keys():
+        (directory / gone).unlink(missing_ok=True)
+    _write(directory / ORIGIN_FILE, json.dumps({"url": url, "files": stamps}).encode())
+    return directory
+
+
+def origin_of(directory: Path) -> Origin:
+    """Where the weights of a checkpoint directory are. Raises BadCheckpoint."""
+    if not (directory / ORIGIN_FILE).exists():
+        return LocalOrigin(directory)
+    try:
+        url = json.loads((directory / ORIGIN_FILE).read_text())["url"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadCheckpoint(f"{directory / ORIGIN_FILE}: no URL can be read: {error}") from error
+    return ObjectOrigin(str(url))
+
+
+def is_remote(directory: Path) -> bool:
+    """Are the weights of this directory elsewhere."""
+    return (directory / ORIGIN_FILE).exists()
+
+
+def _stamps(directory: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((directory / ORIGIN_FILE).read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(path: Path, content: bytes) -> None:
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_bytes(content)
+    os.replace(part, path)  # processes that start together fetch the same
+
+
+class ObjectOrigin(Origin):
+    """The objects directly below a URL. Credentials and endpoint come from the environment, AWS_* and so on."""
+
+    def __init__(self, url: str) -> None:
+        """Raises BadCheckpoint."""
+        try:
+            from obstore.store import from_url
+        except ImportError:
+            raise BadCheckpoint(f"{url}: object stores need another library: pip install 'weft[objects]'") from None
+        self._url = url.rstrip("/")
+        is_plain = any(os.environ.get(name, "").startswith("http://") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
+        with _said(url):
+            self._store = from_url(self._url, client_options={"timeout": REQUEST_SECONDS, "allow_http": is_plain})
+        self._files: dict[str, ObjectFile] = {}
+
+    def files(self) -> list[ObjectFile]:
+        """Everything there, asked for once."""
+        from obstore import list_with_delimiter
+
+        if not self._files:
+            with _said(self._url):
+                found = list_with_delimiter(self._store)["objects"]
+            for meta in found:
+                self._files[meta["path"]] = ObjectFile(self._store, self._url, meta)
+        if not self._files:
+            raise BadCheckpoint(f"{self._url}: there is nothing at this URL")
+        return list(self._files.values())
+
+    def names(self) -> Set[str]:
+        return {file.name for file in self.files()}
+
+    def file(self, name: str) -> WeightsFile:
+        self.files()
+        if name not in self._files:
+            raise BadCheckpoint(f"{self._url}/{name}: no such object")
+        return self._files[name]
+
+    def __str__(self) -> str:
+        return self._url
+
+
+class ObjectFile(WeightsFile):
+    """One object, as it was when its directory was listed."""
+
+    def __init__(self, store: ObjectStore, url: str, meta: ObjectMeta) -> None:
+        self.name = meta["path"]
+        self._store = store
+        self._url = url
+        self._size = meta["size"]
+        self._tag = meta["e_tag"] or ""
+        self._stamp = (str(self._size), self._tag or str(meta["last_modified"]))
+
+    def open(self, cached: bool = False) -> Blob:
+        return ObjectBlob(self._store, str(self), self.name, self._size, self._tag)
+
+    def content(self) -> bytes:
+        """All of it. Raises BadCheckpoint."""
+        if self._size > MAX_SMALL_BYTES:
+            raise BadCheckpoint(f"{self}: {self._size} bytes are too many for a file that is not weights")
+        return bytes(self.open().read(0, self._size, Scratch())) if self._size else b""
+
+    def stamp(self) -> tuple[str, ...]:
+        return self._stamp
+
+    def __str__(self) -> str:
+        return f"{self._url}/{self.name}"
+
+
+class ObjectBlob(Blob):
+    """Ranges of one object; each read is a request, and fails when the object was written anew."""
+
+    def __init__(self, store: ObjectStore, where: str, path: str, size: int, tag: str) -> None:
+        self._store = store
+        self._where = where
+        self._path = path
+        self._tag = tag
+        self.size_bytes = size
+
+    def close(self) -> None:
+        """Connections belong to the store."""
+
+    def read(self, offset: int, size: int, scratch: Scratch) -> memoryview:
+        from obstore import get
+
+        if offset + size > self.size_bytes:
+            raise BadCheckpoint(f"{self._where}: truncated: it ends before byte {offset + size}")
+        with _said(self._where):
+            options: GetOptions = {"range": (offset, offset + size)}
+            if self._tag:
+                options["if_match"] = self._tag
+            data = memoryview(get(self._store, self._path, options=options).bytes())
+        if len(data) != size:
+            raise BadCheckpoint(f"{self._where}: {len(data)} bytes came where {size} were asked for")
+        return data
+
+
+@contextmanager
+def _said(where: str) -> Iterator[None]:
+    """The store's errors as one line of ours."""
+    from obstore.exceptions import BaseError
+
+    try:
+        yield
+    except (BaseError, ValueError, OSError) as error:
+        line = str(error).strip().partition("\n")[0]
+        raise BadCheckpoint(f"{where}: {line}") from error

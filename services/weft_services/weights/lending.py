@@ -1,0 +1,91 @@
+"""What other nodes may read of the image that is held here, and how much at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from weft.errors import InvalidRequest, NotFound, Overloaded
+from weft.weights.header import TensorEntry
+from weft.weights.image import Image, image_content
+from weft.weights.layout import PIECE_BYTES
+from weft_services.weights.fetch import WeightLoader
+
+CHUNK_BYTES = 1 << 20
+MAX_READ_BYTES = 4 * PIECE_BYTES
+MAX_PARTS = 10_000
+MAX_READS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """`size` bytes of a tensor, from byte `first` on."""
+
+    tensor: str
+    first: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """An image, where its tensors lie, and the digests of each one's pieces."""
+
+    image: Image
+    entries: dict[str, TensorEntry]
+    leaves: dict[str, bytes]
+
+
+class Lender:
+    """Lends the image of a loader."""
+
+    def __init__(self, loader: WeightLoader) -> None:
+        self._loader = loader
+        self._holding: Holding | None = None
+        self._num_reads = 0
+
+    async def holding(self) -> Holding:
+        """Raises NotFound while nothing is loaded."""
+        image = self._loader.image
+        if image is None:
+            raise NotFound("the model is not loaded here yet")
+        if self._holding is None or self._holding.image is not image:
+            entries, leaves = await asyncio.to_thread(image_content, image)
+            self._holding = Holding(image, {entry.name: entry for entry in entries}, leaves)
+        return self._holding
+
+    async def read(self, weights_hash: str, slices: Sequence[Slice]) -> AsyncIterator[bytes]:
+        """The bytes of these, one after another. Raises NotFound, InvalidRequest, Overloaded."""
+        holding = await self.holding()
+        if holding.image.weights_hash != weights_hash:
+            raise NotFound(f"the weights {weights_hash} are not held here (any more)")
+        places = [_place(holding, each) for each in slices[: MAX_PARTS + 1]]
+        if len(places) > MAX_PARTS or sum(size for _, size in places) > MAX_READ_BYTES:
+            raise InvalidRequest(f"at most {MAX_PARTS} parts and {MAX_READ_BYTES} bytes at a time", "parts")
+        with self._turn():
+            fd = os.dup(holding.image.fd)  # the image may be let go of meanwhile
+            try:
+                for place, size in places:
+                    for done in range(0, size, CHUNK_BYTES):
+                        yield os.pread(fd, min(CHUNK_BYTES, size - done), place + done)
+            finally:
+                os.close(fd)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if self._num_reads >= MAX_READS:
+            raise Overloaded(f"{MAX_READS} reads are under way")
+        self._num_reads += 1
+        try:
+            yield
+        finally:
+            self._num_reads -= 1
+
+
+def _place(holding: Holding, part: Slice) -> tuple[int, int]:
+    entry = holding.entries.get(part.tensor)
+    if entry is None or part.first + part.size > entry.size_bytes:
+        raise InvalidRequest(f"tensor {part.tensor!r} has no bytes {part.first} to {part.first + part.size}", "parts")
+    return entry.offset + part.first, part.size

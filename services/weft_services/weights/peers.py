@@ -1,0 +1,83 @@
+"""Another node's weights service as a source: what its image holds, and runs of it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import grpc
+
+from weft.errors import Incompatible, PeerLost, WeftError
+from weft.rpc.client import open_channel, owned, translated
+from weft.weights.layout import LEAF_BYTES, PIECE_BYTES, ImageLayout, Run, num_pieces
+from weft.weights.load import RunReader
+from weft.weights.source import ReadingMemory
+from weft_mesh.v1 import weights_service_pb2 as pb2
+from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
+
+DESCRIBE_SECONDS = 10.0
+READ_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class PeerImage:
+    """What the other node holds; it has the tensors that were asked about. `leaves` are the digests of their pieces."""
+
+    weights_hash: str
+    leaves: dict[str, bytes]
+
+
+class WeightsPeer:
+    """One other weights service, on the loop that it was made on; runs are read from any other thread."""
+
+    def __init__(self, address: str, model: str) -> None:
+        self.address = address
+        self._model = model
+        self._channel = open_channel(address)
+        self._stub: pb2_grpc.WeightServiceAsyncStub = pb2_grpc.WeightServiceStub(self._channel)
+        self._loop = asyncio.get_running_loop()
+
+    async def close(self) -> None:
+        """Nothing may be reading any more."""
+        await self._channel.close()
+
+    async def describe(self, layout: ImageLayout) -> PeerImage:
+        """Raises Incompatible when it holds other tensors, PeerLost or NotFound when it has nothing to give."""
+        with translated():
+            answer = await self._stub.DescribeImage(
+                pb2.DescribeImageRequest(model=self._model), timeout=DESCRIBE_SECONDS
+            )
+        theirs = {tensor.name: (tensor.dtype, tuple(tensor.shape)) for tensor in answer.tensors}
+        if theirs != {entry.name: (entry.dtype, entry.shape) for entry in layout.entries}:
+            raise Incompatible(f"{self.address} holds another model under the name {self._model!r}")
+        leaves = {tensor.name: tensor.leaves for tensor in answer.tensors}
+        is_cut_alike = all(len(leaves[entry.name]) == LEAF_BYTES * num_pieces(entry) for entry in layout.entries)
+        if answer.piece_bytes != PIECE_BYTES or not is_cut_alike:
+            raise Incompatible(
+                f"{self.address} cuts tensors into pieces of {answer.piece_bytes} bytes, not {PIECE_BYTES}"
+            )
+        return PeerImage(answer.weights_hash, leaves)
+
+    def reader(self, image: PeerImage) -> RunReader:
+        """Reads from the image that was described, on other threads than the loop's; raises PeerLost."""
+
+        def read(run: Run, memory: ReadingMemory) -> memoryview:
+            target = memory.decoded.take(run.size)
+            asyncio.run_coroutine_threadsafe(self._read(image.weights_hash, run, target), self._loop).result()
+            return target
+
+        return read
+
+    async def _read(self, weights_hash: str, run: Run, target: memoryview) -> None:
+        parts = [pb2.TensorPart(tensor=part.entry.name, first=part.first, size=part.size) for part in run.parts]
+        request = pb2.ReadImageRequest(model=self._model, weights_hash=weights_hash, parts=parts)
+        done = 0
+        try:
+            async with owned(self._stub.ReadImage(request, timeout=READ_SECONDS)) as call:
+                async for response in call:
+                    target[done : done + len(response.data)] = response.data
+                    done += len(response.data)
+        except (WeftError, ValueError, grpc.aio.UsageError) as error:
+            raise PeerLost(f"{self.address}: {error}") from error
+        if done != run.size:
+            raise PeerLost(f"{self.address} sent {done} of {run.size} bytes")

@@ -1,0 +1,179 @@
+"""A second node that loads from the first: nothing from its own files, and all that is left when the first one dies."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.services.weights.service import MODEL, PATIENCE_SECONDS, line_with, load, serving, start
+from tests.weft.weights.checkpoints import CONFIG, random_tensors, safetensors_bytes
+from weft.errors import InvalidRequest, NotFound, Overloaded
+from weft.rpc.client import owned
+from weft.weights import image as image_module
+from weft.weights.checkpoint import read_checkpoint
+from weft.weights.image import Around, Image, write_image
+from weft.weights.load import Report
+from weft_mesh.v1 import weights_service_pb2 as pb2
+from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
+from weft_services.weights import fetch, lending
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Path, Path]]:
+    """The same checkpoint of 5 MB on two nodes. Nothing stays but what a killed process holds, to be found again."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    (one / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 2000, "hidden_size": 256}))
+    (one / "model.safetensors").write_bytes(safetensors_bytes(random_tensors(one)))
+    shutil.copytree(one, two)
+    yield one, two
+    for directory in (one, two):
+        left = list(image_module.SHARED_MEMORY.glob(f"weft-weights-{read_checkpoint(directory).directory_id}-*"))
+        for path in left:
+            path.unlink()
+        assert left == [] or (directory == one and "dies" in request.node.name)
+
+
+def wipe(directory: Path) -> None:
+    """Zeros where the weights were: whoever reads them notices."""
+    path = directory / "model.safetensors"
+    header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    with path.open("r+b") as file:
+        file.seek(header)
+        file.write(bytes(path.stat().st_size - header))
+
+
+@asynccontextmanager
+async def first_node(directory: Path) -> AsyncIterator[tuple[subprocess.Popen[str], str]]:
+    """A process that holds the model, and its address."""
+    with start(directory) as process:
+        address = line_with(process, "listening at=").split("at=")[1].split()[0]
+        line_with(process, "weights from files")
+        yield process, address
+        process.terminate()
+        assert process.wait(PATIENCE_SECONDS) in (0, -signal.SIGKILL)
+
+
+async def hash_of(directory: Path) -> str:
+    """As the node's own files have it."""
+    async with serving(directory) as channel:
+        return (await load(channel))[-1].ready.weights_hash
+
+
+async def test_the_second_node_reads_from_the_first_and_not_from_its_files(nodes: tuple[Path, Path]) -> None:
+    one, two = nodes
+    wipe(two)
+    async with first_node(one) as (_, address), serving(two, address) as channel:
+        ready = (await load(channel))[-1].ready
+        assert ready.source == address
+        assert not ready.read_from_disk
+        assert ready.weights_hash == await hash_of(one)
+
+
+async def test_a_second_process_says_where_its_weights_are_from(nodes: tuple[Path, Path]) -> None:
+    one, two = nodes
+    wipe(two)
+    async with first_node(one) as (_, address):
+        with start(two, WEFT_WEIGHTS_FROM=address) as second:
+            assert f"weights from {address} " in line_with(second, "weights from")
+            second.terminate()
+            assert second.wait(PATIENCE_SECONDS) == 0
+
+
+def killing(process: subprocess.Popen[str], after_bytes: int) -> Callable[..., Image]:
+    """`write_image` during which the process is killed."""
+
+    def write(checkpoint: object, report: Report, num_threads: int, around: Around | None) -> Image:
+        done = 0
+
+        def told(size: int, file: str) -> None:
+            nonlocal done
+            done += size
+            if done >= after_bytes and process.poll() is None:
+                process.kill()
+                process.wait()
+            report(size, file)
+
+        return write_image(checkpoint, told, 1, around)  # type: ignore[arg-type]
+
+    return write
+
+
+async def test_when_the_first_node_dies_half_way_the_rest_comes_from_files(
+    nodes: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = nodes
+    async with first_node(one) as (process, address):
+        monkeypatch.setattr(fetch, "write_image", killing(process, 1_000_000))
+        async with serving(two, address) as channel:
+            ready = (await load(channel))[-1].ready
+            assert ready.read_from_disk
+        monkeypatch.undo()
+        assert process.poll() is not None
+    assert "the rest of the weights comes from files" in caplog.text
+    assert ready.weights_hash == await hash_of(two)
+
+
+async def test_a_node_with_other_weights_that_dies_leaves_nothing_of_them(
+    nodes: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = nodes
+    wipe(two)
+    async with first_node(one) as (process, address):
+        monkeypatch.setattr(fetch, "write_image", killing(process, 1_000_000))
+        async with serving(two, address) as channel:
+            ready = (await load(channel))[-1].ready
+            assert ready.read_from_disk
+        monkeypatch.undo()
+    assert "holds other weights than" in caplog.text
+    assert ready.weights_hash == await hash_of(two)
+
+
+async def test_a_node_that_is_away_or_has_another_model_is_passed_over(
+    nodes: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = nodes
+    async with serving(two, "127.0.0.1:1") as channel:
+        assert (await load(channel))[-1].ready.source == "files"
+    (two / "model.safetensors").touch()
+    (one / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 1000, "hidden_size": 256}))
+    (one / "model.safetensors").write_bytes(safetensors_bytes(random_tensors(one)))
+    async with first_node(one) as (_, address), serving(two, address) as channel:
+        assert (await load(channel))[-1].ready.source == "files"
+    assert "holds another model under the name 'tiny'" in caplog.text
+
+
+async def read(channel: grpc.aio.Channel, weights_hash: str, *parts: tuple[str, int, int]) -> bytes:
+    stub: pb2_grpc.WeightServiceAsyncStub = pb2_grpc.WeightServiceStub(channel)
+    wanted = [pb2.TensorPart(tensor=name, first=first, size=size) for name, first, size in parts]
+    request = pb2.ReadImageRequest(model=MODEL, weights_hash=weights_hash, parts=wanted)
+    async with owned(stub.ReadImage(request, timeout=PATIENCE_SECONDS)) as call:
+        return b"".join([response.data async for response in call])
+
+
+async def test_what_is_lent_is_bounded(nodes: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "model.embed_tokens.weight"
+    async with serving(nodes[0]) as channel:
+        stub: pb2_grpc.WeightServiceAsyncStub = pb2_grpc.WeightServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="not loaded here yet"):
+            await stub.DescribeImage(pb2.DescribeImageRequest(model=MODEL), timeout=PATIENCE_SECONDS)
+        held = (await load(channel))[-1].ready.weights_hash
+        assert len(await read(channel, held, (name, 3, 5), (name, 0, 7))) == 12
+        with pytest.raises(NotFound, match="are not held here"):
+            await read(channel, "f" * 64, (name, 0, 1))
+        for part in ((name, 10**9, 1), (name, 0, 10**9), ("nonsense", 0, 1)):
+            with pytest.raises(InvalidRequest, match="has no bytes"):
+                await read(channel, held, part)
+        with pytest.raises(InvalidRequest, match="bytes at a time"):
+            await read(channel, held, *[(name, 0, 1_000_000)] * 9)
+        monkeypatch.setattr(lending, "MAX_READS", 0)
+        with pytest.raises(Overloaded):
+            await read(channel, held, (name, 0, 1))

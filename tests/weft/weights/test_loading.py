@@ -1,0 +1,120 @@
+"""Reading past the page cache, the plan of a load, and what it takes of memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from loadtest.weights.loader import PeakMemory
+
+from tests.weft.weights.checkpoints import make_checkpoint
+from weft.errors import BadCheckpoint
+from weft.weights import layout
+from weft.weights.blobs import Blob, FileBlob, LocalFile, MappedBlob, Scratch
+from weft.weights.checkpoint import TensorSource, read_checkpoint
+from weft.weights.header import TensorEntry, header_bytes
+from weft.weights.image import write_image
+from weft.weights.layout import image_layout
+from weft.weights.load import files_reader
+from weft.weights.source import ReadingMemory
+
+
+@pytest.mark.parametrize("size", [1, 511, 4096, 100_000])
+def test_any_part_of_a_file_is_read_past_the_cache_and_through_it(tmp_path: Path, size: int) -> None:
+    content = os.urandom(size)
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    blobs: list[Blob] = [FileBlob(path), FileBlob(path, direct=False), MappedBlob(path)]
+    scratch = Scratch()
+    for blob in blobs:
+        with blob:
+            for begin in {0, 1, size // 2, min(4095, size - 1), size - 1}:
+                for end in {begin, begin + 1, size // 2 + 1, size}:
+                    if begin <= end <= size:
+                        assert bytes(blob.read(begin, end - begin, scratch)) == content[begin:end]
+            with pytest.raises(BadCheckpoint, match=f"truncated: it ends before byte {size + 1}"):
+                blob.read(0, size + 1, scratch)
+
+
+@pytest.mark.parametrize("num_shards", [0, 3])
+@pytest.mark.parametrize("piece_bytes", [100, 1000, 1 << 20])
+def test_the_plan_reads_every_byte_once_and_neighbours_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_shards: int, piece_bytes: int
+) -> None:
+    monkeypatch.setattr(layout, "PIECE_BYTES", piece_bytes)
+    make_checkpoint(tmp_path / "model", num_shards)
+    planned = image_layout(read_checkpoint(tmp_path / "model"))
+    runs = list(planned.runs())
+    place = planned.data_start
+    for run in runs:
+        assert run.place == place
+        assert run.size <= piece_bytes
+        place += run.size
+        starts = [run.parts[0].offset + sum(part.size for part in run.parts[:n]) for n in range(len(run.parts))]
+        assert [part.offset for part in run.parts] == starts
+    assert place == planned.size_bytes
+    if piece_bytes == 1 << 20:
+        assert len(runs) <= 2 * max(1, num_shards)  # two sizes of elements
+
+
+def test_runs_are_the_bytes_of_their_tensors(tmp_path: Path) -> None:
+    tensors = make_checkpoint(tmp_path / "model", 2)
+    planned = image_layout(read_checkpoint(tmp_path / "model"))
+    memory = ReadingMemory()
+    with files_reader(planned) as read:
+        for run in planned.runs():
+            expected = b"".join(tensors[part.entry.name][2][part.first : part.first + part.size] for part in run.parts)
+            assert bytes(read(run, memory)) == expected
+
+
+def test_two_loaders_at_once_end_up_with_one_image(tmp_path: Path) -> None:
+    """Of two processes: one publishes, the other finds that it was second; nothing else stays."""
+    make_checkpoint(tmp_path / "model")
+    checkpoint = read_checkpoint(tmp_path / "model")
+    program = (
+        "import sys; from pathlib import Path; from weft.weights.checkpoint import read_checkpoint;"
+        "from weft.weights.image import write_image; checkpoint = read_checkpoint(Path(sys.argv[1]));"
+        "print('read', flush=True); sys.stdin.readline();"
+        "image = write_image(checkpoint, lambda *_: None, 2); print(image.weights_hash, flush=True);"
+        "sys.stdin.readline(); image.release()"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "model")]
+    racers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) for _ in range(2)
+    ]
+    hashes = []
+    for step in range(3):
+        for racer in racers:
+            assert racer.stdin is not None
+            assert racer.stdout is not None
+            if step == 0:
+                assert racer.stdout.readline() == "read\n"
+            else:
+                racer.stdin.write("\n")
+        if step == 1:
+            hashes = [racer.stdout.readline() for racer in racers if racer.stdout is not None]
+    for racer in racers:
+        with racer:
+            racer.communicate(timeout=20)
+        assert racer.returncode == 0
+    assert len(set(hashes)) == 1
+    assert len(hashes[0]) == 65
+    assert not list(Path("/dev/shm").glob(f"weft-weights-{checkpoint.directory_id}-*"))
+
+
+def test_a_load_takes_little_memory_beside_its_image(tmp_path: Path) -> None:
+    """64 MiB of weights: the threads' buffers are all that is needed."""
+    make_checkpoint(tmp_path / "model")
+    checkpoint = read_checkpoint(tmp_path / "model")
+    entry = TensorEntry("large", "U8", (1 << 26,), 0, 1 << 26)
+    path = tmp_path / "model" / "large.safetensors"
+    path.write_bytes((head := header_bytes([entry], {})) + bytes(1 << 26))
+    large = replace(checkpoint, tensors=(TensorSource(LocalFile(path), replace(entry, offset=len(head))),))
+    with PeakMemory() as memory:
+        image = write_image(large, lambda *_: None, 8)
+    image.release()
+    assert memory.extra_bytes < 8 * 3 * layout.PIECE_BYTES

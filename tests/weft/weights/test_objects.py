@@ -1,0 +1,132 @@
+"""Checkpoints in an object store: a real S3 server (moto's) in a process of its own, asked over HTTP."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import obstore
+import pytest
+import torch
+from obstore.store import from_url
+
+from tests.weft.weights.checkpoints import make_checkpoint
+from weft.errors import BadCheckpoint
+from weft.weights import objects
+from weft.weights.bundle import convert
+from weft.weights.checkpoint import read_checkpoint
+from weft.weights.image import write_image
+from weft.weights.objects import local_model, with_local_model
+from weft.weights.shared import open_image
+
+BUCKET = "models"
+PATIENCE_SECONDS = 40.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The server's URL."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE_SECONDS
+    try:
+        while True:
+            try:
+                httpx.put(f"{url}/{BUCKET}", trust_env=False).raise_for_status()
+                break
+            except httpx.TransportError:
+                assert time.monotonic() < deadline
+                assert process.poll() is None
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def store(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The same, found as AWS's own tools find it."""
+    settings = {"AWS_ENDPOINT_URL": server, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    for name, value in {**settings, "AWS_REGION": "us-east-1", "NO_PROXY": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(objects, "MODEL_CACHE", tmp_path / "cache")
+    return server
+
+
+def upload(directory: Path, prefix: str) -> str:
+    """Returns the checkpoint's URL."""
+    url = f"s3://{BUCKET}/{prefix}"
+    for path in directory.iterdir():
+        obstore.put(from_url(url, client_options={"allow_http": True}), path.name, path.read_bytes())
+    return url
+
+
+@pytest.mark.parametrize("is_bundle", [False, True])
+def test_weights_come_from_the_store_and_only_small_files_are_copied(
+    store: str, tmp_path: Path, request: pytest.FixtureRequest, is_bundle: bool
+) -> None:
+    tensors = make_checkpoint(tmp_path / "model", 2)
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    if is_bundle:
+        convert.compress(tmp_path / "model", tmp_path / "bundle", 1, lambda name, size: None)
+    url = upload(tmp_path / ("bundle" if is_bundle else "model"), f"folder-{is_bundle}/tiny")
+    directory = local_model(url, tmp_path / "cache")
+    assert directory.name == "tiny"
+    assert {path.name for path in directory.iterdir()} == {
+        *("config.json", "tokenizer.json", "model.safetensors.index.json", objects.ORIGIN_FILE)
+    }
+    image = write_image(read_checkpoint(directory), lambda *_: None, 3)
+    opened = open_image(image.name, image.size_bytes)
+    image.release()
+    for name, (_, _, data) in tensors.items():
+        assert opened[name].contiguous().view(torch.uint8).numpy().tobytes() == data
+    assert set(opened) == set(tensors)
+
+
+def test_what_changes_in_the_store_changes_here(store: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    (tmp_path / "model" / "old.txt").write_text("x")
+    url = upload(tmp_path / "model", "changing")
+    before = read_checkpoint(local_model(url))
+    (tmp_path / "model" / "tokenizer.json").write_text('{"new": 1}')
+    make_checkpoint(tmp_path / "model")
+    upload(tmp_path / "model", "changing")
+    obstore.delete(from_url(url, client_options={"allow_http": True}), "old.txt")
+    with pytest.raises(BadCheckpoint, match=f"{url}/model.safetensors: .*"):
+        write_image(before, lambda *_: None, 1)
+    directory = local_model(url)
+    assert (directory / "tokenizer.json").read_text() == '{"new": 1}'
+    assert not (directory / "old.txt").exists()
+    assert read_checkpoint(directory).source_id != before.source_id
+    assert not list(Path("/dev/shm").glob(f"weft-weights-{before.directory_id}-*"))
+
+
+def test_settings_with_urls_become_settings_with_directories(store: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    url = upload(tmp_path / "model", "named")
+    alone = with_local_model({"WEFT_MODEL": url, "OTHER": "1"})
+    assert alone["OTHER"] == "1"
+    assert Path(alone["WEFT_MODEL"], "config.json").exists()
+    several = with_local_model({"WEFT_MODEL": f"a={url},b=/somewhere"})["WEFT_MODEL"]
+    assert several == f"a={alone['WEFT_MODEL']},b=/somewhere"
+    untouched = {"WEFT_MODEL": "/somewhere"}
+    assert with_local_model(untouched) is untouched
+
+
+def test_what_is_not_there_is_said(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadCheckpoint, match="s3://models/nothing: there is nothing at this URL"):
+        local_model("s3://models/nothing")
+    with pytest.raises(BadCheckpoint, match="s3://no-such-bucket/x: "):
+        local_model("s3://no-such-bucket/x")
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(BadCheckpoint, match=r"pip install 'weft\[objects\]'"):
+        local_model("s3://models/nothing")
