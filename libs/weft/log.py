@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
+import time
 from contextvars import ContextVar
 
+logger = logging.getLogger(__name__)
+MARK = re.compile(r"startup (?P<phase>.+) at=(?P<at>\d+\.\d+)")
+"""What `mark` writes."""
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
@@ -29,3 +34,8 @@ def setup(service: str) -> None:
     logging.basicConfig(level=os.environ.get("WEFT_LOG_LEVEL", "INFO").upper(), handlers=[handler], force=True)
     for chatty in ("httpx", "uvicorn.access", "uvicorn.error", "httpcore"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def mark(phase: str) -> None:
+    """A phase of this process' start is over; `weft up --timeline` draws them."""
+    logger.info("startup %s at=%.3f", phase, time.time())

@@ -57,6 +57,12 @@ class Peers(scheduler_service_pb2_grpc.FleetServiceServicer, weights_service_pb2
     async def Drain(self, request: Any, context: Any) -> fleet_pb2.DrainResponse:
         raise AssertionError("workers do not ask")
 
+    async def DescribeImage(self, request: Any, context: Any) -> weights_pb2.DescribeImageResponse:
+        raise AssertionError("workers do not ask")
+
+    def ReadImage(self, request: Any, context: Any) -> AsyncIterator[weights_pb2.ReadImageResponse]:
+        raise AssertionError("workers do not ask")
+
     async def Load(self, request: Any, context: Any) -> AsyncIterator[weights_pb2.LoadResponse]:
         yield weights_pb2.LoadResponse(
             ready=weights_pb2.LoadReady(

@@ -35,8 +35,8 @@ class Child:
         return self._process.pid
 
     @classmethod
-    async def start(cls, command: Sequence[str], environ: Mapping[str, str]) -> Child:
-        """Start a process that dies with this one. Raises OSError when the command cannot be run."""
+    async def start(cls, command: Sequence[str], environ: Mapping[str, str], can_hear: bool = False) -> Child:
+        """Start a process that dies with this one and may be told something. Raises OSError when it cannot be run."""
         read_end, write_end = os.pipe()
         parent = os.getpid()
         try:
@@ -44,7 +44,7 @@ class Child:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 env=dict(environ),
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE if can_hear else asyncio.subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=write_end,
                 start_new_session=True,
@@ -77,6 +77,14 @@ class Child:
         if text:
             self.last_lines.append(text)
             on_line(text)
+
+    def tell(self, line: bytes) -> bool:
+        """Write to the input of one that can hear, and close it; False when it is not there any more."""
+        if self._process.returncode is not None or self._process.stdin is None:
+            return False
+        self._process.stdin.write(line)
+        self._process.stdin.close()
+        return True
 
     async def wait(self) -> int:
         """The exit code; a negative number is the signal that ended it. May be awaited many times."""

@@ -6,30 +6,27 @@ Knows the services by name and by their WEFT_* variables only; starts nothing.
 from __future__ import annotations
 
 import functools
+import json
 import os
-import random
 import re
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weft.cli.health import grpc_serves, http_answers, redis_answers
+from weft.cli.ports import LOOPBACK, PortTaken, check_listen_address, check_port, free_ports, reachable
 from weft.cli.supervisor import ChildSpec
 
-LOOPBACK = "127.0.0.1"
-# below the range that the kernel hands out to connections, so that a restarted child finds its port free;
-# above the one that Mooncake picks from
-INTERNAL_PORTS = range(18_000, 32_000)
+# imports what both kinds of workers need, and waits for one of them to die
+SPARE_COMMAND = (
+    *(sys.executable, "-m", "weft.worker.standby"),
+    *("weft.worker.process", "weft_services.prefill.service", "weft_services.decode.service"),
+)
 # what Mooncake says at every start, as an error, of a thing that it then goes on to make
 HARMLESS = re.compile("Logging before InitGoogleLogging|Local segment descriptor not found")
 # reading and verifying a large checkpoint takes its time
 WORKER_START_SECONDS = 900.0
-
-
-class PortTaken(Exception):
-    """A port that the user asked for is in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,37 +110,6 @@ def usable_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if has_choice else list(range(os.cpu_count() or 1))
 
 
-def check_port(host: str, port: int, flag: str) -> None:
-    """Raises PortTaken, saying which flag chooses another, unless the port can be listened on."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            probe.listen()
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise PortTaken(f"cannot listen on {host}:{port} ({reason}); choose another with {flag}") from error
-
-
-def free_ports(count: int) -> list[int]:
-    """Different loopback ports that nobody listens on, from INTERNAL_PORTS."""
-    held: list[socket.socket] = []
-    try:
-        for port in random.sample(INTERNAL_PORTS, len(INTERNAL_PORTS)):
-            if len(held) == count:
-                break
-            probe = socket.socket()
-            held.append(probe)
-            try:
-                probe.bind((LOOPBACK, port))
-            except OSError:
-                held.pop().close()
-        return [probe.getsockname()[1] for probe in held]
-    finally:
-        for probe in held:
-            probe.close()
-
-
 def pick_addresses(options: MeshOptions) -> Addresses:
     """Choose a port for each part. Raises PortTaken for the two that the user chose, also when they are one."""
     if options.port == options.grpc_port:
@@ -154,17 +120,9 @@ def pick_addresses(options: MeshOptions) -> Addresses:
     ports = free_ports(6 + len(names))
     valkey, scheduler, kvstore, weights = (f"{LOOPBACK}:{port}" for port in ports[:4])
     if options.weights_listen:
-        weights = _weights_address(options.weights_listen)
+        weights = check_listen_address(options.weights_listen, "--weights-listen")
     workers = {name: f"{LOOPBACK}:{port}" for name, port in zip(names, ports[6:], strict=True)}
     return Addresses(valkey, scheduler, kvstore, weights, workers, master_port=ports[4], private_port=ports[5])
-
-
-def _weights_address(listen: str) -> str:
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal():
-        raise PortTaken(f"--weights-listen {listen}: expected HOST:PORT")
-    check_port(host, int(port), "--weights-listen")
-    return f"{reachable(host)}:{port}"
 
 
 def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
@@ -236,15 +194,18 @@ def _worker(options: MeshOptions, at: Addresses, name: str, model: str, cpus: st
     host, _, port = address.rpartition(":")
     own = {"WEFT_WORKER_ID": name, "WEFT_HOST": host, "WEFT_PORT": port, "WEFT_METRICS_PORT": "0", "WEFT_CPUS": cpus}
     own |= {"WEFT_ROLE": _ROLES[kind], **_model_setting({model: options.models[model]})}
+    environ = {**os.environ, **_common(options, at), **own}
+    # both roles' services in one process, so that `weft role` can change which one it is given work for
+    module = "weft_services.worker"
     return ChildSpec(
         name=name,
-        # both roles' services in one process, so that `weft role` can change which one it is given work for
-        command=(sys.executable, "-m", "weft_services.worker"),
-        environ={**os.environ, **_common(options, at), **own},
+        command=(sys.executable, "-m", module),
+        environ=environ,
         probe=functools.partial(grpc_serves, address),
         after=("scheduler", "kvstore", "weights") if options.has_store else ("scheduler", "weights"),
         tier=1,
         start_seconds=WORKER_START_SECONDS,
+        order=json.dumps({"module": module, "environ": environ}).encode() + b"\n",
     )
 
 
@@ -291,8 +252,3 @@ def _valkey(at: Addresses) -> ChildSpec:
         probe=functools.partial(redis_answers, host, int(port)),
         start_seconds=20.0,
     )
-
-
-def reachable(host: str) -> str:
-    """The address to call on this machine for a listener bound to host."""
-    return LOOPBACK if host in ("0.0.0.0", "", "::") else host

@@ -48,6 +48,8 @@ class RestartPolicy:
     healthy: float = 30.0
     # one that has never been ready is given up after so many deaths
     max_first_failures: int = 5
+    # all being ready for so long, a spare is started
+    spare_after: float = 10.0
 
     def backoff(self, failures: int) -> float:
         """The pause after so many deaths in a row."""
@@ -58,7 +60,8 @@ class RestartPolicy:
 class ChildSpec:
     """How to run one child. `probe` returns False until the child can be used.
 
-    It starts when all named in `after` are ready, and is stopped before those of a lower `tier`.
+    It starts when all named in `after` are ready, and is stopped before those of a lower `tier`. `order` is the line
+    that makes a spare this child, where it can be one.
     """
 
     name: str
@@ -68,6 +71,7 @@ class ChildSpec:
     after: tuple[str, ...] = ()
     tier: int = 0
     start_seconds: float = 60.0
+    order: bytes = b""
 
 
 class ChildFailed(Exception):
@@ -105,8 +109,18 @@ class _Life:
 class Supervisor:
     """Owns the children from `run` until it ends."""
 
-    def __init__(self, specs: Sequence[ChildSpec], listener: Listener, policy: RestartPolicy | None = None) -> None:
+    def __init__(
+        self,
+        specs: Sequence[ChildSpec],
+        listener: Listener,
+        policy: RestartPolicy | None = None,
+        spare_command: Sequence[str] = (),
+    ) -> None:
+        """`spare_command` is a process that waits for an `order`; one is kept at hand once all is well."""
         self._specs = tuple(specs)
+        self._spare_command = tuple(spare_command)
+        self._spare: Child | None = None
+        self._spare_wanted = asyncio.Event()
         self._listener = listener
         self._policy = policy or RestartPolicy()
         self._ready = {spec.name: asyncio.Event() for spec in specs}
@@ -125,8 +139,15 @@ class Supervisor:
             async with asyncio.TaskGroup() as group:
                 for spec in self._specs:
                     self._keepers[spec.name] = group.create_task(self._keep(spec))
+                sparing = group.create_task(self._keep_spare())
+                await asyncio.wait(self._keepers.values())
+                sparing.cancel()
         except* ChildFailed as failed:
             raise failed.exceptions[0] from None
+        finally:
+            if self._spare is not None:
+                self._spare.signal_group(signal.SIGKILL)
+                await self._spare.wait()
 
     async def stop(self) -> None:
         """End the children, highest tier first, within STOP_SECONDS; `run` then returns."""
@@ -149,6 +170,32 @@ class Supervisor:
         for child in self._children.values():
             child.signal_group(signal.SIGKILL)
 
+    async def _keep_spare(self) -> None:
+        """One process that has its imports behind it, for whichever child dies next."""
+        if not self._spare_command:
+            return
+        await self.wait_ready()
+        environ = next(spec.environ for spec in self._specs if spec.order)
+        while True:
+            await asyncio.sleep(self._policy.spare_after)
+            self._spare_wanted.clear()
+            starting = asyncio.ensure_future(Child.start(self._spare_command, environ, can_hear=True))
+            try:
+                self._spare = await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                self._spare = await starting  # what is half started must be ended as well
+                raise
+            await self._spare_wanted.wait()
+
+    def _become(self, spec: ChildSpec) -> Child | None:
+        """The spare as this child, if there is one."""
+        spare = self._spare
+        if spare is None or not spec.order:
+            return None
+        self._spare = None
+        self._spare_wanted.set()
+        return spare if spare.tell(spec.order) else None
+
     async def _keep(self, spec: ChildSpec) -> None:
         for name in spec.after:
             await self._ready[name].wait()
@@ -158,9 +205,11 @@ class Supervisor:
             if self._stopping:
                 self._listener.on_state(spec.name, State.STOPPED, life.how)
                 return
-            failures = 1 if (life.ready_seconds or 0.0) >= self._policy.healthy else failures + 1
+            was_healthy = (life.ready_seconds or 0.0) >= self._policy.healthy
+            failures = 1 if was_healthy else failures + 1
             self._give_up_on(spec, life, failures)
-            pause = self._policy.backoff(failures)
+            # what was well for long is started again at once
+            pause = 0.0 if was_healthy else self._policy.backoff(failures)
             self._listener.on_death(spec.name, life.how, life.last_lines, pause)
             self._listener.on_state(spec.name, State.BACKING_OFF, life.how)
             await asyncio.sleep(pause)
@@ -176,7 +225,7 @@ class Supervisor:
         """One life of the child, from its start to its end and that of its descendants."""
         self._listener.on_state(spec.name, State.STARTING, "")
         try:
-            child = await Child.start(spec.command, spec.environ)
+            child = self._become(spec) or await Child.start(spec.command, spec.environ)
         except OSError as error:
             raise ChildFailed(spec.name, str(error), (), 1) from error
         self._children[spec.name] = child

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +17,18 @@ from rich.console import Console
 from rich.text import Text
 
 from weft.cli.display import Display
-from weft.cli.mesh import HARMLESS, Addresses, MeshOptions, PortTaken, mesh_specs, pick_addresses, reachable
+from weft.cli.mesh import (
+    HARMLESS,
+    SPARE_COMMAND,
+    Addresses,
+    MeshOptions,
+    mesh_specs,
+    pick_addresses,
+)
+from weft.cli.ports import PortTaken, reachable
 from weft.cli.record import MeshRecord, recorded
 from weft.cli.supervisor import ChildFailed, Supervisor
+from weft.cli.timeline import Timeline
 from weft.config import ConfigError, is_loopback, read_models
 from weft.errors import BadCheckpoint
 from weft.weights.objects import is_url, local_model, with_local_model
@@ -94,8 +103,11 @@ def mooncake_trouble() -> str:
     return f"Mooncake does not load ({reason}): `make serve` says what to install" if ended.returncode else ""
 
 
-def up(options: MeshOptions) -> int:
-    """Run the mesh until a signal ends it; returns the exit status."""
+def up(options: MeshOptions, picture: Path | None = None) -> int:
+    """Run the mesh until a signal ends it, with a picture of its start if wanted; returns the exit status."""
+    began = time.time()
+    if picture is not None and options.log_level not in ("debug", "info"):
+        raise UsageError(f"--timeline is drawn from lines that --log-level {options.log_level} leaves out")
     if not (options.keys or options.is_open or is_loopback(options.host)):
         what = f"--host {options.host}: whoever reaches it could use the model"
         raise UsageError(f"{what}; name API keys with --keys (`weft keys add NAME` makes one), or say --open")
@@ -117,10 +129,28 @@ def up(options: MeshOptions) -> int:
     url = f"{'https' if options.has_tls else 'http'}://{reachable(options.host)}:{options.port}"
     note = MeshRecord(os.getpid(), time.time(), options.port, url, at.scheduler, _services(options, at))
     with recorded(note):
-        return asyncio.run(_supervise(Supervisor(specs, display), display, _banner(options, url)))
+        timeline = Timeline(display, began)
+
+        def announce() -> None:
+            display.end_start()
+            display.say(f"ready after {display.seconds:.1f} s")
+            if picture is not None:
+                _draw(timeline, picture, display)
+            display.show(_banner(options, url))
+
+        return asyncio.run(_supervise(Supervisor(specs, timeline, spare_command=SPARE_COMMAND), display, announce))
 
 
-async def _supervise(supervisor: Supervisor, display: Display, banner: Text) -> int:
+def _draw(timeline: Timeline, picture: Path, display: Display) -> None:
+    try:
+        picture.write_text(timeline.svg(f"weft up, {time.strftime('%d %B %Y %H:%M')}"), encoding="utf-8")
+    except OSError as error:
+        display.say(f"--timeline {picture}: {error.strerror}", "bold red")
+    else:
+        display.say(f"how it started: {picture}")
+
+
+async def _supervise(supervisor: Supervisor, display: Display, announce: Callable[[], None]) -> int:
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -135,7 +165,7 @@ async def _supervise(supervisor: Supervisor, display: Display, banner: Text) -> 
     try:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(supervisor.run())
-            announcing = group.create_task(_announce(supervisor, display, banner))
+            announcing = group.create_task(_announce(supervisor, announce))
             stopping = group.create_task(_stop_when(stop, supervisor, display))
             await asyncio.wait([running])
             announcing.cancel()
@@ -151,11 +181,9 @@ async def _supervise(supervisor: Supervisor, display: Display, banner: Text) -> 
     return status
 
 
-async def _announce(supervisor: Supervisor, display: Display, banner: Text) -> None:
+async def _announce(supervisor: Supervisor, announce: Callable[[], None]) -> None:
     await supervisor.wait_ready()
-    display.end_start()
-    display.say(f"ready after {display.seconds:.1f} s")
-    display.show(banner)
+    announce()
 
 
 async def _stop_when(stop: asyncio.Event, supervisor: Supervisor, display: Display) -> None:

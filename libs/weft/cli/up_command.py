@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -58,6 +59,7 @@ def up(
     is_open: Annotated[bool, typer.Option("--open", help="Without keys, whoever may reach it.")] = False,
     weights_from: Annotated[str, typer.Option(help="HOST:PORT of a mesh that may hold the weights in memory.")] = "",
     weights_listen: Annotated[str, typer.Option(help="HOST:PORT where other meshes may read the weights.")] = "",
+    timeline: Annotated[Path | None, typer.Option(help="Write a picture (SVG) of how the start went here.")] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Of all services.")] = LogLevel.INFO,
 ) -> None:
     """Start a whole mesh on this machine; Ctrl-C ends it."""
@@ -84,7 +86,7 @@ def up(
             weights_listen=weights_listen,
             log_level=log_level,
         )
-        status = run_up(options)
+        status = run_up(options, timeline)
     except UsageError as error:
         typer.secho(f"weft up: {error}", fg="red", err=True)
         status = 2

@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import torch
 
+from weft import log
 from weft.capacity.room import (
     Machine,
     Room,
@@ -67,7 +68,10 @@ async def boot(config: WorkerConfig, listener: Callable[[StepOutput], None]) -> 
         torch.set_num_threads(config.threads or num_cores)
     machine = choose_machine(config, torch.cuda.is_available())
     ready = await load_weights(config.weights_addr, config.served_name)
-    return await asyncio.to_thread(_build, config, machine, ready, listener)
+    log.mark("weights")
+    booted = await asyncio.to_thread(_build, config, machine, ready, listener)
+    log.mark("engine")
+    return booted
 
 
 def choose_machine(config: WorkerConfig, has_cuda: bool) -> Machine:

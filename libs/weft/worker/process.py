@@ -12,7 +12,7 @@ from typing import Protocol
 
 import grpc
 
-from weft import metrics, trace
+from weft import log, metrics, trace
 from weft.config import describe
 from weft.engine.core import Engine
 from weft.errors import EngineFailed
@@ -89,6 +89,7 @@ async def serve_worker(config: WorkerConfig, *posts: Post) -> None:
     process ends and is started again."""
     logger.info(describe(config))
     trace.setup(_role(config, posts), config.worker_id)
+    log.mark("imports")
     feed = EngineFeed()
     booted = await boot(config, feed.listener)
     booted.engine.start()
@@ -104,6 +105,7 @@ async def _serve(
 ) -> None:
     rpc = RpcServer([post.service_name for post in posts])
     place = await _furnish(config, booted, feed, tasks)
+    log.mark("transport and store")
     desks = [post.install(place, rpc.server) for post in posts]
     address = await rpc.start(config.host, config.port)
     engine = place.engine
@@ -195,6 +197,7 @@ def _introduction(
 
 async def _announce(membership: Membership, health: Health) -> None:
     await membership.until_joined()
+    log.mark("joining")
     await health.join()
 
 

@@ -18,6 +18,7 @@ async def main() -> None:
     config = read_config(Config, with_local_model())
     logging.getLogger(__name__).info("%s", describe(config))
     trace.setup("gateway")
+    log.mark("imports")
     await serve(config)
 
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from weft import log
 from weft.rpc.server import RpcServer, until_signal
 from weft_services.gateway.access.door import Door
 from weft_services.gateway.catalog import load_catalog
@@ -58,6 +59,7 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
         logger.info("model=%s context=%d defaults=%s", model.name, model.max_context_tokens, model.defaults)
         tools = model.tool_format.name if model.tool_format else "none"
         logger.info("model=%s tools=%s thoughts=%s", model.name, tools, model.thinks)
+    log.mark("models")
     door = Door(config.keys, config.redis_url)
     await door.open()
     scheduler = Scheduler(config.scheduler_addr)

@@ -21,6 +21,7 @@ async def main() -> None:
     config = read_config(Config)
     logging.info(describe(config))
     trace.setup("kvstore")
+    log.mark("imports")
     rpc = RpcServer([SERVICE_NAME])
     place = Place(config.host, config.store_host, config.master_port, config.segment_bytes)
     disk = await _open_disk(config)

@@ -21,6 +21,7 @@ async def main(config: Config) -> None:
     """Serve until SIGTERM; memberships end with the process, so there is nothing to drain."""
     logging.info(describe(config))
     trace.setup("scheduler")
+    log.mark("imports")
     affinity = Affinity(config.redis_url, config.affinity_ttl_seconds)
     router = Router(config.silence_seconds, parse_targets(config.targets), config.prefix_keys)
     room = WaitingRoom(config.max_queue, config.queue_seconds)

@@ -30,6 +30,7 @@ async def serve(config: Config) -> None:
         try:
             for name, loader in loaders.items():
                 await _preload(name, loader)
+            log.mark("weights")
             await rpc.set_ready(True)
             await asyncio.Event().wait()
         finally:
@@ -52,6 +53,7 @@ async def main() -> None:
     """Until SIGTERM or SIGINT."""
     config = read_config(Config, with_local_model())
     logging.info(describe(config))
+    log.mark("imports")
     await until_signal(serve(config))
 
 

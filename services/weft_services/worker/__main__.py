@@ -5,6 +5,7 @@ from __future__ import annotations
 from weft import log
 from weft.config import read_config
 from weft.rpc.server import run
+from weft.weights.objects import with_local_model
 from weft.worker.config import WorkerConfig
 from weft.worker.process import serve_worker
 from weft_services.decode.service import POST as DECODE
@@ -13,7 +14,7 @@ from weft_services.prefill.service import POST as PREFILL
 
 async def main() -> None:
     """Read the settings, then serve until SIGTERM."""
-    config = read_config(WorkerConfig)
+    config = read_config(WorkerConfig, with_local_model())
     log.setup(config.worker_id)
     await serve_worker(config, PREFILL, DECODE)
 

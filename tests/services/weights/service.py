@@ -43,11 +43,18 @@ async def serving(directory: Path, peer_address: str = "") -> AsyncIterator[grpc
                 await peer.close()
 
 
-async def load(channel: grpc.aio.Channel, model: str = MODEL) -> list[pb2.LoadResponse]:
-    """Everything that one Load says."""
+async def load(
+    channel: grpc.aio.Channel, model: str = MODEL, heard: asyncio.Event | None = None
+) -> list[pb2.LoadResponse]:
+    """Everything that one Load says; `heard` is set at the first of it."""
+    responses = []
     stub: pb2_grpc.WeightServiceAsyncStub = pb2_grpc.WeightServiceStub(channel)
     async with owned(stub.Load(pb2.LoadRequest(model=model), timeout=PATIENCE_SECONDS)) as call:
-        return [response async for response in call]
+        async for response in call:
+            responses.append(response)
+            if heard is not None:
+                heard.set()
+    return responses
 
 
 def start(directory: Path, **settings: str) -> subprocess.Popen[str]:

@@ -99,7 +99,10 @@ async def test_a_caller_that_leaves_does_not_end_the_reading_for_others(
     async with serving(directory) as channel:
         leaver = asyncio.create_task(load(channel))
         assert await asyncio.to_thread(began.wait, PATIENCE_SECONDS)
-        stayer = asyncio.create_task(load(channel))
+        heard = asyncio.Event()
+        stayer = asyncio.create_task(load(channel, heard=heard))
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await heard.wait()
         leaver.cancel()
         await asyncio.wait({leaver})
         may_finish.set()

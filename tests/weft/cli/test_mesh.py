@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from weft.cli import mesh as module
-from weft.cli.mesh import INTERNAL_PORTS, Addresses, MeshOptions, PortTaken, check_port, free_ports, mesh_specs
+from weft.cli.mesh import Addresses, MeshOptions, mesh_specs
+from weft.cli.ports import INTERNAL_PORTS, PortTaken, check_port, free_ports
 from weft.cli.supervisor import ChildSpec
 from weft.config import read_models
 

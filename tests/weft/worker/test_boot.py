@@ -99,6 +99,12 @@ async def start_weights(answer: Answer, port: int = 0) -> AsyncIterator[str]:
             async for response in answer(request):
                 yield response
 
+        async def DescribeImage(self, request: Any, context: Any) -> pb2.DescribeImageResponse:
+            raise AssertionError("workers do not ask")
+
+        def ReadImage(self, request: Any, context: Any) -> AsyncIterator[pb2.ReadImageResponse]:
+            raise AssertionError("workers do not ask")
+
     rpc = RpcServer([])
     weights_service_pb2_grpc.add_WeightServiceServicer_to_server(Servicer(), rpc.server)
     try:

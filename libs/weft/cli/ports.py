@@ -1,0 +1,60 @@
+"""Addresses on this machine: what can be listened on, what nobody listens on yet, and how a listener is called."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+LOOPBACK = "127.0.0.1"
+# below the range that the kernel hands out to connections, so that a restarted child finds its port free;
+# above the one that Mooncake picks from
+INTERNAL_PORTS = range(18_000, 32_000)
+
+
+class PortTaken(Exception):
+    """A port that the user asked for is in use."""
+
+
+def check_port(host: str, port: int, flag: str) -> None:
+    """Raises PortTaken, saying which flag chooses another, unless the port can be listened on."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise PortTaken(f"cannot listen on {host}:{port} ({reason}); choose another with {flag}") from error
+
+
+def free_ports(count: int) -> list[int]:
+    """Different loopback ports that nobody listens on, from INTERNAL_PORTS."""
+    held: list[socket.socket] = []
+    try:
+        for port in random.sample(INTERNAL_PORTS, len(INTERNAL_PORTS)):
+            if len(held) == count:
+                break
+            probe = socket.socket()
+            held.append(probe)
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError:
+                held.pop().close()
+        return [probe.getsockname()[1] for probe in held]
+    finally:
+        for probe in held:
+            probe.close()
+
+
+def check_listen_address(listen: str, flag: str) -> str:
+    """Where a listener at HOST:PORT is called on this machine. Raises PortTaken when it cannot be."""
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal():
+        raise PortTaken(f"{flag} {listen}: expected HOST:PORT")
+    check_port(host, int(port), flag)
+    return f"{reachable(host)}:{port}"
+
+
+def reachable(host: str) -> str:
+    """The address to call on this machine for a listener bound to host."""
+    return LOOPBACK if host in ("0.0.0.0", "", "::") else host

@@ -1,0 +1,79 @@
+"""The picture of a start: whose phases, in which order, how long; from the lines that processes really write."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from xml.etree import ElementTree
+
+import pytest
+
+from weft import log
+from weft.cli.supervisor import State
+from weft.cli.timeline import Timeline
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Ears:
+    """What was passed on."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def on_line(self, name: str, line: str) -> None:
+        self.heard.append(f"{name}: {line}")
+
+    def on_state(self, name: str, state: State, detail: str) -> None:
+        self.heard.append(f"{name} {state}")
+
+    def on_death(self, name: str, how: str, last_lines: Sequence[str], retry_seconds: float) -> None:
+        self.heard.append(f"{name} dies")
+
+
+def test_phases_are_what_the_processes_said_and_the_probes_saw() -> None:
+    now = [100.0]
+    ears = Ears()
+    timeline = Timeline(ears, 100.0, lambda: now[0])
+    for name, begin in (("one", 100.5), ("two", 101.0)):
+        now[0] = begin
+        timeline.on_state(name, State.STARTING, "")
+    timeline.on_line("one", "12:00:00 I one startup imports at=101.500")
+    timeline.on_line("one", "12:00:00 I one something else at=101.600")
+    timeline.on_line("one", "12:00:00 I one startup weights at=103.000")
+    now[0] = 103.5
+    timeline.on_state("one", State.READY, "")
+    timeline.on_death("one", "killed", (), 0.5)
+    now[0] = 110.0
+    timeline.on_state("one", State.STARTING, "")
+    timeline.on_line("one", "12:00:10 I one startup imports at=111.000")
+    found = {name: [(p.name, p.begin, p.end) for p in phases] for name, phases in timeline.phases().items()}
+    assert found == {"one": [("imports", 0.5, 1.5), ("weights", 1.5, 3.0), ("until ready", 3.0, 3.5)], "two": []}
+    assert len(ears.heard) == 9
+    picture = ElementTree.fromstring(timeline.svg("a & b"))
+    bars = picture.findall(f"{SVG}g")
+    assert [bar.findtext(f"{SVG}title") for bar in bars] == [
+        "imports: 1.00 s",
+        "weights: 1.50 s",
+        "until ready: 0.50 s",
+    ]
+    widths = [float(str(rect.get("width"))) for bar in bars for rect in bar.findall(f"{SVG}rect")]
+    assert widths[1] == pytest.approx(1.5 * widths[0], abs=0.2)
+    assert {"a & b", "one", "two"} <= {text.text for text in picture.findall(f"{SVG}text")}
+
+
+def test_marks_are_written_as_they_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    try:
+        log.setup("decode-0")
+        log.mark("a phase")
+        sys.stderr.flush()
+        line = capsys.readouterr().err.splitlines()[-1]
+    finally:
+        root.handlers, root.level = before
+    found = log.MARK.search(line)
+    assert found is not None
+    assert found["phase"] == "a phase"
+    assert float(found["at"]) > 1.7e9
