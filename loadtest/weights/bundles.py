@@ -1,5 +1,7 @@
 """Weft's bundles beside ZipNN on the same files, one thread each: size, entropy, encoding and decoding speed.
 
+Weft goes from file to file, synced by neither; ZipNN works in memory.
+
 `python -m loadtest.weights.bundles [--megabytes 32] [--rounds 5] [--json FILE]`; ZipNN: `pip install zipnn`.
 """
 

@@ -110,9 +110,23 @@ def test_the_library_writes_what_the_reference_writes(isa: str) -> None:
             assert (chunk.states == states).all()
             assert (chunk.words == words).all()
             assert (chunk.rest == rest).all()
+            is_escape = reference.coded_symbols(found, flat[first:end], first)[1] == coding.ESCAPE
+            assert (chunk.escape_places == np.flatnonzero(is_escape)).all()
             out = np.empty(end - first, np.uint16)
             assert reference.decode(found, first, out, states, words, rest)
             assert (out == flat[first:end]).mean() > 0.99  # all but escapes
+
+
+def test_what_the_sample_has_not_seen_escapes(isa: str) -> None:
+    """Shares come from every fourth row; what only other rows hold is listed beside the chunk."""
+    values = channels(2048, 64)
+    values[1::4, ::7] = np.random.default_rng(1).integers(0, 1 << 16, values[1::4, ::7].shape, dtype=np.uint16)
+    measured = rans.measure(values, True)
+    chunk = rans.encode_chunk(measured.coding, values.reshape(-1), 0)
+    assert len(chunk.escape_places) > 1000
+    assert (np.diff(chunk.escape_places.astype(np.int64)) > 0).all()
+    assert (chunk.escape_values == values.reshape(-1)[chunk.escape_places]).all()
+    assert (round_trip(values, chunk=10_000)[0] == values).all()
 
 
 def test_loud_rows_and_columns_cost_nothing() -> None:

@@ -34,7 +34,7 @@ SIGNATURES: dict[str, list[type]] = {
     "weft_kv_write": [POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, LONG, LONG, LONG],
 }
 RETURNING: dict[str, tuple[list[type], type]] = {
-    "weft_rans_encode": ([*[POINTER] * 5, INT, POINTER, POINTER, POINTER], LONG),
+    "weft_rans_encode": ([*[POINTER] * 5, INT, *[POINTER] * 4], LONG),
     "weft_rans_decode": ([*[POINTER] * 4, INT, POINTER, POINTER, LONG, POINTER, POINTER], INT),
 }
 

@@ -19,6 +19,7 @@ from weft_kernels.rans.coding import (
     CLASS_BITS,
     ESCAPE,
     NUM_KEYS,
+    TOTAL,
     Coding,
     choose_base,
     cost_bits,
@@ -59,7 +60,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The cheapest coding found, and the bits that it will take for the whole tensor, scales included."""
+    """The cheapest coding found, and about the bits that it will take for the whole tensor, scales included."""
 
     coding: Coding
     bits: float
@@ -75,25 +76,26 @@ def measure(values: Words, is_bf16: bool) -> Measured:
     rows, columns = values.shape
     plain = Coding(is_bf16, 0, 0, np.zeros((1, 256), np.uint16), np.zeros(rows, np.int8), np.zeros(columns, np.int8))
     if rows == 1 or columns == 1:
-        return _with_shares(plain, values)
-    row_scales, column_scales = _scales(values, is_bf16)
-    scaled = replace(plain, class_bits=CLASS_BITS, row_scales=row_scales, column_scales=column_scales)
-    # A part of the rows tells which of the two is cheaper; the shares then come from all.
+        return _with_shares(plain, values, rows)
+    # A part of the rows tells how loud the columns are, which of the two is cheaper, and the shares.
     step = min(SAMPLE_STEP, max(1, rows // SAMPLE_ROWS))
     sample = np.ascontiguousarray(values[::step])
-    found = [_with_shares(replace(c, row_scales=c.row_scales[::step].copy()), sample) for c in (plain, scaled)]
-    return _with_shares(plain if found[0].bits <= found[1].bits else scaled, values)
+    row_scales, column_scales = _scales(values, sample, is_bf16)
+    scaled = replace(plain, class_bits=CLASS_BITS, row_scales=row_scales, column_scales=column_scales)
+    found = []
+    for coding in (plain, scaled):
+        measured = _with_shares(replace(coding, row_scales=coding.row_scales[::step].copy()), sample, rows)
+        found.append(replace(measured, coding=replace(measured.coding, row_scales=coding.row_scales)))
+    return min(found, key=lambda measured: measured.bits)
 
 
 def encode_chunk(coding: Coding, values: Words, first: int) -> Chunk:
     """Code `values` [count], contiguous, which begin at element `first` of the tensor."""
-    library = native()
-    if library is None:
-        states, words, rest = reference.encode(coding, values, first)
-    else:
-        states, words, rest = _encode_natively(library, coding, values, first)
-    places, escaped = _escapes(coding, values, first)
-    return Chunk(states, words, rest, places, escaped)
+    if (library := native()) is not None:
+        return _encode_natively(library, coding, values, first)
+    states, words, rest = reference.encode(coding, values, first)
+    places = np.flatnonzero(reference.coded_symbols(coding, values, first)[1] == ESCAPE).astype(np.uint32)
+    return Chunk(states, words, rest, places, values[places])
 
 
 def decode_chunk(coding: Coding, table: NDArray[np.uint32], first: int, chunk: Chunk, out: Words) -> bool:
@@ -117,15 +119,18 @@ def decode_chunk(coding: Coding, table: NDArray[np.uint32], first: int, chunk: C
     return is_whole
 
 
-def _with_shares(coding: Coding, values: Words) -> Measured:
-    keys = _count(coding, values)
+def _with_shares(coding: Coding, sample: Words, num_rows: int) -> Measured:
+    """With the shares that suit a sample of a tensor's rows, and the bits of all of them."""
+    keys = _count(coding, sample)
     base = choose_base(keys)
     counts = symbol_counts(keys, base)
+    counts[:, ESCAPE] = np.maximum(counts[:, ESCAPE], 1)  # for symbols that the sample has not
     shares = shares_of(counts)
-    bits = cost_bits(counts, shares) + values.size * (coding.low_bits + 1)
+    rows, columns = sample.shape
+    bits = cost_bits(counts, shares) * num_rows / rows + num_rows * columns * (coding.low_bits + 1)
     bits += SHARE_BITS * np.count_nonzero(shares)
     if coding.class_bits:
-        bits += 8.0 * sum(values.shape)
+        bits += 8.0 * (num_rows + columns)
     return Measured(replace(coding, base=base, shares=shares), bits)
 
 
@@ -141,10 +146,10 @@ def _count(coding: Coding, values: Words) -> NDArray[np.int64]:
     return counts
 
 
-def _scales(values: Words, is_bf16: bool) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
-    """Each row's loudness with the columns' evened out, and each column's with the rows' evened out."""
-    row_sums = _sums(values, is_bf16, np.ones(values.shape[1], np.float32), by_columns=False)
-    column_sums = _sums(values, is_bf16, _inverse(row_sums), by_columns=True)
+def _scales(values: Words, sample: Words, is_bf16: bool) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
+    """Each row's loudness with the columns' evened out; that of the columns, a sample of rows tells, evened out too."""
+    row_sums = _sums(sample, is_bf16, np.ones(values.shape[1], np.float32), by_columns=False)
+    column_sums = _sums(sample, is_bf16, _inverse(row_sums), by_columns=True)
     row_sums = _sums(values, is_bf16, _inverse(column_sums), by_columns=False)
     return _centred(row_sums), _centred(column_sums)
 
@@ -171,28 +176,28 @@ def _sums(values: Words, is_bf16: bool, weights: NDArray[np.float32], by_columns
     return np.nan_to_num(sums, posinf=3e38)
 
 
-def _encode_natively(
-    library: ctypes.CDLL, coding: Coding, values: Words, first: int
-) -> tuple[NDArray[np.uint32], Words, NDArray[np.uint8]]:
-    slots = coding.shares | coding.starts.astype(np.uint32) << 16
+def _encode_natively(library: ctypes.CDLL, coding: Coding, values: Words, first: int) -> Chunk:
+    slots = _slots(coding)
+    escapes = np.empty(1 + len(values), dtype=np.uint32)
     states = np.empty(LANES, dtype=np.uint32)
     words = np.empty(len(values), dtype=np.uint16)
     rest = np.empty(rest_bytes(coding.is_bf16, len(values)), dtype=np.uint8)
     count = library.weft_rans_encode(
         values.ctypes.data, slots.ctypes.data, coding.row_scales.ctypes.data, coding.column_scales.ctypes.data,
         _shape(coding, first, len(values)), coding.is_bf16, states.ctypes.data,
-        words.ctypes.data + words.nbytes, rest.ctypes.data,
+        words.ctypes.data + words.nbytes, rest.ctypes.data, escapes.ctypes.data,
     )  # fmt: skip
-    return states, words[len(words) - count :], rest
+    places = np.sort(escapes[1 : 1 + escapes[0]])
+    return Chunk(states, words[len(words) - count :], rest, places, values[places])
+
+
+def _slots(coding: Coding) -> NDArray[np.uint32]:
+    """As encode.cpp takes them: what is coded as an escape has that one's share and start, and a bit that says so."""
+    slots = coding.shares | coding.starts.astype(np.uint32) << 16
+    is_escape = coding.shares == 0
+    is_escape[:, ESCAPE] = True
+    return np.where(is_escape, slots[:, ESCAPE : ESCAPE + 1] | TOTAL, slots).astype(np.uint32)
 
 
 def _shape(coding: Coding, first: int, count: int) -> ctypes.Array[ctypes.c_long]:
     return (ctypes.c_long * 5)(first, count, len(coding.column_scales), coding.base, coding.class_bits)
-
-
-def _escapes(coding: Coding, values: Words, first: int) -> tuple[NDArray[np.uint32], Words]:
-    if not coding.shares[:, ESCAPE].any():
-        return np.empty(0, np.uint32), np.empty(0, np.uint16)
-    contexts = reference.contexts_of(coding, first, len(values))
-    places = np.flatnonzero(reference.symbols_of(coding, values, contexts) == ESCAPE).astype(np.uint32)
-    return places, values[places]

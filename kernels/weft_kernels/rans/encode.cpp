@@ -4,18 +4,24 @@
 
 namespace {
 
+constexpr uint32_t SHARE = TOTAL - 1, ESCAPES = TOTAL;  // in a slot
+
 struct Writer {
     uint32_t states[LANES];
     uint16_t* next;
+    uint32_t* escapes;  // places of elements that are coded as escapes, counted through the chunk
+    long num_escapes = 0;
 };
 
-// Elements [from, end) of a group, last one first; slots hold share | start << 16 for each class and symbol.
+// Elements [0, end) of a group that begins at element `at` of the chunk, last one first. A slot, one for each class and
+// symbol, holds share | start << 16, and ESCAPES where the symbol is an escape or has no share and becomes one.
 template <int Low>
-void encode_slowly(Writer& to, const uint32_t* slots, const int16_t* contexts, const uint16_t* values, int from, int end,
+void encode_slowly(Writer& to, const uint32_t* slots, const int16_t* contexts, const uint16_t* values, int end, long at,
                    const Shape& shape) {
-    for (int i = end - 1; i >= from; i--) {
+    for (int i = end - 1; i >= 0; i--) {
         uint32_t slot = slots[class_of(contexts[i], shape.class_bits) * SYMBOLS + Half<Low>::symbol(values[i], contexts[i], shape)];
-        uint32_t share = slot & 0xFFFF, &state = to.states[i % LANES];
+        if (slot & ESCAPES) to.escapes[to.num_escapes++] = uint32_t(at + i);
+        uint32_t share = slot & SHARE, &state = to.states[i % LANES];
         if (state >= uint64_t(share) << (32 - PRECISION)) {
             *--to.next = uint16_t(state);
             state >>= 16;
@@ -41,7 +47,8 @@ WEFT_INLINE __m512i divide(__m512i a, __m512i b) {
 }
 
 template <int Low>
-WEFT_INLINE void encode_group(Writer& to, const uint32_t* slots, const int16_t* contexts, const uint16_t* values, const Shape& shape) {
+WEFT_INLINE void encode_group(Writer& to, const uint32_t* slots, const int16_t* contexts, const uint16_t* values, long at,
+                              const Shape& shape) {
 #pragma GCC unroll 4
     for (int quarter = 3; quarter >= 0; quarter--) {
         __m512i context = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)(contexts + 16 * quarter)));
@@ -53,7 +60,11 @@ WEFT_INLINE void encode_group(Writer& to, const uint32_t* slots, const int16_t* 
         symbol = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(size, size), symbol);
         __m512i kind = _mm512_srl_epi32(_mm512_and_si512(context, _mm512_set1_epi32(15)), _mm_cvtsi32_si128(4 - shape.class_bits));
         __m512i slot = _mm512_i32gather_epi32(_mm512_or_si512(_mm512_slli_epi32(kind, 8), symbol), slots, 4);
-        __m512i share = _mm512_and_si512(slot, _mm512_set1_epi32(0xFFFF));
+        __mmask16 escapes = _mm512_test_epi32_mask(slot, _mm512_set1_epi32(ESCAPES));
+        for (uint32_t rest = escapes; rest; rest &= rest - 1) {
+            to.escapes[to.num_escapes++] = uint32_t(at + 16 * quarter + __builtin_ctz(rest));
+        }
+        __m512i share = _mm512_and_si512(slot, _mm512_set1_epi32(SHARE));
         __m512i state = _mm512_loadu_si512(to.states + 16 * (quarter % 2));
         // state >= share << 20, for shares of 12 bits without a bit too many
         __mmask16 is_full = _mm512_cmpge_epu32_mask(_mm512_srli_epi32(state, 32 - PRECISION), share);
@@ -88,8 +99,8 @@ WEFT_INLINE void pack_group(uint8_t* rest, const uint16_t* values) {
 }
 #else
 template <int Low>
-void encode_group(Writer& to, const uint32_t* slots, const int16_t* contexts, const uint16_t* values, const Shape& shape) {
-    encode_slowly<Low>(to, slots, contexts, values, 0, GROUP, shape);
+void encode_group(Writer& to, const uint32_t* slots, const int16_t* contexts, const uint16_t* values, long at, const Shape& shape) {
+    encode_slowly<Low>(to, slots, contexts, values, GROUP, at, shape);
 }
 
 template <int Low>
@@ -111,10 +122,10 @@ void encode(Writer& to, const uint16_t* values, const uint32_t* slots, const int
             int count = int(std::min(long(GROUP), size - group));
             if (count == GROUP) {
                 pack_group<Low>(rest_of_group, of_group);
-                encode_group<Low>(to, slots, contexts + group, of_group, shape);
+                encode_group<Low>(to, slots, contexts + group, of_group, block + group, shape);
             } else {
                 pack_slowly<Low>(rest_of_group, of_group, count);
-                encode_slowly<Low>(to, slots, contexts + group, of_group, 0, count, shape);
+                encode_slowly<Low>(to, slots, contexts + group, of_group, count, block + group, shape);
             }
         }
     }
@@ -177,14 +188,16 @@ WEFT_EXPORT void weft_rans_count(const uint16_t* values, const int8_t* row_scale
     (is_bf16 ? count<5> : count<8>)(values, row_scales, column_scales, rows, shape, counts);
 }
 
-// Returns how many words it wrote, the last of them just before `words_end`; `slots` are shares | starts << 16.
+// Returns how many words it wrote, the last of them just before `words_end`; see encode_slowly for `slots`. `escapes` has
+// room for all elements and gets their number first.
 WEFT_EXPORT long weft_rans_encode(const uint16_t* values, const uint32_t* slots, const int8_t* row_scales,
                                   const int8_t* column_scales, const long* shape_of, int is_bf16, uint32_t* states,
-                                  uint16_t* words_end, uint8_t* rest) {
+                                  uint16_t* words_end, uint8_t* rest, uint32_t* escapes) {
     Shape shape{shape_of[0], shape_of[1], shape_of[2], int(shape_of[3]), int(shape_of[4])};
-    Writer to{{}, words_end};
+    Writer to{{}, words_end, escapes + 1};
     std::fill(to.states, to.states + LANES, LOWEST);
     (is_bf16 ? encode<5> : encode<8>)(to, values, slots, row_scales, column_scales, shape, rest);
     std::memcpy(states, to.states, sizeof to.states);
+    escapes[0] = uint32_t(to.num_escapes);
     return words_end - to.next;
 }

@@ -45,6 +45,14 @@ def symbols_of(coding: Coding, values: Words, contexts: NDArray[np.int64]) -> ND
     return symbols
 
 
+def coded_symbols(coding: Coding, values: Words, first: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Class and symbol of each value as they are coded: a symbol that has no share in its class becomes an escape."""
+    contexts = contexts_of(coding, first, len(values))
+    classes, symbols = (contexts & 15) >> (4 - coding.class_bits), symbols_of(coding, values, contexts)
+    symbols[coding.shares[classes, symbols] == 0] = ESCAPE
+    return classes, symbols
+
+
 def rest_of(coding: Coding, values: Words) -> NDArray[np.uint8]:
     """Signs and low bits, packed in groups of 64: see `unpack_rest`."""
     low = coding.low_bits
@@ -73,8 +81,7 @@ def unpack_rest(coding: Coding, rest: NDArray[np.uint8], count: int) -> NDArray[
 
 def encode(coding: Coding, values: Words, first: int) -> tuple[NDArray[np.uint32], Words, NDArray[np.uint8]]:
     """The lanes' states, the words, and the rest, of `values` that begin at element `first` of the tensor."""
-    contexts = contexts_of(coding, first, len(values))
-    places = (contexts & 15) >> (4 - coding.class_bits), symbols_of(coding, values, contexts)
+    places = coded_symbols(coding, values, first)
     shares, starts = coding.shares[places].astype(np.int64), coding.starts[places].astype(np.int64)
     states = np.full(LANES, LOWEST, dtype=np.int64)
     steps = []

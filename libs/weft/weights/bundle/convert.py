@@ -112,8 +112,6 @@ def _unpack_file(bundle: BundleFile, target: Path, threads: ThreadPoolExecutor, 
         for piece in _pieces(bundle, threads, report):
             file.write(piece.data)
             digest.update(piece.data)
-        file.flush()
-        os.fsync(file.fileno())
     if digest.hexdigest() != bundle.header.original.xxh3_128:
         raise BadCheckpoint(f"{bundle.path}: its tensors do not add up to {bundle.header.original.name}")
     read_header(target)
@@ -143,10 +141,12 @@ def _pieces(bundle: BundleFile, threads: ThreadPoolExecutor, report: Report) -> 
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """Where to write; the file takes its name when all of it is written, and a failure leaves nothing."""
+    """Where to write; the file takes its name when all of it is on disk, and a failure leaves nothing."""
     part = path.with_name(path.name + ".part")
     try:
         yield part
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error

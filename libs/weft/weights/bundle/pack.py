@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -61,8 +60,6 @@ def pack_file(source: Path, target: Path, threads: ThreadPoolExecutor, report: R
         header = BundleHeader(original, tuple(tensors))
         _align(file, ALIGNMENT)
         write_header(file, header)
-        file.flush()
-        os.fsync(file.fileno())
     return header
 
 
