@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.cli.doctor.finding import Finding, Level, Subject
-from weft.cli.mesh import PortTaken, check_port, usable_cores
+from weft.cli.mesh import usable_cores
+from weft.cli.ports import PortTaken, check_port
 from weft.cli.record import running_meshes
 from weft.cli.up import mooncake_trouble
 

@@ -37,10 +37,10 @@ def check_model(subject: Subject) -> Iterator[Finding]:
         except BadCheckpoint as error:
             yield Finding("model", Level.FAILURE, f"{name}: {error}", "fetch the files again, or name another: --model")
             continue
-        files = {tensor.path for tensor in checkpoint.tensors}
+        files = {tensor.file.name for tensor in checkpoint.tensors}
         says = f"{name}: {len(checkpoint.tensors)} tensors, {_size(checkpoint.total_bytes)}, files: {len(files)}"
         yield Finding("model", Level.OK, f"{says}; sizes and offsets agree")
-        if any(path.name.endswith(SUFFIX) for path in files):
+        if any(file.endswith(SUFFIX) for file in files):
             yield _verified(name, directory, subject.is_deep)
         if not (directory / "tokenizer.json").is_file():
             advice = "copy the model's tokenizer.json beside its config.json"
