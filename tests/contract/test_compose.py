@@ -151,7 +151,7 @@ class Containers:
         environment = {key: self._localize(value) for key, value in service.get("environment", {}).items()}
         for volume in service.get("volumes", ()):
             source, target, _ = volume.split(":")
-            environment = {key: value.replace(target, str(ROOT / source)) for key, value in environment.items()}
+            environment = {key: value.replace(target, str(ROOT / source), 1) for key, value in environment.items()}
         with self._log(name).open("w") as output:
             self._processes[name] = subprocess.Popen(
                 self._command(service["command"]),

@@ -293,16 +293,3 @@ def _address(decoder: FakeDecode) -> scheduler_service_pb2.WorkerAddress:
     return scheduler_service_pb2.WorkerAddress(
         worker_id=decoder.worker_id, boot_id=decoder.boot_id, address=decoder.address
     )
-
-
-async def _serve_alone() -> None:
-    """A decode worker in a process of its own, for tests that freeze it: says one token, then nothing."""
-    decode = FakeDecode()
-    decode.script = speaking([100], finish=None)
-    await decode.open()
-    print(decode.address, flush=True)
-    await forever()
-
-
-if __name__ == "__main__":
-    asyncio.run(_serve_alone())

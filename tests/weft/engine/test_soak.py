@@ -12,7 +12,7 @@ import os
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,12 +20,12 @@ import pytest
 import torch
 
 from tests.weft.engine.harness import Driver
+from tests.weft.engine.poison import Poison
 from tests.weft.engine.test_shaped import EveryThird
 from tests.weft.tiny_llama import Tiny
 from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
 from weft.engine.messages import EngineLoad, FirstToken, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
-from weft.kv.blocks import BlockPool
 from weft.kv.groups import PageRun
 from weft.model.kv_layout import kv_groups
 from weft.request import RequestKey, SamplingParams
@@ -74,33 +74,6 @@ def make_texts(tiny: Tiny) -> list[Text]:
                 expected = tiny.greedy(prompt, MAX_NEW)
             texts.append(Text(tuple(prompt), sampling, expected, is_constrained))
     return texts
-
-
-class Poison:
-    """Fills every block with NaN in the moment in which it becomes free."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.blocks = torch.empty(0)
-        self.num_poisoned = 0
-        for name in ("release", "reserve", "unquarantine"):
-            monkeypatch.setattr(BlockPool, name, self._watched(getattr(BlockPool, name)))
-
-    def _watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(pool: BlockPool, *args: Any) -> Any:
-            before = set(pool._free)
-            result = method(pool, *args)
-            fresh = set(result) if method.__name__ == "reserve" else set()  # evicted ones went through the free list
-            self.fill((set(pool._free) - before) | fresh)
-            return result
-
-        return call
-
-    def fill(self, blocks: Iterable[int]) -> None:
-        """Also what a transfer does that was given up and writes on."""
-        chosen = list(blocks)
-        if len(self.blocks) and chosen:
-            self.blocks[chosen] = float("nan")
-            self.num_poisoned += len(chosen)
 
 
 class Chaos:
