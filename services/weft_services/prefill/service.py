@@ -120,15 +120,17 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     async def Embed(
         self,
-        request: prefill_service_pb2.EmbedRequest,
-        context: grpc.aio.ServicerContext[prefill_service_pb2.EmbedRequest, prefill_service_pb2.EmbedResponse],
-    ) -> prefill_service_pb2.EmbedResponse:
+        request: prefill_service_pb2.PrefillServiceEmbedRequest,
+        context: grpc.aio.ServicerContext[
+            prefill_service_pb2.PrefillServiceEmbedRequest, prefill_service_pb2.PrefillServiceEmbedResponse
+        ],
+    ) -> prefill_service_pb2.PrefillServiceEmbedResponse:
         if request.prefill_boot_id != self._accepted.boot_id:
             raise Incompatible("the prefill worker has been restarted since it was chosen")
         key = key_from_wire(request.key)
         spec = embedding_spec(key, tuple(request.token_ids), request.cache_salt, request.priority)
         values = await self._embedder.embed(spec)
-        return prefill_service_pb2.EmbedResponse(values=values)
+        return prefill_service_pb2.PrefillServiceEmbedResponse(values=values)
 
     async def ReadBlocks(
         self, request: prefill_service_pb2.ReadBlocksRequest, context: Any

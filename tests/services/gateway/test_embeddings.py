@@ -25,7 +25,7 @@ class FakePrefill(PrefillServiceServicer):
     """Its vectors say how many tokens there were, and which came first."""
 
     def __init__(self) -> None:
-        self.asked: list[prefill_pb.EmbedRequest] = []
+        self.asked: list[prefill_pb.PrefillServiceEmbedRequest] = []
         self.refusal: grpc.StatusCode | None = None
         self.is_stuck = False
         self.has_left = asyncio.Event()
@@ -42,7 +42,7 @@ class FakePrefill(PrefillServiceServicer):
                 self.has_left.set()
         if self.refusal is not None:
             await context.abort(self.refusal, "at 10.1.2.3:4")
-        return prefill_pb.EmbedResponse(values=[len(request.token_ids), request.token_ids[0], 1.0])
+        return prefill_pb.PrefillServiceEmbedResponse(values=[len(request.token_ids), request.token_ids[0], 1.0])
 
     def Prefill(self, request_iterator: Any, context: Any) -> Any:
         """Nobody asks."""
@@ -108,13 +108,13 @@ def strict(b: Bench) -> AsyncOpenAI:
 async def test_grpc_gives_the_same_vectors(bench: MakeBench) -> None:
     async with bench() as b, with_prefill(b), stub_of(b) as stub:
         inputs = [pb.EmbedInput(text="hello"), pb.EmbedInput(token_ids=pb.TokenIds(ids=[7, 8]))]
-        answer = await stub.Embed(pb.EmbedTextsRequest(inputs=inputs), timeout=10)
+        answer = await stub.Embed(pb.EmbedRequest(inputs=inputs), timeout=10)
         hello = b.ids("hello")
         assert list(answer.embeddings[0].values) == pytest.approx(unit(len(hello), hello[0], 1), abs=1e-6)
         assert list(answer.embeddings[1].values) == pytest.approx(unit(2, 7, 1), abs=1e-6)
         assert answer.usage.prompt_tokens == len(hello) + 2
         with pytest.raises(grpc.aio.AioRpcError, match="input"):
-            await stub.Embed(pb.EmbedTextsRequest(), timeout=10)
+            await stub.Embed(pb.EmbedRequest(), timeout=10)
 
 
 @pytest.mark.parametrize(

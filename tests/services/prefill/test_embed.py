@@ -29,8 +29,10 @@ async def embedding_worker(tiny: Tiny) -> AsyncIterator[tuple[Worker, Any]]:
         yield worker, PrefillServiceStub(channel)
 
 
-def request(worker: Worker, prompt: list[int]) -> pb.EmbedRequest:
-    return pb.EmbedRequest(key=key_to_wire(new_key()), prefill_boot_id=worker.place.boot_id, token_ids=prompt)
+def request(worker: Worker, prompt: list[int]) -> pb.PrefillServiceEmbedRequest:
+    return pb.PrefillServiceEmbedRequest(
+        key=key_to_wire(new_key()), prefill_boot_id=worker.place.boot_id, token_ids=prompt
+    )
 
 
 async def test_prompts_side_by_side_get_the_means_of_transformers(tiny: Tiny) -> None:
@@ -68,7 +70,7 @@ async def test_what_cannot_be_embedded_is_refused(tiny: Tiny, change: dict[str, 
         asked = request(worker, PROMPT)
         for name, value in change.items():
             asked.ClearField(name)  # type: ignore[arg-type]
-            asked.MergeFrom(pb.EmbedRequest(**{name: value}))
+            asked.MergeFrom(pb.PrefillServiceEmbedRequest(**{name: value}))
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await stub.Embed(asked, timeout=10)
         assert refusal.value.code() is code

@@ -507,7 +507,7 @@ class Usage(_message.Message):
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
-class EmbedTextsRequest(_message.Message):
+class EmbedRequest(_message.Message):
     """What to embed."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -542,7 +542,7 @@ class EmbedTextsRequest(_message.Message):
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
 
-Global___EmbedTextsRequest: _TypeAlias = EmbedTextsRequest  # noqa: Y015
+Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
 
 @_typing.final
 class EmbedInput(_message.Message):
@@ -575,7 +575,7 @@ class EmbedInput(_message.Message):
 Global___EmbedInput: _TypeAlias = EmbedInput  # noqa: Y015
 
 @_typing.final
-class EmbedTextsResponse(_message.Message):
+class EmbedResponse(_message.Message):
     """Vectors in the order of the inputs."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -602,7 +602,7 @@ class EmbedTextsResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___EmbedTextsResponse: _TypeAlias = EmbedTextsResponse  # noqa: Y015
+Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
 
 @_typing.final
 class Embedding(_message.Message):

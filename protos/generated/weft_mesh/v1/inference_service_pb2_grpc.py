@@ -47,8 +47,8 @@ class InferenceServiceStub:
                 _registered_method=True)
         self.Embed = channel.unary_unary(
                 '/weft_mesh.v1.InferenceService/Embed',
-                request_serializer=weft__mesh_dot_v1_dot_inference__service__pb2.EmbedTextsRequest.SerializeToString,
-                response_deserializer=weft__mesh_dot_v1_dot_inference__service__pb2.EmbedTextsResponse.FromString,
+                request_serializer=weft__mesh_dot_v1_dot_inference__service__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=weft__mesh_dot_v1_dot_inference__service__pb2.EmbedResponse.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/weft_mesh.v1.InferenceService/Tokenize',
@@ -128,8 +128,8 @@ def add_InferenceServiceServicer_to_server(servicer, server):
             ),
             'Embed': grpc.unary_unary_rpc_method_handler(
                     servicer.Embed,
-                    request_deserializer=weft__mesh_dot_v1_dot_inference__service__pb2.EmbedTextsRequest.FromString,
-                    response_serializer=weft__mesh_dot_v1_dot_inference__service__pb2.EmbedTextsResponse.SerializeToString,
+                    request_deserializer=weft__mesh_dot_v1_dot_inference__service__pb2.EmbedRequest.FromString,
+                    response_serializer=weft__mesh_dot_v1_dot_inference__service__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -227,8 +227,8 @@ class InferenceService:
             request,
             target,
             '/weft_mesh.v1.InferenceService/Embed',
-            weft__mesh_dot_v1_dot_inference__service__pb2.EmbedTextsRequest.SerializeToString,
-            weft__mesh_dot_v1_dot_inference__service__pb2.EmbedTextsResponse.FromString,
+            weft__mesh_dot_v1_dot_inference__service__pb2.EmbedRequest.SerializeToString,
+            weft__mesh_dot_v1_dot_inference__service__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

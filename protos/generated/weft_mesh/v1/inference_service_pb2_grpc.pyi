@@ -37,7 +37,7 @@ class InferenceServiceStub:
     """Continue a text or a list of token ids."""
     Chat: _grpc.UnaryStreamMultiCallable[_inference_service_pb2.ChatRequest, _inference_service_pb2.ChatResponse]
     """Answer a conversation, rendered with the model's chat template."""
-    Embed: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.EmbedTextsRequest, _inference_service_pb2.EmbedTextsResponse]
+    Embed: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.EmbedRequest, _inference_service_pb2.EmbedResponse]
     """One vector for each input: the mean of the served model's last hidden states, of length 1."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.TokenizeRequest, _inference_service_pb2.TokenizeResponse]
     """The token ids that a text or a conversation would have. Nothing is run."""
@@ -55,7 +55,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Continue a text or a list of token ids."""
     Chat: _aio.UnaryStreamMultiCallable[_inference_service_pb2.ChatRequest, _inference_service_pb2.ChatResponse]  # type: ignore[assignment]
     """Answer a conversation, rendered with the model's chat template."""
-    Embed: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.EmbedTextsRequest, _inference_service_pb2.EmbedTextsResponse]  # type: ignore[assignment]
+    Embed: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.EmbedRequest, _inference_service_pb2.EmbedResponse]  # type: ignore[assignment]
     """One vector for each input: the mean of the served model's last hidden states, of length 1."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.TokenizeRequest, _inference_service_pb2.TokenizeResponse]  # type: ignore[assignment]
     """The token ids that a text or a conversation would have. Nothing is run."""
@@ -86,9 +86,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Embed(
         self,
-        request: _inference_service_pb2.EmbedTextsRequest,
+        request: _inference_service_pb2.EmbedRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_inference_service_pb2.EmbedTextsResponse, _abc.Awaitable[_inference_service_pb2.EmbedTextsResponse]]:
+    ) -> _typing.Union[_inference_service_pb2.EmbedResponse, _abc.Awaitable[_inference_service_pb2.EmbedResponse]]:
         """One vector for each input: the mean of the served model's last hidden states, of length 1."""
 
     @_abc_1.abstractmethod

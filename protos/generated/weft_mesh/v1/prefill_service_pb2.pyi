@@ -361,7 +361,7 @@ class LeaseClosing(_message.Message):
 Global___LeaseClosing: _TypeAlias = LeaseClosing  # noqa: Y015
 
 @_typing.final
-class EmbedRequest(_message.Message):
+class PrefillServiceEmbedRequest(_message.Message):
     """A prompt to embed."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -400,10 +400,10 @@ class EmbedRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
+Global___PrefillServiceEmbedRequest: _TypeAlias = PrefillServiceEmbedRequest  # noqa: Y015
 
 @_typing.final
-class EmbedResponse(_message.Message):
+class PrefillServiceEmbedResponse(_message.Message):
     """Its embedding."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -424,7 +424,7 @@ class EmbedResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
+Global___PrefillServiceEmbedResponse: _TypeAlias = PrefillServiceEmbedResponse  # noqa: Y015
 
 @_typing.final
 class ReadBlocksRequest(_message.Message):

@@ -42,8 +42,8 @@ class PrefillServiceStub:
                 _registered_method=True)
         self.Embed = channel.unary_unary(
                 '/weft_mesh.v1.PrefillService/Embed',
-                request_serializer=weft__mesh_dot_v1_dot_prefill__service__pb2.EmbedRequest.SerializeToString,
-                response_deserializer=weft__mesh_dot_v1_dot_prefill__service__pb2.EmbedResponse.FromString,
+                request_serializer=weft__mesh_dot_v1_dot_prefill__service__pb2.PrefillServiceEmbedRequest.SerializeToString,
+                response_deserializer=weft__mesh_dot_v1_dot_prefill__service__pb2.PrefillServiceEmbedResponse.FromString,
                 _registered_method=True)
         self.ReadBlocks = channel.unary_stream(
                 '/weft_mesh.v1.PrefillService/ReadBlocks',
@@ -88,8 +88,8 @@ def add_PrefillServiceServicer_to_server(servicer, server):
             ),
             'Embed': grpc.unary_unary_rpc_method_handler(
                     servicer.Embed,
-                    request_deserializer=weft__mesh_dot_v1_dot_prefill__service__pb2.EmbedRequest.FromString,
-                    response_serializer=weft__mesh_dot_v1_dot_prefill__service__pb2.EmbedResponse.SerializeToString,
+                    request_deserializer=weft__mesh_dot_v1_dot_prefill__service__pb2.PrefillServiceEmbedRequest.FromString,
+                    response_serializer=weft__mesh_dot_v1_dot_prefill__service__pb2.PrefillServiceEmbedResponse.SerializeToString,
             ),
             'ReadBlocks': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadBlocks,
@@ -150,8 +150,8 @@ class PrefillService:
             request,
             target,
             '/weft_mesh.v1.PrefillService/Embed',
-            weft__mesh_dot_v1_dot_prefill__service__pb2.EmbedRequest.SerializeToString,
-            weft__mesh_dot_v1_dot_prefill__service__pb2.EmbedResponse.FromString,
+            weft__mesh_dot_v1_dot_prefill__service__pb2.PrefillServiceEmbedRequest.SerializeToString,
+            weft__mesh_dot_v1_dot_prefill__service__pb2.PrefillServiceEmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,7 +37,7 @@ class PrefillServiceStub:
     """One prompt. The open call is the lease on its blocks: they stay where they are until decode says done, falls silent for longer
     than the lease, or the stream breaks.
     """
-    Embed: _grpc.UnaryUnaryMultiCallable[_prefill_service_pb2.EmbedRequest, _prefill_service_pb2.EmbedResponse]
+    Embed: _grpc.UnaryUnaryMultiCallable[_prefill_service_pb2.PrefillServiceEmbedRequest, _prefill_service_pb2.PrefillServiceEmbedResponse]
     """The mean of a prompt's last hidden states. All of it is computed, whatever is cached."""
     ReadBlocks: _grpc.UnaryStreamMultiCallable[_prefill_service_pb2.ReadBlocksRequest, _prefill_service_pb2.ReadBlocksResponse]
     """The bytes of leased blocks, for peers that Mooncake cannot reach. NOT_FOUND without a live lease."""
@@ -51,7 +51,7 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """One prompt. The open call is the lease on its blocks: they stay where they are until decode says done, falls silent for longer
     than the lease, or the stream breaks.
     """
-    Embed: _aio.UnaryUnaryMultiCallable[_prefill_service_pb2.EmbedRequest, _prefill_service_pb2.EmbedResponse]  # type: ignore[assignment]
+    Embed: _aio.UnaryUnaryMultiCallable[_prefill_service_pb2.PrefillServiceEmbedRequest, _prefill_service_pb2.PrefillServiceEmbedResponse]  # type: ignore[assignment]
     """The mean of a prompt's last hidden states. All of it is computed, whatever is cached."""
     ReadBlocks: _aio.UnaryStreamMultiCallable[_prefill_service_pb2.ReadBlocksRequest, _prefill_service_pb2.ReadBlocksResponse]  # type: ignore[assignment]
     """The bytes of leased blocks, for peers that Mooncake cannot reach. NOT_FOUND without a live lease."""
@@ -72,9 +72,9 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Embed(
         self,
-        request: _prefill_service_pb2.EmbedRequest,
+        request: _prefill_service_pb2.PrefillServiceEmbedRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_prefill_service_pb2.EmbedResponse, _abc.Awaitable[_prefill_service_pb2.EmbedResponse]]:
+    ) -> _typing.Union[_prefill_service_pb2.PrefillServiceEmbedResponse, _abc.Awaitable[_prefill_service_pb2.PrefillServiceEmbedResponse]]:
         """The mean of a prompt's last hidden states. All of it is computed, whatever is cached."""
 
     @_abc_1.abstractmethod

@@ -78,9 +78,9 @@ class InferenceService(InferenceServiceServicer):
 
     async def Embed(
         self,
-        request: pb.EmbedTextsRequest,
-        context: grpc.aio.ServicerContext[pb.EmbedTextsRequest, pb.EmbedTextsResponse],
-    ) -> pb.EmbedTextsResponse:
+        request: pb.EmbedRequest,
+        context: grpc.aio.ServicerContext[pb.EmbedRequest, pb.EmbedResponse],
+    ) -> pb.EmbedResponse:
         """What /v1/embeddings does."""
         body = orjson.dumps(_embed_fields(request, self._pipeline.models.meant(request.model).name))
         timeout = min(self._timeout_seconds, context.time_remaining() or self._timeout_seconds)
@@ -89,7 +89,7 @@ class InferenceService(InferenceServiceServicer):
         with _accounted(account):
             _, vectors, count = await embed(self._pipeline, lambda: parse_embedding(body), session, account, timeout)
         embeddings = [pb.Embedding(values=vector) for vector in vectors]
-        return pb.EmbedTextsResponse(embeddings=embeddings, usage=pb.Usage(prompt_tokens=count))
+        return pb.EmbedResponse(embeddings=embeddings, usage=pb.Usage(prompt_tokens=count))
 
     async def Tokenize(
         self,
@@ -195,7 +195,7 @@ def _chat_fields(request: pb.ChatRequest, model: str) -> dict[str, Any]:
     return fields
 
 
-def _embed_fields(request: pb.EmbedTextsRequest, only_model: str) -> dict[str, Any]:
+def _embed_fields(request: pb.EmbedRequest, only_model: str) -> dict[str, Any]:
     inputs = [
         list(each.token_ids.ids) if each.WhichOneof("input") == "token_ids" else each.text for each in request.inputs
     ]

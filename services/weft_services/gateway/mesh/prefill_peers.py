@@ -19,7 +19,7 @@ class PrefillPeers:
 
     async def embed(self, worker: WorkerAddress, order: EmbedOrder, seconds: float) -> tuple[float, ...]:
         """The mean hidden state. Raises WeftError."""
-        request = prefill_pb.EmbedRequest(
+        request = prefill_pb.PrefillServiceEmbedRequest(
             key=wire.key_to_wire(order.key),
             prefill_boot_id=worker.boot_id,
             token_ids=order.token_ids,
