@@ -24,7 +24,7 @@ from weft.weights.load import Report, RunReader, files_reader, fill, free_bytes,
 logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 Around = Callable[[RunReader], RunReader]
-_NAME = re.compile(r"weft-weights-[0-9a-f]{16}-[0-9a-f]{16}\.safetensors")
+_NAME = re.compile(r"weft-weights-[0-9a-f]{16}-[0-9a-f]{16}-\d+\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ def image_path(name: str) -> Path:
 
 
 def image_name(checkpoint: Checkpoint) -> str:
-    """Tells the directory first, then the state of its files."""
-    return f"weft-weights-{checkpoint.directory_id}-{checkpoint.source_id}.safetensors"
+    """Tells the directory first, then the state of its files, then the format: versions of Weft run side by side."""
+    return f"weft-weights-{checkpoint.directory_id}-{checkpoint.source_id}-{FORMAT.rpartition('-')[2]}.safetensors"
 
 
 def find_image(checkpoint: Checkpoint) -> Image | None:
