@@ -1,7 +1,7 @@
 """Trains Weft Nano and writes the checkpoint: Muon for the matrices, AdamW for the rest, BF16 matmuls on the CPU.
 
 Dialogues are made as they are needed. Phase 1 is short dialogues at a flat rate, until copying works; phase 2 grows
-the dialogues to the full context and lets the rate decay; phases 3 and 4 are mostly choices among tools that were never
+the dialogues to the full context and lets the rate decay; phases 3 to 5 are mostly choices among tools that were never
 seen before, each up from a middling rate and down again. Each phase starts from the checkpoint that the one before it
 wrote.
 `python -m training.weft_nano.train` writes `models/weft-nano/`.
@@ -82,13 +82,24 @@ PHASES = (
             Stage(until=1.0, max_tokens=1500, tokens_per_batch=4096, choices=0.3, errands=0.35),
         ),
     ),
+    Phase(
+        steps=7518,
+        peak=0.7,
+        warmup_steps=30,
+        decays_from=0.15,
+        stages=(
+            Stage(until=0.35, max_tokens=760, tokens_per_batch=4096, choices=0.6, errands=0.2),
+            Stage(until=0.75, max_tokens=1000, tokens_per_batch=4096, choices=0.45, errands=0.3),
+            Stage(until=1.0, max_tokens=1500, tokens_per_batch=4096, choices=0.3, errands=0.4),
+        ),
+    ),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     phase: int
-    """1 to 4; 0 for all, one after the other."""
+    """1 to 5; 0 for all, one after the other."""
     minutes: float
     """Where above 0, the phase takes so long, however many steps that are."""
     seed: int
