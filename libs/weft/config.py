@@ -83,9 +83,10 @@ def describe(config: Any) -> str:
     """One line of key=value for the log; keys, tokens, passwords and the credentials of a URL are masked."""
     pairs = []
     for field in dataclasses.fields(config):
-        secret = field.name.endswith(("_key", "_keys", "_token", "_password"))
-        value = "***" if secret else re.sub(r"//[^/@]*@", "//***@", str(getattr(config, field.name)))
-        pairs.append(f"{field.name}={value}")
+        value = getattr(config, field.name)
+        # a number or a file of that name tells nothing
+        is_secret = isinstance(value, str) and field.name.endswith(("_key", "_keys", "_token", "_password"))
+        pairs.append(f"{field.name}={'***' if is_secret else re.sub(r'//[^/@]*@', '//***@', str(value))}")
     return " ".join(pairs)
 
 
