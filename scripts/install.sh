@@ -63,7 +63,7 @@ install_torch() {
 }
 
 install_weft() {
-    local extras="engine,local,mooncake-$(mooncake_flavour)"
+    local extras="engine,local,objects,mooncake-$(mooncake_flavour)"
     if [ "$kind" = dev ]; then extras="$extras,dev"; fi
     if [ "$kind" = dev ] && [ "$(mooncake_flavour)" = cpu ]; then extras="$extras,interpreter"; fi
     step "installing Weft and what it needs ($extras)"
