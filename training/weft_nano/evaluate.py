@@ -54,7 +54,9 @@ class CallScore:
     cases: int = 0
     calls: int = 0
     parsed: int = 0
+    matches_schema: int = 0
     fits_schema: int = 0
+    """Matches, and has no parameter that the schema does not list, which JSON Schema by itself allows."""
     known_calls: int = 0
     known_fits_schema: int = 0
     right_tool: int = 0
@@ -125,11 +127,11 @@ def parse_call(answer: str) -> dict[str, Any] | None:
     return call if is_call else None
 
 
-def fits_schema(call: dict[str, Any], tools: list[dict[str, Any]]) -> bool:
+def matches_schema(call: dict[str, Any], tools: list[dict[str, Any]], **stricter: Any) -> bool:
+    """Does the call name a tool that was offered, and do its arguments validate against that tool's schema."""
     for tool in tools:
         if tool["function"]["name"] == call["name"]:
-            # Stricter than the schema itself: a parameter that it does not list is a mistake.
-            schema = tool["function"]["parameters"] | {"additionalProperties": False}
+            schema = tool["function"]["parameters"] | stricter
             return bool(jsonschema.Draft202012Validator(schema).is_valid(call["arguments"]))
     return False
 
@@ -147,8 +149,9 @@ def judge_call(score: CallScore, case: Case, answer: str) -> bool:
     call = parse_call(answer)
     if call is None:
         return False
-    is_fit = fits_schema(call, case.tools)
+    is_fit = matches_schema(call, case.tools, additionalProperties=False)
     score.parsed += 1
+    score.matches_schema += matches_schema(call, case.tools)
     score.fits_schema += is_fit
     score.known_fits_schema += is_fit and is_known
     score.right_tool += call["name"] == expected["name"]
@@ -178,7 +181,8 @@ def _share(part: int, whole: int) -> str:
 def report_calls(score: CallScore) -> list[tuple[str, str]]:
     return [
         ("tool calls that parse as JSON", _share(score.parsed, score.calls)),
-        ("tool calls that parse and fit the schema", _share(score.fits_schema, score.calls)),
+        ("tool calls that parse and match the schema", _share(score.matches_schema, score.calls)),
+        ("of all, those that have no unlisted parameter either", _share(score.fits_schema, score.calls)),
         ("of these, where a tool of the catalogue is due", _share(score.known_fits_schema, score.known_calls)),
         ("a call is made where one is due", _share(score.calls, score.cases)),
         ("the right tool is called", _share(score.right_tool, score.cases)),
