@@ -91,22 +91,21 @@ class LocalMesh:
         self._log.seek(0)
         return self._log.read()
 
-    def child(self, module: str, worker_id: str = "") -> psutil.Process:
+    def child(self, name: str) -> psutil.Process:
         """The process of a service or worker. Raises LookupError while there is none."""
         for process in self._up.children(recursive=True):
             try:
-                environ, command = process.environ(), " ".join(process.cmdline())
+                if process.name() == name:
+                    return process
             except psutil.Error:  # it ends just now
                 continue
-            if f"weft_services.{module}" in command and worker_id == environ.get("WEFT_WORKER_ID", ""):
-                return process
-        raise LookupError(f"no process {worker_id or module}")
+        raise LookupError(f"no process {name}")
 
     def hit(self, fault: str, dice: random.Random) -> str:
         """Do it to one of the role's two workers; returns its name."""
         number, role = FAULTS[fault]
         name = f"{role}-{dice.randrange(2)}"
-        process = self.child(role, name)
+        process = self.child(name)
         self._hit.append(process)
         if number == signal.SIGKILL:
             self._gone |= {worker.boot_id for worker in self.addresses() if worker.worker_id == name}
@@ -140,12 +139,11 @@ class LocalMesh:
         named: dict[str, psutil.Process] = {"up": self._up}
         for process in self._up.children(recursive=True):
             try:
-                worker, command = process.environ().get("WEFT_WORKER_ID", ""), " ".join(process.cmdline())
+                name = process.name()
+                # Mooncake's clients are Pythons of their own
+                named[f"{process.ppid()} {process.pid}" if name.startswith("python") else name] = process
             except psutil.Error:  # it ends just now
                 continue
-            found = re.search(r"weft_services\.(\w+)|(valkey-server|mooncake_master|store_child)", command)
-            part = (found[1] or found[2]) if found else str(process.pid)
-            named[worker if worker.startswith(f"{part}-") else f"{worker} {part}".strip()] = process
         return named
 
     def missing_blocks(self) -> dict[str, int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import sys
 import time
 from contextvars import ContextVar
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 MARK = re.compile(r"startup (?P<phase>.+) at=(?P<at>\d+\.\d+)")
@@ -28,7 +30,10 @@ class _Formatter(logging.Formatter):
 
 
 def setup(service: str) -> None:
-    """Send records to stderr. `service` is the process' name in the merged log, e.g. decode-0."""
+    """Send records to stderr. `service` is the process' name in the merged log, e.g. decode-0, and on Linux for `ps -o
+    comm` and `top`: command lines do not tell which worker a process became."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(service)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter(service))
     logging.basicConfig(level=os.environ.get("WEFT_LOG_LEVEL", "INFO").upper(), handlers=[handler], force=True)

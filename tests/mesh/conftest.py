@@ -98,11 +98,10 @@ class Mesh:
         """The process of a service ("kvstore") or a worker ("prefill-0")."""
         for process in self.process.children(recursive=True):
             try:
-                line, environment = process.cmdline(), process.environ()
+                if process.name() == name:
+                    return process
             except psutil.Error:
                 continue
-            if environment.get("WEFT_WORKER_ID") == name or f"weft_services.{name}" in line:
-                return process
         raise LookupError(f"no process {name}")
 
     def valkey(self) -> psutil.Process:
