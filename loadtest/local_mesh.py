@@ -139,9 +139,11 @@ class LocalMesh:
         named: dict[str, psutil.Process] = {"up": self._up}
         for process in self._up.children(recursive=True):
             try:
-                name = process.name()
-                # Mooncake's clients are Pythons of their own
-                named[f"{process.ppid()} {process.pid}" if name.startswith("python") else name] = process
+                name, owner = process.name(), process.parent()
+                if name.startswith("python") and owner is not None:
+                    # Mooncake's clients are Pythons of their own, beside the process that they work for
+                    name = "spare" if owner.pid == self._up.pid else f"{owner.name()} store"
+                named[name] = process
             except psutil.Error:  # it ends just now
                 continue
         return named

@@ -37,6 +37,14 @@ def test_workers_wait_for_what_they_call_and_end_before_it() -> None:
     assert specs["decode-1"].environ["WEFT_PORT"] == "7"
 
 
+def test_workers_for_both_roles_are_counted_and_told_so() -> None:
+    options = MeshOptions(ONE, num_prefill=0, num_decode=0, num_both=2)
+    assert (options.num_workers, list(options.workers)) == (2, ["worker-0", "worker-1"])
+    at = dataclasses.replace(AT, workers={"worker-0": "127.0.0.1:5", "worker-1": "127.0.0.1:6"})
+    specs = {spec.name: spec for spec in mesh_specs(options, at)}
+    assert [specs[name].environ["WEFT_ROLE"] for name in at.workers] == ["both", "both"]
+
+
 def test_peers_are_told_each_others_addresses() -> None:
     specs = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE), AT)}
     worker = specs["prefill-0"].environ
