@@ -64,6 +64,18 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Retention:
+    """How long the shared store may keep what a request computes: so many seconds without use, 0 for as long as it has
+    room; `memory_only`: never on disk."""
+
+    idle_seconds: int = 0
+    memory_only: bool = False
+
+
+KEEP = Retention()
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """A token and ln p under the unscaled distribution."""
 

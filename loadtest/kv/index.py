@@ -19,7 +19,7 @@ import tracemalloc
 from collections.abc import Callable
 from functools import partial
 
-from weft_services.kvstore.index import BlockIndex, StoredBlock
+from weft_services.kvstore.index import BlockIndex, IndexLimits, StoredBlock
 from weft_services.kvstore.places import PlaceIndex, Report
 
 MODEL = b"m" * 16
@@ -84,7 +84,7 @@ def measure(num_blocks: int, num_workers: int) -> dict[str, float]:
 
 def store_bytes(asked: list[list[bytes]]) -> float:
     """Memory of one block in the index of the store's own memory, keys included."""
-    index = BlockIndex(max_blocks=PROMPT_BLOCKS * len(asked))
+    index = BlockIndex(IndexLimits(max_blocks=PROMPT_BLOCKS * len(asked)))
     tracemalloc.start()
     for keys in asked:
         index.add(MODEL, [StoredBlock(bytes(bytearray(key)), number + 2**62, 98304) for number, key in enumerate(keys)])

@@ -18,6 +18,7 @@ from weft.request import (
     PositionLogprobs,
     PromptUsage,
     RequestKey,
+    Retention,
     SamplingParams,
     TokenLogprob,
     WorkerAddress,
@@ -67,7 +68,10 @@ positions = st.builds(PositionLogprobs, entries, st.lists(entries, max_size=5).m
 fingerprints = st.builds(ModelFingerprint, text, text, u32, u64, text)
 endpoints = st.builds(Endpoint, text, text, u64)
 usages = st.builds(PromptUsage, u32, u32, u64, u32, u32, u32, text, text, u32, u32, u32, u32)
-orders = st.builds(PrefillOrder, keys, text, fingerprints, tokens, samplings, st.binary(max_size=20), u32, u32, i32)
+retentions = st.builds(Retention, u32, st.booleans())
+orders = st.builds(
+    PrefillOrder, keys, text, fingerprints, tokens, samplings, st.binary(max_size=20), u32, u32, i32, retentions
+)
 events = st.one_of(
     st.builds(Accepted, text, endpoints, u32),
     st.builds(ReadyBlocks, u32, tokens, st.lists(u64, max_size=5).map(tuple)),
@@ -166,11 +170,13 @@ def test_a_start_becomes_an_order(
         remaining_ms=number,
         resumed_tokens=number,
         priority=-7,
+        retention=wire.retention_to_wire(Retention(number, memory_only=True)),
     )
     order = order_from_wire(through_bytes(start))
     assert (order.key, order.prefill, order.token_ids, order.sampling) == (key, prefill, token_ids, sampling)
     assert (order.decode_boot_id, order.cache_salt, order.resumed_tokens) == ("boot", b"salt", number)
     assert (order.remaining_seconds, order.priority) == (number / 1000, -7)
+    assert order.retention == Retention(number, memory_only=True)
 
 
 @given(keys, tokens, st.lists(positions, max_size=3).map(tuple), st.none() | usages)

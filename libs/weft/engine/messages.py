@@ -12,7 +12,7 @@ from enum import StrEnum
 from weft.engine.history import Constraint
 from weft.errors import WeftError
 from weft.kv.groups import PageRun
-from weft.request import FinishReason, PositionLogprobs, RequestKey, SamplingParams
+from weft.request import KEEP, FinishReason, PositionLogprobs, RequestKey, Retention, SamplingParams
 
 
 class SequenceMode(StrEnum):
@@ -32,6 +32,7 @@ class SequenceSpec:
     A `constraint` belongs to this sequence alone; it has accepted nothing yet.
     `priority`: higher goes first; a level is worth `weft.engine.waiting.LEVEL_SECONDS` of waiting.
     `pools`: the mean of the prompt's last hidden states is wanted, so all of it is computed; for PREFILL only.
+    `retention` goes along with the blocks that are sealed.
     """
 
     key: RequestKey
@@ -44,6 +45,7 @@ class SequenceSpec:
     constraint: Constraint | None = None
     priority: int = 0
     pools: bool = False
+    retention: Retention = KEEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ class SealedBlock:
     block_key: bytes
     block: int
     tenant: bytes = b""
+    retention: Retention = KEEP
 
 
 @dataclass(frozen=True, slots=True)

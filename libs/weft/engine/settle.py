@@ -84,7 +84,8 @@ class Settler:
                 block = run.page(index)
                 if block is not None:
                     is_wanted = index >= self._config.paging.first(group, sequence.num_reusable(size))
-                    self._publish(SealedBlock(page_key(key, group), block, tenant), is_wanted, events)
+                    sealed = SealedBlock(page_key(key, group), block, tenant, sequence.spec.retention)
+                    self._publish(sealed, is_wanted, events)
 
     def _publish(self, sealed: SealedBlock, is_wanted: bool, events: Events) -> None:
         """`is_wanted`: not out of sight for whoever goes on from this prompt, and so worth a copy elsewhere."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weft.kv.transport import Endpoint
-from weft.request import ModelFingerprint, PositionLogprobs, RequestKey, SamplingParams
+from weft.request import KEEP, ModelFingerprint, PositionLogprobs, RequestKey, Retention, SamplingParams
 
 # silence of either side that ends a hand-off; both sides speak three times as often
 LEASE_SECONDS = 10.0
@@ -34,6 +34,7 @@ class PrefillOrder:
     held_blocks: int = 0
     resumed_tokens: int = 0
     priority: int = 0
+    retention: Retention = KEEP
 
 
 @dataclass(frozen=True, slots=True)

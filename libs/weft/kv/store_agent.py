@@ -89,6 +89,13 @@ class StoreAgent:
             raise StoreLost(f"the store's master does not answer: {min(codes)}")
         return [code == 1 for code in codes]
 
+    async def remove(self, keys: Sequence[str]) -> list[int]:
+        """Take them out of the store; one code a key, 0 is success. Those that somebody may be reading stay.
+
+        Raises StoreLost; slow when the store is frozen.
+        """
+        return await self._call({"op": "remove", "keys": list(keys)})
+
     async def put(self, keys: Sequence[str], offsets: Sequence[int], size: int) -> list[int]:
         """Copy from the staging area; one code a key, 0 is success. Raises StoreLost; slow when the store is frozen."""
         return await self._call({"op": "put", "keys": list(keys), "offsets": list(offsets), "size": size})

@@ -58,10 +58,12 @@ def open_store(spec: dict[str, Any]) -> tuple[Any, Staging | None]:
 
 
 def execute(store: Any, staging: Staging | None, request: dict[str, Any]) -> list[int]:
-    """One code a key: existence 1 or 0, put 0, get the size; failures are negative."""
+    """One code a key: existence 1 or 0, put and remove 0, get the size; failures are negative."""
     keys = request["keys"]
     if request["op"] == "exist":
         return list(store.batch_is_exist(keys))
+    if request["op"] == "remove":
+        return list(store.batch_remove(keys))
     assert staging is not None, "started without a staging area"
     addresses = [staging.address + offset for offset in request["offsets"]]
     sizes = [request["size"]] * len(keys)

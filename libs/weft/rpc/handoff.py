@@ -11,6 +11,8 @@ from weft.rpc.wire import (
     key_to_wire,
     logprobs_from_wire,
     logprobs_to_wire,
+    retention_from_wire,
+    retention_to_wire,
     sampling_from_wire,
     sampling_to_wire,
 )
@@ -29,6 +31,7 @@ def order_to_wire(order: PrefillOrder) -> prefill_service_pb2.PrefillStart:
         held_blocks=order.held_blocks,
         resumed_tokens=order.resumed_tokens,
         priority=order.priority,
+        retention=retention_to_wire(order.retention),
     )
 
 
@@ -44,6 +47,7 @@ def order_from_wire(start: prefill_service_pb2.PrefillStart) -> PrefillOrder:
         start.held_blocks,
         start.resumed_tokens,
         start.priority,
+        retention_from_wire(start.retention),
     )
 
 

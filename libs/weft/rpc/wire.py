@@ -11,6 +11,7 @@ from weft.request import (
     PositionLogprobs,
     PromptUsage,
     RequestKey,
+    Retention,
     SamplingParams,
     TokenLogprob,
     WorkerAddress,
@@ -62,6 +63,16 @@ def key_to_wire(key: RequestKey) -> common_pb2.RequestKey:
 def key_from_wire(key: common_pb2.RequestKey) -> RequestKey:
     """Total."""
     return RequestKey(key.request_id, key.generation)
+
+
+def retention_to_wire(retention: Retention) -> common_pb2.Retention:
+    """Total."""
+    return common_pb2.Retention(idle_seconds=retention.idle_seconds, memory_only=retention.memory_only)
+
+
+def retention_from_wire(retention: common_pb2.Retention) -> Retention:
+    """Total."""
+    return Retention(retention.idle_seconds, retention.memory_only)
 
 
 def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:

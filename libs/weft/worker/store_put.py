@@ -15,6 +15,7 @@ from weft.errors import WeftError
 from weft.kv.memory import HostBlocks
 from weft.kv.store_agent import NO_SPACE, StoreLost
 from weft.kv.store_keys import store_key
+from weft.rpc.wire import retention_to_wire
 from weft.worker.store_get import check_codes, pause_after
 from weft.worker.store_link import LinkKeeper, StoreLink
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
@@ -111,7 +112,11 @@ class StoreWriter:
         codes = await self._transfer(link, batch, checksums)
         stored = [
             pb2.StoredBlock(
-                key=block.block_key, checksum=checksum, size_bytes=self._memory.block_bytes, tenant=block.tenant
+                key=block.block_key,
+                checksum=checksum,
+                size_bytes=self._memory.block_bytes,
+                tenant=block.tenant,
+                retention=retention_to_wire(block.retention),
             )
             for block, checksum, code in zip(batch, checksums, codes, strict=True)
             if code == 0

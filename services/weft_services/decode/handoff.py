@@ -126,6 +126,7 @@ class HandOffs:
             held_blocks=reserved.num_hit_tokens // self._fingerprint.block_tokens,
             resumed_tokens=order.resumed_tokens,
             priority=order.priority,
+            retention=order.retention,
         )
         targets, on_computed = self._targets(order, reserved), partial(self._computed, order.key)
         return Reception(prefill_order, targets, prefill.address, self._borrower, on_computed)

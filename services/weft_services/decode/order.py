@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.request import FinishReason, PositionLogprobs, PromptUsage, RequestKey, SamplingParams, WorkerAddress
+from weft.request import (
+    KEEP,
+    FinishReason,
+    PositionLogprobs,
+    PromptUsage,
+    RequestKey,
+    Retention,
+    SamplingParams,
+    WorkerAddress,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +30,7 @@ class SequenceOrder:
     resumed_tokens: int = 0
     priority: int = 0
     traceparent: str = ""
+    retention: Retention = KEEP
 
 
 @dataclass(frozen=True, slots=True)

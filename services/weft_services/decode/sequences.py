@@ -175,6 +175,7 @@ class SequenceDesk:
             resumed_tokens=order.resumed_tokens,
             constraint=constraint,
             priority=order.priority,
+            retention=order.retention,
         )
         self._engine.submit(spec)
 

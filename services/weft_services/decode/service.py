@@ -15,6 +15,7 @@ from weft.rpc.wire import (
     key_from_wire,
     key_to_wire,
     logprobs_to_wire,
+    retention_from_wire,
     sampling_from_wire,
     usage_to_wire,
 )
@@ -89,6 +90,7 @@ def order_from_wire(start: decode_service_pb2.StartSequence) -> SequenceOrder:
         resumed_tokens=start.resumed_tokens,
         priority=start.priority,
         traceparent=start.traceparent,
+        retention=retention_from_wire(start.retention),
     )
 
 

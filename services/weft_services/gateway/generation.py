@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+from weft.request import KEEP, Retention
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -104,6 +106,7 @@ class Generation:
     session: str = ""
     priority: int | None = None
     reject_if_busy: bool = False
+    retention: Retention = KEEP
     echo: dict[str, Any] = field(default_factory=dict)
 
 

@@ -26,7 +26,7 @@ async def main() -> None:
     place = Place(config.host, config.store_host, config.master_port, config.segment_bytes)
     disk = await _open_disk(config)
     places = PlaceIndex()
-    store = NodeStore(place, rpc.set_ready, disk, config.cache_ttl_seconds)
+    store = NodeStore(place, rpc.set_ready, disk, config.index_limits)
     pb2_grpc.add_KvStoreServiceServicer_to_server(KvStoreServicer(store, places), rpc.server)
     address = await rpc.start(config.host, config.port)
     logging.info("listening at=%s metrics=%d", address, metrics.expose(config.host, config.metrics_port))

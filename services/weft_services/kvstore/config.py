@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.config import ConfigError
+from weft_services.kvstore.index import IndexLimits
 
 WILDCARD_HOSTS = ("0.0.0.0", "::")
 MIN_DISK_BYTES = 64 * 1024 * 1024
@@ -17,7 +18,7 @@ class Config:
     """`advertise_host` is how workers reach this machine, `host` if empty; ports 0 mean any free one.
 
     `disk_path` empty: no disk tier. `cache_ttl_seconds` 0: blocks do not age. `tenant_share` is what one tenant may
-    fill of the disk.
+    fill of the store's memory, and of its disk.
     """
 
     host: str = "127.0.0.1"
@@ -43,6 +44,12 @@ class Config:
             raise ConfigError("WEFT_CACHE_TTL_SECONDS must not be negative")
         if not 0 < self.tenant_share <= 1:
             raise ConfigError(f"WEFT_TENANT_SHARE={self.tenant_share}: must be above 0 and at most 1")
+
+    @property
+    def index_limits(self) -> IndexLimits:
+        """Of what lies in memory."""
+        tenant_bytes = int(self.tenant_share * self.segment_bytes) if self.tenant_share < 1 else 0
+        return IndexLimits(ttl_seconds=self.cache_ttl_seconds, tenant_bytes=tenant_bytes)
 
     @property
     def store_host(self) -> str:

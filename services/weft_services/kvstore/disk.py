@@ -52,6 +52,7 @@ class DiskBlock:
     segment: Segment
     offset: int
     header: RecordHeader
+    used_at: float  # after a restart, when it was stored
     was_read: bool = False
 
 
@@ -93,7 +94,7 @@ class DiskTier:
             self._segments.append(segment)
             self._keys_of[segment.number] = []
             for offset, header in records:
-                self._enter(DiskBlock(segment, offset, header))
+                self._enter(DiskBlock(segment, offset, header, header.stored_at))
         while self.used_bytes > self._limits.max_bytes:
             self._drop_segment(self._segments.popleft())
         self._tell()
@@ -108,13 +109,14 @@ class DiskTier:
             self._lock_fd = None
 
     def find(self, fingerprint: bytes, key: bytes) -> RecordHeader | None:
-        """What is known of a block on disk."""
+        """What is known of a block on disk; it is in use now."""
         block = self._blocks.get(fingerprint + key)
         if block is None:
             return None
-        if self._limits.ttl_seconds and self._clock() - block.header.stored_at > self._limits.ttl_seconds:
+        if self._is_too_old(block):
             self._forget(fingerprint + key, "expired")
             return None
+        block.used_at = self._clock()
         return block.header
 
     async def write(self, records: Sequence[tuple[RecordHeader, memoryview]]) -> int:
@@ -135,7 +137,7 @@ class DiskTier:
                 self._give_way(error)
                 break
             self._make_tenant_room(header)
-            self._enter(DiskBlock(segment, offset, header))
+            self._enter(DiskBlock(segment, offset, header, self._clock()))
             num_written += 1
         self._tell()
         return num_written
@@ -187,13 +189,13 @@ class DiskTier:
         budget = self._segment_bytes // SECOND_CHANCE_SHARE
         for name in self._keys_of[old.number]:
             block = self._blocks.get(name)
-            if block is None or block.segment is not old or not block.was_read:
+            if block is None or block.segment is not old or not block.was_read or self._is_too_old(block):
                 continue
             size = block.header.record_bytes
             if size <= budget:
                 budget -= size
                 offset = await self._in_writer(partial(new.append_from, old, block.offset, size))
-                self._blocks[name] = DiskBlock(new, offset, block.header)
+                self._blocks[name] = DiskBlock(new, offset, block.header, block.used_at)
                 self._keys_of[new.number].append(name)
 
     def _drop_segment(self, segment: Segment) -> None:
@@ -223,6 +225,13 @@ class DiskTier:
         if not self._tenant_bytes[tenant]:
             del self._tenant_bytes[tenant], self._tenant_keys[tenant]
         metrics.TIER_EVICTIONS.labels("nvme", reason).inc()
+
+    def _is_too_old(self, block: DiskBlock) -> bool:
+        """Nobody has asked for it for as long as its own header says, or it was stored as long ago as all may be."""
+        now, idle_seconds = self._clock(), block.header.idle_seconds
+        if idle_seconds and now - block.used_at > idle_seconds:
+            return True
+        return bool(self._limits.ttl_seconds) and now - block.header.stored_at > self._limits.ttl_seconds
 
     def _make_tenant_room(self, header: RecordHeader) -> None:
         """A tenant over its quota forgets its own oldest blocks, nobody else's."""

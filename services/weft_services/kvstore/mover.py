@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,9 @@ from weft import metrics
 from weft.errors import Overloaded
 from weft.kv.store_agent import NO_SPACE, StoreAgent
 from weft.kv.store_keys import store_key
+from weft.request import Retention
 from weft_services.kvstore.disk import DiskTier
-from weft_services.kvstore.index import BlockIndex, StoredBlock
+from weft_services.kvstore.index import StoredBlock
 from weft_services.kvstore.record import RecordHeader
 
 logger = logging.getLogger(__name__)
@@ -40,14 +41,18 @@ class Spill:
 
 
 class Mover:
-    """For one start of the store. `run` does the spilling; everything belongs to the event loop."""
+    """For one start of the store. `run` does the spilling; `on_promoted` hears what is in memory now."""
 
-    def __init__(self, agent: StoreAgent, index: BlockIndex, disk: DiskTier) -> None:
+    def __init__(
+        self, agent: StoreAgent, disk: DiskTier, on_promoted: Callable[[bytes, Sequence[StoredBlock]], None]
+    ) -> None:
         self._agent = agent
-        self._index = index
         self._disk = disk
+        self._on_promoted = on_promoted
         self._spills: deque[Spill] = deque()
         self._has_spills = asyncio.Event()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
         self._promoting = asyncio.Lock()
         self._num_promotions = 0
         self._moves: set[asyncio.Task[int]] = set()
@@ -55,11 +60,19 @@ class Mover:
     def spill(self, fingerprint: bytes, blocks: Sequence[StoredBlock]) -> None:
         """Copy these to the disk sometime; returns at once."""
         for block in blocks:
+            if block.retention.memory_only:
+                continue
             if len(self._spills) >= MAX_SPILLS:
                 metrics.TIER_MOVES.labels("lost").inc()
             elif self._disk.find(fingerprint, block.key) is None:
                 self._spills.append(Spill(fingerprint, block))
-        self._has_spills.set()
+        if self._spills:
+            self._is_idle.clear()
+            self._has_spills.set()
+
+    async def until_spilled(self) -> None:
+        """Nothing waits to go down."""
+        await self._is_idle.wait()
 
     async def run(self) -> None:
         """Until cancelled; raises StoreLost."""
@@ -67,6 +80,7 @@ class Mover:
             await self._has_spills.wait()
             if not self._spills:
                 self._has_spills.clear()
+                self._is_idle.set()
                 continue
             await self._whole(self._spill_batch(self._next_batch()))
 
@@ -123,10 +137,12 @@ class Mover:
         names = [store_key(fingerprint, header.key, header.checksum) for header in headers[:num_read]]
         num_put = await self._put(names, offsets[:num_read], size)
         blocks = [
-            StoredBlock(header.key, header.checksum, size, header.tenant, header.stored_at)
+            StoredBlock(
+                header.key, header.checksum, size, header.tenant, header.stored_at, Retention(header.idle_seconds)
+            )
             for header in headers[:num_put]
         ]
-        self._index.add(fingerprint, blocks)
+        self._on_promoted(fingerprint, blocks)
         return num_put
 
     async def _put(self, names: Sequence[str], offsets: Sequence[int], size: int) -> int:
@@ -177,5 +193,11 @@ def _batch_blocks(size_bytes: int) -> int:
 def _header(spill: Spill, now: float) -> RecordHeader:
     block = spill.block
     return RecordHeader(
-        spill.fingerprint, block.tenant, block.key, block.size_bytes, block.checksum, block.stored_at or now
+        spill.fingerprint,
+        block.tenant,
+        block.key,
+        block.size_bytes,
+        block.checksum,
+        block.stored_at or now,
+        block.retention.idle_seconds,
     )

@@ -17,9 +17,10 @@ from weft.kv.store_agent import StoreAgent, StoreLost, StoreSpec
 from weft.kv.store_keys import store_key
 from weft.kv.tiers import Tier
 from weft_services.kvstore.disk import DiskTier
-from weft_services.kvstore.index import BlockIndex, StoredBlock
+from weft_services.kvstore.index import BlockIndex, IndexLimits, StoredBlock
 from weft_services.kvstore.master import Master
 from weft_services.kvstore.mover import STAGING_BYTES, Mover
+from weft_services.kvstore.remover import Remover
 
 logger = logging.getLogger(__name__)
 PROTOCOL = "tcp"
@@ -50,6 +51,7 @@ class Running:
     boot_id: str
     master: Master
     agent: StoreAgent
+    remover: Remover
     mover: Mover | None = None
 
 
@@ -69,11 +71,11 @@ class NodeStore:
         place: Place,
         announce: Callable[[bool], Awaitable[None]],
         disk: DiskTier | None = None,
-        ttl_seconds: float = 0.0,
+        limits: IndexLimits | None = None,
     ) -> None:
         self.place = place
         self.disk = disk
-        self.index = BlockIndex(ttl_seconds=ttl_seconds)
+        self.index = BlockIndex(limits)
         self._announce = announce
         self._running: Running | None = None
         self._trouble = "the store is starting"
@@ -125,10 +127,10 @@ class NodeStore:
 
     def published(self, fingerprint: bytes, blocks: Sequence[StoredBlock]) -> None:
         """These have been put. Raises PeerLost."""
-        mover = self.running.mover
-        self.index.add(fingerprint, blocks)
-        if mover is not None:
-            mover.spill(fingerprint, blocks)
+        running = self.running
+        if running.mover is not None:
+            running.mover.spill(fingerprint, blocks)
+        running.remover.remove(self.index.add(fingerprint, blocks))
 
     async def promote(self, fingerprint: bytes, keys: Sequence[bytes]) -> int:
         """Bring blocks up from the disk; how many leading ones are in memory now. Raises PeerLost, Overloaded."""
@@ -190,8 +192,7 @@ class NodeStore:
             staging_bytes = STAGING_BYTES if self.disk is not None else 0
             spec = StoreSpec(master.address, place.host, PROTOCOL, place.segment_bytes, staging_bytes)
             async with StoreAgent.running(spec) as agent:
-                mover = Mover(agent, self.index, self.disk) if self.disk is not None else None
-                self._running = Running(uuid.uuid4().hex, master, agent, mover)
+                self._running = self._movers(master, agent)
                 logger.info("store of %d MiB at the master %s", place.segment_bytes >> 20, master.address)
                 await self._announce(True)
                 await self._keep(self._running)
@@ -202,14 +203,22 @@ class NodeStore:
                 await self._announce(False)
             await master.stop()
 
+    def _movers(self, master: Master, agent: StoreAgent) -> Running:
+        """What goes down, up and out of this start of the store."""
+        mover = Mover(agent, self.disk, self._promoted) if self.disk is not None else None
+        remover = Remover(agent, self.index, mover.until_spilled if mover is not None else _at_once)
+        return Running(uuid.uuid4().hex, master, agent, remover, mover)
+
+    def _promoted(self, fingerprint: bytes, blocks: Sequence[StoredBlock]) -> None:
+        self.running.remover.remove(self.index.add(fingerprint, blocks))
+
     async def _keep(self, running: Running) -> None:
         """Ends by StoreLost, with no move under way."""
-        if running.mover is None:
-            await self._watch(running)
-            return
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(running.mover.run())
+                if running.mover is not None:
+                    tasks.create_task(running.mover.run())
+                tasks.create_task(running.remover.run())
                 tasks.create_task(self._watch(running))
         except* StoreLost as lost:
             raise lost.exceptions[0] from None
@@ -229,3 +238,7 @@ class NodeStore:
         raise StoreLost(
             "the master has ended" if running.agent.is_running else "the process that lends memory has ended"
         )
+
+
+async def _at_once() -> None:
+    """Without a disk nothing waits for it."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-# magic, fingerprint, tenant, length of the key, key, 7 bytes of padding, size, checksum, time of storing
-_FIELDS = struct.Struct("<8s16s8sB64s7xQQd")
+# magic, fingerprint, tenant, length of the key, key, 3 bytes of padding, idle seconds, size, checksum, time of storing
+_FIELDS = struct.Struct("<8s16s8sB64s3xIQQd")
 _SUM = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _SUM.size
 _MAGIC = b"weftkv01"
@@ -16,7 +16,7 @@ _MAGIC = b"weftkv01"
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """`checksum` is the xxh3_64 of the block's bytes, `stored_at` in seconds since the epoch."""
+    """`checksum` is the xxh3_64 of the block's bytes, `stored_at` in seconds since the epoch; 0 `idle_seconds`: any."""
 
     fingerprint: bytes
     tenant: bytes
@@ -24,6 +24,7 @@ class RecordHeader:
     size_bytes: int
     checksum: int
     stored_at: float
+    idle_seconds: int = 0
 
     @property
     def record_bytes(self) -> int:
@@ -39,6 +40,7 @@ def pack(header: RecordHeader) -> bytes:
         header.tenant,
         len(header.key),
         header.key,
+        header.idle_seconds,
         header.size_bytes,
         header.checksum,
         header.stored_at,
@@ -53,7 +55,8 @@ def unpack(data: bytes) -> RecordHeader | None:
     fields = data[: _FIELDS.size]
     if _SUM.unpack(data[_FIELDS.size :])[0] != xxhash.xxh3_64_intdigest(fields):
         return None
-    magic, fingerprint, tenant, key_bytes, key, size_bytes, checksum, stored_at = _FIELDS.unpack(fields)
+    magic, fingerprint, tenant, key_bytes, key, idle_seconds, size_bytes, checksum, stored_at = _FIELDS.unpack(fields)
     if magic != _MAGIC:
         return None
-    return RecordHeader(fingerprint, tenant.rstrip(b"\0"), key[:key_bytes], size_bytes, checksum, stored_at)
+    tenant, key = tenant.rstrip(b"\0"), key[:key_bytes]
+    return RecordHeader(fingerprint, tenant, key, size_bytes, checksum, stored_at, idle_seconds)

@@ -9,6 +9,7 @@ from typing import Any
 from weft import metrics, trace
 from weft.errors import InvalidRequest
 from weft.kv.tiers import Tier
+from weft.rpc.wire import retention_from_wire
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 from weft_services.kvstore.index import StoredBlock
@@ -74,7 +75,11 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
             raise InvalidRequest(f"blocks: a tenant has at most {MAX_TENANT_BYTES} bytes", "blocks")
         now = time.time()
         blocks = [
-            StoredBlock(block.key, block.checksum, block.size_bytes, block.tenant, now) for block in request.blocks
+            StoredBlock(
+                *(block.key, block.checksum, block.size_bytes, block.tenant, now),
+                retention_from_wire(block.retention),
+            )
+            for block in request.blocks
         ]
         self._store.published(request.fingerprint, blocks)
         return pb2.PublishResponse()

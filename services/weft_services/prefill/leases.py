@@ -190,6 +190,7 @@ class LeaseDesk:
             resumed_tokens=order.resumed_tokens,
             constraint=constraint,
             priority=order.priority,
+            retention=order.retention,
         )
         self._engine.submit(spec)
         self._leases[order.key] = lease

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -11,8 +11,10 @@ from tests.services.attach import new_key, prompt
 from tests.services.workers import BLOCK_TOKENS, CHUNK_TOKENS, Meddler, Pair, start_pair
 from tests.weft.tiny_llama import Tiny
 from weft import metrics
+from weft.engine.messages import SequenceSpec
 from weft.kv.transport import Run, TransferFailed
-from weft.request import SamplingParams
+from weft.request import Retention, SamplingParams
+from weft.rpc.wire import retention_to_wire
 from weft_mesh.v1 import common_pb2
 
 
@@ -51,6 +53,21 @@ async def test_a_fleets_generated_tokens_are_those_of_the_answers(tiny: Tiny) ->
         await pair.until_idle()
         generated = pair.prefill.load.generated_tokens + pair.decode.load.generated_tokens
         assert generated == sum(len(answer.tokens) for answer in answers)
+
+
+async def test_both_workers_hear_how_long_a_prompt_is_to_be_kept(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with start_pair(tiny) as pair:
+        heard: list[Retention] = []
+        for engine in (pair.prefill.engine, pair.decode.engine):
+
+            def submit(spec: SequenceSpec, submit: Callable[[SequenceSpec], None] = engine.submit) -> None:
+                heard.append(spec.retention)
+                submit(spec)
+
+            monkeypatch.setattr(engine, "submit", submit)
+        retention = Retention(300, memory_only=True)
+        await pair.gateway.generate(prompt(9), pair.prefill.address, retention=retention_to_wire(retention))
+        assert heard == [retention, retention]
 
 
 async def test_a_prompt_of_many_chunks_keeps_its_text(tiny: Tiny) -> None:

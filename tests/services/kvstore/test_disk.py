@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,24 @@ async def test_blocks_age_also_while_no_process_runs(tmp_path: Path) -> None:
     again.close()
 
 
+async def test_a_block_with_a_time_of_its_own_ages_from_its_last_use_and_over_a_restart_from_when_it_was_stored(
+    tmp_path: Path,
+) -> None:
+    now = 1000.0
+    disk = DiskTier(tmp_path, DiskLimits(MIB), clock=lambda: now)
+    await disk.open()
+    header, data = record(1, stored_at=1000)
+    assert await disk.write([(replace(header, idle_seconds=60), data), record(2, stored_at=1000)]) == 2
+    for moment in (1050.0, 1110.0):
+        now = moment
+        assert there(disk, [1, 2]) == [1, 2]
+    disk.close()
+    again = DiskTier(tmp_path, DiskLimits(MIB), clock=lambda: now)
+    await again.open()
+    assert there(again, [1, 2]) == [2]
+    again.close()
+
+
 async def test_a_tenant_over_its_quota_loses_its_own_oldest_blocks(tmp_path: Path) -> None:
     disk = await opened(tmp_path, max_bytes=200 * RECORD, tenant_share=0.1)
     assert await disk.write([record(number, b"small") for number in range(5)]) == 5
@@ -253,7 +272,7 @@ async def test_a_process_killed_in_mid_write_leaves_only_whole_blocks(tmp_path: 
 
 
 def test_a_header_that_was_not_written_whole_is_none() -> None:
-    header, _ = record(5, b"tenant", 12.5)
+    header = replace(record(5, b"tenant", 12.5)[0], idle_seconds=3600)
     packed = pack(header)
     assert unpack(packed) == header
     assert unpack(packed[:-1]) is None

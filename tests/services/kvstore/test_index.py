@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft_services.kvstore.index import BlockIndex, StoredBlock
+from weft.request import Retention
+from weft_services.kvstore.index import BlockIndex, IndexLimits, StoredBlock
 
 ONE, OTHER = b"1" * 16, b"2" * 16
 
@@ -38,7 +39,7 @@ def test_models_are_told_apart() -> None:
 
 
 def test_the_least_recently_matched_is_forgotten_first() -> None:
-    index = BlockIndex(max_blocks=3)
+    index = BlockIndex(IndexLimits(max_blocks=3))
     index.add(ONE, [block(1), block(2), block(3)])
     leading_run(index, ONE, keys(1))
     index.add(ONE, [block(4)])
@@ -60,7 +61,7 @@ def test_a_block_that_was_put_anew_is_not_dropped_for_the_old_one() -> None:
 
 def test_a_block_is_not_found_after_its_time() -> None:
     now = 1000.0
-    index = BlockIndex(ttl_seconds=60, clock=lambda: now)
+    index = BlockIndex(IndexLimits(ttl_seconds=60), clock=lambda: now)
     index.add(ONE, [StoredBlock(b"k", 1, 10, stored_at=1000.0)])
     now = 1060.0
     assert index.find(ONE, b"k") is not None
@@ -69,12 +70,70 @@ def test_a_block_is_not_found_after_its_time() -> None:
     assert len(index) == 0
 
 
+def test_a_block_with_a_time_of_its_own_is_found_until_nobody_has_asked_for_it_so_long() -> None:
+    now = 1000.0
+    index = BlockIndex(clock=lambda: now)
+    index.add(ONE, [StoredBlock(b"k", 1, 10, retention=Retention(60)), StoredBlock(b"other", 1, 10)])
+    for moment in (1050.0, 1110.0, 1170.0):
+        now = moment
+        assert index.find(ONE, b"k") is not None, "each use begins its time anew"
+    now = 1230.5
+    assert index.find(ONE, b"k") is None
+    assert index.find(ONE, b"other") is not None
+
+
+def test_uses_do_not_extend_what_the_store_allows() -> None:
+    now = 0.0
+    index = BlockIndex(IndexLimits(ttl_seconds=100), clock=lambda: now)
+    index.add(ONE, [StoredBlock(b"k", 1, 10, retention=Retention(60))])
+    for moment in (50.0, 100.0):
+        now = moment
+        assert index.find(ONE, b"k") is not None
+    now = 100.5
+    assert index.find(ONE, b"k") is None
+
+
+def owned(number: int, tenant: bytes) -> StoredBlock:
+    return StoredBlock(bytes([number]), 0, 10, tenant)
+
+
+def test_a_tenant_over_its_share_loses_what_it_used_least_recently_and_nobody_else_loses_anything() -> None:
+    index = BlockIndex(IndexLimits(tenant_bytes=30))
+    assert index.add(ONE, [owned(9, b"other")]) == []
+    assert index.add(ONE, [owned(number, b"tenant") for number in (1, 2, 3)]) == []
+    leading_run(index, ONE, keys(1))
+    assert index.add(OTHER, [owned(4, b"tenant")]) == [(ONE, owned(2, b"tenant"))]
+    assert index.add(ONE, [owned(1, b"tenant")]) == [], "what it has already takes no more room"
+    assert leading_run(index, ONE, keys(9, 1, 3)) == [owned(9, b"other"), owned(1, b"tenant"), owned(3, b"tenant")]
+    assert index.find(OTHER, keys(4)[0]) is not None
+    index.drop(ONE, [owned(3, b"tenant")])
+    assert index.add(ONE, [owned(5, b"tenant")]) == [], "what is gone makes room"
+
+
+shares = st.lists(st.tuples(st.sampled_from([b"", b"a", b"b"]), st.integers(0, 9), st.integers(1, 15)), max_size=40)
+
+
+@given(shares)
+def test_whatever_is_added_no_tenant_has_more_than_its_share(added: list[tuple[bytes, int, int]]) -> None:
+    index, known = BlockIndex(IndexLimits(tenant_bytes=30)), dict[bytes, StoredBlock]()
+    for tenant, number, size in added:
+        block = StoredBlock(bytes([number]), 0, size, tenant)
+        known.pop(block.key, None)
+        for _, gone in index.add(ONE, [block]):
+            assert gone.tenant == tenant
+            assert known.pop(gone.key) == gone
+        known[block.key] = block
+        assert all(index.find(ONE, key) == block for key, block in known.items())
+        assert index.used_bytes == sum(block.size_bytes for block in known.values())
+        assert sum(block.size_bytes for block in known.values() if block.tenant == tenant) <= 30
+
+
 operations = st.tuples(st.sampled_from(["add", "drop", "run"]), st.lists(st.integers(0, 9), max_size=6))
 
 
 @given(st.lists(operations, max_size=40))
 def test_any_history_agrees_with_a_plain_set(history: list[tuple[str, list[int]]]) -> None:
-    index, known = BlockIndex(max_blocks=100), set[int]()
+    index, known = BlockIndex(IndexLimits(max_blocks=100)), set[int]()
     for operation, numbers in history:
         if operation == "add":
             index.add(ONE, map(block, numbers))
@@ -90,7 +149,7 @@ def test_any_history_agrees_with_a_plain_set(history: list[tuple[str, list[int]]
 
 def test_used_bytes_are_those_of_the_blocks_that_are_known() -> None:
     now = 0.0
-    index = BlockIndex(max_blocks=3, ttl_seconds=5.0, clock=lambda: now)
+    index = BlockIndex(IndexLimits(max_blocks=3, ttl_seconds=5.0), clock=lambda: now)
     index.add(ONE, [block(1), block(2), block(3)])
     index.add(ONE, [block(3, checksum=7), block(4)])
     assert index.used_bytes == 30

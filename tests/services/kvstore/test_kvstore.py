@@ -159,3 +159,31 @@ async def test_without_mooncake_it_says_what_to_install(monkeypatch: pytest.Monk
 def test_settings_that_cannot_work_are_named(settings: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Config(**settings)  # type: ignore[arg-type]
+
+
+async def test_a_tenant_over_its_share_of_memory_loses_its_oldest_there_and_nobody_else_loses_anything() -> None:
+    node = KvStoreProcess(32 << 20, WEFT_TENANT_SHARE="0.25")
+    await asyncio.to_thread(node.start)
+    size, other, greedy = 1 << 20, [b"other"], [b"greedy %d" % number for number in range(14)]
+    owned = [(other[0], b"small"), *((key, b"greedy") for key in greedy)]
+    try:
+        async with open_channel(node.address) as channel:
+            stub: pb2_grpc.KvStoreServiceAsyncStub = pb2_grpc.KvStoreServiceStub(channel)
+            store = await describe(stub)
+            spec = StoreSpec(store.master_address, "127.0.0.1", store.protocol, staging_bytes=size)
+            async with StoreAgent.running(spec) as agent:
+                for key, tenant in owned:
+                    assert await agent.put([store_key(MODEL, key, 7)], [0], size) == [0]
+                    block = pb2.StoredBlock(key=key, checksum=7, size_bytes=size, tenant=tenant)
+                    await stub.Publish(pb2.PublishRequest(fingerprint=MODEL, blocks=[block]), timeout=RPC_SECONDS)
+                assert (await describe(stub)).used_bytes == 9 * size
+                assert await match(stub, other) == [7]
+                assert await match(stub, greedy[6:]) == [7] * 8
+                assert await match(stub, greedy[5:6]) == []
+                gone = [store_key(MODEL, key, 7) for key in greedy[:6]]
+                async with asyncio.timeout(2 * RPC_SECONDS):
+                    while any(await agent.exist(gone, RPC_SECONDS)):  # noqa: ASYNC110 (another process removes them)
+                        # whoever asks keeps them there for half a second
+                        await asyncio.sleep(1.5)
+    finally:
+        node.stop()

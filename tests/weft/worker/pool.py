@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from weft.engine.messages import PoolMemory, SealedBlock
-from weft.request import ModelFingerprint
+from weft.request import KEEP, ModelFingerprint, Retention
 from weft.worker.estimate import FetchEstimate
 from weft.worker.store import StoreClient
 
@@ -43,11 +43,11 @@ class Worker:
         """A copy of a block."""
         return bytes(memoryview(self._bytes).cast("B")[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
 
-    def offer(self, numbers: Sequence[int]) -> None:
+    def offer(self, numbers: Sequence[int], tenant: bytes = b"", retention: Retention = KEEP) -> None:
         """Compute these blocks, each into the pool's block of its number, and offer them."""
         for number in numbers:
             self.write(number, content(number))
-        self.store.offer([SealedBlock(key(number), number) for number in numbers])
+        self.store.offer([SealedBlock(key(number), number, tenant, retention) for number in numbers])
 
 
 @asynccontextmanager

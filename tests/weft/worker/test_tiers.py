@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import pytest
 from tests.services.kvstore.node import KvStoreProcess, until
 from tests.weft.worker.pool import BLOCK_BYTES, Worker, content, key, working
 from weft.kv.tiers import Tier
+from weft.request import Retention
 from weft.worker.store_get import Fetched, Wanted
+from weft_services.kvstore.segment import open_segments
 
 SECONDS = 10.0
 NUMBERS = [*range(40)]
@@ -71,6 +74,20 @@ async def test_blocks_survive_the_death_of_every_process_and_come_up_again(
         assert (await fetch(worker, NUMBERS)).by_tier == {Tier.DRAM: 40}, "they are in memory again"
     async with working(Worker(kvstore.address, "another model")) as other:
         assert (await fetch(other, NUMBERS)).num_blocks == 0
+
+
+async def test_what_must_stay_in_memory_never_goes_to_the_disk_and_what_has_its_time_takes_it_along(
+    kvstore: KvStoreProcess, tmp_path: Path
+) -> None:
+    async with working(Worker(kvstore.address)) as worker:
+        worker.offer(NUMBERS[:5], retention=Retention(3600, memory_only=True))
+        worker.offer(NUMBERS[5:10], retention=Retention(3600))
+        await until("all were put, one after the other", lambda: len(worker.unpinned) == 10)
+        await until("the others are on disk", lambda: disk_bytes(tmp_path) >= 5 * BLOCK_BYTES)
+        assert (await fetch(worker, NUMBERS[:10])).by_tier == {Tier.DRAM: 10}
+        copy = shutil.copytree(tmp_path / "disk", tmp_path / "copy")
+        headers = [header for segment in open_segments(copy) for _, header in segment.records()]
+        assert [(header.key, header.idle_seconds) for header in headers] == [(key(n), 3600) for n in NUMBERS[5:10]]
 
 
 async def test_a_damaged_block_on_disk_is_a_miss_and_what_precedes_it_a_hit(

@@ -24,31 +24,33 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19weft_mesh/v1/common.proto\x12\x0cweft_mesh.v1\"\xb3\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x19\n\x0cnum_logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x02\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\x01\x88\x01\x01\x12+\n\nlogit_bias\x18\r \x03(\x0b\x32\x17.weft_mesh.v1.TokenBias\x12\x12\n\nmin_tokens\x18\x0e \x01(\r\x12+\n\x07grammar\x18\x0f \x01(\x0b\x32\x15.weft_mesh.v1.GrammarH\x02\x88\x01\x01\x42\x0f\n\r_num_logprobsB\x15\n\x13_repetition_penaltyB\n\n\x08_grammar\"+\n\tTokenBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"/\n\x07Grammar\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x02 \x01(\t\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"g\n\x10PositionLogprobs\x12*\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x1a.weft_mesh.v1.TokenLogprob\x12\'\n\x03top\x18\x02 \x03(\x0b\x32\x1a.weft_mesh.v1.TokenLogprob\"4\n\nRequestKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\r\"u\n\x10ModelFingerprint\x12\x14\n\x0cweights_hash\x18\x01 \x01(\t\x12\x10\n\x08kv_dtype\x18\x02 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06layout\x18\x05 \x01(\t\"L\n\x10TransferEndpoint\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0f\n\x07segment\x18\x02 \x01(\t\x12\x14\n\x0cpool_address\x18\x03 \x01(\x04*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03*p\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x14\n\x10WORKER_ROLE_BOTH\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19weft_mesh/v1/common.proto\x12\x0cweft_mesh.v1\"6\n\tRetention\x12\x14\n\x0cidle_seconds\x18\x01 \x01(\r\x12\x13\n\x0bmemory_only\x18\x02 \x01(\x08\"\xb3\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x19\n\x0cnum_logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x02\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\x01\x88\x01\x01\x12+\n\nlogit_bias\x18\r \x03(\x0b\x32\x17.weft_mesh.v1.TokenBias\x12\x12\n\nmin_tokens\x18\x0e \x01(\r\x12+\n\x07grammar\x18\x0f \x01(\x0b\x32\x15.weft_mesh.v1.GrammarH\x02\x88\x01\x01\x42\x0f\n\r_num_logprobsB\x15\n\x13_repetition_penaltyB\n\n\x08_grammar\"+\n\tTokenBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"/\n\x07Grammar\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x02 \x01(\t\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"g\n\x10PositionLogprobs\x12*\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x1a.weft_mesh.v1.TokenLogprob\x12\'\n\x03top\x18\x02 \x03(\x0b\x32\x1a.weft_mesh.v1.TokenLogprob\"4\n\nRequestKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\r\"u\n\x10ModelFingerprint\x12\x14\n\x0cweights_hash\x18\x01 \x01(\t\x12\x10\n\x08kv_dtype\x18\x02 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06layout\x18\x05 \x01(\t\"L\n\x10TransferEndpoint\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0f\n\x07segment\x18\x02 \x01(\t\x12\x14\n\x0cpool_address\x18\x03 \x01(\x04*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03*p\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x14\n\x10WORKER_ROLE_BOTH\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weft_mesh.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=982
-  _globals['_FINISHREASON']._serialized_end=1107
-  _globals['_WORKERROLE']._serialized_start=1109
-  _globals['_WORKERROLE']._serialized_end=1221
-  _globals['_SAMPLINGPARAMS']._serialized_start=44
-  _globals['_SAMPLINGPARAMS']._serialized_end=479
-  _globals['_TOKENBIAS']._serialized_start=481
-  _globals['_TOKENBIAS']._serialized_end=524
-  _globals['_GRAMMAR']._serialized_start=526
-  _globals['_GRAMMAR']._serialized_end=573
-  _globals['_TOKENLOGPROB']._serialized_start=575
-  _globals['_TOKENLOGPROB']._serialized_end=624
-  _globals['_POSITIONLOGPROBS']._serialized_start=626
-  _globals['_POSITIONLOGPROBS']._serialized_end=729
-  _globals['_REQUESTKEY']._serialized_start=731
-  _globals['_REQUESTKEY']._serialized_end=783
-  _globals['_MODELFINGERPRINT']._serialized_start=785
-  _globals['_MODELFINGERPRINT']._serialized_end=902
-  _globals['_TRANSFERENDPOINT']._serialized_start=904
-  _globals['_TRANSFERENDPOINT']._serialized_end=980
+  _globals['_FINISHREASON']._serialized_start=1038
+  _globals['_FINISHREASON']._serialized_end=1163
+  _globals['_WORKERROLE']._serialized_start=1165
+  _globals['_WORKERROLE']._serialized_end=1277
+  _globals['_RETENTION']._serialized_start=43
+  _globals['_RETENTION']._serialized_end=97
+  _globals['_SAMPLINGPARAMS']._serialized_start=100
+  _globals['_SAMPLINGPARAMS']._serialized_end=535
+  _globals['_TOKENBIAS']._serialized_start=537
+  _globals['_TOKENBIAS']._serialized_end=580
+  _globals['_GRAMMAR']._serialized_start=582
+  _globals['_GRAMMAR']._serialized_end=629
+  _globals['_TOKENLOGPROB']._serialized_start=631
+  _globals['_TOKENLOGPROB']._serialized_end=680
+  _globals['_POSITIONLOGPROBS']._serialized_start=682
+  _globals['_POSITIONLOGPROBS']._serialized_end=785
+  _globals['_REQUESTKEY']._serialized_start=787
+  _globals['_REQUESTKEY']._serialized_end=839
+  _globals['_MODELFINGERPRINT']._serialized_start=841
+  _globals['_MODELFINGERPRINT']._serialized_end=958
+  _globals['_TRANSFERENDPOINT']._serialized_start=960
+  _globals['_TRANSFERENDPOINT']._serialized_end=1036
 # @@protoc_insertion_point(module_scope)

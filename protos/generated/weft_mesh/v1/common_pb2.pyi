@@ -76,6 +76,32 @@ WORKER_ROLE_BOTH: WorkerRole.ValueType  # 3
 Global___WorkerRole: _TypeAlias = WorkerRole  # noqa: Y015
 
 @_typing.final
+class Retention(_message.Message):
+    """How long the shared store may keep what a request computes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDLE_SECONDS_FIELD_NUMBER: _builtins.int
+    MEMORY_ONLY_FIELD_NUMBER: _builtins.int
+    idle_seconds: _builtins.int
+    """Seconds without use; 0: as long as it has room."""
+    memory_only: _builtins.bool
+    """Never on disk."""
+    def __init__(
+        self,
+        *,
+        idle_seconds: _builtins.int = ...,
+        memory_only: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_seconds", b"idle_seconds", "memory_only", b"memory_only"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Retention: _TypeAlias = Retention  # noqa: Y015
+
+@_typing.final
 class SamplingParams(_message.Message):
     """How the next token is chosen. Absent optional fields mean "not asked for"."""
 

@@ -68,6 +68,7 @@ class StartSequence(_message.Message):
     RESUMED_TOKENS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
     decode_boot_id: _builtins.str
     """Boot id of the decode worker this was routed to."""
     cache_salt: _builtins.bytes
@@ -96,6 +97,10 @@ class StartSequence(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParams:
         """How to choose tokens."""
 
+    @_builtins.property
+    def retention(self) -> _common_pb2.Retention:
+        """For its blocks in the shared store."""
+
     def __init__(
         self,
         *,
@@ -109,10 +114,11 @@ class StartSequence(_message.Message):
         resumed_tokens: _builtins.int = ...,
         priority: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        retention: _common_pb2.Retention | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "key", b"key", "prefill", b"prefill", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "key", b"key", "prefill", b"prefill", "retention", b"retention", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "cache_salt", b"cache_salt", "decode_boot_id", b"decode_boot_id", "key", b"key", "prefill", b"prefill", "priority", b"priority", "remaining_ms", b"remaining_ms", "resumed_tokens", b"resumed_tokens", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "cache_salt", b"cache_salt", "decode_boot_id", b"decode_boot_id", "key", b"key", "prefill", b"prefill", "priority", b"priority", "remaining_ms", b"remaining_ms", "resumed_tokens", b"resumed_tokens", "retention", b"retention", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefill: _TypeAlias = _typing.Literal["prefill"]  # noqa: Y015
     _WhichOneofArgType__prefill: _TypeAlias = _typing.Literal["_prefill", b"_prefill"]  # noqa: Y015

@@ -10,6 +10,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from weft_mesh.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -266,6 +267,7 @@ class StoredBlock(_message.Message):
     CHECKSUM_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     """Its key."""
     checksum: _builtins.int
@@ -274,6 +276,10 @@ class StoredBlock(_message.Message):
     """Its size."""
     tenant: _builtins.bytes
     """Whose it is, a digest of at most 8 bytes; empty: nobody's in particular. Quotas count by it."""
+    @_builtins.property
+    def retention(self) -> _common_pb2.Retention:
+        """How long it may be kept."""
+
     def __init__(
         self,
         *,
@@ -281,10 +287,11 @@ class StoredBlock(_message.Message):
         checksum: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
         tenant: _builtins.bytes = ...,
+        retention: _common_pb2.Retention | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "key", b"key", "size_bytes", b"size_bytes", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "key", b"key", "retention", b"retention", "size_bytes", b"size_bytes", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -72,6 +72,7 @@ class PrefillStart(_message.Message):
     HELD_BLOCKS_FIELD_NUMBER: _builtins.int
     RESUMED_TOKENS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
     prefill_boot_id: _builtins.str
     """Boot id of the prefill worker this was routed to; another one answers FAILED_PRECONDITION."""
     cache_salt: _builtins.bytes
@@ -98,6 +99,10 @@ class PrefillStart(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParams:
         """For the first token."""
 
+    @_builtins.property
+    def retention(self) -> _common_pb2.Retention:
+        """As in StartSequence."""
+
     def __init__(
         self,
         *,
@@ -110,10 +115,11 @@ class PrefillStart(_message.Message):
         held_blocks: _builtins.int = ...,
         resumed_tokens: _builtins.int = ...,
         priority: _builtins.int = ...,
+        retention: _common_pb2.Retention | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "key", b"key", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "key", b"key", "retention", b"retention", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "held_blocks", b"held_blocks", "key", b"key", "prefill_boot_id", b"prefill_boot_id", "priority", b"priority", "resumed_tokens", b"resumed_tokens", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "held_blocks", b"held_blocks", "key", b"key", "prefill_boot_id", b"prefill_boot_id", "priority", b"priority", "resumed_tokens", b"resumed_tokens", "retention", b"retention", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,9 +6,11 @@ Its complaints come back under the client's own names.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from weft.errors import InvalidRequest
+from weft.request import KEEP, Retention
 from weft_services.gateway.dialects.translation import Fields, check_chat, place_of, read_object
 from weft_services.gateway.generation import Generation
 
@@ -16,6 +18,8 @@ from weft_services.gateway.generation import Generation
 SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 RENAMED = {"stop_sequences": "stop"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# of a cache_control; one that names none is kept as long as the store has room
+TTLS = {None: 0, "5m": 300, "1h": 3600}
 
 
 def parse_messages(body: bytes) -> Generation:
@@ -38,7 +42,34 @@ def _generation(fields: Fields) -> Generation:
     metadata = fields.get("metadata")
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
     chat |= {"messages": messages, "user": user, **_tools(fields)}
-    return check_chat(chat, lambda path: _own_path(path, sources))
+    return replace(check_chat(chat, lambda path: _own_path(path, sources)), retention=_retention(fields))
+
+
+def _retention(fields: Fields) -> Retention:
+    """The longest that any part of the prompt is to be kept; blocks of the cache know no parts."""
+    ttls = []
+    for path, mark in _cache_controls(fields):
+        if not isinstance(mark, dict) or mark.get("type") != "ephemeral" or mark.get("ttl") not in TTLS:
+            raise InvalidRequest(f"{path}: expected type ephemeral and a ttl of 5m or 1h", path)
+        ttls.append(TTLS[mark.get("ttl")])
+    return Retention(max(ttls)) if ttls and all(ttls) else KEEP
+
+
+def _cache_controls(fields: Fields) -> Iterator[tuple[str, Any]]:
+    """Every one with its path; everything else has been checked."""
+    messages = [
+        (f"messages.{place}.content", message.get("content")) for place, message in enumerate(fields["messages"])
+    ]
+    lists = [("system", fields.get("system")), ("tools", fields.get("tools")), *messages]
+    holders = [("", fields)] + [
+        (f"{path}.{place}.", each)
+        for path, parts in lists
+        if isinstance(parts, list)
+        for place, each in enumerate(parts)
+    ]
+    for path, holder in holders:
+        if (mark := holder.get("cache_control")) is not None:
+            yield f"{path}cache_control", mark
 
 
 def _own_path(path: str, sources: list[str]) -> str:

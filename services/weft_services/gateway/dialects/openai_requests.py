@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from weft.errors import InvalidRequest
+from weft.request import KEEP, Retention
 from weft_services.gateway.dialects.answer_format import read_format
 from weft_services.gateway.dialects.openai_fields import (
     MAX_TOOLS,
@@ -27,6 +28,9 @@ from weft_services.gateway.mesh.urgency import MAX_PRIORITY
 MAX_SEQUENCES = 128
 # as OpenAI has it
 DEFAULT_COMPLETION_TOKENS = 16
+# in OpenAI's words: an hour at most, on no disk; the hyphen is an older spelling
+IN_MEMORY = Retention(3600, memory_only=True)
+RETENTIONS = {None: KEEP, "in_memory": IN_MEMORY, "in-memory": IN_MEMORY, "24h": Retention(24 * 3600)}
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Tool = Annotated[dict[str, Any], AfterValidator(check_tool)]
@@ -99,6 +103,7 @@ class _Body(Lenient):
     stream_options: StreamOptions | None = None
     priority: Annotated[int | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
     reject_if_busy: bool | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
     def common(self) -> dict[str, Any]:
         """The fields of a Generation that both bodies fill alike."""
@@ -133,6 +138,7 @@ class _Body(Lenient):
             "include_usage": bool(options and options.include_usage),
             "priority": self.priority,
             "reject_if_busy": bool(self.reject_if_busy),
+            "retention": RETENTIONS[self.prompt_cache_retention],
             "session": session_hint(extra.get("prompt_cache_key"), extra.get("session_id"), extra.get("user")),
         }
 

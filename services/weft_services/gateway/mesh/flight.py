@@ -234,6 +234,7 @@ class Flight:
             remaining_seconds=self._shared.remaining_seconds(),
             resumed_tokens=len(generated),
             priority=self._shared.standing.priority,
+            retention=self._shared.prepared.generation.retention,
         )
         link.start(command, self._shared.inbox)
         self._link, self._decode = link, placement.decode

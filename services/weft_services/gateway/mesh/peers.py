@@ -214,6 +214,7 @@ class DecodeLink:
             resumed_tokens=command.resumed_tokens,
             priority=command.priority,
             traceparent=trace.traceparent(),
+            retention=wire.retention_to_wire(command.retention),
         )
         if command.placement.prefill is not None:
             start.prefill.CopyFrom(wire.address_to_wire(command.placement.prefill))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.request import RequestKey, SamplingParams, WorkerAddress
+from weft.request import KEEP, RequestKey, Retention, SamplingParams, WorkerAddress
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class StartCommand:
     remaining_seconds: float
     resumed_tokens: int = 0
     priority: int = 0
+    retention: Retention = KEEP
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,74 @@
+"""Takes blocks out of the store's memory before Mooncake would: those that a tenant's share has no room for.
+
+In the background, and only as long as nobody is reading them; what stays is evicted in its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from weft.kv.store_agent import StoreAgent
+from weft.kv.store_keys import store_key
+from weft_services.kvstore.index import BlockIndex, StoredBlock
+
+MAX_WAITING = 16_384
+MAX_BATCH = 128
+IN_USE = -706  # Mooncake's code: somebody has just found it, and may be reading
+MAX_TRIES, PAUSE_SECONDS = 4, 0.6  # a master's lease lasts half a second
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """A block that is to go."""
+
+    fingerprint: bytes
+    block: StoredBlock
+    num_tries: int = 0
+
+
+class Remover:
+    """For one start of the store. `until_spilled` returns when nothing waits to be copied to the disk."""
+
+    def __init__(self, agent: StoreAgent, index: BlockIndex, until_spilled: Callable[[], Awaitable[None]]) -> None:
+        self._agent = agent
+        self._index = index
+        self._until_spilled = until_spilled
+        self._waiting: deque[Removal] = deque(maxlen=MAX_WAITING)
+        self._has_work = asyncio.Event()
+
+    def remove(self, blocks: Sequence[tuple[bytes, StoredBlock]]) -> None:
+        """Sometime; returns at once."""
+        self._waiting += [Removal(fingerprint, block) for fingerprint, block in blocks]
+        if blocks:
+            self._has_work.set()
+
+    async def run(self) -> None:
+        """Until cancelled; raises StoreLost."""
+        while True:
+            await self._has_work.wait()
+            self._has_work.clear()
+            await self._until_spilled()
+            while self._waiting:
+                await self._remove_batch([self._waiting.popleft() for _ in range(min(MAX_BATCH, len(self._waiting)))])
+
+    async def _remove_batch(self, batch: Sequence[Removal]) -> None:
+        # the same bytes may have been put anew since
+        batch = [each for each in batch if not self._index.has(each.fingerprint, each.block)]
+        if not batch:
+            return
+        codes = await self._agent.remove([_name_of(each) for each in batch])
+        busy = [
+            Removal(each.fingerprint, each.block, each.num_tries + 1)
+            for each, code in zip(batch, codes, strict=True)
+            if code == IN_USE and each.num_tries + 1 < MAX_TRIES
+        ]
+        if busy:
+            self._waiting += busy
+            await asyncio.sleep(PAUSE_SECONDS)
+
+
+def _name_of(removal: Removal) -> str:
+    return store_key(removal.fingerprint, removal.block.key, removal.block.checksum)
