@@ -93,6 +93,7 @@ async def scene(folder: Path, port: int = 0) -> AsyncIterator[Scene]:
             await decoder.open()
             stack.push_async_callback(decoder.kill)
         scheduler = FakeScheduler(decoders, MODEL_NAME, CONTEXT)
+        scheduler.flexible = {"decode-0", "decode-1"}
         furnish(scheduler)
         await scheduler.open()
         stack.push_async_callback(scheduler.kill)

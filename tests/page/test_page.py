@@ -98,6 +98,14 @@ async def test_an_operator_drains_a_worker_by_keyboard(browser: Any, shown: Scen
         assert shown.scheduler.draining == set()
 
 
+async def test_an_operator_gives_a_worker_another_role(browser: Any, shown: Scene) -> None:
+    async with visit(browser, shown) as page:
+        assert not await page.is_visible("[data-worker=prefill-0] .role"), "it has one role only"
+        await page.get_by_label("role of decode-1").select_option("prefill")
+        await page.wait_for_selector("#prefill [data-worker=decode-1]", timeout=WAIT_MS)
+        assert await page.locator("#decode .worker .id").all_inner_texts() == ["decode-0"]
+
+
 async def test_a_phone_shows_one_view_at_a_time_and_nothing_sticks_out(browser: Any, shown: Scene) -> None:
     async with visit(browser, shown, viewport=PHONE) as page:
         await page.fill("#prompt", "hello " * 30 + "x" * 200)

@@ -181,6 +181,8 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
         self.store: scheduler_service_pb2.StoreStatus | None = None
         self.num_waiting = 0
         self.draining: set[str] = set()
+        self.flexible: set[str] = set()  # those that can change their role
+        self.roles: dict[str, common_pb2.WorkerRole.ValueType] = {}  # that they were given
         self.address = ""
         self.changed = asyncio.Condition()
         self._server = grpc.aio.server()
@@ -201,7 +203,10 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
         return scheduler_service_pb2.DrainResponse()
 
     async def SetRole(self, request: Any, context: Any) -> Any:
-        raise AssertionError("gateways do not ask")
+        if request.worker_id not in self.flexible:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"worker {request.worker_id!r} has one role only")
+        self.roles[request.worker_id] = request.role
+        return scheduler_service_pb2.SetRoleResponse()
 
     async def Route(self, request: Any, context: Any) -> Any:
         async with self.changed:
@@ -263,7 +268,8 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
     def _status(self, worker: Any, role: Any, ready: bool) -> scheduler_service_pb2.WorkerStatus:
         hello = scheduler_service_pb2.WorkerHello(
             worker=worker,
-            role=role,
+            role=self.roles.get(worker.worker_id, role),
+            can_change_role=worker.worker_id in self.flexible,
             model=self.model,
             max_context_tokens=self.max_context,
             fingerprint=common_pb2.ModelFingerprint(weights_hash="abcdef0123456789", block_tokens=BLOCK_TOKENS),

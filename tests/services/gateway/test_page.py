@@ -151,6 +151,31 @@ async def test_an_operator_takes_a_worker_out_and_back(bench: MakeBench) -> None
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "worker_not_found")
 
 
+async def test_an_operator_gives_a_worker_another_role(bench: MakeBench) -> None:
+    async with bench() as b:
+        b.scheduler.flexible = {"decode-0"}
+        given = await b.http.post("/weft/workers/decode-0/role", json={"role": "both"})
+        assert (given.status_code, given.json()) == (200, {"worker_id": "decode-0", "role": "both"})
+        await b.gateway.watch.poll()
+        async with b.http.stream("GET", "/weft/fleet/events") as response:
+            told = events(response)
+            await anext(told)
+            workers = (await anext(told))[1]["workers"]
+        assert [(w["id"], w["role"], w["can_change_role"]) for w in workers] == [
+            ("decode-0", "both", True),
+            ("prefill-0", "prefill", False),
+        ]
+        for body, param in (({"role": "king"}, "role"), ({}, "role"), ([], None)):
+            refused = await b.http.post("/weft/workers/decode-0/role", json=body)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), body
+        fixed = await b.http.post("/weft/workers/prefill-0/role", json={"role": "decode"})
+        assert fixed.status_code == 400
+        assert "one role only" in fixed.json()["error"]["message"]
+        far = await b.http.post("/weft/workers/decode-0/role", json={"role": "decode"}, headers={"via": "1.1 proxy"})
+        assert far.status_code == 403
+        assert list(b.scheduler.roles) == ["decode-0"]
+
+
 @pytest.mark.parametrize(
     "headers",
     [

@@ -30,7 +30,7 @@ from weft_services.gateway.front.edge import Doorkeeper, RequestIds
 from weft_services.gateway.front.embeddings import EmbeddingEndpoint
 from weft_services.gateway.front.endpoints import Api, GenerationEndpoint
 from weft_services.gateway.front.live import FleetEvents
-from weft_services.gateway.front.operator import DrainEndpoint
+from weft_services.gateway.front.operator import DrainEndpoint, RoleEndpoint
 from weft_services.gateway.front.page import PageFiles
 from weft_services.gateway.front.text_endpoints import text_routes
 from weft_services.gateway.mesh.pipeline import Pipeline
@@ -56,6 +56,7 @@ def build_app(pipeline: Pipeline, door: Door, timeout_seconds: float, is_alone: 
         Route("/weft/page/{name}", files.file),
         Route("/weft/fleet/events", FleetEvents(pipeline), methods=["GET"]),
         Route("/weft/workers/{worker_id}/drain", DrainEndpoint(pipeline, undo=False), methods=["POST"]),
+        Route("/weft/workers/{worker_id}/role", RoleEndpoint(pipeline), methods=["POST"]),
         Route("/weft/workers/{worker_id}/undrain", DrainEndpoint(pipeline, undo=True), methods=["POST"]),
         *generating,
         Route("/v1/embeddings", EmbeddingEndpoint(pipeline, timeout_seconds), methods=["POST"]),

@@ -76,6 +76,7 @@ def _worker_fields(worker: Worker) -> dict[str, Any]:
         "id": worker.address.worker_id,
         "boot": worker.address.boot_id,
         "role": worker.role,
+        "can_change_role": worker.can_change_role,
         "model": worker.model,
         "state": "draining" if worker.is_draining else state,
         "transport": worker.transport,

@@ -1,15 +1,19 @@
-"""What an operator may do from the page: take a worker out of service and back. And who is one."""
+"""What an operator may do from the page: take a worker out of service and back, give it a role. And who is one."""
 
 from __future__ import annotations
 
 import ipaddress
+from abc import ABC, abstractmethod
+from typing import Any
 
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from weft.errors import Cancelled, NotFound
+from weft.errors import Cancelled, InvalidRequest, NotFound
+from weft.request import WorkerRole
 from weft.rpc.status import as_weft_error
 from weft_services.gateway.access.visitor import visitor
+from weft_services.gateway.dialects.translation import read_object
 from weft_services.gateway.error_body import HttpError
 from weft_services.gateway.front.exchange import Reply, header, read_json_body
 from weft_services.gateway.mesh.pipeline import Pipeline
@@ -44,12 +48,11 @@ def _is_loopback(name: str) -> bool:
         return False
 
 
-class DrainEndpoint:
-    """POST /weft/workers/{worker_id}/drain or .../undrain with a JSON body, which no foreign page can send unasked."""
+class OperatorEndpoint(ABC):
+    """POST /weft/workers/{worker_id}/VERB with a JSON body, which no foreign page can send unasked."""
 
-    def __init__(self, pipeline: Pipeline, undo: bool) -> None:
+    def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._undo = undo
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -57,14 +60,41 @@ class DrainEndpoint:
         try:
             if not is_operator(scope):
                 raise HttpError(403, REFUSAL, "forbidden")
-            await read_json_body(scope, receive)
+            fields = read_object(await read_json_body(scope, receive))
             worker_id = str(scope["path_params"]["worker_id"])
             try:
-                await self._pipeline.drain(worker_id, self._undo)
+                done = await self._act(worker_id, fields)
             except NotFound as error:
                 raise HttpError(404, str(error), "worker_not_found") from error
-            await reply.whole(200, orjson.dumps({"worker_id": worker_id, "draining": not self._undo}))
+            await reply.whole(200, orjson.dumps({"worker_id": worker_id, **done}))
         except Exception as error:
             known = as_weft_error(error)
             if not isinstance(known, Cancelled):
                 await reply.fail(known)
+
+    @abstractmethod
+    async def _act(self, worker_id: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """What is to be told of it. Raises NotFound, WeftError."""
+
+
+class DrainEndpoint(OperatorEndpoint):
+    """VERB is drain or undrain."""
+
+    def __init__(self, pipeline: Pipeline, undo: bool) -> None:
+        super().__init__(pipeline)
+        self._undo = undo
+
+    async def _act(self, worker_id: str, fields: dict[str, Any]) -> dict[str, Any]:
+        await self._pipeline.drain(worker_id, self._undo)
+        return {"draining": not self._undo}
+
+
+class RoleEndpoint(OperatorEndpoint):
+    """VERB is role, the body `{"role": "prefill"}`."""
+
+    async def _act(self, worker_id: str, fields: dict[str, Any]) -> dict[str, Any]:
+        role = fields.get("role")
+        if role not in list(WorkerRole):
+            raise InvalidRequest(f"role: expected one of {', '.join(WorkerRole)}", "role")
+        await self._pipeline.set_role(worker_id, WorkerRole(role))
+        return {"role": role}

@@ -115,3 +115,7 @@ class FleetWatch:
     async def drain(self, worker_id: str, undo: bool) -> None:
         """Take a worker out of service, or back. Raises NotFound, WeftError."""
         await self._scheduler.drain(worker_id, undo)
+
+    async def set_role(self, worker_id: str, role: WorkerRole) -> None:
+        """What new work it takes. Raises NotFound, InvalidRequest, WeftError."""
+        await self._scheduler.set_role(worker_id, role)

@@ -19,7 +19,7 @@ from weft.errors import (
     WeftError,
     from_code,
 )
-from weft.request import RequestKey, WorkerAddress
+from weft.request import RequestKey, WorkerAddress, WorkerRole
 from weft.rpc import wire
 from weft.rpc.client import ChannelPool, open_channel, owned, translated
 from weft_mesh.v1 import decode_service_pb2 as decode_pb
@@ -97,6 +97,12 @@ class Scheduler:
         with translated():
             await self._fleet.Drain(scheduler_pb.DrainRequest(worker_id=worker_id, undo=undo), timeout=POLL_SECONDS)
 
+    async def set_role(self, worker_id: str, role: WorkerRole) -> None:
+        """Ask a worker to take other new work. Raises NotFound, InvalidRequest where it cannot, WeftError."""
+        request = scheduler_pb.SetRoleRequest(worker_id=worker_id, role=wire.role_to_wire(role))
+        with translated():
+            await self._fleet.SetRole(request, timeout=POLL_SECONDS)
+
     async def close(self) -> None:
         """Close the channel."""
         await self._channels.close()
@@ -122,6 +128,7 @@ def _worker_from_wire(status: scheduler_pb.WorkerStatus) -> Worker:
         max_context_tokens=hello.max_context_tokens,
         weights_hash=hello.fingerprint.weights_hash,
         is_draining=status.report.draining,
+        can_change_role=hello.can_change_role,
         transport=hello.transport,
         work=_work_from_wire(status),
     )

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 
 from weft import metrics
 from weft.errors import Overloaded, PeerLost, WeftError
+from weft.request import WorkerRole
 from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.catalog import Catalog
 from weft_services.gateway.generation import Conversation, Embedding, Generation
@@ -77,6 +78,10 @@ class Pipeline:
     async def drain(self, worker_id: str, undo: bool) -> None:
         """Take a worker out of service, or back. Raises NotFound, WeftError."""
         await self._watch.drain(worker_id, undo)
+
+    async def set_role(self, worker_id: str, role: WorkerRole) -> None:
+        """What new work it takes. Raises NotFound, InvalidRequest, WeftError."""
+        await self._watch.set_role(worker_id, role)
 
     @contextmanager
     def admitted(self) -> Iterator[None]:

@@ -52,17 +52,22 @@ function complain(text) {
   byId("mesh-trouble").hidden = !text;
 }
 
-async function drain(id, undo) {
+async function ask(id, verb, body) {
   complain("");
   try {
-    const response = await fetch(`/weft/workers/${encodeURIComponent(id)}/${undo ? "undrain" : "drain"}`, {
-      method: "POST", body: "{}", headers: headers({ "content-type": "application/json" }),
+    const response = await fetch(`/weft/workers/${encodeURIComponent(id)}/${verb}`, {
+      method: "POST", body: JSON.stringify(body), headers: headers({ "content-type": "application/json" }),
     });
     if (!response.ok) throw new Error(await refusal(response));
   } catch (error) {
     complain(error.message);
   }
 }
+
+const steer = {
+  drain: (id, undo) => ask(id, undo ? "undrain" : "drain", {}),
+  role: (id, role) => ask(id, "role", { role }),
+};
 
 watch(fleet, {
   hello: () => {
@@ -72,7 +77,7 @@ watch(fleet, {
   picture: (moved) => {
     const { ready, reasons } = fleet.now;
     state(ready ? "ready" : "bad", ready ? "ready" : reasons.join("; "));
-    draw(fleet, drain);
+    draw(fleet, steer);
     weave(fleet);
     for (const [prefill, decode] of moved) light(prefill, decode);
   },

@@ -2,12 +2,14 @@
 
 import { byId, bytes, compact, count, drawing, element, percent } from "./format.js";
 
+const ROLES = ["prefill", "decode", "both"];
 const cards = new Map(); // worker id -> its elements
 
-export function draw(fleet, drain) {
+// `steer` is what the operator's buttons do: { drain(id, undo), role(id, role) }
+export function draw(fleet, steer) {
   totals(fleet);
   spine(fleet);
-  for (const role of ["prefill", "decode"]) side(fleet, role, drain);
+  for (const role of ["prefill", "decode"]) side(fleet, role, steer);
   store(fleet.now.store, fleet.found);
 }
 
@@ -32,7 +34,7 @@ function spine({ now }) {
 
 const node = (name, text) => element("div", { class: "node", id: `node-${name}` }, element("b", {}, name), element("small", {}, text));
 
-function side(fleet, role, drain) {
+function side(fleet, role, steer) {
   const workers = fleet.now.workers.filter((worker) => worker.role === role || (worker.role === "both" && role === "decode"));
   const place = byId(role);
   if (!workers.length) {
@@ -42,17 +44,18 @@ function side(fleet, role, drain) {
     return;
   }
   const shown = workers.map((worker) => {
-    const card = cards.get(worker.id) ?? make(worker.id, drain);
+    const card = cards.get(worker.id) ?? make(worker.id, steer);
     fill(card, worker, fleet, role);
     return card.root;
   });
   if (shown.length !== place.children.length || shown.some((root, at) => place.children[at] !== root)) place.replaceChildren(...shown);
 }
 
-function make(id, drain) {
+function make(id, steer) {
   const card = {
     status: element("span", { class: "status" }),
     button: element("button", { class: "drain", type: "button" }),
+    role: element("select", { class: "role", title: `what new work ${id} takes` }, ...ROLES.map((role) => element("option", { value: role }, role))),
     pool: ["held", "kept", "stuck"].map((name) => element("i", { class: name })),
     lines: element("dl", { class: "lines" }),
     line: drawing("polyline"),
@@ -60,10 +63,12 @@ function make(id, drain) {
     speed: element("b"),
   };
   card.root = element("article", { class: "worker" },
-    element("header", {}, element("span", { class: "id", title: id }, id), card.status, card.button),
+    element("header", {}, element("span", { class: "id", title: id }, id), card.status, card.role, card.button),
     element("div", { class: "pool", role: "img" }, ...card.pool), card.lines,
     element("div", { class: "speed" }, drawing("svg", { viewBox: "0 0 60 20", preserveAspectRatio: "none", "aria-hidden": "true" }, card.area, card.line), card.speed));
-  card.button.addEventListener("click", () => drain(id, card.button.dataset.undo === "1"));
+  card.role.setAttribute("aria-label", `role of ${id}`);
+  card.role.addEventListener("change", () => steer.role(id, card.role.value));
+  card.button.addEventListener("click", () => steer.drain(id, card.button.dataset.undo === "1"));
   cards.set(id, card);
   return card;
 }
@@ -74,6 +79,8 @@ function fill(card, worker, fleet, role) {
   card.root.className = `worker ${role} ${worker.state === "draining" ? "draining" : ""} ${isAway ? "away" : ""}`;
   card.root.dataset.worker = worker.id;
   card.status.textContent = worker.state === "ready" ? "" : worker.state;
+  card.role.hidden = !fleet.hello?.is_operator || !worker.can_change_role;
+  if (document.activeElement !== card.role) card.role.value = worker.role;
   card.button.hidden = !fleet.hello?.is_operator;
   card.button.textContent = worker.state === "draining" ? "undrain" : "drain";
   card.button.setAttribute("aria-label", `${card.button.textContent} ${worker.id}`);
