@@ -188,6 +188,26 @@ async def test_an_answer_goes_back_as_it_came(bench: MakeBench) -> None:
         assert "<|im_start|>tool\nnoon<|im_end|>\n<|im_start|>tool\none<|im_end|>" in prompt
 
 
+async def test_functions_of_a_namespace_are_called_by_it(bench: MakeBench) -> None:
+    clock: Any = {"type": "function", "name": "now", "parameters": {}, "strict": False}
+    spaces: Any = [{"type": "namespace", "name": name, "description": "", "tools": [clock]} for name in ("sun", "atom")]
+    async with bench(tool_format="hermes") as b, client(b) as sdk:
+        b.decode.script = speaking([*b.ids(ANSWER.replace('"now"', '"atom__now"', 1)), END])
+        asked = {**ASKED, "tools": [clock, *spaces]}
+        events = await events_of(sdk, **asked)
+        answer = events[-1].response
+        calls = answer.output[2:]
+        assert [(call.name, call.namespace) for call in calls] == [("now", "atom"), ("now", None)]
+        added = [event.item for event in events if event.type == "response.output_item.added"][2:]
+        assert [(item.name, item.namespace) for item in added] == [("now", "atom"), ("now", None)]
+        assert [tool.model_dump(exclude_none=True)["name"] for tool in answer.tools] == ["now", "sun", "atom"]
+        assert all(f'"name": "{name}"' in prompt_of(b) for name in ("now", "sun__now", "atom__now"))
+        done = [{"type": "function_call_output", "call_id": call.call_id, "output": "noon"} for call in calls]
+        again: Any = [{"role": "user", "content": "x"}, *(call.model_dump(exclude_none=True) for call in calls), *done]
+        await sdk.responses.create(**{**asked, "input": again, "tools": spaces[1:]})
+        assert prompt_of(b).count('"name": "atom__now"') == 2, "declared, and called before"
+
+
 async def test_what_agents_send_with_every_request_is_taken(bench: MakeBench) -> None:
     async with bench(tool_format="hermes") as b, client(b) as sdk:
         b.decode.script = speaking([*b.ids("done"), END])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -22,16 +23,19 @@ def kind_of(part: Part) -> PartKind:
 
 
 class OutputItem:
-    """Opened by its first part. `text` is what there is of its text, thoughts or arguments."""
+    """Opened by its first part. `text` is what there is of its text, thoughts or arguments.
 
-    def __init__(self, first: Part) -> None:
+    `own_names`: what clients call the functions that have another name for the model.
+    """
+
+    def __init__(self, first: Part, own_names: Mapping[str, dict[str, Any]]) -> None:
         self.kind = kind_of(first)
         self.id = f"{PREFIXES[self.kind]}_{uuid4().hex}"
         self.text = ""
         self.status = "in_progress"
         self.is_opened = False  # its one content part has begun
         self.logprobs: list[dict[str, Any]] = []
-        self._call = {"call_id": first.call_id, "name": first.text}
+        self._call = {"call_id": first.call_id, **own_names.get(first.text, {"name": first.text})}
 
     @property
     def event(self) -> str:

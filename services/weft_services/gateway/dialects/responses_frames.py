@@ -15,6 +15,7 @@ from weft_services.gateway.dialects.answers import Answers
 from weft_services.gateway.dialects.frames import KEEP_ALIVE, Choice, Usage, event
 from weft_services.gateway.dialects.logprobs import chat_logprobs
 from weft_services.gateway.dialects.output_items import OutputItem, kind_of
+from weft_services.gateway.dialects.responses_tools import own_names
 from weft_services.gateway.error_body import public_message
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece
@@ -31,6 +32,7 @@ class ResponseFrames:
         self._answer = self._answers.of(0)
         self._codec = prepared.model.chat_codec
         self._items: list[OutputItem] = []
+        self._own_names = own_names(prepared.generation.echo["tools"])
         self._num_events = 0
         self._logprobs: list[PositionLogprobs] = []  # of tokens whose text has not come out yet
         sampling = prepared.sequences[0].sampling
@@ -98,7 +100,7 @@ class ResponseFrames:
         return out + self._event(f"{item.event}.delta", **self._place(), delta=part.text, **fields)
 
     def _open(self, part: Part) -> bytes:
-        item = OutputItem(part)
+        item = OutputItem(part, self._own_names)
         self._items.append(item)
         out = self._event("response.output_item.added", output_index=len(self._items) - 1, item=item.fields())
         if item.kind is not PartKind.CALL:

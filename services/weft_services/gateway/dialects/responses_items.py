@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from weft.errors import InvalidRequest
+from weft_services.gateway.dialects.responses_tools import qualified
 from weft_services.gateway.dialects.translation import Fields
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -80,7 +81,8 @@ def _read_item(conversation: Conversation, item: Any, path: str) -> None:
             if thoughts := _thoughts(item, path):
                 conversation.turn("reasoning_content", thoughts, path)
         case "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments") or ""}
+            name = qualified(item.get("namespace"), item.get("name"))
+            function = {"name": name, "arguments": item.get("arguments") or ""}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             conversation.turn("tool_calls", call, path)
         case "function_call_output":

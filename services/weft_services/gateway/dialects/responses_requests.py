@@ -11,6 +11,7 @@ from typing import Any
 from weft.errors import InvalidRequest
 from weft_services.gateway.dialects.openai_fields import unsupported_field
 from weft_services.gateway.dialects.responses_items import Conversation, read_input
+from weft_services.gateway.dialects.responses_tools import Tools, read_tools
 from weft_services.gateway.dialects.translation import Fields, check_chat, place_of, read_object
 from weft_services.gateway.generation import Generation
 
@@ -31,8 +32,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "truncation": ("disabled",),
 }
-# agents send these with every request, and a model that is not given them answers all the same
-LEFT_OUT_TOOLS = ("web_search", "web_search_preview")
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 
@@ -43,15 +42,15 @@ def parse_responses(body: bytes) -> Generation:
     if (field := unsupported_field(fields, NEUTRAL_VALUES)) is not None:
         raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
     conversation = read_input(fields.get("input"), fields.get("instructions"))
-    tools, tool_places = _tools(fields.get("tools"))
+    tools = read_tools(fields.get("tools"))
     text, reasoning = _object(fields, "text"), _object(fields, "reasoning")
     chat = {name: fields[name] for name in SAME if fields.get(name) is not None}
     chat |= {"messages": conversation.messages, "max_tokens": fields.get("max_output_tokens")}
-    chat |= {"tools": tools or None, "tool_choice": _tool_choice(fields.get("tool_choice"), tools)}
+    chat |= {"tools": tools.functions or None, "tool_choice": tools.choice(fields.get("tool_choice"))}
     chat |= {"response_format": _format(text.get("format")), "reasoning_effort": reasoning.get("effort")}
     if LOGPROBS in _include(fields.get("include")) or fields.get("top_logprobs"):
         chat |= {"logprobs": True, "top_logprobs": fields.get("top_logprobs")}
-    own = _OwnPaths(conversation, tool_places)
+    own = _OwnPaths(conversation, tools)
     generation = check_chat(chat, own.path)
     answer = generation.answer_format
     return replace(
@@ -66,9 +65,9 @@ def parse_responses(body: bytes) -> Generation:
 class _OwnPaths:
     """Where in this body a field of the chat completion came from."""
 
-    def __init__(self, conversation: Conversation, tool_places: list[int]) -> None:
+    def __init__(self, conversation: Conversation, tools: Tools) -> None:
         self._sources = conversation.sources
-        self._tool_places = tool_places
+        self._tools = tools.paths
 
     def path(self, path: str) -> str:
         """The client's own."""
@@ -76,7 +75,7 @@ class _OwnPaths:
             return self._sources[place]
         if (place := place_of(path, "tools")) is not None:
             rest = path.split(".")[2:]
-            return ".".join(["tools", str(self._tool_places[place]), *(step for step in rest if step != "function")])
+            return ".".join([self._tools[place], *(step for step in rest if step != "function")])
         for theirs, ours in _RENAMED:
             if path == theirs or path.startswith(f"{theirs}."):
                 return ours + path.removeprefix(theirs)
@@ -115,31 +114,7 @@ def _format(value: Any) -> Any:
     return value
 
 
-def _tools(value: Any) -> tuple[list[Fields], list[int]]:
-    """Functions in the form of chat completions, and which of the tools that were given each of them is."""
-    if not isinstance(value, list | None):
-        raise InvalidRequest("tools: expected a list", "tools")
-    tools, places = [], []
-    for place, tool in enumerate(value or ()):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind in LEFT_OUT_TOOLS:
-            continue
-        if kind != "function":
-            raise InvalidRequest(f"tools.{place}.type: only functions are known", f"tools.{place}.type")
-        names = ("name", "description", "parameters", "strict")
-        function = {name: tool[name] for name in names if tool.get(name) is not None}
-        tools.append({"type": "function", "function": function})
-        places.append(place)
-    return tools, places
-
-
-def _tool_choice(value: Any, tools: list[Fields]) -> Any:
-    if isinstance(value, dict) and value.get("type") == "function":
-        return {"type": "function", "function": {"name": value.get("name")}}
-    return None if value == "auto" and not tools else value
-
-
-def _echo(fields: Fields, tools: list[Fields]) -> Fields:
+def _echo(fields: Fields, tools: Tools) -> Fields:
     """What the answer repeats. The tools are those that the model was shown."""
     reasoning, text = _object(fields, "reasoning"), _object(fields, "text")
     same = (
@@ -155,7 +130,7 @@ def _echo(fields: Fields, tools: list[Fields]) -> Fields:
         "store": False,
         "text": {**text, "format": text.get("format") or {"type": "text"}},
         "tool_choice": fields.get("tool_choice") or "auto",
-        "tools": [{"type": "function", "parameters": None, "strict": False, **tool["function"]} for tool in tools],
+        "tools": tools.shown,
         "top_logprobs": fields.get("top_logprobs") or 0,
         "truncation": "disabled",
     }
