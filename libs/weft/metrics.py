@@ -6,11 +6,41 @@ Labels never carry users, sessions, request ids or a client's own strings.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 REGISTRY = CollectorRegistry()
 
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class LoopHistogram(Collector):
+    """For what one thread alone observes, once a token: a tenth of what the library's histogram takes."""
+
+    def __init__(self, name: str, documentation: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
+        self._name, self._documentation = name, documentation
+        self._bounds = tuple(buckets)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float) -> None:
+        """Count it."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """As Prometheus reads it: buckets hold what lies below them too."""
+        names = (*map(floatToGoString, self._bounds), "+Inf")
+        buckets = list(zip(names, map(float, accumulate(self._counts)), strict=True))
+        yield HistogramMetricFamily(self._name, self._documentation, buckets=buckets, sum_value=self._sum)
+
 
 # gateway
 REQUESTS = Counter("weft_requests", "Requests by endpoint and end", ["endpoint", "outcome"], registry=REGISTRY)
@@ -21,7 +51,9 @@ COMPLETION_TOKENS = Counter("weft_completion_tokens", "Tokens sent to clients", 
 TTFT = Histogram(
     "weft_time_to_first_token_seconds", "Received to first token", buckets=LATENCY_BUCKETS, registry=REGISTRY
 )
-ITL = Histogram("weft_inter_token_latency_seconds", "Between two tokens", buckets=LATENCY_BUCKETS, registry=REGISTRY)
+ITL = LoopHistogram(
+    "weft_inter_token_latency_seconds", "Between two tokens", buckets=LATENCY_BUCKETS, registry=REGISTRY
+)
 E2E = Histogram("weft_request_duration_seconds", "Received to end", buckets=LATENCY_BUCKETS, registry=REGISTRY)
 MOVES = Counter(
     "weft_sequence_moves", "Sequences taken to another worker: lost, full, failed", ["cause"], registry=REGISTRY

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from weft.errors import BadCheckpoint
 from weft.grammar import Grammars, load_grammars
 from weft_services.gateway.generation import SamplingDefaults
 from weft_services.gateway.text.assistant import END_THINK, THINK
 from weft_services.gateway.text.chat_template import ChatTemplate
+from weft_services.gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from weft_services.gateway.text.tool_formats import ToolFormat, choose_format
 
 
@@ -30,6 +31,8 @@ class Codec:
         special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._special = special
         self._silent = special - spoken if special & spoken else None
+        self._spells_bytes = isinstance(tokenizer.decoder, decoders.ByteLevel)
+        self._spelling: dict[int, bytes] = {}  # of the tokens that answers have had so far
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.longest_token_bytes = max(len(token.encode()) for token in vocabulary)
 
@@ -45,6 +48,18 @@ class Codec:
             return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
         spoken = [token for token in token_ids if token not in self._silent]
         return str(self._tokenizer.decode(spoken, skip_special_tokens=False))
+
+    def detokenizer(self) -> Detokenizer:
+        """For one answer: what `decode` says of all of it, as it comes."""
+        return ByteDetokenizer(self._spell) if self._spells_bytes else WindowDetokenizer(self.decode)
+
+    def _spell(self, token_id: int) -> bytes:
+        spelled = self._spelling.get(token_id)
+        if spelled is None:
+            is_silent = token_id in (self._special if self._silent is None else self._silent)
+            spelled = b"" if is_silent else spell(self._tokenizer.id_to_token(token_id) or "")
+            self._spelling[token_id] = spelled
+        return spelled
 
     def is_special(self, token_id: int | None) -> bool:
         """Is it one of those that end or mark what is said."""
@@ -77,9 +92,15 @@ class Codec:
         if "\ufffd" not in text:
             return text.encode()
         piece = self._tokenizer.id_to_token(token_id) or ""
-        if all(letter in _BYTE_OF_LETTER for letter in piece):
-            return bytes(_BYTE_OF_LETTER[letter] for letter in piece)
-        return text.encode()
+        return spell(piece) if all(letter in _BYTE_OF_LETTER for letter in piece) else text.encode()
+
+
+def spell(piece: str) -> bytes:
+    """The bytes that a byte-level vocabulary means by one of its entries; added tokens may be plain text."""
+    try:
+        return bytes([_BYTE_OF_LETTER[letter] for letter in piece])
+    except KeyError:
+        return piece.encode()
 
 
 def _byte_letters() -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -11,7 +12,7 @@ from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import SequenceDelta, Start, deltas, forever, speaking
 from weft.errors import Overloaded
 from weft.request import RequestKey
-from weft_services.gateway.front import endpoints, exchange
+from weft_services.gateway.front import endpoints, http_server
 from weft_services.gateway.mesh.inbox import Delta, Inbox
 
 
@@ -23,9 +24,13 @@ def request_bytes(stream: bool, max_tokens: int = 100) -> bytes:
 
 
 async def connect(b: Bench) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A bare connection."""
+    """A bare connection, of which the kernel keeps little for a reader that does not come."""
     host, _, port = b.gateway.http_address.partition(":")
-    return await asyncio.open_connection(host, int(port), limit=1024)
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+    return await asyncio.open_connection(sock=sock, limit=1024)
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "unstreamed"])
@@ -55,7 +60,7 @@ async def test_a_client_that_leaves_while_it_is_being_placed_frees_its_booking(b
 
 
 async def test_a_client_that_does_not_read_is_cut_off(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "SLOW_READER_SECONDS", 0.05)
+    monkeypatch.setattr(http_server, "SLOW_READER_SECONDS", 0.05)
     async with bench() as b:
 
         async def flood(start: Start) -> AsyncIterator[SequenceDelta]:

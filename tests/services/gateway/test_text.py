@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from weft.errors import BadCheckpoint, InvalidRequest
 from weft_services.gateway.generation import Conversation
 from weft_services.gateway.model import Codec
 from weft_services.gateway.text.chat_template import ChatTemplate
-from weft_services.gateway.text.detokenizer import MAX_WINDOW, Detokenizer
+from weft_services.gateway.text.detokenizer import MAX_WINDOW, Detokenizer, WindowDetokenizer
 from weft_services.gateway.text.stopping import StopScanner
 
 NANO = Path(__file__).parents[3] / "models" / "weft-nano"
 TINY = Codec(tiny_tokenizer())
 CODECS = [TINY, Codec(Tokenizer.from_file(str(NANO / "tokenizer.json")))]
+Make = Callable[[Codec], Detokenizer]
+WAYS: list[Make] = [Codec.detokenizer, lambda codec: WindowDetokenizer(codec.decode)]
+every_way = pytest.mark.parametrize("make", WAYS, ids=["bytes", "window"])
 
 
 def in_groups(items: list[int], sizes: list[int]) -> list[list[int]]:
@@ -35,27 +39,32 @@ def in_groups(items: list[int], sizes: list[int]) -> list[list[int]]:
     return groups
 
 
+@every_way
 @pytest.mark.parametrize("codec", CODECS, ids=["tiny", "nano"])
 @given(text=st.text(max_size=60), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
-def test_pieces_of_text_join_to_the_whole(codec: Codec, text: str, sizes: list[int]) -> None:
+def test_pieces_of_text_join_to_the_whole(make: Make, codec: Codec, text: str, sizes: list[int]) -> None:
     ids = list(codec.encode(text, add_special_tokens=False))
-    detokenizer = Detokenizer(codec.decode)
+    detokenizer = make(codec)
     pieces = [detokenizer.push(group) for group in in_groups(ids, sizes)]
     assert "".join(pieces) + detokenizer.flush() == codec.decode(ids)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=["tiny", "nano"])
-@given(ids=st.lists(st.integers(0, 311), max_size=120), sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3))
-def test_any_tokens_even_broken_utf8_join_to_the_whole(codec: Codec, ids: list[int], sizes: list[int]) -> None:
-    detokenizer = Detokenizer(codec.decode)
+@every_way
+@pytest.mark.parametrize("codec", [*CODECS, TINY.speaking([2])], ids=["tiny", "nano", "speaking"])
+@given(ids=st.lists(st.integers(0, 325), max_size=120), sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3))
+def test_any_tokens_even_broken_utf8_join_to_the_whole(
+    make: Make, codec: Codec, ids: list[int], sizes: list[int]
+) -> None:
+    detokenizer = make(codec)
     pieces = [detokenizer.push(group) for group in in_groups(ids, sizes)]
     assert "".join(pieces) + detokenizer.flush() == codec.decode(ids)
 
 
-def test_a_character_comes_out_whole_and_not_before_it_is_complete() -> None:
+@every_way
+def test_a_character_comes_out_whole_and_not_before_it_is_complete(make: Make) -> None:
     ids = TINY.encode("a🙂é", add_special_tokens=False)
     assert len(ids) == 7  # the tiny vocabulary spells these bytes one by one
-    detokenizer = Detokenizer(TINY.decode)
+    detokenizer = make(TINY)
     assert [detokenizer.push([token]) for token in ids] == ["a", "", "", "", "🙂", "", "é"]
 
 
@@ -67,7 +76,7 @@ def test_the_window_stays_small_whatever_is_generated(token: str) -> None:
         decoded.append(len(ids))
         return TINY.decode(ids)
 
-    detokenizer = Detokenizer(decode)
+    detokenizer = WindowDetokenizer(decode)
     token_id = tiny_tokenizer().token_to_id(token) or 0
     for _ in range(1000):
         detokenizer.push([token_id])

@@ -21,6 +21,8 @@ class Answer:
 
     def take(self, piece: Piece) -> list[Part]:
         """What the next piece adds. Calls that were written to their end are the reason why it stopped."""
+        if self._reader.is_plain and piece.finish_reason is None:
+            return self._reader.push(piece.text)
         was_thinking = self._reader.is_thinking
         parts = self._reader.push(piece.text)
         if piece.finish_reason is not None:

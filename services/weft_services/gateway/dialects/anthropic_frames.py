@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from uuid import uuid4
 
 import orjson
 
 from weft.errors import WeftError
+from weft.ids import new_id
 from weft.request import FinishReason
 from weft_services.gateway.dialects.answers import Answers
 from weft_services.gateway.dialects.frames import Choice, Usage, event
@@ -50,7 +50,7 @@ class MessageFrames:
         self._stops = prepared.generation.stop
         self._num_prompt_tokens = prepared.num_prompt_tokens
         self._message: dict[str, Any] = {
-            "id": f"msg_{uuid4().hex}",
+            "id": f"msg_{new_id()}",
             "type": "message",
             "role": "assistant",
             "model": prepared.generation.model,

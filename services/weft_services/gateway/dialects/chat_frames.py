@@ -14,6 +14,8 @@ from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece
 from weft_services.gateway.text.parts import Part, PartKind
 
+TEXT_FIELDS = {PartKind.TEXT: b"content", PartKind.REASONING: b"reasoning_content"}
+
 
 class ChatFrames:
     """State of one answer."""
@@ -37,14 +39,14 @@ class ChatFrames:
             self._begun.add(piece.index)
             out += self.envelope.frame(_choice(piece.index, {"role": "assistant", "content": ""}), self._prompt_ids)
         answer = self._answers.of(piece.index)
-        deltas = [delta_of(part) for part in answer.take(piece)]
-        has_details = bool(piece.token_ids) and (self._wants_ids or self._wants_logprobs)
-        if has_details and not deltas:
-            deltas = [{"content": ""}]
-        for place, delta in enumerate(deltas):
-            choice = _choice(piece.index, delta)
+        parts = answer.take(piece)
+        if (self._wants_ids or self._wants_logprobs) and piece.token_ids:
             # logprobs and ids are those of all that came together, and are told once
-            out += self.envelope.frame(self._with_details(choice, piece) if has_details and not place else choice)
+            first = _choice(piece.index, delta_of(parts[0]) if parts else {"content": ""})
+            out += self.envelope.frame(self._with_details(first, piece))
+            parts = parts[1:]
+        for part in parts:
+            out += self._frame(piece.index, part)
         if piece.finish_reason is not None:
             out += self.envelope.frame(_choice(piece.index, {}, answer.finish_reason))
         return out
@@ -68,6 +70,11 @@ class ChatFrames:
             rendered.append(self._with_details(entry, choice))
         usage.reasoning_tokens = self._answers.num_reasoning_tokens
         return self.envelope.body(rendered, usage, self._prompt_ids)
+
+    def _frame(self, index: int, part: Part) -> bytes:
+        if (field := TEXT_FIELDS.get(part.kind)) is not None:
+            return self.envelope.text_frame(index, field, part.text)
+        return self.envelope.frame(_choice(index, delta_of(part)))
 
     def _with_details(self, entry: dict[str, Any], source: Piece | Choice) -> dict[str, Any]:
         if self._wants_logprobs:

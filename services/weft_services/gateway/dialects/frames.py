@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from uuid import uuid4
 
 import orjson
 
 from weft.errors import WeftError
+from weft.ids import new_id
 from weft.request import FinishReason, PositionLogprobs
 from weft_services.gateway.dialects.logprobs import completion_logprobs
 from weft_services.gateway.error_body import error_body
@@ -79,7 +79,7 @@ class Envelope:
     def __init__(self, prefix: str, kinds: tuple[str, str], prepared: Prepared, fingerprint: str | None) -> None:
         """`kinds` are the object names of a whole body and of a stream's chunk."""
         self._common = {
-            "id": f"{prefix}-{uuid4().hex}",
+            "id": f"{prefix}-{new_id()}",
             "created": int(time.time()),
             "model": prepared.generation.model,
             "system_fingerprint": fingerprint,
@@ -88,11 +88,17 @@ class Envelope:
         chunk = orjson.dumps({**self._common, "object": chunk_kind})
         self._head = b"data: " + chunk[:-1] + b',"choices":['
         self._usage_null = b',"usage":null' if prepared.generation.include_usage else b""
+        self._tail = b'},"logprobs":null,"finish_reason":null}]' + self._usage_null + b"}\n\n"
 
     def frame(self, choice: dict[str, Any], extra: dict[str, Any] | None = None) -> bytes:
         """One chunk with one choice; `extra` are further fields beside `choices`."""
         more = b"," + orjson.dumps(extra)[1:-1] if extra else b""
         return self._head + orjson.dumps(choice) + b"]" + more + self._usage_null + b"}\n\n"
+
+    def text_frame(self, index: int, field: bytes, text: str) -> bytes:
+        """The chunk that nearly all are, with nothing but more of one text: the same as of `frame`, put together from
+        what was serialized before."""
+        return b'%b{"index":%d,"delta":{"%b":%b%b' % (self._head, index, field, orjson.dumps(text), self._tail)
 
     def end(self, usage: Usage) -> bytes:
         """The chunk without choices where stream_options.include_usage asks for it, and [DONE]."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from uuid import uuid4
 
+from weft.ids import new_id
 from weft_services.gateway.text.parts import Part, PartKind
 
 PREFIXES = {PartKind.TEXT: "msg", PartKind.REASONING: "rs", PartKind.CALL: "fc"}
@@ -30,7 +30,7 @@ class OutputItem:
 
     def __init__(self, first: Part, own_names: Mapping[str, dict[str, Any]]) -> None:
         self.kind = kind_of(first)
-        self.id = f"{PREFIXES[self.kind]}_{uuid4().hex}"
+        self.id = f"{PREFIXES[self.kind]}_{new_id()}"
         self.text = ""
         self.status = "in_progress"
         self.is_opened = False  # its one content part has begun

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from typing import Any
-from uuid import uuid4
 
 import orjson
 
 from weft.errors import Overloaded, WeftError
+from weft.ids import new_id
 from weft.request import FinishReason, PositionLogprobs
 from weft_services.gateway.dialects.answers import Answers
 from weft_services.gateway.dialects.frames import KEEP_ALIVE, Choice, Usage, event
@@ -37,7 +37,7 @@ class ResponseFrames:
         self._logprobs: list[PositionLogprobs] = []  # of tokens whose text has not come out yet
         sampling = prepared.sequences[0].sampling
         self._response: dict[str, Any] = {
-            "id": f"resp_{uuid4().hex}",
+            "id": f"resp_{new_id()}",
             "object": "response",
             "created_at": int(time.time()),
             "model": prepared.generation.model,

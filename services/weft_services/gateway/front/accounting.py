@@ -53,7 +53,9 @@ class Account:
 
     def tokens(self, pieces: Sequence[Piece]) -> None:
         """Latency of what has just arrived; tokens of one batch share the time since the last one."""
-        count = max((len(piece.token_ids) for piece in pieces), default=0)
+        count = 0
+        for piece in pieces:
+            count = max(count, len(piece.token_ids))
         if not count:
             return
         now = time.monotonic()

@@ -4,11 +4,11 @@ is looked at, and the key's limits in the answer. Pure ASGI, around the whole ap
 from __future__ import annotations
 
 import re
-from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.errors import Forbidden, WeftError
+from weft.ids import new_id
 from weft.log import request_id
 from weft_services.gateway.access.door import Door
 from weft_services.gateway.access.visitor import Visitor, visitor
@@ -38,7 +38,7 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         given = header(scope, b"x-request-id")
-        chosen = given if ACCEPTABLE_ID.fullmatch(given) else uuid4().hex
+        chosen = given if ACCEPTABLE_ID.fullmatch(given) else new_id()
         request_id.set(chosen)
         field = (b"x-request-id", chosen.encode())
 

@@ -98,7 +98,7 @@ class GenerationEndpoint:
     async def _answer(self, body: bytes, session: Session, reply: Reply, telling: Telling) -> None:
         account = telling.account
         try:
-            prepared = await self._pipeline.prepare(lambda: self._api.parse(body))
+            prepared = await self._pipeline.prepare(self._api.parse, body)
             account.reached("prepared")
             run = self._pipeline.run(prepared, session, self._timeout_seconds)
             account.watch(run)
@@ -118,7 +118,8 @@ async def _stream(run: Run, frames: Frames, reply: Reply, telling: Telling) -> N
     account = telling.account
     while (pieces := await run.next(IDLE_SECONDS)) is not None:
         account.tokens(pieces)
-        await reply.begin_stream(frames.failure)
+        if not reply.is_begun:
+            await reply.begin_stream(frames.failure)
         await reply.stream(b"".join(map(frames.frames, pieces)) if pieces else frames.keep_alive)
     usage = account.usage()
     told = event(account.timeline()) if telling.wants_timeline else b""

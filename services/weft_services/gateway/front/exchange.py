@@ -12,8 +12,6 @@ from weft_services.gateway.error_body import HttpError, error_body, retry_header
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 BODY_SECONDS = 30.0
-# How long a client may leave a full send buffer unread.
-SLOW_READER_SECONDS = 30.0
 
 Headers = Iterable[tuple[bytes, bytes]]
 ErrorWords = Callable[[WeftError], bytes]
@@ -77,7 +75,7 @@ async def _cancel_on_disconnect(receive: Receive, task: asyncio.Task[None]) -> N
 
 
 class Reply:
-    """The answering side. Every send is bounded in time; a client that does not read raises Cancelled."""
+    """The answering side. A send waits for a client that does not read; how long, is the connection's to say."""
 
     def __init__(self, send: Send, error_body: ErrorWords = error_body) -> None:
         """Failures are told by `error_body`, once a stream has begun in the words of that stream."""
@@ -90,8 +88,8 @@ class Reply:
         """An answer in one piece."""
         length = (b"content-length", str(len(body)).encode())
         self.is_begun = True
-        await self._bounded({"type": "http.response.start", "status": status, "headers": [*headers, length]})
-        await self._bounded({"type": "http.response.body", "body": body})
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+        await self._send({"type": "http.response.body", "body": body})
         self.is_ended = True
 
     async def begin_stream(self, failure: ErrorWords) -> None:
@@ -99,16 +97,16 @@ class Reply:
         if not self.is_begun:
             self.is_begun = True
             self._error_words = failure
-            await self._bounded({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            await self._send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
 
     async def stream(self, frames: bytes) -> None:
         """More of a stream."""
         if frames:
-            await self._bounded({"type": "http.response.body", "body": frames, "more_body": True})
+            await self._send({"type": "http.response.body", "body": frames, "more_body": True})
 
     async def end_stream(self, frames: bytes) -> None:
         """The last frames and the end."""
-        await self._bounded({"type": "http.response.body", "body": frames, "more_body": False})
+        await self._send({"type": "http.response.body", "body": frames, "more_body": False})
         self.is_ended = True
 
     async def fail(self, error: WeftError) -> None:
@@ -119,10 +117,3 @@ class Reply:
         # after 413 the rest of the body is read and dropped: a reset connection would overtake the answer
         close = [(b"connection", b"close")] if status_of(error) == 408 else []
         await self.whole(status_of(error), self._error_words(error), [*JSON_HEADERS, *retry_headers(error), *close])
-
-    async def _bounded(self, message: dict[str, object]) -> None:
-        try:
-            async with asyncio.timeout(SLOW_READER_SECONDS):
-                await self._send(message)
-        except TimeoutError as error:
-            raise Cancelled("the client does not read its answer") from error

@@ -1,4 +1,5 @@
-"""uvicorn without its signal handlers, and connections that bound what comes before a body: bytes, headers, time."""
+"""uvicorn without its signal handlers, and connections that bound what comes before a body (bytes, headers, time) and
+how long a client may leave its answer unread."""
 
 from __future__ import annotations
 
@@ -18,15 +19,18 @@ MAX_HEADERS = 64
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 75
+# How long a client may leave a full send buffer unread.
+SLOW_READER_SECONDS = 30.0
 BACKLOG = 2048
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. A request line and headers that are too many, too long or too slow end it."""
+    """One connection. A head that is too long or too slow ends it, and so does a client that does not read."""
 
     _head_bytes = 0
     _is_in_head = True
     _head_timer: asyncio.TimerHandle | None = None
+    _reader_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """Time runs from the first moment: an open connection that says nothing is closed."""
@@ -60,14 +64,31 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing to wait for any more."""
+        """Nothing to wait for any more; whoever waits to write goes on, and hears that the client has left."""
         self._disarm()
+        self._has_read()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The send buffer is full."""
+        super().pause_writing()
+        if self._reader_timer is None:
+            self._reader_timer = self.loop.call_later(SLOW_READER_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """There is room again."""
+        self._has_read()
+        super().resume_writing()
 
     def _expect_head(self) -> None:
         self._is_in_head = True
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _has_read(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
 
     def _disarm(self) -> None:
         if self._head_timer is not None:

@@ -136,7 +136,7 @@ class InferenceService(InferenceServiceServicer):
         account = Account(name, trace.incoming(context.invocation_metadata()))
         with _accounted(account):
             session = session_of(context.invocation_metadata())
-            prepared = await self._pipeline.prepare(lambda: parse(orjson.dumps(fields)))
+            prepared = await self._pipeline.prepare(parse, orjson.dumps(fields))
             run = self._pipeline.run(prepared, session, timeout)
             account.watch(run)
             async with run:

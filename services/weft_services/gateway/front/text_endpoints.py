@@ -37,13 +37,13 @@ def text_routes(pipeline: Pipeline) -> list[Route]:
 
 async def count_message(pipeline: Pipeline, body: bytes) -> Fields:
     """Anthropic's count_tokens."""
-    prepared = await pipeline.prepare(lambda: parse_count(body), is_run=False)
+    prepared = await pipeline.prepare(parse_count, body, is_run=False)
     return {"input_tokens": prepared.num_prompt_tokens}
 
 
 async def count_response(pipeline: Pipeline, body: bytes) -> Fields:
     """The same for the Responses API."""
-    prepared = await pipeline.prepare(lambda: parse_responses(body), is_run=False)
+    prepared = await pipeline.prepare(parse_responses, body, is_run=False)
     return {"object": "response.input_tokens", "input_tokens": prepared.num_prompt_tokens}
 
 

@@ -6,9 +6,9 @@ import asyncio
 import math
 from collections import Counter
 from dataclasses import replace
-from uuid import uuid4
 
 from weft.errors import EngineFailed, Overloaded, PeerLost
+from weft.ids import new_id
 from weft.request import RequestKey, WorkerRole
 from weft_services.gateway.mesh.fleet import FleetWatch
 from weft_services.gateway.mesh.placement import EmbedOrder
@@ -36,7 +36,7 @@ class Embeddings:
         deadline = asyncio.get_running_loop().time() + seconds
 
         async def one(token_ids: tuple[int, ...]) -> Vector:
-            order = EmbedOrder(RequestKey(uuid4().hex, 0), token_ids, prepared.cache_salt, priority)
+            order = EmbedOrder(RequestKey(new_id(), 0), token_ids, prepared.cache_salt, priority)
             async with places:
                 return _unit(await self._on_some_worker(prepared.asked.model, order, deadline))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from weft.request import FinishReason, PositionLogprobs, PromptUsage, RequestKey
 MAX_DELTAS = 4096
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one a token, and a frozen one takes three times as long to make
 class Delta:
     """One sequence's part of an engine step. `worker_id` names who is at fault when there is an error."""
 
@@ -34,30 +34,65 @@ class Inbox:
 
     def __init__(self, on_overflow: Callable[[], None] = lambda: None, max_deltas: int = MAX_DELTAS) -> None:
         self._on_overflow = on_overflow
-        self._deltas: deque[Delta] = deque()
+        self._deltas: list[Delta] = []
         self._max_deltas = max_deltas
-        self._filled = asyncio.Event()
+        self._has_news = False
         self._overflowed = False
+        self._reader: asyncio.Future[None] | None = None
+        self._until = math.inf
+        self._timer: asyncio.TimerHandle | None = None
 
     def put(self, delta: Delta) -> None:
-        """Never blocks; beyond the bound the delta is dropped and the next `take` raises."""
+        """Never blocks; beyond the bound the delta is dropped and the next `take` raises. Wakes nobody who waits."""
+        self._has_news = True
         if len(self._deltas) < self._max_deltas:
             self._deltas.append(delta)
         elif not self._overflowed:
             self._overflowed = True
             self._on_overflow()
-        self._filled.set()
 
     def wake(self) -> None:
-        """Let `take` return although there is nothing: something else has changed."""
-        self._filled.set()
+        """Let `take` return, also where there is nothing: something else has changed."""
+        self._has_news = True
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
-    async def take(self) -> list[Delta]:
-        """Everything that has arrived; nothing after `wake`. Raises Overloaded when the bound was passed."""
-        await self._filled.wait()
-        self._filled.clear()
+    async def take(self, until: float = math.inf) -> list[Delta]:
+        """Everything that has arrived; nothing after `wake`, and when it is `until` in the loop's time.
+
+        Raises Overloaded when the bound was passed.
+        """
+        if not self._has_news:
+            self._watch_clock(until)
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        self._has_news = False
         if self._overflowed:
             raise Overloaded("the client reads its answer too slowly")
-        taken = list(self._deltas)
-        self._deltas.clear()
+        taken, self._deltas = self._deltas, []
         return taken
+
+    def close(self) -> None:
+        """Nobody will take from it any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _watch_clock(self, until: float) -> None:
+        """Nearly every wait ends long before its time: a timer that is set stays, and looks again when it goes off."""
+        is_sooner = until < self._until
+        self._until = until
+        if self._timer is not None and is_sooner:
+            self.close()
+        if self._timer is None and until < math.inf:
+            self._timer = asyncio.get_running_loop().call_at(until, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        if asyncio.get_running_loop().time() < self._until:
+            self._watch_clock(self._until)
+        else:
+            self.wake()

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from weft.errors import PeerLost
 from weft.request import WorkerAddress
+from weft_services.gateway.mesh.delivery import Delivery
 from weft_services.gateway.mesh.peers import DecodeLink
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ class DecodeLinks:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._opening: dict[str, asyncio.Lock] = {}
         self._lost = asyncio.Event()
+        self._delivery = Delivery()
         self.is_closed = False
 
     async def get(self, worker: WorkerAddress) -> DecodeLink:
@@ -63,7 +65,7 @@ class DecodeLinks:
         self._lost.clear()
 
     async def _open(self, worker: WorkerAddress) -> DecodeLink:
-        link = DecodeLink(worker)
+        link = DecodeLink(worker, self._delivery)
         await link.connect()
         self._links[worker.boot_id] = link
         own_context = (

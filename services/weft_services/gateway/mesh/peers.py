@@ -26,6 +26,7 @@ from weft_mesh.v1 import decode_service_pb2 as decode_pb
 from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
 from weft_mesh.v1.decode_service_pb2_grpc import DecodeServiceStub
 from weft_mesh.v1.scheduler_service_pb2_grpc import FleetServiceStub, SchedulerServiceStub
+from weft_services.gateway.mesh.delivery import Delivery
 from weft_services.gateway.mesh.inbox import Delta, Inbox
 from weft_services.gateway.mesh.placement import Placement, RouteQuery, Settlement, StartCommand
 from weft_services.gateway.mesh.routes import RouteStream, StreamLost
@@ -161,11 +162,12 @@ def _store_from_wire(store: scheduler_pb.StoreStatus) -> StoreUse:
 class DecodeLink:
     """The one Attach stream to one boot of a decode worker. When it ends, every sequence on it has failed."""
 
-    def __init__(self, worker: WorkerAddress) -> None:
+    def __init__(self, worker: WorkerAddress, delivery: Delivery) -> None:
         self.worker = worker
         self.is_closed = False
+        self._delivery = delivery
         self._commands: asyncio.Queue[decode_pb.AttachRequest] = asyncio.Queue()  # starts are bounded, so cancels are
-        self._inboxes: dict[RequestKey, Inbox] = {}
+        self._inboxes: dict[str, tuple[RequestKey, Inbox]] = {}  # of each request the latest attempt here
         self._channel = open_channel(worker.address)
 
     @property
@@ -195,6 +197,7 @@ class DecodeLink:
                 async for frame in call:
                     for delta in frame.deltas:
                         self._dispatch(delta)
+                    self._delivery.settle()
         except WeftError as error:
             reason = f"is lost: {error}"
         except asyncio.CancelledError:
@@ -226,15 +229,19 @@ class DecodeLink:
         if command.placement.prefill is not None:
             start.prefill.CopyFrom(wire.address_to_wire(command.placement.prefill))
         self._commands.put_nowait(decode_pb.AttachRequest(start=start))
-        self._inboxes[command.key] = inbox
+        self._inboxes[command.key.request_id] = (command.key, inbox)
 
-    def forget(self, key: RequestKey) -> None:
-        """The sequence has ended by itself."""
-        self._inboxes.pop(key, None)
+    def forget(self, key: RequestKey) -> bool:
+        """The sequence has ended by itself. Was it known."""
+        known = self._inboxes.get(key.request_id)
+        if known is None or known[0] != key:
+            return False
+        del self._inboxes[key.request_id]
+        return True
 
     def cancel(self, key: RequestKey) -> None:
         """Stop a sequence and forget it."""
-        if self._inboxes.pop(key, None) is not None and not self.is_closed:
+        if self.forget(key) and not self.is_closed:
             cancel = decode_pb.CancelSequence(key=wire.key_to_wire(key))
             self._commands.put_nowait(decode_pb.AttachRequest(cancel=cancel))
 
@@ -250,28 +257,31 @@ class DecodeLink:
             yield await self._commands.get()
 
     def _dispatch(self, delta: decode_pb.SequenceDelta) -> None:
-        key = wire.key_from_wire(delta.key)
-        inbox = self._inboxes.get(key)
-        if inbox is not None:
-            inbox.put(_delta_from_wire(key, delta))
+        key = delta.key
+        known = self._inboxes.get(key.request_id)
+        if known is not None and known[0].generation == key.generation:
+            inbox = known[1]
+            inbox.put(_delta_from_wire(known[0], delta))
+            self._delivery.mark(inbox)
 
     def _fail_all(self, error: PeerLost) -> None:
-        for key, inbox in list(self._inboxes.items()):  # one that overflows takes its request's keys away
+        for key, inbox in list(self._inboxes.values()):  # one that overflows takes its request's keys away
             inbox.put(Delta(key, error=error, worker_id=error.worker_id))
+            inbox.wake()
         self._inboxes.clear()
 
 
 def _delta_from_wire(key: RequestKey, delta: decode_pb.SequenceDelta) -> Delta:
-    failed = delta.HasField("failure")
-    return Delta(
-        key=key,
-        token_ids=tuple(delta.token_ids),
-        logprobs=tuple(wire.logprobs_from_wire(position) for position in delta.logprobs),
-        prompt=wire.usage_from_wire(delta.prompt) if delta.HasField("prompt") else None,
-        finish_reason=wire.finish_from_wire(delta.finish_reason),
-        error=_failure_from_wire(delta.failure) if failed else None,
-        worker_id=delta.failure.worker_id if failed else "",
-    )
+    known = Delta(key, tuple(delta.token_ids))
+    if logprobs := delta.logprobs:
+        known.logprobs = tuple(map(wire.logprobs_from_wire, logprobs))
+    if delta.HasField("prompt"):
+        known.prompt = wire.usage_from_wire(delta.prompt)
+    if reason := delta.finish_reason:
+        known.finish_reason = wire.finish_from_wire(reason)
+    if delta.HasField("failure"):
+        known.error, known.worker_id = _failure_from_wire(delta.failure), delta.failure.worker_id
+    return known
 
 
 def _failure_from_wire(failure: decode_pb.SequenceFailure) -> WeftError:

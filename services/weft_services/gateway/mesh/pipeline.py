@@ -29,6 +29,9 @@ from weft_services.gateway.mesh.sessions import Session
 from weft_services.gateway.mesh.workers import FleetReport, HandOff
 from weft_services.gateway.model import ServedModel
 
+# a body of up to this is read sooner than a thread has been woken for it
+SHORT_BYTES = 2048
+
 
 class Pipeline:
     """Shared by all requests of the process."""
@@ -108,14 +111,25 @@ class Pipeline:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
 
-    async def prepare(self, parse: Callable[[], Generation], is_run: bool = True) -> Prepared:
-        """Validate, render, tokenize and hash in a thread. Raises InvalidRequest, NotFound or RateLimited.
+    async def prepare(self, parse: Callable[[bytes], Generation], body: bytes, is_run: bool = True) -> Prepared:
+        """Validate, render, tokenize and hash. Raises InvalidRequest, NotFound or RateLimited.
 
         A request counts against its key's limits whether it is right or wrong, its tokens only when it will be run.
         """
-        prepared = await self._judged(lambda: self._prepare(parse()))
+        if len(body) > SHORT_BYTES:
+            prepared = await self._judged(lambda: self._prepare(parse(body)))
+        else:
+            prepared = await self._prepare_short(parse, body)
         await visitor.get().take(prepared.num_prompt_tokens if is_run else 0)
         return prepared
+
+    async def _prepare_short(self, parse: Callable[[bytes], Generation], body: bytes) -> Prepared:
+        """Here and now, but for grammars: little text can mean a lot of work there."""
+        with _counted():
+            generation = parse(body)
+            if generation.answer_format is None and generation.tool_use is None:
+                return self._prepare(generation)
+        return await self._judged(lambda: self._prepare(generation))
 
     def _prepare(self, generation: Generation) -> Prepared:
         model = self.models.find(generation.model)
@@ -134,12 +148,9 @@ class Pipeline:
         return prepared
 
     async def _judged(self, work: Callable[[], ResultT]) -> ResultT:
-        """In a thread; what is wrong counts as a request all the same."""
-        try:
+        """In a thread."""
+        with _counted():
             return await self._workshop.do(work)
-        except WeftError:
-            visitor.get().charge(requests=1)
-            raise
 
     async def do(self, work: Callable[[], ResultT]) -> ResultT:
         """Other work on texts, in the same threads."""
@@ -157,3 +168,13 @@ class Pipeline:
     def close(self) -> None:
         """Stop the threads."""
         self._workshop.close()
+
+
+@contextmanager
+def _counted() -> Iterator[None]:
+    """What is wrong counts as a request all the same."""
+    try:
+        yield
+    except WeftError:
+        visitor.get().charge(requests=1)
+        raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -12,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from weft.errors import InvalidRequest
+from weft.ids import new_seed
 from weft.kv.prefix import block_keys
 from weft.request import SamplingParams
 from weft_services.gateway.access.visitor import visitor
@@ -103,7 +103,7 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
         prompts.append(PreparedPrompt(token_ids, tuple(keys), is_thinking))
     _check_named_tokens(generation, model)
     grammar = grammar_of(generation, model, prompts[0].is_thinking)
-    seed = secrets.randbits(63) if generation.seed is None else generation.seed
+    seed = new_seed() if generation.seed is None else generation.seed
     sequences = []
     for index in range(len(prompts) * generation.n):
         num_tokens = len(prompts[index // generation.n].token_ids)

@@ -6,12 +6,11 @@ Only here and in `flight` is anything tried again, since only here it is known w
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from types import TracebackType
 from typing import Self
-from uuid import uuid4
 
 from weft.errors import DeadlineExceeded, WeftError
+from weft.ids import new_id
 from weft.lifetime import Stage
 from weft.request import PromptUsage
 from weft.rpc.status import as_weft_error
@@ -34,22 +33,29 @@ class Run:
         self._failure: WeftError | None = None  # to be raised once the pieces before it are delivered
         stops = prepared.generation.stop
         self._flights = [
-            Flight(mesh, self._shared, uuid4().hex, Sequence(index, codec, stops))
+            Flight(mesh, self._shared, new_id(), Sequence(index, codec, stops))
             for index in range(len(prepared.sequences))
         ]
+        self._num_open = len(self._flights)
         self._by_id = {flight.key.request_id: flight for flight in self._flights}
 
     async def __aenter__(self) -> Self:
         try:
-            async with asyncio.TaskGroup() as group:
-                for flight in self._flights:
-                    group.create_task(flight.place())
+            await self._place()
         except BaseException as error:
             self._abandon()
             if isinstance(error, BaseExceptionGroup):
                 raise as_weft_error(error) from error
             raise
         return self
+
+    async def _place(self) -> None:
+        if len(self._flights) == 1:
+            await self._flights[0].place()
+            return
+        async with asyncio.TaskGroup() as group:
+            for flight in self._flights:
+                group.create_task(flight.place())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -110,36 +116,36 @@ class Run:
 
         Raises WeftError when a sequence has failed for good, DeadlineExceeded when time is up.
         """
-        now = asyncio.get_running_loop().time()
-        wake = min(now + idle_seconds, self._shared.deadline)
-        while self._failure is None and not all(flight.is_done for flight in self._flights):
-            try:
-                async with asyncio.timeout_at(wake):
-                    deltas = await self._shared.inbox.take()
-            except TimeoutError:
-                if wake == self._shared.deadline:
-                    raise DeadlineExceeded("the request took too long") from None
-                return []
-            if pieces := self._accept(deltas):
+        loop, inbox = asyncio.get_running_loop(), self._shared.inbox
+        until = min(loop.time() + idle_seconds, self._shared.deadline)
+        while self._failure is None and self._num_open:
+            if pieces := self._accept(await inbox.take(until)):
                 return pieces
+            now = loop.time()
+            if now >= self._shared.deadline:
+                raise DeadlineExceeded("the request took too long")
+            if now >= until:
+                return []
         if self._failure is not None:
             raise self._failure
         return None
 
     def _accept(self, deltas: list[Delta]) -> list[Piece]:
-        grouped: dict[str, list[Delta]] = defaultdict(list)
+        grouped: dict[str, list[Delta]] = {}
         broken: dict[str, Delta] = {}
         for delta in deltas:
             request_id = delta.key.request_id
             flight = self._by_id.get(request_id)
-            if flight is None or flight.is_done or delta.key != flight.key or request_id in broken:
+            is_late = flight is None or flight.is_done or (delta.key is not flight.key and delta.key != flight.key)
+            if is_late or request_id in broken:
                 continue  # late
             if delta.error is not None:
                 broken[request_id] = delta
             else:
-                grouped[request_id].append(delta)
+                grouped.setdefault(request_id, []).append(delta)
         pieces = [self._advance(self._by_id[request_id], batch) for request_id, batch in grouped.items()]
-        self._failure = next((flight.failure for flight in self._flights if flight.failure is not None), None)
+        for flight in self._flights:
+            self._failure = self._failure or flight.failure
         for request_id, delta in broken.items():
             flight = self._by_id[request_id]
             if delta.error is None or flight.is_done:
@@ -153,12 +159,17 @@ class Run:
     def _advance(self, flight: Flight, deltas: list[Delta]) -> Piece:
         piece = flight.sequence.accept(deltas)
         if piece.token_ids:
-            flight.spoke(next((delta.prompt for delta in deltas if delta.prompt is not None), None))
+            usage = None
+            for delta in deltas:
+                usage = usage or delta.prompt
+            flight.spoke(usage)
         if flight.is_done:
+            self._num_open -= 1
             engine_has_ended = deltas[-1].finish_reason is not None
             flight.end(Stage.FINISHED, cancel=not engine_has_ended)
         return piece
 
     def _abandon(self) -> None:
+        self._shared.inbox.close()
         for flight in self._flights:
             flight.abandon()

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from weft.request import FinishReason, PositionLogprobs
 from weft_services.gateway.mesh.inbox import Delta
 from weft_services.gateway.model import Codec
-from weft_services.gateway.text.detokenizer import Detokenizer
 from weft_services.gateway.text.stopping import StopScanner
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one a token
 class Piece:
     """What a batch of deltas added to choice `index`. The last piece has a finish reason."""
 
@@ -30,9 +29,8 @@ class Sequence:
         self.index = index
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self._detokenizer = Detokenizer(codec.decode)
-        self._scanner = StopScanner(stops)
-        self._steps_by_token = bool(stops)  # the token that completes a stop string must be told from those after it
+        self._detokenizer = codec.detokenizer()
+        self._scanner = StopScanner(stops) if stops else None
 
     def accept(self, deltas: Items[Delta]) -> Piece:
         """Take the deltas in, in order; those after the end are dropped."""
@@ -44,7 +42,8 @@ class Sequence:
                 break
             num_before = len(self.token_ids)
             texts.append(self._accept_one(delta))
-            logprobs.extend(delta.logprobs[: len(self.token_ids) - num_before])
+            if delta.logprobs:
+                logprobs.extend(delta.logprobs[: len(self.token_ids) - num_before])
         tokens = tuple(self.token_ids[start:])
         return Piece(self.index, "".join(texts), tokens, tuple(logprobs), self.finish_reason)
 
@@ -52,21 +51,34 @@ class Sequence:
         ids = delta.token_ids
         # the token that ends a sequence is counted and reported, its text is not part of the answer
         spoken = ids[:-1] if delta.finish_reason is FinishReason.STOP else ids
-        groups = [(token,) for token in spoken] if self._steps_by_token else [spoken]
+        text = self._speak(spoken) if self._scanner is None else self._scan(spoken, self._scanner)
+        if self.finish_reason is None:
+            self.token_ids.extend(ids[len(spoken) :])
+            if delta.finish_reason is not None:
+                text += self._end(delta.finish_reason)
+        return text
+
+    def _speak(self, ids: tuple[int, ...]) -> str:
+        self.token_ids.extend(ids)
+        return self._detokenizer.push(ids)
+
+    def _scan(self, ids: tuple[int, ...], scanner: StopScanner) -> str:
+        """Token by token: the one that completes a stop string must be told from those after it."""
         texts: list[str] = []
-        for group in groups:
-            self.token_ids.extend(group)
-            text, stopped = self._scanner.push(self._detokenizer.push(group))
+        for token_id in ids:
+            text, stopped = scanner.push(self._speak((token_id,)))
             texts.append(text)
             if stopped:
                 self.finish_reason = FinishReason.STOP
-                return "".join(texts)
-        self.token_ids.extend(ids[len(spoken) :])
-        if delta.finish_reason is not None:
-            texts.append(self._end(delta.finish_reason))
+                break
         return "".join(texts)
 
     def _end(self, reason: FinishReason) -> str:
-        text, stopped = self._scanner.push(self._detokenizer.flush())
-        self.finish_reason = FinishReason.STOP if stopped else reason
+        rest = self._detokenizer.flush()
+        self.finish_reason = reason
+        if self._scanner is None:
+            return rest
+        text, stopped = self._scanner.push(rest)
+        if stopped:
+            self.finish_reason = FinishReason.STOP
         return text if stopped else text + self._scanner.flush()

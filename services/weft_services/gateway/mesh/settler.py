@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 MAX_BATCH = 1024
 MAX_PENDING = 65_536
 RETRY_SECONDS = 0.5
+# what is settled meanwhile travels together
+PAUSE_SECONDS = 0.005
 FIRST_TOKEN = "first_token"
 
 
@@ -41,6 +43,7 @@ class Settler:
             while self._pending:
                 if not await self._send_batch():
                     await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(PAUSE_SECONDS)
 
     async def flush(self) -> None:
         """At the end of the process: one last try for everything. `run` must have ended."""

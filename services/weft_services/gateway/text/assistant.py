@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from weft_services.gateway.text.feed import Feed, Reading, begins_with, copy_until, next_letter
-from weft_services.gateway.text.parts import Part, Parts
-from weft_services.gateway.text.tool_parsers import Parser
+from weft_services.gateway.text.parts import Part, PartKind, Parts
+from weft_services.gateway.text.tool_parsers import Parser, plain
 
 THINK, END_THINK = "<think>", "</think>"
 
@@ -14,6 +14,7 @@ class AnswerReader:
 
     def __init__(self, parser: Parser, parts: Parts, thinks: bool, is_thinking: bool = False) -> None:
         self.is_thinking = is_thinking
+        self.is_plain = False  # there is nothing to look for any more
         self._feed = Feed()
         self._parts = parts
         self._reading = self._read(parser, thinks)
@@ -25,6 +26,8 @@ class AnswerReader:
 
     def push(self, text: str) -> list[Part]:
         """What is new; what might still become something else is held back."""
+        if self.is_plain:
+            return [Part(PartKind.TEXT, text)] if text else []
         if text:
             self._feed.text += text
             next(self._reading, None)
@@ -47,6 +50,9 @@ class AnswerReader:
             self._parts.drop_space()
             self.is_thinking = False
             yield from next_letter(self._feed)
+        if parser is plain:
+            self._parts.hold_nothing()
+            self.is_plain = True
         yield from parser(self._feed, self._parts)
 
     def _found(self) -> list[Part]:

@@ -1,11 +1,14 @@
-"""Token ids -> text, piece by piece: the pieces of a byte-level vocabulary join to exactly what decoding all ids gives.
+"""Token ids -> text, piece by piece: the pieces join to exactly what decoding all ids gives.
 
-Bounded work per token: only a short window of ids is decoded again, never the whole answer.
+Two ways: a byte-level vocabulary, which nearly all served models have, spells every token as bytes, and those are
+read as they come; of any other, a short window of ids is decoded again. Bounded work per token either way.
 """
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 REPLACEMENT = "\ufffd"
 # A character has at most 4 bytes, so at most 3 can be waiting for the rest; byte-fallback shows each as one mark.
@@ -13,10 +16,37 @@ MAX_HELD_MARKS = 3
 # Beyond this many ids without a clean boundary the output is broken UTF-8, and the window is cut anyway.
 MAX_WINDOW = 32
 MAX_CUT = 8
+_new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
-class Detokenizer:
-    """State of one sequence. The window holds the last clean group of ids as context, then what is not yet settled."""
+class Detokenizer(Protocol):
+    """State of one sequence."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The new text; an incomplete character at the end is held back."""
+
+    def flush(self) -> str:
+        """What is still held, replacement marks included. The sequence has ended."""
+
+
+class ByteDetokenizer:
+    """For byte-level vocabularies. `bytes_of`: what a token stands for, nothing for one that is not spoken."""
+
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        self._bytes_of = bytes_of
+        self._decode = _new_utf8_decoder("replace").decode
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The new text; an incomplete character at the end is held back."""
+        return self._decode(b"".join(map(self._bytes_of, token_ids)))
+
+    def flush(self) -> str:
+        """What is still held, replacement marks included. The sequence has ended."""
+        return self._decode(b"", True)
+
+
+class WindowDetokenizer:
+    """For any vocabulary. The window holds the last clean group of ids as context, then what is not yet settled."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from secrets import choice
-from uuid import uuid4
 
+from weft.ids import new_id
 from weft_services.gateway.text.feed import SPACE
 
 
@@ -21,7 +21,7 @@ class PartKind(Enum):
     ARGUMENTS = auto()  # more of its arguments, as JSON text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one a token
 class Part:
     """What is new. Never empty; `call` counts the answer's tool calls and `call_id` names the one that begins."""
 
@@ -50,6 +50,10 @@ class Parts:
     def reasoning(self, text: str) -> None:
         """Thoughts."""
         self._say(PartKind.REASONING, text)
+
+    def hold_nothing(self) -> None:
+        """From here on text is given out as it comes: no calls or thoughts follow."""
+        self._holds_space = False
 
     def drop_space(self) -> None:
         """What was said ends here."""
@@ -87,7 +91,7 @@ class Parts:
 
 def new_call_id() -> str:
     """As OpenAI's look."""
-    return f"call_{uuid4().hex[:24]}"
+    return f"call_{new_id()[:24]}"
 
 
 def new_short_id() -> str:

@@ -1,0 +1,140 @@
+"""`python -m loadtest.gateway.client`: clients that cost little, so that what they talk to is the one that is busy.
+
+Each connection asks again and again, and looks at no more of an answer than it must: where it ends, what it counts.
+Prints what it saw as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import httptools
+import uvloop
+
+COUNT = re.compile(rb'"completion_tokens":\s*(\d+)')
+TAIL_BYTES = 1024
+QUESTION = "What is a mesh of small services, and why would somebody build one?"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Who asks whom for what. `requests` in all, by turns over the connections."""
+
+    port: int
+    model: str
+    connections: int
+    requests: int
+    max_tokens: int
+    stream: bool
+
+
+@dataclass(slots=True)
+class Seen:
+    """What came of it. Times in seconds, those of requests in no order."""
+
+    seconds: float = 0.0
+    latencies: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    num_events: int = 0
+    errors: list[str] = field(default_factory=list)
+
+
+def request_bytes(load: Load) -> bytes:
+    """The same for everybody; the question is short."""
+    fields: dict[str, Any] = {
+        "model": load.model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": load.max_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+    if load.stream:
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    body = json.dumps(fields).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{load.port}\r\nauthorization: Bearer none\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+class Asker(asyncio.Protocol):
+    """One connection. `ended` is set when there is nothing more to ask."""
+
+    def __init__(self, load: Load, question: bytes, left: list[int], seen: Seen) -> None:
+        self.ended = asyncio.get_running_loop().create_future()
+        self._load, self._question, self._left, self._seen = load, question, left, seen
+        self._tail = b""
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._ask()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self._end(f"connection lost: {exc}")
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_body(self, body: bytes) -> None:
+        self._seen.num_events += body.count(b"data: ")
+        self._tail = (self._tail + body)[-TAIL_BYTES:]
+
+    def on_message_complete(self) -> None:
+        self._seen.latencies.append(time.perf_counter() - self._began)
+        status, counts = self._parser.get_status_code(), COUNT.findall(self._tail)
+        if status != 200 or not counts or int(counts[-1]) != self._load.max_tokens:
+            self._end(f"HTTP {status}: {self._tail[-300:]!r}")
+            return
+        self._seen.num_tokens += self._load.max_tokens
+        self._ask()
+
+    def _ask(self) -> None:
+        if not self._left[0]:
+            self._end("")
+            return
+        self._left[0] -= 1
+        self._tail, self._parser = b"", httptools.HttpResponseParser(self)
+        self._began = time.perf_counter()
+        self._transport.write(self._question)
+
+    def _end(self, error: str) -> None:
+        if error:
+            self._seen.errors.append(error)
+        self.ended.set_result(None)
+        self._transport.close()
+
+
+async def drive(load: Load) -> Seen:
+    """All requests, and what was seen of them."""
+    loop, seen, left = asyncio.get_running_loop(), Seen(), [load.requests]
+    question, began, askers = request_bytes(load), time.perf_counter(), []
+    for _ in range(min(load.connections, load.requests)):
+        _, asker = await loop.create_connection(lambda: Asker(load, question, left, seen), "127.0.0.1", load.port)
+        askers.append(asker)
+    await asyncio.gather(*(asker.ended for asker in askers))
+    seen.seconds = time.perf_counter() - began
+    return seen
+
+
+def main() -> None:
+    """Options, drive, print."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.gateway.client", description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--model", default="weft-nano")
+    parser.add_argument("--connections", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=1)
+    parser.add_argument("--max-tokens", type=int, default=1)
+    parser.add_argument("--stream", action="store_true")
+    print(json.dumps(asdict(uvloop.run(drive(Load(**vars(parser.parse_args())))))))
+
+
+if __name__ == "__main__":
+    main()

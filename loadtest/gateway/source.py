@@ -1,0 +1,141 @@
+"""`python -m loadtest.gateway.source`: a worker without a model. It joins a scheduler, and answers in step frames.
+
+Below the gateway's seam: token ids come out at a set pace, or as fast as the gateway takes them. It says what a text
+says, from its beginning again and again, whatever it is asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from tokenizers import Tokenizer
+
+from weft.rpc.client import open_channel, owned
+from weft.rpc.server import RpcServer, run, until_signal
+from weft_mesh.v1 import common_pb2, decode_service_pb2_grpc
+from weft_mesh.v1 import decode_service_pb2 as pb
+from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
+from weft_mesh.v1.scheduler_service_pb2_grpc import FleetServiceStub
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER_ID, BOOT_ID = "source-0", "source-boot"
+NUM_BLOCKS, BLOCK_TOKENS, CONTEXT = 1 << 24, 16, 1 << 20
+REPORT_SECONDS, JOIN_SECONDS = 1.0, 60.0
+SERVICE = pb.DESCRIPTOR.services_by_name["DecodeService"].full_name
+
+
+@dataclass(slots=True)
+class Speaker:
+    """A sequence under way: its next token, and how many are still to come."""
+
+    key: common_pb2.RequestKey
+    num_left: int
+    place: int = 0
+
+
+class Source(decode_service_pb2_grpc.DecodeServiceServicer):
+    """DecodeService out of thin air: a step gives every sequence of a gateway one token."""
+
+    def __init__(self, token_ids: list[int], step_seconds: float) -> None:
+        """`step_seconds` 0: a step whenever the stream takes a frame."""
+        self._token_ids = token_ids
+        self._step_seconds = step_seconds
+
+    async def Attach(self, request_iterator: AsyncIterator[pb.AttachRequest], context: Any) -> None:  # type: ignore[override]
+        """One gateway."""
+        speakers: dict[str, Speaker] = {}
+        begun = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            writer = group.create_task(self._write(speakers, begun, context))
+            async for request in request_iterator:
+                if request.WhichOneof("command") == "start":
+                    start = request.start
+                    speakers[start.key.request_id] = Speaker(start.key, start.sampling.max_tokens)
+                    begun.set()
+                else:
+                    speakers.pop(request.cancel.key.request_id, None)
+            writer.cancel()
+
+    async def _write(self, speakers: dict[str, Speaker], begun: asyncio.Event, context: Any) -> None:
+        due = time.monotonic()
+        while True:
+            if not speakers:
+                begun.clear()
+                await begun.wait()
+                due = time.monotonic()
+            await context.write(self._step(speakers))
+            if self._step_seconds:
+                due += self._step_seconds
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+
+    def _step(self, speakers: dict[str, Speaker]) -> pb.AttachResponse:
+        frame, ended = pb.AttachResponse(), []
+        for name, speaker in speakers.items():
+            delta = frame.deltas.add()
+            delta.key.CopyFrom(speaker.key)
+            delta.token_ids.append(self._token_ids[speaker.place % len(self._token_ids)])
+            if speaker.place == 0:
+                delta.prompt.prefill_worker_id = WORKER_ID
+            speaker.place += 1
+            speaker.num_left -= 1
+            if speaker.num_left == 0:
+                delta.finish_reason = common_pb2.FINISH_REASON_LENGTH
+                ended.append(name)
+        for name in ended:
+            del speakers[name]
+        return frame
+
+
+async def be_member(scheduler: str, address: str, model: str) -> None:
+    """Join, and report for as long as the process lives."""
+    hello = scheduler_pb.WorkerHello(
+        worker=scheduler_pb.WorkerAddress(worker_id=WORKER_ID, boot_id=BOOT_ID, address=address),
+        role=common_pb2.WORKER_ROLE_BOTH,
+        model=model,
+        fingerprint=common_pb2.ModelFingerprint(weights_hash="none", kv_dtype="none", block_tokens=BLOCK_TOKENS),
+        num_blocks=NUM_BLOCKS,
+        max_context_tokens=CONTEXT,
+    )
+    report = scheduler_pb.WorkerReport(ready=True, free_blocks=NUM_BLOCKS)
+    async with open_channel(scheduler) as channel:
+        await asyncio.wait_for(channel.channel_ready(), JOIN_SECONDS)
+        async with owned(FleetServiceStub(channel).Join()) as call:
+            await call.write(scheduler_pb.JoinRequest(hello=hello))
+            while True:
+                await call.write(scheduler_pb.JoinRequest(report=report))
+                await asyncio.sleep(REPORT_SECONDS)
+
+
+async def serve(options: argparse.Namespace) -> None:
+    """Until a signal."""
+    tokenizer = Tokenizer.from_file(str(Path(options.model) / "tokenizer.json"))
+    token_ids = tokenizer.encode((ROOT / "docs" / "architecture.md").read_text(), add_special_tokens=False).ids
+    rpc = RpcServer([SERVICE])
+    step_seconds = 1 / options.steps_per_second if options.steps_per_second else 0.0
+    decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(Source(token_ids, step_seconds), rpc.server)
+    address = await rpc.start("127.0.0.1", 0, lambda: None)
+    await until_signal(be_member(options.scheduler, address, options.name))
+    await rpc.stop(0)
+
+
+def main() -> None:
+    """Options, then serve."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.gateway.source", description=__doc__)
+    parser.add_argument("--scheduler", required=True, help="host:port")
+    parser.add_argument("--model", required=True, help="directory of the tokenizer")
+    parser.add_argument("--name", required=True, help="served name")
+    parser.add_argument("--steps-per-second", type=float, default=0.0, help="0: as fast as they are taken")
+    options = parser.parse_args()
+    grpc.aio.init_grpc_aio()
+    run(lambda: serve(options))
+
+
+if __name__ == "__main__":
+    main()

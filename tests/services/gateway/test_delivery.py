@@ -1,0 +1,92 @@
+"""When a request hears what its workers said: at once on a loop that keeps up, several frames together on one that
+does not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from weft.request import RequestKey
+from weft_services.gateway.mesh.delivery import Delivery
+from weft_services.gateway.mesh.inbox import Delta, Inbox
+
+WORK_SECONDS = 0.02
+
+
+class Reader:
+    """Takes from an inbox, and remembers how much came at a time. Each time takes it so long."""
+
+    def __init__(self, work_seconds: float = 0.0) -> None:
+        self.inbox, self.counts = Inbox(), list[int]()
+        self._work_seconds = work_seconds
+
+    async def read(self) -> None:
+        while True:
+            self.counts.append(len(await self.inbox.take()))
+            time.sleep(self._work_seconds)  # noqa: ASYNC251 it is the loop that is to be busy
+
+
+def put(delivery: Delivery, *readers: Reader) -> None:
+    """A frame."""
+    for reader in readers:
+        reader.inbox.put(Delta(RequestKey("a"), (1,)))
+        delivery.mark(reader.inbox)
+    delivery.settle()
+
+
+async def turns(count: int = 3) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_a_frame_is_told_at_once_while_there_is_time() -> None:
+    delivery, first, second = Delivery(), Reader(), Reader()
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(reader.read()) for reader in (first, second)]
+        await turns()
+        for _ in range(3):
+            put(delivery, first, second)
+            await asyncio.sleep(WORK_SECONDS)
+        for task in tasks:
+            task.cancel()
+    assert first.counts == second.counts == [1, 1, 1]
+
+
+async def test_frames_that_come_while_there_is_none_are_told_together_and_none_is_lost() -> None:
+    delivery, slow = Delivery(), Reader(WORK_SECONDS)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(slow.read())
+        await turns()
+        put(delivery, slow)
+        await turns()  # the first is told, and took its time
+        for _ in range(5):
+            put(delivery, slow)
+            await turns()
+        assert slow.counts == [1]
+        async with asyncio.timeout(10):
+            while sum(slow.counts) < 6:  # noqa: ASYNC110 nobody tells
+                await asyncio.sleep(WORK_SECONDS)
+        task.cancel()
+    assert slow.counts == [1, 5]
+
+
+async def test_a_reader_that_is_told_nothing_comes_back_when_it_said() -> None:
+    inbox, loop = Inbox(), asyncio.get_running_loop()
+    until = loop.time() + WORK_SECONDS
+    assert await inbox.take(until) == []
+    assert loop.time() >= until
+
+
+@pytest.mark.parametrize("earlier", [True, False], ids=["sooner", "later"])
+async def test_a_later_wait_counts_whatever_the_one_before_it_was(earlier: bool) -> None:
+    inbox, loop = Inbox(), asyncio.get_running_loop()
+    first, second = (10.0, WORK_SECONDS) if earlier else (WORK_SECONDS, 3 * WORK_SECONDS)
+    loop.call_soon(inbox.wake)
+    await inbox.take(loop.time() + first)
+    until = loop.time() + second
+    async with asyncio.timeout(5):
+        assert await inbox.take(until) == []
+    assert loop.time() >= until
+    inbox.close()

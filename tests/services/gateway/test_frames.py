@@ -1,0 +1,21 @@
+"""The chunk that is put together from what was serialized before is the one that is serialized as a whole."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft_services.gateway.dialects.frames import Envelope
+
+
+@pytest.mark.parametrize("include_usage", [True, False])
+@given(text=st.text(), index=st.integers(0, 15))
+def test_a_text_frame_is_the_frame_of_its_choice(include_usage: bool, text: str, index: int) -> None:
+    prepared: Any = SimpleNamespace(generation=SimpleNamespace(model="näme", include_usage=include_usage))
+    envelope = Envelope("chatcmpl", ("chat.completion", "chat.completion.chunk"), prepared, "fp_1")
+    choice = {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
+    assert envelope.text_frame(index, b"content", text) == envelope.frame(choice)
