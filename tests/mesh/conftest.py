@@ -57,12 +57,12 @@ class Mesh:
     def __init__(
         self, *options: str, environment: dict[str, str] | None = None, models: Sequence[str | Path] = (MODEL,)
     ) -> None:
-        self.port = free_port()
+        self.port, self.grpc_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the mesh)
         command = [sys.executable, "-m", "weft.cli.main", "up", "--port", str(self.port)]
         command += [part for model in models for part in ("--model", str(model))]
-        command += ["--grpc-port", str(free_port()), "--dtype", "float32", "--threads", "1", *options]
+        command += ["--grpc-port", str(self.grpc_port), "--dtype", "float32", "--threads", "1", *options]
         self.process = psutil.Popen(
             command,
             stdout=self._log,

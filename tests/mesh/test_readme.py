@@ -1,4 +1,4 @@
-"""The README's first requests, as they stand there, against a mesh."""
+"""The first requests of README and docs, as they stand there, against a mesh."""
 
 from __future__ import annotations
 
@@ -7,21 +7,29 @@ import re
 import subprocess
 import sys
 
+import grpc
+from google.protobuf import json_format
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
 from tests.mesh.conftest import ROOT, Mesh
 
+GRPCURL = re.compile(r"^grpcurl -plaintext -d '(.*)' \S+ (\S+)$", re.M)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 
 
-def block(start: str) -> str:
-    """The code block of the README that begins so."""
-    found = [text for _, text in BLOCK.findall((ROOT / "README.md").read_text()) if text.startswith(start)]
+def block(start: str, page: str = "README.md") -> str:
+    """The code block of the page that begins so."""
+    found = [text for _, text in BLOCK.findall((ROOT / page).read_text()) if text.startswith(start)]
     assert len(found) == 1
     return str(found[0])
 
 
 def run(mesh: Mesh, *command: str) -> str:
-    """What a command prints, with the README's port replaced by the mesh's."""
-    words = [word.replace("127.0.0.1:8000", f"127.0.0.1:{mesh.port}") for word in command]
+    """What a command prints, with the pages' ports replaced by the mesh's."""
+    http, rpc = f"127.0.0.1:{mesh.port}", f"127.0.0.1:{mesh.grpc_port}"
+    words = [word.replace("127.0.0.1:8000", http).replace("127.0.0.1:9000", rpc) for word in command]
     return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
@@ -32,3 +40,25 @@ def test_the_first_request_with_curl(mesh: Mesh) -> None:
 
 def test_the_first_request_with_the_openai_client(mesh: Mesh) -> None:
     assert "Weft" in run(mesh, sys.executable, "-c", block("from openai"))
+
+
+def test_the_example_over_grpc(mesh: Mesh) -> None:
+    assert "Weft" in run(mesh, sys.executable, "-c", (ROOT / "examples/grpc_chat.py").read_text())
+
+
+def test_the_calls_with_grpcurl(mesh: Mesh) -> None:
+    """By what reflection says of the service, as grpcurl does it."""
+    with grpc.insecure_channel(f"127.0.0.1:{mesh.grpc_port}") as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        pool = DescriptorPool(database)
+        assert "weft_mesh.v1.InferenceService" in database.get_services()
+        for data, method in GRPCURL.findall(block("grpcurl", "docs/api.md")):
+            service, _, name = method.partition("/")
+            found = pool.FindServiceByName(service).FindMethodByName(name)
+            asks = GetMessageClass(found.input_type)
+            request = json_format.Parse(data, asks())
+            reads = GetMessageClass(found.output_type).FromString
+            call = channel.unary_stream(
+                f"/{method}", request_serializer=asks.SerializeToString, response_deserializer=reads
+            )
+            assert [str(answer) for answer in call(request, timeout=30) if str(answer)], method

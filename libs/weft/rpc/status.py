@@ -11,9 +11,10 @@ from typing import Any
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from weft.errors import Cancelled, DeadlineExceeded, EngineFailed, Overloaded, WeftError, from_code
+from weft.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest, Overloaded, WeftError, from_code
 
 logger = logging.getLogger(__name__)
 # trailing metadata of RESOURCE_EXHAUSTED: seconds
@@ -152,15 +153,23 @@ async def _abort(error: Exception, context: Any) -> None:
 
 
 def _trailers(error: WeftError) -> tuple[tuple[str, str | bytes], ...]:
-    """When to try again: for ourselves, and for everybody else's clients."""
-    if not isinstance(error, Overloaded):
-        return ()
-    delay = duration_pb2.Duration()
-    delay.FromMicroseconds(round(error.retry_after_seconds * 1_000_000))
+    """Which field is wrong, or when to try again: for ourselves, and for everybody else's clients."""
+    if isinstance(error, InvalidRequest) and error.param is not None:
+        field = error_details_pb2.BadRequest.FieldViolation(field=error.param, description=str(error))
+        return (_details(error, error_details_pb2.BadRequest(field_violations=[field])),)
+    if isinstance(error, Overloaded):
+        delay = duration_pb2.Duration()
+        delay.FromMicroseconds(round(error.retry_after_seconds * 1_000_000))
+        info = error_details_pb2.RetryInfo(retry_delay=delay)
+        return (RETRY_AFTER, f"{error.retry_after_seconds:.3f}"), _details(error, info)
+    return ()
+
+
+def _details(error: WeftError, detail: Message) -> tuple[str, bytes]:
+    """https://google.aip.dev/193"""
     packed = any_pb2.Any()
-    packed.Pack(error_details_pb2.RetryInfo(retry_delay=delay))
-    status = status_pb2.Status(code=error.code, message=str(error), details=[packed])
-    return (RETRY_AFTER, f"{error.retry_after_seconds:.3f}"), (DETAILS, status.SerializeToString())
+    packed.Pack(detail)
+    return DETAILS, status_pb2.Status(code=error.code, message=str(error), details=[packed]).SerializeToString()
 
 
 def raise_as_weft(error: BaseException) -> None:

@@ -55,6 +55,8 @@ def public_error(error: WeftError) -> WeftError:
     public = from_code(error.code, public_message(error))
     if isinstance(public, Overloaded) and isinstance(error, Overloaded):
         public.retry_after_seconds = error.retry_after_seconds
+    if isinstance(public, InvalidRequest) and isinstance(error, InvalidRequest):
+        public.param, public.reason = error.param, error.reason
     return public
 
 

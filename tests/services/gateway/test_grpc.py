@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, Bench, MakeBench
@@ -104,6 +105,13 @@ async def test_bad_requests_name_the_field(bench: MakeBench, request_: Any, code
             async for _ in call(request_, timeout=10):
                 pass
         assert refusal.value.code().name == code
+        trailing: Any = dict(refusal.value.trailing_metadata() or ())
+        if code == "INVALID_ARGUMENT":
+            status = status_pb2.Status.FromString(trailing["grpc-status-details-bin"])
+            bad = error_details_pb2.BadRequest()
+            assert status.details[0].Unpack(bad)
+            assert word in bad.field_violations[0].field
+            assert bad.field_violations[0].description == status.message == refusal.value.details()
 
 
 async def test_a_lost_worker_is_unavailable_without_addresses(bench: MakeBench) -> None:
