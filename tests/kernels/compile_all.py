@@ -17,12 +17,15 @@ from triton.compiler import ASTSource
 
 import weft_kernels.block_copy.kernel as block_copy
 import weft_kernels.moe.kernel as moe
+import weft_kernels.packed.linear as packed
+import weft_kernels.packed.unpack as unpack
 import weft_kernels.paged_attention.decode as decode
 import weft_kernels.paged_attention.prefill as prefill
 import weft_kernels.rms_norm.kernel as rms_norm
 import weft_kernels.rope_kv.kernel as rope_kv
 import weft_kernels.sampling.kernel as sampling
 import weft_kernels.silu_mul.kernel as silu_mul
+from weft_kernels.packed import F12
 from weft_kernels.paged_attention.shape import Shape
 from weft_kernels.paged_attention.tensors import plan_launches
 from weft_kernels.sampling.rows import SamplingRows
@@ -88,6 +91,14 @@ class Ignored:
         return lambda *args, **constants: None
 
 
+def empty_f12(rows: int, columns: int) -> F12:
+    """No weights at all: what a kernel is compiled for are types and sizes."""
+    i32 = torch.int32
+    words, blocks = torch.empty(3, rows, columns // 8, dtype=i32), rows // 64
+    bases, starts = torch.empty(blocks, dtype=i32), torch.empty(blocks + 1, dtype=i32)
+    return F12(rows, columns, words, bases, starts, torch.empty(9, dtype=i32), torch.empty(9, dtype=BF16))
+
+
 def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
     """Module, kernel name and a call of its launcher, on shapes of an 8B model."""
     x, weight = torch.empty(2, 4096, dtype=BF16), torch.empty(4096, dtype=BF16)
@@ -113,6 +124,8 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
     rows_in, gates, downs = (torch.empty(shape, dtype=BF16) for shape in ((2, 2048), (8, 1536, 2048), (8, 2048, 768)))
     few_rows = rows_in, torch.zeros(2, 4, dtype=i64), torch.ones(2, 4), gates, downs, False
     many_rows = rows_in.repeat(128, 1), torch.zeros(256, 4, dtype=i64), torch.ones(256, 4), gates, downs, True
+    f12 = empty_f12(6144, 4096)
+    f12_rows = *few_rows[:3], empty_f12(8 * 1536, 2048), empty_f12(8 * 2048, 768), False
     return {
         "rms_norm": (rms_norm, "_rms_norm", lambda: rms_norm.rms_norm_kernel(x, weight, 1e-5)),
         "add_rms_norm": (rms_norm, "_rms_norm", lambda: rms_norm.add_rms_norm_kernel(x, x, weight, 1e-5)),
@@ -125,6 +138,13 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
         "experts, prompt": (moe, "_gate_up", lambda: moe.moe_kernel(*many_rows)),
         "experts down": (moe, "_down", lambda: moe.moe_kernel(*few_rows)),
         "experts down, prompt": (moe, "_down", lambda: moe.moe_kernel(*many_rows)),
+        "experts, F12": (moe, "_gate_up", lambda: moe.moe_kernel(*f12_rows)),
+        "F12, one row": (packed, "_gemv", lambda: packed.linear_packed(x[:1], f12)),
+        "F12, few rows": (packed, "_gemm", lambda: packed.linear_packed(x, f12)),
+        "F12, a batch": (packed, "_gemm", lambda: packed.gemm(x.repeat(32, 1), f12)),
+        "F12, a prompt": (packed, "_gemm", lambda: packed.gemm(x.repeat(256, 1), f12)),
+        "F12, unpacked": (unpack, "_unpack", lambda: unpack.unpack_rows(f12)),
+        "F12, looked up": (unpack, "_unpack", lambda: unpack.unpack_rows(f12, slots)),
         "decode": (decode, "_decode", lambda: decode.paged_attention_decode(q, keys, values, batch, shape, q)),
         "join": (decode, "_join", lambda: decode.paged_attention_decode(q, keys, values, batch, shape, q)),
         "decode, window": (

@@ -13,8 +13,10 @@ from torch import Tensor
 from tests.weft.engine.harness import Driver
 from tests.weft.model import test_families
 from tests.weft.tiny_families import make_family
-from weft.model import attention, decoder, latent, mlp
+from weft.model import attention, decoder, latent, loading, mlp
+from weft.model.config import ModelConfig
 from weft_kernels.moe import PackedExperts
+from weft_kernels.packed import F12, pack_f12
 from weft_kernels.paged_attention import FULL, PagedBatch, Span
 
 pytest.importorskip("triton")
@@ -40,7 +42,8 @@ def rope_kv(qkv: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, layer: int, slo
     return rope_kv_kernel(qkv, cos, sin, pool, layer, slots, False)
 
 
-def pack_experts(pairs: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype) -> PackedExperts:
+def pack_experts(pairs: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype, is_resident: bool) -> PackedExperts:
+    assert not is_resident
     gate_up, down = zip(*pairs, strict=True)
     return PackedExperts((), (), (torch.stack(gate_up).to(dtype), torch.stack(down).to(dtype)))
 
@@ -74,6 +77,42 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch
     for chunk in (8, NUM_TOKENS):
         logits = test_families.logits_in_chunks(tiny, chunk)
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("name", ["llama3", "qwen3-moe", "deepseek"])
+def test_logits_on_resident_weights_are_those_of_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On F12 words from the embedding to the head, with every matrix packed whether that suits it or not."""
+    tiny = make_family(name, tmp_path)
+    for parameter in tiny.oracle.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    tiny.oracle.save_pretrained(tmp_path)
+
+    def resident_decoder(
+        config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> decoder.Decoder:
+        halves = {name: weight.bfloat16() if weight.ndim > 1 else weight for name, weight in weights.items()}
+        model = decoder.Decoder(config, halves, dtype, device, is_resident=True)
+        assert isinstance(model.embedding, F12)
+        assert isinstance(model.head.data, F12)
+        assert isinstance(model.layers[0].attention.output.data, F12)
+        return model
+
+    monkeypatch.setattr(loading, "resident", pack_f12)
+    monkeypatch.setattr(mlp, "pack_experts", pack_f12_experts)
+    monkeypatch.setattr(test_families, "Decoder", resident_decoder)
+    monkeypatch.setattr(test_families, "NUM_TOKENS", 5)
+    expected = tiny.logits(test_families.TOKENS[:5])
+    logits = test_families.logits_in_chunks(tiny, 4)  # and one row alone, which has its own kernel
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
+
+
+def pack_f12_experts(pairs: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype, is_resident: bool) -> PackedExperts:
+    assert is_resident
+    gate_up, down = zip(*pairs, strict=True)
+    return PackedExperts((), (), (pack_f12(torch.cat(gate_up)), pack_f12(torch.cat(down))))
 
 
 @pytest.mark.usefixtures("_kernels")

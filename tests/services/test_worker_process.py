@@ -7,24 +7,29 @@ import os
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.services.attach import GREEDY, Gateway, prompt
 from tests.weft.tiny_llama import Tiny
 from weft.engine.runner import ModelRunner
 from weft.errors import EngineFailed
+from weft.model.config import read_config
 from weft.request import WorkerAddress
 from weft.rpc.client import open_channel
 from weft.rpc.server import SERVING, RpcServer
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.image import Image, write_image
-from weft.worker.config import TransportChoice, WorkerConfig
+from weft.worker.config import TransportChoice, WeightsForm, WorkerConfig
 from weft.worker.process import Post, serve_worker
 from weft.worker.tasks import background
+from weft_kernels.packed import F12, pack_f12
 from weft_mesh.v1 import common_pb2, scheduler_service_pb2_grpc, weights_service_pb2_grpc
 from weft_mesh.v1 import scheduler_service_pb2 as fleet_pb2
 from weft_mesh.v1 import weights_service_pb2 as weights_pb2
@@ -106,8 +111,9 @@ class Process:
 
 @asynccontextmanager
 async def start_process(
-    tiny: Tiny, grace_seconds: float = 10.0, posts: Sequence[Post] = (DECODE,), name: str = "decode-7"
+    tiny: Tiny, grace_seconds: float = 10.0, posts: Sequence[Post] = (DECODE,), name: str = "decode-7", **more: Any
 ) -> AsyncIterator[Process]:
+    """`more`: of the worker's settings."""
     checkpoint = read_checkpoint(tiny.directory)
     image = write_image(checkpoint, lambda *progress: None, 1)
     peers, rpc = Peers(image, checkpoint.config_json), RpcServer([])
@@ -126,6 +132,7 @@ async def start_process(
             block_tokens=4,
             transport=TransportChoice.GRPC,
             grace_seconds=grace_seconds,
+            **more,
         )
         task = asyncio.create_task(serve_worker(config, *posts))
         async with asyncio.timeout(20):
@@ -147,6 +154,40 @@ async def test_a_worker_serves_once_it_has_joined(tiny: Tiny) -> None:
             gateway = Gateway(process.address, tasks)
             assert (await gateway.generate(prompt(9))).tokens == tiny.greedy(list(prompt(9)), GREEDY.max_tokens)
             await gateway.leave()
+
+
+async def test_resident_weights_give_the_tokens_of_plain_ones(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed: list[F12] = []
+
+    def pack(weight: torch.Tensor) -> F12:
+        packed.append(pack_f12(weight))
+        return packed[-1]
+
+    monkeypatch.setattr("weft_kernels.packed.pack_f12", pack)
+    half = as_bfloat16(tiny, tmp_path)
+    asked = list(prompt(23))
+    for form in WeightsForm:
+        packed.clear()
+        async with start_process(half, weights=form) as process, background() as tasks:
+            await process.until_serving()
+            gateway = Gateway(process.address, tasks)
+            answer = await gateway.generate(tuple(asked))
+            assert answer.tokens == half.greedy(asked, GREEDY.max_tokens)
+            await gateway.leave()
+        # qkv, output, gate and up, down of each layer; embedding and head
+        count = 4 * half.config.num_layers + 2
+        assert len(packed) == (count if form is WeightsForm.RESIDENT else 0)
+        assert all(each.suits for each in packed)
+
+
+def as_bfloat16(tiny: Tiny, directory: Path) -> Tiny:
+    """Its weights rounded; the oracle computes with the same ones, in float32."""
+    deepcopy(tiny.oracle).to(torch.bfloat16).save_pretrained(directory)
+    oracle = type(tiny.oracle).from_pretrained(directory, dtype=torch.float32)
+    oracle.eval()
+    return Tiny(oracle, directory, read_config(directory))
 
 
 async def test_sigterm_says_goodbye_and_lets_what_lives_end(tiny: Tiny) -> None:

@@ -10,33 +10,38 @@ from torch import Tensor
 
 from weft_kernels.linear.reference import linear_torch
 from weft_kernels.native import native
+from weft_kernels.packed import Matrix
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A weight [num_outputs, num_inputs] for activations of `dtype`.
 
-    `data` is the plain matrix, or, where there is a `library`, its panels: bfloat16 as they came, else float32.
+    `data` is the matrix, or, where there is a `library`, its panels: bfloat16 as they came, else float32.
     """
 
     num_outputs: int
     num_inputs: int
     dtype: torch.dtype
-    data: Tensor
+    data: Matrix
     library: ctypes.CDLL | None = None
 
     @property
     def num_bytes(self) -> int:
         """What it keeps in memory."""
-        return self.data.numel() * self.data.itemsize
+        return self.data.nbytes
 
 
-def pack(weight: Tensor, dtype: torch.dtype) -> PackedWeight:
+def pack(weight: Matrix, dtype: torch.dtype) -> PackedWeight:
     """Prepare `weight` [outputs, inputs] for activations of `dtype` on the weight's device. Copies it on a CPU.
+
+    One that stays packed is taken as it is.
 
     bfloat16 weights stay bfloat16 on a CPU even for float32 activations: they are widened as they are multiplied,
     which is exact, and take half the memory and half the time to read.
     """
+    if not isinstance(weight, Tensor):
+        return PackedWeight(*weight.shape, dtype, weight)
     library = native() if weight.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) else None
     outputs, inputs = weight.shape
     if library is None or not weight.numel():
@@ -58,6 +63,10 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
     """
     assert x.dtype == weight.dtype
     assert x.shape[-1] == weight.num_inputs
+    if not isinstance(weight.data, Tensor):
+        from weft_kernels.packed.linear import linear_packed
+
+        return linear_packed(x, weight.data, bias)
     if weight.library is None:
         return linear_torch(x, weight.data, bias)
     wide = x.float().contiguous()

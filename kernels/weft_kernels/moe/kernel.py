@@ -6,6 +6,7 @@ whatever the router chooses.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,19 +14,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft_kernels.packed import Matrix
+from weft_kernels.packed.product import form_constants, operands, product
 
-def moe_kernel(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, is_on_input: bool) -> Tensor:
-    """See `weft_kernels.moe.moe`; gate_up: [experts, 2 size, hidden], down: [experts, hidden, size]."""
-    num_experts, hidden, size = down.shape
+
+def moe_kernel(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Matrix, down: Matrix, is_on_input: bool) -> Tensor:
+    """See `weft_kernels.moe.moe`; gate_up: [experts, 2 size, hidden], down: [experts, hidden, size].
+
+    Packed ones are matrices with the experts' rows one below the other.
+    """
     num_rows, top_k = chosen.shape
-    assert x.shape == (num_rows, hidden)
-    assert gate_up.shape == (num_experts, 2 * size, hidden)
+    hidden, size = x.shape[1], down.shape[-1]
+    num_experts = math.prod(down.shape[:-1]) // hidden
+    assert len(x) == num_rows
+    assert math.prod(down.shape) == num_experts * hidden * size
+    assert gate_up.shape[-1] == hidden
+    assert math.prod(gate_up.shape) == num_experts * 2 * size * hidden
     assert weights.shape == chosen.shape
     assert weights.dtype == torch.float32
     assert chosen.dtype == torch.int64
-    assert x.dtype == gate_up.dtype == down.dtype
     assert x.device == chosen.device == weights.device == gate_up.device == down.device
-    assert all(each.is_contiguous() for each in (x, chosen, weights, gate_up, down))
+    assert all(each.is_contiguous() for each in (x, chosen, weights, *operands(gate_up, x), *operands(down, x)))
     if not num_rows:
         return torch.empty_like(x)
     ordered, order = chosen.flatten().sort(stable=True)
@@ -34,12 +43,13 @@ def moe_kernel(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down
     middle = torch.empty(num_items, size, dtype=x.dtype, device=x.device)
     out = torch.empty(num_items, hidden, dtype=torch.float32, device=x.device)
     tiles = _tiles(num_items, num_experts, x.itemsize)
+    gate_up_tiles, down_tiles = ({**tiles, **form_constants(each, tiles["BLOCK_K"])} for each in (gate_up, down))
     # every expert that is chosen at all may leave one tile half empty
     num_tiles = triton.cdiv(num_items, tiles["BLOCK_M"]) + min(num_experts, num_items)
     block_n = tiles["BLOCK_N"]
     _gate_up[(triton.cdiv(size, block_n), num_tiles)](
         x,
-        gate_up,
+        *operands(gate_up, x),
         weights,
         order,
         bounds,
@@ -49,10 +59,20 @@ def moe_kernel(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down
         HIDDEN=hidden,
         SIZE=size,
         ON_INPUT=is_on_input,
-        **tiles,
+        **gate_up_tiles,
     )
     _down[(triton.cdiv(hidden, block_n), num_tiles)](
-        middle, down, weights, order, bounds, out, num_experts, HIDDEN=hidden, SIZE=size, ON_INPUT=is_on_input, **tiles
+        middle,
+        *operands(down, x),
+        weights,
+        order,
+        bounds,
+        out,
+        num_experts,
+        HIDDEN=hidden,
+        SIZE=size,
+        ON_INPUT=is_on_input,
+        **down_tiles,
     )
     return out.view(num_rows, top_k, hidden).sum(1).to(x.dtype)
 
@@ -89,36 +109,13 @@ def _tile_of(
 
 
 @triton.jit
-def _product(
-    p_left: tl.tensor,
-    p_right: tl.tensor,
-    m_left: tl.tensor,
-    m_right: tl.tensor,
-    b_scale: tl.tensor,
-    SIZE: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> tl.tensor:
-    """[BLOCK_M, BLOCK_N] fp32: rows at p_left [BLOCK_M] with rows at p_right [BLOCK_N], each of SIZE items."""
-    b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, SIZE, BLOCK_K):
-        o_k = start + tl.arange(0, BLOCK_K)
-        m_k = (o_k < SIZE)[None, :]
-        # [BLOCK_M, BLOCK_K], [BLOCK_N, BLOCK_K]
-        b_left = tl.load(p_left[:, None] + o_k[None, :], mask=m_left[:, None] & m_k, other=0.0)
-        if SCALED:
-            b_left = (b_left.to(tl.float32) * b_scale[:, None]).to(b_left.dtype)
-        b_right = tl.load(p_right[:, None] + o_k[None, :], mask=m_right[:, None] & m_k, other=0.0)
-        b_acc = tl.dot(b_left, tl.trans(b_right), b_acc, input_precision="ieee")
-    return b_acc
-
-
-@triton.jit
 def _gate_up(
     p_x: tl.tensor,
-    p_weight: tl.tensor,
+    p_0: tl.tensor,
+    p_1: tl.tensor,
+    p_2: tl.tensor,
+    p_3: tl.tensor,
+    p_4: tl.tensor,
     p_scales: tl.tensor,
     p_order: tl.tensor,
     p_bounds: tl.tensor,
@@ -132,21 +129,31 @@ def _gate_up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> None:
     expert, first, end = _tile_of(p_bounds, tl.program_id(1), num_experts, BLOCK_E, BLOCK_M)
     if first < end:
         o_m = first + tl.arange(0, BLOCK_M)
-        o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        first_n = tl.program_id(0) * BLOCK_N
+        o_n = first_n + tl.arange(0, BLOCK_N)
         m_m = o_m < end
         m_n = o_n < SIZE
         # [BLOCK_M]
         b_item = tl.load(p_order + o_m, mask=m_m, other=0)
         b_scale = tl.load(p_scales + b_item, mask=m_m, other=0.0)
         p_rows = p_x + b_item // TOP_K * HIDDEN
-        p_gate = p_weight + (expert.to(tl.int64) * 2 * SIZE + o_n) * HIDDEN
-        p_up = p_gate + SIZE * HIDDEN
-        b_gate = _product(p_rows, p_gate, m_m, m_n, b_scale, HIDDEN, ON_INPUT, BLOCK_M, BLOCK_N, BLOCK_K)
-        b_up = _product(p_rows, p_up, m_m, m_n, b_scale, HIDDEN, ON_INPUT, BLOCK_M, BLOCK_N, BLOCK_K)
+        steps = (HIDDEN + BLOCK_K - 1) // BLOCK_K
+        num_weights = num_experts * 2 * SIZE
+        gate = expert * 2 * SIZE
+        up = gate + SIZE
+        b_gate = product(
+            *(p_rows, m_m, b_scale, p_0, p_1, p_2, p_3, p_4, gate + first_n, gate + SIZE, num_weights, 0, steps),
+            *(FORM, HIDDEN, ON_INPUT, BLOCK_M, BLOCK_N, BLOCK_K),
+        )
+        b_up = product(
+            *(p_rows, m_m, b_scale, p_0, p_1, p_2, p_3, p_4, up + first_n, up + SIZE, num_weights, 0, steps),
+            *(FORM, HIDDEN, ON_INPUT, BLOCK_M, BLOCK_N, BLOCK_K),
+        )
         # rounded where separate layers would round
         b_gate = b_gate.to(p_out.dtype.element_ty).to(tl.float32)
         b_silu = (b_gate * tl.sigmoid(b_gate)).to(p_out.dtype.element_ty).to(tl.float32)
@@ -158,7 +165,11 @@ def _gate_up(
 @triton.jit
 def _down(
     p_middle: tl.tensor,
-    p_weight: tl.tensor,
+    p_0: tl.tensor,
+    p_1: tl.tensor,
+    p_2: tl.tensor,
+    p_3: tl.tensor,
+    p_4: tl.tensor,
     p_scales: tl.tensor,
     p_order: tl.tensor,
     p_bounds: tl.tensor,
@@ -171,19 +182,39 @@ def _down(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> None:
     expert, first, end = _tile_of(p_bounds, tl.program_id(1), num_experts, BLOCK_E, BLOCK_M)
     if first < end:
         o_m = first + tl.arange(0, BLOCK_M)
-        o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        first_n = tl.program_id(0) * BLOCK_N
+        o_n = first_n + tl.arange(0, BLOCK_N)
         m_m = o_m < end
         m_n = o_n < HIDDEN
         # [BLOCK_M]
         b_item = tl.load(p_order + o_m, mask=m_m, other=0)
         b_scale = tl.load(p_scales + b_item, mask=m_m, other=0.0)
         p_rows = p_middle + o_m.to(tl.int64) * SIZE
-        p_out_rows = p_weight + (expert.to(tl.int64) * HIDDEN + o_n) * SIZE
-        b_out = _product(p_rows, p_out_rows, m_m, m_n, b_scale, SIZE, False, BLOCK_M, BLOCK_N, BLOCK_K)
+        steps = (SIZE + BLOCK_K - 1) // BLOCK_K
+        row = expert * HIDDEN
+        b_out = product(
+            *(
+                p_rows,
+                m_m,
+                b_scale,
+                p_0,
+                p_1,
+                p_2,
+                p_3,
+                p_4,
+                row + first_n,
+                row + HIDDEN,
+                num_experts * HIDDEN,
+                0,
+                steps,
+            ),
+            *(FORM, SIZE, False, BLOCK_M, BLOCK_N, BLOCK_K),
+        )
         b_out = b_out.to(p_middle.dtype.element_ty).to(tl.float32)
         if not ON_INPUT:
             b_out *= b_scale[:, None]

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-from weft.model.quantization import INT4_PER_WORD, stored_dtypes
+from weft.model.quantization import INT4_PER_WORD, packed_shapes, stored_dtypes
 from weft.model.spec import ModelConfig
 from weft.model.tensors import expected_tensors
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# 12 bits of 16, and escapes: the size that matrices with the published statistics stay below
+F12_SHARE = 0.755
 
 
 class Kind(StrEnum):
@@ -54,8 +56,11 @@ _PATTERNS = (
 
 
 @lru_cache(maxsize=16)
-def footprint(config: ModelConfig, dtype: str = "") -> Footprint:
-    """The text model's tensors as the checkpoint stores them; plain ones in `dtype` where one is given."""
+def footprint(config: ModelConfig, dtype: str = "", is_resident: bool = False) -> Footprint:
+    """The text model's tensors as the checkpoint stores them; plain ones in `dtype` where one is given.
+
+    With `is_resident`, bfloat16 matrices as F12 holds them, should it suit them all.
+    """
     shapes = expected_tensors(config)
     item_bytes = ITEM_BYTES[dtype or config.dtype]
     found: defaultdict[tuple[int, Kind], Weight] = defaultdict(Weight)
@@ -66,10 +71,20 @@ def footprint(config: ModelConfig, dtype: str = "") -> Footprint:
         weight = found[place, kind]
         stored = stored_dtypes(name, shapes)
         num_items = math.prod(shape)
-        weight.size_bytes += num_items * _item_bytes(name, stored, item_bytes)
+        size_bytes = num_items * _item_bytes(name, stored, item_bytes)
+        is_packed = is_resident and (dtype or config.dtype) == "bfloat16" and is_multiplied(name, shape, config)
+        weight.size_bytes += math.ceil(size_bytes * F12_SHARE) if is_packed else size_bytes
         if not name.endswith((".weight_scale", ".weight_scale_inv", ".weight_shape")):
             weight.params += num_items * (INT4_PER_WORD if stored == ("I32",) else 1)
     return found
+
+
+def is_multiplied(name: str, shape: tuple[int, ...], config: ModelConfig) -> bool:
+    """Plain matrices that can stay packed: not routers, nor what latent attention takes apart."""
+    is_matrix = len(shape) > 1 and not name.endswith((".weight_packed", ".weight_scale", ".weight_scale_inv"))
+    is_router = config.experts is not None and name.endswith(f"{config.mlp_name}.{config.experts.router}.weight")
+    is_packed_already = config.quantization is not None and len(packed_shapes(name, (1, 1), config.quantization)) > 1
+    return is_matrix and not is_router and not is_packed_already and not name.endswith(".kv_b_proj.weight")
 
 
 def _item_bytes(name: str, stored: tuple[str, ...], plain: int) -> int:

@@ -54,7 +54,7 @@ class Layout:
 class Demand:
     """What is asked of a deployment. `chunk_tokens`: tokens of one prefill step; `dtype`: of KV and plain weights.
 
-    `block_tokens`: tokens of a page of KV.
+    `block_tokens`: tokens of a page of KV. `is_resident`: matrices stay packed, see `weft_kernels.packed`.
     """
 
     gpu: Gpu
@@ -64,6 +64,7 @@ class Demand:
     chunk_tokens: int = 2048
     batch: int = 32
     block_tokens: int = 64
+    is_resident: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class Plan:
 
 def make_plan(config: ModelConfig, layout: Layout, demand: Demand) -> Plan:
     """The figures of one layout."""
-    weights = footprint(config, "" if config.quantization else demand.dtype)
+    weights = footprint(config, "" if config.quantization else demand.dtype, demand.is_resident)
     bounds = [config.num_layers * index // layout.pp for index in range(layout.pp + 1)]
     stages = tuple(_stage(config, layout, demand, weights, range(*pair)) for pair in pairwise(bounds))
     room = min(stage.kv for stage in stages)
@@ -103,4 +103,12 @@ def _activations(config: ModelConfig, layout: Layout, demand: Demand) -> int:
         each = 2 * hidden + 3 * config.experts.size * layout.ep // layout.stage_gpus
         width = max(width, config.experts.top_k * each // layout.ep * layout.replicas)
     logits = 2 * 4 * demand.batch * config.vocab_size // layout.tp
-    return tokens * item * (4 * hidden + max(3 * heads, width)) + logits
+    return tokens * item * (4 * hidden + max(3 * heads, width)) + logits + _scratch(config, layout, demand)
+
+
+def _scratch(config: ModelConfig, layout: Layout, demand: Demand) -> int:
+    """Packed matrices are unpacked one at a time for long prompts. Experts are not, nor is the head, for few rows."""
+    if not demand.is_resident:
+        return 0
+    widest = max(2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+    return ITEM_BYTES[demand.dtype] * config.hidden_size * widest // layout.tp

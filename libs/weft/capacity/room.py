@@ -6,7 +6,7 @@ By the figures of `weft plan` before anything is loaded; where the largest step 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weft.capacity.footprint import ITEM_BYTES, footprint
@@ -24,11 +24,12 @@ SLACK_BYTES = GIB // 2
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the engine runs on and in."""
+    """What the engine runs on and in. `is_resident`: a GPU keeps matrices packed, see `weft_kernels.packed`."""
 
     device: str
     dtype: str
     block_tokens: int
+    is_resident: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,9 @@ def measure_room(model: ModelConfig, machine: Machine, chunk_tokens: int, max_se
     weights = item * sum(each.params for each in footprint(model).values())
     gpu = Gpu("this machine", free / GIB, 1, 1, 1)
     demand = Demand(gpu, 1, chunk_tokens, machine.dtype, chunk_tokens, max_seqs, machine.block_tokens)
+    if machine.is_resident and not is_cpu and model.quantization is None:
+        weights = sum(each.size_bytes for each in footprint(model, machine.dtype, is_resident=True).values())
+        demand = replace(demand, is_resident=True)
     activations = make_plan(model, Layout(), demand).stages[0].activations
     return Room(free, weights, activations, free - weights - activations - (0 if is_cpu else RUNTIME_BYTES))
 

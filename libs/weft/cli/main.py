@@ -12,7 +12,7 @@ import typer
 from weft.cli.bundles import app as bundles_app
 from weft.cli.keys import app as keys_app
 from weft.cli.machine import app as machine_app
-from weft.cli.up_command import DType, up
+from weft.cli.up_command import DType, Weights, up
 
 app = typer.Typer(
     name="weft",
@@ -141,6 +141,7 @@ def plan(
     pp: Annotated[int, typer.Option(min=0, help="Pipeline stages; 0: all that divide.")] = 0,
     ep: Annotated[int, typer.Option(min=0, help="GPUs that share the experts; 0: all that divide.")] = 0,
     dtype: Annotated[DType, typer.Option(help="Of weights and KV cache; auto: the checkpoint's.")] = DType.AUTO,
+    weights: Annotated[Weights, typer.Option(help="As they stay in memory: as they come, or F12.")] = Weights.PLAIN,
     context: Annotated[int, typer.Option(min=0, help="Tokens a sequence; 0: 8192, or the model's.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Sequences that generate at once.")] = 32,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens in one step.")] = 2048,
@@ -148,7 +149,7 @@ def plan(
     """What a model needs on GPUs: weights, KV, the context that fits, and the limits, from its config alone."""
     from weft.cli.plan import PlanOptions, run_plan
 
-    options = PlanOptions(model, gpu.lower(), gpus, tp, pp, ep, dtype, context, batch, chunk_tokens)
+    options = PlanOptions(model, gpu.lower(), gpus, tp, pp, ep, dtype, weights, context, batch, chunk_tokens)
     raise typer.Exit(run_plan(options))
 
 

@@ -44,6 +44,7 @@ class MeshOptions:
     num_decode: int = 1
     num_both: int = 0
     dtype: str = "auto"
+    weights: str = "plain"
     transport: str = "auto"
     threads: int = 0
     keys: str = ""
@@ -154,6 +155,7 @@ def _common(options: MeshOptions, at: Addresses) -> dict[str, str]:
         "WEFT_KVSTORE_ADDR": at.kvstore if options.has_store else "",
         "WEFT_WEIGHTS_ADDR": at.weights,
         "WEFT_DTYPE": options.dtype,
+        "WEFT_WEIGHTS": options.weights,
         "WEFT_TRANSPORT": options.transport,
         "WEFT_THREADS": str(options.worker_threads),
     }

@@ -32,6 +32,7 @@ class PlanOptions:
     pp: int
     ep: int
     dtype: str
+    weights: str
     context: int
     batch: int
     chunk_tokens: int
@@ -82,6 +83,7 @@ def _demand(options: PlanOptions, config: ModelConfig) -> Demand:
         dtype=config.dtype if options.dtype == "auto" else options.dtype,
         chunk_tokens=options.chunk_tokens,
         batch=options.batch,
+        is_resident=options.weights == "resident",
     )
 
 
@@ -105,6 +107,7 @@ def _heading(config: ModelConfig, demand: Demand, plan: Plan) -> str:
     stored = sum(weight.size_bytes for weight in weights)
     params = sum(weight.params for weight in weights)
     kind = config.quantization.packing.upper() if config.quantization else demand.dtype
+    kind += ", matrices as F12" if demand.is_resident else ""
     name = f"{config.architecture} on {demand.num_gpus} x {demand.gpu.name}"
     return f"[bold]{name}[/bold]: {params / 1e9:.2f} B parameters, {_gib(stored)} as {kind}, KV in {demand.dtype}"
 

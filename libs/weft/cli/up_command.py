@@ -18,6 +18,13 @@ class DType(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class Weights(StrEnum):
+    """--weights."""
+
+    PLAIN = "plain"
+    RESIDENT = "resident"
+
+
 class Transport(StrEnum):
     """--transport."""
 
@@ -53,6 +60,9 @@ def up(
     decode: Annotated[int | None, typer.Option(min=0, max=64, help="Decode workers of each model.  [1]")] = None,
     both: Annotated[int, typer.Option(min=0, max=64, help="Workers that do both; then the others need not be.")] = 0,
     dtype: Annotated[DType, typer.Option(help="Of weights and KV cache; auto: bfloat16 on a GPU.")] = DType.AUTO,
+    weights: Annotated[
+        Weights, typer.Option(help="In a GPU's memory: resident packs bfloat16 to 12 bits, without loss.")
+    ] = Weights.PLAIN,
     transport: Annotated[Transport, typer.Option(help="Of KV blocks; auto: Mooncake, else gRPC.")] = Transport.AUTO,
     threads: Annotated[int, typer.Option(min=0, help="torch threads a worker; 0 shares the cores.")] = 0,
     keys: Annotated[str, typer.Option(envvar="WEFT_KEYS", help="API keys that are asked for; see `weft keys`.")] = "",
@@ -77,6 +87,7 @@ def up(
             num_decode=decode if decode is not None else int(not both),
             num_both=both,
             dtype=dtype,
+            weights=weights,
             transport=transport,
             threads=threads,
             keys=keys,

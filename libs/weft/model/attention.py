@@ -26,14 +26,16 @@ class GroupedAttention:
         self.group, self.index = kv_groups(config).places[index]
         self.layer = config.layers[index]
         self.span = Span(self.layer.window, self.layer.chunk)
-        parts = [loader.linear(f"{root}{part}_proj") for part in "qkv"]
+        order = None
         if config.is_interleaved:
-            parts[:2] = [pairs_to_halves(part, config.head_dim, config.head_dim) for part in parts[:2]]
-        self.qkv = loader.pack(torch.cat(parts))
+            num_rotated = (config.num_heads + config.num_kv_heads) * config.head_dim
+            values = torch.arange(num_rotated, num_rotated + config.num_kv_heads * config.head_dim)
+            order = torch.cat((pairs_to_halves(num_rotated, config.head_dim, config.head_dim), values))
+        self.qkv = loader.linear(*(f"{root}{part}_proj" for part in "qkv"), order=order)
         self.bias = None
         if config.has_qkv_bias:
             self.bias = torch.cat([loader.tensor(f"{root}{part}_proj.bias") for part in "qkv"])
-        self.output = loader.pack(loader.linear(root + "o_proj"))
+        self.output = loader.linear(root + "o_proj")
         if config.head_norm is HeadNorm.WEIGHTED:
             self.q_norm, self.k_norm = loader.tensor(root + "q_norm.weight"), loader.tensor(root + "k_norm.weight")
         elif config.head_norm is HeadNorm.PLAIN:

@@ -5,21 +5,21 @@ Knows tensors and block slots; knows no sequences, no sampling, no files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from weft.model.attention import GroupedAttention
 from weft.model.expansion import plan_latent
 from weft.model.latent import LatentAttention
-from weft.model.loading import Loader
+from weft.model.loading import Loader, Tensors
 from weft.model.mlp import Mixture, Mlp
 from weft.model.rotary import cos_sin, inverse_frequencies
 from weft.model.spec import ModelConfig
 from weft.model.step import Rows, Step
-from weft_kernels.linear import linear
+from weft_kernels.linear import linear, pack
+from weft_kernels.packed import rows_of
 from weft_kernels.paged_attention import PagedBatch
 from weft_kernels.rms_norm import add_rms_norm, rms_norm
 
@@ -64,16 +64,19 @@ class Decoder:
     """The model's tensors in the dtype and on the device they run in."""
 
     def __init__(
-        self, config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+        self, config: ModelConfig, weights: Tensors, dtype: torch.dtype, device: torch.device, is_resident: bool = False
     ) -> None:
-        """Raises BadCheckpoint, before anything is copied, for tensors that are not what the config asks for."""
-        loader = Loader(config, weights, dtype, device)
+        """Raises BadCheckpoint, before anything is copied, for tensors that are not what the config asks for.
+
+        `is_resident`: matrices stay in memory packed, where that suits them; see `weft_kernels.packed`.
+        """
+        loader = Loader(config, weights, dtype, device, is_resident)
         self.config = config
         self.dtype, self.device = dtype, device
-        self.embedding = loader.matrix(config.prefix + "model.embed_tokens.weight")
+        self.embedding = loader.table(config.prefix + "model.embed_tokens.weight")
         self.layers = [DecoderLayer(config, index, loader) for index in range(config.num_layers)]
         self.norm = loader.tensor(config.prefix + "model.norm.weight")
-        self.head = loader.pack(self.embedding if config.is_tied else loader.matrix(config.prefix + "lm_head.weight"))
+        self.head = pack(self.embedding, dtype) if config.is_tied else loader.linear(config.prefix + "lm_head")
         self.frequencies = inverse_frequencies(config.rope, config.rotated_dim).to(device)
         loader.finish()
 
@@ -91,7 +94,7 @@ class Decoder:
         angles = cos_sin(rows.positions, self.frequencies, self.dtype, self.config.rope.attention_factor)
         latent = plan_latent(self.config.latent, batches[0]) if self.config.latent else None
         step = Step(rows.slots, batches, angles, self._temperature(rows.positions), latent)
-        stream, pending = functional.embedding(rows.token_ids, self.embedding).to(self.dtype), None
+        stream, pending = rows_of(self.embedding, rows.token_ids).to(self.dtype), None
         for layer in self.layers[:-1]:
             stream, pending = layer.forward(stream, pending, step)
         stream, pending = self.layers[-1].forward(stream, pending, step, rows.logit_rows)

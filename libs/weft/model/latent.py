@@ -39,16 +39,16 @@ class LatentAttention:
         self.latent: Latent = config.latent
         self.group, self.index = kv_groups(config).places[index]
         latent, q_name = self.latent, root + ("q_b_proj" if config.latent.q_rank else "q_proj")
-        self.q_down = loader.pack(loader.linear(root + "q_a_proj")) if latent.q_rank else None
+        self.q_down = loader.linear(root + "q_a_proj") if latent.q_rank else None
         self.q_norm = loader.tensor(root + "q_a_layernorm.weight") if latent.q_rank else None
-        self.q_up = loader.pack(self._halves(loader.linear(q_name), latent.nope_dim + latent.rope_dim))
-        kv_down = self._halves(loader.linear(root + "kv_a_proj_with_mqa"), latent.kv_rank + latent.rope_dim)
-        self.kv_down = loader.pack(kv_down)
+        self.q_up = loader.linear(q_name, order=self._order(config.num_heads, latent.nope_dim + latent.rope_dim))
+        kv_order = self._order(1, latent.kv_rank + latent.rope_dim)
+        self.kv_down = loader.linear(root + "kv_a_proj_with_mqa", order=kv_order)
         self.kv_norm = loader.tensor(root + "kv_a_layernorm.weight")
-        kv_up = loader.linear(root + "kv_b_proj").to(loader.dtype).view(config.num_heads, -1, latent.kv_rank)
+        kv_up = loader.unpacked(root + "kv_b_proj").to(loader.dtype).view(config.num_heads, -1, latent.kv_rank)
         self.to_latent = kv_up[:, : latent.nope_dim].contiguous()
         self.to_value = kv_up[:, latent.nope_dim :].transpose(1, 2).contiguous()
-        self.output = loader.pack(loader.linear(root + "o_proj"))
+        self.output = loader.linear(root + "o_proj")
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[T, hidden]; the rows' own vectors go into the pool first."""
@@ -108,5 +108,6 @@ class LatentAttention:
             out.append(paged_attention(q[:, some].contiguous(), 0, batch)[..., : latent.value_dim])
         return torch.cat(out, dim=1)
 
-    def _halves(self, weight: Tensor, head_dim: int) -> Tensor:
-        return pairs_to_halves(weight, head_dim, self.latent.rope_dim) if self.config.is_interleaved else weight
+    def _order(self, num_heads: int, head_dim: int) -> Tensor | None:
+        rope_dim = self.latent.rope_dim
+        return pairs_to_halves(num_heads * head_dim, head_dim, rope_dim) if self.config.is_interleaved else None

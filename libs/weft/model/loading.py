@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from weft.errors import BadCheckpoint
-from weft.model.quantization import stored_dtypes
+from weft.model.quantization import INT4_PER_WORD, stored_dtypes
 from weft.model.spec import ModelConfig, Packing
 from weft.model.tensors import expected_tensors, is_ignored
 from weft_kernels.linear import PackedWeight, pack
+from weft_kernels.packed import Matrix, resident
+from weft_kernels.packed.quantized import unpack_fp8, unpack_int4
 
+Tensors = Mapping[str, Tensor]
 DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -30,9 +33,12 @@ class Loader:
     """Hands out a model's tensors, each to the building block that asks for it by its whole name."""
 
     def __init__(
-        self, config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+        self, config: ModelConfig, weights: Tensors, dtype: torch.dtype, device: torch.device, is_resident: bool = False
     ) -> None:
-        """Raises BadCheckpoint when a tensor is missing, has another shape, or is not part of the model."""
+        """With `is_resident`, matrices take the form that `weft_kernels.packed.resident` gives them.
+
+        Raises BadCheckpoint when a tensor is missing, has another shape, or is not part of the model.
+        """
         expected = expected_tensors(config)
         for name, shape in expected.items():
             if name not in weights:
@@ -49,6 +55,7 @@ class Loader:
         self._unread = set(expected)
         self.dtype = dtype
         self.device = device
+        self.is_resident = is_resident
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """One tensor as it is, in the dtype that the model runs in, or in another."""
@@ -63,14 +70,20 @@ class Loader:
         is_kept = self.device.type == "cpu" and self._weights[name].dtype == torch.bfloat16
         return self.tensor(name, torch.bfloat16 if is_kept else None)
 
-    def linear(self, *names: str) -> Tensor:
-        """The weights of linear modules, unpacked and one below the other; see `matrix` for their dtype."""
+    def table(self, name: str) -> Matrix:
+        """A matrix to look rows up in, in the form in which it stays."""
+        return resident(self.matrix(name)) if self.is_resident else self.matrix(name)
+
+    def linear(self, *names: str, order: Tensor | None = None) -> PackedWeight:
+        """Linear modules as one, their outputs one after the other, or in another `order`."""
+        weight = self.unpacked(*names)
+        weight = weight if order is None else weight[order.to(weight.device)]
+        return pack(resident(weight) if self.is_resident else weight, self.dtype)
+
+    def unpacked(self, *names: str) -> Tensor:
+        """The weights of linear modules, one below the other; see `matrix` for their dtype."""
         parts = [self._unpacked(name) for name in names]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def pack(self, weight: Tensor) -> PackedWeight:
-        """A weight [out, in] as the linear kernel takes it."""
-        return pack(weight, self.dtype)
 
     def finish(self) -> None:
         """Every expected tensor must have found its place: a model without it would compute something else."""
@@ -79,30 +92,15 @@ class Loader:
     def _unpacked(self, name: str) -> Tensor:
         how = self._config.quantization
         if name + ".weight_packed" in self._weights:
-            assert how is not None
             self._unread.discard(name + ".weight_shape")
             packed = self.tensor(name + ".weight_packed", torch.int32)
             scale = self.tensor(name + ".weight_scale", torch.float32)
-            return unpack_int4(packed, scale, self._weights[name + ".weight_shape"]).to(self.dtype)
+            shape = self._weights[name + ".weight_shape"].tolist()
+            if tuple(packed.shape) != (shape[0], -(-shape[1] // INT4_PER_WORD)):
+                raise BadCheckpoint(f"tensor {name}.weight_packed, {list(packed.shape)}, does not hold {shape}")
+            return unpack_int4(packed, scale, shape[1]).to(self.dtype)
         if how is not None and how.packing is Packing.FP8_BLOCKS and name + ".weight_scale_inv" in self._weights:
             self._unread.discard(name + ".weight")
             packed = self._weights[name + ".weight"].to(self.device)
             return unpack_fp8(packed, self.tensor(name + ".weight_scale_inv", torch.float32), how.block).to(self.dtype)
         return self.matrix(name + ".weight")
-
-
-def unpack_fp8(packed: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """float32: every `block` of rows and columns times its own factor; the last blocks may be cut."""
-    rows = scale.repeat_interleave(block[0], 0)[: packed.shape[0]]
-    return packed.float() * rows.repeat_interleave(block[1], 1)[:, : packed.shape[1]]
-
-
-def unpack_int4(packed: Tensor, scale: Tensor, shape: Tensor) -> Tensor:
-    """float32 [out, in]: eight values to a word, the first in the lowest bits, 8 stands for 0; a factor a group."""
-    num_out, num_in = shape.tolist()
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
-    values = ((packed[:, :, None] >> shifts) & 15).flatten(1)[:, :num_in] - 8
-    if values.shape != (num_out, num_in):
-        raise BadCheckpoint(f"packed weights {list(packed.shape)} do not hold {[num_out, num_in]}")
-    group = -(-num_in // scale.shape[1])
-    return values.float() * scale.repeat_interleave(group, 1)[:, :num_in]

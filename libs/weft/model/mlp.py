@@ -19,8 +19,8 @@ class Mlp:
     """gate_up: [2 size, hidden]; down: [hidden, size]."""
 
     def __init__(self, root: str, loader: Loader) -> None:
-        self.gate_up = loader.pack(loader.linear(root + "gate_proj", root + "up_proj"))
-        self.down = loader.pack(loader.linear(root + "down_proj"))
+        self.gate_up = loader.linear(root + "gate_proj", root + "up_proj")
+        self.down = loader.linear(root + "down_proj")
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden]."""
@@ -37,7 +37,8 @@ class Mixture:
         router_dtype = torch.float32 if experts.has_bias else loader.dtype
         self.router = pack(loader.tensor(router + ".weight", router_dtype), router_dtype)
         self.bias = loader.tensor(router + ".e_score_correction_bias", torch.float32) if experts.has_bias else None
-        self.packed = pack_experts(_each_expert(experts, root + "experts.", loader), loader.dtype)
+        each = _each_expert(experts, root + "experts.", loader)
+        self.packed = pack_experts(each, loader.dtype, loader.is_resident)
         self.shared = Mlp(f"{root}{experts.shared}.", loader) if experts.shared_size else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,4 +58,4 @@ def _each_expert(experts: Experts, root: str, loader: Loader) -> Iterator[tuple[
         return
     gate, up, out = experts.projections
     for index in range(experts.num_experts):
-        yield loader.linear(f"{root}{index}.{gate}", f"{root}{index}.{up}"), loader.linear(f"{root}{index}.{out}")
+        yield loader.unpacked(f"{root}{index}.{gate}", f"{root}{index}.{up}"), loader.unpacked(f"{root}{index}.{out}")

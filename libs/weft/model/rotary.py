@@ -30,15 +30,15 @@ def cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: 
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
-def pairs_to_halves(weight: Tensor, head_dim: int, rotated_dim: int) -> Tensor:
-    """Rows of a projection to heads, reordered so that rotating halves does what rotating neighbours did before.
+def pairs_to_halves(num_rows: int, head_dim: int, rotated_dim: int) -> Tensor:
+    """An order of a projection's rows in which rotating halves of a head does what rotating neighbours did before.
 
     The last `rotated_dim` rows of every head: even ones first, then odd ones. Scores keep their values, as queries and
     keys are reordered alike.
     """
-    heads = weight.view(-1, head_dim, weight.shape[1])
+    heads = torch.arange(num_rows).view(-1, head_dim)
     kept, rotated = heads[:, : head_dim - rotated_dim], heads[:, head_dim - rotated_dim :]
-    return torch.cat((kept, rotated[:, 0::2], rotated[:, 1::2]), dim=1).flatten(0, 1)
+    return torch.cat((kept, rotated[:, 0::2], rotated[:, 1::2]), dim=1).flatten()
 
 
 def _stretch_long_waves(frequencies: Tensor, rope: Rope) -> Tensor:

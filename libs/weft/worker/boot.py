@@ -35,7 +35,7 @@ from weft.model.kv_layout import block_bytes, kv_groups, layout_name
 from weft.request import ModelFingerprint
 from weft.rpc.client import open_channel, owned
 from weft.weights.shared import open_image
-from weft.worker.config import Dtype, WorkerConfig
+from weft.worker.config import Dtype, WeightsForm, WorkerConfig
 from weft.worker.cpus import pin
 from weft.worker.peak import free_bytes, identity_of, measure_peak, remembered
 from weft_mesh.v1 import weights_service_pb2, weights_service_pb2_grpc
@@ -80,7 +80,7 @@ def choose_machine(config: WorkerConfig, has_cuda: bool) -> Machine:
     if dtype is Dtype.AUTO:
         dtype = Dtype.BFLOAT16 if has_cuda else Dtype.FLOAT32
     block_tokens = config.block_tokens or (GPU_BLOCK_TOKENS if has_cuda else CPU_BLOCK_TOKENS)
-    return Machine("cuda" if has_cuda else "cpu", dtype, block_tokens)
+    return Machine("cuda" if has_cuda else "cpu", dtype, block_tokens, config.weights is WeightsForm.RESIDENT)
 
 
 async def load_weights(address: str, model: str) -> weights_service_pb2.LoadReady:
@@ -129,12 +129,11 @@ def _build(
     size, limits = block_bytes(model, machine.dtype, machine.block_tokens), _limits(config, machine, model)
     room = measure_room(model, machine, limits.chunk_tokens, limits.max_num_seqs, _free_bytes(machine))
     num_blocks = _num_blocks(config, room, limits, machine, size)
-    decoder = Decoder(
-        model, open_image(ready.shm_name, ready.size_bytes), DTYPES[machine.dtype], torch.device(machine.device)
-    )
+    image, device = open_image(ready.shm_name, ready.size_bytes), torch.device(machine.device)
+    decoder = Decoder(model, image, DTYPES[machine.dtype], device, machine.is_resident)
     if machine.device == "cuda":
         free = free_bytes(decoder.device)
-        identity = identity_of(ready.weights_hash, limits, machine.dtype, decoder.device)
+        identity = identity_of(ready.weights_hash, limits, machine.dtype, decoder.device) | {"form": config.weights}
         peak = remembered(identity, lambda: measure_peak(decoder, limits, machine.dtype, decoder.device))
         logger.info("engine: the largest step takes %d MiB", peak >> 20)
         room = measured_room(room, free, peak + static_bytes(limits, size))

@@ -23,6 +23,13 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class WeightsForm(StrEnum):
+    """How matrices stay in a GPU's memory: as they come, or packed without loss (F12) where that suits them."""
+
+    PLAIN = "plain"
+    RESIDENT = "resident"
+
+
 class TransportChoice(StrEnum):
     """How blocks are pulled; auto is Mooncake where it loads, else gRPC."""
 
@@ -71,6 +78,7 @@ class WorkerConfig:
     advertise_host: str = ""
     metrics_port: int = 0
     dtype: Dtype = Dtype.AUTO
+    weights: WeightsForm = WeightsForm.PLAIN
     block_tokens: int = 0
     num_blocks: int = 0
     chunk_tokens: int = 512

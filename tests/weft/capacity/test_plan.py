@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import load_file
 from tests.weft.model.test_quantized import FP8, INT4, quantized
 from tests.weft.tiny_families import FAMILIES, TinyFamily
 from tests.weft.tiny_llama import Tiny
@@ -25,6 +27,7 @@ from weft.kv.groups import Paging, Reach
 from weft.model.config import expected_tensors, read_config
 from weft.model.kv_layout import block_bytes, kv_groups
 from weft.model.spec import ModelConfig
+from weft_kernels.packed import pack_f12
 
 CONFIGS = Path(__file__).parents[1] / "model/configs"
 NANO = Path(__file__).parents[3] / "models/weft-nano"
@@ -76,6 +79,26 @@ def test_the_shipped_model_is_its_file() -> None:
     config = read_config(NANO)
     assert stored(config) == file_bytes(NANO, config)
     assert plan(config, "l40s", Layout(), 64, "float32").stages[0].weights == 2 * stored(config)
+
+
+def test_resident_weights_are_planned_as_what_f12_takes_at_most() -> None:
+    if not NANO.exists():
+        pytest.skip("models/weft-nano is not here")
+    config, held = read_config(NANO), 0
+    for weight in load_file(NANO / "model.safetensors").values():
+        held += pack_f12(weight).nbytes if weight.ndim == 2 else weight.nbytes
+    planned = sum(weight.size_bytes for weight in footprint(config, "bfloat16", is_resident=True).values())
+    assert held <= planned <= 0.756 * stored(config)
+
+
+def test_resident_weights_are_plain_matrices_of_bfloat16_alone() -> None:
+    plain, packed, wide = (footprint(SCOUT, dtype, True) for dtype in ("float16", "bfloat16", "float32"))
+    experts, norms = (0, Kind.EXPERTS), (0, Kind.WHOLE)
+    assert packed[experts].size_bytes == math.ceil(0.755 * plain[experts].size_bytes)
+    assert packed[norms] == plain[norms]  # with the router
+    assert wide[experts].size_bytes == 2 * plain[experts].size_bytes
+    latents = sum(weight.size_bytes for weight in footprint(KIMI, "", True).values())
+    assert stored(KIMI) > latents > stored(KIMI) - 0.245 * 2 * 12e9  # attention, shared experts, embedding and head
 
 
 @pytest.mark.parametrize("name", ["llama2", "qwen3", "mixtral", "deepseek"])
@@ -233,6 +256,13 @@ def weft(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, "plan", *args], capture_output=True, text=True, check=False, timeout=50
     )
+
+
+def test_the_command_plans_resident_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    run = weft(str(CONFIGS / "llama3-8b"), "--gpu", "h200", "--weights", "resident")
+    assert run.returncode == 0, run.stderr
+    assert "11.29 GiB as bfloat16, matrices as F12" in run.stdout
 
 
 def test_the_command_shows_its_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ from weft.cli import mesh as module
 from weft.cli.mesh import Addresses, MeshOptions, mesh_specs
 from weft.cli.ports import INTERNAL_PORTS, PortTaken, check_port, free_ports
 from weft.cli.supervisor import ChildSpec
-from weft.config import read_models
+from weft.config import read_config, read_models
+from weft.worker.config import WeightsForm, WorkerConfig
 
 ONE = {"m": Path("/m")}
 AT = Addresses(
@@ -53,6 +54,13 @@ def test_peers_are_told_each_others_addresses() -> None:
     assert worker["WEFT_KVSTORE_ADDR"] == AT.kvstore
     assert specs["scheduler"].environ["WEFT_KVSTORE_ADDR"] == AT.kvstore
     assert specs["scheduler"].environ["WEFT_REDIS_URL"] == "redis://127.0.0.1:1/0"
+
+
+def test_workers_are_told_how_weights_stay_in_memory() -> None:
+    for weights in WeightsForm:
+        worker = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE, weights=weights), AT)}["decode-0"]
+        settings = {name: value for name, value in worker.environ.items() if name.startswith("WEFT_")}
+        assert read_config(WorkerConfig, settings).weights is weights
 
 
 def test_each_model_has_workers_of_its_own_and_the_gateway_all() -> None:

@@ -17,8 +17,8 @@ from tests.weft.tiny_families import TinyFamily, wrap
 from weft.errors import BadCheckpoint
 from weft.model.config import expected_tensors, read_config
 from weft.model.decoder import Decoder
-from weft.model.loading import unpack_fp8, unpack_int4
 from weft.weights.checkpoint import read_checkpoint
+from weft_kernels.packed.quantized import unpack_fp8, unpack_int4
 
 Tensors = dict[str, torch.Tensor]
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 12]}
@@ -79,7 +79,7 @@ def quantized(tiny: TinyFamily, fields: dict[str, Any], directory: Path) -> Tiny
         if module + ".weight_packed" in expected:
             packed = pack_int4(module, weight)
             scale = packed[module + ".weight_scale"].float()
-            oracle[name] = unpack_int4(packed[module + ".weight_packed"], scale, packed[module + ".weight_shape"])
+            oracle[name] = unpack_int4(packed[module + ".weight_packed"], scale, weight.shape[1])
         elif module + ".weight_scale_inv" in expected:
             packed = pack_fp8(module, weight)
             oracle[name] = unpack_fp8(packed[name], packed[module + ".weight_scale_inv"], (16, 12))

@@ -1,0 +1,148 @@
+"""F12: bfloat16 weights in 12 bits each, exactly. Packs and unpacks in torch, which says what the words mean.
+
+A word's half keeps sign (bit 15) and mantissa (0-6) where bfloat16 has them; a 4-bit code (7-10), exponent - base,
+stands for the exponent. The bits above it, 11 to 14, of three words hold a fourth one: eight weights in three words.
+As it lies there, a weight times 2^-base is a bfloat16 already: unpacking in registers is a mask, and no table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SLOTS = 8
+"""Weights in three words. Slot s of word j is column s * words + j: each slot is a run of its row's columns."""
+BLOCK_ROWS = 64
+"""They share a base, and one list of escapes."""
+NUM_CODES = 15
+MAX_BASE = 190
+"""2^(base - 64) has to be a float32, see `weft_kernels.packed.product`."""
+COLUMN_BITS = 26
+MAX_ESCAPES = 1 / 256
+"""Of all weights; and so many times that of one block, which one program has to go through."""
+MAX_IN_BLOCK = 8
+CHUNK_WEIGHTS = 1 << 24
+"""Packed at once, in temporary memory of 30 bytes each."""
+
+_KEPT = -0x78007801  # 0x87FF87FF: what is in place in each word
+
+
+@dataclass(frozen=True, slots=True)
+class F12:
+    """[rows, columns] of bfloat16. `words`: [3, rows, words of a row] int32; `bases`: one of each block of rows, int32.
+
+    An escape is a weight whose exponent has no code; it is 0 among the words. Those of block b are
+    `starts[b]` to `starts[b + 1]` of `places` (row in the block << 26 | column, int32) and `values` (bfloat16).
+    """
+
+    rows: int
+    columns: int
+    words: Tensor
+    bases: Tensor
+    starts: Tensor
+    places: Tensor
+    values: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the matrix."""
+        return self.rows, self.columns
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.words.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """As the kernels take them."""
+        return self.words, self.bases, self.starts, self.places, self.values
+
+    @property
+    def nbytes(self) -> int:
+        """All that it keeps in memory."""
+        return sum(each.nbytes for each in self.tensors)
+
+    @property
+    def suits(self) -> bool:
+        """Few enough escapes, and spread widely enough, that the words are worth it."""
+        most = MAX_ESCAPES * self.columns
+        crowded = int(self.starts.diff().max()) if self.rows else 0
+        is_smaller = self.nbytes <= 0.8 * 2 * self.rows * self.columns
+        return is_smaller and len(self.values) <= most * self.rows and crowded <= MAX_IN_BLOCK * most * BLOCK_ROWS
+
+    def unpack(self) -> Tensor:
+        """[rows, columns] bfloat16, every bit as it was."""
+        halves = _halves(self.words).flatten(1)[:, : self.columns]
+        bases = self.bases.repeat_interleave(BLOCK_ROWS)[: self.rows, None]
+        bits = torch.where(halves & 0x0780 != 0, halves + (bases << 7), halves)
+        out = bits.to(torch.int16).view(torch.bfloat16)
+        blocks = torch.repeat_interleave(self.starts.diff())
+        rows = blocks * BLOCK_ROWS + ((self.places >> COLUMN_BITS) & (BLOCK_ROWS - 1))
+        out[rows, self.places & ((1 << COLUMN_BITS) - 1)] = self.values
+        return out
+
+
+def pack_f12(weight: Tensor) -> F12:
+    """Any bfloat16 matrix, whatever is in it; whether that is of any use, `suits` says."""
+    rows, columns = weight.shape
+    assert weight.dtype == torch.bfloat16
+    assert columns < 1 << COLUMN_BITS
+    step = max(1, CHUNK_WEIGHTS // (BLOCK_ROWS * max(1, columns))) * BLOCK_ROWS
+    words = torch.empty(3, rows, -(-columns // SLOTS), dtype=torch.int32, device=weight.device)
+    parts = [_pack_rows(weight[first : first + step], words[:, first : first + step]) for first in range(0, rows, step)]
+    empty = weight.new_empty(0, dtype=torch.int32)
+    bases, counts, places = (torch.cat([part[index] for part in parts] or [empty]) for index in range(3))
+    starts = torch.cat((empty.new_zeros(1), counts.cumsum(0, dtype=torch.int32)))
+    values = torch.cat([part[3] for part in parts] or [weight.new_empty(0)])
+    return F12(rows, columns, words, bases, starts, places, values)
+
+
+def _pack_rows(weight: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Fills in the words of some whole blocks; their bases, numbers of escapes, and the escapes' places and values."""
+    rows, columns = weight.shape
+    bits = weight.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
+    exponents = (bits >> 7) & 0xFF
+    blocks = torch.arange(rows, device=weight.device, dtype=torch.int32) // BLOCK_ROWS
+    num_blocks = -(-rows // BLOCK_ROWS)
+    bases = _bases(blocks[:, None] * 256 + exponents, num_blocks)
+    codes = exponents - bases[blocks.long()][:, None]
+    is_zero = bits & 0x7FFF == 0
+    is_coded = (codes >= 1) & (codes <= NUM_CODES)
+    halves = torch.where(is_coded, bits & 0x807F | codes << 7, torch.where(is_zero, bits, 0))
+    slots = torch.nn.functional.pad(halves, (0, -columns % SLOTS)).view(rows, SLOTS, -1)
+    _fill_words(slots, words)
+    row, column = (~(is_coded | is_zero)).nonzero(as_tuple=True)
+    counts = torch.bincount(row // BLOCK_ROWS, minlength=num_blocks).to(torch.int32)
+    places = (row % BLOCK_ROWS << COLUMN_BITS | column).to(torch.int64)
+    # the highest rows reach the sign bit
+    places = torch.where(places >= 1 << 31, places - (1 << 32), places).to(torch.int32)
+    return bases, counts, places, weight[row, column]
+
+
+def _bases(keys: Tensor, num_blocks: int) -> Tensor:
+    """[blocks] int32: where the 15 exponents begin that most weights of the block have. Zeros need no code."""
+    counts = torch.bincount(keys.flatten(), minlength=256 * num_blocks).view(num_blocks, 256)
+    counts[:, 0] = 0
+    sums = counts.cumsum(1)
+    covered = sums[:, NUM_CODES : NUM_CODES + MAX_BASE + 1] - sums[:, : MAX_BASE + 1]
+    return covered.argmax(1).to(torch.int32)
+
+
+def _fill_words(slots: Tensor, words: Tensor) -> None:
+    """slots: [rows, 8, words] of 16-bit halves; even ones are low, odd ones high."""
+    pairs = slots[:, 0::2] | slots[:, 1::2] << 16
+    fourth = pairs[:, 3]
+    words[0] = pairs[:, 0] | (fourth & 0x000F000F) << 11
+    words[1] = pairs[:, 1] | (fourth & 0x00F000F0) << 7
+    words[2] = pairs[:, 2] | (fourth & 0x07000700) << 3 | (fourth >> 1) & 0x40004000
+
+
+def _halves(words: Tensor) -> Tensor:
+    """[rows, 8, words] int32: the slots again."""
+    first, second, third = words.unbind(0)
+    fourth = (first >> 11) & 0x000F000F | (second >> 7) & 0x00F000F0 | (third >> 3) & 0x07000700
+    pairs = torch.stack((*(word & _KEPT for word in (first, second, third)), fourth | (third << 1) & -0x7FFF8000), 1)
+    return torch.stack((pairs & 0xFFFF, (pairs >> 16) & 0xFFFF), 2).flatten(1, 2)

@@ -1,0 +1,175 @@
+"""Linear layers whose weights stay packed in memory, and are unpacked in the registers of the product. Launchers.
+
+One row has a kernel without tiles; up to MAX_FUSED_ROWS are tiles of a product; a longer prompt pays for unpacking the
+weight once, and then is torch's own product of bfloat16, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from weft_kernels.packed.f12 import F12 as F12Weight
+from weft_kernels.packed.product import F12, LEFT_SCALE, f12_column, f12_pair, f12_row, f12_scale, product
+from weft_kernels.packed.unpack import unpack_rows
+
+# Unpacking writes and reads 2 bytes a weight; so many rows multiply for longer than that takes (derived for an H200).
+MAX_FUSED_ROWS = 1024
+# Programs that keep a GPU of 132 multiprocessors busy.
+FULL_PROGRAMS = 264
+MAX_SPLITS = 8
+
+
+def linear_packed(x: Tensor, weight: F12Weight, bias: Tensor | None = None) -> Tensor:
+    """See `weft_kernels.linear.linear`; numbers of x are below 2^63.
+
+    The weights are those that were packed, to the bit. Beyond MAX_FUSED_ROWS the result is to the bit what torch gives
+    for the plain matrix; otherwise products are added up in fp32 in an order of their own.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    assert rows.shape[1] == weight.columns
+    assert x.device == weight.device
+    if len(rows) > MAX_FUSED_ROWS:
+        return functional.linear(x, unpack_rows(weight).to(x.dtype), bias)
+    rows = rows.contiguous()
+    partial = gemv(rows, weight) if len(rows) == 1 else gemm(rows, weight)
+    out = partial.sum(0) if partial.ndim == 3 else partial
+    out = out if bias is None else out.float() + bias
+    return out.to(x.dtype).reshape(*x.shape[:-1], weight.rows)
+
+
+def gemv(x: Tensor, weight: F12Weight) -> Tensor:
+    """x: [1, columns]. Returns [1, rows] in x's dtype."""
+    out = x.new_empty(1, weight.rows)
+    # rows of a program: few enough that there are programs for all of a GPU
+    block_n = 16 if weight.rows >= 16 * FULL_PROGRAMS else 8 if weight.rows >= 8 * FULL_PROGRAMS else 4
+    words = weight.words.shape[2]
+    block_j = min(128, triton.next_power_of_2(max(1, words)))
+    _gemv[(triton.cdiv(weight.rows, block_n),)](
+        x, *weight.tensors, out, weight.rows, SIZE=weight.columns, BLOCK_N=block_n, BLOCK_J=block_j, num_warps=4
+    )
+    return out
+
+
+def gemm(x: Tensor, weight: F12Weight) -> Tensor:
+    """x: [M, columns]. [M, rows] in x's dtype, or [splits, M, rows] float32 to be added up in that order."""
+    num_rows, size = x.shape
+    tiles = tiles_of(num_rows, weight.rows)
+    grid = triton.cdiv(weight.rows, tiles["BLOCK_N"]), triton.cdiv(num_rows, tiles["BLOCK_M"])
+    num_steps = triton.cdiv(size, tiles["BLOCK_K"])
+    splits = max(1, min(MAX_SPLITS, FULL_PROGRAMS // (grid[0] * grid[1]), num_steps // 4))
+    if splits == 1:
+        out = x.new_empty(num_rows, weight.rows)
+    else:
+        out = torch.empty(splits, num_rows, weight.rows, dtype=torch.float32, device=x.device)
+    steps = triton.cdiv(num_steps, splits)
+    _gemm[(*grid, splits)](
+        x, *weight.tensors, out, num_rows, weight.rows, num_steps, steps, FORM=F12.value, SIZE=size, **tiles
+    )
+    return out
+
+
+def tiles_of(num_rows: int, num_outputs: int) -> dict[str, Any]:
+    """A decode step reads weights, a prompt multiplies."""
+    block_m = max(16, min(128, triton.next_power_of_2(num_rows)))
+    block_n = 64 if num_outputs >= 64 else 32
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": 128 if block_m == 128 else block_n,
+        "BLOCK_K": 256 if block_m <= 64 else 128,
+        "num_warps": 8 if block_m == 128 else 4,
+        "num_stages": 3,
+    }
+
+
+@triton.jit
+def _gemm(
+    p_x: tl.tensor,
+    p_0: tl.tensor,
+    p_1: tl.tensor,
+    p_2: tl.tensor,
+    p_3: tl.tensor,
+    p_4: tl.tensor,
+    p_out: tl.tensor,
+    num_m: tl.tensor,
+    num_n: tl.tensor,
+    num_steps: tl.tensor,
+    split_steps: tl.tensor,
+    FORM: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    first_n = tl.program_id(0) * BLOCK_N
+    o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i_split = tl.program_id(2)
+    m_m = o_m < num_m
+    first = i_split * split_steps
+    last = tl.minimum(first + split_steps, num_steps)
+    p_rows = p_x + o_m.to(tl.int64) * SIZE
+    b_out = product(
+        *(p_rows, m_m, 0.0, p_0, p_1, p_2, p_3, p_4, first_n, num_n, num_n, first, last),
+        *(FORM, SIZE, False, BLOCK_M, BLOCK_N, BLOCK_K),
+    )
+    o_n = first_n + tl.arange(0, BLOCK_N)
+    p_tile = p_out + (i_split * num_m + o_m).to(tl.int64)[:, None] * num_n + o_n[None, :]
+    tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=m_m[:, None] & (o_n < num_n)[None, :])
+
+
+@triton.jit
+def _gemv(
+    p_x: tl.tensor,
+    p_words: tl.tensor,
+    p_bases: tl.tensor,
+    p_starts: tl.tensor,
+    p_places: tl.tensor,
+    p_values: tl.tensor,
+    p_out: tl.tensor,
+    num_n: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+) -> None:
+    """BLOCK_N divides the rows that share a base."""
+    WORDS: tl.constexpr = (SIZE + 7) // 8
+    first_n = tl.program_id(0) * BLOCK_N
+    o_n = first_n + tl.arange(0, BLOCK_N)
+    m_n = o_n < num_n
+    plane = num_n.to(tl.int64) * WORDS
+    p_row = p_words + o_n.to(tl.int64)[:, None] * WORDS
+    b_acc = tl.zeros([BLOCK_N, BLOCK_J], tl.float32)
+    for first_j in range(0, WORDS, BLOCK_J):
+        o_j = first_j + tl.arange(0, BLOCK_J)
+        m_j = o_j < WORDS
+        m_word = m_n[:, None] & m_j[None, :]
+        # [BLOCK_N, BLOCK_J] each
+        b_0 = tl.load(p_row + o_j[None, :], mask=m_word, other=0)
+        b_1 = tl.load(p_row + plane + o_j[None, :], mask=m_word, other=0)
+        b_2 = tl.load(p_row + 2 * plane + o_j[None, :], mask=m_word, other=0)
+        for PAIR in tl.static_range(4):
+            o_low = 2 * PAIR * WORDS + o_j
+            o_high = o_low + WORDS
+            b_low = tl.load(p_x + o_low, mask=m_j & (o_low < SIZE), other=0.0).to(tl.float32) * LEFT_SCALE
+            b_high = tl.load(p_x + o_high, mask=m_j & (o_high < SIZE), other=0.0).to(tl.float32) * LEFT_SCALE
+            b_pair = f12_pair(b_0, b_1, b_2, 2 * PAIR)
+            b_acc += (b_pair << 16).to(tl.float32, bitcast=True) * b_low[None, :]
+            b_acc += (b_pair & -65536).to(tl.float32, bitcast=True) * b_high[None, :]
+    block = first_n // 64
+    b_out = tl.sum(b_acc, 1) * f12_scale(tl.load(p_bases + block))
+    start = tl.load(p_starts + block)
+    end = tl.load(p_starts + block + 1)
+    for first_e in range(start, end, 64):
+        o_e = first_e + tl.arange(0, 64)
+        m_e = o_e < end
+        b_place = tl.load(p_places + o_e, mask=m_e, other=0)
+        b_part = tl.load(p_values + o_e, mask=m_e, other=0.0).to(tl.float32)
+        m_here = (f12_row(b_place, block)[None, :] == o_n[:, None]) & m_e[None, :]
+        b_part *= tl.load(p_x + f12_column(b_place), mask=m_e, other=0.0).to(tl.float32)
+        b_out += tl.sum(tl.where(m_here, b_part[None, :], 0.0), 1)
+    tl.store(p_out + o_n, b_out.to(p_out.dtype.element_ty), mask=m_n)

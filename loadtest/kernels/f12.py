@@ -1,0 +1,142 @@
+"""F12 beside torch's bfloat16 (cuBLAS) over the matrices of Llama 8B and 70B, by rows, and unpacking. On a bare GPU.
+
+    python -m loadtest.kernels.f12 --out docs/results/f12.md
+
+First it checks, on this GPU, that words are packed and unpacked bit for bit and that products agree. Medians with the
+cache flushed before each call; the limit is what memory and multipliers were measured to deliver, for 12-bit weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from loadtest.kernels.roofline import GIGA, TERA, Roofline, Work, measure, seconds
+from weft_kernels.packed import F12, pack_f12
+
+# outputs, inputs: qkv, output, gate and up, down, head
+SHAPES = {
+    "8B qkv": (6144, 4096),
+    "8B out": (4096, 4096),
+    "8B gate up": (28_672, 4096),
+    "8B down": (4096, 14_336),
+    "head": (128_256, 4096),
+    "70B qkv": (10_240, 8192),
+    "70B out": (8192, 8192),
+    "70B gate up": (57_344, 8192),
+    "70B down": (8192, 28_672),
+}
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+# rows, and how many times as fast as bfloat16 is aimed for
+GOALS = {(1, 64): 1.20, (128, 128): 1.05, (256, 1024): 0.85}
+STD = 0.02
+ESCAPE = 1e-9
+ESCAPES_EVERY = 3000
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One matrix and number of rows; microseconds."""
+
+    name: str
+    rows: int
+    ours: float
+    theirs: float
+    of_limit: float
+
+
+def make_weight(outputs: int, inputs: int) -> Tensor:
+    """Normal, with as many escapes as published models have: one in 3,000."""
+    weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="cuda").normal_(0, STD)
+    weight.view(-1)[::ESCAPES_EVERY] = ESCAPE
+    return weight
+
+
+def check(weight: Tensor, packed: F12) -> None:
+    """Raises AssertionError where this GPU does not compute what the kernels mean."""
+    from weft_kernels.packed.linear import MAX_FUSED_ROWS, linear_packed
+    from weft_kernels.packed.unpack import unpack_rows
+
+    assert packed.suits
+    assert torch.equal(unpack_rows(packed).view(torch.int16), weight.view(torch.int16))
+    for rows in (1, 3, 40, 300, MAX_FUSED_ROWS + 1):
+        x = torch.randn(rows, weight.shape[1], device="cuda").bfloat16()
+        found, expected = linear_packed(x, packed), functional.linear(x, weight)
+        error = (found - expected).float().norm() / expected.float().norm()
+        assert error < 2e-3, f"{rows} rows: relative error {error:.1e}"
+        assert rows <= MAX_FUSED_ROWS or torch.equal(found, expected)
+
+
+def lines(roofline: Roofline) -> Iterator[Line]:
+    """Each matrix, by rows."""
+    from weft_kernels.packed.linear import linear_packed
+
+    for name, (outputs, inputs) in SHAPES.items():
+        weight = make_weight(outputs, inputs)
+        packed = pack_f12(weight)
+        check(weight, packed)
+        for rows in ROWS:
+            x = torch.randn(rows, inputs, device="cuda").bfloat16()
+            call = partial(linear_packed, x, packed)
+            work = Work(name, call, packed.nbytes, 2.0 * rows * outputs * inputs)
+            ours, theirs = seconds(call), seconds(partial(functional.linear, x, weight))
+            yield Line(name, rows, ours * 1e6, theirs * 1e6, roofline.seconds(work) / ours)
+
+
+def unpacking() -> str:
+    """Bytes of bfloat16 made a second; a weight is 1.5 bytes read and 2 written."""
+    from weft_kernels.packed.unpack import unpack_rows
+
+    packed = pack_f12(make_weight(*SHAPES["8B gate up"]))
+    rate = 2.0 * packed.rows * packed.columns / seconds(lambda: unpack_rows(packed))
+    return f"Unpacking to bfloat16: {rate / TERA:.2f} TB/s of bfloat16 (goal 2.2)."
+
+
+def table(found: list[Line]) -> Iterator[str]:
+    """Markdown."""
+    yield "| matrix | rows | F12 us | bfloat16 us | times as fast | of the limit |"
+    yield "|---|---|---|---|---|---|"
+    for line in found:
+        times = f"{line.ours:.1f} | {line.theirs:.1f} | {line.theirs / line.ours:.2f} | {line.of_limit:.0%}"
+        yield f"| {line.name} | {line.rows} | {times} |"
+    yield ""
+    for (least, most), goal in GOALS.items():
+        logs = [math.log(line.theirs / line.ours) for line in found if least <= line.rows <= most]
+        mean = math.exp(sum(logs) / len(logs))
+        yield f"- {least} to {most} rows: {mean:.2f} times as fast, geometric mean of {len(logs)} (goal {goal:.2f})"
+
+
+def main() -> int:
+    """Print the table, and write it. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    out: Path | None = parser.parse_args().out
+    if not torch.cuda.is_available():
+        print("F12: needs CUDA")
+        return 0
+    roofline = measure()
+    text = [
+        f"# F12 and bfloat16 on {torch.cuda.get_device_name()}, torch {torch.__version__}",
+        "",
+        f"Measured: {roofline.bandwidth / GIGA:,.0f} GB/s, {roofline.operations / TERA:,.0f} TFLOP/s.",
+        unpacking(),
+        "",
+        *table(list(lines(roofline))),
+    ]
+    print("\n".join(text))
+    if out is not None:
+        out.write_text("\n".join(text) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
