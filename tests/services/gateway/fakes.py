@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from weft.rpc.server import SERVER_OPTIONS
 from weft_mesh.v1 import common_pb2, decode_service_pb2, scheduler_service_pb2
 from weft_mesh.v1.decode_service_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
 from weft_mesh.v1.scheduler_service_pb2_grpc import (
@@ -108,7 +109,7 @@ class FakeDecode(DecodeServiceServicer):
         self.num_attached = 0
         self.changed = asyncio.Condition()
         self._writing = asyncio.Lock()
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
         add_DecodeServiceServicer_to_server(self, self._server)
 
     async def open(self) -> None:
@@ -185,7 +186,7 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
         self.roles: dict[str, common_pb2.WorkerRole.ValueType] = {}  # that they were given
         self.address = ""
         self.changed = asyncio.Condition()
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
         add_SchedulerServiceServicer_to_server(self, self._server)
         add_FleetServiceServicer_to_server(self, self._server)
 

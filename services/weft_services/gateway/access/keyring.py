@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
 READ_SECONDS = 5.0
 MISSING = "no API key: send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`"
-UNKNOWN = "the API key is not known here"
+# in OpenAI's words: LiteLLM tells by them that it is the key
+UNKNOWN = "Incorrect API key provided"
 AMBIGUOUS = "more than one API key was sent, and they differ"
 UNREADABLE = "API keys cannot be checked at the moment"
 

@@ -167,8 +167,13 @@ def _check_size(num_tokens: int, field: str, limit: int) -> None:
 
 
 def _too_long(size: str, field: str, limit: int) -> InvalidRequest:
-    message = f"{field}: {size} and at least one token of answer exceed the context of {limit} tokens"
+    message = f"{field}: {_context_is(limit)}, and {size} and at least one token of answer exceed it"
     return InvalidRequest(message, field, "context_length_exceeded")
+
+
+def _context_is(limit: int) -> str:
+    """In OpenAI's words: clients and proxies tell by them that a conversation has to be shortened."""
+    return f"this model's maximum context length is {limit} tokens"
 
 
 def _max_tokens(generation: Generation, num_prompt_tokens: int, limit: int) -> int:
@@ -186,8 +191,8 @@ def _length(generation: Generation, num_prompt_tokens: int, limit: int) -> int:
     if generation.max_tokens > room:
         field = generation.max_tokens_field
         message = (
-            f"{field}: {num_prompt_tokens} prompt tokens and {generation.max_tokens} to generate "
-            f"exceed the context of {limit} tokens"
+            f"{field}: {_context_is(limit)}, and {num_prompt_tokens} prompt tokens "
+            f"and {generation.max_tokens} to generate exceed it"
         )
         raise InvalidRequest(message, field, "context_length_exceeded")
     return generation.max_tokens
