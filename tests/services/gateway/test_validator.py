@@ -49,13 +49,13 @@ def completion(**fields: Any) -> Generation:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -5}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
-        ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"temperature": 2.1}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
+        ({"max_tokens": 1.5}, "max_tokens"),
         ({"top_p": 1.1}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"min_p": 1.5}, "min_p"),
@@ -234,3 +234,17 @@ def test_the_session_is_the_first_usable_hint() -> None:
     assert chat(prompt_cache_key="k", session_id="s", user="u").session == "k"
     assert chat(prompt_cache_key="", session_id="s" * 257, user="u").session == "u"
     assert chat(user=7).session == ""
+
+
+def test_numbers_without_a_fraction_are_integers_and_the_least_top_p_keeps_the_likeliest() -> None:
+    asked = chat(max_tokens=7.0, n=2.0, seed=-4.0, top_p=0)
+    assert (asked.max_tokens, asked.n, asked.seed) == (7, 2, 2**64 - 4)
+    assert asked.top_p is not None
+    assert 0 < asked.top_p < 1e-5
+
+
+def test_what_an_assistant_once_refused_is_text() -> None:
+    said = [{"type": "text", "text": "No. "}, {"type": "refusal", "refusal": "Never."}]
+    (conversation,) = chat(messages=[{"role": "assistant", "content": said}]).prompts
+    assert isinstance(conversation, Conversation)
+    assert conversation.messages[0]["content"] == "No. Never."

@@ -8,6 +8,8 @@ import re
 from typing import Any
 
 MAX_PROMPTS = 64
+# both hold their text under their own name; a refusal is what an assistant once said
+TEXT_PARTS = ("text", "refusal")
 MAX_TOOLS = 128
 MAX_NAME_CHARS = 128
 MAX_SESSION_CHARS = 256
@@ -65,6 +67,11 @@ def as_stop_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def as_whole(value: Any) -> Any:
+    """A number without a fraction is an integer, however it is written."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def flatten_content(value: Any) -> str | None:
     """A message's content: a string, null, or a list of text parts, which are joined as they are."""
     if value is None or isinstance(value, str):
@@ -73,11 +80,12 @@ def flatten_content(value: Any) -> str | None:
         raise ValueError("expected a string or a list of text parts")
     texts = []
     for position, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") != "text":
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in TEXT_PARTS:
             raise ValueError(f"part {position}: this model reads text parts only")
-        if not isinstance(part.get("text"), str):
-            raise ValueError(f"part {position}: text must be a string")
-        texts.append(part["text"])
+        if not isinstance(text := part.get(kind), str):
+            raise ValueError(f"part {position}: {kind} must be a string")
+        texts.append(text)
     return "".join(texts)
 
 

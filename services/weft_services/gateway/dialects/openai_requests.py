@@ -12,6 +12,7 @@ from weft_services.gateway.dialects.answer_format import read_format
 from weft_services.gateway.dialects.openai_fields import (
     MAX_TOOLS,
     as_stop_list,
+    as_whole,
     check_logit_bias,
     check_prompt,
     check_template_kwargs,
@@ -26,12 +27,16 @@ from weft_services.gateway.generation import Conversation, Generation, Prompt
 from weft_services.gateway.mesh.urgency import MAX_PRIORITY
 
 MAX_SEQUENCES = 128
+# OpenAI allows 0; no set of tokens has that little, the likeliest alone is the smallest
+SMALLEST_TOP_P = 1e-6
 # as OpenAI has it
 DEFAULT_COMPLETION_TOKENS = 16
 # in OpenAI's words: an hour at most, on no disk; the hyphen is an older spelling
 IN_MEMORY = Retention(3600, memory_only=True)
 RETENTIONS = {None: KEEP, "in_memory": IN_MEMORY, "in-memory": IN_MEMORY, "24h": Retention(24 * 3600)}
 
+# 1.0 is an integer to JSON Schema, and to clients whose language has one kind of number
+Whole = Annotated[int, BeforeValidator(as_whole)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Tool = Annotated[dict[str, Any], AfterValidator(check_tool)]
 ToolCall = Annotated[dict[str, Any], AfterValidator(check_tool_call)]
@@ -53,6 +58,7 @@ class StreamOptions(Lenient):
     """How a stream reports."""
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # nothing to switch off: there is no padding
 
 
 class Message(Lenient):
@@ -82,26 +88,26 @@ class _Body(Lenient):
     """What chat and completions share."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
-    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_tokens: Annotated[Whole | None, Field(ge=1)] = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    top_k: Annotated[int | None, Field(ge=-1, le=2**31 - 1)] = None
+    top_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    top_k: Annotated[Whole | None, Field(ge=-1, le=2**31 - 1)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64)] = None
+    seed: Annotated[Whole | None, Field(ge=-(2**63), lt=2**64)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
     logit_bias: Bias = ()
-    min_tokens: Annotated[int | None, Field(ge=0)] = None
+    min_tokens: Annotated[Whole | None, Field(ge=0)] = None
     response_format: Any = None
-    n: Annotated[int | None, Field(ge=1, le=16)] = None
+    n: Annotated[Whole | None, Field(ge=1, le=16)] = None
     stop: Annotated[list[StopText], BeforeValidator(as_stop_list), Field(max_length=4)] = []
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]] | None, Field(max_length=64)] = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Annotated[int | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
+    priority: Annotated[Whole | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
     reject_if_busy: bool | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
@@ -120,7 +126,7 @@ class _Body(Lenient):
             "max_tokens": self.max_tokens,
             "n": self.n or 1,
             "temperature": self.temperature,
-            "top_p": self.top_p,
+            "top_p": None if self.top_p is None else max(self.top_p, SMALLEST_TOP_P),
             "top_k": None if self.top_k is None else max(self.top_k, 0),
             "min_p": self.min_p,
             "seed": None if self.seed is None else self.seed % 2**64,
@@ -147,14 +153,14 @@ class ChatBody(_Body):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
-    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_completion_tokens: Annotated[Whole | None, Field(ge=1)] = None
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateKwargs = {}
     reasoning_effort: Annotated[str | None, Field(max_length=32)] = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    top_logprobs: Annotated[Whole | None, Field(ge=0, le=20)] = None
 
     def generation(self) -> Generation:
         """Raises InvalidRequest for what the types alone cannot tell."""
@@ -182,7 +188,7 @@ class CompletionBody(_Body):
     """POST /v1/completions."""
 
     prompt: Annotated[list[Any], BeforeValidator(check_prompt)]
-    logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    logprobs: Annotated[Whole | None, Field(ge=0, le=20)] = None
 
     def generation(self) -> Generation:
         """Raises InvalidRequest for what the types alone cannot tell."""

@@ -46,8 +46,7 @@ class ResponseFrames:
             **prepared.generation.echo,
             "error": None,
             "incomplete_details": None,
-            "usage": None,
-        }
+        }  # usage joins it at the end: in OpenAI's document it is never null
 
     def frames(self, piece: Piece) -> bytes:
         """What is new, as events of the item that is open; another one opens where one is due."""

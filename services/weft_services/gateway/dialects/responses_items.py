@@ -55,8 +55,10 @@ class Conversation:
 def read_input(value: Any, instructions: Any) -> Conversation:
     """The whole conversation. Raises InvalidRequest naming the item."""
     conversation = Conversation()
+    if not isinstance(instructions, str | None):
+        raise InvalidRequest("instructions: expected a string", "instructions")
     if instructions:
-        conversation.say("system", text_of(instructions, "instructions"), "instructions")
+        conversation.say("system", instructions, "instructions")
     if isinstance(value, str):
         conversation.say("user", value, "input")
     elif isinstance(value, list) and value:
@@ -115,7 +117,7 @@ def text_of(value: Any, path: str) -> str:
 def _texts(parts: Sequence[Any], known: Fields, path: str) -> Iterable[str]:
     for place, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get(known[kind]) if kind in known else None
+        text = part.get(known[kind]) if isinstance(kind, str) and kind in known else None
         if not isinstance(text, str):
             raise InvalidRequest(f"{path}.{place}: this model reads text parts only", f"{path}.{place}")
         yield text

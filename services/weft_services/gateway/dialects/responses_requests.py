@@ -117,11 +117,13 @@ def _format(value: Any) -> Any:
 def _echo(fields: Fields, tools: Tools) -> Fields:
     """What the answer repeats. The tools are those that the model was shown."""
     reasoning, text = _object(fields, "reasoning"), _object(fields, "text")
-    same = (
-        "instructions max_output_tokens max_tool_calls prompt_cache_key prompt_cache_retention safety_identifier user"
-    )
+    same = ("instructions", "max_output_tokens", "max_tool_calls", "prompt_cache_retention")
+    # strings in OpenAI's document, and never null
+    names = ("prompt_cache_key", "safety_identifier", "user")
+    given = {name: fields[name] for name in names if fields.get(name) is not None}
     return {
-        **{name: fields.get(name) for name in same.split()},
+        **{name: fields.get(name) for name in same},
+        **given,
         "background": False,
         "metadata": _metadata(fields.get("metadata")),
         "parallel_tool_calls": fields.get("parallel_tool_calls") is not False,
