@@ -5,7 +5,7 @@ PORT ?= 8000
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test soak chaos page-test agents lint protos install install-dev pin clean
+.PHONY: help serve test soak chaos page-test client-test agents lint protos install install-dev pin clean
 
 help:
 	@echo "make serve    install, then run the whole mesh on http://127.0.0.1:$(PORT)   (PORT=8080 ARGS='--decode 2')"
@@ -13,11 +13,12 @@ help:
 	@echo "make soak     the engine at random for 100,000 steps a family, freed memory poisoned (a quarter of an hour)"
 	@echo "make chaos    the whole fault matrix, --rounds times                   (ARGS='--rounds 20')"
 	@echo "make page-test  the page at / in headless Chromium, which it installs where it is missing"
+	@echo "make client-test  LiteLLM, Schemathesis and the TypeScript SDKs against the gateway; installs them, node must be there"
 	@echo "make agents   Claude Code, Codex and OpenCode list a folder through the gateway; npm installs them (1 GB)"
 	@echo "make lint     style, types, import directions, wire contracts, compose"
 	@echo "make protos   compile protos/weft_mesh into protos/generated"
 	@echo "make pin      write constraints.txt from what is installed in $(VENV)"
-	@echo "make clean    remove $(VENV) and caches"
+	@echo "make clean    remove $(VENV), the clients and caches"
 
 serve: install
 	@exec $(BIN)/weft up --port $(PORT) $(ARGS)
@@ -34,6 +35,9 @@ chaos: install-dev
 
 page-test: install-dev
 	@scripts/page-test.sh $(ARGS)
+
+client-test: install-dev
+	@scripts/client-test.sh $(ARGS)
 
 agents: install-dev
 	@scripts/agents.sh $(ARGS)
@@ -54,4 +58,4 @@ pin: install-dev
 	$(BIN)/python scripts/pin.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-clients tests/clients/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

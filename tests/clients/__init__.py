@@ -1,0 +1,1 @@
+"""Other people's clients in front of the gateway: LiteLLM, the TypeScript SDKs, Schemathesis."""

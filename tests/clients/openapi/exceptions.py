@@ -1,0 +1,116 @@
+"""Where Weft departs from OpenAI's document, each with its reason; docs/api.md says the same to users.
+
+Nothing here touches what an answer must look like.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+NO_STATE = "nothing is kept between requests"
+TEXT_ONLY = "the served models read and write text"
+FUNCTIONS_ONLY = "functions are the only tools"
+NO_ECHO = "prompts are not scored or repeated"
+
+# request properties that are refused when they are given: {component: {property: reason}}
+UNSERVED_PROPERTIES = {
+    "CreateChatCompletionRequest": {
+        "audio": TEXT_ONLY,
+        "modalities": TEXT_ONLY,
+        "function_call": "deprecated, use tool_choice",
+        "functions": "deprecated, use tools",
+        "web_search_options": FUNCTIONS_ONLY,
+    },
+    "CreateCompletionRequest": {
+        "best_of": NO_ECHO,
+        "echo": NO_ECHO,
+        "suffix": "no model that fills in is served",
+    },
+    "CreateEmbeddingRequest": {"dimensions": "a mean of hidden states cannot be shortened"},
+    "CreateResponse": {"context_management": NO_STATE, "conversation": NO_STATE, "store": NO_STATE},
+    "ResponseProperties": {"background": NO_STATE, "previous_response_id": NO_STATE, "prompt": NO_STATE},
+    "TokenCountsBody": {"conversation": NO_STATE, "previous_response_id": NO_STATE},
+}
+# of the kinds of message, part, item and tool these are served: {component or component.property: (kinds, reason)}
+SERVED_VARIANTS: dict[str, tuple[list[str], str]] = {
+    "ChatCompletionRequestMessage": (
+        [f"ChatCompletionRequest{role}Message" for role in ("Developer", "System", "User", "Assistant", "Tool")],
+        "function messages are deprecated",
+    ),
+    "ChatCompletionRequestUserMessageContentPart": (["ChatCompletionRequestMessageContentPartText"], TEXT_ONLY),
+    "ChatCompletionMessageToolCalls": (["ChatCompletionMessageToolCall"], FUNCTIONS_ONLY),
+    "CreateChatCompletionRequest.tools": (["ChatCompletionTool"], FUNCTIONS_ONLY),
+    "ChatCompletionToolChoiceOption": (["ChatCompletionNamedToolChoice"], FUNCTIONS_ONLY),
+    "InputContent": (["InputTextContent"], TEXT_ONLY),
+    "FunctionCallOutputItemParam.output": (["InputTextContentParam"], TEXT_ONLY),
+    "InputItem": (["EasyInputMessage", "Item"], NO_STATE),
+    "Item": (
+        ["InputMessage", "OutputMessage", "FunctionToolCall", "FunctionCallOutputItemParam", "ReasoningItem"],
+        FUNCTIONS_ONLY,
+    ),
+    "Tool": (["FunctionTool"], FUNCTIONS_ONLY),
+    "ToolChoiceParam": (["ToolChoiceOptions", "ToolChoiceFunction"], FUNCTIONS_ONLY),
+}
+# properties of which less is served: (component, property, further keywords, reason)
+NARROWED: list[tuple[str, str, dict[str, Any], str]] = [
+    ("CreateChatCompletionRequest", "n", {"maximum": 16}, "a cap"),
+    ("CreateCompletionRequest", "n", {"maximum": 16}, "a cap"),
+    ("CreateCompletionRequest", "max_tokens", {"minimum": 1}, "zero is for echo: " + NO_ECHO),
+    ("CreateChatCompletionRequest", "max_tokens", {"minimum": 1}, "an answer has a token"),
+    ("CreateChatCompletionRequest", "max_completion_tokens", {"minimum": 1}, "an answer has a token"),
+    ("ResponseProperties", "truncation", {"anyOf": [{"enum": ["disabled"]}]}, "prompts are not cut"),
+    ("TokenCountsBody", "truncation", {"enum": ["disabled"]}, "prompts are not cut"),
+    ("TokenCountsBody", "model", {"anyOf": [{"type": "string"}]}, "which model answers is the client's to say"),
+    (
+        "CreateEmbeddingRequest",
+        "encoding_format",
+        {"enum": ["float"]},
+        "base64 is an array by the document",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """A refusal of what the document allows, told by its error body."""
+
+    reason: str
+    param: str = ".*"
+    message: str = ".*"
+
+    def covers(self, error: dict[str, Any]) -> bool:
+        """Is this the refusal."""
+        return bool(re.fullmatch(self.param, error["param"] or "") and re.search(self.message, error["message"]))
+
+
+# what the document forbids and Weft lets through: {which part of the request, in Schemathesis' words: reason}
+IGNORED = {
+    r"\b(verbosity|prediction|store|generate_summary|reasoning -> summary)\b": "a wish, and changes nothing",
+    r"\b(reasoning_effort|effort)\b": "which efforts there are is for the model's template to say",
+    r"(format|json_schema) -> .*\b(name|description)\b": "what a format is called is not shown to the model",
+    r"(format|json_schema) -> strict": "a schema is kept whether it says strict or not",
+    r"input -> .*\b(id|status|phase)\b": "what an item was when it was made is not shown to the model",
+    r"content -> .*\b(annotations|logprobs)\b": "an assistant's text is shown to the model, and nothing about it",
+    r"\b(tool_call_id|call_id)\b": "most templates go by the order of calls and results",
+    r"messages -> .*: name: Incorrect type": "null is as good as no name",
+    r"(content|stop): Array with fewer items": "an empty list is as good as an empty text, or none",
+    "seed: Value greater than maximum": "all numbers of 64 bits are seeds, signed or not",
+}
+# what the document allows and Weft refuses
+REFUSED = [
+    Allowed("the served model has so many tokens", message="maximum context length|token ids are from"),
+    Allowed("said in words: token ids are its names", "logit_bias", "is not a token id|bias must be a number"),
+    Allowed("said in words: it is required", "messages.*", "only an assistant's tool calls go without"),
+    Allowed("said in words: names have letters", ".*", "name must be a string of 1 to 128 characters"),
+    Allowed("there is nothing to answer", "input|prompt", "is empty|at least (one|1) item|expected a string"),
+    Allowed("which model answers is the client's to say", "model", "Field required"),
+    Allowed("they are there to be chosen from", "tool_choice", "no tools to choose from|there is no tool"),
+    Allowed("said in words: it needs the other", "top_logprobs", "needs logprobs to be true"),
+    Allowed("an empty one would end every answer at once", r"stop\.\d+", "at least 1 character"),
+    Allowed("the document rounds the bounds of 64 bits", "seed", "greater than or equal|less than"),
+    Allowed("a format by schema has a schema", r"response_format\.json_schema", "a schema is needed"),
+    Allowed("prompts are not cut", "truncation"),
+    *(Allowed(reason, name, "not supported") for each in UNSERVED_PROPERTIES.values() for name, reason in each.items()),
+]
