@@ -21,6 +21,7 @@ from weft.kv.tiers import Tier
 from weft.model.config import ModelConfig, read_config
 from weft.model.kv_layout import block_bytes, layout_name
 from weft.request import ModelFingerprint, RequestKey, SamplingParams
+from weft.worker.blocks import open_blocks
 from weft.worker.estimate import FetchEstimate
 from weft.worker.runtime import EngineFeed
 from weft.worker.store import StoreClient
@@ -128,7 +129,8 @@ async def prefilling(shape: Shape, weights: Mapping[str, Tensor], estimate: Fetc
         config, weights, dtype=shape.dtype, device="cpu", engine_config=engine_config, listener=feed.listener
     )
     fingerprint = _fingerprint(config, shape)
-    store = StoreClient(shape.store, engine.pool_memory, fingerprint, engine.unpin, estimate)
+    memory = open_blocks(engine.pool_memory, "cpu")
+    store = StoreClient(shape.store, memory, fingerprint, engine.unpin, estimate)
     worker = Prefill(engine, store, StorePrefix(store, engine_config.paging, Tally()), fingerprint)
     feed.on_computed = estimate.computed
     feed.subscribe(worker.on_step)

@@ -168,7 +168,9 @@ async def start_worker(
                 transports=tuple(transports),
                 channels=channels,
                 store=store
-                or StoreClient("", pool, fingerprint_of(tiny), engine.unpin, FetchEstimate(BLOCK_TOKENS, CHUNK_TOKENS)),
+                or StoreClient(
+                    "", memory, fingerprint_of(tiny), engine.unpin, FetchEstimate(BLOCK_TOKENS, CHUNK_TOKENS)
+                ),
                 tasks=tasks,
                 with_checksums=True,
                 lease_seconds=lease_seconds,

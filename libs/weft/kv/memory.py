@@ -24,6 +24,16 @@ class BlockBytes(Protocol):
     def num_blocks(self) -> int:
         """Blocks in the pool."""
 
+    @property
+    def is_near(self) -> bool:
+        """Copies take as long as their bytes do; otherwise they wait for a device, and want a thread."""
+
+    def copy_out(self, blocks: Sequence[int], area: memoryview) -> None:
+        """These blocks into an area of their size, one behind the other; whole when it returns."""
+
+    def copy_in(self, area: memoryview, blocks: Sequence[int]) -> None:
+        """The way back."""
+
     def read(self, block: int) -> memoryview:
         """The bytes of one block, as they are now."""
 
@@ -33,6 +43,8 @@ class BlockBytes(Protocol):
 
 class HostBlocks:
     """A pool in this process' own memory; `read` copies nothing."""
+
+    is_near = True
 
     def __init__(self, address: int, block_bytes: int, num_blocks: int) -> None:
         self.address = address
@@ -46,6 +58,16 @@ class HostBlocks:
         if not 0 <= block < self.num_blocks:
             raise ValueError(f"no block {block} in a pool of {self.num_blocks}")
         return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
+
+    def copy_out(self, blocks: Sequence[int], area: memoryview) -> None:
+        """See BlockBytes."""
+        for slot, block in enumerate(blocks):
+            area[slot * self.block_bytes : (slot + 1) * self.block_bytes] = self.read(block)
+
+    def copy_in(self, area: memoryview, blocks: Sequence[int]) -> None:
+        """See BlockBytes."""
+        for slot, block in enumerate(blocks):
+            self.read(block)[:] = area[slot * self.block_bytes : (slot + 1) * self.block_bytes]
 
     def write(self, block: int, offset_bytes: int, data: bytes) -> None:
         """In place."""

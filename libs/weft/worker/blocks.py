@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,13 @@ def open_blocks(pool: PoolMemory, device: str) -> BlockBytes:
 
 
 class TensorBlocks:
-    """A pool that only torch can reach: `read` copies to the host, in order with the engine's work on its stream."""
+    """A pool that only torch can reach: `read` and `write` copy in order with the engine's work on its stream.
+
+    Copies of many blocks go beside it, on a stream of their own: what is copied out must be final, and nobody may look
+    at what is copied in before that is done.
+    """
+
+    is_near = False
 
     def __init__(self, pool: Tensor) -> None:
         """`pool`: uint8 [num_blocks, block_bytes], contiguous."""
@@ -28,6 +35,26 @@ class TensorBlocks:
         self._pool = pool
         self.address = pool.data_ptr()
         self.num_blocks, self.block_bytes = pool.shape
+        self._aside = torch.cuda.Stream(pool.device) if pool.is_cuda else None  # type: ignore[no-untyped-call]
+
+    def copy_out(self, blocks: Sequence[int], area: memoryview) -> None:
+        """See BlockBytes."""
+        self._copy([(row, self._pool[block]) for row, block in zip(self._rows(area), blocks, strict=True)])
+
+    def copy_in(self, area: memoryview, blocks: Sequence[int]) -> None:
+        """See BlockBytes."""
+        self._copy([(self._pool[block], row) for row, block in zip(self._rows(area), blocks, strict=True)])
+
+    def _rows(self, area: memoryview) -> Sequence[Tensor]:
+        # block by block: to gather them first would take memory of a device that the pool has filled
+        return torch.frombuffer(area, dtype=torch.uint8).view(-1, self.block_bytes).unbind() if area else ()
+
+    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        with torch.cuda.stream(self._aside):  # none on a CPU
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        if self._aside is not None:
+            self._aside.synchronize()
 
     def read(self, block: int) -> memoryview:
         """A copy."""

@@ -163,7 +163,7 @@ def _limits(config: WorkerConfig, machine: Machine, model: ModelConfig) -> Engin
         reaches=paging.reaches,
         steps_ahead=int(is_gpu),
         decode_graphs=config.cuda_graphs and is_gpu,
-        pin_sealed=bool(config.kvstore_addr) and not is_gpu,
+        pin_sealed=bool(config.kvstore_addr),
     )
 
 

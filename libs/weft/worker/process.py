@@ -140,12 +140,10 @@ async def _furnish(config: WorkerConfig, booted: Booted, feed: EngineFeed, tasks
     fallback = GrpcTransport(channels, memory)
     pool_bytes = pool.block_bytes * pool.num_blocks
     transports = pick_transports(config.transport, config.peer_host, config.mooncake_protocol, fallback, pool_bytes)
-    # the store client copies in host memory only
-    store_address = config.kvstore_addr if booted.device == "cpu" else ""
     choose = AlwaysFetch if config.store_fetch is StoreFetch.ALWAYS else FetchEstimate
     estimate = choose(booted.engine_config.block_tokens, booted.engine_config.chunk_tokens)
     feed.on_computed = estimate.computed
-    store = StoreClient(store_address, pool, booted.fingerprint, engine.unpin, estimate)
+    store = StoreClient(config.kvstore_addr, memory, booted.fingerprint, engine.unpin, estimate)
     await store.connect()
     feed.subscribe(lambda output: store.offer(output.sealed))
     boot_id = uuid.uuid4().hex

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable, Sequence
 
 from weft import metrics
-from weft.engine.messages import PoolMemory, SealedBlock
+from weft.engine.messages import SealedBlock
 from weft.errors import WeftError
-from weft.kv.memory import HostBlocks
+from weft.kv.memory import BlockBytes
 from weft.kv.store_agent import StoreLost
 from weft.kv.store_keys import fingerprint_digest
 from weft.request import ModelFingerprint
@@ -38,17 +38,16 @@ class StoreClient:
     def __init__(
         self,
         address: str,
-        pool: PoolMemory,
+        memory: BlockBytes,
         fingerprint: ModelFingerprint,
         unpin: Callable[[Sequence[int]], None],
         estimate: FetchEstimate,
     ) -> None:
         self._address = address
-        memory = HostBlocks(pool.address, pool.block_bytes, pool.num_blocks)
         digest = fingerprint_digest(fingerprint)
         self._fingerprint = digest
-        num_slots = max(1, min(MAX_SLOTS, STAGING_BYTES // pool.block_bytes))
-        self._keeper = LinkKeeper(address, 2 * num_slots * pool.block_bytes)
+        num_slots = max(1, min(MAX_SLOTS, STAGING_BYTES // memory.block_bytes))
+        self._keeper = LinkKeeper(address, 2 * num_slots * memory.block_bytes)
         self._reader = StoreReader(memory, digest, num_slots, estimate)
         self._writer = StoreWriter(self._keeper, memory, digest, num_slots, unpin)
         self._task: asyncio.Task[None] | None = None

@@ -13,19 +13,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-import xxhash
-
 from weft import metrics
 from weft.errors import WeftError
-from weft.kv.memory import HostBlocks
+from weft.kv.memory import BlockBytes
 from weft.kv.store_keys import store_key
 from weft.kv.tiers import Tier
 from weft.worker.estimate import FetchEstimate
+from weft.worker.staging import unstage
 from weft.worker.store_link import Match, StoreLink
 
 logger = logging.getLogger(__name__)
-# longest stretch of copying and hashing, about a tenth of a millisecond, before the loop has its turn
-INLINE_BYTES = 1024 * 1024
 # Mooncake's codes from here down: transfers or the master have failed; above: this object is not to be had
 TROUBLE_CODE = -800
 TURN_SECONDS = 1.0
@@ -69,7 +66,7 @@ class Batch:
 class StoreReader:
     """The reading half of a StoreClient: everything belongs to the event loop."""
 
-    def __init__(self, memory: HostBlocks, fingerprint: bytes, num_slots: int, estimate: FetchEstimate) -> None:
+    def __init__(self, memory: BlockBytes, fingerprint: bytes, num_slots: int, estimate: FetchEstimate) -> None:
         self._memory = memory
         self._fingerprint = fingerprint
         self._num_slots = num_slots
@@ -171,18 +168,15 @@ class StoreReader:
     async def _accept(
         self, link: StoreLink, codes: Sequence[int], blocks: Sequence[int], matches: Sequence[Match]
     ) -> int:
-        """Copy leading blocks from the staging area into the pool; each is checked first and copied in one go."""
+        """Copy leading blocks from the staging area into the pool, each of which is checked first."""
         size = self._memory.block_bytes
-        for slot, (code, block, match) in enumerate(zip(codes, blocks, matches, strict=True)):
-            if code != size:
-                return slot
-            staged = link.agent.staging[slot * size : (slot + 1) * size]
-            if xxhash.xxh3_64_intdigest(staged) != match.checksum:
-                logger.warning("store: a block came back damaged and is not used")
-                return slot
-            self._memory.read(block)[:] = staged
-            await pause_after(slot, size)
-        return len(codes)
+        num_got = next((slot for slot, code in enumerate(codes) if code != size), len(codes))
+        checksums = [match.checksum for match in matches[:num_got]]
+        staged = link.agent.staging[: num_got * size]
+        num_sound = await unstage(self._memory, staged, checksums, blocks[:num_got])
+        if num_sound < num_got:
+            logger.warning("store: a block came back damaged and is not used")
+        return num_sound
 
     def _measure(self, tier: Tier, num_blocks: int, seconds: float) -> None:
         if not num_blocks:
@@ -210,12 +204,6 @@ async def _acquired(lock: asyncio.Lock) -> bool:
 
 def _extend(patience: asyncio.Timeout, seconds: float) -> None:
     patience.reschedule(asyncio.get_running_loop().time() + seconds)
-
-
-async def pause_after(slot: int, block_bytes: int) -> None:
-    """Let the loop have its turn after every INLINE_BYTES."""
-    if (slot + 1) % max(1, INLINE_BYTES // block_bytes) == 0:
-        await asyncio.sleep(0)
 
 
 def check_codes(link: StoreLink, codes: Sequence[int]) -> None:

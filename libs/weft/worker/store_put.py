@@ -6,17 +6,16 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-import xxhash
-
 from weft import metrics
 from weft.engine.config import MAX_PINNED_SHARE
 from weft.engine.messages import SealedBlock
 from weft.errors import WeftError
-from weft.kv.memory import HostBlocks
+from weft.kv.memory import BlockBytes
 from weft.kv.store_agent import NO_SPACE, StoreLost
 from weft.kv.store_keys import store_key
 from weft.rpc.wire import retention_to_wire
-from weft.worker.store_get import check_codes, pause_after
+from weft.worker.staging import stage
+from weft.worker.store_get import check_codes
 from weft.worker.store_link import LinkKeeper, StoreLink
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 
@@ -32,7 +31,7 @@ class StoreWriter:
     def __init__(
         self,
         keeper: LinkKeeper,
-        memory: HostBlocks,
+        memory: BlockBytes,
         fingerprint: bytes,
         num_slots: int,
         unpin: Callable[[Sequence[int]], None],
@@ -144,14 +143,8 @@ class StoreWriter:
 
     async def _stage(self, link: StoreLink, batch: Sequence[SealedBlock]) -> list[int]:
         """Copy to the staging area's second half; the checksums are those of the copies."""
-        size = self._memory.block_bytes
-        checksums = []
-        for slot, block in enumerate(batch):
-            staged = link.agent.staging[self._offset(slot) : self._offset(slot) + size]
-            staged[:] = self._memory.read(block.block)
-            checksums.append(xxhash.xxh3_64_intdigest(staged))
-            await pause_after(slot, size)
-        return checksums
+        area = link.agent.staging[self._offset(0) : self._offset(len(batch))]
+        return await stage(self._memory, [block.block for block in batch], area)
 
     def _offset(self, slot: int) -> int:
         return (self._num_slots + slot) * self._memory.block_bytes

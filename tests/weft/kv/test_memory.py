@@ -37,6 +37,21 @@ def test_nothing_is_written_outside_a_block(memory: BlockBytes, block: int, offs
     assert [byte for number in range(4) for byte in memory.read(number)] == list(range(32))
 
 
+def test_many_blocks_are_copied_out_and_in_one_behind_the_other(memory: BlockBytes) -> None:
+    area = memoryview(bytearray(16))
+    memory.copy_out([3, 1], area)
+    assert list(area) == [*range(24, 32), *range(8, 16)]
+    memory.copy_in(area, [0, 3])
+    assert [byte for number in range(4) for byte in memory.read(number)] == [
+        *range(24, 32),
+        *range(8, 16),
+        *range(16, 24),
+        *range(8, 16),
+    ]
+    memory.copy_out([], area[:0])
+    memory.copy_in(area[:0], [])
+
+
 def test_checksums_are_xxh3_of_each_block(memory: BlockBytes) -> None:
     assert checksums(memory, [1, 0]) == [
         xxhash.xxh3_64_intdigest(bytes(range(8, 16))),

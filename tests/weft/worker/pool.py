@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from weft.engine.messages import PoolMemory, SealedBlock
+import torch
+
+from weft.engine.messages import SealedBlock
+from weft.kv.memory import BlockBytes, HostBlocks
 from weft.request import KEEP, ModelFingerprint, Retention
+from weft.worker.blocks import TensorBlocks
 from weft.worker.estimate import FetchEstimate
 from weft.worker.store import StoreClient
 
@@ -26,22 +29,23 @@ def content(number: int) -> bytes:
 
 
 class Worker:
-    """Blocks in memory and a record of what was unpinned."""
+    """Blocks in memory and a record of what was unpinned. `is_far`: only torch reaches them, as on a GPU."""
 
-    def __init__(self, address: str, model: str = "model", num_blocks: int = 512) -> None:
-        self._bytes = (ctypes.c_ubyte * (num_blocks * BLOCK_BYTES))()
+    def __init__(self, address: str, model: str = "model", num_blocks: int = 512, is_far: bool = False) -> None:
+        backing = bytearray(num_blocks * BLOCK_BYTES)
+        self._bytes, pool = memoryview(backing), torch.frombuffer(backing, dtype=torch.uint8).view(num_blocks, -1)
         self.unpinned: list[int] = []
-        pool = PoolMemory(ctypes.addressof(self._bytes), BLOCK_BYTES, num_blocks)
+        memory: BlockBytes = TensorBlocks(pool) if is_far else HostBlocks(pool.data_ptr(), BLOCK_BYTES, num_blocks)
         fingerprint = ModelFingerprint(model, "float32", 16, BLOCK_BYTES, "layout-1")
-        self.store = StoreClient(address, pool, fingerprint, self.unpinned.extend, FetchEstimate(16, 512))
+        self.store = StoreClient(address, memory, fingerprint, self.unpinned.extend, FetchEstimate(16, 512))
 
     def write(self, block: int, data: bytes) -> None:
         """Fill a block."""
-        memoryview(self._bytes).cast("B")[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = data
+        self._bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = data
 
     def read(self, block: int) -> bytes:
         """A copy of a block."""
-        return bytes(memoryview(self._bytes).cast("B")[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
+        return bytes(self._bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
 
     def offer(self, numbers: Sequence[int], tenant: bytes = b"", retention: Retention = KEEP) -> None:
         """Compute these blocks, each into the pool's block of its number, and offer them."""
