@@ -49,10 +49,10 @@ class Remover:
         """Until cancelled; raises StoreLost."""
         while True:
             await self._has_work.wait()
-            self._has_work.clear()
             await self._until_spilled()
-            while self._waiting:
-                await self._remove_batch([self._waiting.popleft() for _ in range(min(MAX_BATCH, len(self._waiting)))])
+            await self._remove_batch([self._waiting.popleft() for _ in range(min(MAX_BATCH, len(self._waiting)))])
+            if not self._waiting:
+                self._has_work.clear()
 
     async def _remove_batch(self, batch: Sequence[Removal]) -> None:
         # the same bytes may have been put anew since
