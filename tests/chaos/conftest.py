@@ -19,10 +19,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Cells: all of them so many times, or the quick ones."""
-    rounds = metafunc.config.getoption("--rounds", default=0)
+    """Cells, or faults that strike in all states at once: all of them so many times, or the quick ones."""
+    rounds, module = metafunc.config.getoption("--rounds", default=0), metafunc.module
+    if "strike" in metafunc.fixturenames:
+        metafunc.parametrize("strike", [*module.FAULTS] * rounds or module.QUICK)
     if "cell" in metafunc.fixturenames:
-        module = metafunc.module
         cells = [cell for _ in range(rounds) for cell in module.CELLS] or module.QUICK
         metafunc.parametrize("cell", cells, ids=[f"{fault}-{state}" for fault, state in cells])
 
@@ -32,6 +33,9 @@ def _noted(request: pytest.FixtureRequest) -> None:
     """Each cell's place in the table."""
     if "cell" in request.fixturenames:
         request.node.user_properties.append(("cell", request.getfixturevalue("cell")))
+    if "strike" in request.fixturenames:
+        fault, states = request.getfixturevalue("strike"), request.module.STATES
+        request.node.user_properties.extend(("cell", (fault, state)) for state in states)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

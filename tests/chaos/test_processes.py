@@ -1,33 +1,35 @@
-"""Cells with real processes: a mesh of one prefill and two decode workers, hit by signals while a request is under way.
+"""Cells with real processes: a mesh of one prefill and two decode workers, hit by signals.
 
-transformers says which tokens must come, whatever happens.
+Each fault strikes once, while a request is in each of the states and another one is generated beside them.
 """
 
 from __future__ import annotations
 
+import itertools
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import grpc
-import httpx
-import orjson
 import pytest
 
+from tests.chaos.stream import PATIENCE_SECONDS, Stream
 from tests.mesh.conftest import Mesh, wait_until
-from tests.mesh.oracle import greedy, prompts
+from tests.mesh.oracle import FIRST_ORDINARY, text_ids
 
 pytestmark = pytest.mark.timeout(300)
 LEASE_SECONDS = 3.0
-PATIENCE_SECONDS = 150.0
 NUM_WORKERS = 3
 # within the lease, and long after everybody has given the frozen one up
-SHORT_SECONDS, LONG_SECONDS = 1.0, 9.0
-NUM_TOKENS = {"queued": 6, "prefilling": 6, "decoding": 60, "finished": 6}
+SHORT_SECONDS, LONG_SECONDS = 1.0, 6.0
+# a state: tokens of prompt and answer
+STATES = {"finished": (150, 6), "decoding": (150, 240), "prefilling": (1900, 6), "queued": (150, 6)}
+BESIDE = (200, 300)
+MAX_TRIES = 8
+NUM_SALTS = 1600
+_numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -43,53 +45,66 @@ def chaos_mesh() -> Iterator[Mesh]:
 
 
 @dataclass
-class Stream:
-    """One streamed completion in a thread of its own, and what came of it."""
+class Scene:
+    """A request in each state, of one session, and one beside them. `decode_id`: where the one that decodes does so."""
 
     mesh: Mesh
-    prompt: list[int]
-    num_tokens: int
-    tokens: list[int] = field(default_factory=list)
-    ends: list[str] = field(default_factory=list)
-    errors: list[Any] = field(default_factory=list)
-    refusal: int = 0  # the status, when it was never placed
-    leaves: threading.Event = field(default_factory=threading.Event)
+    threads: ThreadPoolExecutor
+    victims: dict[str, Stream] = field(default_factory=dict)
+    readings: list[Future[None]] = field(default_factory=list)
+    decode_id: str = ""
 
-    def read(self) -> None:
-        """To its end, or until it is to leave."""
-        body = {"model": "weft-nano", "prompt": self.prompt, "max_tokens": self.num_tokens, "stream": True}
-        body |= {"ignore_eos": True, "temperature": 0, "return_token_ids": True}
-        url = f"{self.mesh.url}/v1/completions"
-        with httpx.stream("POST", url, json=body, timeout=PATIENCE_SECONDS) as response:
-            if response.status_code != 200:
-                self.refusal = response.status_code
-                return
-            for line in response.iter_lines():
-                if self.leaves.is_set():
-                    return
-                if line.startswith("data: "):
-                    self._take(line.removeprefix("data: "))
+    def begin(self) -> None:
+        """Reach every state, the longest one first."""
+        session = f"session-{next(_numbers)}"
+        for state, (num_prompt, num_tokens) in STATES.items():
+            self.victims[state] = Stream(self.mesh, fresh_prompt(num_prompt), num_tokens, session)
+        self.beside = Stream(self.mesh, fresh_prompt(BESIDE[0]), BESIDE[1])
+        self._read(self.victims["finished"]).result(PATIENCE_SECONDS)
+        self._read(self.beside)
+        wait_until("the one beside them has begun", lambda: bool(self.beside.tokens))
+        wait_until("nobody else is decoded", lambda: sum(self._booked().values()) <= 1)
+        before = self._booked()
+        self._read(self.victims["decoding"])
+        wait_until("tokens come", lambda: len(self.victims["decoding"].tokens) >= 3)
+        self.decode_id = next((name for name, count in self._booked().items() if count > before[name]), "")
+        self._read(self.victims["prefilling"])
+        # its own tokens: those of the others may still be on the books
+        wait_until("the prompt is placed", lambda: self.mesh.workers()["prefill-0"].booked_prefill_tokens > 1500)
+        self._read(self.victims["queued"])
 
-    def _take(self, data: str) -> None:
-        if data == "[DONE]":
-            self.ends.append(data)
-            return
-        frame = orjson.loads(data)
-        if "error" in frame:
-            self.errors.append(frame["error"])
-        for choice in frame.get("choices", ()):
-            self.tokens += choice.get("token_ids") or []
-            if choice["finish_reason"]:
-                self.ends.append(choice["finish_reason"])
+    def too_far(self) -> list[str]:
+        """Who has come further than is asked for."""
+        begun = [state for state in ("prefilling", "queued") if self.victims[state].tokens]
+        ended = [name for name, it in (("decoding", self.victims["decoding"]), ("beside", self.beside)) if it.ends]
+        return begun + ended + ([] if self.decode_id else ["placed"])
 
-    def expect_right(self, may_be_refused: bool = False) -> None:
-        """All tokens, and one end; or one status that says to come again, where nobody could take it just then."""
-        if may_be_refused and self.refusal:
-            assert self.refusal in (429, 503)
-            return
-        assert (self.refusal, self.errors) == (0, [])
-        assert self.tokens == greedy(self.prompt, self.num_tokens)
-        assert self.ends == ["length", "[DONE]"]
+    def leave(self) -> None:
+        """The clients of all victims."""
+        for victim in self.victims.values():
+            victim.leaves.set()
+
+    def end(self) -> None:
+        """Everybody has come to an end."""
+        for reading in self.readings:
+            reading.result(PATIENCE_SECONDS)
+
+    def _booked(self) -> dict[str, int]:
+        return {
+            name: status.booked_requests for name, status in self.mesh.workers().items() if name.startswith("decode")
+        }
+
+    def _read(self, stream: Stream) -> Future[None]:
+        reading = self.threads.submit(stream.read)
+        self.readings.append(reading)
+        return reading
+
+
+def fresh_prompt(length: int) -> list[int]:
+    """Its first tokens are no other prompt's, so nobody has a block of it."""
+    index, salt = divmod(next(_numbers), NUM_SALTS)
+    start = [FIRST_ORDINARY + 100 + salt, FIRST_ORDINARY + 100 + index]
+    return [*start, *(4 * text_ids())][:length]
 
 
 def _frozen(mesh: Mesh, name: str, seconds: float) -> None:
@@ -104,70 +119,58 @@ def _killed(mesh: Mesh, *names: str) -> None:
         (mesh.valkey() if name == "valkey" else mesh.child(name)).send_signal(signal.SIGKILL)
 
 
-def _decode(mesh: Mesh) -> str:
-    """The decode worker that is at work, or the first."""
-    statuses = mesh.workers()
-    busy = [name for name, status in statuses.items() if name.startswith("decode") and status.booked_requests]
-    return busy[0] if busy else "decode-0"
-
-
-FAULTS: dict[str, Callable[[Mesh], None]] = {
-    "SIGKILL prefill": lambda mesh: _killed(mesh, "prefill-0"),
-    "SIGKILL decode": lambda mesh: _killed(mesh, _decode(mesh)),
-    "SIGKILL prefill and decode": lambda mesh: _killed(mesh, "prefill-0", _decode(mesh)),
-    "SIGSTOP prefill, short": lambda mesh: _frozen(mesh, "prefill-0", SHORT_SECONDS),
-    "SIGSTOP prefill, long": lambda mesh: _frozen(mesh, "prefill-0", LONG_SECONDS),
-    "SIGSTOP decode, short": lambda mesh: _frozen(mesh, _decode(mesh), SHORT_SECONDS),
-    "SIGSTOP decode, long": lambda mesh: _frozen(mesh, _decode(mesh), LONG_SECONDS),
-    "kvstore dead, then empty": lambda mesh: _killed(mesh, "kvstore"),
-    "kvstore frozen": lambda mesh: _frozen(mesh, "kvstore", LONG_SECONDS),
-    "valkey dead": lambda mesh: _killed(mesh, "valkey"),
-    "valkey frozen": lambda mesh: _frozen(mesh, "valkey", SHORT_SECONDS),
-    "scheduler restarts": lambda mesh: _killed(mesh, "scheduler"),
-    "client gone": lambda mesh: None,
+# kills of workers lie apart: the process that is kept ready for the next one takes some seconds itself
+FAULTS: dict[str, Callable[[Scene], None]] = {
+    "SIGKILL prefill": lambda scene: _killed(scene.mesh, "prefill-0"),
+    "valkey frozen": lambda scene: _frozen(scene.mesh, "valkey", SHORT_SECONDS),
+    "SIGSTOP prefill, long": lambda scene: _frozen(scene.mesh, "prefill-0", LONG_SECONDS),
+    "SIGKILL decode": lambda scene: _killed(scene.mesh, scene.decode_id),
+    "kvstore dead, then empty": lambda scene: _killed(scene.mesh, "kvstore"),
+    "SIGSTOP decode, short": lambda scene: _frozen(scene.mesh, scene.decode_id, SHORT_SECONDS),
+    "SIGSTOP decode, long": lambda scene: _frozen(scene.mesh, scene.decode_id, LONG_SECONDS),
+    "SIGKILL prefill and decode": lambda scene: _killed(scene.mesh, "prefill-0", scene.decode_id),
+    "valkey dead": lambda scene: _killed(scene.mesh, "valkey"),
+    "client gone": lambda scene: scene.leave(),
+    "SIGSTOP prefill, short": lambda scene: _frozen(scene.mesh, "prefill-0", SHORT_SECONDS),
+    "kvstore frozen": lambda scene: _frozen(scene.mesh, "kvstore", LONG_SECONDS),
+    "scheduler restarts": lambda scene: _killed(scene.mesh, "scheduler"),
 }
-CELLS = [(fault, state) for fault in FAULTS for state in NUM_TOKENS]
-QUICK = [("SIGSTOP prefill, short", "prefilling"), ("SIGKILL decode", "decoding")]
-_salts = iter(range(100, 1700))
+# whose tokens must have come from two workers
+MOVING = ("SIGKILL decode", "SIGKILL prefill and decode", "SIGSTOP decode, long")
+QUICK = ["SIGSTOP prefill, short", "SIGKILL decode"]
 
 
-def _reach(mesh: Mesh, stream: Stream, state: str, ending: Future[None]) -> None:
-    if state == "prefilling":
-        # its own tokens: those of the one beside it may still be on the books
-        wait_until("the prompt is being computed", lambda: mesh.workers()["prefill-0"].booked_prefill_tokens > 450)
-    if state == "decoding":
-        wait_until("tokens come", lambda: len(stream.tokens) >= 3)
-    if state == "finished":
-        ending.result(60)
-
-
-def test_processes(chaos_mesh: Mesh, cell: tuple[str, str]) -> None:
-    fault, state = cell
+def test_processes(chaos_mesh: Mesh, strike: str) -> None:
     mesh = chaos_mesh
-    length = 900 if state == "prefilling" else 150
-    stream = Stream(mesh, prompts(1, length, length, next(_salts))[0], NUM_TOKENS[state])
-    beside = Stream(mesh, prompts(1, 200, 200, next(_salts))[0], 90)
-    # the cell before may have failed halfway
+    # the one before may have failed halfway
     wait_until("all workers are there", lambda: _is_whole(mesh), PATIENCE_SECONDS)
     boots = mesh.boots()
-    with ThreadPoolExecutor(2) as pool:
-        others = pool.submit(beside.read)
-        wait_until("the one beside it has begun", lambda: bool(beside.tokens))
-        ending = pool.submit(stream.read)
-        _reach(mesh, stream, state, ending)
-        if fault == "client gone":
-            stream.leaves.set()
-        FAULTS[fault](mesh)
-        ending.result(PATIENCE_SECONDS)
-        others.result(PATIENCE_SECONDS)
-    if fault != "client gone" or state == "finished":
-        stream.expect_right(may_be_refused=state == "queued")
-    beside.expect_right()
-    wait_until("all workers are back", lambda: _are_back(mesh, boots, fault), PATIENCE_SECONDS)
+    with ThreadPoolExecutor(len(STATES) + 1) as threads:
+        scene = _staged(mesh, threads)
+        FAULTS[strike](scene)
+        scene.end()
+    for state, victim in scene.victims.items():
+        if strike != "client gone" or state == "finished":
+            victim.expect_right(may_be_refused=state == "queued")
+    scene.beside.expect_right()
+    assert scene.victims["decoding"].num_attempts > 1 or strike not in MOVING
+    wait_until("all workers are back", lambda: _are_back(mesh, boots, strike), PATIENCE_SECONDS)
     mesh.wait_idle()
-    after = Stream(mesh, stream.prompt, 8)
-    after.read()
-    after.expect_right()
+    for victim in scene.victims.values():
+        after = Stream(mesh, victim.prompt, 8)
+        after.read()
+        after.expect_right()
+
+
+def _staged(mesh: Mesh, threads: ThreadPoolExecutor) -> Scene:
+    """Requests come further while the next ones are placed; where one has come too far, all begin anew."""
+    for _ in range(MAX_TRIES):
+        scene = Scene(mesh, threads)
+        scene.begin()
+        if not (too_far := scene.too_far()):
+            return scene
+        scene.end()
+    raise AssertionError(f"in {MAX_TRIES} tries the states were never reached together; at last {too_far} were over")
 
 
 def _are_back(mesh: Mesh, boots: dict[str, str], fault: str) -> bool:

@@ -60,6 +60,17 @@ def greedy(prompt: list[int], num_tokens: int, directory: Path = MODEL) -> list[
 
 
 @torch.inference_mode()
+def most_likely(prompt: list[int], tokens: list[int], directory: Path = MODEL) -> list[int]:
+    """The arg max at each token's place, given those before it: the tokens themselves just where greedy gives them.
+
+    All at once, which takes much less time than to generate them.
+    """
+    logits = _model(directory)(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :]
+    found: list[int] = logits.argmax(dim=-1).tolist()
+    return found
+
+
+@torch.inference_mode()
 def mean_hidden(prompt: list[int], directory: Path = MODEL) -> list[float]:
     """The mean of the last hidden states, of length 1."""
     states = _model(directory)(torch.tensor([prompt]), output_hidden_states=True).hidden_states[-1][0]
