@@ -37,7 +37,6 @@ HUNG_SECONDS = 180.0
 LEASE_SECONDS = 3.0
 # a frozen worker wakes within its lease, or long after everybody has given it up
 FREEZE_SECONDS = (0.5, 1.5, 8.0, 15.0)
-QUIET_SECONDS, QUIET_CHECKS = 90.0, 180
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +124,6 @@ async def disturb(mesh: LocalMesh, options: Options, tally: Tally) -> None:
         await mesh.heal()
 
 
-async def quiet(mesh: LocalMesh) -> dict[str, int]:
-    """Wait until nothing runs; returns the blocks that are missing by worker, which should be none."""
-    missing: dict[str, int] = {}
-    for _ in range(QUIET_CHECKS):
-        if not (missing := await asyncio.to_thread(mesh.missing_blocks)):
-            break
-        await asyncio.sleep(QUIET_SECONDS / QUIET_CHECKS)
-    return missing
-
-
 async def run(mesh: LocalMesh, options: Options) -> tuple[Tally, dict[str, int]]:
     """The whole thing on a mesh that is ready."""
     tally = Tally()
@@ -153,7 +142,7 @@ async def run(mesh: LocalMesh, options: Options) -> tuple[Tally, dict[str, int]]
         if not disturbing.cancelled() and (error := disturbing.exception()):
             raise error
         await mesh.heal()
-        missing = await quiet(mesh)
+        missing = await mesh.until_quiet()
         again = [await ask(client, each) for each in asks]
         tally.wrong += [
             f"afterwards, {a.name}: {d}"

@@ -25,6 +25,7 @@ from weft_mesh.v1 import scheduler_service_pb2, scheduler_service_pb2_grpc
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 180.0
 MAX_REPORT_AGE_MS = 2500
+QUIET_SECONDS, QUIET_CHECKS = 90.0, 180
 # a fault: what is done to a worker of that role, chosen by chance
 FAULTS = {
     "kill-decode": (signal.SIGKILL, "decode"),
@@ -155,6 +156,15 @@ class LocalMesh:
             w.hello.worker.worker_id: w.hello.num_blocks - w.report.free_blocks - w.report.cached_blocks for w in fleet
         }
         return {name: count for name, count in missing.items() if count}
+
+    async def until_quiet(self) -> dict[str, int]:
+        """Wait until nothing runs; returns the blocks that are missing then, by worker, which should be none."""
+        missing: dict[str, int] = {}
+        for _ in range(QUIET_CHECKS):
+            if not (missing := await asyncio.to_thread(self.missing_blocks)):
+                break
+            await asyncio.sleep(QUIET_SECONDS / QUIET_CHECKS)
+        return missing
 
     def _is_whole(self) -> bool:
         """As the scheduler sees it: every worker is there, ready, has just said so, and is none of the killed."""

@@ -17,6 +17,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -113,19 +114,18 @@ def render(samples: Samples, counts: dict[str, int], minutes: float) -> Table:
     return table
 
 
-async def run(mesh: LocalMesh, minutes: float, samples: Samples, counts: dict[str, int]) -> None:
-    """Calibrate, then half of that for so long."""
+async def run(mesh: LocalMesh, minutes: float, samples: Samples, counts: dict[str, int]) -> dict[str, int]:
+    """Calibrate, then half of that for so long; the blocks that are missing when all is quiet again, by worker."""
     asks = make_asks(read_text(""), NUM_ASKS, PROMPT_WORDS, TOKENS, 4)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=mesh.url, timeout=httpx.Timeout(120), limits=limits) as client:
         rate = await calibrate(client, asks)
         print(f"{rate:.1f} requests a second at full load; half of that from now on", file=sys.stderr)
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(60 * minutes), asyncio.TaskGroup() as group:
                 group.create_task(drive(client, asks, rate / 2, counts))
                 group.create_task(watch(mesh, samples))
-        except TimeoutError:
-            return
+    return await mesh.until_quiet()
 
 
 def main() -> None:
@@ -139,15 +139,14 @@ def main() -> None:
     counts: dict[str, int] = defaultdict(int)
     try:
         with LocalMesh(options.model) as mesh:
-            asyncio.run(run(mesh, options.minutes, samples, counts))
-            missing = mesh.missing_blocks()
+            missing = asyncio.run(run(mesh, options.minutes, samples, counts))
     except MeshTrouble as error:
         sys.exit(f"soak: {error}")
     Console(width=None if sys.stdout.isatty() else 120).print(render(samples, counts, options.minutes))
-    if missing:
-        print(f"blocks in use or missing at the end: {missing}")
     if options.out:
         Path(options.out).write_text(json.dumps(samples))
+    if missing:
+        sys.exit(f"blocks are missing: {missing}")
 
 
 if __name__ == "__main__":
