@@ -13,8 +13,9 @@ from torch import Tensor
 from weft_kernels.linear import linear, pack
 from weft_kernels.linear.reference import linear_reference
 from weft_kernels.native import CHOICE, best_isa, load
+from weft_kernels.native.build import FLAGS
 
-ISAS = [each for each in ("avx2", "avx512") if best_isa() in ("avx512", each)]
+ISAS = list(FLAGS)[: list(FLAGS).index(best_isa()) + 1] if best_isa() in FLAGS else []
 DTYPES = [torch.float32, torch.bfloat16]
 COLUMNS = (1, 7, 31, 33, 257)
 
@@ -74,12 +75,60 @@ def test_the_extension_agrees_with_torch(name: str, rows: int, inputs: int, outp
     assert ((out - linear_reference(x, weight.float())).abs().max() <= 1e-6 * scale).item()
 
 
-@pytest.mark.usefixtures("isa")
-def test_bfloat16_activations_are_rounded_once_at_the_end() -> None:
-    x, weight = torch.randn(5, 96).bfloat16(), torch.randn(40, 96).bfloat16()
-    out = linear(x, pack(weight, torch.bfloat16))
+def near(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """The fp32 sums of the exact products, rounded once to bfloat16."""
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    scale = x.double().norm(dim=-1).max() * weight.double().norm(dim=-1).max()
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out, (x.double() @ weight.double().T).bfloat16(), rtol=2**-7, atol=2**-7)
+    assert out.shape == exact.shape
+    assert ((out - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * scale).all()
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_bfloat16_activations_are_rounded_once_at_the_end(has_bias: bool) -> None:
+    for num_rows, inputs, outputs in (
+        (1, 96, 40),
+        (5, 1, 33),
+        (13, 7, 64),
+        (26, 513, 75),
+        (130, 1030, 33),
+        (251, 300, 7),
+    ):
+        x, weight = torch.randn(num_rows, inputs).bfloat16(), torch.randn(outputs, inputs).bfloat16()
+        bias = torch.randn(outputs).bfloat16() if has_bias else None
+        near(linear(x, pack(weight, torch.bfloat16), bias), x, weight, bias)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 130), inputs=st.integers(1, 1100), outputs=st.integers(1, 90), seed=st.integers(0, 99))
+@pytest.mark.parametrize("name", ISAS)
+def test_products_of_bfloat16_agree_with_torch_in_fp32(
+    name: str, rows: int, inputs: int, outputs: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, inputs, generator=generator).bfloat16()
+    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CHOICE, name)
+        out = linear(x, pack(weight, torch.bfloat16))
+    near(out, x, weight)
+    scale = x.float().norm(dim=-1).max() * weight.float().norm(dim=-1).max()
+    expected = linear_reference(x.float(), weight)
+    assert ((out - expected).abs() <= 2**-8 * expected.abs() + 1e-6 * scale).all()
+
+
+@pytest.mark.skipif(len(ISAS) < 3, reason="no AVX-512 with bfloat16 here")
+def test_floats_come_out_the_same_bit_for_bit_where_the_processor_multiplies_bfloat16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for dtype in DTYPES:
+        for num_rows, inputs, outputs in ((1, 600, 100), (9, 301, 33), (77, 1030, 75)):
+            x, weight, outs = torch.randn(num_rows, inputs), torch.randn(outputs, inputs).to(dtype), []
+            for name in ISAS[1:]:
+                monkeypatch.setenv(CHOICE, name)
+                outs.append(linear(x, pack(weight, torch.float32)))
+            assert torch.equal(*outs)
 
 
 @pytest.mark.usefixtures("isa")
@@ -95,27 +144,31 @@ def test_rows_of_any_stride_and_dimensions_are_taken() -> None:
 
 
 @pytest.mark.parametrize("name", ISAS)
-def test_the_number_of_threads_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_number_of_threads_changes_nothing(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHOICE, name)
     weight = torch.randn(700, 513).bfloat16()
     before = torch.get_num_threads()
     try:
         for num_rows in (1, 9, 40, 300):
-            x = torch.randn(num_rows, 513)
+            x = torch.randn(num_rows, 513).to(dtype)
             outs = []
             for num_threads in (1, 2):
                 torch.set_num_threads(num_threads)
-                outs.append(linear(x, pack(weight, torch.float32)))
+                outs.append(linear(x, pack(weight, dtype)))
             assert torch.equal(*outs)
     finally:
         torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", ISAS)
-def test_a_row_comes_out_the_same_whatever_rows_stand_beside_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_comes_out_the_same_whatever_rows_stand_beside_it(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(CHOICE, name)
-    packed = pack(torch.randn(333, 600).bfloat16(), torch.float32)
-    x = torch.randn(40, 600)
+    packed = pack(torch.randn(333, 600).bfloat16(), dtype)
+    x = torch.randn(40, 600).to(dtype)
     whole = linear(x, packed)
     for num_rows in range(1, 15):
         assert torch.equal(linear(x[:num_rows], packed), whole[:num_rows])
@@ -130,11 +183,12 @@ def test_bfloat16_weights_are_kept_once_in_two_bytes(name: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", ISAS)
-def test_nan_and_infinity_pass_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_and_infinity_pass_through(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHOICE, name)
     weight = torch.randn(70, 20).bfloat16()
     weight[69, 3], weight[5, 0] = float("nan"), float("inf")
-    out = linear(torch.ones(3, 20), pack(weight, torch.float32))
+    out = linear(torch.ones(3, 20, dtype=dtype), pack(weight, dtype))
     assert out[:, 69].isnan().all()
     assert out[:, 5].isposinf().all()
     assert out.isfinite().sum() == 3 * 68
@@ -142,7 +196,9 @@ def test_nan_and_infinity_pass_through(name: str, monkeypatch: pytest.MonkeyPatc
 
 def test_an_unknown_choice_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHOICE, "sse9")
-    with pytest.raises(ValueError, match="WEFT_CPU_KERNELS: expected one of avx2, avx512, torch, found 'sse9'"):
+    with pytest.raises(
+        ValueError, match="WEFT_CPU_KERNELS: expected one of avx2, avx512, avx512_bf16, torch, found 'sse9'"
+    ):
         pack(torch.ones(1, 1), torch.float32)
 
 

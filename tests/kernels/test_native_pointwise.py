@@ -9,7 +9,7 @@ from tests.kernels.test_linear import ISAS
 from weft_kernels.kv_write import kv_write
 from weft_kernels.kv_write.reference import kv_write_reference
 from weft_kernels.native import CHOICE
-from weft_kernels.rms_norm import rms_norm
+from weft_kernels.rms_norm import add_rms_norm, rms_norm
 from weft_kernels.rms_norm.reference import rms_norm_reference
 from weft_kernels.rope import rope
 from weft_kernels.rope.reference import rope_reference
@@ -32,6 +32,40 @@ def test_norms(num_rows: int, size: int) -> None:
     wide, weight = torch.randn(num_rows, size + 7), torch.randn(size)
     for x in (wide[:, :size], wide[:, 3 : size + 3], wide[:, :size].contiguous()):
         torch.testing.assert_close(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5), rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [16, 48, 1024, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_sums(dtype: torch.dtype, size: int) -> None:
+    x, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((5, size), (5, size), (size,)))
+    total, normed = add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, residual + x)
+    rtol = 2e-6 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(normed, rms_norm_reference(total, weight, 1e-5), rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [16, 1024])
+def test_norms_of_bfloat16_are_rounded_before_the_weight(size: int) -> None:
+    """As in the reference: but for sums of another order, which seldom move a number to the next one."""
+    x, weight = torch.randn(70, size + 7).bfloat16(), torch.randn(size).bfloat16()
+    for rows in (x[:, :size], x[:, :size].contiguous()):
+        out, expected = rms_norm(rows, weight, 1e-5), rms_norm_reference(rows, weight, 1e-5)
+        assert (out != expected).float().mean() < 0.002
+        torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-6)
+
+
+def test_gates_of_bfloat16_are_rounded_before_the_product() -> None:
+    x = torch.cat((torch.randn(50, 5632), torch.linspace(-120, 120, 5632)[None])).bfloat16()
+    out, expected = silu_mul(x), silu_mul_reference(x)
+    assert (out != expected)[:50].float().mean() < 0.002
+    torch.testing.assert_close(out, expected, rtol=2**-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_rotations_of_bfloat16_are_the_references_bit_for_bit(dim: int) -> None:
+    x, cos, sin = (torch.randn(*shape).bfloat16() for shape in ((9, 8, dim), (9, dim), (9, dim)))
+    for heads in (x, x[:, 2:]):
+        assert torch.equal(rope(heads, cos, sin), rope_reference(heads, cos, sin))
 
 
 @pytest.mark.parametrize("size", [16, 2816, 5])

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from weft_kernels import native, rans
+from weft_kernels.native.build import FLAGS
 from weft_kernels.rans import coding, reference
 
 Words = NDArray[np.uint16]
-ISAS = ["torch", "avx2", "avx512"]
+ISAS = ["torch", *FLAGS]
 
 
 @pytest.fixture(params=ISAS)

@@ -49,7 +49,8 @@ def pack(weight: Matrix, dtype: torch.dtype) -> PackedWeight:
     is_half = torch.bfloat16 in (weight.dtype, dtype)
     plain = weight.to(torch.bfloat16 if is_half else torch.float32).contiguous()
     width = library.weft_panel()
-    panels = plain.new_empty(-(-outputs // width), inputs, width)
+    # halves are multiplied two inputs at a time, see linear/panels.h
+    panels = plain.new_empty(-(-outputs // width), inputs + inputs % 2 if is_half else inputs, width)
     function = library.weft_pack_bf16 if is_half else library.weft_pack_f32
     function(plain.data_ptr(), outputs, inputs, panels.data_ptr(), torch.get_num_threads())
     return PackedWeight(outputs, inputs, dtype, panels, library)
@@ -69,12 +70,19 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
         return linear_packed(x, weight.data, bias)
     if weight.library is None:
         return linear_torch(x, weight.data, bias)
-    wide = x.float().contiguous()
-    out = torch.empty(*x.shape[:-1], weight.num_outputs)
+    x = x.contiguous()
+    out = x.new_empty(*x.shape[:-1], weight.num_outputs)
     num_rows = out.numel() // weight.num_outputs
-    if num_rows:
-        is_half = weight.data.dtype == torch.bfloat16
-        function = weight.library.weft_linear_bf16 if is_half else weight.library.weft_linear_f32
-        sizes = (num_rows, weight.num_inputs, weight.num_outputs)
-        function(wide.data_ptr(), *sizes, weight.data.data_ptr(), out.data_ptr(), torch.get_num_threads())
-    return (out if bias is None else out.add_(bias)).to(x.dtype)
+    if not num_rows:
+        return out
+    sizes = num_rows, weight.num_inputs, weight.num_outputs, weight.data.data_ptr()
+    num_threads = torch.get_num_threads()
+    if x.dtype == torch.bfloat16:
+        added = None if bias is None else bias.to(x.dtype).contiguous()
+        where = None if added is None else added.data_ptr()
+        weight.library.weft_linear_halves(x.data_ptr(), *sizes, where, out.data_ptr(), num_threads)
+        return out
+    is_half = weight.data.dtype == torch.bfloat16
+    function = weight.library.weft_linear_bf16 if is_half else weight.library.weft_linear_f32
+    function(x.data_ptr(), *sizes, out.data_ptr(), num_threads)
+    return out if bias is None else out.add_(bias)

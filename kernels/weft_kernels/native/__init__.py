@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import subprocess
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from weft_kernels.native.build import FLAGS, BuildFailed, cached_library, is_supported_machine
 
 logger = logging.getLogger(__name__)
-# What this machine should use: avx512, avx2 or torch; empty: the best that it has.
+# What this machine should use: avx512_bf16, avx512, avx2 or torch; empty: the best that it has.
 CHOICE = "WEFT_CPU_KERNELS"
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 SIGNATURES: dict[str, list[type]] = {
@@ -22,17 +23,21 @@ SIGNATURES: dict[str, list[type]] = {
     "weft_pack_f32": [POINTER, LONG, LONG, POINTER, INT],
     "weft_linear_bf16": [POINTER, LONG, LONG, LONG, POINTER, POINTER, INT],
     "weft_linear_f32": [POINTER, LONG, LONG, LONG, POINTER, POINTER, INT],
-    "weft_attend_f32": [POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, FLOAT, INT],
-    "weft_attend_bf16": [POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, FLOAT, INT],
-    "weft_attend_chunk_f32": [POINTER, POINTER, POINTER, POINTER, POINTER, FLOAT, INT],
-    "weft_attend_chunk_bf16": [POINTER, POINTER, POINTER, POINTER, POINTER, FLOAT, INT],
-    "weft_rms_norm": [POINTER, POINTER, POINTER, LONG, LONG, LONG, FLOAT, INT],
-    "weft_rope": [POINTER, POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, INT],
-    "weft_silu_mul": [POINTER, POINTER, LONG, LONG, INT],
+    "weft_linear_halves": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
     "weft_rans_squares": [POINTER, LONG, LONG, INT, INT, POINTER, POINTER],
     "weft_rans_count": [POINTER, POINTER, POINTER, LONG, LONG, INT, INT, POINTER],
     "weft_kv_write": [POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, LONG, LONG, LONG],
 }
+# Each for float32 and bfloat16: weft_..._f32, weft_..._bf16.
+OF_ROWS: dict[str, list[type]] = {
+    "attend": [POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, FLOAT, INT],
+    "attend_chunk": [POINTER, POINTER, POINTER, POINTER, POINTER, FLOAT, INT],
+    "rms_norm": [POINTER, POINTER, POINTER, LONG, LONG, LONG, FLOAT, INT],
+    "add_rms_norm": [POINTER, POINTER, POINTER, POINTER, POINTER, LONG, LONG, FLOAT, INT],
+    "rope": [POINTER, POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, INT],
+    "silu_mul": [POINTER, POINTER, LONG, LONG, INT],
+}
+SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 RETURNING: dict[str, tuple[list[type], type]] = {
     "weft_rans_encode": ([*[POINTER] * 5, INT, *[POINTER] * 4], LONG),
     "weft_rans_decode": ([*[POINTER] * 4, INT, POINTER, POINTER, LONG, POINTER, POINTER], INT),
@@ -44,18 +49,23 @@ def native() -> ctypes.CDLL | None:
     return load(os.environ.get(CHOICE, "") or best_isa())
 
 
-def for_floats(x: Tensor, size: int) -> ctypes.CDLL | None:
-    """The library, where `x` is of floats on a CPU and runs of `size` of them are whole vectors."""
-    if x.dtype != torch.float32 or x.is_cuda:
+def of_rows(name: str, x: Tensor, size: int) -> Callable[..., None] | None:
+    """The function of that name for `x`, where it lies on a CPU and runs of `size` of its items are whole vectors."""
+    if x.is_cuda or x.dtype not in SUFFIXES:
         return None
     library = native()
-    return None if library is None or size % library.weft_width() else library
+    if library is None or size % library.weft_width():
+        return None
+    function: Callable[..., None] = getattr(library, f"weft_{name}_{SUFFIXES[x.dtype]}")
+    return function
 
 
 @cache
 def best_isa() -> str:
     """What the processor can do, as torch sees it."""
     capability = torch.backends.cpu.get_cpu_capability().lower() if is_supported_machine() else ""
+    if capability == "avx512" and torch.cpu.get_capabilities().get("avx512_bf16"):
+        return "avx512_bf16"
     return capability if capability in FLAGS else "torch"
 
 
@@ -73,7 +83,8 @@ def load(isa: str) -> ctypes.CDLL | None:
     except (BuildFailed, OSError, subprocess.TimeoutExpired) as error:
         logger.warning("CPU kernels: torch, which is slower; %s cannot be had: %s", isa, error)
         return None
-    for name, types in SIGNATURES.items():
+    of_rows = {f"weft_{name}_{suffix}": types for name, types in OF_ROWS.items() for suffix in SUFFIXES.values()}
+    for name, types in {**SIGNATURES, **of_rows}.items():
         function = getattr(library, name)
         function.argtypes, function.restype = types, None
     for name, (types, result) in RETURNING.items():

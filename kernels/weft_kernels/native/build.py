@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = (
     "kv_write/kv_write.cpp",
     "linear/linear.cpp",
+    "linear/pack.cpp",
     "paged_attention/chunks.cpp",
     "paged_attention/rows.cpp",
     "rans/decode.cpp",
@@ -27,12 +28,17 @@ SOURCES = (
     "rope/rope.cpp",
     "silu_mul/silu_mul.cpp",
 )
-HEADERS = ("native/vector.h", "rans/format.h")
+HEADERS = ("linear/panels.h", "linear/tiles.h", "native/vector.h", "paged_attention/products.h", "rans/format.h")
 COMMON = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-x", "c++")
+AVX512 = ("-DWEFT_WIDTH=16", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")
+# Each can do what those before it can.
 FLAGS = {
     "avx2": ("-DWEFT_WIDTH=8", "-mavx2", "-mfma"),
-    "avx512": ("-DWEFT_WIDTH=16", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
+    "avx512": AVX512,
+    "avx512_bf16": (*AVX512, "-mavx512bf16"),
 }
+# What a compiler may lack; without OpenMP kernels run on one thread, else they share torch's own ones.
+MISSING = ((), ("-mavx512bf16",), ("-fopenmp",), ("-mavx512bf16", "-fopenmp"))
 BUILD_SECONDS = 120
 
 
@@ -78,9 +84,9 @@ def _build(isa: str, path: Path) -> None:
         raise BuildFailed("no C++ compiler found (c++, g++, clang++ or $CXX)")
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / path.name
-        command = [compiler, *COMMON, *FLAGS[isa], "-o", str(made), *(str(ROOT / name) for name in SOURCES)]
-        # With OpenMP where the compiler has it: the library then shares torch's own threads.
-        for attempt in ([*command, "-fopenmp"], command):
+        sources = (str(ROOT / name) for name in SOURCES)
+        command = [compiler, *COMMON, *FLAGS[isa], "-fopenmp", "-o", str(made), *sources]
+        for attempt in dict.fromkeys(tuple(part for part in command if part not in missing) for missing in MISSING):
             done = subprocess.run(attempt, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False)
             if done.returncode == 0:
                 os.replace(made, path)

@@ -48,6 +48,10 @@ static WEFT_INLINE Floats splat(float value) {
 #endif
 }
 
+static WEFT_INLINE Floats everywhere(float value) { return splat(value); }
+
+static WEFT_INLINE Floats plus_product(Floats sum, Floats a, Floats b) { return sum + a * b; }
+
 static WEFT_INLINE Floats larger(Floats a, Floats b) {
 #if WEFT_WIDTH == 16
     return _mm512_max_ps(a, b);
@@ -74,12 +78,20 @@ static WEFT_INLINE float widen(uint16_t value) {
 
 static WEFT_INLINE void store_narrow(float* to, Floats value) { store(to, value); }
 
-// To the nearest bfloat16, ties to even, as torch rounds; a NaN stays one.
+// To the nearest bfloat16, ties to even, as torch rounds; a NaN stays one. In the words' lower halves.
+static WEFT_INLINE Words to_halves(Floats value) {
+    Words words = (Words)value, is_nan = (Words)(value != value);
+    return (is_nan & 0x7FC0u) | (~is_nan & ((words + 0x7FFFu + ((words >> 16) & 1u)) >> 16));
+}
+
 static WEFT_INLINE void store_narrow(uint16_t* to, Floats value) {
-    Words words = (Words)value, rounded = (words + 0x7FFFu + ((words >> 16) & 1u)) >> 16;
-    Words is_nan = (Words)(value != value);
-    rounded = (is_nan & 0x7FC0u) | (~is_nan & rounded);
-    store(to, __builtin_convertvector(rounded, Halves));
+    store(to, __builtin_convertvector(to_halves(value), Halves));
+}
+
+// The nearest value that an Item can be.
+template <typename Item>
+static WEFT_INLINE Floats rounded(Floats value) {
+    return sizeof(Item) == 2 ? (Floats)(to_halves(value) << 16) : value;
 }
 
 static WEFT_INLINE __m128 quarter(Floats value) {
@@ -97,6 +109,72 @@ static WEFT_INLINE __m128 sums_of_four(Floats a, Floats b, Floats c, Floats d) {
 }
 
 static WEFT_INLINE float sum(Floats value) { return sums_of_four(value, value, value, value)[0]; }
+
+// The first `count` words of a vector, 1 to W of them.
+static WEFT_INLINE void store_some(void* to, Words value, long count) {
+#if WEFT_WIDTH == 16
+    _mm512_mask_storeu_epi32(to, __mmask16((1u << count) - 1), (__m512i)value);
+#else
+    std::memcpy(to, &value, count * sizeof(uint32_t));
+#endif
+}
+
+// W lines of W words change rows with columns.
+static WEFT_INLINE void transpose(Words* lines) {
+#if WEFT_WIDTH == 16
+    constexpr Words LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#pragma GCC unroll 4
+    for (uint32_t step = W / 2; step; step /= 2) {
+        // of two lines `step` apart, the lanes that have that bit of the first one, and those without of the other one
+        __m512i above = (__m512i)((LANES & step) != 0u ? LANES - step + W : LANES);
+        __m512i below = (__m512i)((LANES & step) != 0u ? LANES + W : LANES + step);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) {
+            if (i & step) continue;
+            __m512i a = (__m512i)lines[i], b = (__m512i)lines[i + step];
+            lines[i] = (Words)_mm512_permutex2var_epi32(a, above, b);
+            lines[i + step] = (Words)_mm512_permutex2var_epi32(a, below, b);
+        }
+    }
+#else
+    for (int i = 0; i < W; i++)
+        for (int j = 0; j < i; j++) {
+            uint32_t word = lines[i][j];
+            lines[i][j] = lines[j][i];
+            lines[j][i] = word;
+        }
+#endif
+}
+
+#ifdef __AVX512BF16__
+// Two bfloat16 that are multiplied by two others, both products added to one float.
+#define WEFT_PAIRS
+typedef uint32_t Pair;
+
+static WEFT_INLINE Words everywhere(Pair value) { return (Words)_mm512_set1_epi32(int(value)); }
+
+static WEFT_INLINE Floats plus_product(Floats sum, Words a, Floats b) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+
+// Pairs of what lies in the lower, or upper, halves of two vectors' words.
+static WEFT_INLINE Words lower_halves(Words first, Words second) { return (first & 0xFFFFu) | (second << 16); }
+
+static WEFT_INLINE Words upper_halves(Words first, Words second) { return (first >> 16) | (second & 0xFFFF0000u); }
+
+// Pairs of the nearest bfloat16; what is smaller than the smallest normal number becomes zero.
+static WEFT_INLINE Words pairs_of(Floats first, Floats second) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                           5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return (Words)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+}
+
+// Pairs of bfloat16 that lie in two rows.
+static WEFT_INLINE Words pairs_of(const uint16_t* first, const uint16_t* second) {
+    return __builtin_convertvector(load<Halves>(first), Words) |
+           (__builtin_convertvector(load<Halves>(second), Words) << 16);
+}
+#endif
 
 // e^x for x <= 0, within 2 units in the last place; below -87 it stays at 1.6e-38.
 static WEFT_INLINE Floats exponential(Floats x) {

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from weft_kernels.native import native
+from weft_kernels.native import SUFFIXES, native
 from weft_kernels.paged_attention.batch import PagedBatch, Span
 from weft_kernels.paged_attention.grouped import paged_attention_grouped
 
@@ -49,16 +49,15 @@ def paged_attention_rows(
     is_whole = (q.shape[2] | (value_dim or 0)) % library.weft_width() == 0
     rows = _rows(batch, span, lanes if is_whole else 0)
     out = q.new_empty(*q.shape[:2], value_dim or q.shape[2])
-    name = "f32" if q.dtype == torch.float32 else "bf16"
     sizes = q.shape[1], *batch.pool.shape[1:], out.shape[2], layer
     if len(rows.spans):
         where = (each.data_ptr() for each in (q, batch.pool, rows.blocks, rows.spans, out))
-        attend = getattr(library, f"weft_attend_{name}")
+        attend = getattr(library, f"weft_attend_{SUFFIXES[q.dtype]}")
         attend(*where, _longs((len(rows.spans), *sizes)), scale, torch.get_num_threads())
     for chunk in rows.chunks:
         where = (each.data_ptr() for each in (q[chunk.first_row], batch.pool, chunk.blocks, out[chunk.first_row]))
         all_sizes = chunk.num_rows, *sizes, chunk.context, span.window, span.chunk
-        attend = getattr(library, f"weft_attend_chunk_{name}")
+        attend = getattr(library, f"weft_attend_chunk_{SUFFIXES[q.dtype]}")
         attend(*where, _longs(all_sizes), scale, torch.get_num_threads())
     return out
 

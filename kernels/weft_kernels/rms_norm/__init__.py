@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft_kernels.native import for_floats
+from weft_kernels.native import of_rows
 from weft_kernels.rms_norm.reference import rms_norm_reference
 
 
@@ -18,23 +18,32 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from weft_kernels.rms_norm.kernel import rms_norm_kernel
 
         return rms_norm_kernel(x, weight, eps)
-    library = for_floats(x, x.shape[-1])
-    if library is None or x.ndim != 2 or x.stride(1) != 1:
+    function = of_rows("rms_norm", x, x.shape[-1])
+    if function is None or x.ndim != 2 or x.stride(1) != 1:
         return rms_norm_reference(x, weight, eps)
     out = x.new_empty(x.shape)
     pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
-    library.weft_rms_norm(*pointers, *x.shape, x.stride(0), eps, torch.get_num_threads())
+    function(*pointers, *x.shape, x.stride(0), eps, torch.get_num_threads())
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(s, rms_norm(s, weight, eps)) with s = residual + x, rounded to their dtype; all contiguous, x and s [..., H].
 
-    One pass on a GPU: the residual stream is read and written once between two layers.
+    In one pass: the residual stream is read and written once between two layers.
     """
     if x.is_cuda:
         from weft_kernels.rms_norm.kernel import add_rms_norm_kernel
 
         return add_rms_norm_kernel(x, residual, weight, eps)
-    total = residual + x
-    return total, rms_norm(total, weight, eps)
+    function = of_rows("add_rms_norm", x, x.shape[-1])
+    if function is None:
+        total = residual + x
+        return total, rms_norm(total, weight, eps)
+    assert x.is_contiguous()
+    assert residual.is_contiguous()
+    total, out = x.new_empty(x.shape), x.new_empty(x.shape)
+    pointers = (each.data_ptr() for each in (x, residual, weight, total, out))
+    size = x.shape[-1]
+    function(*pointers, x.numel() // size, size, eps, torch.get_num_threads())
+    return total, out

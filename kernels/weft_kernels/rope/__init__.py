@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft_kernels.native import for_floats
+from weft_kernels.native import of_rows
 from weft_kernels.rope.reference import rope_reference
 
 
@@ -14,10 +14,10 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     x: [T, heads, dim]; cos, sin: [T, dim], both halves alike, in x's dtype. Returns [T, heads, dim].
     """
-    library = for_floats(x, x.shape[2] // 2)
-    if library is None or x.stride()[1:] != (x.shape[2], 1) or not cos.is_contiguous() or not sin.is_contiguous():
+    function = of_rows("rope", x, x.shape[2] // 2)
+    if function is None or x.stride()[1:] != (x.shape[2], 1) or not cos.is_contiguous() or not sin.is_contiguous():
         return rope_reference(x, cos, sin)
     out = x.new_empty(x.shape)
     pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
-    library.weft_rope(*pointers, *x.shape, x.stride(0), torch.get_num_threads())
+    function(*pointers, *x.shape, x.stride(0), torch.get_num_threads())
     return out

@@ -1,23 +1,41 @@
-// Rotary embedding of float heads, in the rotate-half convention; half a head is a multiple of the vector's length.
+// Rotary embedding of heads of floats or bfloat16, in the rotate-half convention; half a head is a multiple of the
+// vector's length.
 
 #include "../native/vector.h"
 
 using namespace weft;
 
-// x: rows of `heads` heads, `stride` apart; cos, sin: [rows, dim].
-WEFT_EXPORT void weft_rope(const float* x, const float* cos, const float* sin, float* out, long rows, long heads,
-                           long dim, long stride, int threads) {
+namespace {
+
+// x: rows of `heads` heads, `stride` apart; cos, sin: [rows, dim]. Each product and their sum are rounded to Item.
+template <typename Item>
+void rope(const Item* x, const Item* cos, const Item* sin, Item* out, long rows, long heads, long dim, long stride,
+          int threads) {
     long half = dim / 2;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows * heads * dim > SERIAL_ITEMS)
     for (long r = 0; r < rows; r++)
         for (long h = 0; h < heads; h++) {
-            const float* from = x + r * stride + h * dim;
-            float* to = out + (r * heads + h) * dim;
+            const Item* from = x + r * stride + h * dim;
+            Item* to = out + (r * heads + h) * dim;
             for (long i = 0; i < half; i += W) {
-                Floats low = load<Floats>(from + i), high = load<Floats>(from + half + i);
-                const float *c = cos + r * dim + i, *s = sin + r * dim + i;
-                store(to + i, low * load<Floats>(c) - high * load<Floats>(s));
-                store(to + half + i, high * load<Floats>(c + half) + low * load<Floats>(s + half));
+                Floats low = load_wide(from + i), high = load_wide(from + half + i);
+                const Item *c = cos + r * dim + i, *s = sin + r * dim + i;
+                Floats first = rounded<Item>(low * load_wide(c)) - rounded<Item>(high * load_wide(s));
+                Floats second = rounded<Item>(high * load_wide(c + half)) + rounded<Item>(low * load_wide(s + half));
+                store_narrow(to + i, first);
+                store_narrow(to + half + i, second);
             }
         }
+}
+
+}  // namespace
+
+WEFT_EXPORT void weft_rope_f32(const float* x, const float* cos, const float* sin, float* out, long rows, long heads,
+                               long dim, long stride, int threads) {
+    rope(x, cos, sin, out, rows, heads, dim, stride, threads);
+}
+
+WEFT_EXPORT void weft_rope_bf16(const uint16_t* x, const uint16_t* cos, const uint16_t* sin, uint16_t* out, long rows,
+                                long heads, long dim, long stride, int threads) {
+    rope(x, cos, sin, out, rows, heads, dim, stride, threads);
 }

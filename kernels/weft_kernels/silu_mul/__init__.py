@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft_kernels.native import for_floats
+from weft_kernels.native import of_rows
 from weft_kernels.silu_mul.reference import silu_mul_reference
 
 
@@ -19,11 +19,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
         return silu_mul_kernel(gate_up)
     size = gate_up.shape[-1] // 2
-    library = for_floats(gate_up, size)
-    if library is None:
+    function = of_rows("silu_mul", gate_up, size)
+    if function is None:
         return silu_mul_reference(gate_up)
     assert gate_up.is_contiguous()
     out = gate_up.new_empty(*gate_up.shape[:-1], size)
     num_rows = gate_up.numel() // gate_up.shape[-1]
-    library.weft_silu_mul(gate_up.data_ptr(), out.data_ptr(), num_rows, size, torch.get_num_threads())
+    function(gate_up.data_ptr(), out.data_ptr(), num_rows, size, torch.get_num_threads())
     return out

@@ -1,0 +1,52 @@
+// The weights of a linear layer into panels, once, when a model is loaded.
+
+#include "panels.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+
+using namespace weft;
+
+namespace {
+
+constexpr size_t HUGE_PAGE = 2 << 20;
+
+// Before the first write; where the system has none to give, nothing changes.
+void ask_for_huge_pages(void* memory, size_t size) {
+    size_t start = (size_t(memory) + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1), end = (size_t(memory) + size) & ~(HUGE_PAGE - 1);
+    if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+}
+
+template <typename Weight>
+void pack(const Weight* weight, long num_outputs, long num_inputs, Weight* packed, int num_threads) {
+    constexpr long AT_ONCE = 64;
+    long num_panels = (num_outputs + PANEL - 1) / PANEL, panel_size = num_lines<Weight>(num_inputs) * PANEL;
+    ask_for_huge_pages(packed, num_panels * panel_size * sizeof(Weight));
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
+    for (long p = 0; p < num_panels; p++) {
+        Weight* panel = packed + p * panel_size;
+        std::fill(panel + num_inputs * PANEL, panel + panel_size, Weight(0));
+        for (long start = 0; start < num_inputs; start += AT_ONCE) {
+            long end = std::min(start + AT_ONCE, num_inputs);
+            for (int o = 0; o < PANEL; o++) {
+                long row = p * PANEL + o;
+                const Weight* from = weight + row * num_inputs;
+                Weight* to = panel + place<Weight>(o);
+                for (long k = start; k < end; k++) to[k * PANEL] = row < num_outputs ? from[k] : Weight(0);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+WEFT_EXPORT long weft_panel() { return PANEL; }
+
+WEFT_EXPORT void weft_pack_bf16(const uint16_t* weight, long outputs, long inputs, uint16_t* packed, int threads) {
+    pack(weight, outputs, inputs, packed, threads);
+}
+
+WEFT_EXPORT void weft_pack_f32(const float* weight, long outputs, long inputs, float* packed, int threads) {
+    pack(weight, outputs, inputs, packed, threads);
+}
