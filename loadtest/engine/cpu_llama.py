@@ -1,7 +1,7 @@
 """llama.cpp in the CPU comparison, through its C interface: all sequences in one batch a step, greedy.
 
-Runs in an environment of its own, with llama-cpp-python, gguf and numpy, and writes the model as float16 GGUF beside
-the checkpoint the first time.
+Runs in an environment of its own, with llama-cpp-python, gguf and numpy, and writes the model as float16 or bfloat16
+GGUF beside the checkpoint the first time.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def read_bfloat16(path: Path) -> Iterator[tuple[str, Any]]:
             yield name, (halves.astype(np.uint32) << 16).view(np.float32).reshape(entry["shape"])
 
 
-def convert(folder: Path) -> Path:
+def convert(folder: Path, dtype: str) -> Path:
     """The checkpoint as GGUF, made once."""
-    path = folder / "model-f16.gguf"
+    path = folder / f"model-{dtype}.gguf"
     if path.exists():
         return path
     config = json.loads((folder / "config.json").read_text())
@@ -62,7 +62,14 @@ def convert(folder: Path) -> Path:
     writer.add_rope_dimension_count(config["head_dim"])
     writer.add_tokenizer_model("none")
     for name, tensor in read_bfloat16(folder / "model.safetensors"):
-        writer.add_tensor(*_to_gguf(name, tensor, config["head_dim"]))
+        name, tensor = _to_gguf(name, tensor, config["head_dim"])
+        if tensor.ndim == 1:  # norms stay float32
+            writer.add_tensor(name, tensor)
+        elif dtype == "bfloat16":
+            halves = (tensor.view(np.uint32) >> 16).astype(np.uint16)  # exact: that is what the checkpoint holds
+            writer.add_tensor(name, halves.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+        else:
+            writer.add_tensor(name, tensor.astype(np.float16))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -76,8 +83,8 @@ def _to_gguf(name: str, tensor: Any, head_dim: int) -> tuple[str, Any]:
         tensor = tensor.reshape(-1, 2, head_dim // 2, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
     if name.startswith("model.layers."):
         _, _, index, rest = name.split(".", 3)
-        return f"blk.{index}.{NAMES[rest]}", tensor.astype(np.float16) if tensor.ndim == 2 else tensor
-    return NAMES[name], tensor.astype(np.float16) if tensor.ndim == 2 else tensor
+        return f"blk.{index}.{NAMES[rest]}", np.ascontiguousarray(tensor)
+    return NAMES[name], tensor
 
 
 class Llama:
@@ -86,7 +93,7 @@ class Llama:
     def __init__(self, task: Task) -> None:
         self.clock = task.clock
         llama_cpp.llama_backend_init()
-        path = str(convert(task.model)).encode()
+        path = str(convert(task.model, task.dtype)).encode()
         model_params = llama_cpp.llama_model_default_params()
         self.model = llama_cpp.llama_model_load_from_file(path, model_params)
         params = llama_cpp.llama_context_default_params()

