@@ -120,14 +120,17 @@ class TinyFamily(Tiny):
         return tokens[len(prompt) :]
 
 
-def make_family(name: str, directory: Path) -> TinyFamily:
-    """Norms, biases and corrections are random too: their initial values would hide that they are left out."""
+def make_family(name: str, directory: Path, **sizes: Any) -> TinyFamily:
+    """Norms, biases and corrections are random too: their initial values would hide that they are left out.
+
+    `sizes` are other fields of the config than those in `FAMILIES`.
+    """
     family, changes = FAMILIES[name]
     torch.manual_seed(13)
-    sizes = {"vocab_size": 113, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 3}
-    common = {"max_position_embeddings": 128, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2}
+    common: dict[str, Any] = {"vocab_size": 113, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 3}
+    common |= {"max_position_embeddings": 128, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2}
     make_config = getattr(transformers, CLASSES.get(family, family) + "Config")
-    oracle = getattr(transformers, family + "ForCausalLM")(make_config(**{**sizes, **common, **changes}))
+    oracle = getattr(transformers, family + "ForCausalLM")(make_config(**{**common, **changes, **sizes}))
     oracle.eval()
     with torch.no_grad():
         for tensor in [*oracle.parameters(), *(each for _, each in oracle.named_buffers() if each.ndim == 1)]:

@@ -2,7 +2,8 @@
 
 Nothing of that may show: every token is the one that the sequence gets alone, and no block is lost. `make soak` runs
 100,000 steps a family, `make test` some hundreds. The driver acts on the engine's own thread, in its listener, so that
-a run is the same every time.
+a run is the same every time. Models are as small as they can be with every kind of layer that the family has: what is
+tested is which pages are read, not what is computed from them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import ctypes
 import os
 import random
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ import torch
 from tests.weft.engine.harness import Driver
 from tests.weft.engine.poison import Poison
 from tests.weft.engine.test_shaped import EveryThird
+from tests.weft.tiny_families import make_family
 from tests.weft.tiny_llama import Tiny
 from weft.engine.build import build_engine
 from weft.engine.config import EngineConfig
@@ -33,6 +36,21 @@ from weft.request import RequestKey, SamplingParams
 NUM_STEPS = int(os.environ.get("WEFT_SOAK_STEPS", "600"))
 NUM_BLOCKS, BLOCK_TOKENS, MAX_LIVE = 26, 4, 12  # blocks for each group of layers
 NUM_TEXTS, MAX_NEW = 24, 20
+STUCK_SECONDS, TOLD_STEPS = 60.0, 10_000
+# Heads and rows that fill whole vectors, so that the C++ kernels take them.
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama2": {**SMALL, "num_hidden_layers": 1},
+    "mistral-window": {**SMALL, "num_hidden_layers": 1},
+    "llama4": {
+        **SMALL,
+        "num_hidden_layers": 2,
+        "intermediate_size_mlp": 32,
+        "no_rope_layers": [1, 0],
+        "interleave_moe_layer_step": 2,
+    },
+    "deepseek": {"num_hidden_layers": 2},
+}
 CHANGES: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_k": 40}, {"repetition_penalty": 1.3, "min_tokens": 4}]
 
 
@@ -118,7 +136,10 @@ class Chaos:
         self.num_steps = num_steps
         self.engine.start()
         self.begin()
-        is_over = self.is_over.wait(60 + num_steps / 50)
+        num_heard = -1
+        while not self.is_over.wait(STUCK_SECONDS) and num_heard != self.counts["heard"]:
+            num_heard = self.counts["heard"]
+        is_over = self.is_over.is_set()
         self.is_over.set()
         self.engine.stop()
         assert not self.errors, self.errors[:3]
@@ -142,7 +163,11 @@ class Chaos:
 
     def check(self, output: StepOutput) -> None:
         load = output.load
-        self.counts["steps"] += output.step_seconds > 0
+        self.counts["heard"] += 1
+        if output.step_seconds > 0:
+            self.counts["steps"] += 1
+            if not self.counts["steps"] % TOLD_STEPS:
+                print(f"{time.strftime('%X')} {self.counts['steps']:,} steps", flush=True)
         total = load.free_blocks + load.cached_blocks + load.active_blocks + load.quarantined_blocks
         assert total == len(self.blocks), f"{total} blocks of {len(self.blocks)}"
         assert not output.failures, output.failures
@@ -263,17 +288,17 @@ class Chaos:
                 blocks.clear()
 
 
-@pytest.mark.timeout(120 + NUM_STEPS // 40)
-@pytest.mark.parametrize("name", ["llama2", "mistral-window", "llama4", "deepseek"])
+@pytest.mark.timeout(120 + NUM_STEPS)  # one that is stuck is noticed sooner
+@pytest.mark.parametrize("name", FAMILIES)
 def test_poisoned_blocks_show_nowhere_whatever_happens(
-    name: str, family_of: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
+    name: str, steps_ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = family_of(name)
+    tiny = make_family(name, tmp_path, **FAMILIES[name])
     texts = make_texts(tiny)
     poison = Poison(monkeypatch)
     chaos = Chaos(tiny, texts, poison, seed=1)
     chaos.run(NUM_STEPS)
-    print(name, dict(chaos.counts), poison.num_poisoned, "blocks poisoned")
+    print(f"{name}, {steps_ahead} steps ahead: {dict(chaos.counts)}, {poison.num_poisoned} blocks poisoned")
     load = chaos.engine.load
     assert (load.active_blocks, load.quarantined_blocks, load.active_tokens) == (0, 0, 0)
     for kind in ("ended", "cancelled", "preempted", "foretold", "handed over", "suspect"):
