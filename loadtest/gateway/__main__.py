@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="a JSON file")
     options = parser.parse_args(arguments)
     sizes = Sizes(int(4000 * options.scale), int(500 * options.scale), 1500, int(256 * options.scale))
-    starters: dict[str, Starter | None] = {"weft": weft(1), "mock server alone": bare}
+    starters: dict[str, Starter | None] = {"weft": weft(1), "weft, 2 processes": weft(2), "mock server alone": bare}
     starters |= find_peers(options.peers)
     chosen = options.only.split(",") if options.only else list(starters)
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")

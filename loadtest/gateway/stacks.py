@@ -76,6 +76,7 @@ def weft(num_gateways: int = 1) -> Starter:
                 "WEFT_SCHEDULER_ADDR": scheduler,
                 "WEFT_HTTP_PORT": str(port),
                 "WEFT_GRPC_PORT": str(grpc_port),
+                "WEFT_SHARE_PORTS": "1",
                 "WEFT_PRIVATE_PORT": str(private),
                 "WEFT_MAX_REQUESTS": "20000",
             }

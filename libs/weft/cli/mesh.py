@@ -43,6 +43,7 @@ class MeshOptions:
     num_prefill: int = 1
     num_decode: int = 1
     num_both: int = 0
+    num_gateways: int = 1
     dtype: str = "auto"
     weights: str = "plain"
     transport: str = "auto"
@@ -72,6 +73,11 @@ class MeshOptions:
         return {name: count for name, count in counts.items() if count}
 
     @property
+    def gateways(self) -> list[str]:
+        """Their names: one is the usual thing, several share their ports."""
+        return ["gateway"] if self.num_gateways == 1 else [f"gateway-{number}" for number in range(self.num_gateways)]
+
+    @property
     def workers(self) -> dict[str, str]:
         """Names of the workers, numbered through over all models, and the model that each serves."""
         return {
@@ -94,7 +100,10 @@ class MeshOptions:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the parts of a mesh on this machine listen, host:port; fixed before anything starts."""
+    """Where the parts of a mesh on this machine listen, host:port; fixed before anything starts.
+
+    `gateways` have a port each for those who look after them.
+    """
 
     valkey: str
     scheduler: str
@@ -102,7 +111,7 @@ class Addresses:
     weights: str
     workers: Mapping[str, str]
     master_port: int
-    private_port: int
+    gateways: Mapping[str, int]
 
 
 def usable_cores() -> list[int]:
@@ -117,13 +126,14 @@ def pick_addresses(options: MeshOptions) -> Addresses:
         raise PortTaken(f"--port and --grpc-port are both {options.port}; choose another with --grpc-port")
     check_port(options.host, options.port, "--port")
     check_port(options.host, options.grpc_port, "--grpc-port")
-    names = options.workers
-    ports = free_ports(6 + len(names))
+    names, gateways = options.workers, options.gateways
+    ports = free_ports(5 + len(names) + len(gateways))
     valkey, scheduler, kvstore, weights = (f"{LOOPBACK}:{port}" for port in ports[:4])
     if options.weights_listen:
         weights = check_listen_address(options.weights_listen, "--weights-listen")
-    workers = {name: f"{LOOPBACK}:{port}" for name, port in zip(names, ports[6:], strict=True)}
-    return Addresses(valkey, scheduler, kvstore, weights, workers, master_port=ports[4], private_port=ports[5])
+    workers = {name: f"{LOOPBACK}:{port}" for name, port in zip(names, ports[5 : 5 + len(names)], strict=True)}
+    private = dict(zip(gateways, ports[5 + len(names) :], strict=True))
+    return Addresses(valkey, scheduler, kvstore, weights, workers, master_port=ports[4], gateways=private)
 
 
 def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
@@ -137,7 +147,7 @@ def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
         _worker(options, at, name, model, options.worker_cpus(index))
         for index, (name, model) in enumerate(options.workers.items())
     ]
-    return [*stores, *workers, _gateway(options, at)]
+    return [*stores, *workers, *(_gateway(options, at, name) for name in at.gateways)]
 
 
 def _common(options: MeshOptions, at: Addresses) -> dict[str, str]:
@@ -211,7 +221,7 @@ def _worker(options: MeshOptions, at: Addresses, name: str, model: str, cpus: st
     )
 
 
-def _gateway(options: MeshOptions, at: Addresses) -> ChildSpec:
+def _gateway(options: MeshOptions, at: Addresses, name: str) -> ChildSpec:
     own = {
         "WEFT_HOST": options.host,
         "WEFT_HTTP_PORT": str(options.port),
@@ -220,11 +230,13 @@ def _gateway(options: MeshOptions, at: Addresses) -> ChildSpec:
         "WEFT_OPEN": str(int(options.is_open)),
     }
     probed = f"{reachable(options.host)}:{options.port}"
-    if options.keys or options.has_tls:
-        own["WEFT_PRIVATE_PORT"] = str(at.private_port)
-        probed = f"{LOOPBACK}:{at.private_port}"
+    if options.keys or options.has_tls or len(at.gateways) > 1:
+        own["WEFT_PRIVATE_PORT"] = str(at.gateways[name])
+        probed = f"{LOOPBACK}:{at.gateways[name]}"
+    if len(at.gateways) > 1:
+        own["WEFT_SHARE_PORTS"] = "1"
     return ChildSpec(
-        name="gateway",
+        name=name,
         command=(sys.executable, "-m", "weft_services.gateway"),
         environ={**os.environ, **_common(options, at), **own},
         probe=functools.partial(http_answers, f"http://{probed}/ready"),

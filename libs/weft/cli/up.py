@@ -209,7 +209,7 @@ def _title(options: MeshOptions) -> str:
 
 def _services(options: MeshOptions, at: Addresses) -> dict[str, str]:
     fixed = {"valkey": at.valkey, "scheduler": at.scheduler, "kvstore": at.kvstore, "weights": at.weights}
-    return {**fixed, **at.workers, "gateway": f"{reachable(options.host)}:{options.grpc_port}"}
+    return {**fixed, **at.workers, **dict.fromkeys(at.gateways, f"{reachable(options.host)}:{options.grpc_port}")}
 
 
 def _banner(options: MeshOptions, url: str) -> Text:

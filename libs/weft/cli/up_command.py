@@ -59,6 +59,7 @@ def up(
     prefill: Annotated[int | None, typer.Option(min=0, max=64, help="Prefill workers of each model.  [1]")] = None,
     decode: Annotated[int | None, typer.Option(min=0, max=64, help="Decode workers of each model.  [1]")] = None,
     both: Annotated[int, typer.Option(min=0, max=64, help="Workers that do both; then the others need not be.")] = 0,
+    gateways: Annotated[int, typer.Option(min=1, max=64, help="Gateway processes, which share their ports.")] = 1,
     dtype: Annotated[DType, typer.Option(help="Of weights and KV cache; auto: bfloat16 on a GPU.")] = DType.AUTO,
     weights: Annotated[
         Weights, typer.Option(help="In a GPU's memory: resident packs bfloat16 to 12 bits, without loss.")
@@ -86,6 +87,7 @@ def up(
             num_prefill=prefill if prefill is not None else int(not both),
             num_decode=decode if decode is not None else int(not both),
             num_both=both,
+            num_gateways=gateways,
             dtype=dtype,
             weights=weights,
             transport=transport,

@@ -22,6 +22,7 @@ class Config:
     redis_url: str = ""
     http_port: int = 8000
     grpc_port: int = 9000
+    share_ports: bool = False
     private_host: str = "127.0.0.1"
     private_port: int | None = None
     tls_cert: Path | None = None
@@ -45,6 +46,8 @@ class Config:
         for name in ("http_port", "grpc_port", "private_port"):
             if not 0 <= (getattr(self, name) or 0) <= 65535:
                 raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name)}: expected 0 to 65535")
+        if self.share_ports and not (self.http_port and self.grpc_port):
+            raise ConfigError("WEFT_SHARE_PORTS=1 needs WEFT_HTTP_PORT and WEFT_GRPC_PORT other than 0")
         if self.max_requests < 1:
             raise ConfigError(f"WEFT_MAX_REQUESTS={self.max_requests}: expected at least 1")
         for name in ("request_timeout_seconds", "move_seconds", "grace_seconds"):

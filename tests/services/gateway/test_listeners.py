@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import ssl
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,13 @@ import pytest
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import speaking
 from weft.cli.certs import make_certs
+from weft.cli.ports import free_ports
 from weft.config import ConfigError
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from weft_services.gateway.config import Config
 from weft_services.gateway.front.certificate import Certificate
+from weft_services.gateway.front.http_server import listen
 
 
 async def test_the_private_listener_has_what_the_public_one_has_not(bench: MakeBench) -> None:
@@ -83,3 +87,35 @@ def test_a_certificate_that_cannot_be_used_is_told_by_its_variable(model_dir: Pa
     key.write_text("no key")
     with pytest.raises(ConfigError, match="WEFT_TLS_CERT"):
         Certificate(cert, key)
+
+
+def test_ports_that_are_shared_have_to_be_named(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="WEFT_SHARE_PORTS"):
+        Config(str(model_dir), "127.0.0.1:1", http_port=0, share_ports=True)
+
+
+def test_a_port_is_shared_by_those_who_both_say_so_and_by_nobody_else() -> None:
+    first = listen("127.0.0.1", 0, is_shared=True)
+    port = first.getsockname()[1]
+    with first, listen("127.0.0.1", port, is_shared=True) as second, contextlib.ExitStack() as clients:
+        with pytest.raises(OSError, match="is the port taken"):
+            listen("127.0.0.1", port)
+        for _ in range(64):
+            clients.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+        for listener in (first, second):
+            accepted, _ = listener.accept()  # raises BlockingIOError where none was dealt to it
+            accepted.close()
+
+
+async def test_gateways_that_share_ports_answer_there_together_and_one_after_the_other(bench: MakeBench) -> None:
+    http_port, grpc_port = free_ports(2)
+    ports: dict[str, Any] = {"http_port": http_port, "grpc_port": grpc_port, "share_ports": True}
+    async with bench(**ports) as first:
+        async with bench(**ports) as second:
+            with pytest.raises(OSError, match="is the port taken"):
+                listen("127.0.0.1", http_port)
+            assert first.gateway.http_address == second.gateway.http_address
+            assert first.gateway.grpc_address == second.gateway.grpc_address
+            for b in (first, second):
+                assert (await b.http.get("/ready")).status_code == 200
+        assert (await first.client.completions.create(model=MODEL_NAME, prompt="x")).choices

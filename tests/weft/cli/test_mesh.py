@@ -23,7 +23,7 @@ AT = Addresses(
     weights="127.0.0.1:4",
     workers={"prefill-0": "127.0.0.1:5", "decode-0": "127.0.0.1:6", "decode-1": "127.0.0.1:7"},
     master_port=8,
-    private_port=9,
+    gateways={"gateway": 9},
 )
 
 
@@ -85,6 +85,16 @@ def test_a_guarded_gateway_is_asked_on_a_port_of_its_own() -> None:
     for options in (MeshOptions(ONE, keys="keys.json"), MeshOptions(ONE, has_tls=True)):
         gateway = mesh_specs(options, AT)[-1]
         assert (gateway.environ["WEFT_PRIVATE_PORT"], gateway.environ["WEFT_KEYS"]) == ("9", options.keys)
+
+
+def test_several_gateways_share_their_ports_and_are_looked_after_one_by_one() -> None:
+    options = MeshOptions(ONE, num_gateways=2)
+    at = dataclasses.replace(AT, gateways=dict(zip(options.gateways, (9, 10), strict=True)))
+    gateways = mesh_specs(options, at)[-2:]
+    assert [spec.name for spec in gateways] == ["gateway-0", "gateway-1"]
+    assert [spec.environ["WEFT_PRIVATE_PORT"] for spec in gateways] == ["9", "10"]
+    assert {(spec.environ["WEFT_HTTP_PORT"], spec.environ["WEFT_SHARE_PORTS"]) for spec in gateways} == {("8000", "1")}
+    assert "WEFT_SHARE_PORTS" not in mesh_specs(MeshOptions(ONE), AT)[-1].environ
 
 
 def test_a_users_own_settings_reach_the_services_but_not_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,9 +100,9 @@ class HttpServer(uvicorn.Server):
     """Serves on a socket that is bound before it starts; stops when `should_exit` is set."""
 
     def __init__(
-        self, app: ASGIApp, host: str, port: int, grace_seconds: float, context: ssl.SSLContext | None = None
+        self, app: ASGIApp, listener: socket.socket, grace_seconds: float, context: ssl.SSLContext | None = None
     ) -> None:
-        """Raises OSError when the port is taken. With a `context`, only TLS is spoken."""
+        """`listener`: by `listen`. With a `context`, only TLS is spoken."""
         config = uvicorn.Config(
             app,
             http=GuardedProtocol,
@@ -119,7 +119,7 @@ class HttpServer(uvicorn.Server):
             ssl_context_factory=(lambda *_: context) if context else None,
         )
         super().__init__(config)
-        self._socket = _bind(host, port)
+        self._socket = listener
         self.port = int(self._socket.getsockname()[1])
 
     async def serve_until_stopped(self) -> None:
@@ -132,14 +132,18 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, is_shared: bool = False) -> socket.socket:
+    """From here on clients are kept waiting instead of refused. `is_shared`: other processes of this user listen there
+    too, and the kernel deals connections out among them. Raises OSError when the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # with the protocol spelled out: asyncio turns Nagle's delay off only where it sees TCP named
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
-        listener.listen(BACKLOG)  # from here on clients are kept waiting instead of refused
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; is the port taken?") from error

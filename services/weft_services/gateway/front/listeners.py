@@ -12,7 +12,7 @@ from weft_services.gateway.config import Config
 from weft_services.gateway.front.app import build_app, build_private_app
 from weft_services.gateway.front.certificate import Certificate
 from weft_services.gateway.front.grpc_edge import LISTENER_OPTIONS, Admission
-from weft_services.gateway.front.http_server import HttpServer
+from weft_services.gateway.front.http_server import HttpServer, listen
 from weft_services.gateway.front.service import SERVICE_NAME, add_inference_service
 from weft_services.gateway.mesh.pipeline import Pipeline
 
@@ -32,13 +32,13 @@ class Listeners:
         has_private = config.private_port is not None
         grace_seconds = config.grace_seconds + LAST_WORDS_SECONDS
         app = build_app(pipeline, door, config.request_timeout_seconds, not has_private)
-        self.http = HttpServer(app, config.host, config.http_port, grace_seconds, context)
+        self.http = HttpServer(app, listen(config.host, config.http_port, config.share_ports), grace_seconds, context)
         self.private: HttpServer | None = None
         if config.private_port is not None:
-            self.private = HttpServer(
-                build_private_app(pipeline), config.private_host, config.private_port, grace_seconds
-            )
-        self.rpc = RpcServer([SERVICE_NAME], LISTENER_OPTIONS, [Admission(pipeline, door, SERVICE_NAME)])
+            listener = listen(config.private_host, config.private_port)
+            self.private = HttpServer(build_private_app(pipeline), listener, grace_seconds)
+        options = (*LISTENER_OPTIONS, ("grpc.so_reuseport", int(config.share_ports)))
+        self.rpc = RpcServer([SERVICE_NAME], options, [Admission(pipeline, door, SERVICE_NAME)])
         add_inference_service(self.rpc.server, pipeline, config.request_timeout_seconds)
         self._grpc_address = ""
 
