@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,20 +63,29 @@ class Source(decode_service_pb2_grpc.DecodeServiceServicer):
             writer.cancel()
 
     async def _write(self, speakers: dict[str, Speaker], begun: asyncio.Event, context: Any) -> None:
-        due = time.monotonic()
+        """First tokens come at once, as they come from prefill; the others by steps."""
+        loop = asyncio.get_running_loop()
+        due = loop.time()
         while True:
             if not speakers:
-                begun.clear()
                 await begun.wait()
-                due = time.monotonic()
-            await context.write(self._step(speakers))
-            if self._step_seconds:
+                due = loop.time()
+            try:
+                async with asyncio.timeout_at(due):
+                    await begun.wait()
+            except TimeoutError:
                 due += self._step_seconds
-                await asyncio.sleep(max(0.0, due - time.monotonic()))
+                frame = self._step(speakers, list(speakers))
+            else:
+                begun.clear()
+                frame = self._step(speakers, [name for name, speaker in speakers.items() if not speaker.place])
+            if frame.deltas:
+                await context.write(frame)
 
-    def _step(self, speakers: dict[str, Speaker]) -> pb.AttachResponse:
+    def _step(self, speakers: dict[str, Speaker], names: list[str]) -> pb.AttachResponse:
         frame, ended = pb.AttachResponse(), []
-        for name, speaker in speakers.items():
+        for name in names:
+            speaker = speakers[name]
             delta = frame.deltas.add()
             delta.key.CopyFrom(speaker.key)
             delta.token_ids.append(self._token_ids[speaker.place % len(self._token_ids)])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
+import resource
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # how long a thread at work on a long prompt may keep the event loop from going on; Python's own 5 ms add up
 SWITCH_SECONDS = 0.0005
+# of malloc.h
+M_MMAP_THRESHOLD, MMAP_BYTES = -3, 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +48,26 @@ class Gateway:
 async def serve(config: Config) -> None:
     """The whole life of the process: until SIGTERM or SIGINT, then drained."""
     sys.setswitchinterval(SWITCH_SECONDS)
+    _allow_files()
+    _return_memory()
     async with running(config) as gateway:
         addresses = (gateway.http_address, gateway.grpc_address, gateway.private_address)
         logger.info("listening http=%s grpc=%s private=%s", *addresses)
         await until_signal()
         logger.info("draining in_flight=%d", gateway.pipeline.num_in_flight)
+
+
+def _allow_files() -> None:
+    """A connection is a file, and processes begin with 1,024 of them; what is too many is for the system to say."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _return_memory() -> None:
+    """Blocks of a megabyte and more go back to the system when they are freed; glibc would keep those of large bodies,
+    for more of the same."""
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
 
 
 @asynccontextmanager

@@ -78,6 +78,33 @@ async def test_bodies_that_cannot_be_read_are_refused(
         assert b.gateway.pipeline.num_in_flight == 0
 
 
+def chat_body(content: bytes, more: bytes = b"") -> bytes:
+    return b'{"model":"%b","messages":[{"role":"user","content":%b}]%b}' % (MODEL_NAME.encode(), content, more)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"model":"tiny","messages":[%b]}' % (b"{}," * 10**6)[:-1], "1000001 objects or lists"),
+        (chat_body(b"[%b]" % (b"{}," * 10**6)[:-1]), "objects or lists"),
+        (chat_body(b'""', b',"stop":[%b]' % (b'"x",' * 10**6)[:-1]), "strings"),
+        (chat_body(b'"%b"' % (b"x" * 7_000_000)), "exceed the context"),
+        (chat_body(b"[" * 60_000), "JSON"),
+        (chat_body(b'"\xff\xfe"'), "JSON"),
+        (chat_body(rb'"\ud800"'), "JSON"),
+        (chat_body(b'""', b',"max_tokens":' + b"9" * 10_000), "JSON"),
+        (b"\0" * 4096, "JSON"),
+    ],
+    ids=["messages", "parts", "strings", "a long text", "depth", "UTF-8", "a surrogate", "digits", "zeros"],
+)
+async def test_bodies_that_are_hostile_get_a_400_that_says_why(bench: MakeBench, body: bytes, says: str) -> None:
+    async with bench() as b:
+        response = await b.http.post("/v1/chat/completions", content=body, headers=JSON)
+        assert response.status_code == 400
+        assert says in response.json()["error"]["message"]
+        assert (await b.http.get("/health")).status_code == 200
+
+
 async def test_a_body_without_a_length_is_bounded_too(bench: MakeBench) -> None:
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(MAX_BODY_BYTES // 65536 + 2):

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from weft.errors import InvalidRequest
 from weft.request import KEEP, Retention
 from weft_services.gateway.dialects.answer_format import read_format
+from weft_services.gateway.dialects.body_limits import check_body
 from weft_services.gateway.dialects.openai_fields import (
     MAX_TOOLS,
     as_stop_list,
@@ -217,6 +218,7 @@ def parse_completion(body: bytes) -> Generation:
 
 def parse_body(kind: type[BodyT], body: bytes) -> BodyT:
     """A JSON object of that kind. Raises InvalidRequest naming the field."""
+    check_body(body)
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

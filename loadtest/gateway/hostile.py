@@ -1,0 +1,172 @@
+"""`python -m loadtest.gateway.hostile`: requests that nobody should send, many times over.
+
+For each: the status that it gets and the one that it should, how long that takes, how long others wait meanwhile for
+`/health`, and what the gateway's memory does: its most, and what is left when it is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import psutil
+import uvloop
+
+from loadtest.gateway.processes import Processes
+from loadtest.gateway.stacks import MODEL, Stack, weft
+
+MIB = 1024 * 1024
+ANSWER_SECONDS, PROBE_SECONDS = 60.0, 0.02
+PATH = b"/v1/chat/completions"
+JSON = b"content-type: application/json\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """What is written on a connection; `expected` is the status that should come back."""
+
+    name: str
+    expected: int
+    make: Callable[[], bytes]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Over all its repetitions. Times in milliseconds, memory in bytes above what the gateway held before."""
+
+    statuses: set[int] = field(default_factory=set)
+    slowest: float = 0.0
+    others: float = 0.0
+    peak: int = 0
+    left: int = 0
+
+
+def post(body: bytes, head: bytes = JSON) -> bytes:
+    """A POST with its length."""
+    return b"POST %b HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n%b" % (PATH, head, len(body), body)
+
+
+def chunked(body: bytes) -> bytes:
+    """The same without a length."""
+    pieces = [body[at : at + 65536] for at in range(0, len(body), 65536)]
+    told = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+    return b"POST %b HTTP/1.1\r\nhost: x\r\n%btransfer-encoding: chunked\r\n\r\n%b0\r\n\r\n" % (PATH, JSON, told)
+
+
+def chat(content: bytes, more: bytes = b"") -> bytes:
+    """A chat with this JSON as its only message's content, and further fields."""
+    return b'{"model":"%b","messages":[{"role":"user","content":%b}]%b}' % (MODEL.name.encode(), content, more)
+
+
+def head(fields: bytes) -> bytes:
+    """A request without a body."""
+    return b"GET /health HTTP/1.1\r\nhost: x\r\n%b\r\n" % fields
+
+
+ATTACKS = [
+    Attack("a body of 32 MB", 413, lambda: post(chat(b'"%b"' % (b"x" * 32 * MIB)))),
+    Attack("the same without a length", 413, lambda: chunked(chat(b'"%b"' % (b"x" * 32 * MIB)))),
+    Attack("a string of 10 MB", 413, lambda: post(chat(b'"%b"' % (b"x" * 10 * MIB)))),
+    Attack("a string of 7 MB, which a body may have", 400, lambda: post(chat(b'"%b"' % (b"x" * 7 * MIB)))),
+    Attack(
+        "10^6 messages, 28 MB",
+        413,
+        lambda: post(b'{"messages":[%b]}' % (b'{"role":"user","content":""},' * 10**6)[:-1]),
+    ),
+    Attack("10^6 empty messages, 3 MB", 400, lambda: post(b'{"model":"x","messages":[%b]}' % (b"{}," * 10**6)[:-1])),
+    Attack("10^6 parts of a message", 400, lambda: post(chat(b"[%b]" % (b"{}," * 10**6)[:-1]))),
+    Attack("10^6 stop strings", 400, lambda: post(chat(b'""', b',"stop":[%b]' % (b'"x",' * 10**6)[:-1]))),
+    Attack("lists in lists, 10^6 deep", 400, lambda: post(chat(b"[" * 10**6))),
+    Attack("objects in objects, a field nobody knows", 400, lambda: post(chat(b'""', b',"x":' + b'{"a":' * 10**6))),
+    Attack("a number of 10^6 digits", 400, lambda: post(chat(b'""', b',"max_tokens":' + b"9" * 10**6))),
+    Attack("invalid UTF-8", 400, lambda: post(chat(b'"\xff\xfe\xc3"'))),
+    Attack("half a surrogate pair", 400, lambda: post(chat(rb'"\ud800"'))),
+    Attack("zero bytes", 400, lambda: post(b"\0" * MIB)),
+    Attack("10^4 headers", 400, lambda: head(b"".join(b"h%d: x\r\n" % number for number in range(10_000)))),
+    Attack("a header of 8 MB", 400, lambda: head(b"h: %b\r\n" % (b"x" * 8 * MIB))),
+    Attack("a path of 8 MB", 400, lambda: b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n" % (b"x" * 8 * MIB)),
+    Attack("no HTTP", 400, lambda: b"\x16\x03\x01\x02\0\x01" * 1000),
+]
+
+
+async def strike(stack: Stack, data: bytes) -> int:
+    """The status of the answer, which may come before all is written. 0: none came."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+    with contextlib.suppress(OSError):
+        writer.write(data)
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            line = await reader.readline()
+    except (TimeoutError, OSError):
+        line = b""
+    finally:
+        writer.transport.abort()
+    return int(line.split()[1]) if line.startswith(b"HTTP/1.1 ") else 0
+
+
+async def watch(stack: Stack, outcome: Outcome, before: int) -> None:
+    """Until cancelled: the most memory, and the longest wait of somebody else."""
+    (process,) = stack.measured
+    while True:
+        began = time.perf_counter()
+        if await strike(stack, head(b"connection: close\r\n")) != 200:
+            outcome.others = float("inf")
+        outcome.others = max(outcome.others, (time.perf_counter() - began) * 1000)
+        outcome.peak = max(outcome.peak, int(process.memory_info().rss) - before)
+        await asyncio.sleep(PROBE_SECONDS)
+
+
+async def attack(stack: Stack, what: Attack, times: int) -> Outcome:
+    """So often, four at a time."""
+    (process,) = stack.measured
+    outcome, data, before = Outcome(), what.make(), int(process.memory_info().rss)
+    watcher = asyncio.get_running_loop().create_task(watch(stack, outcome, before))
+
+    async def again() -> None:
+        began = time.perf_counter()
+        outcome.statuses.add(await strike(stack, data))
+        outcome.slowest = max(outcome.slowest, (time.perf_counter() - began) * 1000)
+
+    for _ in range(0, times, 4):
+        await asyncio.gather(*(again() for _ in range(4)))
+    watcher.cancel()
+    outcome.left = int(process.memory_info().rss) - before
+    return outcome
+
+
+async def run(stack: Stack, times: int) -> list[str]:
+    """Rows of the table."""
+    await attack(stack, Attack("to warm up", 400, lambda: post(b"{}")), 40)
+    (process,) = stack.measured
+    at_first, rows = int(process.memory_info().rss), []
+    for what in ATTACKS:
+        outcome = await attack(stack, what, times)
+        shown = ", ".join(map(str, sorted(outcome.statuses)))
+        verdict = "" if outcome.statuses == {what.expected} else f" (expected {what.expected})"
+        memory = f"{outcome.peak / MIB:+.0f} MiB | {outcome.left / MIB:+.0f} MiB"
+        rows.append(
+            f"| {what.name} | {shown}{verdict} | {outcome.slowest:.0f} ms | {outcome.others:.0f} ms | {memory} |"
+        )
+    grown = int(process.memory_info().rss) - at_first
+    rows.append(f"| all of them | | | | | {grown / MIB:+.0f} MiB on {at_first / MIB:.0f} |")
+    return rows
+
+
+def main() -> None:
+    """Attack and print."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.gateway.hostile", description=__doc__)
+    parser.add_argument("--times", type=int, default=20, help="each, four at a time")
+    options = parser.parse_args()
+    with Processes() as processes:
+        rows = uvloop.run(run(weft(1)(processes, 100.0), options.times))
+    print(f"load of the machine {psutil.getloadavg()[0]:.1f}\n")
+    print(f"| {options.times} times | status | slowest answer | others waited at most | memory, most | memory, left |")
+    print("| --- | --- | --- | --- | --- | --- |", *rows, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
