@@ -1,0 +1,100 @@
+"""`python -m loadtest.quickstart`: what a new user does, timed from `git clone` to the first streamed token.
+
+Clones this repository as it is committed, runs README's `make serve` there, and asks as soon as anybody answers. Pip
+installs from wherever it is told to look, so the network and its cache are part of the figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+
+from loadtest.gateway.processes import free_port
+
+ROOT = Path(__file__).resolve().parents[1]
+INSTALL_SECONDS, START_SECONDS = 1800.0, 180.0
+MARK = ".venv/.installed-run"
+
+
+class Broken(Exception):
+    """The quickstart does not lead to a token."""
+
+
+def wait(what: str, is_there: Callable[[], bool], serving: subprocess.Popen[bytes], seconds: float) -> None:
+    """Until it is. Raises Broken when it cannot come any more, or takes too long."""
+    deadline = time.monotonic() + seconds
+    while not is_there():
+        if serving.poll() is not None or time.monotonic() > deadline:
+            raise Broken(what)
+        time.sleep(0.2)
+
+
+def is_ready(url: str) -> bool:
+    """Somebody answers, and is ready."""
+    try:
+        return httpx.get(f"{url}/ready", timeout=5).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+def first_token(url: str) -> str:
+    """README's question, streamed up to the first text."""
+    body = {"model": "weft-nano", "messages": [{"role": "user", "content": "Who are you?"}], "stream": True}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as response:
+        for line in response.iter_lines():
+            if '"content":"' in line and '"content":""' not in line:
+                return line
+    raise Broken("the stream ended without a token")
+
+
+def run(folder: Path) -> list[tuple[str, float]]:
+    """What was reached, and when."""
+    began, reached = time.monotonic(), list[tuple[str, float]]()
+    clone, url = folder / "weft", f"http://127.0.0.1:{free_port()}"
+
+    def note(what: str) -> None:
+        reached.append((what, time.monotonic() - began))
+
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    note("git clone")
+    command = ["make", "serve", f"PORT={url.rpartition(':')[2]}", f"ARGS=--grpc-port {free_port()}"]
+    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    with (folder / "log").open("wb") as log:
+        serving = subprocess.Popen(
+            command, cwd=clone, env=own, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        wait("not installed", (clone / MARK).exists, serving, INSTALL_SECONDS)
+        note("make serve: installed")
+        wait("the mesh is not ready", lambda: is_ready(url), serving, START_SECONDS)
+        note("the mesh is ready")
+        first_token(url)
+        note("the first streamed token")
+    except Broken as error:
+        raise SystemExit(f"{error}\n{(folder / 'log').read_text()[-3000:]}") from error
+    finally:
+        os.killpg(serving.pid, signal.SIGINT)
+        serving.wait(60)
+    return reached
+
+
+def main() -> None:
+    """Do and print."""
+    argparse.ArgumentParser(prog="python -m loadtest.quickstart", description=__doc__).parse_args()
+    with tempfile.TemporaryDirectory(prefix="weft-quickstart-") as folder:
+        reached = run(Path(folder))
+    print("| from the beginning | |\n| --- | --- |")
+    for what, seconds in reached:
+        print(f"| {what} | {seconds:.1f} s |")
+
+
+if __name__ == "__main__":
+    main()
