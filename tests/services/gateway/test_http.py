@@ -88,7 +88,7 @@ def chat_body(content: bytes, more: bytes = b"") -> bytes:
         (b'{"model":"tiny","messages":[%b]}' % (b"{}," * 10**6)[:-1], "1000001 objects or lists"),
         (chat_body(b"[%b]" % (b"{}," * 10**6)[:-1]), "objects or lists"),
         (chat_body(b'""', b',"stop":[%b]' % (b'"x",' * 10**6)[:-1]), "strings"),
-        (chat_body(b'"%b"' % (b"x" * 7_000_000)), "exceed the context"),
+        (chat_body(b'"%b"' % (b"x" * 7_000_000)), "context length"),
         (chat_body(b"[" * 60_000), "JSON"),
         (chat_body(b'"\xff\xfe"'), "JSON"),
         (chat_body(rb'"\ud800"'), "JSON"),
