@@ -25,7 +25,7 @@ import weft_kernels.rms_norm.kernel as rms_norm
 import weft_kernels.rope_kv.kernel as rope_kv
 import weft_kernels.sampling.kernel as sampling
 import weft_kernels.silu_mul.kernel as silu_mul
-from weft_kernels.packed import F12
+from weft_kernels.packed import F12, Fp8, Int4
 from weft_kernels.paged_attention.shape import Shape
 from weft_kernels.paged_attention.tensors import plan_launches
 from weft_kernels.sampling.rows import SamplingRows
@@ -99,6 +99,16 @@ def empty_f12(rows: int, columns: int) -> F12:
     return F12(rows, columns, words, bases, starts, torch.empty(9, dtype=i32), torch.empty(9, dtype=BF16))
 
 
+def empty_fp8(rows: int, columns: int) -> Fp8:
+    words = torch.empty(rows, columns // 4, dtype=torch.int32)
+    return Fp8(columns, words, torch.empty(rows // 128, columns // 128), (128, 128))
+
+
+def empty_int4(rows: int, columns: int) -> Int4:
+    factors = torch.empty(rows, columns // 32, dtype=BF16)
+    return Int4(columns, torch.empty(rows, columns // 8, dtype=torch.int32), factors, 32)
+
+
 def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
     """Module, kernel name and a call of its launcher, on shapes of an 8B model."""
     x, weight = torch.empty(2, 4096, dtype=BF16), torch.empty(4096, dtype=BF16)
@@ -125,6 +135,10 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
     few_rows = rows_in, torch.zeros(2, 4, dtype=i64), torch.ones(2, 4), gates, downs, False
     many_rows = rows_in.repeat(128, 1), torch.zeros(256, 4, dtype=i64), torch.ones(256, 4), gates, downs, True
     f12 = empty_f12(6144, 4096)
+    fp8, int4 = empty_fp8(6144, 4096), empty_int4(6144, 4096)
+    int4_rows = *few_rows[:3], empty_int4(8 * 1536, 2048), empty_int4(8 * 2048, 768), False
+    int4_many = *many_rows[:3], *int4_rows[3:]
+    fp8_rows = *few_rows[:3], empty_fp8(8 * 1536, 2048), empty_fp8(8 * 2048, 768), False
     f12_rows = *few_rows[:3], empty_f12(8 * 1536, 2048), empty_f12(8 * 2048, 768), False
     return {
         "rms_norm": (rms_norm, "_rms_norm", lambda: rms_norm.rms_norm_kernel(x, weight, 1e-5)),
@@ -139,6 +153,12 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
         "experts down": (moe, "_down", lambda: moe.moe_kernel(*few_rows)),
         "experts down, prompt": (moe, "_down", lambda: moe.moe_kernel(*many_rows)),
         "experts, F12": (moe, "_gate_up", lambda: moe.moe_kernel(*f12_rows)),
+        "experts, INT4": (moe, "_gate_up", lambda: moe.moe_kernel(*int4_rows)),
+        "experts, INT4, prompt": (moe, "_gate_up", lambda: moe.moe_kernel(*int4_many)),
+        "experts down, FP8": (moe, "_down", lambda: moe.moe_kernel(*fp8_rows)),
+        "FP8, few rows": (packed, "_gemm", lambda: packed.linear_packed(x, fp8)),
+        "FP8, a prompt": (packed, "_gemm", lambda: packed.linear_packed(x.repeat(2048, 1), fp8)),
+        "INT4, few rows": (packed, "_gemm", lambda: packed.linear_packed(x, int4)),
         "F12, one row": (packed, "_gemv", lambda: packed.linear_packed(x[:1], f12)),
         "F12, few rows": (packed, "_gemm", lambda: packed.linear_packed(x, f12)),
         "F12, a batch": (packed, "_gemm", lambda: packed.gemm(x.repeat(32, 1), f12)),

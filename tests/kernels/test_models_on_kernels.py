@@ -12,11 +12,13 @@ from torch import Tensor
 
 from tests.weft.engine.harness import Driver
 from tests.weft.model import test_families
+from tests.weft.model.test_quantized import FP8, INT4, quantized
 from tests.weft.tiny_families import make_family
 from weft.model import attention, decoder, latent, loading, mlp
 from weft.model.config import ModelConfig
+from weft_kernels import packed
 from weft_kernels.moe import PackedExperts
-from weft_kernels.packed import F12, pack_f12
+from weft_kernels.packed import F12, Fp8, Int4, Stored, pack_f12, stack
 from weft_kernels.paged_attention import FULL, PagedBatch, Span
 
 pytest.importorskip("triton")
@@ -100,7 +102,8 @@ def test_logits_on_resident_weights_are_those_of_transformers(
         assert isinstance(model.layers[0].attention.output.data, F12)
         return model
 
-    monkeypatch.setattr(loading, "resident", pack_f12)
+    for module in (loading, packed):
+        monkeypatch.setattr(module, "resident", pack_f12)
     monkeypatch.setattr(mlp, "pack_experts", pack_f12_experts)
     monkeypatch.setattr(test_families, "Decoder", resident_decoder)
     monkeypatch.setattr(test_families, "NUM_TOKENS", 5)
@@ -113,6 +116,37 @@ def pack_f12_experts(pairs: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype,
     assert is_resident
     gate_up, down = zip(*pairs, strict=True)
     return PackedExperts((), (), (pack_f12(torch.cat(gate_up)), pack_f12(torch.cat(down))))
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize(("name", "fields"), [("deepseek", FP8), ("kimi-k2", INT4)])
+def test_logits_on_weights_that_stay_quantized_are_those_of_transformers(
+    name: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is unpacked but in the product, and what latent attention takes apart."""
+    (tmp_path / "plain").mkdir()
+    tiny = quantized(make_family(name, tmp_path / "plain"), fields, tmp_path / "packed")
+    kept: list[type] = []
+
+    def held(weight: Stored, dtype: torch.dtype, is_resident: bool) -> Stored:
+        kept.append(type(weight))
+        return weight
+
+    monkeypatch.setattr(loading, "held", held)
+    monkeypatch.setattr(mlp, "pack_experts", stack_experts)
+    monkeypatch.setattr(test_families, "NUM_TOKENS", 5)
+    logits = test_families.logits_in_chunks(tiny, 4)
+    expected = tiny.logits(test_families.TOKENS[:5])
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
+    assert kept.count(Fp8) > 10 if fields is FP8 else Int4 not in kept  # Kimi's experts alone are INT4
+
+
+def stack_experts(pairs: Iterable[tuple[Stored, Stored]], dtype: torch.dtype, is_resident: bool) -> PackedExperts:
+    """As on a GPU."""
+    gate_up, down = (stack(each) for each in zip(*pairs, strict=True))
+    assert isinstance(gate_up, Fp8 | Int4)
+    assert isinstance(down, Fp8 | Int4)
+    return PackedExperts((), (), (gate_up, down))
 
 
 @pytest.mark.usefixtures("_kernels")

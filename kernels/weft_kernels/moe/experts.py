@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from weft_kernels.linear import PackedWeight, pack
-from weft_kernels.packed import Matrix, resident
+from weft_kernels.packed import Matrix, Stored, held, stack
 
 
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
     """gate_up[e]: [2 size, hidden], gate above up; down[e]: [hidden, size]; on a CPU.
 
-    `stacked`: on a GPU, instead: [experts, 2 size, hidden] and [experts, hidden, size], or, packed, matrices with the
-    experts' rows one below the other.
+    `stacked`: on a GPU, instead: all of a kind as one matrix, the experts' rows one below the other.
     """
 
     gate_up: tuple[PackedWeight, ...]
@@ -26,27 +25,27 @@ class PackedExperts:
 
 
 def pack_experts(
-    pairs: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype, is_resident: bool = False
+    pairs: Iterable[tuple[Stored, Stored]], dtype: torch.dtype, is_resident: bool = False
 ) -> PackedExperts:
     """Prepare each expert's gate_up and down for activations of `dtype`; on a CPU one after the other, see `pack`.
 
-    With `is_resident`, in the form that stays in memory, see `weft_kernels.packed`.
+    All of a kind are stored alike. `is_resident`: see `weft_kernels.packed.held`.
     """
     gate_ups: list[PackedWeight] = []
     downs: list[PackedWeight] = []
-    on_device: list[tuple[Tensor, Tensor]] = []
-    for gate_up, down in pairs:
-        if gate_up.is_cuda:
-            on_device.append((gate_up, down))
+    on_device: list[tuple[Stored, Stored]] = []
+    for pair in pairs:
+        if pair[0].device.type == "cuda":
+            on_device.append(pair)
             continue
-        gate_ups.append(pack(resident(gate_up) if is_resident else gate_up, dtype))
-        downs.append(pack(resident(down) if is_resident else down, dtype))
+        gate_up, down = (pack(held(each, dtype, is_resident), dtype) for each in pair)
+        gate_ups.append(gate_up)
+        downs.append(down)
     if not on_device:
         return PackedExperts(tuple(gate_ups), tuple(downs))
-    stacks = [_stack(torch.stack(each).to(dtype), is_resident) for each in zip(*on_device, strict=True)]
+    stacks = [held(_in_dtype(stack(each), dtype), dtype, is_resident) for each in zip(*on_device, strict=True)]
     return PackedExperts((), (), (stacks[0], stacks[1]))
 
 
-def _stack(experts: Tensor, is_resident: bool) -> Matrix:
-    held = resident(experts.flatten(0, 1)) if is_resident else experts
-    return experts if isinstance(held, Tensor) else held
+def _in_dtype(weight: Stored, dtype: torch.dtype) -> Stored:
+    return weight.to(dtype) if isinstance(weight, Tensor) else weight

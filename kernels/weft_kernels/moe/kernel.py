@@ -7,7 +7,6 @@ whatever the router chooses.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -21,7 +20,7 @@ from weft_kernels.packed.product import form_constants, operands, product
 def moe_kernel(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Matrix, down: Matrix, is_on_input: bool) -> Tensor:
     """See `weft_kernels.moe.moe`; gate_up: [experts, 2 size, hidden], down: [experts, hidden, size].
 
-    Packed ones are matrices with the experts' rows one below the other.
+    Both may be matrices instead, plain or packed, with the experts' rows one below the other.
     """
     num_rows, top_k = chosen.shape
     hidden, size = x.shape[1], down.shape[-1]
@@ -42,11 +41,10 @@ def moe_kernel(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Matrix, down
     num_items = num_rows * top_k
     middle = torch.empty(num_items, size, dtype=x.dtype, device=x.device)
     out = torch.empty(num_items, hidden, dtype=torch.float32, device=x.device)
-    tiles = _tiles(num_items, num_experts, x.itemsize)
-    gate_up_tiles, down_tiles = ({**tiles, **form_constants(each, tiles["BLOCK_K"])} for each in (gate_up, down))
+    gate_up_tiles, down_tiles = (_tiles(each, num_items, num_experts, x.itemsize) for each in (gate_up, down))
     # every expert that is chosen at all may leave one tile half empty
-    num_tiles = triton.cdiv(num_items, tiles["BLOCK_M"]) + min(num_experts, num_items)
-    block_n = tiles["BLOCK_N"]
+    num_tiles = triton.cdiv(num_items, down_tiles["BLOCK_M"]) + min(num_experts, num_items)
+    block_n = down_tiles["BLOCK_N"]
     _gate_up[(triton.cdiv(size, block_n), num_tiles)](
         x,
         *operands(gate_up, x),
@@ -77,15 +75,16 @@ def moe_kernel(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Matrix, down
     return out.view(num_rows, top_k, hidden).sum(1).to(x.dtype)
 
 
-def _tiles(num_items: int, num_experts: int, item_bytes: int) -> dict[str, Any]:
+def _tiles(weight: Matrix, num_items: int, num_experts: int, item_bytes: int) -> dict[str, int]:
     """As many rows as an expert gets on average: a decode step reads weights, a prompt multiplies."""
     block_m = max(16, min(64, triton.next_power_of_2(triton.cdiv(num_items, num_experts))))
     return {
+        **form_constants(weight, 64 if item_bytes == 2 else 32),
         "BLOCK_M": block_m,
         "BLOCK_N": 64,
-        "BLOCK_K": 64 if item_bytes == 2 else 32,
         "BLOCK_E": triton.next_power_of_2(num_experts),
-        "num_warps": 4,
+        # gate's sums wait while up's are made, beside words that are unpacked
+        "num_warps": 4 if isinstance(weight, Tensor) or block_m < 64 else 8,
         "num_stages": 3,
     }
 
@@ -130,6 +129,8 @@ def _gate_up(
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
     FORM: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
 ) -> None:
     expert, first, end = _tile_of(p_bounds, tl.program_id(1), num_experts, BLOCK_E, BLOCK_M)
     if first < end:
@@ -148,11 +149,11 @@ def _gate_up(
         up = gate + SIZE
         b_gate = product(
             *(p_rows, m_m, b_scale, p_0, p_1, p_2, p_3, p_4, gate + first_n, gate + SIZE, num_weights, 0, steps),
-            *(FORM, HIDDEN, ON_INPUT, BLOCK_M, BLOCK_N, BLOCK_K),
+            *(FORM, GROUP_ROWS, GROUP, HIDDEN, ON_INPUT, BLOCK_M, BLOCK_N, BLOCK_K),
         )
         b_up = product(
             *(p_rows, m_m, b_scale, p_0, p_1, p_2, p_3, p_4, up + first_n, up + SIZE, num_weights, 0, steps),
-            *(FORM, HIDDEN, ON_INPUT, BLOCK_M, BLOCK_N, BLOCK_K),
+            *(FORM, GROUP_ROWS, GROUP, HIDDEN, ON_INPUT, BLOCK_M, BLOCK_N, BLOCK_K),
         )
         # rounded where separate layers would round
         b_gate = b_gate.to(p_out.dtype.element_ty).to(tl.float32)
@@ -183,6 +184,8 @@ def _down(
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
     FORM: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
 ) -> None:
     expert, first, end = _tile_of(p_bounds, tl.program_id(1), num_experts, BLOCK_E, BLOCK_M)
     if first < end:
@@ -213,7 +216,7 @@ def _down(
                 0,
                 steps,
             ),
-            *(FORM, SIZE, False, BLOCK_M, BLOCK_N, BLOCK_K),
+            *(FORM, GROUP_ROWS, GROUP, SIZE, False, BLOCK_M, BLOCK_N, BLOCK_K),
         )
         b_out = b_out.to(p_middle.dtype.element_ty).to(tl.float32)
         if not ON_INPUT:

@@ -6,16 +6,16 @@ weight once, and then is torch's own product of bfloat16, bit for bit.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from weft_kernels.packed.f12 import F12 as F12Weight
-from weft_kernels.packed.product import F12, LEFT_SCALE, f12_column, f12_pair, f12_row, f12_scale, product
+from weft_kernels.packed import F12, Fp8, Int4
+from weft_kernels.packed.f12_tiles import f12_column, f12_pair, f12_row, f12_scale
+from weft_kernels.packed.product import form_constants, operands, product
+from weft_kernels.packed.registers import LEFT_SCALE
 from weft_kernels.packed.unpack import unpack_rows
 
 # Unpacking writes and reads 2 bytes a weight; so many rows multiply for longer than that takes (derived for an H200).
@@ -25,25 +25,26 @@ FULL_PROGRAMS = 264
 MAX_SPLITS = 8
 
 
-def linear_packed(x: Tensor, weight: F12Weight, bias: Tensor | None = None) -> Tensor:
-    """See `weft_kernels.linear.linear`; numbers of x are below 2^63.
+def linear_packed(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = None) -> Tensor:
+    """See `weft_kernels.linear.linear`.
 
-    The weights are those that were packed, to the bit. Beyond MAX_FUSED_ROWS the result is to the bit what torch gives
-    for the plain matrix; otherwise products are added up in fp32 in an order of their own.
+    F12: numbers of x are below 2^63, and the weights are those that were packed, to the bit. Beyond MAX_FUSED_ROWS the
+    result is to the bit what torch gives for the plain matrix; otherwise, and for the others always, products are added
+    up in fp32 in an order of their own.
     """
     rows = x.reshape(-1, x.shape[-1])
-    assert rows.shape[1] == weight.columns
+    assert rows.shape[1] == weight.shape[1]
     assert x.device == weight.device
-    if len(rows) > MAX_FUSED_ROWS:
+    if isinstance(weight, F12) and len(rows) > MAX_FUSED_ROWS:
         return functional.linear(x, unpack_rows(weight).to(x.dtype), bias)
     rows = rows.contiguous()
-    partial = gemv(rows, weight) if len(rows) == 1 else gemm(rows, weight)
+    partial = gemv(rows, weight) if isinstance(weight, F12) and len(rows) == 1 else gemm(rows, weight)
     out = partial.sum(0) if partial.ndim == 3 else partial
     out = out if bias is None else out.float() + bias
-    return out.to(x.dtype).reshape(*x.shape[:-1], weight.rows)
+    return out.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
-def gemv(x: Tensor, weight: F12Weight) -> Tensor:
+def gemv(x: Tensor, weight: F12) -> Tensor:
     """x: [1, columns]. Returns [1, rows] in x's dtype."""
     out = x.new_empty(1, weight.rows)
     # rows of a program: few enough that there are programs for all of a GPU
@@ -56,35 +57,30 @@ def gemv(x: Tensor, weight: F12Weight) -> Tensor:
     return out
 
 
-def gemm(x: Tensor, weight: F12Weight) -> Tensor:
+def gemm(x: Tensor, weight: F12 | Fp8 | Int4) -> Tensor:
     """x: [M, columns]. [M, rows] in x's dtype, or [splits, M, rows] float32 to be added up in that order."""
     num_rows, size = x.shape
-    tiles = tiles_of(num_rows, weight.rows)
-    grid = triton.cdiv(weight.rows, tiles["BLOCK_N"]), triton.cdiv(num_rows, tiles["BLOCK_M"])
+    num_outputs = weight.shape[0]
+    tiles = form_constants(weight, 64) | tiles_of(num_rows, num_outputs, isinstance(weight, F12))
+    grid = triton.cdiv(num_outputs, tiles["BLOCK_N"]), triton.cdiv(num_rows, tiles["BLOCK_M"])
     num_steps = triton.cdiv(size, tiles["BLOCK_K"])
     splits = max(1, min(MAX_SPLITS, FULL_PROGRAMS // (grid[0] * grid[1]), num_steps // 4))
     if splits == 1:
-        out = x.new_empty(num_rows, weight.rows)
+        out = x.new_empty(num_rows, num_outputs)
     else:
-        out = torch.empty(splits, num_rows, weight.rows, dtype=torch.float32, device=x.device)
+        out = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=x.device)
     steps = triton.cdiv(num_steps, splits)
-    _gemm[(*grid, splits)](
-        x, *weight.tensors, out, num_rows, weight.rows, num_steps, steps, FORM=F12.value, SIZE=size, **tiles
-    )
+    _gemm[(*grid, splits)](x, *operands(weight, x), out, num_rows, num_outputs, num_steps, steps, SIZE=size, **tiles)
     return out
 
 
-def tiles_of(num_rows: int, num_outputs: int) -> dict[str, Any]:
-    """A decode step reads weights, a prompt multiplies."""
-    block_m = max(16, min(128, triton.next_power_of_2(num_rows)))
+def tiles_of(num_rows: int, num_outputs: int, is_f12: bool) -> dict[str, int]:
+    """A decode step reads weights, a prompt multiplies. Sums that are scaled by groups need registers of their own."""
+    block_m = max(16, min(128 if is_f12 else 64, triton.next_power_of_2(num_rows)))
+    if num_rows > 64:
+        return {"BLOCK_M": block_m, "BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3}
     block_n = 64 if num_outputs >= 64 else 32
-    return {
-        "BLOCK_M": block_m,
-        "BLOCK_N": 128 if block_m == 128 else block_n,
-        "BLOCK_K": 256 if block_m <= 64 else 128,
-        "num_warps": 8 if block_m == 128 else 4,
-        "num_stages": 3,
-    }
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 256, "num_warps": 4, "num_stages": 3}
 
 
 @triton.jit
@@ -101,6 +97,8 @@ def _gemm(
     num_steps: tl.tensor,
     split_steps: tl.tensor,
     FORM: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -115,7 +113,7 @@ def _gemm(
     p_rows = p_x + o_m.to(tl.int64) * SIZE
     b_out = product(
         *(p_rows, m_m, 0.0, p_0, p_1, p_2, p_3, p_4, first_n, num_n, num_n, first, last),
-        *(FORM, SIZE, False, BLOCK_M, BLOCK_N, BLOCK_K),
+        *(FORM, GROUP_ROWS, GROUP, SIZE, False, BLOCK_M, BLOCK_N, BLOCK_K),
     )
     o_n = first_n + tl.arange(0, BLOCK_N)
     p_tile = p_out + (i_split * num_m + o_m).to(tl.int64)[:, None] * num_n + o_n[None, :]

@@ -1,20 +1,146 @@
-"""What packed weights of quantized checkpoints stand for: block-scaled FP8, and INT4 with a factor for every group."""
+"""Quantized checkpoints' weights as they stay in memory, and what they stand for: block-scaled FP8, INT4 in groups."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+NIBBLES, BYTES = 8, 4
+"""In a word: values of INT4, of FP8."""
+CHUNK_WORDS = 1 << 22
+"""Read at once, in temporary memory of 64 bytes each."""
 
 
-def unpack_fp8(packed: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """float32: every `block` of rows and columns times its own factor; the last blocks may be cut."""
-    rows = scale.repeat_interleave(block[0], 0)[: packed.shape[0]]
-    return packed.float() * rows.repeat_interleave(block[1], 1)[:, : packed.shape[1]]
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """[rows, columns] of E4M3 with a float32 factor for each `block` of rows and columns; the last ones may be cut.
+
+    Byte s of word j [rows, words] is column s * words + j, so that each byte of a run of words is a run of columns.
+    """
+
+    columns: int
+    words: Tensor
+    factors: Tensor
+    block: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the matrix."""
+        return self.words.shape[0], self.columns
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.words.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """As the kernels take them."""
+        return self.words, self.factors, self.factors, self.factors, self.factors
+
+    @property
+    def nbytes(self) -> int:
+        """All that it keeps in memory."""
+        return self.words.nbytes + self.factors.nbytes
+
+    def unpack(self) -> Tensor:
+        """float32 [rows, columns]."""
+        runs = self.words.view(torch.uint8).view(*self.words.shape, BYTES).transpose(1, 2).flatten(1)[:, : self.columns]
+        rows = self.factors.repeat_interleave(self.block[0], 0)[: len(runs)]
+        return runs.view(torch.float8_e4m3fn).float() * rows.repeat_interleave(self.block[1], 1)[:, : self.columns]
 
 
-def unpack_int4(packed: Tensor, scale: Tensor, columns: int) -> Tensor:
-    """float32 [rows, columns]: eight values to a word, the first in the lowest bits, 8 for 0; a factor a group."""
+@dataclass(frozen=True, slots=True)
+class Int4:
+    """[rows, columns] of 4-bit values, 8 for 0, with a factor [rows, groups] for each `group` of a row's columns.
+
+    Nibble s of word j [rows, words] is column s * words + j, so that each nibble of a run of words is a run of columns.
+    """
+
+    columns: int
+    words: Tensor
+    factors: Tensor
+    group: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the matrix."""
+        return self.words.shape[0], self.columns
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.words.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """As the kernels take them."""
+        return self.words, self.factors, self.factors, self.factors, self.factors
+
+    @property
+    def nbytes(self) -> int:
+        """All that it keeps in memory."""
+        return self.words.nbytes + self.factors.nbytes
+
+    def unpack(self) -> Tensor:
+        """float32 [rows, columns]."""
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=self.device)[:, None]
+        values = ((self.words[:, None] >> shifts) & 15).flatten(1)[:, : self.columns] - 8
+        return values.float() * self.factors.float().repeat_interleave(self.group, 1)[:, : self.columns]
+
+
+def read_fp8(weight: Tensor, factors: Tensor, block: tuple[int, int]) -> Fp8:
+    """weight: [rows, columns] float8_e4m3fn."""
+    padded = functional.pad(weight.view(torch.uint8), (0, -weight.shape[1] % BYTES))
+    words = padded.view(len(weight), BYTES, -1).transpose(1, 2).flatten().view(torch.int32).view(len(weight), -1)
+    return Fp8(weight.shape[1], words, factors.contiguous(), block)
+
+
+def read_int4(packed: Tensor, factors: Tensor, columns: int, group: int) -> Int4:
+    """As compressed-tensors packs them, int32: eight neighbours in a word, the first in the lowest bits."""
+    words = torch.empty_like(packed)
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
-    values = ((packed[:, :, None] >> shifts) & 15).flatten(1)[:, :columns] - 8
-    group = -(-columns // scale.shape[1])
-    return values.float() * scale.repeat_interleave(group, 1)[:, :columns]
+    step = max(1, CHUNK_WORDS // max(1, packed.shape[1]))
+    for first in range(0, len(packed), step):
+        some = packed[first : first + step]
+        runs = ((some[:, :, None] >> shifts) & 15).view(len(some), NIBBLES, -1) << shifts[:, None]
+        # no bit is in two of them, so that the sum is their union; the highest bit is the sign, as in any word
+        words[first : first + step] = runs.sum(1, dtype=torch.int32)
+    return Int4(columns, words, factors.contiguous(), group)
+
+
+def stack_int4(parts: Sequence[Int4], order: Tensor | None) -> Int4:
+    """One below the other, their rows in another order."""
+    first = parts[0]
+    assert all((each.columns, each.group) == (first.columns, first.group) for each in parts)
+    return replace(
+        first, words=_rows([p.words for p in parts], order), factors=_rows([p.factors for p in parts], order)
+    )
+
+
+def stack_fp8(parts: Sequence[Fp8], order: Tensor | None) -> Fp8:
+    """One below the other, their rows in another order. Blocks have fewer rows then where that takes some apart."""
+    first = parts[0]
+    assert all((each.columns, each.block[1]) == (first.columns, first.block[1]) for each in parts)
+    starts, which = 0, []
+    for each in parts:
+        which.append(starts + torch.arange(each.shape[0]) // each.block[0])
+        starts += len(each.factors)
+    blocks = _rows(which, order)
+    height = next(size for size in range(max(each.block[0] for each in parts), 0, -1) if _fits(blocks, size))
+    factors = torch.cat([each.factors for each in parts])[blocks[::height].to(first.device)]
+    return Fp8(first.columns, _rows([each.words for each in parts], order), factors, (height, first.block[1]))
+
+
+def _fits(blocks: Tensor, height: int) -> bool:
+    """Each `height` rows are of one block; `blocks` are those of all rows."""
+    return bool((blocks == blocks[::height].repeat_interleave(height)[: len(blocks)]).all())
+
+
+def _rows(parts: Sequence[Tensor], order: Tensor | None) -> Tensor:
+    whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    return whole if order is None else whole[order.to(whole.device)]

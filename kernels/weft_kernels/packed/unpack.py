@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft_kernels.packed.f12 import F12
-from weft_kernels.packed.product import f12_column, f12_pair, f12_row
+from weft_kernels.packed.f12_tiles import f12_column, f12_pair, f12_row
 
 BLOCK_WORDS = 256
 

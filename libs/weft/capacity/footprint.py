@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-from weft.model.quantization import INT4_PER_WORD, packed_shapes, stored_dtypes
+from weft.model.quantization import FLOATS, INT4_PER_WORD, stored_dtypes
 from weft.model.spec import ModelConfig
 from weft.model.tensors import expected_tensors
 
@@ -33,7 +33,7 @@ class Kind(StrEnum):
 
 @dataclass(slots=True)
 class Weight:
-    """`size_bytes` as stored; `params` as computed with: eight to a packed word, none for scales."""
+    """`size_bytes` as stored or held; `params` as computed with: eight to a packed word, none for scales."""
 
     size_bytes: int = 0
     params: int = 0
@@ -43,6 +43,7 @@ class Weight:
 FIRST, LAST = -1, -2
 Footprint = Mapping[tuple[int, Kind], Weight]
 
+_FACTORS = (".weight_scale", ".weight_scale_inv", ".weight_shape")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _PATTERNS = (
     (Kind.EXPERTS, re.compile(r"\.experts\.")),
@@ -57,12 +58,11 @@ _PATTERNS = (
 
 @lru_cache(maxsize=16)
 def footprint(config: ModelConfig, dtype: str = "", is_resident: bool = False) -> Footprint:
-    """The text model's tensors as the checkpoint stores them; plain ones in `dtype` where one is given.
+    """The text model's tensors as the checkpoint stores them; with `dtype`, as a GPU holds them that computes in it.
 
-    With `is_resident`, bfloat16 matrices as F12 holds them, should it suit them all.
+    With `is_resident`, bfloat16 matrices as F12, should it suit them all.
     """
     shapes = expected_tensors(config)
-    item_bytes = ITEM_BYTES[dtype or config.dtype]
     found: defaultdict[tuple[int, Kind], Weight] = defaultdict(Weight)
     for name, shape in shapes.items():
         kind = next(kind for kind, pattern in _PATTERNS if pattern.search(name))
@@ -71,20 +71,33 @@ def footprint(config: ModelConfig, dtype: str = "", is_resident: bool = False) -
         weight = found[place, kind]
         stored = stored_dtypes(name, shapes)
         num_items = math.prod(shape)
-        size_bytes = num_items * _item_bytes(name, stored, item_bytes)
-        is_packed = is_resident and (dtype or config.dtype) == "bfloat16" and is_multiplied(name, shape, config)
-        weight.size_bytes += math.ceil(size_bytes * F12_SHARE) if is_packed else size_bytes
-        if not name.endswith((".weight_scale", ".weight_scale_inv", ".weight_shape")):
-            weight.params += num_items * (INT4_PER_WORD if stored == ("I32",) else 1)
+        params = 0 if name.endswith(_FACTORS) else num_items * (INT4_PER_WORD if stored == ("I32",) else 1)
+        weight.params += params
+        if not dtype:
+            weight.size_bytes += num_items * _item_bytes(name, stored, ITEM_BYTES[config.dtype])
+        elif _is_taken_apart(name) and stored != FLOATS:
+            weight.size_bytes += params * ITEM_BYTES[dtype]
+        elif not name.endswith((".weight_shape", ".kv_b_proj.weight_scale", ".kv_b_proj.weight_scale_inv")):
+            wide = 4 if _is_router(name, config) and config.experts and config.experts.has_bias else ITEM_BYTES[dtype]
+            size_bytes = num_items * _item_bytes(name, stored, wide)
+            is_packed = is_resident and dtype == "bfloat16" and stored == FLOATS and _is_multiplied(name, shape, config)
+            weight.size_bytes += math.ceil(size_bytes * F12_SHARE) if is_packed else size_bytes
     return found
 
 
-def is_multiplied(name: str, shape: tuple[int, ...], config: ModelConfig) -> bool:
-    """Plain matrices that can stay packed: not routers, nor what latent attention takes apart."""
-    is_matrix = len(shape) > 1 and not name.endswith((".weight_packed", ".weight_scale", ".weight_scale_inv"))
-    is_router = config.experts is not None and name.endswith(f"{config.mlp_name}.{config.experts.router}.weight")
-    is_packed_already = config.quantization is not None and len(packed_shapes(name, (1, 1), config.quantization)) > 1
-    return is_matrix and not is_router and not is_packed_already and not name.endswith(".kv_b_proj.weight")
+def _is_multiplied(name: str, shape: tuple[int, ...], config: ModelConfig) -> bool:
+    """Plain matrices that can stay packed."""
+    is_matrix = len(shape) > 1 and not name.endswith(_FACTORS)
+    return is_matrix and not _is_router(name, config) and not _is_taken_apart(name)
+
+
+def _is_router(name: str, config: ModelConfig) -> bool:
+    return config.experts is not None and name.endswith(f".{config.mlp_name}.{config.experts.router}.weight")
+
+
+def _is_taken_apart(name: str) -> bool:
+    """Latent attention keeps the two halves of it plain."""
+    return name.endswith((".kv_b_proj.weight", ".kv_b_proj.weight_packed"))
 
 
 def _item_bytes(name: str, stored: tuple[str, ...], plain: int) -> int:

@@ -46,7 +46,7 @@ class Plan:
 
 def make_plan(config: ModelConfig, layout: Layout, demand: Demand) -> Plan:
     """The figures of one layout."""
-    weights = footprint(config, "" if config.quantization else demand.dtype, demand.is_resident)
+    weights = footprint(config, demand.dtype, demand.is_resident)
     bounds = [config.num_layers * index // layout.pp for index in range(layout.pp + 1)]
     stages = tuple(_stage(config, layout, demand, weights, range(*pair)) for pair in pairwise(bounds))
     room = min(stage.kv for stage in stages)
@@ -65,11 +65,6 @@ def make_plan(config: ModelConfig, layout: Layout, demand: Demand) -> Plan:
         decode=tuple((size, limits.decode(size)) for size in batches),
         prefill=limits.prefill(),
     )
-
-
-def unpacked(config: ModelConfig) -> ModelConfig:
-    """The same model as `weft.model.loading` leaves it: packed weights in the dtype that it computes in."""
-    return replace(config, quantization=None)
 
 
 def _stage(config: ModelConfig, layout: Layout, demand: Demand, weights: Footprint, layers: range) -> Stage:

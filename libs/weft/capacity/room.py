@@ -54,18 +54,22 @@ class Room:
 
 
 def measure_room(model: ModelConfig, machine: Machine, chunk_tokens: int, max_seqs: int, free: int) -> Room:
-    """Packed weights count as what they are unpacked to. On a GPU libraries take their part too."""
+    """Packed weights are unpacked on a CPU and stay packed on a GPU, where libraries take their part too."""
     is_cpu = machine.device == "cpu"
     is_kept = is_cpu and model.dtype == "bfloat16" and model.quantization is None  # see `weft.model.loading`
-    item = ITEM_BYTES["bfloat16" if is_kept else machine.dtype]
-    weights = item * sum(each.params for each in footprint(model).values())
+    if is_cpu:
+        weights = ITEM_BYTES["bfloat16" if is_kept else machine.dtype] * _num_params(model)
+    else:
+        weights = sum(each.size_bytes for each in footprint(model, machine.dtype, machine.is_resident).values())
     gpu = Gpu("this machine", free / GIB, 1, 1, 1)
     demand = Demand(gpu, 1, chunk_tokens, machine.dtype, chunk_tokens, max_seqs, machine.block_tokens)
-    if machine.is_resident and not is_cpu and model.quantization is None:
-        weights = sum(each.size_bytes for each in footprint(model, machine.dtype, is_resident=True).values())
-        demand = replace(demand, is_resident=True)
+    demand = replace(demand, is_resident=machine.is_resident and not is_cpu)
     activations = make_plan(model, Layout(), demand).stages[0].activations
     return Room(free, weights, activations, free - weights - activations - (0 if is_cpu else RUNTIME_BYTES))
+
+
+def _num_params(model: ModelConfig) -> int:
+    return sum(each.params for each in footprint(replace(model, quantization=None)).values())
 
 
 def measured_room(room: Room, free: int, activations: int) -> Room:

@@ -13,7 +13,7 @@ from weft.capacity.footprint import ITEM_BYTES, Kind
 from weft.capacity.gpus import GPUS
 from weft.capacity.layout import GIB, UNBOUNDED, BadPlan, Demand, Layout, Stage, check_layout, layouts, on_stage, share
 from weft.capacity.limits import TERA, Step
-from weft.capacity.plan import COMMUNICATION_BYTES, RUNTIME_BYTES, Plan, make_plan, unpacked
+from weft.capacity.plan import COMMUNICATION_BYTES, RUNTIME_BYTES, Plan, make_plan
 from weft.errors import BadCheckpoint
 from weft.model.config import read_config
 from weft.model.spec import ModelConfig
@@ -39,7 +39,7 @@ class PlanOptions:
 
 
 def run_plan(options: PlanOptions, console: Console | None = None) -> int:
-    """Print the tables; returns the exit status: 0 fits as Weft holds it, 1 does not, 2 cannot be asked."""
+    """Print the tables; returns the exit status: 0 fits, 1 does not, 2 cannot be asked."""
     console = console or Console()
     try:
         config = _read(options.model)
@@ -52,13 +52,9 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> int:
     console.print(_heading(config, demand, best), highlight=False)
     console.print(_comparison(plans, demand))
     console.print(_arithmetic(config, demand, best))
-    held = best
-    if config.quantization:
-        held = _best([make_plan(unpacked(config), plan.layout, demand) for plan in plans])
-        console.print(_unpacking(config, demand, held), highlight=False, soft_wrap=True)
-    if not held.fits:
+    if not best.fits:
         console.print("It does not fit: take more GPUs, larger ones, or another layout.", style="red")
-    return 0 if held.fits else 1
+    return 0 if best.fits else 1
 
 
 def _best(plans: list[Plan]) -> Plan:
@@ -110,16 +106,6 @@ def _heading(config: ModelConfig, demand: Demand, plan: Plan) -> str:
     kind += ", matrices as F12" if demand.is_resident else ""
     name = f"{config.architecture} on {demand.num_gpus} x {demand.gpu.name}"
     return f"[bold]{name}[/bold]: {params / 1e9:.2f} B parameters, {_gib(stored)} as {kind}, KV in {demand.dtype}"
-
-
-def _unpacking(config: ModelConfig, demand: Demand, held: Plan) -> str:
-    """The tables are those of an engine that multiplies packed weights as they lie. Weft's own does not yet."""
-    assert config.quantization is not None
-    stage = held.tightest
-    return (
-        f"[bold]Weft unpacks {config.quantization.packing.upper()} weights when it loads them:[/bold] in {demand.dtype}"
-        f" they take {_gib(stage.weights)} of a GPU as {held.layout}, and {_gib(stage.kv)} are left for KV."
-    )
 
 
 def _comparison(plans: list[Plan], demand: Demand) -> Table:

@@ -18,6 +18,7 @@ from weft.model.step import Step
 from weft_kernels.kv_write import kv_write
 from weft_kernels.latent_attention import latent_attention
 from weft_kernels.linear import linear
+from weft_kernels.packed import plain
 from weft_kernels.paged_attention import PagedBatch, paged_attention
 from weft_kernels.rms_norm import rms_norm
 from weft_kernels.rope import rope
@@ -45,7 +46,8 @@ class LatentAttention:
         kv_order = self._order(1, latent.kv_rank + latent.rope_dim)
         self.kv_down = loader.linear(root + "kv_a_proj_with_mqa", order=kv_order)
         self.kv_norm = loader.tensor(root + "kv_a_layernorm.weight")
-        kv_up = loader.unpacked(root + "kv_b_proj").to(loader.dtype).view(config.num_heads, -1, latent.kv_rank)
+        kv_up = plain(loader.stored(root + "kv_b_proj"), loader.dtype).to(loader.dtype)
+        kv_up = kv_up.view(config.num_heads, -1, latent.kv_rank)
         self.to_latent = kv_up[:, : latent.nope_dim].contiguous()
         self.to_value = kv_up[:, latent.nope_dim :].transpose(1, 2).contiguous()
         self.output = loader.linear(root + "o_proj")

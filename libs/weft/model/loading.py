@@ -1,4 +1,4 @@
-"""Checkpoint tensors by name, checked against the config, unpacked and brought to where they run.
+"""Checkpoint tensors by name, checked against the config and brought to where they run.
 
 Knows names, shapes and packings; knows no blocks of a model.
 """
@@ -15,8 +15,7 @@ from weft.model.quantization import INT4_PER_WORD, stored_dtypes
 from weft.model.spec import ModelConfig, Packing
 from weft.model.tensors import expected_tensors, is_ignored
 from weft_kernels.linear import PackedWeight, pack
-from weft_kernels.packed import Matrix, resident
-from weft_kernels.packed.quantized import unpack_fp8, unpack_int4
+from weft_kernels.packed import F12, Stored, held, read_fp8, read_int4, resident, stack
 
 Tensors = Mapping[str, Tensor]
 DTYPE_NAMES = {
@@ -70,37 +69,30 @@ class Loader:
         is_kept = self.device.type == "cpu" and self._weights[name].dtype == torch.bfloat16
         return self.tensor(name, torch.bfloat16 if is_kept else None)
 
-    def table(self, name: str) -> Matrix:
+    def table(self, name: str) -> Tensor | F12:
         """A matrix to look rows up in, in the form in which it stays."""
         return resident(self.matrix(name)) if self.is_resident else self.matrix(name)
 
     def linear(self, *names: str, order: Tensor | None = None) -> PackedWeight:
         """Linear modules as one, their outputs one after the other, or in another `order`."""
-        weight = self.unpacked(*names)
-        weight = weight if order is None else weight[order.to(weight.device)]
-        return pack(resident(weight) if self.is_resident else weight, self.dtype)
+        weight = stack([self.stored(name) for name in names], order)
+        return pack(held(weight, self.dtype, self.is_resident), self.dtype)
 
-    def unpacked(self, *names: str) -> Tensor:
-        """The weights of linear modules, one below the other; see `matrix` for their dtype."""
-        parts = [self._unpacked(name) for name in names]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def stored(self, name: str) -> Stored:
+        """The weight of a linear module as the checkpoint has it, packed or not; see `matrix` for its dtype."""
+        how = self._config.quantization
+        if how is not None and name + ".weight_packed" in self._weights:
+            self._unread.discard(name + ".weight_shape")
+            words, shape = self.tensor(name + ".weight_packed", torch.int32), self._weights[name + ".weight_shape"]
+            if (words.shape[0], words.shape[1]) != (int(shape[0]), -(-int(shape[1]) // INT4_PER_WORD)):
+                raise BadCheckpoint(f"tensor {name}.weight_packed, {list(words.shape)}, does not hold {shape.tolist()}")
+            factors = self._weights[name + ".weight_scale"]
+            return read_int4(words, self.tensor(name + ".weight_scale", factors.dtype), int(shape[1]), how.block[1])
+        if how is not None and how.packing is Packing.FP8_BLOCKS and name + ".weight_scale_inv" in self._weights:
+            patterns = self.tensor(name + ".weight", torch.float8_e4m3fn)
+            return read_fp8(patterns, self.tensor(name + ".weight_scale_inv", torch.float32), how.block)
+        return self.matrix(name + ".weight")
 
     def finish(self) -> None:
         """Every expected tensor must have found its place: a model without it would compute something else."""
         assert not self._unread, f"tensors that no building block read: {sorted(self._unread)[:4]}"
-
-    def _unpacked(self, name: str) -> Tensor:
-        how = self._config.quantization
-        if name + ".weight_packed" in self._weights:
-            self._unread.discard(name + ".weight_shape")
-            packed = self.tensor(name + ".weight_packed", torch.int32)
-            scale = self.tensor(name + ".weight_scale", torch.float32)
-            shape = self._weights[name + ".weight_shape"].tolist()
-            if tuple(packed.shape) != (shape[0], -(-shape[1] // INT4_PER_WORD)):
-                raise BadCheckpoint(f"tensor {name}.weight_packed, {list(packed.shape)}, does not hold {shape}")
-            return unpack_int4(packed, scale, shape[1]).to(self.dtype)
-        if how is not None and how.packing is Packing.FP8_BLOCKS and name + ".weight_scale_inv" in self._weights:
-            self._unread.discard(name + ".weight")
-            packed = self._weights[name + ".weight"].to(self.device)
-            return unpack_fp8(packed, self.tensor(name + ".weight_scale_inv", torch.float32), how.block).to(self.dtype)
-        return self.matrix(name + ".weight")

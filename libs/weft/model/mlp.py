@@ -12,6 +12,7 @@ from weft.model.routing import route
 from weft.model.spec import Experts, Scoring
 from weft_kernels.linear import linear, pack
 from weft_kernels.moe import moe, pack_experts
+from weft_kernels.packed import Stored, stack
 from weft_kernels.silu_mul import silu_mul
 
 
@@ -49,7 +50,7 @@ class Mixture:
         return out if self.shared is None else out + self.shared.forward(x)
 
 
-def _each_expert(experts: Experts, root: str, loader: Loader) -> Iterator[tuple[Tensor, Tensor]]:
+def _each_expert(experts: Experts, root: str, loader: Loader) -> Iterator[tuple[Stored, Stored]]:
     """gate_up [2 size, hidden] and down [hidden, size], one expert at a time: together they may be most of a model."""
     if experts.is_fused:
         gate_up, down = loader.matrix(root + "gate_up_proj"), loader.matrix(root + "down_proj")
@@ -58,4 +59,5 @@ def _each_expert(experts: Experts, root: str, loader: Loader) -> Iterator[tuple[
         return
     gate, up, out = experts.projections
     for index in range(experts.num_experts):
-        yield loader.unpacked(f"{root}{index}.{gate}", f"{root}{index}.{up}"), loader.unpacked(f"{root}{index}.{out}")
+        each = f"{root}{index}."
+        yield stack([loader.stored(each + gate), loader.stored(each + up)]), loader.stored(each + out)

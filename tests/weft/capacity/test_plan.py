@@ -97,8 +97,8 @@ def test_resident_weights_are_plain_matrices_of_bfloat16_alone() -> None:
     assert packed[experts].size_bytes == math.ceil(0.755 * plain[experts].size_bytes)
     assert packed[norms] == plain[norms]  # with the router
     assert wide[experts].size_bytes == 2 * plain[experts].size_bytes
-    latents = sum(weight.size_bytes for weight in footprint(KIMI, "", True).values())
-    assert stored(KIMI) > latents > stored(KIMI) - 0.245 * 2 * 12e9  # attention, shared experts, embedding and head
+    held, fewer = (sum(each.size_bytes for each in footprint(KIMI, "bfloat16", way).values()) for way in (False, True))
+    assert held > fewer > held - 0.245 * 2 * 13e9  # attention, dense and shared experts, embedding and head
 
 
 @pytest.mark.parametrize("name", ["llama2", "qwen3", "mixtral", "deepseek"])
@@ -164,7 +164,7 @@ def test_kimi_on_eight_h100_leaves_thirty_gib() -> None:
 def test_shares_add_up_whatever_the_layout(config: ModelConfig, num_gpus: int) -> None:
     """What is divided is there once; what stands on every GPU, as often as there are GPUs of its stage."""
     total: dict[Kind, int] = {}
-    for (_, kind), weight in footprint(config).items():
+    for (_, kind), weight in footprint(config, "bfloat16").items():
         total[kind] = total.get(kind, 0) + weight.size_bytes
     for layout in layouts(config, num_gpus):
         assert layout.num_gpus == num_gpus
@@ -280,12 +280,25 @@ def test_the_command_shows_its_arithmetic(monkeypatch: pytest.MonkeyPatch) -> No
     assert weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "l40s", "--gpus", "8").returncode == 1
 
 
-def test_packed_weights_that_fit_until_they_are_unpacked_do_not_fit() -> None:
-    """Eight H100 have room for Kimi's INT4, and not for the bfloat16 that Weft makes of it; 16 H200 have."""
-    run = weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "h100", "--gpus", "8")
-    assert run.returncode == 1
-    assert "Weft unpacks INT4 weights when it loads them: in bfloat16 they take" in run.stdout
-    assert weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "h200", "--gpus", "16").returncode == 0
+def test_packed_weights_fit_as_they_stay_packed() -> None:
+    """Eight H100 have room for Kimi's INT4; they would not have it for a quarter as many parameters in bfloat16."""
+    run = weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "h100", "--gpus", "8", "--tp", "8", "--ep", "8")
+    assert run.returncode == 0
+    assert "553.70 GiB as INT4" in run.stdout
+    assert weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "h100", "--gpus", "4").returncode == 1
+
+
+def test_what_latent_attention_takes_apart_is_counted_unpacked(
+    family_of: Callable[[str], TinyFamily], tmp_path: Path
+) -> None:
+    tiny = quantized(family_of("deepseek"), FP8, tmp_path / "packed")
+    latent, config = tiny.config.latent, tiny.config
+    assert latent is not None
+    numbers = config.num_heads * (latent.nope_dim + latent.value_dim) * latent.kv_rank
+    factors = 4 * -(-config.num_heads * (latent.nope_dim + latent.value_dim) // 16) * -(-latent.kv_rank // 12)
+    as_stored, held = footprint(config), footprint(config, "float32")
+    each = held[0, Kind.ATTENTION].size_bytes - as_stored[0, Kind.ATTENTION].size_bytes
+    assert each == 4 * numbers - (numbers + factors)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from weft.errors import BadCheckpoint
 from weft.model.config import expected_tensors, read_config
 from weft.model.decoder import Decoder
 from weft.weights.checkpoint import read_checkpoint
-from weft_kernels.packed.quantized import unpack_fp8, unpack_int4
 
 Tensors = dict[str, torch.Tensor]
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 12]}
@@ -65,6 +64,18 @@ def pack_int4(name: str, weight: torch.Tensor) -> Tensors:
     }
 
 
+def unpack_fp8(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Every block of 16 rows and 12 columns times its own factor."""
+    rows = scale.repeat_interleave(16, 0)[: packed.shape[0]]
+    return packed.float() * rows.repeat_interleave(12, 1)[:, : packed.shape[1]]
+
+
+def unpack_int4(packed: torch.Tensor, scale: torch.Tensor, columns: int) -> torch.Tensor:
+    """The first value in the lowest bits, 8 for 0."""
+    values = torch.stack([(packed >> shift) & 15 for shift in range(0, 32, 4)], 2).flatten(1)[:, :columns] - 8
+    return values * scale.repeat_interleave(4, 1)[:, :columns]
+
+
 def quantized(tiny: TinyFamily, fields: dict[str, Any], directory: Path) -> TinyFamily:
     """The checkpoint packed as its config says; the oracle gets the weights that this stands for."""
     config = json.loads((tiny.directory / "config.json").read_text()) | {"quantization_config": fields}
@@ -82,7 +93,7 @@ def quantized(tiny: TinyFamily, fields: dict[str, Any], directory: Path) -> Tiny
             oracle[name] = unpack_int4(packed[module + ".weight_packed"], scale, weight.shape[1])
         elif module + ".weight_scale_inv" in expected:
             packed = pack_fp8(module, weight)
-            oracle[name] = unpack_fp8(packed[name], packed[module + ".weight_scale_inv"], (16, 12))
+            oracle[name] = unpack_fp8(packed[name], packed[module + ".weight_scale_inv"])
         else:
             packed = {name: weight}
         if name not in packed or packed[name] is not weight:
