@@ -1,4 +1,4 @@
-"""What a worker has counted since its start, as it tells the fleet: caches and hand-offs. Values only."""
+"""What a worker has counted since its start, as it tells the fleet: caches, hand-offs and work. Values only."""
 
 from __future__ import annotations
 
@@ -30,11 +30,34 @@ class HandOffTally:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkTally:
+    """Steps in which sequences generated and their time; the time of prompts, of a step with both their share of its
+    tokens."""
+
+    generating_steps: int = 0
+    generating_seconds: float = 0.0
+    computing_seconds: float = 0.0
+
+    def add(self, prompt_tokens: int, generated_tokens: int, seconds: float) -> WorkTally:
+        """With one more step."""
+        share = prompt_tokens / max(prompt_tokens + generated_tokens, 1)
+        return WorkTally(
+            self.generating_steps + (generated_tokens > 0),
+            self.generating_seconds + (seconds if generated_tokens else 0.0),
+            self.computing_seconds + share * seconds,
+        )
+
+
+NO_WORK = WorkTally()
+
+
+@dataclass(frozen=True, slots=True)
 class Tallies:
-    """Both, as they go into a report."""
+    """All, as they go into a report."""
 
     prefix: PrefixTally = NOTHING_LOOKED_UP
     hand_offs: tuple[HandOffTally, ...] = ()
+    work: WorkTally = NO_WORK
 
 
 NO_TALLIES = Tallies()

@@ -86,6 +86,9 @@ class Machinery:
         self.busy_seconds = 0.0
         self.computed_tokens = 0.0
         self.generated_tokens = 0.0
+        self.generating_steps = 0.0
+        self.generating_seconds = 0.0
+        self.computing_seconds = 0.0
         self.held_tokens = 0.0
         self.reserved_tokens = 0
         self.queued_tokens = 0
@@ -158,9 +161,13 @@ class Machinery:
     def _turn(self, turns: float) -> None:
         self._turns += turns
         if self.prompts:
+            chunk = self.prompts[0].chunk
             self.prompts[0].steps -= turns
-            self.computed_tokens += turns * self.prompts[0].chunk
+            self.computed_tokens += turns * chunk
+            self.computing_seconds += turns * self._step * chunk / (chunk + len(self.batch))
         if self.batch:
+            self.generating_steps += turns
+            self.generating_seconds += turns * self._step
             tokens = turns * len(self.batch)
             self.held_tokens += tokens
             self.generated_tokens += tokens

@@ -17,7 +17,7 @@ from weft.request import (
     WorkerAddress,
     WorkerRole,
 )
-from weft.tally import NOTHING_LOOKED_UP, HandOffTally, PrefixTally, Tallies
+from weft.tally import NOTHING_LOOKED_UP, HandOffTally, PrefixTally, Tallies, WorkTally
 from weft_mesh.v1 import common_pb2, decode_service_pb2, scheduler_service_pb2
 
 _FINISH_TO_WIRE = {
@@ -247,4 +247,5 @@ def tallies_from_wire(report: scheduler_service_pb2.WorkerReport) -> Tallies:
             HandOffTally(tally.prefill_worker_id, tally.num_prompts, tally.size_bytes, tally.num_failed)
             for tally in report.hand_offs
         ),
+        WorkTally(report.generating_steps, report.generating_seconds, report.computing_seconds),
     )

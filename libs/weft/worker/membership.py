@@ -171,6 +171,9 @@ class Membership:
             role=role_to_wire(self._role),
             generated_tokens=load.generated_tokens,
             computed_prompt_tokens=load.computed_prompt_tokens,
+            generating_steps=tallies.work.generating_steps,
+            generating_seconds=tallies.work.generating_seconds,
+            computing_seconds=tallies.work.computing_seconds,
             prefix=prefix_to_wire(tallies.prefix),
             hand_offs=hand_offs_to_wire(tallies.hand_offs),
         )

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -117,7 +117,7 @@ async def _serve(
         introduction,
         lambda: engine.load,
         lambda: engine.is_alive and health.is_fit,
-        place.tally.read,
+        lambda: replace(place.tally.read(), work=feed.work),
     )
     keeping = tasks.create_task(membership.keep())
     try:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from weft import metrics
 from weft.engine.messages import EngineLoad, StepOutput
+from weft.tally import NO_WORK
 
 Consumer = Callable[[StepOutput], None]
 ComputeListener = Callable[[int, float], None]
@@ -22,6 +23,7 @@ class EngineFeed:
         # told of every step that was all prompt tokens: how many, and how long it took
         self.on_computed: ComputeListener | None = None
         self.load = EngineLoad()
+        self.work = NO_WORK
         self._loop = asyncio.get_running_loop()
         self._consumers: list[Consumer] = []
         self._broken: asyncio.Future[None] = self._loop.create_future()
@@ -66,5 +68,8 @@ class EngineFeed:
 
     def _measure(self, before: EngineLoad, load: EngineLoad, seconds: float) -> None:
         num_tokens = load.computed_prompt_tokens - before.computed_prompt_tokens
-        if self.on_computed and seconds and num_tokens and load.generated_tokens == before.generated_tokens:
+        num_generated = load.generated_tokens - before.generated_tokens
+        if seconds:
+            self.work = self.work.add(num_tokens, num_generated, seconds)
+        if self.on_computed and seconds and num_tokens and not num_generated:
             self.on_computed(num_tokens, seconds)

@@ -86,7 +86,7 @@ class Fleet:
         if self._workers.get(worker.worker_id) is not worker:
             raise Incompatible(f"worker {worker.worker_id} has been replaced or given up; join again")
         if worker.num_reports > 0:
-            _measure(worker, report, now - worker.reported_at)
+            _measure(worker, report)
         if report.ready != worker.report.ready:
             logger.info("worker %s id=%s", "ready" if report.ready else "not ready", worker.worker_id)
         if not report.is_idle:
@@ -165,20 +165,22 @@ def playing(worker: Worker) -> WorkerRole:
     return worker.role_wish or worker.info.role
 
 
-def _measure(worker: Worker, report: WorkerReport, seconds: float) -> None:
-    """Update the rates from two reports in a row. Only time in which the worker had work says how fast it is."""
+def _measure(worker: Worker, report: WorkerReport) -> None:
+    """Update the rates from two reports in a row: by the time in which the worker had work, as it counts itself."""
     before = worker.report
-    if before.queued_prefill_tokens > 0 and report.queued_prefill_tokens > 0:
-        worker.speed.measure_prefill(report.computed_prompt_tokens - before.computed_prompt_tokens, seconds)
-    if before.num_running > 0 and report.num_running > 0:
-        running = (before.num_running + report.num_running) / 2
-        worker.speed.measure_decode(report.generated_tokens - before.generated_tokens, running, seconds)
+    old, new = before.tallies.work, report.tallies.work
+    prompts = report.computed_prompt_tokens - before.computed_prompt_tokens
+    worker.speed.measure_prefill(prompts, new.computing_seconds - old.computing_seconds)
+    tokens, steps = report.generated_tokens - before.generated_tokens, new.generating_steps - old.generating_steps
+    worker.speed.measure_decode(tokens, steps, new.generating_seconds - old.generating_seconds)
 
 
 def _rate(workers: Sequence[Worker]) -> None:
     """Tell the policy how fast each worker is, beside the others."""
-    tokens = sum(worker.speed.prompt_tokens for worker in workers)
-    seconds = sum(worker.speed.prompt_seconds for worker in workers)
+    # those that only decode compute a few tokens of a prompt at a time, at the price of a step
+    computing = [worker for worker in workers if worker.info.role.can(WorkerRole.PREFILL)] or workers
+    tokens = sum(worker.speed.prompt_tokens for worker in computing)
+    seconds = sum(worker.speed.prompt_seconds for worker in computing)
     usual = tokens / seconds if seconds > MIN_RATED_SECONDS else DEFAULT_PREFILL_RATE
     decode = [worker.speed.decode_rate for worker in workers if worker.speed.decode_rate]
     mean_decode = fmean(decode) if decode else 1.0

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
 from tests.services.scheduler.fakes import MODEL, worker_info
 from weft.errors import Incompatible, NotFound
 from weft.request import WorkerAddress, WorkerRole
+from weft.tally import Tallies, WorkTally
 from weft_services.scheduler.fleet import MAX_MODELS, Fleet
 from weft_services.scheduler.state import Load, Worker, WorkerReport
 
@@ -68,25 +67,37 @@ def test_a_report_makes_earlier_bookings_known_to_the_worker() -> None:
     assert worker.fresh == Load()
 
 
-def test_rates_are_measured_only_while_there_is_work() -> None:
+def test_rates_are_those_of_the_time_in_which_there_was_work() -> None:
     fleet = Fleet(5.0)
     worker, _ = fleet.join(INFO, 0.0)
-    fleet.report(worker, WorkerReport(computed_prompt_tokens=0), 1.0)
+    fleet.report(worker, WorkerReport(computed_prompt_tokens=50, generated_tokens=9), 1.0)
     fleet.report(worker, WorkerReport(computed_prompt_tokens=50, generated_tokens=9), 2.0)
     assert (worker.speed.prompt_seconds, worker.speed.decode_rate) == (0.0, None)
-    busy = partial(WorkerReport, queued_prefill_tokens=100, num_running=4)
-    fleet.report(worker, busy(computed_prompt_tokens=50, generated_tokens=9), 3.0)
-    fleet.report(worker, busy(computed_prompt_tokens=850, generated_tokens=409), 5.0)
+    # four sequences at 50 tokens a second, and most of the ten seconds nothing to do
+    work = Tallies(work=WorkTally(generating_steps=100, generating_seconds=2.0, computing_seconds=2.0))
+    fleet.report(worker, WorkerReport(computed_prompt_tokens=850, generated_tokens=409, tallies=work), 12.0)
     assert (worker.speed.prompt_tokens, worker.speed.prompt_seconds) == (800.0, 2.0)
     assert worker.speed.decode_rate == pytest.approx(50.0)
+    assert worker.speed.itl_seconds(4) == pytest.approx(0.02)
 
 
-def test_reports_in_a_bunch_measure_nothing() -> None:
+def test_too_little_work_measures_nothing() -> None:
     fleet = Fleet(5.0)
     worker, _ = fleet.join(INFO, 0.0)
-    for at in (1.0, 1.001):
-        fleet.report(worker, WorkerReport(queued_prefill_tokens=1, computed_prompt_tokens=int(at * 1000)), at)
+    fleet.report(worker, WorkerReport(), 1.0)
+    work = Tallies(work=WorkTally(computing_seconds=1e-4))
+    fleet.report(worker, WorkerReport(computed_prompt_tokens=1, tallies=work), 2.0)
     assert worker.speed.prompt_tokens == 0
+
+
+def test_what_decode_workers_compute_of_prompts_says_nothing_of_prefill_workers() -> None:
+    fleet = Fleet(5.0)
+    first, _ = two_prefills(fleet)
+    decode, _ = fleet.join(INFO, 0.0)
+    decode.speed.measure_prefill(10, 100.0)
+    first.speed.measure_prefill(40_000, 1000.0)
+    fleet.refresh()
+    assert 1 / first.token_seconds == pytest.approx(40.0)
 
 
 def two_prefills(fleet: Fleet) -> tuple[Worker, Worker]:

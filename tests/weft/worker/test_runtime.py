@@ -49,6 +49,24 @@ async def test_totals_become_counters() -> None:
     assert metrics.ENGINE_TOKENS.labels("generated")._value.get() == before + 9
 
 
+async def test_work_is_counted_by_step_and_the_time_of_one_with_both_is_shared_by_tokens() -> None:
+    feed = EngineFeed()
+    done = asyncio.Event()
+    feed.subscribe(lambda output: done.set() if output.load.generated_tokens == 8 else None)
+    loads = [(100, 0, 0.5), (130, 2, 0.3), (160, 2, 0.2), (160, 5, 0.0), (190, 8, 1.1)]
+    emit(
+        feed,
+        *[
+            StepOutput(EngineLoad(computed_prompt_tokens=prompt, generated_tokens=text), step_seconds=seconds)
+            for prompt, text, seconds in loads
+        ],
+    )
+    await done.wait()
+    work = feed.work
+    assert (work.generating_steps, work.generating_seconds) == (2, pytest.approx(0.3 + 1.1))
+    assert work.computing_seconds == pytest.approx(0.5 + 0.3 * 30 / 32 + 0.2 + 1.1 * 30 / 33)
+
+
 async def test_a_consumer_that_fails_breaks_the_feed() -> None:
     feed = EngineFeed()
 

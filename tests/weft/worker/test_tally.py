@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from weft.kv.tiers import Tier
 from weft.rpc import wire
-from weft.tally import HandOffTally, PrefixTally
+from weft.tally import HandOffTally, PrefixTally, WorkTally
 from weft.worker import tally
 from weft.worker.tally import Tally
 from weft_mesh.v1 import scheduler_service_pb2 as pb
@@ -17,10 +19,16 @@ def test_sums_survive_the_wire() -> None:
     counted.handed_off("prefill-0", 1000)
     counted.handed_off("prefill-0", 500)
     counted.hand_off_failed("prefill-1", "timeout")
-    now = counted.read()
+    now = replace(counted.read(), work=WorkTally(3, 0.5, 1.5))
     assert now.prefix == PrefixTally(150, 48, 16, 8)
     assert now.hand_offs == (HandOffTally("prefill-0", 2, 1500), HandOffTally("prefill-1", num_failed=1))
-    report = pb.WorkerReport(prefix=wire.prefix_to_wire(now.prefix), hand_offs=wire.hand_offs_to_wire(now.hand_offs))
+    report = pb.WorkerReport(
+        prefix=wire.prefix_to_wire(now.prefix),
+        hand_offs=wire.hand_offs_to_wire(now.hand_offs),
+        generating_steps=3,
+        generating_seconds=0.5,
+        computing_seconds=1.5,
+    )
     assert wire.tallies_from_wire(pb.WorkerReport.FromString(report.SerializeToString())) == now
 
 

@@ -547,6 +547,9 @@ class WorkerReport(_message.Message):
     PREFIX_FIELD_NUMBER: _builtins.int
     HAND_OFFS_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    GENERATING_STEPS_FIELD_NUMBER: _builtins.int
+    GENERATING_SECONDS_FIELD_NUMBER: _builtins.int
+    COMPUTING_SECONDS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sequences in the batch."""
     num_waiting: _builtins.int
@@ -573,6 +576,11 @@ class WorkerReport(_message.Message):
     """Somebody has asked it to finish what it has and to take nothing new; `ready` is false then."""
     role: _common_pb2.WorkerRole.ValueType
     """What new work it takes now; unspecified: as in hello."""
+    generating_steps: _builtins.int
+    """Steps since its start in which sequences generated, and the time they took."""
+    generating_seconds: _builtins.float
+    computing_seconds: _builtins.float
+    """Time since its start that computing prompts took; of a step with both, its share by tokens."""
     @_builtins.property
     def prefix(self) -> Global___PrefixTally:
         """What its caches were worth since its start."""
@@ -599,10 +607,13 @@ class WorkerReport(_message.Message):
         prefix: Global___PrefixTally | None = ...,
         hand_offs: _abc.Iterable[Global___HandOffTally] | None = ...,
         role: _common_pb2.WorkerRole.ValueType = ...,
+        generating_steps: _builtins.int = ...,
+        generating_seconds: _builtins.float = ...,
+        computing_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "active_tokens", b"active_tokens", "cached_blocks", b"cached_blocks", "computed_prompt_tokens", b"computed_prompt_tokens", "draining", b"draining", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "hand_offs", b"hand_offs", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefix", b"prefix", "quarantined_blocks", b"quarantined_blocks", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "active_tokens", b"active_tokens", "cached_blocks", b"cached_blocks", "computed_prompt_tokens", b"computed_prompt_tokens", "computing_seconds", b"computing_seconds", "draining", b"draining", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "generating_seconds", b"generating_seconds", "generating_steps", b"generating_steps", "hand_offs", b"hand_offs", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefix", b"prefix", "quarantined_blocks", b"quarantined_blocks", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
