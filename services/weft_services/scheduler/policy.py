@@ -20,8 +20,12 @@ from weft.request import ModelFingerprint, WorkerRole
 from weft_services.scheduler.refusals import refusal
 from weft_services.scheduler.state import INFINITE, Demand, Placement, Served, Worker
 
-# how much more a prompt token that must be computed weighs than one that waits already
-MIN_CARE, MAX_CARE = 1.0, 16.0
+# how much more a prompt token that must be computed weighs than one that waits already: no more while there are idle
+# workers, since a second copy of a prefix is of use too; much more once nearly all are busy, when only hits make room.
+# Both shares are fitted on the conversation trace (loadtest.fleet compare): less care at 60 and 80 % load has shorter
+# waits, more at 95 %
+CARE, STEEP_CARE = 0.3, 0.1
+MAX_CARE = 64.0
 # costs this close are noise: a session stays where it is, others are spread. A share of what the request itself takes
 TIE_SHARE = 0.1
 TIE_SECONDS = 0.005
@@ -53,9 +57,14 @@ def choose(models: Mapping[str, Served], demand: Demand, now: float) -> Placemen
     if models and model not in models:
         raise NotFound(f"no worker serves the model {model!r}")
     served = models.get(model) or Served()
-    # queues grow as 1 / (1 - utilization), and so does what a second of work costs those behind it
-    care = min(MIN_CARE / max(1.0 - served.utilization, 0.01), MAX_CARE)
-    return _View(served, demand, now, care).choose()
+    return _View(served, demand, now, care_at(served.utilization)).choose()
+
+
+def care_at(utilization: float) -> float:
+    """The weight of an uncached token. Queues grow as 1 / (1 - utilization), and so does what a second of work costs
+    those behind it."""
+    idle = max(1.0 - utilization, 0.01)
+    return min(max(CARE / idle + STEEP_CARE / idle**2, 1.0), MAX_CARE)
 
 
 def held_tokens(demand: Demand, worker: Worker) -> int:
