@@ -20,6 +20,7 @@ import grpc
 import httpx
 import psutil
 
+from weft.cli.child import die_with
 from weft_mesh.v1 import scheduler_service_pb2, scheduler_service_pb2_grpc
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,12 +60,15 @@ class LocalMesh:
         command = [sys.executable, "-m", "weft.cli.main", "up", "--port", str(port), "--grpc-port", str(grpc_port)]
         command += ["--model", model or str(ROOT / "models" / "weft-nano"), "--dtype", "float32", "--threads", "1"]
         command += ["--prefill", str(num_prefill), "--decode", str(num_decode), "--both", str(num_both)]
+        parent = os.getpid()
         self._up = psutil.Popen(
             command,
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(environment or {})},
             start_new_session=True,
+            # a benchmark that is killed takes its mesh along
+            preexec_fn=lambda: die_with(parent, signal.SIGINT),
         )
 
     def __enter__(self) -> Self:

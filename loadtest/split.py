@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
-import shutil
 import statistics
 import tempfile
 import time
@@ -28,15 +26,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.engine.cpu_model import CONFIG, make_model
-from loadtest.local_mesh import ROOT, LocalMesh
+from loadtest.local_mesh import LocalMesh
+from loadtest.small_model import make_checkpoint
 from weft.cli.bench.figures import gaps
 from weft.cli.bench.load import Record, Target, open_target, run
 from weft.cli.bench.workload import Recipe, from_recipe
 
-NANO = ROOT / "models" / "weft-nano"
-# 30 million parameters behind weft-nano's tokenizer
-SMALL = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 10, "num_attention_heads": 8}
 # how many prefill and decode workers, and workers that do both
 SIDES = {"2 combined": (0, 0, 2), "prefill + decode": (1, 1, 0)}
 SETTLE_SECONDS = 60.0
@@ -65,16 +60,6 @@ class Figures:
     output_rate: float
     prompt_rate: float
     failed: int
-
-
-def make_checkpoint(folder: Path) -> Path:
-    """The small model, with weft-nano's tokenizer and chat template."""
-    nano = json.loads((NANO / "config.json").read_text())
-    ids = {name: nano[name] for name in ("vocab_size", "bos_token_id", "eos_token_id") if name in nano}
-    make_model(folder, {**CONFIG, **SMALL, **ids})
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
-        shutil.copy(NANO / name, folder / name)
-    return folder
 
 
 def percentile(values: Sequence[float], percent: int) -> float:

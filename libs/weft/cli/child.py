@@ -48,7 +48,7 @@ class Child:
                 stdout=write_end,
                 stderr=write_end,
                 start_new_session=True,
-                preexec_fn=lambda: _die_with(parent),
+                preexec_fn=lambda: die_with(parent),
             )
         except BaseException:
             os.close(read_end)
@@ -105,10 +105,10 @@ class Child:
         return await self.wait()
 
 
-def _die_with(parent: int) -> None:
-    """Runs in the new process before its program does: the kernel shall kill it when the parent's thread ends."""
+def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Runs in the new process before its program does: the kernel shall signal it when the parent's thread ends."""
     if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
 

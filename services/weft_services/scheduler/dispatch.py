@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from weft.errors import InvalidRequest, NotFound, Overloaded, PeerLost, WeftError
 from weft.lifetime import Stage
@@ -18,6 +19,7 @@ from weft.request import WorkerRole
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.router import Progress, Router
 from weft_services.scheduler.state import Placement, Preference, RouteQuery, Worker, WorkerInfo, WorkerReport
+from weft_services.scheduler.targets import TooLate
 from weft_services.scheduler.waiting import Waiter, WaitingRoom
 from weft_services.scheduler.whereabouts import Whereabouts
 
@@ -102,6 +104,8 @@ class Dispatcher:
         if self._room.goes_first(query, now):
             try:
                 return self._placed(query, preference, now)
+            except TooLate:
+                raise
             except Overloaded as error:
                 busy = error
         waiter = self._room.enter(query, now, busy)
@@ -116,7 +120,7 @@ class Dispatcher:
             raise Overloaded(str(busy), again) from None
         finally:
             WAITING.dec()
-            self._room.leave(waiter)
+            self._room.leave(waiter, self._clock())
             del self._places[waiter]
 
     def _placed(self, query: RouteQuery, preference: Preference, now: float) -> Placement:
@@ -129,18 +133,23 @@ class Dispatcher:
         now = self._clock()
         while (waiter := self._room.first(now)) is not None:
             preference, place = self._places[waiter]
+            left = waiter.query.remaining_seconds - (now - waiter.since)
             try:
-                placement = self._placed(waiter.query, preference, now)
-            except Overloaded:
-                return
+                placement = self._placed(replace(waiter.query, remaining_seconds=left), preference, now)
             except WeftError as error:
-                self._room.leave(waiter)
-                if not place.done():
-                    place.set_exception(error)
+                if isinstance(error, Overloaded) and not isinstance(error, TooLate):
+                    return
+                self._refuse(waiter, error)
             else:
-                self._room.leave(waiter)
+                self._room.leave(waiter, now)
                 if not place.done():
                     place.set_result(placement)
+
+    def _refuse(self, waiter: Waiter, error: WeftError) -> None:
+        self._room.leave(waiter, self._clock())
+        _, place = self._places[waiter]
+        if not place.done():
+            place.set_exception(error)
 
     def settle(self, progress: Progress) -> None:
         """A booked request has come this far. Late, repeated and unknown ones change nothing."""

@@ -15,6 +15,7 @@ from weft.request import RequestKey
 from weft_services.scheduler.bookings import Booking, Bookings
 from weft_services.scheduler.fleet import Fleet
 from weft_services.scheduler.lengths import OutputLengths
+from weft_services.scheduler.planner import RolePlanner
 from weft_services.scheduler.policy import choose
 from weft_services.scheduler.prefixes import MAX_KEYS, PrefixIndex
 from weft_services.scheduler.state import (
@@ -29,7 +30,7 @@ from weft_services.scheduler.state import (
     WorkerInfo,
     WorkerReport,
 )
-from weft_services.scheduler.targets import NO_TARGETS, Targets
+from weft_services.scheduler.targets import NO_TARGETS, Targets, check_deadline
 
 logger = logging.getLogger(__name__)
 # the store bounds itself
@@ -51,8 +52,16 @@ class Progress:
 class Router:
     """Places requests on the fleet and keeps its books. No decision ever waits, so state never changes under one."""
 
-    def __init__(self, silence_seconds: float, targets: Targets = NO_TARGETS, max_keys: int = MAX_KEYS) -> None:
+    def __init__(
+        self,
+        silence_seconds: float,
+        targets: Targets = NO_TARGETS,
+        max_keys: int = MAX_KEYS,
+        planner: RolePlanner | None = None,
+    ) -> None:
+        """Without a planner workers keep their roles until somebody asks otherwise."""
         self._targets = targets
+        self._planner = planner
         self.fleet = Fleet(silence_seconds)
         self.prefixes: PrefixIndex[Worker] = PrefixIndex(max_keys)
         # the store is one holder for each model's fingerprint: of its blocks all workers of that model can fetch
@@ -92,6 +101,7 @@ class Router:
         demand = self.demand(query, preference)
         placement = choose(self.fleet.models, demand, now)
         self._targets.check(query.model, query.priority, placement)
+        check_deadline(query, placement)
         self._bookings.book(query, placement, now)
         for worker in {placement.decode, placement.prefill or placement.decode}:
             held = demand.prefixes.held.get(worker, 0) // worker.info.fingerprint.block_tokens
@@ -154,9 +164,13 @@ class Router:
         return booking
 
     def sweep(self, now: float) -> list[Worker]:
-        """Give up workers that are silent and bookings that nobody will settle; returns the workers."""
+        """Once a second: give up workers that are silent and bookings that nobody will settle, and let workers play
+        other roles where that is wanted; returns the workers that are lost."""
         lost = [worker for worker in self.fleet.silent(now) if self.leave(worker, "silent")]
         if (count := self._bookings.sweep(now)) > 0:
             logger.warning("bookings given up, their gateway never settled them: count=%d", count)
         self.fleet.refresh()
+        for move in self._planner.plan(self.fleet.models, now) if self._planner is not None else ():
+            logger.info("worker is to play %s id=%s: %s", move.role, move.worker.worker_id, move.why)
+            self.fleet.set_role(move.worker.worker_id, move.role)
         return lost

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from weft.config import ConfigError
 from weft.errors import Overloaded
-from weft_services.scheduler.state import Placement, Priority
+from weft_services.scheduler.state import Placement, Priority, RouteQuery
 
 # work that nobody waits for leaves this share of the promised time to the others
 BATCH_SHARE = 0.5
@@ -45,6 +45,24 @@ class Targets:
 
 
 NO_TARGETS = Targets()
+
+
+class TooLate(Overloaded):
+    """There is room, but the answer would not be complete by its deadline. Waiting makes it later still."""
+
+
+def check_deadline(query: RouteQuery, placement: Placement) -> None:
+    """Raises TooLate where the answer, as long as answers are, would take longer than its client waits.
+
+    On an idle worker it takes what it takes: no other time is a better one to ask.
+    """
+    workers = {placement.decode, placement.prefill or placement.decode}
+    if not any(worker.booked.requests for worker in workers):
+        return
+    output = placement.decode_tokens - query.prompt_tokens
+    late = placement.ttft_seconds + output * placement.itl_seconds - query.remaining_seconds
+    if late > 0:
+        raise TooLate("the answer would not be complete by its deadline", late)
 
 
 def parse_targets(text: str) -> Targets:

@@ -1,8 +1,11 @@
 """Who waits for room, and who is next: by priority, within one fairly by tenant, within one first come. Bounded; no
 clock of its own, no tasks. Knows requests and their tokens, not workers.
 
-Fair means: tokens, not requests. Every tenant has a virtual time, which its served tokens push on; the least is
-next. Who has waited for long moves up a priority, so that nobody starves.
+Who is let in shall get a place: a refusal after a wait is worth less to a client than one at once. So the wait that is
+to be expected has to be well below the longest.
+
+Fair means: tokens, not requests. Every tenant has a virtual time, which its served tokens push on; the least is next.
+Who has waited for long moves up a priority, so that nobody starves.
 """
 
 from __future__ import annotations
@@ -13,12 +16,16 @@ from dataclasses import dataclass
 
 from weft.errors import Overloaded
 from weft_services.scheduler.refusals import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS
-from weft_services.scheduler.state import RouteQuery
+from weft_services.scheduler.state import INFINITE, RouteQuery
 
 # so long a wait is worth one priority
 AGE_SECONDS = 10.0
-# how far back the rate at which requests are placed looks
+# how far back the rate at which those who wait are placed looks
 RATE_SECONDS = 5.0
+# so much time with somebody waiting has to be seen before it says how fast those who wait get their places
+MIN_BUSY_SECONDS = 0.5
+# of the longest wait: more than this must not be expected by who is let in
+SURE_SHARE = 0.5
 # tenants whose virtual time is remembered
 MAX_TENANTS = 4096
 
@@ -34,7 +41,11 @@ class Waiter:
     @property
     def tokens(self) -> int:
         """What serving it counts for."""
-        return self.query.prompt_tokens + min(self.query.max_tokens, 256)
+        return _tokens(self.query)
+
+
+def _tokens(query: RouteQuery) -> int:
+    return query.prompt_tokens + min(query.max_tokens, 256)
 
 
 class WaitingRoom:
@@ -48,8 +59,9 @@ class WaitingRoom:
         self._served_virtual = 0.0
         self._tokens = 0
         self._num = 0
-        self._placed_tokens = 0.0
-        self._placed_at = 0.0
+        self._busy_tokens = 0.0
+        self._busy_seconds = 0.0
+        self._looked_at = 0.0
 
     def __len__(self) -> int:
         return self._num
@@ -59,16 +71,18 @@ class WaitingRoom:
         wait."""
         most = min(self._max_seconds, query.remaining_seconds)
         expected = self.expected_seconds(query, now)
-        if query.reject_if_busy or self._num >= self._max_waiting or expected > most:
+        if query.reject_if_busy or self._num >= self._max_waiting or expected > SURE_SHARE * most:
             raise Overloaded(str(busy), self.retry_after(query, now, busy.retry_after_seconds))
+        self._look(now)
         waiter = Waiter(query, now, now + most)
         self._lines.setdefault((query.priority, query.tenant), deque()).append(waiter)
         self._num += 1
         self._tokens += waiter.tokens
         return waiter
 
-    def leave(self, waiter: Waiter) -> None:
+    def leave(self, waiter: Waiter, now: float) -> None:
         """It has been placed, or waits no more. Idempotent."""
+        self._look(now)
         line_key = (waiter.query.priority, waiter.query.tenant)
         line = self._lines.get(line_key)
         if line is None or waiter not in line:
@@ -95,8 +109,10 @@ class WaitingRoom:
         return all(query.priority < self._rank(line[0], now) for line in self._lines.values())
 
     def placed(self, query: RouteQuery, now: float) -> None:
-        """A request got its place, with or without waiting: its tenant pays for it."""
-        tokens = query.prompt_tokens + min(query.max_tokens, 256)
+        """A request got its place, with or without waiting: its tenant pays for it. Call `leave` afterwards."""
+        tokens = _tokens(query)
+        self._look(now)
+        self._busy_tokens += tokens if self._num else 0
         start = self._start(query.tenant)
         if self._num:
             self._served_virtual = max(self._served_virtual, start)
@@ -104,23 +120,34 @@ class WaitingRoom:
         self._virtual.move_to_end(query.tenant)
         if len(self._virtual) > MAX_TENANTS:
             self._virtual.popitem(last=False)
-        self._placed_tokens = self._placed_tokens * math.exp((self._placed_at - now) / RATE_SECONDS) + tokens
-        self._placed_at = now
 
     def expected_seconds(self, query: RouteQuery, now: float) -> float:
-        """How long it will wait, if requests are placed as fast as they were of late; 0 when nothing is known."""
+        """How long until it has its place, if that goes as fast as it last went; 0 when nothing is known, and for who
+        would be the first."""
         ahead = sum(
             waiter.tokens
             for (priority, _), line in self._lines.items()
             if priority <= query.priority
             for waiter in line
         )
-        rate = self._placed_tokens * math.exp((self._placed_at - now) / RATE_SECONDS) / RATE_SECONDS
-        return ahead / rate if rate > 0 else 0.0
+        self._look(now)
+        if not ahead or self._busy_seconds < MIN_BUSY_SECONDS:
+            return 0.0
+        # while nobody waits requests are placed as fast as they come, which says nothing
+        rate = self._busy_tokens / self._busy_seconds
+        return (ahead + _tokens(query)) / rate if rate > 0 else INFINITE
 
     def retry_after(self, query: RouteQuery, now: float, least: float) -> float:
         """When it is worth another try: after those who wait now, and never sooner than the fleet itself says."""
         return min(max(self.expected_seconds(query, now), least, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+
+    def _look(self, now: float) -> None:
+        """Time in which somebody waited passes; call before their number changes."""
+        if self._num:
+            kept = math.exp((self._looked_at - now) / RATE_SECONDS)
+            self._busy_tokens *= kept
+            self._busy_seconds = kept * self._busy_seconds + (1 - kept) * RATE_SECONDS
+        self._looked_at = now
 
     def _rank(self, waiter: Waiter, now: float) -> int:
         return max(waiter.query.priority - int((now - waiter.since) / AGE_SECONDS), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from weft.config import ConfigError
 from weft.errors import Overloaded
 from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler.state import Placement, Priority, RouteQuery
-from weft_services.scheduler.targets import Target, parse_targets
+from weft_services.scheduler.targets import Target, TooLate, check_deadline, parse_targets
 from weft_services.scheduler.waiting import AGE_SECONDS, Waiter, WaitingRoom
 
 BUSY = Overloaded("full", 3.0)
@@ -27,8 +28,8 @@ def query(
 def take(room: WaitingRoom, now: float) -> Waiter:
     waiter = room.first(now)
     assert waiter is not None
-    room.leave(waiter)
     room.placed(waiter.query, now)
+    room.leave(waiter, now)
     return waiter
 
 
@@ -79,19 +80,43 @@ def test_who_has_just_come_goes_before_the_waiting_only_with_a_better_priority()
     assert not room.goes_first(query("d"), 0.0)
 
 
+def busy_room(max_waiting: int, max_seconds: float) -> WaitingRoom:
+    """At time 0 one waits in it, and a hundred tokens a second were placed of late."""
+    room = WaitingRoom(max_waiting, max_seconds)
+    room.enter(query("first"), -20.0, BUSY)
+    for tenths in range(-199, 1):
+        take(room, tenths / 10)
+        room.enter(query(f"{tenths}", tokens=10 if tenths < 0 else 100), tenths / 10, BUSY)
+    return room
+
+
 def test_a_full_room_a_hopeless_wait_and_one_that_will_not_wait_are_refused_at_once() -> None:
-    room = WaitingRoom(2, 5.0)
+    room = busy_room(2, 10.0)
     with pytest.raises(Overloaded, match="full"):
         room.enter(query("a", reject_if_busy=True), 0.0, BUSY)
-    room.placed(query("served", tokens=500), 0.0)
-    room.enter(query("b", tokens=1000), 0.0, BUSY)
     with pytest.raises(Overloaded) as caught:
-        room.enter(query("c"), 0.0, BUSY)
-    # a hundred tokens a second were placed of late, and a thousand wait
-    assert caught.value.retry_after_seconds == pytest.approx(10.0)
-    room.enter(query("d", priority=INTERACTIVE), 0.0, BUSY)
+        room.enter(query("b", tokens=900), 0.0, BUSY)
+    assert caught.value.retry_after_seconds == pytest.approx(10.0, rel=0.1)
+    room.enter(query("c", priority=INTERACTIVE), 0.0, BUSY)
     with pytest.raises(Overloaded):
-        room.enter(query("e", priority=INTERACTIVE), 0.0, BUSY)
+        room.enter(query("d", tokens=1), 0.0, BUSY)
+
+
+def test_who_can_hope_for_a_place_only_at_the_last_moment_is_refused_at_once() -> None:
+    room = busy_room(100, 6.0)
+    assert room.enter(query("soon"), 0.0, BUSY).give_up_at == 6.0
+    assert room.expected_seconds(query("late", tokens=200), 0.0) == pytest.approx(4.0, rel=0.1)
+    with pytest.raises(Overloaded):
+        room.enter(query("late", tokens=200), 0.0, BUSY)
+
+
+def test_the_first_may_wait_however_slow_it_was_before() -> None:
+    room = WaitingRoom(100, 2.0)
+    given_up = room.enter(query("a"), 0.0, BUSY)
+    room.leave(given_up, 2.0)
+    room.enter(query("b"), 3.0, BUSY)
+    with pytest.raises(Overloaded):
+        room.enter(query("c"), 3.0, BUSY)
 
 
 def test_nobody_waits_longer_than_its_own_client() -> None:
@@ -103,8 +128,8 @@ def test_nobody_waits_longer_than_its_own_client() -> None:
 def test_leaving_twice_counts_once() -> None:
     room = WaitingRoom(10, 5.0)
     waiter = room.enter(query("a"), 0.0, BUSY)
-    room.leave(waiter)
-    room.leave(waiter)
+    room.leave(waiter, 1.0)
+    room.leave(waiter, 1.0)
     assert (len(room), room.expected_seconds(query("b"), 0.0)) == (0, 0.0)
 
 
@@ -133,3 +158,15 @@ def test_targets_are_read_by_model_and_kept() -> None:
 def test_a_wrong_target_is_named(text: str) -> None:
     with pytest.raises(ConfigError, match="WEFT_TARGETS"):
         parse_targets(text)
+
+
+def test_an_answer_that_would_miss_its_deadline_is_refused_while_others_are_served_first() -> None:
+    asked = query("a", remaining_seconds=3.0)
+    for booked, itl, is_refused in ((1, 0.01, False), (1, 0.05, True), (0, 0.05, False)):
+        placed = replace(placement(0.0, itl, booked), ttft_seconds=1.0, decode_tokens=200)
+        if is_refused:
+            with pytest.raises(TooLate) as caught:
+                check_deadline(asked, placed)
+            assert caught.value.retry_after_seconds == pytest.approx(1.0 + 100 * itl - 3.0)
+        else:
+            check_deadline(asked, placed)

@@ -1,0 +1,145 @@
+"""Which worker had better play another role: pure functions over the fleet's state, and a planner that remembers since
+when somebody is short. The clock is passed in. Asks nobody; the router passes its wish on.
+
+Prefill is short when a new prompt would wait for longer than the limit before it is computed, decode when tokens come
+more slowly than the limit or its pools are nearly full. A strain of 1 is at the limit. A worker moves when one side has
+been short for a while and the other, without it, is still well within its own limit: where both are short, moving
+helps nobody. One worker of a model at a time, with a pause, and never one of the least that each role keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean
+
+from weft.config import ConfigError
+from weft.request import WorkerRole
+from weft_services.scheduler.state import INFINITE, NEVER, Served, Worker
+
+# a side is short when it has been over its limit for so long, at every look
+PATIENCE_SECONDS = 5.0
+# a side that gives a worker away must stay below this share of its limit, as far as can be told before
+SPARE_STRAIN = 0.75
+# share of a pool that counts as full
+FULL_POOL = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds that prompts may wait and that a token may take; workers of a role that stay; seconds between moves."""
+
+    wait_seconds: float
+    itl_seconds: float
+    least: int = 1
+    pause_seconds: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A worker that is to play another role, and why."""
+
+    worker: Worker
+    role: WorkerRole
+    why: str
+
+
+def prefill_strain(served: Served, limits: Limits, without: int = 0) -> float:
+    """How near prefill is to its limit, had it so many workers fewer."""
+    workers = served.prefills
+    if len(workers) <= without:
+        return INFINITE
+    share = len(workers) / (len(workers) - without)
+    # as workers say: what is booked counts prompts too that wait for a decode worker's room
+    waiting = fmean(worker.report.queued_prefill_tokens * worker.token_seconds for worker in workers) * share
+    # a queue says little beforehand of what it becomes with fewer workers; how much they rest says more
+    return max(waiting / limits.wait_seconds, served.utilization * share if without else 0.0)
+
+
+def decode_strain(served: Served, limits: Limits, is_prefill_short: bool, without: int = 0) -> float:
+    """The same for decode. Its pools fill up behind a slow prefill as well: then only what generates counts."""
+    workers = served.decodes
+    if len(workers) <= without:
+        return INFINITE
+    share = len(workers) / (len(workers) - without)
+    batch = fmean(worker.report.num_running for worker in workers) * share
+    measured = [worker.speed.itl_seconds(round(batch)) for worker in workers if worker.speed.step is not None]
+    itl = fmean(measured) if measured and batch > 0 else 0.0
+    pools = fmean(worker.kv_use * (_generating(worker) if is_prefill_short else 1.0) for worker in workers) * share
+    return max(itl / limits.itl_seconds, pools / FULL_POOL)
+
+
+def _generating(worker: Worker) -> float:
+    return worker.report.num_running / max(worker.report.num_running + worker.report.num_waiting, 1)
+
+
+def wanted(served: Served, limits: Limits) -> Move | None:
+    """The move that would help now, whatever was moved before."""
+    prefill = prefill_strain(served, limits)
+    decode = decode_strain(served, limits, prefill > 1)
+    if (prefill > 1) == (decode > 1):
+        return None
+    if prefill > 1:
+        role, giver, left = WorkerRole.PREFILL, WorkerRole.DECODE, decode_strain(served, limits, True, without=1)
+    else:
+        role, giver, left = WorkerRole.DECODE, WorkerRole.PREFILL, prefill_strain(served, limits, without=1)
+    worker = _spare(served, giver, limits.least)
+    if worker is None or left > SPARE_STRAIN:
+        return None
+    return Move(worker, role, f"prefill is at {prefill:.1f} of its limit, decode at {decode:.1f}")
+
+
+def _spare(served: Served, role: WorkerRole, least: int) -> Worker | None:
+    """The worker of that role with the least to do, if there are more than the least."""
+    playing = [worker for worker in served.workers if worker.info.role.can(role) and worker.report.ready]
+    able = [worker for worker in playing if worker.info.role is role and worker.info.can_change_role]
+    staying = [worker for worker in able if not worker.report.is_draining and worker.drain_wish is not True]
+    if len(playing) <= least:
+        return None
+    return min(
+        staying, key=lambda worker: (worker.prefill_tokens + worker.decode_tokens, worker.worker_id), default=None
+    )
+
+
+class RolePlanner:
+    """To be asked once a second."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._short: dict[str, tuple[WorkerRole, float]] = {}
+        self._moved_at: dict[str, float] = {}
+
+    def plan(self, models: Mapping[str, Served], now: float) -> list[Move]:
+        """At most one move a model. The caller makes them."""
+        self._moved_at = {model: at for model, at in self._moved_at.items() if model in models}
+        moves = [self._plan(model, served, now) for model, served in models.items()]
+        return [move for move in moves if move is not None]
+
+    def _plan(self, model: str, served: Served, now: float) -> Move | None:
+        move = wanted(served, self._limits)
+        if move is None:
+            self._short.pop(model, None)
+            return None
+        role, since = self._short.get(model, (move.role, now))
+        self._short[model] = move.role, since if role is move.role else now
+        is_moving = any(worker.role_wish is not None for worker in served.workers)
+        rests = now - self._moved_at.get(model, NEVER) < self._limits.pause_seconds
+        if is_moving or rests or now - self._short[model][1] < PATIENCE_SECONDS:
+            return None
+        del self._short[model]
+        self._moved_at[model] = now
+        return move
+
+
+def parse_limits(text: str, least: int, pause_seconds: float) -> Limits | None:
+    """`500/50` (milliseconds of waiting, and between tokens). Empty: no planner. Raises ConfigError."""
+    if not text:
+        return None
+    wait, slash, itl = text.partition("/")
+    if not slash or not wait.isdecimal() or not itl.isdecimal() or not int(wait) or not int(itl):
+        raise ConfigError(f"WEFT_PLANNER={text!r}: expected WAIT_MS/ITL_MS")
+    if least < 1:
+        raise ConfigError(f"WEFT_PLANNER_LEAST={least}: expected at least 1")
+    if pause_seconds < 1:
+        raise ConfigError(f"WEFT_PLANNER_PAUSE_SECONDS={pause_seconds:g}: expected at least 1")
+    return Limits(int(wait) / 1000, int(itl) / 1000, least, pause_seconds)
