@@ -12,6 +12,8 @@ from loadtest.fleet.worker import Job, Machinery
 from weft.errors import Overloaded
 from weft.lifetime import Stage
 from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
+from weft.tally import Tallies, WorkTally
+from weft_services.scheduler.planner import RolePlanner
 from weft_services.scheduler.router import STORE_BLOCKS, Progress, Router
 from weft_services.scheduler.state import NO_PREFERENCE, Preference, RouteQuery, Worker, WorkerInfo, WorkerReport
 
@@ -34,10 +36,10 @@ class Signals:
 class Weft:
     """The router behind the simulator's interface."""
 
-    def __init__(self, name: str = "weft", signals: Signals = Signals()) -> None:
+    def __init__(self, name: str = "weft", signals: Signals = Signals(), planner: RolePlanner | None = None) -> None:
         self.name = name
         self._signals = signals
-        self._router = Router(silence_seconds=float("inf"), max_keys=MAX_KEYS)
+        self._router = Router(silence_seconds=float("inf"), max_keys=MAX_KEYS, planner=planner)
         self._sessions: dict[bytes, Preference] = {}
         self._members: list[Worker] = []
         self._workers: list[Machinery] = []
@@ -54,6 +56,7 @@ class Weft:
                 fingerprint=ModelFingerprint("w", "bfloat16", BLOCK_TOKENS, 1, "v1"),
                 num_blocks=worker.cache.capacity,
                 max_context_tokens=MAX_CONTEXT_TOKENS,
+                can_change_role=True,
             )
             self._members.append(self._router.join(info, 0.0))
             self.report(worker, 0.0)
@@ -93,7 +96,8 @@ class Weft:
             )
 
     def report(self, worker: Machinery, now: float) -> None:
-        """As a worker's membership does."""
+        """As a worker's membership does; a wish for another role has come with the answer to the last one."""
+        worker.role = self._members[worker.slot].role_wish or worker.role
         blocks = worker.cache.capacity
         active = min(int(worker.reserved_tokens) // BLOCK_TOKENS, blocks)
         report = WorkerReport(
@@ -107,6 +111,10 @@ class Weft:
             ready=True,
             generated_tokens=int(worker.generated_tokens),
             computed_prompt_tokens=int(worker.computed_tokens),
+            tallies=Tallies(
+                work=WorkTally(int(worker.generating_steps), worker.generating_seconds, worker.computing_seconds)
+            ),
+            role=WorkerRole(worker.role),
         )
         self._router.report(self._members[worker.slot], report, now)
         if now - self._swept_at >= SWEEP_SECONDS:

@@ -17,6 +17,8 @@ from loadtest.fleet.simulator import FleetPlan, Outcome, Policy, Simulation
 from loadtest.fleet.trace import BLOCK_TOKENS, Request, enlarge, faster, ideal_hits, read_trace
 from loadtest.fleet.zoo import zoo
 
+from weft_services.scheduler.planner import Limits, RolePlanner
+
 PLAN = FleetPlan(H100, num_prefill=2, num_decode=2)
 
 
@@ -93,6 +95,18 @@ def test_what_the_store_holds_is_a_hit_anywhere() -> None:
     plan = FleetPlan(H100, 4, 4, store_tokens=1 << 40)
     figures = summarize("s", requests, run(Weft("s", Signals(store=True)), requests, plan), Targets())
     assert figures.of_ideal > 0.97
+
+
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 7), (7, 1)])
+def test_a_planner_mends_a_fleet_whose_roles_do_not_fit_its_load(num_prefill: int, num_decode: int) -> None:
+    requests = faster(conversations(300, 5), 1.5)
+    plan = FleetPlan(H100, num_prefill, num_decode, cache_tokens=4_000_000)
+    planner = RolePlanner(Limits(wait_seconds=0.2, itl_seconds=0.015, pause_seconds=5.0))
+    fixed, planned = (
+        summarize(policy.name, requests, run(policy, requests, plan), Targets(ttft=1.0, itl=0.015))
+        for policy in (Weft("fixed"), Weft("planned", planner=planner))
+    )
+    assert planned.goodput > 1.3 * fixed.goodput
 
 
 def test_the_same_run_twice_is_the_same_run() -> None:

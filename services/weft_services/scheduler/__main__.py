@@ -9,6 +9,7 @@ from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.config import Config
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.peers import KvStore
+from weft_services.scheduler.planner import RolePlanner
 from weft_services.scheduler.router import Router
 from weft_services.scheduler.service import NAMES, register
 from weft_services.scheduler.store_watch import StoreWatch
@@ -23,7 +24,8 @@ async def main(config: Config) -> None:
     trace.setup("scheduler")
     log.mark("imports")
     affinity = Affinity(config.redis_url, config.affinity_ttl_seconds)
-    router = Router(config.silence_seconds, parse_targets(config.targets), config.prefix_keys)
+    planner = RolePlanner(config.planner_limits) if config.planner_limits else None
+    router = Router(config.silence_seconds, parse_targets(config.targets), config.prefix_keys, planner)
     room = WaitingRoom(config.max_queue, config.queue_seconds)
     kvstore = KvStore(config.kvstore_addr) if config.kvstore_addr else None
     whereabouts = Whereabouts(kvstore.locate if kvstore else None)

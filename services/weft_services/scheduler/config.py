@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.config import ConfigError
+from weft_services.scheduler.planner import Limits, parse_limits
 from weft_services.scheduler.targets import parse_targets
 
 # reports missed before a worker counts as gone
@@ -18,7 +19,7 @@ class Config:
     """From WEFT_* variables. An empty redis_url means no session affinity, an empty kvstore_addr that only
     what this scheduler dispatched is known of who caches what; `max_queue` requests wait for room, each
     no longer than `queue_seconds`; `targets` is what waiting and generating may take before new requests have to
-    wait."""
+    wait; `planner` what they may take before a worker changes its role, empty: never."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -30,6 +31,9 @@ class Config:
     max_queue: int = 1024
     queue_seconds: float = 2.0
     targets: str = ""
+    planner: str = ""
+    planner_least: int = 1
+    planner_pause_seconds: float = 30.0
     prefix_keys: int = 1_000_000
 
     def __post_init__(self) -> None:
@@ -46,6 +50,12 @@ class Config:
         if self.prefix_keys < 1:
             raise ConfigError(f"WEFT_PREFIX_KEYS={self.prefix_keys}: expected at least 1")
         parse_targets(self.targets)
+        parse_limits(self.planner, self.planner_least, self.planner_pause_seconds)
+
+    @property
+    def planner_limits(self) -> Limits | None:
+        """None: nobody's role is planned."""
+        return parse_limits(self.planner, self.planner_least, self.planner_pause_seconds)
 
     @property
     def silence_seconds(self) -> float:

@@ -1,0 +1,173 @@
+"""Roles that are moved: only where one side is short and the other is not, one at a time, never below the least."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.services.scheduler.choosing import BOTH, DECODE, PREFILL
+from tests.services.scheduler.fakes import MODEL, ready_worker
+from weft.config import ConfigError
+from weft_services.scheduler.planner import (
+    PATIENCE_SECONDS,
+    SPARE_STRAIN,
+    Limits,
+    RolePlanner,
+    decode_strain,
+    parse_limits,
+    prefill_strain,
+    wanted,
+)
+from weft_services.scheduler.router import Router
+from weft_services.scheduler.state import Served, Worker, WorkerReport
+
+LIMITS = Limits(wait_seconds=0.5, itl_seconds=0.05, least=1, pause_seconds=30.0)
+
+
+def prefill(name: str, queued: int) -> Worker:
+    worker = ready_worker(name, PREFILL, can_change_role=True)
+    worker.report = WorkerReport(ready=True, queued_prefill_tokens=queued, free_blocks=100)
+    return worker
+
+
+def decode(name: str, running: int, held: int = 0, can_change_role: bool = True) -> Worker:
+    """A step of this one takes a millisecond for each sequence, and ten besides."""
+    worker = ready_worker(name, DECODE, can_change_role=can_change_role)
+    for batch in (1, 101):
+        worker.speed.measure_decode(1000 * batch, 1000, 1000 * (0.01 + 0.001 * batch))
+    worker.report = WorkerReport(ready=True, num_running=running, active_blocks=held, free_blocks=100 - held)
+    return worker
+
+
+def test_a_fleet_with_time_to_spare_stays_as_it_is() -> None:
+    assert wanted(Served([prefill("p0", 100), decode("d0", 5), decode("d1", 5)]), LIMITS) is None
+
+
+def test_prompts_that_wait_too_long_get_the_decode_worker_with_the_least_to_do() -> None:
+    busy, idle = decode("d0", 12), decode("d1", 2)
+    busy.booked.decode_tokens = 500
+    move = wanted(Served([prefill("p0", 1500), busy, idle]), LIMITS)
+    assert move is not None
+    assert (move.worker, move.role) == (idle, PREFILL)
+
+
+@pytest.mark.parametrize("decodes", [[decode("d0", 60)], [decode("d0", 5, held=95)]], ids=["slow tokens", "full pool"])
+def test_slow_tokens_or_full_pools_get_a_prefill_worker(decodes: list[Worker]) -> None:
+    move = wanted(Served([prefill("p0", 100), prefill("p1", 0), *decodes]), LIMITS)
+    assert move is not None
+    assert (move.worker.worker_id, move.role) == ("p1", DECODE)
+
+
+def test_prefill_workers_that_hardly_rest_are_not_taken_from() -> None:
+    workers = [prefill("p0", 100), prefill("p1", 0), decode("d0", 60)]
+    assert wanted(Served(workers, utilization=0.2), LIMITS) is not None
+    assert wanted(Served(workers, utilization=0.5), LIMITS) is None
+
+
+def test_where_both_are_short_nobody_moves() -> None:
+    served = Served([prefill("p0", 9000), prefill("p1", 9000), decode("d0", 90), decode("d1", 90)])
+    assert wanted(served, LIMITS) is None
+
+
+def test_pools_full_of_prompts_that_wait_for_prefill_want_a_prefill_worker() -> None:
+    full = [decode("d0", 1, held=95), decode("d1", 1, held=95)]
+    for worker in full:
+        worker.report = replace(worker.report, num_waiting=9)
+    assert (move := wanted(Served([prefill("p0", 4000), *full]), LIMITS)) is not None
+    assert move.role is PREFILL
+    assert (move := wanted(Served([prefill("p0", 0), prefill("p1", 0), *full]), LIMITS)) is not None
+    assert move.role is DECODE
+
+
+@pytest.mark.parametrize("reason", ["both roles", "fixed role", "draining", "asked to drain", "not ready"])
+def test_who_cannot_or_should_not_change_is_passed_over(reason: str) -> None:
+    other = decode("d0", 1, can_change_role=reason != "fixed role")
+    if reason == "both roles":
+        other = ready_worker("b0", BOTH, can_change_role=True)
+    if reason in ("draining", "not ready"):
+        other.report = WorkerReport(ready=reason == "draining", is_draining=reason == "draining")
+    if reason == "asked to drain":
+        other.drain_wish = True
+    fixed = ready_worker("d1", DECODE)
+    assert wanted(Served([prefill("p0", 1500), other, fixed]), LIMITS) is None
+
+
+def test_a_move_takes_patience_and_the_next_one_a_pause() -> None:
+    served = Served([prefill("p0", 4000), *(decode(f"d{n}", 1) for n in range(4))])
+    planner, moved_at = RolePlanner(LIMITS), []
+    for now in range(100):
+        moved_at += [now for _ in planner.plan({MODEL: served}, float(now))]
+    assert moved_at[0] == PATIENCE_SECONDS
+    assert all(after - before >= LIMITS.pause_seconds for before, after in itertools.pairwise(moved_at))
+    assert len(moved_at) == 4
+
+
+def test_a_moment_is_not_enough() -> None:
+    short = Served([prefill("p0", 4000), decode("d0", 1), decode("d1", 1)])
+    well = Served([prefill("p0", 0), decode("d0", 1), decode("d1", 1)])
+    planner = RolePlanner(LIMITS)
+    for now in range(60):
+        assert not planner.plan({MODEL: well if now % 5 == 4 else short}, float(now))
+
+
+loads = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 100), st.integers(0, 100)), min_size=1, max_size=5)
+
+
+@settings(deadline=None)
+@given(loads, loads, st.floats(0, 1), st.integers(1, 3))
+def test_whatever_the_load_a_move_helps_one_side_and_leaves_the_other_well(
+    prefills: list[tuple[int, int, int]], decodes: list[tuple[int, int, int]], utilization: float, least: int
+) -> None:
+    workers = [prefill(f"p{n}", queued) for n, (queued, _, _) in enumerate(prefills)]
+    workers += [decode(f"d{n}", running, held) for n, (_, running, held) in enumerate(decodes)]
+    for worker in workers:
+        worker.refresh()
+    served, limits = Served(workers, utilization), Limits(0.5, 0.05, least)
+    move = wanted(served, limits)
+    if move is None:
+        return
+    prefill_now = prefill_strain(served, limits)
+    decode_now = decode_strain(served, limits, prefill_now > 1)
+    assert (prefill_now > 1) != (decode_now > 1)
+    if move.role is PREFILL:
+        assert move.worker in served.decodes
+        assert len(served.decodes) > least
+        assert prefill_now > 1
+        assert decode_now <= decode_strain(served, limits, True, without=1) <= SPARE_STRAIN
+    else:
+        assert move.worker in served.prefills
+        assert len(served.prefills) > least
+        assert decode_now > 1
+        assert prefill_now <= prefill_strain(served, limits, without=1) <= SPARE_STRAIN
+
+
+def test_the_router_asks_the_worker_and_waits_until_it_says_so() -> None:
+    router = Router(float("inf"), planner=RolePlanner(LIMITS))
+    first, spare = (router.join(worker.info, 0.0) for worker in (decode("d0", 1), decode("d1", 1)))
+    waits = router.join(prefill("p0", 0).info, 0.0)
+    for now in range(10):
+        router.report(waits, WorkerReport(ready=True, queued_prefill_tokens=9000), now)
+        for worker in (first, spare):
+            router.report(worker, WorkerReport(ready=True, role=DECODE), now)
+        router.sweep(now)
+    assert [worker.role_wish for worker in (first, spare)] == [PREFILL, None]
+    router.report(first, WorkerReport(ready=True, role=PREFILL), 10.0)
+    assert (first.info.role, first.role_wish) == (PREFILL, None)
+
+
+def test_limits_are_read_or_named() -> None:
+    assert parse_limits("", 1, 30.0) is None
+    assert parse_limits("500/50", 2, 10.0) == Limits(0.5, 0.05, 2, 10.0)
+    for text, least, pause in (
+        ("500", 1, 30.0),
+        ("0/50", 1, 30.0),
+        ("a/b", 1, 30.0),
+        ("5/5", 0, 30.0),
+        ("5/5", 1, 0.0),
+    ):
+        with pytest.raises(ConfigError, match="WEFT_PLANNER"):
+            parse_limits(text, least, pause)
