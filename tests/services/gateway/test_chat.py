@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 from openai.types.chat import ChatCompletionMessageParam
 
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
-from tests.services.gateway.fakes import LENGTH, SequenceDelta, Start, speaking
+from tests.services.gateway.fakes import LENGTH, SequenceDelta, Start, deltas, speaking
 from weft.kv.prefix import block_keys
+from weft.metrics import REGISTRY
 
 USER: ChatCompletionMessageParam = {"role": "user", "content": "tell me the answer"}
 PROMPT = "<|im_start|>user\ntell me the answer<|im_end|>\n<|im_start|>assistant\n"
@@ -162,3 +164,29 @@ async def test_the_same_session_under_another_key_is_another_session(bench: Make
             await b.http.post("/v1/chat/completions", json=body, headers=headers)
         mine, yours, again = (query.session for query in b.scheduler.routed)
         assert mine == again != yours
+
+
+async def test_the_time_to_the_first_token_is_the_clients_whatever_the_mesh_did_before(bench: MakeBench) -> None:
+    def observed(part: str) -> float:
+        return REGISTRY.get_sample_value(f"weft_time_to_first_token_seconds_{part}") or 0.0
+
+    async with bench() as b:
+        has_arrived = asyncio.Event()
+
+        async def script(start: Start) -> AsyncIterator[SequenceDelta]:
+            await has_arrived.wait()  # prefill has computed, its blocks are still on their way
+            for delta in deltas(start, [*b.ids("hello"), END]):
+                yield delta
+
+        b.decode.script = script
+        count, total, clock = observed("count"), observed("sum"), asyncio.get_running_loop().time
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(b.client.chat.completions.create(model=MODEL_NAME, messages=[USER]))
+            await b.decode.until(lambda: len(b.decode.started) == 1)
+            begun = clock()
+            await asyncio.sleep(0.05)
+            waited = clock() - begun
+            has_arrived.set()
+        assert asked.result().choices[0].message.content == "hello"
+        assert observed("count") == count + 1
+        assert observed("sum") - total >= waited

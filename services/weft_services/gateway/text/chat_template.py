@@ -6,7 +6,7 @@ The template comes from the model directory only, never from a request.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -27,6 +27,37 @@ def _refuse(message: str) -> None:
     raise _Refused(message)
 
 
+class _Float:
+    """A number with a point, to be written as Python writes it: minijinja writes 1e-07 and 2.0 in ways of its own."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def _with_floats(value: Any) -> Any:
+    """The same, floats replaced. What has none, as nearly everything, is not copied."""
+    if isinstance(value, float):
+        return _Float(value)
+    if isinstance(value, dict):
+        fields = {name: _with_floats(each) for name, each in value.items()}
+        return fields if any(fields[name] is not value[name] for name in value) else value
+    if isinstance(value, list | tuple):
+        items = [_with_floats(each) for each in value]
+        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    return value
+
+
+def _plain(value: Any) -> float:
+    if isinstance(value, _Float):
+        return value.value
+    raise TypeError(f"{type(value).__name__} is no JSON")
+
+
 def _to_json(
     value: Any,
     ensure_ascii: bool = False,
@@ -34,11 +65,29 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_plain
+    )
 
 
 def _now(form: str) -> str:
     return datetime.now().strftime(form)  # local time, as transformers gives templates
+
+
+# Jinja's own, where minijinja's differ. What is not there comes as None.
+_FILTERS: dict[str, Callable[..., Any]] = {
+    "tojson": _to_json,
+    "items": lambda value: list(dict(value or {}).items()),
+    "length": lambda value: 0 if value is None else len(value),
+    "trim": lambda value, characters=None: "" if value is None else str(value).strip(characters),
+}
+_TESTS: dict[str, Callable[[Any], bool]] = {
+    "iterable": lambda value: isinstance(value, Iterable),
+    "sequence": lambda value: isinstance(value, list | tuple | str | dict),
+    "number": lambda value: isinstance(value, int | float | _Float),
+    "float": lambda value: isinstance(value, float | _Float),
+    "callable": lambda value: False,
+}
 
 
 class ChatTemplate:
@@ -49,9 +98,14 @@ class ChatTemplate:
         self._knows_developers = "developer" in source
         self._special_tokens = dict(special_tokens)
         self._environment = minijinja.Environment(
-            fuel=FUEL, debug=False, trim_blocks=True, lstrip_blocks=True, pycompat=True
+            fuel=FUEL,
+            debug=False,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            pycompat=True,
+            filters=_FILTERS,
+            tests=_TESTS,
         )
-        self._environment.add_filter("tojson", _to_json)
         self._environment.add_global("raise_exception", _refuse)
         self._environment.add_global("strftime_now", _now)
         try:
@@ -65,7 +119,7 @@ class ChatTemplate:
             return self._environment.render_template(
                 "chat",
                 messages=[self._known(message) for message in conversation.messages],
-                tools=list(conversation.tools) or None,
+                tools=_with_floats(list(conversation.tools)) or None,
                 add_generation_prompt=conversation.is_open,
                 **{**conversation.kwargs, **self._special_tokens},
             )
@@ -73,9 +127,16 @@ class ChatTemplate:
             raise InvalidRequest(str(error), field) from error
         except minijinja.TemplateError as error:
             raise InvalidRequest(f"the chat template cannot render these messages: {error.kind}", field) from error
+        except BaseException as error:
+            # a fault of the library's own, such as [][::-1], is no Exception and would pass by everybody
+            if type(error).__module__ != "pyo3_runtime":
+                raise
+            raise InvalidRequest("the chat template cannot render these messages", field) from error
 
     def _known(self, message: dict[str, Any]) -> dict[str, Any]:
         """Templates drop, or refuse, roles that they do not know: to most of them a developer is the system."""
         if message["role"] == "developer" and not self._knows_developers:
             return {**message, "role": "system"}
+        if "tool_calls" in message:
+            return {**message, "tool_calls": _with_floats(message["tool_calls"])}
         return message
