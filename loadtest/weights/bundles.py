@@ -1,6 +1,7 @@
-"""Weft's bundles beside ZipNN on the same files, one thread each: size, entropy, encoding and decoding speed.
+"""Weft's bundles beside ZipNN on the same files, on one core: size, entropy, encoding and decoding speed.
 
-Weft goes from file to file, synced by neither; ZipNN works in memory.
+Each way twice: from memory to fresh memory, by the processor's time, the kernel's included; and from file to file,
+synced, by the clock. Everything is kept to one core, helping threads too.
 
 `python -m loadtest.weights.bundles [--megabytes 32] [--rounds 5] [--json FILE]`; ZipNN: `pip install zipnn`.
 """
@@ -9,43 +10,105 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from loadtest.weights.synthetic import KINDS, tensor
-from weft.weights.bundle.pack import pack_file
-from weft.weights.bundle.unpack import BundleFile
+from weft.weights.blobs import MemoryBlob, Scratch, fresh_memory
+from weft.weights.bundle.convert import unpack_file
+from weft.weights.bundle.pack import pack, pack_file
+from weft.weights.bundle.unpack import BundleFile, Wanted
 from weft_kernels import rans
 from weft_kernels.native import native
 
 NANO = Path("models/weft-nano/model.safetensors")
+Times = dict[str, list[float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one file; sizes in percent of the original, speeds in GB of original a second."""
+    """Of one file; sizes in percent of the original, speeds in GB of original a second by way: (Weft, ZipNN)."""
 
     file: str
     megabytes: float
     entropy: float
     weft: float
     zipnn: float
-    weft_encode: float
-    zipnn_encode: float
-    weft_decode: float
-    zipnn_decode: float
+    speeds: dict[str, tuple[float, float]]
+
+
+class Coder(Protocol):
+    """One of the two. What it makes of memory it puts into memory that was not there before."""
+
+    def encode(self, original: bytes) -> Any: ...
+    def decode(self, coded: Any) -> Any: ...
+    def encode_file(self, source: Path, target: Path) -> None: ...
+    def decode_file(self, source: Path, target: Path) -> None: ...
+
+
+class Weft:
+    """As `weft compress` and the loader do it."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(1)
+
+    def encode(self, original: bytes) -> memoryview:
+        memory = fresh_memory(len(original) + (1 << 20))
+        pack(MemoryBlob("model.safetensors", original), 0, memory, self._threads, lambda size: None)
+        return memoryview(memory)[: memory.tell()]
+
+    def decode(self, coded: memoryview) -> memoryview:
+        with BundleFile("model.weft", MemoryBlob("model.weft", coded)) as bundle:
+            out = Scratch().take(bundle.header.original.size_bytes)
+            header = bundle.original_header()
+            out[: len(header)] = header
+            data, done, wanted = np.frombuffer(out, np.uint8), len(header), list[Wanted]()
+            for each in bundle.header.tensors:
+                wanted.append(Wanted(each.name, 0, data[done : done + each.original_bytes]))
+                done += each.original_bytes
+            bundle.read_all(wanted)
+            return out
+
+    def encode_file(self, source: Path, target: Path) -> None:
+        pack_file(source, target, self._threads, lambda size: None)
+
+    def decode_file(self, source: Path, target: Path) -> None:
+        with BundleFile.map(source) as bundle:
+            unpack_file(bundle, target, self._threads, lambda name, size: None)
+
+
+class ZipNN:
+    """Given a copy, made before the clock starts: it reorders its input in place."""
+
+    def __init__(self) -> None:
+        try:
+            from zipnn import ZipNN
+        except ImportError:
+            raise SystemExit("the peer is missing: pip install zipnn") from None
+        self._make = lambda: ZipNN(bytearray_dtype="bfloat16", threads=1)
+
+    def encode(self, original: Any) -> Any:
+        return self._make().compress(original)
+
+    def decode(self, coded: Any) -> Any:
+        return self._make().decompress(coded)
+
+    def encode_file(self, source: Path, target: Path) -> None:
+        target.write_bytes(self.encode(bytearray(source.read_bytes())))
+
+    def decode_file(self, source: Path, target: Path) -> None:
+        target.write_bytes(self.decode(source.read_bytes()))
 
 
 def main() -> None:
@@ -55,8 +118,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     results = []
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as scratch:
         for path in [NANO, *_synthetic(Path(scratch), options.megabytes)]:
             results.append(measure(path, Path(scratch), options.rounds))
             print(f"{results[-1].file}: done", flush=True)
@@ -76,71 +140,63 @@ def _synthetic(directory: Path, megabytes: int) -> list[Path]:
 
 
 def measure(path: Path, scratch: Path, rounds: int) -> Result:
-    """Encode and decode in turns, so that a busy moment of the machine hits both. The oracle is equality."""
+    """In turns, so that a busy moment of the machine hits both."""
     raw = path.read_bytes()
-    target = scratch / f"{path.stem}.weft"
-    zipped = b""
-    times: dict[str, list[float]] = {
-        name: [] for name in ("weft_encode", "weft_decode", "zipnn_encode", "zipnn_decode")
-    }
-    with ThreadPoolExecutor(1) as threads:
-        for _ in range(rounds):
-            seconds, _ = _timed(partial(pack_file, path, target, threads, lambda size: None))
-            times["weft_encode"].append(seconds)
-            seconds, unpacked = _timed(partial(_unpack, target))
-            times["weft_decode"].append(seconds)
-            assert unpacked.tobytes() == raw, "a bundle did not give back its file"
-            # a copy, made before the clock starts: ZipNN reorders its input in place
-            seconds, zipped = _timed(partial(_zipnn().compress, bytearray(raw)))
-            times["zipnn_encode"].append(seconds)
-            seconds, unzipped = _timed(partial(_zipnn().decompress, zipped))
-            times["zipnn_decode"].append(seconds)
-            assert bytes(unzipped) == raw, "ZipNN did not give back its file"
-    speeds = {name: len(raw) / 1e9 / statistics.median(seconds) for name, seconds in times.items()}
+    times: dict[str, Times] = {"weft": {}, "zipnn": {}}
+    sizes = {}
+    for _ in range(rounds):
+        for name, coder in (("weft", Weft()), ("zipnn", ZipNN())):
+            sizes[name] = 100 * _once(coder, path, scratch, times[name]) / len(raw)
     entropy = rans.entropy_bits(np.frombuffer(raw[len(raw) % 2 :], np.uint16)) / 16
-    sizes = {"weft": 100 * target.stat().st_size / len(raw), "zipnn": 100 * len(zipped) / len(raw)}
-    return Result(path.stem, len(raw) / 1e6, 100 * entropy, **sizes, **speeds)
+    speeds = {
+        way: (_speed(len(raw), times["weft"][way]), _speed(len(raw), times["zipnn"][way])) for way in times["weft"]
+    }
+    return Result(path.stem, len(raw) / 1e6, 100 * entropy, sizes["weft"], sizes["zipnn"], speeds)
 
 
-def _unpack(path: Path) -> NDArray[np.uint8]:
-    with BundleFile.map(path) as bundle:
-        header = bundle.original_header()
-        out = np.empty(bundle.header.original.size_bytes, np.uint8)
-        out[: len(header)] = np.frombuffer(header, np.uint8)
-        at = len(header)
-        for each in bundle.header.tensors:
-            bundle.read_into(each.name, 0, out[at : at + each.original_bytes])
-            at += each.original_bytes
-        return out
+def _once(coder: Coder, path: Path, scratch: Path, times: Times) -> int:
+    """Bytes of the coded file. The oracle is equality."""
+    raw, coded_file, again = path.read_bytes(), scratch / "coded", scratch / "again"
+    original: Any = bytearray(raw)
+    cpu, clock = time.process_time, time.perf_counter
+    coded = _timed(times, "memory, encode", cpu, lambda: coder.encode(original))
+    decoded = _timed(times, "memory, decode", cpu, lambda: coder.decode(coded))
+    assert bytes(decoded) == raw, "memory did not come back as it was"
+    _timed(times, "file, encode", clock, lambda: _synced(coder.encode_file, path, coded_file))
+    _timed(times, "file, decode", clock, lambda: _synced(coder.decode_file, coded_file, again))
+    assert again.read_bytes() == raw, "a file did not come back as it was"
+    return coded_file.stat().st_size
 
 
-def _zipnn() -> Any:
-    try:
-        from zipnn import ZipNN
-    except ImportError:
-        raise SystemExit("the peer is missing: pip install zipnn") from None
-    return ZipNN(bytearray_dtype="bfloat16", threads=1)
+def _synced(convert: Callable[[Path, Path], None], source: Path, target: Path) -> None:
+    target.unlink(missing_ok=True)
+    convert(source, target)
+    with target.open("rb") as file:
+        os.fsync(file.fileno())
 
 
-def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.perf_counter()
+def _timed(times: Times, way: str, now: Callable[[], float], call: Callable[[], Any]) -> Any:
+    start = now()
     result = call()
-    return time.perf_counter() - start, result
+    times.setdefault(way, []).append(now() - start)
+    return result
+
+
+def _speed(num_bytes: int, seconds: list[float]) -> float:
+    return num_bytes / 1e9 / statistics.median(seconds)
 
 
 def report(results: list[Result]) -> str:
-    """A table: percent of the original, GB a second, and the ratio of the two."""
-    lines = [
-        "| file | MB | entropy | Weft | ZipNN | less by | encode GB/s Weft : ZipNN | decode GB/s Weft : ZipNN |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    """Two tables: percent of the original, and GB a second with the ratio of the two."""
+    lines = ["| file | MB | entropy | Weft | ZipNN | less by |", "|---|---|---|---|---|---|"]
     for r in results:
-        lines.append(
-            f"| {r.file} | {r.megabytes:.1f} | {r.entropy:.2f} % | {r.weft:.2f} % | {r.zipnn:.2f} % "
-            f"| {r.zipnn - r.weft:.2f} "
-            f"| {r.weft_encode:.2f} : {r.zipnn_encode:.2f} = {r.weft_encode / r.zipnn_encode:.1f}x "
-            f"| {r.weft_decode:.2f} : {r.zipnn_decode:.2f} = {r.weft_decode / r.zipnn_decode:.1f}x |"
-        )
+        shares = f"{r.entropy:.2f} % | {r.weft:.2f} % | {r.zipnn:.2f} % | {r.zipnn - r.weft:.2f}"
+        lines.append(f"| {r.file} | {r.megabytes:.1f} | {shares} |")
+    ways = list(results[0].speeds)
+    lines += ["", f"| GB/s, Weft : ZipNN | {' | '.join(ways)} |", "|---|" + "---|" * len(ways)]
+    for r in results:
+        pairs = (f"{ours:.2f} : {theirs:.2f} = {ours / theirs:.1f}x" for ours, theirs in r.speeds.values())
+        lines.append(f"| {r.file} | {' | '.join(pairs)} |")
     whole = sum(r.weft * r.megabytes for r in results) / sum(r.megabytes for r in results)
     return "\n".join([*lines, f"\nall files together: {whole:.2f} %; native code: {native() is not None}"])
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from weft_kernels import native, rans
 from weft_kernels.native.build import FLAGS
-from weft_kernels.rans import coding, reference
+from weft_kernels.rans import choosing, coding, reference
 
 Words = NDArray[np.uint16]
 ISAS = ["torch", *FLAGS]
@@ -39,15 +39,22 @@ def channels(rows: int, columns: int, spread: float = 0.3) -> Words:
     return bf16(0.02 * rng.standard_normal((rows, columns)) * scales)
 
 
+def encoded(coding: rans.Coding, values: Words, first: int) -> rans.Chunk:
+    """In memory of its own."""
+    return rans.Encoder(coding).encode(values, first, rans.EncodingMemory(len(values)))
+
+
 def round_trip(values: Words, is_bf16: bool = True, chunk: int = 1 << 18) -> tuple[Words, int]:
     """What comes back, and the bytes in between."""
     measured = rans.measure(values, is_bf16)
     flat, out, stored = values.reshape(-1), np.empty(values.size, np.uint16), 0
     table = measured.coding.table()
+    pieces = []
     for first in range(0, len(flat), chunk):
-        coded = rans.encode_chunk(measured.coding, flat[first : first + chunk], first)
-        assert rans.decode_chunk(measured.coding, table, first, coded, out[first : first + chunk])
+        coded = encoded(measured.coding, flat[first : first + chunk], first)
+        pieces.append(rans.Piece(measured.coding, table, first, coded, out[first : first + chunk]))
         stored += coded.words.nbytes + coded.rest.nbytes + coded.states.nbytes + 6 * len(coded.escape_places)
+    assert all(rans.decode(pieces))
     return out.reshape(values.shape), stored
 
 
@@ -103,10 +110,10 @@ def test_the_library_writes_what_the_reference_writes(isa: str) -> None:
         pytest.skip("that is the reference")
     for values, is_bf16 in ((channels(90, 517), True), (channels(64, 64), False), (ADVERSARIAL["half zeros"](), True)):
         found = rans.measure(values, is_bf16).coding
-        assert (rans._count(found, values) == reference.count_keys(found, values.reshape(-1))).all()
+        assert (choosing._count(found, values) == reference.count_keys(found, values.reshape(-1))).all()
         flat = values.reshape(-1)
         for first, end in ((0, len(flat)), (100, 1077)):
-            chunk = rans.encode_chunk(found, flat[first:end], first)
+            chunk = encoded(found, flat[first:end], first)
             states, words, rest = reference.encode(found, flat[first:end], first)
             assert (chunk.states == states).all()
             assert (chunk.words == words).all()
@@ -123,7 +130,7 @@ def test_what_the_sample_has_not_seen_escapes(isa: str) -> None:
     values = channels(2048, 64)
     values[1::4, ::7] = np.random.default_rng(1).integers(0, 1 << 16, values[1::4, ::7].shape, dtype=np.uint16)
     measured = rans.measure(values, True)
-    chunk = rans.encode_chunk(measured.coding, values.reshape(-1), 0)
+    chunk = encoded(measured.coding, values.reshape(-1), 0)
     assert len(chunk.escape_places) > 1000
     assert (np.diff(chunk.escape_places.astype(np.int64)) > 0).all()
     assert (chunk.escape_values == values.reshape(-1)[chunk.escape_places]).all()
@@ -144,7 +151,7 @@ def test_loud_rows_and_columns_cost_nothing() -> None:
 def test_damage_is_noticed(isa: str, damage: str) -> None:
     values = channels(64, 256)
     found = rans.measure(values, True).coding
-    chunk = rans.encode_chunk(found, values.reshape(-1), 0)
+    chunk = encoded(found, values.reshape(-1), 0)
     words, states = chunk.words.copy(), chunk.states.copy()
     if damage == "a word less":
         words = words[:-1].copy()
@@ -156,7 +163,7 @@ def test_damage_is_noticed(isa: str, damage: str) -> None:
         words[len(words) // 2] ^= 4
     broken = rans.Chunk(states, words, chunk.rest, chunk.escape_places, chunk.escape_values)
     out = np.empty(values.size, np.uint16)
-    is_whole = rans.decode_chunk(found, found.table(), 0, broken, out)
+    [is_whole] = rans.decode([rans.Piece(found, found.table(), 0, broken, out)])
     assert not is_whole or (out != values.reshape(-1)).any()
     if damage != "a bit of a word":
         assert not is_whole

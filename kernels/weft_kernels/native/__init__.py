@@ -24,7 +24,9 @@ SIGNATURES: dict[str, list[type]] = {
     "weft_linear_bf16": [POINTER, LONG, LONG, LONG, POINTER, POINTER, INT],
     "weft_linear_f32": [POINTER, LONG, LONG, LONG, POINTER, POINTER, INT],
     "weft_linear_halves": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
-    "weft_rans_squares": [POINTER, LONG, LONG, INT, INT, POINTER, POINTER],
+    "weft_rans_row_squares": [POINTER, LONG, LONG, LONG, INT, POINTER, POINTER],
+    "weft_rans_column_squares": [POINTER, LONG, LONG, INT, POINTER, POINTER],
+    "weft_rans_decode": [POINTER, LONG],
     "weft_rans_count": [POINTER, POINTER, POINTER, LONG, LONG, INT, INT, POINTER],
     "weft_kv_write": [POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, LONG, LONG, LONG],
 }
@@ -40,7 +42,6 @@ OF_ROWS: dict[str, list[type]] = {
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 RETURNING: dict[str, tuple[list[type], type]] = {
     "weft_rans_encode": ([*[POINTER] * 5, INT, *[POINTER] * 4], LONG),
-    "weft_rans_decode": ([*[POINTER] * 4, INT, POINTER, POINTER, LONG, POINTER, POINTER], INT),
 }
 
 

@@ -24,11 +24,19 @@ SOURCES = (
     "paged_attention/rows.cpp",
     "rans/decode.cpp",
     "rans/encode.cpp",
+    "rans/measure.cpp",
     "rms_norm/rms_norm.cpp",
     "rope/rope.cpp",
     "silu_mul/silu_mul.cpp",
 )
-HEADERS = ("linear/panels.h", "linear/tiles.h", "native/vector.h", "paged_attention/products.h", "rans/format.h")
+HEADERS = (
+    "linear/panels.h",
+    "linear/tiles.h",
+    "native/vector.h",
+    "paged_attention/products.h",
+    "rans/format.h",
+    "rans/lanes.h",
+)
 COMMON = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-x", "c++")
 AVX512 = ("-DWEFT_WIDTH=16", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")
 # Each can do what those before it can.

@@ -51,13 +51,11 @@ class Coding:
 
     def table(self) -> NDArray[np.uint32]:
         """[classes * 4096]: symbol, its share << 8, and the slot's distance from the symbol's start << 20."""
-        rows = []
-        for shares in self.shares.astype(np.uint32):
-            symbols = np.repeat(np.arange(SYMBOLS, dtype=np.uint32), shares)
-            starts = np.repeat(np.cumsum(shares, dtype=np.uint32) - shares, shares)
-            slots = np.arange(TOTAL, dtype=np.uint32)
-            rows.append(symbols | shares[symbols] << 8 | (slots - starts) << 20)
-        return np.concatenate(rows)
+        shares = self.shares.astype(np.uint32)
+        symbols = np.arange(SYMBOLS, dtype=np.uint32) | shares << 8
+        entries = symbols - (self.starts.astype(np.uint32) << 20)
+        slots = np.arange(TOTAL, dtype=np.uint32) << 20
+        return np.concatenate([np.repeat(*each) + slots for each in zip(entries, shares, strict=True)])
 
 
 def scales_from(sums: NDArray[np.float32], reference: float) -> NDArray[np.int8]:
@@ -91,23 +89,30 @@ def shares_of(counts: NDArray[np.int64]) -> NDArray[np.uint16]:
     """Whole shares adding up to 4096 per class; whatever occurs has one, and no symbol has all."""
     shares = np.zeros(counts.shape, dtype=np.uint16)
     for row, found in zip(shares, counts, strict=True):
-        if not found.any():
+        occurring = np.flatnonzero(found)
+        if not len(occurring):
             row[: 1 + ESCAPE] = TOTAL // 2  # never used, but a table needs its slots filled
             continue
-        wanted = found / found.sum() * TOTAL
-        near = np.where(found > 0, np.maximum(1, np.rint(wanted)), 0).astype(np.int64)
-        while (excess := int(near.sum()) - TOTAL) != 0:  # a slot is taken or given where it changes least bits
-            if excess > 0:
-                loss = np.where(near > 1, found * -np.log2(1 - 1 / np.maximum(near, 2)), np.inf)
-                near[int(np.argmin(loss))] -= 1
-            else:
-                gain = np.where(found > 0, found * np.log2(1 + 1 / np.maximum(near, 1)), -1.0)
-                near[int(np.argmax(gain))] += 1
-        if (only := int(near.max())) == TOTAL:
-            symbol = int(np.argmax(near))
-            near[symbol], near[ESCAPE if symbol != ESCAPE else ZERO] = only - 1, 1
-        row[:] = near
+        row[occurring] = _apportioned(found[occurring])
+        if (only := int(row.max())) == TOTAL:
+            symbol = int(np.argmax(row))
+            row[symbol], row[ESCAPE if symbol != ESCAPE else ZERO] = only - 1, 1
     return shares
+
+
+def _apportioned(found: NDArray[np.int64]) -> NDArray[np.int64]:
+    """TOTAL slots to counts that are all positive; one is taken or given where that changes the fewest bits."""
+    near = np.maximum(1, np.rint(found / found.sum() * TOTAL)).astype(np.int64)
+    excess = int(near.sum()) - TOTAL
+    step = -1 if excess > 0 else 1
+    with np.errstate(divide="ignore"):
+        costs = -found * np.log2(1 + step / near)  # of the next slot; infinite for the last one
+    for _ in range(abs(excess)):
+        changed = int(np.argmin(costs))
+        near[changed] += step
+        share = int(near[changed])
+        costs[changed] = -int(found[changed]) * math.log2(1 + step / share) if share + step else math.inf
+    return near
 
 
 def cost_bits(counts: NDArray[np.int64], shares: NDArray[np.uint16]) -> float:

@@ -1,127 +1,180 @@
 // From words and packed bits back to 16-bit floats. See format.h for what a weight is made of.
 
-#include "format.h"
+#include "lanes.h"
 
 namespace {
 
-struct Reader {
+constexpr long TURNS = 1024;  // elements whose symbols are decoded before they are joined with the rest
+
+// A chunk as the caller describes it; `table` as Coding.table() makes it.
+struct Chunk {
+    const uint32_t* table;
+    const int8_t *rows, *columns;
+    int64_t first, count, num_columns, base, class_bits, is_bf16;
+    const uint32_t* states;
+    const uint16_t* words;
+    int64_t num_words;
+    const uint8_t* rest;
+    uint16_t* out;
+    int64_t is_whole;  // the answer: words and states ended where coding began
+};
+
+struct Stream {
+    Chunk* chunk;
+    Shape shape;
     const uint16_t *next, *end;
+    long done = 0;
     bool is_short = false;
-    uint32_t take() {
-        if (next < end) return *next++;
-        is_short = true;
-        return 0;
+    uint32_t states[LANES];
+    int16_t contexts[TURNS];
+    uint16_t tables[TURNS];  // where the table of each element's class begins
+    uint8_t symbols[TURNS];
+
+    explicit Stream(Chunk* of)
+        : chunk(of), shape{of->first, of->count, of->num_columns, int(of->base), int(of->class_bits)}, next(of->words),
+          end(of->words + of->num_words) {
+        std::memcpy(states, of->states, sizeof states);
+    }
+
+    long size() const { return std::min(TURNS, shape.count - done); }
+
+    void look_ahead() {
+        const int spare = 4 - shape.class_bits;
+        fill_contexts(contexts, shape.first + done, size(), chunk->rows, chunk->columns, shape);
+        for (long i = 0; i < size(); i++) tables[i] = uint16_t(((contexts[i] & 15) >> spare) << PRECISION);
+    }
+
+    void decode_slowly(long from) {
+        for (long i = from; i < size(); i++) {
+            uint32_t& state = states[i % LANES];
+            uint32_t entry = chunk->table[tables[i] | (state & (TOTAL - 1))];
+            state = ((entry >> 8) & 0xFFF) * (state >> PRECISION) + (entry >> 20);
+            if (state < LOWEST) {
+                is_short |= next == end;
+                state = state << 16 | (next < end ? *next++ : 0);
+            }
+            symbols[i] = uint8_t(entry);
+        }
     }
 };
 
-WEFT_INLINE uint32_t decode_one(uint32_t& state, uint32_t entry, Reader& words) {
-    state = ((entry >> 8) & 0xFFF) * (state >> PRECISION) + (entry >> 20);
-    if (state < LOWEST) state = state << 16 | words.take();
-    return entry & 0xFF;
-}
-
-// The first `to` elements of a group, one at a time.
-template <int Low>
-void decode_slowly(uint32_t* states, const uint32_t* table, const int16_t* contexts, const uint8_t* rest, Reader& words,
-                   uint16_t* out, int to, const Shape& shape) {
-    for (int i = 0; i < to; i++) {
-        uint32_t& state = states[i % LANES];
-        uint32_t place = uint32_t(class_of(contexts[i], shape.class_bits)) << PRECISION | (state & (TOTAL - 1));
-        uint32_t symbol = decode_one(state, table[place], words);
-        out[i] = Half<Low>::join(symbol, contexts[i], Half<Low>::rest(rest, i), shape);
+// Whole turns of the streams' lanes, one stream's in the time that another's wait; returns how many elements of each.
+template <int N>
+long decode_turns(Stream** streams, long from, long count) {
+    Words state[N][LANES / W];
+    const uint16_t *next[N], *last[N], *tables[N];
+    const uint32_t* table[N];
+    uint8_t* symbols[N];
+    for (int n = 0; n < N; n++) {
+        std::memcpy(state[n], streams[n]->states, sizeof state[n]);
+        next[n] = streams[n]->next, last[n] = streams[n]->end - LANES - W;
+        tables[n] = streams[n]->tables, table[n] = streams[n]->chunk->table, symbols[n] = streams[n]->symbols;
     }
-}
-
-#if WEFT_WIDTH == 16
-template <int Low>
-WEFT_INLINE __m512i rest_of_quarter(const uint8_t* group, int quarter) {
-    auto bytes = [&](int i) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(group + 16 * i))); };
-    if (Low == 8) {
-        uint16_t signs;
-        std::memcpy(&signs, group + 64 + 2 * quarter, 2);
-        return _mm512_or_si512(bytes(quarter), _mm512_maskz_set1_epi32(signs, 256));
-    }
-    if (quarter < 3) return _mm512_and_si512(bytes(quarter), _mm512_set1_epi32(63));
-    __m512i a = _mm512_srli_epi32(bytes(0), 6), b = _mm512_srli_epi32(bytes(1), 6), c = _mm512_srli_epi32(bytes(2), 6);
-    return _mm512_or_si512(a, _mm512_or_si512(_mm512_slli_epi32(b, 2), _mm512_slli_epi32(c, 4)));
-}
-
-// One whole group; `words` must hold enough for every lane.
-template <int Low>
-WEFT_INLINE void decode_group(__m512i* states, const uint32_t* table, const int16_t* contexts, const uint8_t* rest,
-                              Reader& words, uint16_t* out, const Shape& shape) {
-    const __m512i low_mask = _mm512_set1_epi32((1 << Low) - 1), base = _mm512_set1_epi32(4 * shape.base);
+    for (; from + LANES <= count; from += LANES) {
+        bool has_words = true;
+        for (int n = 0; n < N; n++) has_words &= next[n] <= last[n];
+        if (!has_words) break;
 #pragma GCC unroll 4
-    for (int quarter = 0; quarter < 4; quarter++) {
-        __m512i& state = states[quarter % 2];
-        __m512i context = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)(contexts + 16 * quarter)));
-        __m512i kind = _mm512_srl_epi32(_mm512_and_si512(context, _mm512_set1_epi32(15)), _mm_cvtsi32_si128(4 - shape.class_bits));
-        __m512i place = _mm512_or_si512(_mm512_slli_epi32(kind, PRECISION), _mm512_and_si512(state, _mm512_set1_epi32(TOTAL - 1)));
-        __m512i entry = _mm512_i32gather_epi32(place, table, 4);
-        __m512i share = _mm512_and_si512(_mm512_srli_epi32(entry, 8), _mm512_set1_epi32(0xFFF));
-        state = _mm512_add_epi32(_mm512_mullo_epi32(share, _mm512_srli_epi32(state, PRECISION)), _mm512_srli_epi32(entry, 20));
-        __mmask16 is_low = _mm512_cmplt_epu32_mask(state, _mm512_set1_epi32(LOWEST));
-        __m512i fresh = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)words.next));
-        state = _mm512_mask_or_epi32(state, is_low, _mm512_slli_epi32(state, 16), _mm512_maskz_expand_epi32(is_low, fresh));
-        words.next += __builtin_popcount(is_low);
-        __m512i symbol = _mm512_and_si512(entry, _mm512_set1_epi32(0xFF));
-        __m512i key = _mm512_add_epi32(symbol, _mm512_add_epi32(_mm512_slli_epi32(_mm512_srai_epi32(context, 4), 2), base));
-        __m512i bits = rest_of_quarter<Low>(rest, quarter);
-        __m512i size = _mm512_or_si512(_mm512_slli_epi32(key, Low), _mm512_and_si512(bits, low_mask));
-        size = _mm512_maskz_and_epi32(_mm512_cmpge_epu32_mask(symbol, _mm512_set1_epi32(FIRST)), size, _mm512_set1_epi32(0x7FFF));
-        __m512i value = _mm512_or_si512(size, _mm512_slli_epi32(_mm512_srli_epi32(bits, Low), 15));
-        _mm256_storeu_si256((__m256i*)(out + 16 * quarter), _mm512_cvtepi32_epi16(value));
-    }
-}
-
-template <int Low>
-long decode_groups(uint32_t* states, const uint32_t* table, const int16_t* contexts, const uint8_t* rest, Reader& words,
-                   uint16_t* out, long count, const Shape& shape) {
-    __m512i wide[2] = {_mm512_loadu_si512(states), _mm512_loadu_si512(states + 16)};
-    long done = 0;
-    for (; done + GROUP <= count && words.end - words.next >= GROUP + 16; done += GROUP) {
-        decode_group<Low>(wide, table, contexts + done, rest + done / GROUP * Half<Low>::GROUP_BYTES, words, out + done, shape);
-    }
-    _mm512_storeu_si512(states, wide[0]);
-    _mm512_storeu_si512(states + 16, wide[1]);
-    return done;
-}
-#else
-template <int Low>
-long decode_groups(uint32_t*, const uint32_t*, const int16_t*, const uint8_t*, Reader&, uint16_t*, long, const Shape&) {
-    return 0;
-}
-#endif
-
-template <int Low>
-int decode(const uint32_t* table, const int8_t* rows, const int8_t* columns, const Shape& shape, const uint32_t* first_states,
-           Reader words, const uint8_t* rest, uint16_t* out) {
-    uint32_t states[LANES];
-    std::memcpy(states, first_states, sizeof states);
-    int16_t contexts[BLOCK];
-    for (long block = 0; block < shape.count; block += BLOCK) {
-        long size = std::min(BLOCK, shape.count - block);
-        fill_contexts(contexts, shape.first + block, size, rows, columns, shape);
-        const uint8_t* block_rest = rest + block / GROUP * Half<Low>::GROUP_BYTES;
-        long done = decode_groups<Low>(states, table, contexts, block_rest, words, out + block, size, shape);
-        for (; done < size; done += GROUP) {
-            int rows_left = int(std::min(long(GROUP), size - done));
-            decode_slowly<Low>(states, table, contexts + done, block_rest + done / GROUP * Half<Low>::GROUP_BYTES, words,
-                               out + block + done, rows_left, shape);
+        for (int part = 0; part < LANES / W; part++) {
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++) {
+                Words old = state[n][part];
+                alignas(64) uint16_t places[W];
+                store(places, (Halves)(load<Halves>(tables[n] + from + part * W) | halves_of(old & (TOTAL - 1))));
+                Words entry = look_up(table[n], places);
+                store(symbols[n] + from + part * W, quarters_of(entry));
+                Words moved = ((entry >> 8) & 0xFFFu) * (old >> PRECISION) + (entry >> 20);
+                Mask is_low = below(moved, Words{} + LOWEST);
+                state[n][part] = where(is_low, moved << 16 | spread(is_low, next[n]), moved);
+                next[n] += __builtin_popcount(bits_of(is_low));
+            }
         }
     }
-    bool is_whole = !words.is_short && words.next == words.end;
-    for (uint32_t state : states) is_whole &= state == LOWEST;
-    return is_whole;
+    for (int n = 0; n < N; n++) {
+        std::memcpy(streams[n]->states, state[n], sizeof state[n]);
+        streams[n]->next = next[n];
+    }
+    return from;
+}
+
+// Sixteen of a group's values of six bits.
+WEFT_INLINE __m128i six_bits(const uint8_t* group, int quarter) {
+    auto bytes = [&](int third) { return _mm_loadu_si128((const __m128i*)(group + 16 * third)); };
+    auto spare = [&](int third) { return _mm_and_si128(_mm_srli_epi16(bytes(third), 6), _mm_set1_epi8(3)); };
+    if (quarter < 3) return _mm_and_si128(bytes(quarter), _mm_set1_epi8(63));
+    return _mm_or_si128(spare(0), _mm_or_si128(_mm_slli_epi16(spare(1), 2), _mm_slli_epi16(spare(2), 4)));
+}
+
+template <int Low>
+WEFT_INLINE Shorts rest_of(const uint8_t* group, int part) {
+    if (Low == 8) {
+        Shorts signs, bit;
+        for (int i = 0; i < PART; i++) {
+            signs[i] = load<uint16_t>(group + GROUP + PART / 8 * part + 2 * (i / 16));
+            bit[i] = uint16_t(1u << (i % 16));
+        }
+        return widen(load<Bytes>(group + PART * part)) | ((Shorts)((signs & bit) != 0) & 256);
+    }
+    __m128i sixteens[PART / 16];
+    for (int i = 0; i < PART / 16; i++) sixteens[i] = six_bits(group, part * (PART / 16) + i);
+    return widen(in_one(sixteens));
+}
+
+template <int Low>
+void join(Stream& stream, long size) {
+    const uint8_t* rest = stream.chunk->rest + stream.done / GROUP * Half<Low>::GROUP_BYTES;
+    uint16_t* out = stream.chunk->out + stream.done;
+    const uint16_t base = uint16_t(stream.shape.base);
+    long at = 0;
+    for (; at + GROUP <= size; at += GROUP, rest += Half<Low>::GROUP_BYTES) {
+#pragma GCC unroll 4
+        for (int part = 0; part < GROUP / PART; part++) {
+            long i = at + PART * part;
+            Shorts octaves = (Shorts)(load<SignedShorts>(stream.contexts + i) >> 4) + base;
+            Shorts symbol = widen(load<Bytes>(stream.symbols + i)), bits = rest_of<Low>(rest, part);
+            Shorts key = ((symbol + octaves * 4) << Low | (bits & uint16_t((1 << Low) - 1))) & 0x7FFF;
+            store(out + i, ((Shorts)(symbol >= FIRST) & key) | (bits >> Low) << 15);
+        }
+    }
+    for (long i = at; i < size; i++) {
+        out[i] = Half<Low>::join(stream.symbols[i], stream.contexts[i], Half<Low>::rest(rest, int(i - at)), stream.shape);
+    }
+}
+
+// One stretch of one chunk or of two.
+template <int N>
+void advance(Stream** streams) {
+    long common = 0;
+    for (int n = 0; n < N; n++) streams[n]->look_ahead();
+    if (N > 1) common = decode_turns<N>(streams, 0, std::min(streams[0]->size(), streams[N - 1]->size()));
+    for (int n = 0; n < N; n++) {
+        Stream& stream = *streams[n];
+        stream.decode_slowly(decode_turns<1>(&streams[n], common, stream.size()));
+        (stream.chunk->is_bf16 ? join<5> : join<8>)(stream, stream.size());
+        stream.done += stream.size();
+    }
+}
+
+void finish(Stream& stream) {
+    for (Stream* alone = &stream; alone->done < alone->shape.count;) advance<1>(&alone);
+    bool is_whole = !stream.is_short && stream.next == stream.end;
+    for (uint32_t state : stream.states) is_whole &= state == LOWEST;
+    stream.chunk->is_whole = is_whole;
 }
 
 }  // namespace
 
-// Returns 1 where the words were used up and every state came back to where encoding began, 0 for anything else.
-WEFT_EXPORT int weft_rans_decode(const uint32_t* table, const int8_t* row_scales, const int8_t* column_scales, const long* shape_of,
-                                 int is_bf16, const uint32_t* states, const uint16_t* words, long num_words,
-                                 const uint8_t* rest, uint16_t* out) {
-    Shape shape{shape_of[0], shape_of[1], shape_of[2], int(shape_of[3]), int(shape_of[4])};
-    Reader reader{words, words + num_words};
-    return (is_bf16 ? decode<5> : decode<8>)(table, row_scales, column_scales, shape, states, reader, rest, out);
+// Fills every chunk's `out` and says of each whether it was whole.
+WEFT_EXPORT void weft_rans_decode(void* first_of_chunks, long num_chunks) {
+    Chunk* chunks = (Chunk*)first_of_chunks;
+    for (long i = 0; i < num_chunks; i += 2) {
+        Stream stream(&chunks[i]);
+        if (i + 1 < num_chunks) {
+            Stream other(&chunks[i + 1]);
+            Stream* both[] = {&stream, &other};
+            while (stream.done < stream.shape.count && other.done < other.shape.count) advance<2>(both);
+            finish(other);
+        }
+        finish(stream);
+    }
 }

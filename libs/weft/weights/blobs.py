@@ -18,16 +18,25 @@ from weft.errors import BadCheckpoint
 SECTOR_BYTES = 4096  # direct reads begin and end at multiples of this, in the file and in memory
 
 
+def fresh_memory(size: int) -> mmap.mmap:
+    """Of this process alone, in large pages where there are any: to touch small ones for the first time takes longer
+    than what is written to them."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 class Scratch:
     """Memory that one reading thread uses again and again; what it holds lasts until the next `take`."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, SECTOR_BYTES)
+        self._memory: mmap.mmap | None = None
 
     def take(self, size: int) -> memoryview:
         """`size` bytes that begin at a page."""
-        if len(self._memory) < size:
-            self._memory = mmap.mmap(-1, size)
+        if self._memory is None or len(self._memory) < size:
+            self._memory = fresh_memory(max(size, SECTOR_BYTES))
         return memoryview(self._memory)[:size]
 
 
@@ -128,29 +137,37 @@ class FileBlob(Blob):
             os.close(fd)
 
 
-class MappedBlob(Blob):
-    """Through the page cache, without a copy: for tools that go over a file once, or now and then."""
+class MemoryBlob(Blob):
+    """Something in memory, read without a copy. `name` is how errors call it."""
+
+    def __init__(self, name: str, content: bytes | memoryview | mmap.mmap) -> None:
+        self.name = name
+        self._content = content
+        self.size_bytes = len(content)
+
+    def close(self) -> None:
+        """It stays for as long as somebody has a view of it."""
+        self._content = b""
+
+    def read(self, offset: int, size: int, scratch: Scratch) -> memoryview:
+        if offset + size > self.size_bytes:
+            raise BadCheckpoint(f"{self.name}: truncated: it ends before byte {offset + size}")
+        return memoryview(self._content)[offset : offset + size]
+
+
+class MappedBlob(MemoryBlob):
+    """A file through the page cache: for tools that go over it once, or now and then."""
 
     def __init__(self, path: Path) -> None:
         """Raises BadCheckpoint."""
         fd = _open(path, 0)
         try:
-            self.size_bytes = os.fstat(fd).st_size
-            self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_READ) if self.size_bytes else b""
+            size = os.fstat(fd).st_size
+            super().__init__(str(path), mmap.mmap(fd, 0, access=mmap.ACCESS_READ) if size else b"")
         except OSError as error:
             raise BadCheckpoint(f"{path}: not readable: {error.strerror}") from error
         finally:
             os.close(fd)
-        self._path = path
-
-    def close(self) -> None:
-        """It stays mapped for as long as somebody has a view of it."""
-        self._map = b""
-
-    def read(self, offset: int, size: int, scratch: Scratch) -> memoryview:
-        if offset + size > self.size_bytes:
-            raise BadCheckpoint(f"{self._path}: truncated: it ends before byte {offset + size}")
-        return memoryview(self._map)[offset : offset + size]
 
 
 def _open(path: Path, flags: int) -> int:

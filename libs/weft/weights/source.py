@@ -11,7 +11,7 @@ import numpy as np
 from weft.errors import BadCheckpoint
 from weft.weights.blobs import Blob, Scratch, WeightsFile
 from weft.weights.bundle.layout import SUFFIX
-from weft.weights.bundle.unpack import BundleFile
+from weft.weights.bundle.unpack import BundleFile, Wanted
 from weft.weights.layout import Run
 
 
@@ -82,9 +82,10 @@ class BundleSource(Source):
 
     def read(self, run: Run, memory: ReadingMemory) -> memoryview:
         target = memory.decoded.take(run.size)
-        done = 0
+        wanted, done = [], 0
         for part in run.parts:
             out = np.frombuffer(target[done : done + part.size], np.uint8)
-            self._bundle.read_into(part.entry.name, part.first, out, memory.stored)
+            wanted.append(Wanted(part.entry.name, part.first, out))
             done += part.size
+        self._bundle.read_all(wanted, memory.stored)
         return target

@@ -84,7 +84,7 @@ def decompress(source: Path, target: Path, num_threads: int, report: Report) -> 
                     kept += 1
                 else:
                     with _whole(made) as part:
-                        _unpack_file(bundle, part, threads, report)
+                        unpack_file(bundle, part, threads, report)
     return Outcome(original_bytes, sum(file.stat().st_size for file in files), len(files), kept)
 
 
@@ -104,7 +104,8 @@ def verify(source: Path, num_threads: int, report: Report) -> Outcome:
     return Outcome(original_bytes, sum(file.stat().st_size for file in files), len(files), 0)
 
 
-def _unpack_file(bundle: BundleFile, target: Path, threads: ThreadPoolExecutor, report: Report) -> None:
+def unpack_file(bundle: BundleFile, target: Path, threads: ThreadPoolExecutor, report: Report) -> None:
+    """Write the safetensors file that `bundle` was made of. Raises BadCheckpoint, OSError."""
     digest = xxhash.xxh3_128()
     with target.open("wb") as file:
         file.write(header := bundle.original_header())

@@ -12,7 +12,7 @@ import struct
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal, Protocol
 
 import xxhash
 
@@ -94,15 +94,30 @@ class BundleHeader:
     tensors: tuple[PackedTensor, ...]
 
 
-def write_header(file: BinaryIO, header: BundleHeader) -> None:
-    """Append the header and then make the file valid by its prologue."""
+class Sink(Protocol):
+    """Where a bundle is written: a file, or memory."""
+
+    def write(self, data: bytes | memoryview, /) -> object:
+        """All of it, where the last write ended."""
+
+    def tell(self) -> int:
+        """Bytes before the next write."""
+
+    def seek(self, place: int, /) -> object:
+        """Write there next."""
+
+
+def write_header(file: Sink, header: BundleHeader) -> None:
+    """Append the header and then make the file valid by its prologue; ends where the file ends."""
     content = {"original": asdict(header.original), "tensors": [asdict(tensor) for tensor in header.tensors]}
     text = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 9)
-    offset = file.seek(0, 2)
+    offset = file.tell()
     file.write(text)
     file.seek(0)
     hashed = xxhash.xxh3_64_intdigest(text)
-    file.write(PROLOGUE.pack(MAGIC, VERSION, 0, offset, len(text), hashed, offset + len(text)))
+    end = offset + len(text)
+    file.write(PROLOGUE.pack(MAGIC, VERSION, 0, offset, len(text), hashed, end))
+    file.seek(end)
 
 
 def read_bundle_header(path: Path) -> BundleHeader:

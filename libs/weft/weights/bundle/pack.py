@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from weft.weights.blobs import MappedBlob, MemoryBlob, Scratch
 from weft.weights.bundle.layout import (
     ALIGNMENT,
     CHUNK_BYTES,
@@ -21,16 +23,17 @@ from weft.weights.bundle.layout import (
     BundleHeader,
     Original,
     PackedTensor,
+    Sink,
     write_header,
 )
-from weft.weights.header import TensorEntry, read_header
+from weft.weights.header import TensorEntry, header_of
 from weft_kernels import rans
 
 MIN_CODED_BYTES = 16 * 1024
 MAX_CODED_SHARE = 0.97
 """A tensor that would not become this much smaller stays as it is."""
-CHUNKS_AHEAD = 256
-"""Coded or being coded before they are written: enough for any number of threads, and at most 128 MiB."""
+CHUNKS_AHEAD = 2 * len(os.sched_getaffinity(0)) + 2
+"""Coded or being coded before they are written: enough for every core to be busy, and little memory."""
 Report = Callable[[int], None]
 Bytes = NDArray[np.uint8]
 
@@ -40,58 +43,85 @@ def pack_file(source: Path, target: Path, threads: ThreadPoolExecutor, report: R
 
     Raises BadCheckpoint, OSError.
     """
-    entries = read_header(source).tensors
-    stat = source.stat()
-    data: Bytes = np.memmap(source, np.uint8, mode="r") if stat.st_size else np.empty(0, np.uint8)
-    first = entries[0].offset if entries else stat.st_size
-    digest = xxhash.xxh3_128(data[:first].data)
-    with target.open("wb") as file:
-        file.write(bytes(PROLOGUE.size))
-        file_header = zlib.compress(data[:first].tobytes(), 9)
-        file.write(file_header)
-        tensors = []
-        for entry in entries:
-            values = data[entry.offset : entry.offset + entry.size_bytes]
-            digest.update(values.data)
-            tensors.append(_pack_tensor(file, entry, values, threads, report))
-        original = Original(
-            source.name, stat.st_size, stat.st_mtime_ns, digest.hexdigest(), PROLOGUE.size, len(file_header)
-        )
-        header = BundleHeader(original, tuple(tensors))
-        _align(file, ALIGNMENT)
-        write_header(file, header)
+    with MappedBlob(source) as blob, target.open("wb") as file:
+        return pack(blob, source.stat().st_mtime_ns, file, threads, report)
+
+
+def pack(blob: MemoryBlob, mtime_ns: int, file: Sink, threads: ThreadPoolExecutor, report: Report) -> BundleHeader:
+    """The same from memory, to wherever `file` writes. Raises BadCheckpoint."""
+    entries = header_of(blob.name, blob).tensors
+    data: Bytes = np.frombuffer(blob.read(0, blob.size_bytes, Scratch()), np.uint8)
+    first = entries[0].offset if entries else len(data)
+    file.write(bytes(PROLOGUE.size))
+    file_header = zlib.compress(data[:first].tobytes(), 9)
+    file.write(file_header)
+    packer = _Packer(file, threads, report)
+    packer.digest.update(data[:first].data)
+    tensors = [packer.pack(entry, data[entry.offset : entry.offset + entry.size_bytes]) for entry in entries]
+    original = Original(
+        Path(blob.name).name, len(data), mtime_ns, packer.digest.hexdigest(), PROLOGUE.size, len(file_header)
+    )
+    header = BundleHeader(original, tuple(tensors))
+    _align(file, ALIGNMENT)
+    write_header(file, header)
     return header
 
 
-def _pack_tensor(
-    file: BinaryIO, entry: TensorEntry, values: Bytes, threads: ThreadPoolExecutor, report: Report
-) -> PackedTensor:
-    _align(file, ALIGNMENT)
-    offset = file.tell()
-    place = (entry.name, entry.dtype, entry.shape)
-    measured = _measure(entry, values)
-    if measured is None:
-        _write_chunks(
-            file,
-            b"",
-            [values[at : at + CHUNK_BYTES] for at in range(0, len(values), CHUNK_BYTES)],
-            _raw,
-            threads,
-            report,
-        )
-        return PackedTensor(*place, "raw", offset, file.tell() - offset)
-    coding = measured.coding
-    shares = zlib.compress(coding.shares.astype("<u2").view(np.uint8).reshape(-1, 2).T.tobytes(), 9)
-    scales = coding.row_scales.tobytes() + coding.column_scales.tobytes() if coding.class_bits else b""
-    words = values.view("<u2")
+class _Packer:
+    """Appends tensors to a file; `digest` is of all of them as they were."""
 
-    def encode(chunk: Bytes) -> bytes:
-        start = (chunk.ctypes.data - words.ctypes.data) // 2
-        return _coded(rans.encode_chunk(coding, chunk.view(np.uint16), start), chunk)
+    def __init__(self, file: Sink, threads: ThreadPoolExecutor, report: Report) -> None:
+        self.digest = xxhash.xxh3_128()
+        self._file = file
+        self._threads = threads
+        self._report = report
+        # the one given back last is taken first: it is still in the processor's caches
+        self._memories: list[rans.EncodingMemory] = []
 
-    pieces = [values[at : at + CHUNK_BYTES] for at in range(0, len(values), CHUNK_BYTES)]
-    _write_chunks(file, shares + scales, pieces, encode, threads, report)
-    return PackedTensor(*place, "rans", offset, file.tell() - offset, coding.base, coding.class_bits, len(shares))
+    def pack(self, entry: TensorEntry, values: Bytes) -> PackedTensor:
+        _align(self._file, ALIGNMENT)
+        offset = self._file.tell()
+        place = (entry.name, entry.dtype, entry.shape)
+        measured = _measure(entry, values)
+        if measured is None:
+            self._write_chunks(b"", values, lambda first, size: _raw(values[first : first + size]))
+            return PackedTensor(*place, "raw", offset, self._file.tell() - offset)
+        coding = measured.coding
+        shares = zlib.compress(coding.shares.astype("<u2").view(np.uint8).reshape(-1, 2).T.tobytes(), 9)
+        scales = coding.row_scales.tobytes() + coding.column_scales.tobytes() if coding.class_bits else b""
+        words, encoder = values.view("<u2"), rans.Encoder(coding)
+
+        def encode(first: int, size: int) -> _Coded:
+            memory = self._memories.pop() if self._memories else rans.EncodingMemory(CHUNK_BYTES // 2)
+            chunk = encoder.encode(words[first // 2 : (first + size) // 2], first // 2, memory)
+            return _coded(chunk, values[first : first + size], memory)
+
+        self._write_chunks(shares + scales, values, encode)
+        size = self._file.tell() - offset
+        return PackedTensor(*place, "rans", offset, size, coding.base, coding.class_bits, len(shares))
+
+    def _write_chunks(self, preface: bytes, values: Bytes, encode: Callable[[int, int], _Coded]) -> None:
+        """Ends of the chunks, preface, chunks. The ends are known last and written first."""
+        file, plan = self._file, [(at, min(CHUNK_BYTES, len(values) - at)) for at in range(0, len(values), CHUNK_BYTES)]
+        start = file.tell()
+        file.write(bytes(8 * len(plan)) + preface)
+        _align(file, 8)
+        begin, ends, pending = file.tell(), list[int](), deque[Future[_Coded]]()
+        for number, (first, size) in enumerate(plan):
+            while len(pending) < CHUNKS_AHEAD and number + len(pending) < len(plan):
+                pending.append(self._threads.submit(encode, *plan[number + len(pending)]))
+            self.digest.update(values[first : first + size].data)
+            coded = pending.popleft().result()
+            for part in coded.parts:
+                file.write(part)
+            if coded.memory is not None:
+                self._memories.append(coded.memory)
+            ends.append(file.tell() - begin)
+            self._report(size)
+        end = file.tell()
+        file.seek(start)
+        file.write(np.array(ends, "<u8").tobytes())
+        file.seek(end)
 
 
 def _measure(entry: TensorEntry, values: Bytes) -> rans.Measured | None:
@@ -103,43 +133,26 @@ def _measure(entry: TensorEntry, values: Bytes) -> rans.Measured | None:
     return measured if measured.bits < 8 * entry.size_bytes * MAX_CODED_SHARE else None
 
 
-def _write_chunks(
-    file: BinaryIO,
-    preface: bytes,
-    pieces: list[Bytes],
-    encode: Callable[[Bytes], bytes],
-    threads: ThreadPoolExecutor,
-    report: Report,
-) -> None:
-    """Ends of the chunks, preface, chunks. The ends are known last and written first."""
-    start = file.tell()
-    file.write(bytes(8 * len(pieces)) + preface)
-    _align(file, 8)
-    begin, ends = file.tell(), []
-    pending = deque(threads.submit(encode, piece) for piece in pieces[:CHUNKS_AHEAD])
-    for number, piece in enumerate(pieces):
-        file.write(pending.popleft().result())
-        if number + CHUNKS_AHEAD < len(pieces):
-            pending.append(threads.submit(encode, pieces[number + CHUNKS_AHEAD]))
-        ends.append(file.tell() - begin)
-        report(len(piece))
-    end = file.tell()
-    file.seek(start)
-    file.write(np.array(ends, "<u8").tobytes())
-    file.seek(end)
+@dataclass(frozen=True, slots=True)
+class _Coded:
+    """A chunk as it is written, in memory that is used again afterwards."""
+
+    parts: tuple[bytes | memoryview, ...]
+    memory: rans.EncodingMemory | None
 
 
-def _raw(piece: Bytes) -> bytes:
+def _raw(piece: Bytes) -> _Coded:
     head = CHUNK_HEAD.pack(0, 0, xxhash.xxh3_64_intdigest(piece.data))
-    return head + piece.tobytes() + bytes(-len(piece) % 8)
+    return _Coded((head, piece.data, bytes(-len(piece) % 8)), None)
 
 
-def _coded(chunk: rans.Chunk, piece: Bytes) -> bytes:
+def _coded(chunk: rans.Chunk, piece: Bytes, memory: rans.EncodingMemory) -> _Coded:
     head = CHUNK_HEAD.pack(len(chunk.words), len(chunk.escape_places), xxhash.xxh3_64_intdigest(piece.data))
     parts = (chunk.states, chunk.escape_places, chunk.words, chunk.escape_values, chunk.rest)
-    body = head + b"".join(part.tobytes() for part in parts)
-    return body + bytes(-len(body) % 8)
+    padding = bytes(-sum(part.nbytes for part in parts) % 8)
+    small = head + chunk.states.tobytes() + chunk.escape_places.tobytes()
+    return _Coded((small, chunk.words.data, chunk.escape_values.tobytes(), chunk.rest.data, padding), memory)
 
 
-def _align(file: BinaryIO, size: int) -> None:
+def _align(file: Sink, size: int) -> None:
     file.write(bytes(-file.tell() % size))

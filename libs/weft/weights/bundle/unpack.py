@@ -6,6 +6,7 @@ import itertools
 import threading
 import zlib
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,8 @@ from weft_kernels import rans
 from weft_kernels.rans.coding import SYMBOLS, TOTAL
 
 Bytes = NDArray[np.uint8]
+CHUNKS_AT_ONCE = 4
+"""Decoded side by side, and hashed while they are still in the processor's caches."""
 MAX_OPENED = 64
 """Tensors whose tables (64 KiB each) are kept, the last ones used."""
 
@@ -44,6 +47,73 @@ class _Opened:
     """Of the first chunk in the file."""
     coding: rans.Coding | None
     table: NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A run of a tensor's original bytes, from byte `first` on, and where they go."""
+
+    name: str
+    first: int
+    out: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """The chunks that hold what is wanted; `edges`: where the first one begins in the file, and each one's end."""
+
+    opened: _Opened
+    wanted: Wanted
+    number: int
+    edges: tuple[int, ...]
+
+    @property
+    def begin(self) -> int:
+        return self.edges[0]
+
+    @property
+    def end(self) -> int:
+        return self.edges[-1]
+
+    def chunks(self, stored: Bytes) -> Iterator[_StoredChunk]:
+        """One after another; `stored` is what lies between begin and end."""
+        first, out = self.wanted.first, self.wanted.out
+        for number, (begin, end) in enumerate(itertools.pairwise(self.edges), self.number):
+            place = number * CHUNK_BYTES
+            size = min(CHUNK_BYTES, self.opened.tensor.original_bytes - place)
+            low, high = max(first, place), min(first + len(out), place + size)
+            part = out[low - first : high - first]
+            whole: Bytes = part if high - low == size else np.empty(size, np.uint8)
+            yield _StoredChunk(
+                self.opened, number, stored[begin - self.begin : end - self.begin], whole, part, low - place
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredChunk:
+    """A chunk as it is stored, where all of it goes, and which part of that is wanted."""
+
+    opened: _Opened
+    number: int
+    stored: Bytes
+    out: Bytes
+    part: Bytes
+    part_first: int
+
+    @property
+    def head(self) -> tuple[int, int, int]:
+        """Words, escapes, checksum."""
+        num_words, num_escapes, hashed = CHUNK_HEAD.unpack(self.stored[: CHUNK_HEAD.size].tobytes())
+        return num_words, num_escapes, hashed
+
+    @property
+    def body(self) -> Bytes:
+        return self.stored[CHUNK_HEAD.size :]
+
+    def hand_over(self) -> None:
+        """After `out` was found right."""
+        if len(self.part) != len(self.out):
+            self.part[:] = self.out[self.part_first : self.part_first + len(self.part)]
 
 
 class BundleFile:
@@ -93,30 +163,27 @@ class BundleFile:
 
     def read_into(self, name: str, first: int, out: Bytes, scratch: Scratch | None = None) -> None:
         """Fill `out` with the tensor's original bytes from byte `first` on. Raises BadCheckpoint naming the chunk."""
-        if not len(out):
-            return
-        scratch = scratch or Scratch()
-        opened = self._open(name, scratch)
-        number, end = first // CHUNK_BYTES, -(-(first + len(out)) // CHUNK_BYTES)
-        begins = np.concatenate([np.zeros(1, np.int64), opened.ends.astype(np.int64)])[number : end + 1]
-        start = opened.begin + int(begins[0])
-        stored: Bytes = np.frombuffer(self._blob.read(start, int(begins[-1] - begins[0]), scratch), np.uint8)
-        for chunk_begin, chunk_end in itertools.pairwise((begins - begins[0]).tolist()):
-            self._decode_part(opened, number, stored[chunk_begin:chunk_end], (first, out))
-            number += 1
+        self.read_all([Wanted(name, first, out)], scratch)
 
-    def _decode_part(self, opened: _Opened, number: int, chunk: Bytes, wanted: tuple[int, Bytes]) -> None:
-        """What is wanted of one chunk: `wanted` is a run of the tensor, its first byte and where it goes."""
-        first, out = wanted
-        place = number * CHUNK_BYTES
-        size = min(CHUNK_BYTES, opened.tensor.original_bytes - place)
-        begin, end = max(first, place), min(first + len(out), place + size)
-        if end - begin == size:
-            self._decode(opened, number, chunk, out[begin - first : end - first])
-        else:
-            whole: Bytes = np.empty(size, np.uint8)
-            self._decode(opened, number, chunk, whole)
-            out[begin - first : end - first] = whole[begin - place : end - place]
+    def read_all(self, wanted: Sequence[Wanted], scratch: Scratch | None = None) -> None:
+        """The same of several, which lie near one another: read at once, and decoded side by side."""
+        scratch, runs = scratch or Scratch(), [each for each in wanted if len(each.out)]
+        if not runs:
+            return
+        stretches = [self._stretch(each, scratch) for each in runs]
+        begin, end = min(each.begin for each in stretches), max(each.end for each in stretches)
+        stored: Bytes = np.frombuffer(self._blob.read(begin, end - begin, scratch), np.uint8)
+        parts = (each.chunks(stored[each.begin - begin : each.end - begin]) for each in stretches)
+        chunks = itertools.chain.from_iterable(parts)
+        while several := list(itertools.islice(chunks, CHUNKS_AT_ONCE)):
+            self._decode(several)
+
+    def _stretch(self, wanted: Wanted, scratch: Scratch) -> _Stretch:
+        opened = self._open(wanted.name, scratch)
+        number, end = wanted.first // CHUNK_BYTES, -(-(wanted.first + len(wanted.out)) // CHUNK_BYTES)
+        edges = [opened.begin + int(opened.ends[number - 1]) if number else opened.begin]
+        edges += [opened.begin + int(each) for each in opened.ends[number:end]]
+        return _Stretch(opened, wanted, number, tuple(edges))
 
     def _open(self, name: str, scratch: Scratch) -> _Opened:
         with self._lock:
@@ -140,7 +207,7 @@ class BundleFile:
         stored: Bytes = np.frombuffer(bytes(self._blob.read(tensor.offset, used, scratch)), np.uint8)
         ends = stored[: 8 * tensor.num_chunks].view("<u8")
         size = tensor.size_bytes - begin
-        if len(ends) and (int(ends[-1]) != size or (np.diff(ends.astype(np.int64), prepend=0) <= 0).any()):
+        if len(ends) and (int(ends[-1]) != size or (np.diff(ends.astype(np.int64), prepend=0) < CHUNK_HEAD.size).any()):
             raise BadCheckpoint(f"{self.path}: tensor {tensor.name}: its table of chunks is damaged")
         coding = self._coding(tensor, stored[8 * tensor.num_chunks :]) if tensor.codec == "rans" else None
         table = coding.table() if coding else np.empty(0, np.uint32)
@@ -161,38 +228,41 @@ class BundleFile:
         is_bf16 = tensor.dtype == "BF16"
         return rans.Coding(is_bf16, tensor.base, tensor.class_bits, shares, scales[:rows].copy(), scales[rows:].copy())
 
-    def _decode(self, opened: _Opened, number: int, chunk: Bytes, out: Bytes) -> None:
-        where = f"{self.path}: tensor {opened.tensor.name}: chunk {number}"
-        if len(chunk) < CHUNK_HEAD.size:
-            raise BadCheckpoint(f"{where} is truncated")
-        num_words, num_escapes, hashed = CHUNK_HEAD.unpack(chunk[: CHUNK_HEAD.size].tobytes())
-        body = chunk[CHUNK_HEAD.size :]
-        if opened.coding is None:
-            is_whole = len(body) >= len(out)
-            out[:] = body[: len(out)] if is_whole else 0
-        else:
-            is_whole = _decode_coded(opened, opened.coding, number, (body, num_words, num_escapes), out)
-        if not is_whole or xxhash.xxh3_64_intdigest(out.data) != hashed:
-            raise BadCheckpoint(f"{where} is damaged: what it decodes to has another checksum")
+    def _decode(self, chunks: Sequence[_StoredChunk]) -> None:
+        """Raises BadCheckpoint naming the first chunk that is not what was coded."""
+        coded = [(each, piece) for each in chunks if (piece := self._piece(each)) is not None]
+        are_whole = rans.decode([piece for _, piece in coded])
+        for (chunk, piece), is_whole in zip(coded, are_whole, strict=True):
+            if not is_whole:
+                raise self._damaged(chunk)
+            if piece.out.ctypes.data != chunk.out.ctypes.data:
+                chunk.out[:] = piece.out.view(np.uint8)
+        for chunk in chunks:
+            if xxhash.xxh3_64_intdigest(chunk.out.data) != chunk.head[2]:
+                raise self._damaged(chunk)
+            chunk.hand_over()
 
+    def _piece(self, chunk: _StoredChunk) -> rans.Piece | None:
+        """What there is to decode; a chunk that is stored as it is has been copied instead."""
+        coding, body = chunk.opened.coding, chunk.body
+        num_words, num_escapes, _ = chunk.head
+        if coding is None:
+            if len(body) < len(chunk.out):
+                raise self._damaged(chunk)
+            chunk.out[:] = body[: len(chunk.out)]
+            return None
+        count = len(chunk.out) // 2
+        rest = rans.rest_bytes(coding.is_bf16, count)
+        sizes = (4 * rans.LANES, 4 * num_escapes, 2 * num_words, 2 * num_escapes, rest)
+        *_, end = edges = list(itertools.accumulate(sizes, initial=0))
+        if end > len(body):
+            raise self._damaged(chunk)
+        states, places, words, values, rest_of = (body[begin:end] for begin, end in itertools.pairwise(edges))
+        parts = rans.Chunk(states.view("<u4"), words.view("<u2"), rest_of, places.view("<u4"), values.view("<u2"))
+        # A target that is not aligned for 16-bit numbers goes through one that is.
+        out = chunk.out.view(np.uint16) if chunk.out.ctypes.data % 2 == 0 else np.empty(count, np.uint16)
+        return rans.Piece(coding, chunk.opened.table, chunk.number * CHUNK_BYTES // 2, parts, out)
 
-def _decode_coded(
-    opened: _Opened, coding: rans.Coding, number: int, stored: tuple[Bytes, int, int], out: Bytes
-) -> bool:
-    body, num_words, num_escapes = stored
-    count = len(out) // 2
-    sizes = (4 * rans.LANES, 4 * num_escapes, 2 * num_words, 2 * num_escapes, rans.rest_bytes(coding.is_bf16, count))
-    if sum(sizes) > len(body):
-        return False
-    parts, at = [], 0
-    for size in sizes:
-        parts.append(body[at : at + size])
-        at += size
-    states, places, words, values, rest = parts
-    chunk = rans.Chunk(states.view("<u4"), words.view("<u2"), rest, places.view("<u4"), values.view("<u2"))
-    # A target that is not aligned for 16-bit numbers goes through one that is.
-    target = out.view(np.uint16) if out.ctypes.data % 2 == 0 else np.empty(count, np.uint16)
-    is_whole = rans.decode_chunk(coding, opened.table, number * CHUNK_BYTES // 2, chunk, target)
-    if out.ctypes.data % 2:
-        out[:] = target.view(np.uint8)
-    return is_whole
+    def _damaged(self, chunk: _StoredChunk) -> BadCheckpoint:
+        where = f"{self.path}: tensor {chunk.opened.tensor.name}: chunk {chunk.number}"
+        return BadCheckpoint(f"{where} is damaged: what it decodes to has another checksum")

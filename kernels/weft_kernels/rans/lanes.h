@@ -1,0 +1,136 @@
+// W of the coder's lanes at a time, for AVX-512 and AVX2: what it needs beyond the compiler's own vectors.
+
+#pragma once
+
+#include "format.h"
+
+namespace {
+
+static_assert(LANES % W == 0 && GROUP % LANES == 0, "lanes are whole vectors, groups whole turns of all lanes");
+
+constexpr int PART = 2 * W;  // elements of a group that are packed and joined at a time
+typedef uint16_t Shorts __attribute__((vector_size(2 * PART)));
+typedef int16_t SignedShorts __attribute__((vector_size(2 * PART)));
+typedef uint8_t Bytes __attribute__((vector_size(PART)));
+typedef uint8_t Quarters __attribute__((vector_size(W)));
+
+// Four entries of a table. As many loads take three quarters of a gather's time on Zen 5.
+WEFT_INLINE __m128i look_up_four(const uint32_t* table, const uint16_t* places) {
+    uint64_t four = load<uint64_t>(places);
+    __m128i low = _mm_cvtsi32_si128(int(table[four & 0xFFFF])), high = _mm_cvtsi32_si128(int(table[four >> 32 & 0xFFFF]));
+    low = _mm_insert_epi32(low, int(table[four >> 16 & 0xFFFF]), 1);
+    high = _mm_insert_epi32(high, int(table[four >> 48]), 1);
+    return _mm_unpacklo_epi64(low, high);
+}
+
+#if WEFT_WIDTH == 16
+
+typedef __mmask16 Mask;
+
+// Compilers make detours of these conversions.
+WEFT_INLINE Words widen(Halves values) { return (Words)_mm512_cvtepu16_epi32((__m256i)values); }
+WEFT_INLINE Halves halves_of(Words values) { return (Halves)_mm512_cvtepi32_epi16((__m512i)values); }
+WEFT_INLINE Quarters quarters_of(Words values) { return (Quarters)_mm512_cvtepi32_epi8((__m512i)values); }
+
+WEFT_INLINE Mask at_least(Words a, Words b) { return _mm512_cmpge_epu32_mask((__m512i)a, (__m512i)b); }
+WEFT_INLINE Mask below(Words a, Words b) { return _mm512_cmplt_epu32_mask((__m512i)a, (__m512i)b); }
+WEFT_INLINE uint32_t bits_of(Mask mask) { return mask; }
+WEFT_INLINE Words where(Mask mask, Words a, Words b) { return (Words)_mm512_mask_mov_epi32((__m512i)b, mask, (__m512i)a); }
+
+WEFT_INLINE Shorts widen(Bytes values) { return (Shorts)_mm512_cvtepu8_epi16((__m256i)values); }
+WEFT_INLINE Bytes bytes_of(Shorts values) { return (Bytes)_mm512_cvtepi16_epi8((__m512i)values); }
+WEFT_INLINE Bytes in_one(const __m128i* sixteens) { return (Bytes)_mm256_set_m128i(sixteens[1], sixteens[0]); }
+
+// table[places[i]]
+WEFT_INLINE Words look_up(const uint32_t* table, const uint16_t* places) {
+    __m256i low = _mm256_set_m128i(look_up_four(table, places + 4), look_up_four(table, places));
+    __m256i high = _mm256_set_m128i(look_up_four(table, places + 12), look_up_four(table, places + 8));
+    return (Words)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+
+// The words from `next` on, one for each lane of the mask, in the others zero. Reads W words.
+WEFT_INLINE Words spread(Mask mask, const uint16_t* next) {
+    return (Words)_mm512_maskz_expand_epi32(mask, (__m512i)widen(load<Halves>(next)));
+}
+
+// The lower halves of the mask's lanes, as words that end before `end`. Writes W words, the first of them nonsense.
+WEFT_INLINE void put_before(uint16_t* end, Mask mask, Words values) {
+    __m512i count = _mm512_set1_epi32(__builtin_popcount(mask));
+    __m512i from = _mm512_add_epi32(count, _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+    store(end - W, halves_of((Words)_mm512_permutexvar_epi32(from, _mm512_maskz_compress_epi32(mask, (__m512i)values))));
+}
+
+// a / b for a < 2^20 b: not too large, and too small by one at most.
+WEFT_INLINE Words quotient(Words a, Words b) {
+    __m512 divisor = _mm512_cvtepu32_ps((__m512i)b), inverse = _mm512_rcp14_ps(divisor);
+    __m512 error = _mm512_fnmadd_ps(divisor, inverse, _mm512_set1_ps(1.0f));
+    inverse = _mm512_fmadd_ps(inverse, error, inverse);
+    return (Words)_mm512_cvttps_epi32(_mm512_fmadd_ps(_mm512_cvtepu32_ps((__m512i)a), inverse, _mm512_set1_ps(-0.5f)));
+}
+
+#else
+
+typedef Words Mask;  // all bits of a lane, or none
+
+WEFT_INLINE Words widen(Halves values) { return (Words)_mm256_cvtepu16_epi32((__m128i)values); }
+WEFT_INLINE Halves halves_of(Words values) {
+    __m256i lower = (__m256i)(values & 0xFFFFu);
+    return (Halves)_mm_packus_epi32(_mm256_castsi256_si128(lower), _mm256_extracti128_si256(lower, 1));
+}
+WEFT_INLINE Quarters quarters_of(Words values) {
+    __m128i lower = _mm_and_si128((__m128i)halves_of(values), _mm_set1_epi16(0xFF));
+    return (Quarters)_mm_cvtsi128_si64(_mm_packus_epi16(lower, lower));
+}
+
+WEFT_INLINE Shorts widen(Bytes values) { return (Shorts)_mm256_cvtepu8_epi16((__m128i)values); }
+WEFT_INLINE Bytes bytes_of(Shorts values) {
+    __m256i lower = (__m256i)(values & 0xFF);
+    return (Bytes)_mm_packus_epi16(_mm256_castsi256_si128(lower), _mm256_extracti128_si256(lower, 1));
+}
+WEFT_INLINE Bytes in_one(const __m128i* sixteens) { return (Bytes)sixteens[0]; }
+
+WEFT_INLINE Mask at_least(Words a, Words b) { return (Words)(a >= b); }
+WEFT_INLINE Mask below(Words a, Words b) { return (Words)(a < b); }
+WEFT_INLINE uint32_t bits_of(Mask mask) { return uint32_t(_mm256_movemask_ps((__m256)mask)); }
+WEFT_INLINE Words where(Mask mask, Words a, Words b) { return (a & mask) | (b & ~mask); }
+
+WEFT_INLINE Words look_up(const uint32_t* table, const uint16_t* places) {
+    return (Words)_mm256_set_m128i(look_up_four(table, places + 4), look_up_four(table, places));
+}
+
+// For each mask of eight lanes: which of the words that follow one another each lane takes, and which lanes stand last.
+struct Orders {
+    uint8_t spread[256][8], last[256][8];
+    constexpr Orders() : spread(), last() {
+        for (int mask = 0; mask < 256; mask++) {
+            int taken = 0, place = 8;
+            for (int lane = 0; lane < 8; lane++) spread[mask][lane] = uint8_t((mask >> lane & 1) ? taken++ : 0);
+            for (int lane = 7; lane >= 0; lane--) {
+                if (mask >> lane & 1) last[mask][--place] = uint8_t(lane);
+            }
+        }
+    }
+};
+constexpr Orders ORDERS;
+
+WEFT_INLINE __m256i order(const uint8_t* lanes) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)lanes)); }
+
+WEFT_INLINE Words spread(Mask mask, const uint16_t* next) {
+    __m256i from = order(ORDERS.spread[bits_of(mask)]);
+    return (Words)_mm256_permutevar8x32_epi32((__m256i)widen(load<Halves>(next)), from) & mask;
+}
+
+WEFT_INLINE void put_before(uint16_t* end, Mask mask, Words values) {
+    store(end - W, halves_of((Words)_mm256_permutevar8x32_epi32((__m256i)values, order(ORDERS.last[bits_of(mask)]))));
+}
+
+WEFT_INLINE Words quotient(Words a, Words b) {
+    // Numbers of 32 bits become floats in two halves: the processor's conversion knows signed ones only.
+    Floats high = (Floats)_mm256_cvtepi32_ps((__m256i)(a >> 16)), low = (Floats)_mm256_cvtepi32_ps((__m256i)(a & 0xFFFFu));
+    Floats whole = high * 65536.0f + low, divisor = (Floats)_mm256_cvtepi32_ps((__m256i)b);
+    return (Words)_mm256_cvttps_epi32((__m256)(whole / divisor - 0.5f));
+}
+
+#endif
+
+}  // namespace
