@@ -102,7 +102,7 @@ def shares_of(counts: NDArray[np.int64]) -> NDArray[np.uint16]:
 
 def _apportioned(found: NDArray[np.int64]) -> NDArray[np.int64]:
     """TOTAL slots to counts that are all positive; one is taken or given where that changes the fewest bits."""
-    near = np.maximum(1, np.rint(found / found.sum() * TOTAL)).astype(np.int64)
+    near: NDArray[np.int64] = np.maximum(1, np.rint(found / found.sum() * TOTAL)).astype(np.int64)
     excess = int(near.sum()) - TOTAL
     step = -1 if excess > 0 else 1
     with np.errstate(divide="ignore"):

@@ -48,7 +48,7 @@ class RestartPolicy:
     healthy: float = 30.0
     # one that has never been ready is given up after so many deaths
     max_first_failures: int = 5
-    # all being ready for so long, a spare is started
+    # all being ready for so long, the first spare is started; the next as soon as the one that was needed is ready
     spare_after: float = 10.0
 
     def backoff(self, failures: int) -> float:
@@ -120,7 +120,8 @@ class Supervisor:
         self._specs = tuple(specs)
         self._spare_command = tuple(spare_command)
         self._spare: Child | None = None
-        self._spare_wanted = asyncio.Event()
+        # a child has become ready: if it was the spare, there has to be another
+        self._has_news = asyncio.Event()
         self._listener = listener
         self._policy = policy or RestartPolicy()
         self._ready = {spec.name: asyncio.Event() for spec in specs}
@@ -176,16 +177,17 @@ class Supervisor:
             return
         await self.wait_ready()
         environ = next(spec.environ for spec in self._specs if spec.order)
+        await asyncio.sleep(self._policy.spare_after)
         while True:
-            await asyncio.sleep(self._policy.spare_after)
-            self._spare_wanted.clear()
-            starting = asyncio.ensure_future(Child.start(self._spare_command, environ, can_hear=True))
-            try:
-                self._spare = await asyncio.shield(starting)
-            except asyncio.CancelledError:
-                self._spare = await starting  # what is half started must be ended as well
-                raise
-            await self._spare_wanted.wait()
+            if self._spare is None:
+                starting = asyncio.ensure_future(Child.start(self._spare_command, environ, can_hear=True))
+                try:
+                    self._spare = await asyncio.shield(starting)
+                except asyncio.CancelledError:
+                    self._spare = await starting  # what is half started must be ended as well
+                    raise
+            self._has_news.clear()
+            await self._has_news.wait()
 
     def _become(self, spec: ChildSpec) -> Child | None:
         """The spare as this child, if there is one."""
@@ -193,8 +195,13 @@ class Supervisor:
         if spare is None or not spec.order:
             return None
         self._spare = None
-        self._spare_wanted.set()
         return spare if spare.tell(spec.order) else None
+
+    def _pause(self, spec: ChildSpec, life: _Life, failures: int) -> float:
+        """What was well for long is started again at once, and what was so for a while where a spare is at hand."""
+        policy, ready_seconds = self._policy, life.ready_seconds or 0.0
+        enough = policy.spare_after if self._spare is not None and spec.order else policy.healthy
+        return 0.0 if ready_seconds >= enough else policy.backoff(failures)
 
     async def _keep(self, spec: ChildSpec) -> None:
         for name in spec.after:
@@ -208,8 +215,7 @@ class Supervisor:
             was_healthy = (life.ready_seconds or 0.0) >= self._policy.healthy
             failures = 1 if was_healthy else failures + 1
             self._give_up_on(spec, life, failures)
-            # what was well for long is started again at once
-            pause = 0.0 if was_healthy else self._policy.backoff(failures)
+            pause = self._pause(spec, life, failures)
             self._listener.on_death(spec.name, life.how, life.last_lines, pause)
             self._listener.on_state(spec.name, State.BACKING_OFF, life.how)
             await asyncio.sleep(pause)
@@ -257,6 +263,7 @@ class Supervisor:
             child.signal_group(signal.SIGKILL)
             return None
         self._ready[spec.name].set()
+        self._has_news.set()
         self._listener.on_state(spec.name, State.READY, "")
         return time.monotonic()
 

@@ -54,3 +54,22 @@ async def test_without_a_living_spare_a_child_is_started_as_usual() -> None:
         supervisor._children["one"].signal_group(signal.SIGKILL)
         await recorder.until(lambda: recorder.of("one").count(State.STARTING) == 2)
         await recorder.until(lambda: len([line for line in recorder.lines if line[1].isdecimal()]) == 2)
+
+
+async def test_where_a_spare_is_at_hand_nothing_waits_for_the_backoff() -> None:
+    recorder = Recorder()
+    waiter = f"import sys; print('became', sys.stdin.readline().strip(), flush=True); {FOREVER}"
+    policy = RestartPolicy(first_backoff=60.0, max_backoff=60.0, spare_after=0.0)
+    one = spec(recorder, "one", FOREVER, order=b"one!\n")
+    supervisor = Supervisor([one], recorder, policy, spare_command=(sys.executable, "-c", waiter))
+    spare: Child | None = None
+    async with running(supervisor):
+        await supervisor.wait_ready()
+        for _ in range(2):
+            spare = await another_spare(supervisor, spare)
+            num_ready = recorder.of("one").count(State.READY)
+            supervisor._children["one"].signal_group(signal.SIGKILL)
+            async with asyncio.timeout(10):
+                while recorder.of("one").count(State.READY) == num_ready:
+                    await asyncio.sleep(0.01)
+    assert recorder.lines.count(("one", "became one!")) == 2
