@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -70,7 +71,7 @@ class Weft:
         return memoryview(memory)[: memory.tell()]
 
     def decode(self, coded: memoryview) -> memoryview:
-        with BundleFile("model.weft", MemoryBlob("model.weft", coded)) as bundle:
+        with closing(BundleFile("model.weft", MemoryBlob("model.weft", coded))) as bundle:
             out = Scratch().take(bundle.header.original.size_bytes)
             header = bundle.original_header()
             out[: len(header)] = header
@@ -85,7 +86,7 @@ class Weft:
         pack_file(source, target, self._threads, lambda size: None)
 
     def decode_file(self, source: Path, target: Path) -> None:
-        with BundleFile.map(source) as bundle:
+        with closing(BundleFile.map(source)) as bundle:
             unpack_file(bundle, target, self._threads, lambda name, size: None)
 
 

@@ -10,8 +10,6 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from weft.errors import BadCheckpoint
 
@@ -52,14 +50,6 @@ class Blob(ABC):
     @abstractmethod
     def close(self) -> None:
         """Nothing may be reading any more."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class WeightsFile(ABC):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence, Set
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,7 @@ def _stored_name(name: str, names: Set[str]) -> str:
 
 
 def _entries(file: WeightsFile) -> Sequence[TensorEntry]:
-    with file.open(cached=True) as blob:
+    with closing(file.open(cached=True)) as blob:
         if file.name.endswith(SUFFIX):
             return [tensor.entry() for tensor in bundle_header_of(str(file), blob).tensors]
         return header_of(str(file), blob).tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """Read a file's header and check it against the file's size. Raises BadCheckpoint naming the file and tensor."""
-    with FileBlob(path, direct=False) as blob:
+    with closing(FileBlob(path, direct=False)) as blob:
         return header_of(str(path), blob)
 
 

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -44,7 +44,7 @@ def files_reader(layout: ImageLayout) -> Iterator[RunReader]:
         sources: dict[str, Source] = {}
         for tensor in layout.tensors:
             if tensor.file.name not in sources:
-                sources[tensor.file.name] = stack.enter_context(open_source(tensor.file))
+                sources[tensor.file.name] = stack.enter_context(closing(open_source(tensor.file)))
 
         def read(run: Run, memory: ReadingMemory) -> memoryview:
             return sources[run.file.name].read(run, memory)

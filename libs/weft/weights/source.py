@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
@@ -33,14 +31,6 @@ class Source(ABC):
     @abstractmethod
     def close(self) -> None:
         """Nothing may be reading any more."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def open_source(file: WeightsFile) -> Source:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def test_there_and_back_is_the_same_to_the_byte(checkpoint: Path, bundle: Path, 
 
 def test_any_run_of_bytes_can_be_read(checkpoint: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = next(checkpoint.glob("*-00001-*")).read_bytes()
-    with BundleFile.map(next(bundle.glob("*-00001-*"))) as file:
+    with closing(BundleFile.map(next(bundle.glob("*-00001-*")))) as file:
         header = len(file.original_header())
         tensor = max(file.header.tensors, key=lambda tensor: tensor.original_bytes)
         start = header + sum(t.original_bytes for t in file.header.tensors[: file.header.tensors.index(tensor)])
@@ -231,7 +232,7 @@ def test_a_wrong_model_is_named(bundle: Path) -> None:
 
 
 def test_threads_share_one_open_file(checkpoint: Path, bundle: Path) -> None:
-    with BundleFile.map(next(bundle.glob("*-00001-*"))) as file, ThreadPoolExecutor(4) as threads:
+    with closing(BundleFile.map(next(bundle.glob("*-00001-*")))) as file, ThreadPoolExecutor(4) as threads:
         tensors = file.header.tensors * 4
 
         def read(name: str, size: int) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def test_any_part_of_a_file_is_read_past_the_cache_and_through_it(tmp_path: Path
     blobs: list[Blob] = [FileBlob(path), FileBlob(path, direct=False), MappedBlob(path)]
     scratch = Scratch()
     for blob in blobs:
-        with blob:
+        with closing(blob):
             for begin in {0, 1, size // 2, min(4095, size - 1), size - 1}:
                 for end in {begin, begin + 1, size // 2 + 1, size}:
                     if begin <= end <= size:

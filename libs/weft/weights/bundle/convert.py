@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -76,7 +76,7 @@ def decompress(source: Path, target: Path, num_threads: int, report: Report) -> 
     original_bytes = kept = 0
     with _making(source, target) as place, ThreadPoolExecutor(num_threads, thread_name_prefix="decompress") as threads:
         for file in files:
-            with BundleFile.map(file) as bundle:
+            with closing(BundleFile.map(file)) as bundle:
                 made = place / _original_name(bundle)
                 original_bytes += bundle.header.original.size_bytes
                 if made.exists() and _hash(made) == bundle.header.original.xxh3_128:
@@ -94,7 +94,7 @@ def verify(source: Path, num_threads: int, report: Report) -> Outcome:
     original_bytes = 0
     with ThreadPoolExecutor(num_threads, thread_name_prefix="verify") as threads:
         for file in files:
-            with BundleFile.map(file) as bundle:
+            with closing(BundleFile.map(file)) as bundle:
                 original_bytes += bundle.header.original.size_bytes
                 digest = xxhash.xxh3_128(bundle.original_header())
                 for piece in _pieces(bundle, threads, report):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +39,7 @@ class Row:
 def rows_of(directory: Path) -> Iterator[Row]:
     """Reads every coded tensor. Raises BadCheckpoint."""
     for path in weight_files(directory, SUFFIX):
-        with BundleFile.map(path) as bundle:
+        with closing(BundleFile.map(path)) as bundle:
             for tensor in bundle.header.tensors:
                 entropy = None
                 if tensor.codec == "rans":

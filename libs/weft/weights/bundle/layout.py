@@ -10,6 +10,7 @@ import json
 import math
 import struct
 import zlib
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -122,7 +123,7 @@ def write_header(file: Sink, header: BundleHeader) -> None:
 
 def read_bundle_header(path: Path) -> BundleHeader:
     """Raises BadCheckpoint naming the file, and the tensor where it is one."""
-    with FileBlob(path, direct=False) as blob:
+    with closing(FileBlob(path, direct=False)) as blob:
         return bundle_header_of(str(path), blob)
 
 

@@ -7,6 +7,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def pack_file(source: Path, target: Path, threads: ThreadPoolExecutor, report: R
 
     Raises BadCheckpoint, OSError.
     """
-    with MappedBlob(source) as blob, target.open("wb") as file:
+    with closing(MappedBlob(source)) as blob, target.open("wb") as file:
         return pack(blob, source.stat().st_mtime_ns, file, threads, report)
 
 

@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -132,14 +131,6 @@ class BundleFile:
     def map(cls, path: Path) -> Self:
         """Of a local file, through the page cache. Raises BadCheckpoint."""
         return cls(str(path), MappedBlob(path))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let go of the file."""
