@@ -20,6 +20,7 @@ from weft.weights.checkpoint import Checkpoint
 from weft.weights.header import TensorEntry, read_header
 from weft.weights.layout import FORMAT, LEAF_BYTES, image_layout, num_pieces, root_hash
 from weft.weights.load import Report, RunReader, files_reader, fill, free_bytes, write_all
+from weft.weights.users import is_used
 
 logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
@@ -97,6 +98,14 @@ def remove_stale(checkpoint: Checkpoint) -> list[str]:
     return removed
 
 
+def remove_abandoned(prefix: str = "weft-weights-") -> str:
+    """Remove the oldest image that no service holds and no process maps; its name, or nothing where there is none."""
+    for path in sorted(SHARED_MEMORY.glob(f"{prefix}*"), key=_made_at):
+        if _remove_unheld(path, if_used=False):
+            return path.name
+    return ""
+
+
 def write_image(checkpoint: Checkpoint, report: Report, num_threads: int, around: Around | None = None) -> Image:
     """Read the checkpoint into a new image and publish it; `around` may put another reader before that of the files.
 
@@ -157,14 +166,22 @@ def _partial_file(name: str, size: int) -> Iterator[tuple[int, Path]]:
         os.close(fd)
 
 
-def _remove_unheld(path: Path) -> bool:
+def _made_at(path: Path) -> float:
+    try:
+        return path.stat(follow_symlinks=False).st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _remove_unheld(path: Path, if_used: bool = True) -> bool:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
     try:
         is_ours = os.fstat(fd).st_uid == os.geteuid()
-        if is_ours and _try_lock(fd, fcntl.LOCK_EX) and _is_same_file(path, fd):
+        is_free = if_used or not is_used(fd)
+        if is_ours and is_free and _try_lock(fd, fcntl.LOCK_EX) and _is_same_file(path, fd):
             path.unlink()
             return True
         return False

@@ -10,6 +10,7 @@ import torch
 from weft.errors import NotFound
 from weft.weights.header import read_header
 from weft.weights.image import image_path
+from weft.weights.users import mark_used
 
 TORCH_DTYPES = {
     "F32": torch.float32,
@@ -22,7 +23,8 @@ TORCH_DTYPES = {
 
 
 def open_image(shm_name: str, size_bytes: int) -> dict[str, torch.Tensor]:
-    """Every tensor of the image by name, in the checkpoint's dtype. The mapping lives as long as any of them.
+    """Every tensor of the image by name, in the checkpoint's dtype. The mapping lives as long as any of them, and the
+    image counts as used for so long.
 
     The mapping is private: a write would copy the page for this process and never reach the image.
     Raises NotFound when there is no such image (any more): load again.
@@ -35,6 +37,7 @@ def open_image(shm_name: str, size_bytes: int) -> dict[str, torch.Tensor]:
     try:
         if os.fstat(fd).st_size != size_bytes:
             raise NotFound(f"{path} has not {size_bytes} bytes: it is not the image that was announced")
+        mark_used(fd)
         memory = mmap.mmap(fd, size_bytes, access=mmap.ACCESS_COPY)
     finally:
         os.close(fd)

@@ -12,6 +12,7 @@ from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
 from weft_services.weights.config import Config
 from weft_services.weights.fetch import WeightLoader
 from weft_services.weights.peers import WeightsPeer
+from weft_services.weights.room import Room
 from weft_services.weights.service import SERVICE_NAME, WeightServicer
 
 
@@ -20,8 +21,9 @@ async def serve(config: Config) -> None:
     rpc = RpcServer([SERVICE_NAME])
     async with asyncio.TaskGroup() as tasks:
         peers = {name: WeightsPeer(config.weights_from, name) for name in config.models if config.weights_from}
+        room = Room(config.weights_bytes)
         loaders = {
-            name: WeightLoader(path, config.num_readers(path), tasks, peers.get(name))
+            name: WeightLoader(path, config.num_readers(path), tasks, peers.get(name), room)
             for name, path in config.models.items()
         }
         pb2_grpc.add_WeightServiceServicer_to_server(WeightServicer(loaders), rpc.server)
@@ -29,7 +31,7 @@ async def serve(config: Config) -> None:
         logging.info("listening at=%s metrics=%d", address, metrics.expose(config.host, config.metrics_port))
         try:
             for name, loader in loaders.items():
-                await _preload(name, loader)
+                await _preload(name, loader, config.weights_bytes)
             log.mark("weights")
             await rpc.set_ready(True)
             await asyncio.Event().wait()
@@ -41,7 +43,11 @@ async def serve(config: Config) -> None:
                 await peer.close()
 
 
-async def _preload(name: str, loader: WeightLoader) -> None:
+async def _preload(name: str, loader: WeightLoader, limit_bytes: int) -> None:
+    """One that has no place beside those before it is loaded when a worker asks for it, where there is a limit."""
+    if limit_bytes and not await loader.fits():
+        logging.info("the model %r has no place beside the others now: it is loaded when it is asked for", name)
+        return
     try:
         async for _ in loader.load():
             pass

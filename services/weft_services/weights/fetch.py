@@ -15,6 +15,7 @@ from weft.weights.image import Around, Image, find_image, remove_stale, write_im
 from weft.weights.layout import image_layout
 from weft.weights.load import PeerFirst, RunReader
 from weft_services.weights.peers import PeerImage, WeightsPeer
+from weft_services.weights.room import Room
 
 logger = logging.getLogger(__name__)
 PROGRESS_SECONDS = 0.1
@@ -51,8 +52,16 @@ class WeightLoader:
     """
 
     def __init__(
-        self, directory: Path, num_readers: int, tasks: asyncio.TaskGroup, peer: WeightsPeer | None = None
+        self,
+        directory: Path,
+        num_readers: int,
+        tasks: asyncio.TaskGroup,
+        peer: WeightsPeer | None = None,
+        room: Room | None = None,
     ) -> None:
+        self.name = directory.name
+        self._room = room or Room()
+        self._room.enter(self)
         self._directory = directory
         self._num_readers = num_readers
         self._peer = peer
@@ -65,6 +74,7 @@ class WeightLoader:
 
     async def load(self) -> AsyncIterator[Progress | Loaded]:
         """Progress while it is read, Loaded last. Raises BadCheckpoint, or Overloaded when shared memory is full."""
+        self._room.touch(self)
         if self._loaded is not None and self._loaded.image.is_linked():
             yield replace(self._loaded, source=MEMORY)
             return
@@ -85,11 +95,20 @@ class WeightLoader:
         """What is held now."""
         return self._loaded.image if self._loaded else None
 
+    def drop(self) -> None:
+        """Hold the image no more; whoever calls releases it."""
+        self._loaded = None
+
     def release(self) -> None:
         """Let go of the image; the last holder removes it."""
-        if self._loaded is not None:
-            self._loaded.image.release()
-            self._loaded = None
+        if (image := self.image) is not None:
+            self.drop()
+            image.release()
+
+    async def fits(self) -> bool:
+        """Is there room, without another model's image going. Raises BadCheckpoint."""
+        checkpoint = await asyncio.to_thread(read_checkpoint, self._directory)
+        return await self._room.fits(image_layout(checkpoint).size_bytes)
 
     async def _fetch(self) -> Loaded | WeftError:
         """An error is handed to those who wait; in the task group it would end the process."""
@@ -98,7 +117,12 @@ class WeightLoader:
             for name in await asyncio.to_thread(remove_stale, checkpoint):
                 logger.info("removed a stale image %s", name)
             found = find_image(checkpoint)
-            image, source = (found, MEMORY) if found else await self._read(checkpoint)
+            if found:
+                image, source = found, MEMORY
+            else:
+                self.release()  # of an earlier state of the files
+                async with self._room.promised(self, image_layout(checkpoint).size_bytes):
+                    image, source = await self._read(checkpoint)
         except WeftError as error:
             return error
         self.release()

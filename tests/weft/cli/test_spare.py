@@ -56,6 +56,10 @@ async def test_without_a_living_spare_a_child_is_started_as_usual() -> None:
         await recorder.until(lambda: len([line for line in recorder.lines if line[1].isdecimal()]) == 2)
 
 
+def is_ready_again(recorder: Recorder, num_before: int) -> bool:
+    return recorder.of("one").count(State.READY) > num_before
+
+
 async def test_where_a_spare_is_at_hand_nothing_waits_for_the_backoff() -> None:
     recorder = Recorder()
     waiter = f"import sys; print('became', sys.stdin.readline().strip(), flush=True); {FOREVER}"
@@ -69,7 +73,5 @@ async def test_where_a_spare_is_at_hand_nothing_waits_for_the_backoff() -> None:
             spare = await another_spare(supervisor, spare)
             num_ready = recorder.of("one").count(State.READY)
             supervisor._children["one"].signal_group(signal.SIGKILL)
-            async with asyncio.timeout(10):
-                while recorder.of("one").count(State.READY) == num_ready:
-                    await asyncio.sleep(0.01)
+            await recorder.until(partial(is_ready_again, recorder, num_ready))
     assert recorder.lines.count(("one", "became one!")) == 2

@@ -1,0 +1,102 @@
+"""Room in shared memory for the images of several models: what was asked for least recently goes first, nothing in use.
+
+An image is in use while a process maps it, and for a while after it was handed out, until whoever asked has mapped it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from weft.errors import Overloaded
+from weft.weights.image import SHARED_MEMORY, Image, remove_abandoned
+from weft.weights.load import free_bytes
+from weft.weights.users import is_used
+
+logger = logging.getLogger(__name__)
+HAND_OVER_SECONDS = 30.0
+WAIT_SECONDS = 60.0
+LOOK_SECONDS = 0.5
+
+
+class Holder(Protocol):
+    """Has a model's image, or has not."""
+
+    @property
+    def name(self) -> str:
+        """The model's, in messages."""
+
+    @property
+    def image(self) -> Image | None:
+        """What is held now."""
+
+    def drop(self) -> None:
+        """Hold it no more; whoever calls releases it."""
+
+
+class Room:
+    """What the holders' images take together stays within `limit_bytes`; 0: as much as there is."""
+
+    def __init__(self, limit_bytes: int = 0) -> None:
+        self._limit = limit_bytes
+        self._asked_at: dict[Holder, float] = {}
+        self._promised: dict[Holder, int] = {}
+
+    def enter(self, holder: Holder) -> None:
+        """One more, whose image has never been asked for."""
+        self._asked_at[holder] = 0.0
+
+    def touch(self, holder: Holder) -> None:
+        """Its image has been asked for."""
+        self._asked_at[holder] = asyncio.get_running_loop().time()
+
+    async def fits(self, size: int) -> bool:
+        """As it is, without what no service holds."""
+        promised = size + sum(self._promised.values())
+        if self._limit and sum(image.size_bytes for _, image in self._held()) + promised > self._limit:
+            return False
+        while free_bytes(SHARED_MEMORY) < promised:
+            if not (name := await asyncio.to_thread(remove_abandoned)):
+                return False
+            logger.info("making room: %s goes, which no service holds", name)
+        return True
+
+    @asynccontextmanager
+    async def promised(self, holder: Holder, size: int) -> AsyncIterator[None]:
+        """So many bytes for its image. Raises Overloaded when there is no room within WAIT_SECONDS."""
+        await self._make(holder, size)
+        self._promised[holder] = size
+        try:
+            yield
+        finally:
+            del self._promised[holder]
+
+    async def _make(self, holder: Holder, size: int) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + WAIT_SECONDS
+        while not await self.fits(size):
+            if await self._evict():
+                continue
+            held = self._held()
+            if not (held or self._promised) or loop.time() >= deadline:
+                names = ", ".join(f"{each.name!r} {image.size_bytes}" for each, image in held) or "nothing"
+                raise Overloaded(f"no room in {SHARED_MEMORY} for the {size} bytes of {holder.name!r}; held: {names}")
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _held(self) -> list[tuple[Holder, Image]]:
+        """The least recently asked for first."""
+        holders = sorted(self._asked_at, key=self._asked_at.__getitem__)
+        return [(holder, image) for holder in holders if (image := holder.image) is not None]
+
+    async def _evict(self) -> bool:
+        now = asyncio.get_running_loop().time()
+        for holder, image in self._held():
+            if now - self._asked_at[holder] >= HAND_OVER_SECONDS and not is_used(image.fd):
+                logger.info("making room: the image of %r goes", holder.name)
+                holder.drop()
+                await asyncio.to_thread(image.release)
+                return True
+        return False

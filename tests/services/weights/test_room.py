@@ -1,0 +1,143 @@
+"""Several models on one node: images stay within a limit, the least recently asked for goes, nothing in use does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.services.weights.service import load
+from tests.weft.weights.checkpoints import make_checkpoint
+from weft.errors import Overloaded
+from weft.rpc.client import open_channel
+from weft.rpc.server import RpcServer
+from weft.weights import image as image_module
+from weft.weights.checkpoint import read_checkpoint
+from weft.weights.image import image_name, remove_abandoned, write_image
+from weft.weights.layout import image_layout
+from weft.weights.shared import open_image
+from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
+from weft_services.weights import room
+from weft_services.weights.fetch import WeightLoader
+from weft_services.weights.service import WeightServicer
+
+NAMES = ("a", "b", "c")
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Iterator[dict[str, Path]]:
+    """Three of the same size."""
+    for name in NAMES:
+        make_checkpoint(tmp_path / name)
+    yield {name: tmp_path / name for name in NAMES}
+    left = [path for name in NAMES if (path := image_of(tmp_path / name)).exists()]
+    for path in left:
+        path.unlink()
+    assert left == []
+
+
+def image_of(directory: Path) -> Path:
+    return image_module.SHARED_MEMORY / image_name(read_checkpoint(directory))
+
+
+def size_of(directory: Path) -> int:
+    return image_layout(read_checkpoint(directory)).size_bytes
+
+
+def there(models: dict[str, Path]) -> set[str]:
+    """Models whose images are in shared memory."""
+    return {name for name, directory in models.items() if image_of(directory).exists()}
+
+
+@asynccontextmanager
+async def serving(models: dict[str, Path], limit_bytes: int) -> AsyncIterator[grpc.aio.Channel]:
+    rpc = RpcServer([])
+    async with asyncio.TaskGroup() as tasks:
+        shared = room.Room(limit_bytes)
+        loaders = {name: WeightLoader(path, 1, tasks, room=shared) for name, path in models.items()}
+        pb2_grpc.add_WeightServiceServicer_to_server(WeightServicer(loaders), rpc.server)
+        address = await rpc.start("127.0.0.1", 0)
+        try:
+            async with open_channel(address) as channel:
+                yield channel
+        finally:
+            await rpc.stop(0)
+            for loader in loaders.values():
+                loader.release()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is waited for, unless a test says so."""
+    monkeypatch.setattr(room, "HAND_OVER_SECONDS", 0.0)
+    monkeypatch.setattr(room, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(room, "LOOK_SECONDS", 0.01)
+
+
+async def test_the_one_asked_for_least_recently_goes(models: dict[str, Path]) -> None:
+    async with serving(models, 2 * size_of(models["a"])) as channel:
+        for name in ("a", "b", "a", "c"):
+            await load(channel, name)
+        assert there(models) == {"a", "c"}
+        assert not (await load(channel, "a"))[-1].ready.read_from_disk
+        assert (await load(channel, "b"))[-1].ready.read_from_disk
+        assert there(models) == {"a", "b"}
+    assert there(models) == set()
+
+
+async def test_what_a_process_maps_stays(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(models, 2 * size_of(models["a"])) as channel:
+        first = (await load(channel, "a"))[-1].ready
+        tensors = open_image(first.shm_name, first.size_bytes)
+        for name in ("b", "c", "b"):
+            await load(channel, name)
+            assert "a" in there(models)
+        second = (await load(channel, "b"))[-1].ready
+        others = open_image(second.shm_name, second.size_bytes)
+        with pytest.raises(Overloaded, match=r"no room .* of 'c'; held: 'a' .*, 'b' "):
+            await load(channel, "c")
+        monkeypatch.setattr(room, "WAIT_SECONDS", 10.0)
+        waiting = asyncio.create_task(load(channel, "c"))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        del tensors
+        await waiting
+        assert there(models) == {"b", "c"}
+        assert set(others) == {tensor.entry.name for tensor in read_checkpoint(models["b"]).tensors}
+
+
+async def test_what_was_just_handed_out_stays(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "HAND_OVER_SECONDS", 60.0)
+    async with serving(models, size_of(models["a"])) as channel:
+        await load(channel, "a")
+        with pytest.raises(Overloaded):
+            await load(channel, "b")
+        assert there(models) == {"a"}
+
+
+async def test_what_a_killed_service_left_goes_when_memory_is_short(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(models["c"], tmp_path / "stranger")
+    abandoned = write_image(read_checkpoint(tmp_path / "stranger"), lambda size, file: None, 1)
+    os.close(abandoned.fd)  # as a killed service leaves it
+    monkeypatch.setattr(room, "remove_abandoned", lambda: remove_abandoned(abandoned.path.name[:30]))
+    async with serving(models, 0) as channel:
+        await load(channel, "a")
+        assert abandoned.path.exists()
+        monkeypatch.setattr(room, "free_bytes", lambda directory: 0 if abandoned.path.exists() else 1 << 40)
+        await load(channel, "b")
+        assert not abandoned.path.exists()
+        assert there(models) == {"a", "b"}
+
+
+async def test_a_model_beyond_the_limit_is_refused_at_once(models: dict[str, Path]) -> None:
+    async with serving(models, size_of(models["a"]) - 1) as channel:
+        with pytest.raises(Overloaded, match="held: nothing"):
+            await load(channel, "a")
