@@ -25,8 +25,8 @@ from weft.worker.blocks import open_blocks
 from weft.worker.estimate import FetchEstimate
 from weft.worker.runtime import EngineFeed
 from weft.worker.store import StoreClient
+from weft.worker.store_prefix import StorePrefix
 from weft.worker.tally import Tally
-from weft_services.prefill.prefix import StorePrefix
 
 REQUEST_SECONDS = 600.0
 
@@ -94,7 +94,7 @@ class Prefill:
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
                 reserved = await waiting.reserved
-                found = await self.prefix.fetch(order, reserved)
+                found = await self.prefix.fetch(token_ids, b"", reserved)
                 self.engine.filled(key, reserved.num_hit_tokens + sum(found.values()))
                 first = await waiting.first
             seconds = time.perf_counter() - started

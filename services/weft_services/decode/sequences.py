@@ -10,7 +10,6 @@ import logging
 from dataclasses import replace
 
 from weft import log, trace
-from weft.engine.core import Engine
 from weft.engine.history import Constraint
 from weft.engine.messages import PromptCounts, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
 from weft.engine.pulse import Pulse
@@ -19,7 +18,8 @@ from weft.kv.handoff import is_late
 from weft.kv.tiers import Tier
 from weft.lifetime import Stage
 from weft.request import PromptUsage, RequestKey
-from weft.worker.grammars import GrammarDesk
+from weft.worker.process import Workplace
+from weft.worker.store_prefix import StorePrefix
 from weft_services.decode.handoff import HandOffs
 from weft_services.decode.order import Delta, Failure, SequenceOrder
 from weft_services.decode.outbox import Outbox
@@ -38,6 +38,8 @@ class Sequence:
         # what prefill did, once no more of it is to come; and what the engine says of the prompt, until it was told
         self.lent: PromptUsage | None = None if order.prefill else PromptUsage()
         self.counts: PromptCounts | None = None
+        # of its own prompt, what was in the store; None: nobody has asked
+        self.store_tokens: int | None = None
         self.has_ended = False
         self.stages = StageClock(order.remaining_seconds)
         self._reserved: Reserved | None = None
@@ -82,14 +84,13 @@ class Sequence:
 class SequenceDesk:
     """All sequences of this worker. Subscribe `on_step` to the engine's feed."""
 
-    def __init__(
-        self, engine: Engine, worker_id: str, boot_id: str, hand_offs: HandOffs, grammars: GrammarDesk
-    ) -> None:
-        self._engine = engine
-        self._worker_id = worker_id
-        self._boot_id = boot_id
+    def __init__(self, place: Workplace, hand_offs: HandOffs) -> None:
+        self._engine = place.engine
+        self._worker_id = place.worker_id
+        self._boot_id = place.boot_id
+        self._grammars = place.grammars
         self._hand_offs = hand_offs
-        self._grammars = grammars
+        self._prefix = StorePrefix(place.store, place.engine.paging, place.tally)
         self._sequences: dict[RequestKey, Sequence] = {}
         self._is_open = True
         self._is_idle = asyncio.Event()
@@ -137,8 +138,8 @@ class SequenceDesk:
         span = trace.begin("decode", order.traceparent) if order.traceparent else None
         try:
             async with asyncio.timeout(order.remaining_seconds):
-                self._submit(order, await self._grammars.open(order.sampling.grammar))
-                await self._live(sequence)
+                waits = self._submit(order, await self._grammars.open(order.sampling.grammar))
+                await self._live(sequence, waits)
         except WeftError as error:
             outbox.put([self._failed(order.key, error)])
         except TimeoutError:
@@ -160,7 +161,8 @@ class SequenceDesk:
             if not sequence.has_ended:
                 self._engine.cancel(order.key)
 
-    def _submit(self, order: SequenceOrder, constraint: Constraint | None) -> None:
+    def _submit(self, order: SequenceOrder, constraint: Constraint | None) -> bool:
+        """Does it wait for KV from elsewhere."""
         if not self._is_open:
             raise PeerLost("this decode worker is leaving", self._worker_id)
         if order.decode_boot_id != self._boot_id:
@@ -171,21 +173,32 @@ class SequenceDesk:
             sampling=order.sampling,
             mode=SequenceMode.GENERATE,
             cache_salt=order.cache_salt,
-            wait_for_kv=order.prefill is not None,
+            wait_for_kv=order.prefill is not None or self._prefix.may_have(order.token_ids),
             resumed_tokens=order.resumed_tokens,
             constraint=constraint,
             priority=order.priority,
             retention=order.retention,
         )
         self._engine.submit(spec)
+        return spec.wait_for_kv
 
-    async def _live(self, sequence: Sequence) -> None:
+    async def _live(self, sequence: Sequence, waits: bool) -> None:
         order = sequence.order
         if order.prefill is not None:
             reserved = await sequence.until_reserved()
             lent = await self._hand_offs.fill(order, order.prefill, reserved, sequence.stages)
             sequence.lent = lent or PromptUsage()
+        elif waits:
+            await self._fill(sequence)
         await sequence.until_ended()
+
+    async def _fill(self, sequence: Sequence) -> None:
+        """A prompt that is computed here: take what the store has beyond the pool's own prefix."""
+        order, reserved = sequence.order, await sequence.until_reserved()
+        found = await self._prefix.fetch(order.token_ids, order.cache_salt, reserved)
+        sequence.store_tokens = sum(found.values())
+        sequence.stages.reach(Stage.PREFILLING)
+        self._engine.filled(order.key, reserved.num_hit_tokens + sequence.store_tokens)
 
     def _told(self, sequence: Sequence, delta: TokenDelta) -> Delta:
         if delta.finish_reason is not None:
@@ -205,10 +218,12 @@ class SequenceDesk:
         if lent.prefill_worker_id:
             return lent
         self._hand_offs.fallbacks.end(sequence.order.key)
-        self._hand_offs.tally.looked_up(len(sequence.order.token_ids), {Tier.POOL: counts.num_cached_tokens})
+        if sequence.store_tokens is None:
+            self._hand_offs.tally.looked_up(len(sequence.order.token_ids), {Tier.POOL: counts.num_cached_tokens})
         return replace(
             lent,
             cached_tokens=counts.num_cached_tokens,
+            store_tokens=min(sequence.store_tokens or 0, counts.num_cached_tokens),
             queue_ms=counts.queue_ms,
             compute_ms=counts.compute_ms,
             prefill_worker_id=self._worker_id,

@@ -121,7 +121,7 @@ def install(place: Workplace, server: grpc.aio.Server) -> SequenceDesk:
     borrower = Borrower(place.transports, place.memory, place.tasks, quarantine)
     peers = PrefillPeers(place.channels, place.lease_seconds)
     hand_offs = HandOffs(place.engine, peers, borrower, place.fingerprint, place.tally)
-    desk = SequenceDesk(place.engine, place.worker_id, place.boot_id, hand_offs, place.grammars)
+    desk = SequenceDesk(place, hand_offs)
     place.tasks.create_task(desk.watch(place.engine.pulse))
     place.feed.subscribe(desk.on_step)
     decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(desk), server)

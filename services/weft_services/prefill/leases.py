@@ -16,7 +16,7 @@ from weft.kv.memory import BlockBytes
 from weft.request import ModelFingerprint, RequestKey
 from weft.worker.borrow import block_checksums
 from weft.worker.grammars import GrammarDesk
-from weft_services.prefill.prefix import StorePrefix
+from weft.worker.store_prefix import StorePrefix
 
 
 class Lease:
@@ -208,7 +208,7 @@ class LeaseDesk:
         """Take what the store has beyond the pool's own prefix, then let the engine compute the rest."""
         reserved = await lease.until_reserved()
         order = lease.order
-        lease.store_tokens = sum((await self._store.fetch(order, reserved)).values())
+        lease.store_tokens = sum((await self._store.fetch(order.token_ids, order.cache_salt, reserved)).values())
         self._engine.filled(order.key, reserved.num_hit_tokens + lease.store_tokens)
 
     def find(self, key: RequestKey) -> Lease:

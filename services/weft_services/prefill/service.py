@@ -26,10 +26,10 @@ from weft.rpc.blocks import block_chunks
 from weft.rpc.handoff import event_to_wire, order_from_wire
 from weft.rpc.wire import key_from_wire
 from weft.worker.process import Post, Workplace
+from weft.worker.store_prefix import StorePrefix
 from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from weft_services.prefill.embedder import Embedder, embedding_spec
 from weft_services.prefill.leases import Lease, LeaseDesk
-from weft_services.prefill.prefix import StorePrefix
 
 FIRST_MESSAGE_SECONDS = 10.0
 Requests = AsyncIterator[prefill_service_pb2.PrefillRequest]

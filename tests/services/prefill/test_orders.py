@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from typing import Any
 
 import grpc
 
 from tests.services.attach import prompt
+from tests.services.fake_store import FakeStore
 from tests.services.prefill.borrower import start_lender
 from tests.services.workers import fingerprint_of
 from tests.weft.tiny_llama import Tiny
 from weft.kv.handoff import Accepted, LeaseClosed
-from weft.kv.memory import BlockBytes
-from weft.kv.tiers import Tier
-from weft.worker.store_get import Fetched, Wanted
 
 
 async def test_orders_that_cannot_be_taken_are_refused_by_name(tiny: Tiny) -> None:
@@ -63,34 +60,6 @@ async def test_done_before_the_end_means_that_nobody_wants_it(tiny: Tiny) -> Non
         await borrower.done()
         assert await borrower.status() is grpc.StatusCode.CANCELLED
         await lender.worker.until_idle()
-
-
-class FakeStore:
-    """Remembers what it was asked for, and fills blocks with another worker's bytes."""
-
-    is_connected = True
-
-    def __init__(self) -> None:
-        self.keys: list[bytes] = []
-        self.source: dict[bytes, bytes] = {}
-        self.target: BlockBytes | None = None
-        self.may_answer = asyncio.Event()
-        self.may_answer.set()
-        self.was_asked = asyncio.Event()
-
-    async def fetch(self, wanted: Wanted, stall_seconds: float) -> Fetched:
-        self.keys += wanted.keys
-        self.was_asked.set()
-        await self.may_answer.wait()
-        fetched = Fetched()
-        for key, block in zip(wanted.keys, wanted.blocks, strict=True):
-            if key not in self.source:
-                break
-            assert self.target is not None
-            self.target.write(block, 0, self.source[key])
-            fetched.num_blocks += 1
-            fetched.by_tier[Tier.DRAM] = fetched.num_blocks
-        return fetched
 
 
 async def test_what_the_store_has_is_not_computed(tiny: Tiny) -> None:

@@ -11,19 +11,17 @@ from typing import Any, cast
 import pytest
 
 from tests.services.attach import new_key
-from tests.services.workers import fingerprint_of
 from tests.weft.engine.harness import Driver
 from tests.weft.tiny_families import TinyFamily, make_family
 from weft.engine.messages import Reserved
 from weft.kv.groups import Paging, page_key
-from weft.kv.handoff import PrefillOrder
 from weft.kv.prefix import block_keys
 from weft.kv.tiers import Tier
-from weft.request import RequestKey, SamplingParams
+from weft.request import RequestKey
 from weft.worker.store import StoreClient
 from weft.worker.store_get import Fetched, Wanted
+from weft.worker.store_prefix import StorePrefix
 from weft.worker.tally import Tally
-from weft_services.prefill.prefix import StorePrefix
 
 LIMITS: dict[str, Any] = {"block_tokens": 4, "chunk_tokens": 16, "num_blocks": 256}
 NAMES = ["mistral-window", "qwen2-window", "llama4"]
@@ -72,9 +70,8 @@ def first_turn(tiny: TinyFamily) -> tuple[list[int], dict[bytes, bytes], Paging]
 def fetched(store: PageStore, driver: Driver, key: RequestKey, tokens: list[int], reserved: Reserved) -> int:
     """Tokens that the store adds."""
     store.target = driver
-    order = PrefillOrder(key, "", fingerprint_of(driver.tiny), tuple(tokens), SamplingParams(1))
     prefix = StorePrefix(cast("StoreClient", store), driver.engine.paging, Tally())
-    return sum(asyncio.run(prefix.fetch(order, reserved)).values())
+    return sum(asyncio.run(prefix.fetch(tokens, b"", reserved)).values())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from weft import trace
 from weft.engine.messages import Reserved
 from weft.kv.groups import PageRun, Paging, page_key
-from weft.kv.handoff import PrefillOrder
 from weft.kv.prefix import block_keys, reusable_blocks
 from weft.kv.tiers import Tier
 from weft.worker.store import StoreClient
@@ -28,20 +27,24 @@ class StorePrefix:
         self._paging = paging
         self._tally = tally
 
-    async def fetch(self, order: PrefillOrder, reserved: Reserved) -> dict[Tier, int]:
+    def may_have(self, token_ids: Sequence[int]) -> bool:
+        """Is there a store, and a block that could be there."""
+        return self._store.is_connected and reusable_blocks(len(token_ids), self._paging.block_tokens) > 0
+
+    async def fetch(self, token_ids: Sequence[int], cache_salt: bytes, reserved: Reserved) -> dict[Tier, int]:
         """How many tokens beyond the pool's own prefix were fetched from which tier and are in place now."""
         with trace.part("store fetch"):
-            found = await self._fetch(order, reserved)
-        self._tally.looked_up(len(order.token_ids), {Tier.POOL: reserved.num_hit_tokens, **found})
+            found = await self._fetch(token_ids, cache_salt, reserved)
+        self._tally.looked_up(len(token_ids), {Tier.POOL: reserved.num_hit_tokens, **found})
         return found
 
-    async def _fetch(self, order: PrefillOrder, reserved: Reserved) -> dict[Tier, int]:
+    async def _fetch(self, token_ids: Sequence[int], cache_salt: bytes, reserved: Reserved) -> dict[Tier, int]:
         size = self._paging.block_tokens
         first = reserved.num_hit_tokens // size
-        last = reusable_blocks(len(order.token_ids), size)
+        last = reusable_blocks(len(token_ids), size)
         if first >= last or not self._store.is_connected:
             return {}
-        keys = (await self._keys(order))[:last]
+        keys = (await self._keys(token_ids, cache_salt))[:last]
         if self._paging.is_bounded:
             return await self._fetch_all(keys, first, reserved.runs)
         (run,) = reserved.runs
@@ -74,8 +77,8 @@ class StorePrefix:
         # the slowest tier that had a part in it
         return {max(fetched.by_tier, key=list(Tier).index): num_saved}
 
-    async def _keys(self, order: PrefillOrder) -> list[bytes]:
-        arguments = (order.token_ids, self._paging.block_tokens, order.cache_salt)
-        if len(order.token_ids) <= INLINE_HASH_TOKENS:
+    async def _keys(self, token_ids: Sequence[int], cache_salt: bytes) -> list[bytes]:
+        arguments = (token_ids, self._paging.block_tokens, cache_salt)
+        if len(token_ids) <= INLINE_HASH_TOKENS:
             return block_keys(*arguments)
         return await asyncio.to_thread(block_keys, *arguments)

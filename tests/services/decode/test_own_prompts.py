@@ -1,0 +1,74 @@
+"""Prompts that a decode worker computes itself: what the shared store has of them is not computed again."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.services.attach import Gateway, prompt
+from tests.services.fake_store import FakeStore
+from tests.services.workers import Worker, start_worker
+from tests.weft.tiny_llama import Tiny
+from weft.worker.tasks import background
+from weft_services.decode.service import install
+
+PROMPT = prompt(30)
+
+
+@asynccontextmanager
+async def decoding(tiny: Tiny, store: FakeStore) -> AsyncIterator[tuple[Worker, Gateway]]:
+    async with start_worker(tiny, "decode-0", install, store=store) as worker, background() as tasks:
+        store.target = worker.place.memory
+        gateway = Gateway(worker.address, tasks)
+        yield worker, gateway
+        await worker.until_idle()
+        await gateway.leave()
+
+
+@pytest.fixture
+async def store(tiny: Tiny) -> FakeStore:
+    """It has the first five blocks of the prompt, as another worker computed them."""
+    store = FakeStore()
+    async with decoding(tiny, store) as (worker, gateway):
+        await gateway.generate(PROMPT)
+        assert len(store.keys) == 7, "all full blocks were asked for"
+        blocks = worker.engine._loop._pool._block_of
+        store.source = {key: bytes(worker.place.memory.read(blocks[key])) for key in store.keys[:5]}
+    store.keys.clear()
+    return store
+
+
+async def test_what_the_store_has_is_taken_counted_once_and_gives_the_same_tokens(tiny: Tiny, store: FakeStore) -> None:
+    async with decoding(tiny, store) as (worker, gateway):
+        for cached, stored in ((20, 20), (28, 0)):
+            answer = await gateway.generate(PROMPT)
+            assert answer.tokens == tiny.greedy([*PROMPT], len(answer.tokens))
+            assert answer.usage is not None
+            assert (answer.usage.cached_tokens, answer.usage.store_tokens) == (cached, stored)
+            assert answer.usage.prefill_worker_id == "decode-0"
+        prefix = worker.place.tally.read().prefix
+        assert (prefix.looked_up_tokens, prefix.pool_tokens, prefix.dram_tokens) == (60, 28, 20)
+
+
+async def test_without_a_full_block_or_without_a_store_nobody_is_asked(tiny: Tiny, store: FakeStore) -> None:
+    async with decoding(tiny, store) as (worker, gateway):
+        await gateway.generate(PROMPT[:4])
+        store.is_connected = False
+        answer = await gateway.generate(PROMPT)
+        assert answer.tokens == tiny.greedy([*PROMPT], len(answer.tokens))
+        assert store.keys == []
+        assert worker.place.tally.read().prefix.looked_up_tokens == 34
+
+
+async def test_a_client_that_leaves_during_the_fetch_leaves_nothing_behind(tiny: Tiny, store: FakeStore) -> None:
+    async with decoding(tiny, store) as (worker, gateway):
+        store.may_answer.clear()
+        key, answer = await gateway.start(PROMPT)
+        await store.was_asked.wait()
+        await gateway.cancel(key)
+        await worker.until_idle()
+        assert not answer.has_begun.is_set()
+        store.may_answer.set()
+        assert (await gateway.generate(PROMPT)).tokens == tiny.greedy([*PROMPT], 8)
