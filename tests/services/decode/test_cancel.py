@@ -75,7 +75,9 @@ async def test_cancelled_during_a_pull_its_blocks_are_nobodys_until_the_pull_has
             # what the late pull wrote is in no block that a cache answers with
             again = await pair.gateway.generate(prompt(40, seed=seed))
             assert again.tokens == other.tokens
-        assert not answer.has_begun.is_set()
+        # the first token waits for no pull; whoever has left hears nothing more
+        assert len(answer.tokens) <= 1
+        assert not answer.has_ended.is_set()
 
 
 async def test_cancelled_while_it_generates(tiny: Tiny) -> None:
