@@ -169,6 +169,15 @@ static WEFT_INLINE Words pairs_of(Floats first, Floats second) {
     return (Words)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
 }
 
+// 2^x within a ten-thousandth, which is less than rounding to bfloat16 takes from it.
+static WEFT_INLINE Floats rough_power(Floats x) {
+    Floats whole = (Floats)_mm512_roundscale_ps((__m512)x, 0), rest = x - whole;
+    Floats result = rest * 0.055838283f + 0.242639479f;
+    result = result * rest + 0.693136734f;
+    result = result * rest + 0.999924557f;
+    return (Floats)_mm512_scalef_ps((__m512)result, (__m512)whole);
+}
+
 // Pairs of bfloat16 that lie in two rows.
 static WEFT_INLINE Words pairs_of(const uint16_t* first, const uint16_t* second) {
     return __builtin_convertvector(load<Halves>(first), Words) |

@@ -41,11 +41,13 @@ struct Work {
     std::vector<float> scores, sums, result;
     std::vector<Run<Number>> runs;
     std::vector<uint16_t> zeros;
+    std::vector<const uint16_t*> rows;
     float first[LANES], end[LANES], highest[LANES], total[LANES], shrink[LANES];
 
     explicit Work(const Chunk& c)
         : queries(c.dim * LANES), made(KEYS_AT_ONCE * c.dim), scores(KEYS_AT_ONCE * LANES), sums(c.value_dim * LANES),
-          result(c.value_dim + W), runs(KEYS_AT_ONCE), zeros(c.value_dim) {}
+          result(c.value_dim + W), runs(KEYS_AT_ONCE), zeros(c.value_dim),
+          rows(KEYS_AT_ONCE + 1) {}
 
     // In the place of the scores that they are made of, which are read before.
     Number* weights() { return (Number*)scores.data(); }
@@ -76,6 +78,18 @@ struct Lines {
     }
 };
 
+// Of which number scores are exponents: e^x = 2^(x / ln 2).
+template <typename Number>
+constexpr float base_of = std::is_same<Number, float>::value ? 1.0f : 1.44269504f;
+
+template <typename Number>
+Floats power(Floats x);
+
+template <>
+WEFT_INLINE Floats power<float>(Floats x) {
+    return exponential(x);
+}
+
 void store_weights(float* to, Floats weight, Floats) { store(to, weight); }
 
 // A query into its lane, number by number.
@@ -102,6 +116,11 @@ long runs_of_values(const Lines<Item>& values, Work<float>& work, long at, long 
 }
 
 #ifdef WEFT_PAIRS
+template <>
+WEFT_INLINE Floats power<Pair>(Floats x) {
+    return rough_power(x);
+}
+
 void store_weights(Pair* to, Floats first, Floats second) { store(to, pairs_of(first, second)); }
 
 void take_query(const uint16_t* from, long dim, float, Pair* to) {
@@ -119,12 +138,18 @@ long runs_of_keys(const Lines<uint16_t>& keys, Work<Pair>& work, long at, long c
 
 // Behind an odd last value stands one of zeros.
 long runs_of_values(const Lines<uint16_t>& values, Work<Pair>& work, long at, long count) {
+    const uint16_t** rows = work.rows.data();
+    for (long done = 0, size; done < count; done += size) {
+        size = values.together(at + done, count - done);
+        const uint16_t* from = values.at(at + done);
+        for (long t = 0; t < size; t++) rows[done + t] = from + t * values.c.dim;
+    }
+    rows[count] = work.zeros.data();
     Pair* to = work.made.data();
     for (long t = 0; t < count; t += 2) {
-        const uint16_t *first = values.at(at + t), *second = t + 1 < count ? values.at(at + t + 1) : work.zeros.data();
         long d = 0, size = values.c.value_dim;
-        for (; d + W <= size; d += W) store(to + d, pairs_of(first + d, second + d));
-        for (; d < size; d++) to[d] = first[d] | Pair(second[d]) << 16;
+        for (; d + W <= size; d += W) store(to + d, pairs_of(rows[t] + d, rows[t + 1] + d));
+        for (; d < size; d++) to[d] = rows[t][d] | Pair(rows[t + 1][d]) << 16;
         to += size;
     }
     work.runs[0] = {work.made.data(), (count + 1) / 2};
@@ -137,6 +162,7 @@ long runs_of_values(const Lines<uint16_t>& values, Work<Pair>& work, long at, lo
 template <bool Masked, typename Number>
 void weigh(Work<Number>& work, long at, long count, float scale) {
     constexpr long STEP = std::is_same<Number, float>::value ? 1 : 2;
+    scale *= base_of<Number>;
     Floats before[2], highest[2] = {splat(HIDDEN), splat(HIDDEN)}, total[2] = {};
     for (long t = 0; t < count; t++)
         for (int v = 0; v < 2; v++) {
@@ -154,7 +180,8 @@ void weigh(Work<Number>& work, long at, long count, float scale) {
         highest[v] = larger(highest[v] * scale, before[v]);
     }
     auto weight_of = [&](long t, int v) {
-        Floats score = load<Floats>(&work.scores[t * LANES + v * W]), weight = exponential(score * scale - highest[v]);
+        Floats score = load<Floats>(&work.scores[t * LANES + v * W]);
+        Floats weight = power<Number>(score * scale - highest[v]);
         if (Masked) weight = score == HIDDEN ? Floats{} : weight;
         total[v] += weight;
         return weight;
@@ -165,7 +192,7 @@ void weigh(Work<Number>& work, long at, long count, float scale) {
             store_weights(work.weights() + t / STEP * LANES + v * W, weight, next);
         }
     for (int v = 0; v < 2; v++) {
-        Floats shrink = exponential(before[v] - highest[v]);
+        Floats shrink = exponential((before[v] - highest[v]) * (1 / base_of<Number>));
         store(work.shrink + v * W, shrink);
         store(work.highest + v * W, highest[v]);
         store(work.total + v * W, load<Floats>(work.total + v * W) * shrink + total[v]);
