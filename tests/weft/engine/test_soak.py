@@ -206,6 +206,8 @@ class Chaos:
             self.begin()
         for key in list(self.live):
             self.meddle(key, must_act)
+        if must_act and not is_last_round and not self.live:  # what has just begun may be cancelled already, unheard
+            self.begin()
         for key in list(self.held):
             if self.random.random() < 0.1 or must_act:
                 del self.held[key]
