@@ -10,7 +10,7 @@ ARGS ?=
 help:
 	@echo "make serve    install, then run the whole mesh on http://127.0.0.1:$(PORT)   (PORT=8080 ARGS='--decode 2')"
 	@echo "make test     install, then run every test                              (ARGS='-k name')"
-	@echo "make soak     the engine at random for 100,000 steps a family, freed memory poisoned (a quarter of an hour)"
+	@echo "make soak     the engine at random for 100,000 steps a family and loop, freed memory poisoned (half an hour; ARGS='-k llama4')"
 	@echo "make chaos    the whole fault matrix, --rounds times                   (ARGS='--rounds 20')"
 	@echo "make page-test  the page at / in headless Chromium, which it installs where it is missing"
 	@echo "make client-test  LiteLLM, Schemathesis and the TypeScript SDKs against the gateway; installs them, node must be there"

@@ -14,7 +14,8 @@ constexpr size_t HUGE_PAGE = 2 << 20;
 
 // Before the first write; where the system has none to give, nothing changes.
 void ask_for_huge_pages(void* memory, size_t size) {
-    size_t start = (size_t(memory) + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1), end = (size_t(memory) + size) & ~(HUGE_PAGE - 1);
+    size_t start = (size_t(memory) + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1);
+    size_t end = (size_t(memory) + size) & ~(HUGE_PAGE - 1);
     if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
 }
 

@@ -6,7 +6,7 @@ import ctypes
 import logging
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 
 import torch
@@ -65,7 +65,8 @@ def of_rows(name: str, x: Tensor, size: int) -> Callable[..., None] | None:
 def best_isa() -> str:
     """What the processor can do, as torch sees it."""
     capability = torch.backends.cpu.get_cpu_capability().lower() if is_supported_machine() else ""
-    if capability == "avx512" and torch.cpu.get_capabilities().get("avx512_bf16"):
+    features: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # which older torch does not have
+    if capability == "avx512" and features.get("avx512_bf16"):
         return "avx512_bf16"
     return capability if capability in FLAGS else "torch"
 

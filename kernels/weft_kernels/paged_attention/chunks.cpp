@@ -46,8 +46,7 @@ struct Work {
 
     explicit Work(const Chunk& c)
         : queries(c.dim * LANES), made(KEYS_AT_ONCE * c.dim), scores(KEYS_AT_ONCE * LANES), sums(c.value_dim * LANES),
-          result(c.value_dim + W), runs(KEYS_AT_ONCE), zeros(c.value_dim),
-          rows(KEYS_AT_ONCE + 1) {}
+          result(c.value_dim + W), runs(KEYS_AT_ONCE), zeros(c.value_dim), rows(KEYS_AT_ONCE + 1) {}
 
     // In the place of the scores that they are made of, which are read before.
     Number* weights() { return (Number*)scores.data(); }
@@ -78,9 +77,9 @@ struct Lines {
     }
 };
 
-// Of which number scores are exponents: e^x = 2^(x / ln 2).
+// Scores are exponents of e, or, for pairs, 1 / ln 2 times as large and exponents of 2.
 template <typename Number>
-constexpr float base_of = std::is_same<Number, float>::value ? 1.0f : 1.44269504f;
+constexpr float EXPONENT = std::is_same<Number, float>::value ? 1.0f : 1.44269504f;
 
 template <typename Number>
 Floats power(Floats x);
@@ -157,12 +156,12 @@ long runs_of_values(const Lines<uint16_t>& values, Work<Pair>& work, long at, lo
 }
 #endif
 
-// Scores of `count` keys from position `at` on, taken times `scale`, become weights, and `shrink` what the sums so far are
-// to be taken times.
+// Scores of `count` keys from position `at` on, taken times `scale`, become weights, and `shrink` what the sums so far
+// are to be taken times.
 template <bool Masked, typename Number>
 void weigh(Work<Number>& work, long at, long count, float scale) {
     constexpr long STEP = std::is_same<Number, float>::value ? 1 : 2;
-    scale *= base_of<Number>;
+    scale *= EXPONENT<Number>;
     Floats before[2], highest[2] = {splat(HIDDEN), splat(HIDDEN)}, total[2] = {};
     for (long t = 0; t < count; t++)
         for (int v = 0; v < 2; v++) {
@@ -192,7 +191,7 @@ void weigh(Work<Number>& work, long at, long count, float scale) {
             store_weights(work.weights() + t / STEP * LANES + v * W, weight, next);
         }
     for (int v = 0; v < 2; v++) {
-        Floats shrink = exponential((before[v] - highest[v]) * (1 / base_of<Number>));
+        Floats shrink = exponential((before[v] - highest[v]) * (1 / EXPONENT<Number>));
         store(work.shrink + v * W, shrink);
         store(work.highest + v * W, highest[v]);
         store(work.total + v * W, load<Floats>(work.total + v * W) * shrink + total[v]);
@@ -206,7 +205,8 @@ void take_queries(const Chunk& c, Work<Number>& work, const Item* q, long head, 
     for (long lane = 0; lane < LANES; lane++) {
         long index = std::min(start + lane, num_queries - 1), row = index / c.ratio();
         long position = c.context - c.rows + row;
-        take_query(q + (row * c.heads + head * c.ratio() + index % c.ratio()) * c.dim, c.dim, scale, &work.queries[lane]);
+        const Item* from = q + (row * c.heads + head * c.ratio() + index % c.ratio()) * c.dim;
+        take_query(from, c.dim, scale, &work.queries[lane]);
         work.first[lane] = float(c.first_key(position)), work.end[lane] = float(position + 1);
     }
     std::fill_n(work.highest, LANES, HIDDEN);
