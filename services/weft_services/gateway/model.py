@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from weft_services.gateway.generation import SamplingDefaults
 from weft_services.gateway.text.assistant import END_THINK, THINK
 from weft_services.gateway.text.chat_template import ChatTemplate
 from weft_services.gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from weft_services.gateway.text.segments import SegmentedEncoder, message_marks
 from weft_services.gateway.text.tool_formats import ToolFormat, choose_format
 
 
@@ -41,6 +43,11 @@ class Codec:
         # `encode` would hold the interpreter's lock, for 0.4 s with 160,000 tokens; a batch is encoded without it
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
+
+    def segmented(self, template: str) -> SegmentedEncoder:
+        """For prompts that this template renders."""
+        encode = partial(self.encode, add_special_tokens=False)
+        return SegmentedEncoder(encode, message_marks(self._tokenizer, template))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens, those that are spoken excepted."""
@@ -118,7 +125,8 @@ _BYTE_OF_LETTER = _byte_letters()
 class ServedModel:
     """One model. `template` is None for a base model without a chat template.
 
-    `chat_codec` shows the special tokens that calls and thoughts are marked with; `marks` are their ids.
+    `chats` has the ids of conversations; `chat_codec` shows the special tokens that calls and thoughts are marked with;
+    `marks` are their ids.
     """
 
     name: str
@@ -130,6 +138,7 @@ class ServedModel:
     max_context_tokens: int
     grammars: Grammars
     chat_codec: Codec
+    chats: SegmentedEncoder
     tool_format: ToolFormat | None
     thinks: bool
     marks: dict[str, int]
@@ -160,6 +169,7 @@ def load_model(directory: Path, name: str, tool_format: str = "auto") -> ServedM
         max_context_tokens=_positive_int(text_config, "max_position_embeddings", directory),
         grammars=load_grammars(directory, vocabulary_size, _end_tokens(text_config)),
         chat_codec=codec.speaking(marks.values()),
+        chats=codec.segmented(source),
         tool_format=chosen,
         thinks=thinks,
         marks=marks,

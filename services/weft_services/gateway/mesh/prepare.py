@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from weft.errors import InvalidRequest
@@ -24,6 +25,7 @@ NUM_THREADS = 2
 # of one request, as OpenAI has it
 MAX_EMBEDDED_TOKENS = 300_000
 ResultT = TypeVar("ResultT")
+Encode = Callable[[str], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
     prompts = []
     for prompt in generation.prompts:
         text = _text(prompt, generation.prompt_field, model)
-        token_ids = _token_ids(text, generation.prompt_field, model, limit, not isinstance(prompt, Conversation))
+        token_ids = _token_ids(text, generation.prompt_field, model, limit, _encoder(prompt, model, cache_salt))
         keys = block_keys(token_ids, block_tokens, cache_salt) if block_tokens else []
         is_thinking = model.thinks and isinstance(text, str) and text.rstrip().endswith(THINK)
         prompts.append(PreparedPrompt(token_ids, tuple(keys), is_thinking))
@@ -112,8 +114,15 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
     return Prepared(generation, model, tuple(prompts), tuple(sequences), cache_salt)
 
 
+def _encoder(prompt: Prompt, model: ServedModel, cache_salt: bytes) -> Encode:
+    """A template writes all that a prompt begins with; other texts get what the tokenizer puts around them."""
+    if isinstance(prompt, Conversation):
+        return partial(model.chats.encode, salt=cache_salt)
+    return partial(model.codec.encode, add_special_tokens=True)
+
+
 def _token_ids(
-    text: str | tuple[int, ...], field: str, model: ServedModel, limit: int, add_special_tokens: bool
+    text: str | tuple[int, ...], field: str, model: ServedModel, limit: int, encode: Encode
 ) -> tuple[int, ...]:
     if isinstance(text, tuple):
         token_ids = text
@@ -122,7 +131,7 @@ def _token_ids(
         return token_ids
     if len(text) > limit * model.codec.longest_token_bytes:  # surely too long: no need to tokenize it
         raise _too_long(f"a text of {len(text)} characters", field, limit)
-    token_ids = model.codec.encode(text, add_special_tokens)
+    token_ids = encode(text)
     if not token_ids:
         raise InvalidRequest(f"{field} is empty", field, "invalid_value")
     _check_size(len(token_ids), field, limit)
@@ -131,15 +140,17 @@ def _token_ids(
 
 def tokenize(asked: Tokenizing, model: ServedModel, limit: int) -> tuple[int, ...]:
     """The ids that a prompt would have. Raises what `prepare` raises."""
-    return _token_ids(_text(asked.prompt, asked.field, model), asked.field, model, limit, asked.add_special_tokens)
+    encode = partial(model.codec.encode, add_special_tokens=asked.add_special_tokens)
+    return _token_ids(_text(asked.prompt, asked.field, model), asked.field, model, limit, encode)
 
 
 def prepare_embedding(asked: Embedding, model: ServedModel, limit: int) -> PreparedEmbedding:
     """The token ids of every input. Raises InvalidRequest naming the field."""
     inputs: list[tuple[int, ...]] = []
+    encode = partial(model.codec.encode, add_special_tokens=True)
     num_left = MAX_EMBEDDED_TOKENS
     for each in asked.inputs:
-        inputs.append(_token_ids(each, "input", model, limit, add_special_tokens=True))
+        inputs.append(_token_ids(each, "input", model, limit, encode))
         num_left -= len(inputs[-1])
         if num_left < 0:
             message = f"input: more than {MAX_EMBEDDED_TOKENS} tokens in one request"
