@@ -60,10 +60,11 @@ class Grammars:
         if len(text) > MAX_GRAMMAR_CHARS:
             raise InvalidRequest(f"the grammar is longer than {MAX_GRAMMAR_CHARS} characters", "grammar")
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
-        if not matcher.is_error():
-            matcher.deep_copy().compute_bitmask()  # the first mask shows what only the lexer can tell
-        if matcher.is_error():
-            raise InvalidRequest(f"the grammar cannot be used: {first_line(matcher.get_error())}", "grammar")
+        tried = matcher.deep_copy()
+        if not tried.is_error():
+            tried.compute_bitmask()  # the first mask shows what only the lexer can tell
+        if tried.is_error():
+            raise InvalidRequest(f"the grammar cannot be used: {_reason(tried)}", "grammar")
         return matcher
 
 
@@ -101,6 +102,13 @@ def load_grammars(directory: Path, vocab_size: int, eos_token_ids: Sequence[int]
         return Grammars(path.read_bytes(), vocab_size, eos_token_ids)
     except OSError as error:
         raise BadCheckpoint(f"{path}: {error.strerror}") from error
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """As llguidance says it; what it has no words for is a grammar, such as a schema that refers to itself, without any
+    answer."""
+    told = first_line(matcher.get_error())
+    return "no answer matches it" if told == "NoExtensionBias" else told
 
 
 def first_line(text: str) -> str:

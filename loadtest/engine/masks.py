@@ -91,16 +91,17 @@ def steps(engine: Engine, outputs: Outputs, name: str, constraints: list[Constra
     return [end - start for start, end in pairwise(heard)]
 
 
-def one_mask(grammars: Grammars, vocab_size: int) -> list[float]:
-    """Seconds of each mask of an answer, and of going on by a token that it allows."""
+def follow(one: Constraint, vocab_size: int, tokens: int) -> list[float]:
+    """Seconds of each mask of an answer, and of going on by a token that it allows; ends where the answer must."""
     words, seconds = np.zeros(-(-vocab_size // 32), dtype=np.int32), []
     dice = np.random.default_rng(1)
-    one = constraint(grammars, 0)
-    for _ in range(TOKENS):
+    for _ in range(tokens):
         began = time.perf_counter()
         one.fill(words)
         took = time.perf_counter() - began
         (allowed,) = np.nonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size])
+        if one.failure is not None or not len(allowed):
+            break
         chosen = int(dice.choice(allowed))
         began = time.perf_counter()
         one.accept([chosen])
@@ -127,7 +128,7 @@ def main() -> None:
         masked += steps(engine, outputs, f"masked {number}", held)
     engine.stop()
     step, constrained = statistics.median(free) * 1e3, statistics.median(masked) * 1e3
-    mask = statistics.median(one_mask(grammars, config.vocab_size)) * 1e3
+    mask = statistics.median(follow(constraint(grammars, 0), config.vocab_size, TOKENS)) * 1e3
     print(f"load of the machine {psutil.getloadavg()[0]:.1f}, {options.threads} threads\n")
     print(f"| batch {options.batch}, weft-nano, float32 | |\n| --- | --- |")
     print(f"| a step, nobody constrained | {step:.2f} ms |")

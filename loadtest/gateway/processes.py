@@ -42,6 +42,7 @@ class Processes:
             for straggler in psutil.wait_procs(trees, STOP_SECONDS)[1]:
                 with contextlib.suppress(psutil.Error):
                     straggler.kill()
+        self._log.close()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> psutil.Popen:
         """In a process group of its own, so that a Ctrl-C is ours to tell."""

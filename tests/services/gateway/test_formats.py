@@ -38,6 +38,7 @@ BOMBS: dict[str, dict[str, Any]] = {
         }
     },
     "many properties": {"guided_json": {"properties": {f"p{i}": {} for i in range(3000)}}},
+    "a schema that is itself": {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
     "a remote schema": {"guided_json": {"$ref": "http://example.com/schema"}},
     "a keyword that cannot be kept": {"guided_json": {"type": "array", "uniqueItems": True}},
 }
