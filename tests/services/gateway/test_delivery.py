@@ -9,6 +9,7 @@ import time
 import pytest
 
 from weft.request import RequestKey
+from weft_services.gateway.mesh import delivery as module
 from weft_services.gateway.mesh.delivery import Delivery
 from weft_services.gateway.mesh.inbox import Delta, Inbox
 
@@ -54,8 +55,11 @@ async def test_a_frame_is_told_at_once_while_there_is_time() -> None:
     assert first.counts == second.counts == [1, 1, 1]
 
 
-async def test_frames_that_come_while_there_is_none_are_told_together_and_none_is_lost() -> None:
-    delivery, slow = Delivery(), Reader(WORK_SECONDS)
+async def test_frames_that_come_while_there_is_none_are_told_together_and_none_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "LONGEST_PAUSE_SECONDS", 10.0)
+    delivery, slow = Delivery(), Reader(10 * WORK_SECONDS)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(slow.read())
         await turns()

@@ -11,6 +11,9 @@ import asyncio
 
 from weft_services.gateway.mesh.inbox import Inbox
 
+# what held the loop up for longer was something else
+LONGEST_PAUSE_SECONDS = 0.02
+
 
 class Delivery:
     """One for all streams of this gateway."""
@@ -46,6 +49,6 @@ class Delivery:
 
     def _delivered(self) -> None:
         now = asyncio.get_running_loop().time()
-        self._not_before = now + (now - self._began)
+        self._not_before = now + min(now - self._began, LONGEST_PAUSE_SECONDS)
         self._is_due = False
         self.settle()
