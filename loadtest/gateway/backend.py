@@ -26,8 +26,8 @@ FACTS: dict[str, Any] = {
     "dp_size": 1,
 }
 COMMON = {"id": "chatcmpl-0123456789abcdef0123456789abcdef", "created": 1, "model": "mock", "system_fingerprint": None}
-# chunks that are written at once where nothing sets the pace
-FLOOD_CHUNKS = 16
+# one behind the other, as LiteLLM takes a model that repeats itself for broken
+WORDS = " the river runs past an old mill and then a town before it meets the sea".split(" ")[1:]
 
 
 def frame(**fields: Any) -> bytes:
@@ -41,7 +41,7 @@ def choice(delta: dict[str, str], finish_reason: str | None = None) -> dict[str,
     return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
 
 
-TOKEN = frame(choices=[choice({"content": " token"})], usage=None)
+TOKENS = [frame(choices=[choice({"content": f" {word}"})], usage=None) for word in WORDS]
 
 
 def ending(num_tokens: int) -> bytes:
@@ -119,11 +119,12 @@ class Connection(asyncio.Protocol):
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         opening = chunked(frame(choices=[choice({"role": "assistant", "content": ""})], usage=None))
         self._transport.write(head + opening)
-        one, due, left = chunked(TOKEN), time.monotonic(), num_tokens
-        while left:
-            now = 1 if self._step_seconds else min(left, FLOOD_CHUNKS)
-            self._transport.write(one * now)
-            left -= now
+        chunks, due, said = [chunked(token) for token in TOKENS], time.monotonic(), 0
+        while said < num_tokens:
+            # where nothing sets the pace, several at once
+            now = 1 if self._step_seconds else min(num_tokens - said, len(chunks))
+            self._transport.write(b"".join(chunks[place % len(chunks)] for place in range(said, said + now)))
+            said += now
             due += self._step_seconds
             await asyncio.sleep(max(0.0, due - time.monotonic()) if self._step_seconds else 0)
             await self._may_write.wait()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,37 @@ class Speaker:
 
     key: common_pb2.RequestKey
     num_left: int
-    place: int = 0
+    place: int
+    has_spoken: bool = False
+
+
+class Stage:
+    """Who speaks to one gateway; `begun` while some have not said anything yet."""
+
+    def __init__(self) -> None:
+        self.speakers: dict[str, Speaker] = {}
+        self.begun = asyncio.Event()
+        self._fresh: list[str] = []
+
+    def enter(self, start: pb.StartSequence) -> None:
+        """What was said elsewhere counts."""
+        said, name = start.resumed_tokens, start.key.request_id
+        self.speakers[name] = Speaker(start.key, start.sampling.max_tokens - said, said)
+        self._fresh.append(name)
+        self.begun.set()
+
+    async def has_begun(self, until: float) -> bool:
+        """Before it is `until` in the loop's time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                return await self.begun.wait()
+        return False
+
+    def take_fresh(self) -> list[str]:
+        """Those who have not said anything yet."""
+        fresh, self._fresh = self._fresh, []
+        self.begun.clear()
+        return fresh
 
 
 class Source(decode_service_pb2_grpc.DecodeServiceServicer):
@@ -49,47 +80,42 @@ class Source(decode_service_pb2_grpc.DecodeServiceServicer):
 
     async def Attach(self, request_iterator: AsyncIterator[pb.AttachRequest], context: Any) -> None:  # type: ignore[override]
         """One gateway."""
-        speakers: dict[str, Speaker] = {}
-        begun = asyncio.Event()
+        stage = Stage()
         async with asyncio.TaskGroup() as group:
-            writer = group.create_task(self._write(speakers, begun, context))
+            writer = group.create_task(self._write(stage, context))
             async for request in request_iterator:
                 if request.WhichOneof("command") == "start":
-                    start = request.start
-                    speakers[start.key.request_id] = Speaker(start.key, start.sampling.max_tokens)
-                    begun.set()
+                    stage.enter(request.start)
                 else:
-                    speakers.pop(request.cancel.key.request_id, None)
+                    stage.speakers.pop(request.cancel.key.request_id, None)
             writer.cancel()
 
-    async def _write(self, speakers: dict[str, Speaker], begun: asyncio.Event, context: Any) -> None:
+    async def _write(self, stage: Stage, context: Any) -> None:
         """First tokens come at once, as they come from prefill; the others by steps."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
-            if not speakers:
-                await begun.wait()
+            if not stage.speakers:
+                await stage.begun.wait()
                 due = loop.time()
-            try:
-                async with asyncio.timeout_at(due):
-                    await begun.wait()
-            except TimeoutError:
-                due += self._step_seconds
-                frame = self._step(speakers, list(speakers))
+            if stage.begun.is_set() or (loop.time() < due and await stage.has_begun(due)):
+                frame = self._step(stage.speakers, stage.take_fresh())
             else:
-                begun.clear()
-                frame = self._step(speakers, [name for name, speaker in speakers.items() if not speaker.place])
+                due += self._step_seconds
+                frame = self._step(stage.speakers, list(stage.speakers))
             if frame.deltas:
                 await context.write(frame)
 
     def _step(self, speakers: dict[str, Speaker], names: list[str]) -> pb.AttachResponse:
         frame, ended = pb.AttachResponse(), []
         for name in names:
-            speaker = speakers[name]
+            if (speaker := speakers.get(name)) is None:
+                continue  # cancelled
             delta = frame.deltas.add()
             delta.key.CopyFrom(speaker.key)
             delta.token_ids.append(self._token_ids[speaker.place % len(self._token_ids)])
-            if speaker.place == 0:
+            if not speaker.has_spoken:
+                speaker.has_spoken = True
                 delta.prompt.prefill_worker_id = WORKER_ID
             speaker.place += 1
             speaker.num_left -= 1

@@ -24,7 +24,7 @@ from loadtest.gateway.processes import Processes, cpu_seconds
 from loadtest.gateway.stacks import Stack, weft
 
 # idle streams: a token every ten seconds
-IDLE_STEP_SECONDS, IDLE_TOKENS = 10.0, 9
+IDLE_STEP_SECONDS, IDLE_TOKENS = 10.0, 13
 OPENED_AT_A_TIME = 64
 # readers: 200 tokens a second for each; whoever does not read asks for many choices, to fill what lies between sooner
 BUSY_STEPS, BUSY_TOKENS, NUM_READERS = 200.0, 1500, 16
@@ -39,6 +39,7 @@ class Told:
     num_events: int = 0
     num_tokens: int = 0
     is_whole: bool = False
+    last_words: bytes = b""
     gaps: list[float] = field(default_factory=list)
 
 
@@ -76,6 +77,7 @@ class Listener(asyncio.Protocol):
 
     def close(self) -> None:
         """It is over, whatever it has seen."""
+        self.told.last_words = self._tail
         for future in (self.begun, self.ended):
             if not future.done():
                 future.set_result(None)
@@ -134,11 +136,13 @@ async def idle_streams(stack: Stack, count: int) -> list[tuple[str, str]]:
     held, cpu, began = rss(stack), cpu_seconds(stack.measured), time.perf_counter()
     await asyncio.wait_for(asyncio.gather(*(listener.ended for listener in listeners)), WAIT_SECONDS)
     load = (cpu_seconds(stack.measured) - cpu) / (time.perf_counter() - began)
-    whole = sum(each.told.is_whole and each.told.num_tokens == IDLE_TOKENS for each in listeners)
+    broken = [each.told for each in listeners if not each.told.is_whole or each.told.num_tokens != IDLE_TOKENS]
+    for told in broken[:5]:
+        print(f"not whole: {told.num_tokens} tokens, {told.num_events} events, ... {told.last_words[-200:]!r}")
     return [
         ("streams opened", f"{count:,} in {opened:.1f} s"),
         ("open at once", f"{at_once:,}"),
-        ("dropped, or not whole in the end (bar: 0)", f"{count - whole:,}"),
+        ("dropped, or not whole in the end (bar: 0)", f"{len(broken):,}"),
         (
             "gateway's memory before / with all / a stream",
             f"{_mib(before)} / {_mib(held)} / {(held - before) / count / 1024:.1f} KiB",
