@@ -82,9 +82,14 @@ async def test_anthropics_cache_control(bench: MakeBench, case: str) -> None:
         assert heard(b) == expected
 
 
-async def test_a_ttl_that_anthropic_does_not_have_is_refused_with_its_place(bench: MakeBench) -> None:
+@pytest.mark.parametrize(
+    "mark", [marked("2h")["cache_control"], {"type": "ephemeral", "ttl": ["5m"]}, {"ttl": "5m"}, "5m"]
+)
+async def test_a_cache_control_that_anthropic_does_not_have_is_refused_with_its_place(
+    bench: MakeBench, mark: Any
+) -> None:
     async with bench() as b, AsyncAnthropic(base_url=b.url, api_key="none", max_retries=0, timeout=20) as sdk:
-        system = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", **marked("2h")}]
+        system = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": mark}]
         asked: Any = {"model": MODEL_NAME, "max_tokens": 9, "messages": [USER], "system": system}
         with pytest.raises(anthropic.BadRequestError, match=r"system\.1\.cache_control: expected type ephemeral"):
             await sdk.messages.create(**asked)

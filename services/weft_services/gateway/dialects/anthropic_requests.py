@@ -49,9 +49,10 @@ def _retention(fields: Fields) -> Retention:
     """The longest that any part of the prompt is to be kept; blocks of the cache know no parts."""
     ttls = []
     for path, mark in _cache_controls(fields):
-        if not isinstance(mark, dict) or mark.get("type") != "ephemeral" or mark.get("ttl") not in TTLS:
+        kind, ttl = (mark.get("type"), mark.get("ttl")) if isinstance(mark, dict) else (None, None)
+        if kind != "ephemeral" or not isinstance(ttl, str | None) or ttl not in TTLS:
             raise InvalidRequest(f"{path}: expected type ephemeral and a ttl of 5m or 1h", path)
-        ttls.append(TTLS[mark.get("ttl")])
+        ttls.append(TTLS[ttl])
     return Retention(max(ttls)) if ttls and all(ttls) else KEEP
 
 
