@@ -31,7 +31,7 @@ RESERVE_BYTES = 6 * GIB  # of a GPU, for activations and libraries
 
 @dataclass(frozen=True)
 class Settings:
-    """How the engine runs. `kv_gib` 0: what the GPU has left."""
+    """How the engine runs. `kv_gib` 0: what the GPU has left. `is_resident`: with F12 weights."""
 
     device: str
     dtype: str
@@ -39,6 +39,7 @@ class Settings:
     chunk_tokens: int
     max_seqs: int
     kv_gib: float = 0.0
+    is_resident: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Bench:
             device=settings.device,
             engine_config=limits,
             listener=lambda output: self._heard.put((time.perf_counter(), output)),
+            is_resident=settings.is_resident,
         )
         fill_with_noise(self.engine.pool_memory, settings)
         self.engine.start()

@@ -2,6 +2,7 @@
 
     PYTHONPATH=libs:kernels:. python -m loadtest.engine.gpu --out results
     PYTHONPATH=libs:kernels:. python -m loadtest.engine.gpu --out results --tiny     the same on any machine, in seconds
+    PYTHONPATH=libs:kernels:. python -m loadtest.engine.gpu --out packed --weights resident   limits stay those of plain
 
 Measures the device's own limits, attention alone, then decode, prefill and mixed load of the 8B, 70B, Scout and Kimi
 shapes, and transformers beside it where it is installed. After every point everything is in results/: results.json,
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -82,14 +83,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shapes", default="8B,Kimi,Scout,70B")
+    parser.add_argument("--weights", default="plain", choices=("plain", "resident"))
     parser.add_argument("--limit-seconds", type=float, default=560.0)
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same architectures")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     results = Results.open(options.out / "results.json", options.limit_seconds)
-    settings = settings_for(options.device, options.tiny)
+    settings = replace(settings_for(options.device, options.tiny), is_resident=options.weights == "resident")
     gpu = measure(options.device)
-    results.facts |= facts(settings, gpu)
+    results.facts |= facts(settings, gpu) | {"weights": options.weights}
     if not results.attention:
         results.attention = [asdict(row) for row in sweep_attention(options.device, gpu, options.tiny)]
         results.save()

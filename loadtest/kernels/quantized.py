@@ -26,6 +26,8 @@ DENSE = {
 EXPERTS = (48, 1, 7168, 2048)
 ROWS = (1, 8, 64, 256, 1024)
 GROUP = 32
+# without this bit no byte is one
+NAN_BITS = 0x01010101
 
 
 def works() -> list[Work]:
@@ -35,10 +37,11 @@ def works() -> list[Work]:
 
 
 def random_matrix(kind: str, outputs: int, inputs: int) -> Fp8 | Int4:
-    """Any words are weights; NaN is no number of theirs."""
+    """Any words are weights, but for those that hold a NaN."""
     if kind == "FP8":
-        words = torch.randint(0, 0x7F7F7F7F, (outputs, inputs // 4), dtype=torch.int32, device="cuda")
-        return Fp8(inputs, words & 0x77777777, torch.rand(-(-outputs // 128), -(-inputs // 128)).cuda(), (128, 128))
+        words = torch.randint(-(2**31), 2**31 - 1, (outputs, inputs // 4), dtype=torch.int32, device="cuda")
+        factors = torch.rand(-(-outputs // 128), -(-inputs // 128), device="cuda")
+        return Fp8(inputs, words & ~NAN_BITS, factors, (128, 128))
     words = torch.randint(-(2**31), 2**31 - 1, (outputs, inputs // 8), dtype=torch.int32, device="cuda")
     return Int4(inputs, words, torch.rand(outputs, inputs // GROUP, device="cuda").bfloat16(), GROUP)
 

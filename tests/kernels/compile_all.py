@@ -65,6 +65,9 @@ class Recorder:
             elif isinstance(value, torch.Tensor):
                 signature[name] = "*" + NAMES[value.dtype]
                 aligned[(index,)] = [["tt.divisibility", 16]]
+            elif isinstance(value, int) and value == 1:
+                # as a launch does: it becomes part of the kernel
+                signature[name], constants[name] = "constexpr", 1
             else:
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
                 if isinstance(value, int) and value % 16 == 0:
@@ -94,7 +97,7 @@ class Ignored:
 def empty_f12(rows: int, columns: int) -> F12:
     """No weights at all: what a kernel is compiled for are types and sizes."""
     i32 = torch.int32
-    words, blocks = torch.empty(3, rows, columns // 8, dtype=i32), rows // 64
+    words, blocks = torch.empty(3, rows, columns // 8, dtype=i32), -(-rows // 64)
     bases, starts = torch.empty(blocks, dtype=i32), torch.empty(blocks + 1, dtype=i32)
     return F12(rows, columns, words, bases, starts, torch.empty(9, dtype=i32), torch.empty(9, dtype=BF16))
 
@@ -138,6 +141,14 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
     fp8, int4 = empty_fp8(6144, 4096), empty_int4(6144, 4096)
     int4_rows = *few_rows[:3], empty_int4(8 * 1536, 2048), empty_int4(8 * 2048, 768), False
     int4_many = *many_rows[:3], *int4_rows[3:]
+    one_expert = (
+        rows_in,
+        torch.zeros(2, 1, dtype=i64),
+        torch.ones(2, 1),
+        empty_f12(1536, 2048),
+        empty_f12(2048, 768),
+        False,
+    )
     fp8_rows = *few_rows[:3], empty_fp8(8 * 1536, 2048), empty_fp8(8 * 2048, 768), False
     f12_rows = *few_rows[:3], empty_f12(8 * 1536, 2048), empty_f12(8 * 2048, 768), False
     return {
@@ -156,14 +167,15 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
         "experts, INT4": (moe, "_gate_up", lambda: moe.moe_kernel(*int4_rows)),
         "experts, INT4, prompt": (moe, "_gate_up", lambda: moe.moe_kernel(*int4_many)),
         "experts down, FP8": (moe, "_down", lambda: moe.moe_kernel(*fp8_rows)),
-        "FP8, few rows": (packed, "_gemm", lambda: packed.linear_packed(x, fp8)),
         "FP8, a prompt": (packed, "_gemm", lambda: packed.linear_packed(x.repeat(2048, 1), fp8)),
         "INT4, few rows": (packed, "_gemm", lambda: packed.linear_packed(x, int4)),
-        "F12, one row": (packed, "_gemv", lambda: packed.linear_packed(x[:1], f12)),
+        "FP8, one row": (packed, "_gemm", lambda: packed.linear_packed(x[:1], fp8)),
+        "expert, F12": (moe, "_down", lambda: moe.moe_kernel(*one_expert)),
+        "F12, one row": (packed, "_gemv", lambda: packed.linear_packed(x[:1], empty_f12(1, 4096))),
         "F12, few rows": (packed, "_gemm", lambda: packed.linear_packed(x, f12)),
         "F12, a batch": (packed, "_gemm", lambda: packed.gemm(x.repeat(32, 1), f12)),
         "F12, a prompt": (packed, "_gemm", lambda: packed.gemm(x.repeat(256, 1), f12)),
-        "F12, unpacked": (unpack, "_unpack", lambda: unpack.unpack_rows(f12)),
+        "F12, unpacked": (unpack, "_unpack", lambda: unpack.unpack_rows(empty_f12(1, 4096))),
         "F12, looked up": (unpack, "_unpack", lambda: unpack.unpack_rows(f12, slots)),
         "decode": (decode, "_decode", lambda: decode.paged_attention_decode(q, keys, values, batch, shape, q)),
         "join": (decode, "_join", lambda: decode.paged_attention_decode(q, keys, values, batch, shape, q)),

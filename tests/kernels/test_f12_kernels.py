@@ -22,7 +22,7 @@ from weft_kernels.packed.unpack import unpack_rows
 
 # the interpreter multiplies float32, see house style; bfloat16 is multiplied where a GPU is
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
-SHAPES = [(1, 8), (33, 100), (70, 256), (64, 1100)]
+SHAPES = [(1, 8), (33, 100), (70, 256), (16, 1100)]
 
 
 def make_weight(rows: int, columns: int, escapes: int, large: float = 300.0) -> Tensor:
@@ -48,7 +48,7 @@ def test_products_are_those_of_the_unpacked_matrix(rows: int, columns: int, num_
 
 
 def test_a_long_row_is_added_up_in_parts() -> None:
-    weight, x = make_weight(40, 5000, escapes=60), torch.randn(3, 5000, device=DEVICE)
+    weight, x = make_weight(20, 3000, escapes=20), torch.randn(3, 3000, device=DEVICE)
     parts = gemm(x, pack_f12(weight))
     assert parts.ndim == 3
     assert len(parts) > 1
@@ -77,7 +77,7 @@ def test_a_weight_that_is_no_number_spoils_its_own_output_alone() -> None:
         assert found[:, :65].isfinite().all()
 
 
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 8), (33, 100), (66, 72), (2, 4200)])
 def test_unpacked_rows_are_the_bits_that_were_packed(rows: int, columns: int) -> None:
     weight = make_weight(rows, columns, escapes=rows * columns // 200)
     weight[rows // 2, columns // 3] = float("nan")
@@ -102,9 +102,9 @@ def test_long_prompts_in_bfloat16_are_cublas_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_on_input", [False, True])
 @pytest.mark.parametrize(
-    ("num_rows", "num_experts", "top_k", "hidden", "size"), [(1, 3, 2, 40, 24), (7, 5, 2, 33, 70), (3, 12, 4, 64, 16)]
+    ("num_rows", "num_experts", "top_k", "hidden", "size", "is_on_input"),
+    [(1, 3, 2, 40, 24, True), (5, 3, 2, 33, 70, False)],
 )
 def test_experts_are_those_of_the_unpacked_matrices(
     num_rows: int, num_experts: int, top_k: int, hidden: int, size: int, is_on_input: bool, dtype: torch.dtype

@@ -82,12 +82,9 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.usefixtures("_kernels")
-@pytest.mark.parametrize("name", ["llama3", "qwen3-moe", "deepseek"])
-def test_logits_on_resident_weights_are_those_of_transformers(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_on_resident_weights_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On F12 words from the embedding to the head, with every matrix packed whether that suits it or not."""
-    tiny = make_family(name, tmp_path)
+    tiny = make_family("llama3", tmp_path)
     for parameter in tiny.oracle.parameters():
         parameter.data = parameter.data.bfloat16().float()
     tiny.oracle.save_pretrained(tmp_path)
@@ -104,18 +101,11 @@ def test_logits_on_resident_weights_are_those_of_transformers(
 
     for module in (loading, packed):
         monkeypatch.setattr(module, "resident", pack_f12)
-    monkeypatch.setattr(mlp, "pack_experts", pack_f12_experts)
     monkeypatch.setattr(test_families, "Decoder", resident_decoder)
-    monkeypatch.setattr(test_families, "NUM_TOKENS", 5)
-    expected = tiny.logits(test_families.TOKENS[:5])
-    logits = test_families.logits_in_chunks(tiny, 4)  # and one row alone, which has its own kernel
+    monkeypatch.setattr(test_families, "NUM_TOKENS", 3)
+    expected = tiny.logits(test_families.TOKENS[:3])
+    logits = test_families.logits_in_chunks(tiny, 2)  # and one row alone, which has its own kernel
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
-
-
-def pack_f12_experts(pairs: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype, is_resident: bool) -> PackedExperts:
-    assert is_resident
-    gate_up, down = zip(*pairs, strict=True)
-    return PackedExperts((), (), (pack_f12(torch.cat(gate_up)), pack_f12(torch.cat(down))))
 
 
 @pytest.mark.usefixtures("_kernels")
@@ -134,9 +124,9 @@ def test_logits_on_weights_that_stay_quantized_are_those_of_transformers(
 
     monkeypatch.setattr(loading, "held", held)
     monkeypatch.setattr(mlp, "pack_experts", stack_experts)
-    monkeypatch.setattr(test_families, "NUM_TOKENS", 5)
-    logits = test_families.logits_in_chunks(tiny, 4)
-    expected = tiny.logits(test_families.TOKENS[:5])
+    monkeypatch.setattr(test_families, "NUM_TOKENS", 3)
+    logits = test_families.logits_in_chunks(tiny, 3)
+    expected = tiny.logits(test_families.TOKENS[:3])
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
     assert kept.count(Fp8) > 10 if fields is FP8 else Int4 not in kept  # Kimi's experts alone are INT4
 

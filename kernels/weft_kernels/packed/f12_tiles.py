@@ -41,7 +41,7 @@ def product_f12(
     BLOCK_J: tl.constexpr = BLOCK_K // _SLOTS
     o_row = first_row + tl.arange(0, BLOCK_N)
     m_row = o_row < end_row
-    plane = num_rows.to(tl.int64) * WORDS
+    plane = tl.cast(num_rows, tl.int64) * WORDS
     p_row = p_words + o_row.to(tl.int64)[:, None] * WORDS
     b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in range(first_step, last_step):

@@ -139,7 +139,7 @@ def _gemv(
     first_n = tl.program_id(0) * BLOCK_N
     o_n = first_n + tl.arange(0, BLOCK_N)
     m_n = o_n < num_n
-    plane = num_n.to(tl.int64) * WORDS
+    plane = tl.cast(num_n, tl.int64) * WORDS
     p_row = p_words + o_n.to(tl.int64)[:, None] * WORDS
     b_acc = tl.zeros([BLOCK_N, BLOCK_J], tl.float32)
     for first_j in range(0, WORDS, BLOCK_J):

@@ -54,7 +54,7 @@ def _unpack(
     block = row // 64
     o_j = tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
     m_j = o_j < WORDS
-    plane = num_rows.to(tl.int64) * WORDS
+    plane = tl.cast(num_rows, tl.int64) * WORDS
     p_row = p_words + row * WORDS + o_j
     b_0 = tl.load(p_row, mask=m_j, other=0)
     b_1 = tl.load(p_row + plane, mask=m_j, other=0)

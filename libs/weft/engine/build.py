@@ -23,12 +23,14 @@ def build_engine(
     device: str,
     engine_config: EngineConfig,
     listener: Callable[[StepOutput], None],
+    is_resident: bool = False,
 ) -> Engine:
     """An engine that `start` sets going. dtype: "float32" or "bfloat16", of weights, activations and KV alike.
 
-    Tensors of another dtype or device are copied; `weights` is not kept. Raises BadCheckpoint for missing tensors.
+    `is_resident`: see `Decoder`. Tensors of another dtype or device are copied; `weights` is not kept.
+    Raises BadCheckpoint for missing tensors.
     """
-    model = Decoder(model_config, weights, DTYPES[dtype], torch.device(device))
+    model = Decoder(model_config, weights, DTYPES[dtype], torch.device(device), is_resident)
     return assemble(model, dtype, engine_config, listener)
 
 
