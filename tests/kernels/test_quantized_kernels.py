@@ -77,12 +77,15 @@ def test_fp8_is_read_as_words_of_runs(columns: int, block: tuple[int, int]) -> N
     assert torch.equal(found.unpack(), weight.float() * rows.repeat_interleave(block[1], 1)[:, :columns])
 
 
-def test_patterns_of_fp8_are_those_of_torch() -> None:
-    """All but NaN through the kernel: a row of each, times ones."""
+@pytest.mark.parametrize(("columns", "block"), [(256, (128, 128)), (64, (100, 12))])
+def test_patterns_of_fp8_are_those_of_torch(columns: int, block: tuple[int, int]) -> None:
+    """All but NaN through the kernel: a row of each, times ones; not the smallest is lost to a small factor."""
     every = torch.arange(256, dtype=torch.uint8)
-    patterns = every[every & NAN != NAN][:, None].expand(-1, 64).contiguous().view(torch.float8_e4m3fn).to(DEVICE)
-    found = gemm(torch.ones(1, 64, device=DEVICE), read_fp8(patterns, torch.ones(2, 1, device=DEVICE), (128, 64)))
-    assert torch.equal(found[0], 64 * patterns[:, 0].float())
+    bits = every[every & NAN != NAN][:, None].expand(-1, columns).contiguous()
+    patterns = bits.view(torch.float8_e4m3fn).to(DEVICE)
+    factors = torch.full((-(-len(bits) // block[0]), -(-columns // block[1])), 2.0**-24, device=DEVICE)
+    found = gemm(torch.ones(1, columns, device=DEVICE), read_fp8(patterns, factors, block))
+    assert torch.equal(found[0], columns * 2.0**-24 * patterns[:, 0].float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,7 +10,8 @@ import triton.language as tl
 
 from weft_kernels.packed.registers import LEFT_SCALE, half_of, left_tile
 
-# E4M3's exponent and mantissa in the place of a bfloat16's are 2^-120 of what they mean
+# E4M3's exponent and mantissa in the place of a bfloat16's are 2^-120 of what they mean, its denormals denormals there,
+# which multipliers take as they are. This much of it is left beside what the other rows were enlarged by.
 _E4M3_SCALE = tl.constexpr(2.0 ** (120 - 64))
 
 
@@ -59,13 +60,13 @@ def product_fp8(
             if WORDS % BLOCK_J == 0 and GROUP % BLOCK_J == 0:
                 b_part = tl.dot(b_right, b_left, input_precision="ieee")
                 group = (BYTE * WORDS + step * BLOCK_J) // GROUP
-                b_acc += b_part * tl.load(p_factor + group, mask=m_row, other=0.0)[:, None]
+                b_acc += b_part * (tl.load(p_factor + group, mask=m_row, other=0.0) * _E4M3_SCALE)[:, None]
             else:
                 m_factor = m_row[:, None] & m_k[None, :]
                 b_factor = tl.load(p_factor[:, None] + (o_k // GROUP)[None, :], mask=m_factor, other=0.0)
-                b_right = (b_right.to(tl.float32) * b_factor).to(b_left.dtype)
+                b_right = (b_right.to(tl.float32) * _E4M3_SCALE * b_factor).to(b_left.dtype)
                 b_acc = tl.dot(b_right, b_left, b_acc, input_precision="ieee")
-    return tl.trans(b_acc * _E4M3_SCALE)
+    return tl.trans(b_acc)
 
 
 @triton.jit
