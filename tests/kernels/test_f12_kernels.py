@@ -62,6 +62,11 @@ def test_biases_and_leading_dimensions_are_as_in_any_linear_layer() -> None:
     close(linear_packed(x[:1, :1], pack_f12(weight), bias), functional.linear(x[:1, :1], weight.float(), bias), 30)
 
 
+def test_many_rows_are_multiplied_in_tiles_of_their_own() -> None:
+    weight, x = make_weight(33, 256, escapes=20, large=5.0), torch.randn(70, 256, device=DEVICE)
+    close(linear_packed(x, pack_f12(weight)), x @ weight.float().T, factor=10)
+
+
 @pytest.mark.parametrize("size", [1e-15, 1e15])
 def test_rows_far_from_one_keep_their_precision(size: float) -> None:
     weight, x = make_weight(33, 104, escapes=0), torch.randn(2, 104, device=DEVICE) * size

@@ -16,7 +16,7 @@ from weft_kernels.linear import linear, pack
 from weft_kernels.moe import PackedExperts, moe
 from weft_kernels.moe.reference import moe_reference
 from weft_kernels.packed import Fp8, Int4, Stored, held, read_fp8, read_int4, stack
-from weft_kernels.packed.linear import gemm
+from weft_kernels.packed.linear import gemm, linear_packed
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 NAN = 0x7F
@@ -105,6 +105,14 @@ def test_products_are_those_of_the_unpacked_matrix(
         (x.float() @ unpacked.T + bias.float()) / size,
         factor=1 if dtype is torch.float32 else 200,
     )
+
+
+@pytest.mark.parametrize("make", [lambda: make_fp8(40, 256, (32, 64)), lambda: int4(40, 256, 32)])
+def test_many_rows_are_multiplied_in_tiles_of_their_own(make: Callable[[], Fp8 | Int4]) -> None:
+    weight = make()
+    x = torch.randn(70, 256, generator=torch.Generator().manual_seed(7)).to(DEVICE)
+    size = (x.abs() @ weight.unpack().abs().T).max()
+    close(linear_packed(x, weight) / size, x @ weight.unpack().T / size)
 
 
 @pytest.mark.parametrize("order", [None, torch.randperm(104, generator=torch.Generator().manual_seed(1))])

@@ -61,7 +61,7 @@ def gemm(x: Tensor, weight: F12 | Fp8 | Int4) -> Tensor:
     """x: [M, columns]. [M, rows] in x's dtype, or [splits, M, rows] float32 to be added up in that order."""
     num_rows, size = x.shape
     num_outputs = weight.shape[0]
-    tiles = form_constants(weight, 64) | tiles_of(num_rows, num_outputs, isinstance(weight, F12))
+    tiles = form_constants(weight, 64) | tiles_of(num_rows, num_outputs)
     grid = triton.cdiv(num_outputs, tiles["BLOCK_N"]), triton.cdiv(num_rows, tiles["BLOCK_M"])
     num_steps = triton.cdiv(size, tiles["BLOCK_K"])
     splits = max(1, min(MAX_SPLITS, FULL_PROGRAMS // (grid[0] * grid[1]), num_steps // 4))
@@ -74,12 +74,11 @@ def gemm(x: Tensor, weight: F12 | Fp8 | Int4) -> Tensor:
     return out
 
 
-def tiles_of(num_rows: int, num_outputs: int, is_f12: bool) -> dict[str, int]:
-    """A decode step reads weights, a prompt multiplies. Sums that are scaled by groups need registers of their own."""
-    block_m = max(16, min(128 if is_f12 else 64, triton.next_power_of_2(num_rows)))
+def tiles_of(num_rows: int, num_outputs: int) -> dict[str, int]:
+    """A decode step reads weights, a prompt multiplies."""
     if num_rows > 64:
-        return {"BLOCK_M": block_m, "BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3}
-    block_n = 64 if num_outputs >= 64 else 32
+        return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3}
+    block_m, block_n = max(16, triton.next_power_of_2(num_rows)), 64 if num_outputs >= 64 else 32
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 256, "num_warps": 4, "num_stages": 3}
 
 

@@ -1,6 +1,7 @@
 """FP8 and INT4 weights in registers: rows times rows of weights. Device functions; `quantized.py` has the formats.
 
-The weights are the left operand, as in F12.
+The weights are the left operand, as in F12. Where tiles lie within groups, and there are few rows, a factor multiplies
+the group's sums; otherwise its weights, which are rounded to the rows' dtype then, as if they had been unpacked to it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from weft_kernels.packed.registers import LEFT_SCALE, half_of, left_tile
 # E4M3's exponent and mantissa in the place of a bfloat16's are 2^-120 of what they mean, its denormals denormals there,
 # which multipliers take as they are. This much of it is left beside what the other rows were enlarged by.
 _E4M3_SCALE = tl.constexpr(2.0 ** (120 - 64))
+
+
+# as many sums as weights in a tile, from here on
+_FEW_ROWS = tl.constexpr(64)
 
 
 @triton.jit
@@ -34,7 +39,7 @@ def product_fp8(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK_M, BLOCK_N] fp32. A factor multiplies the block's sums, not its weights, where tiles lie within blocks."""
+    """[BLOCK_M, BLOCK_N] fp32."""
     WORDS: tl.constexpr = (SIZE + 3) // 4
     GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
     BLOCK_J: tl.constexpr = BLOCK_K // 4
@@ -58,13 +63,16 @@ def product_fp8(
             b_pair = b_upper & -0x7FFF8000 | (b_upper >> 4) & 0x07F007F0
             b_right = half_of(b_pair, BYTE // 2 == 1, b_left.dtype)
             if WORDS % BLOCK_J == 0 and GROUP % BLOCK_J == 0:
-                b_part = tl.dot(b_right, b_left, input_precision="ieee")
                 group = (BYTE * WORDS + step * BLOCK_J) // GROUP
-                b_acc += b_part * (tl.load(p_factor + group, mask=m_row, other=0.0) * _E4M3_SCALE)[:, None]
+                b_factor = tl.load(p_factor + group, mask=m_row, other=0.0)[:, None]
             else:
                 m_factor = m_row[:, None] & m_k[None, :]
                 b_factor = tl.load(p_factor[:, None] + (o_k // GROUP)[None, :], mask=m_factor, other=0.0)
-                b_right = (b_right.to(tl.float32) * _E4M3_SCALE * b_factor).to(b_left.dtype)
+            b_factor *= _E4M3_SCALE
+            if WORDS % BLOCK_J == 0 and GROUP % BLOCK_J == 0 and BLOCK_M <= _FEW_ROWS:
+                b_acc += tl.dot(b_right, b_left, input_precision="ieee") * b_factor
+            else:
+                b_right = (b_right.to(tl.float32) * b_factor).to(b_left.dtype)
                 b_acc = tl.dot(b_right, b_left, b_acc, input_precision="ieee")
     return tl.trans(b_acc)
 
@@ -87,7 +95,7 @@ def product_int4(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK_M, BLOCK_N] fp32. A factor multiplies the group's sums, not its weights, where tiles lie within groups."""
+    """[BLOCK_M, BLOCK_N] fp32."""
     WORDS: tl.constexpr = (SIZE + 7) // 8
     GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
     BLOCK_J: tl.constexpr = BLOCK_K // 8
@@ -109,12 +117,14 @@ def product_int4(
             b_left = left_tile(p_left, m_left, b_scale, o_k, m_k, SCALED)
             b_right = half_of(b_pair, NIBBLE // 4 == 1, b_left.dtype) - 136.0
             if WORDS % BLOCK_J == 0 and GROUP % BLOCK_J == 0:
-                b_part = tl.dot(b_right, b_left, input_precision="ieee")
                 group = (NIBBLE * WORDS + step * BLOCK_J) // GROUP
-                b_acc += b_part * tl.load(p_factor + group, mask=m_row, other=0.0).to(tl.float32)[:, None]
+                b_factor = tl.load(p_factor + group, mask=m_row, other=0.0)[:, None].to(tl.float32)
             else:
                 m_factor = m_row[:, None] & m_k[None, :]
-                b_factor = tl.load(p_factor[:, None] + (o_k // GROUP)[None, :], mask=m_factor, other=0.0)
-                b_right = (b_right.to(tl.float32) * b_factor.to(tl.float32)).to(b_left.dtype)
+                b_factor = tl.load(p_factor[:, None] + (o_k // GROUP)[None, :], mask=m_factor, other=0.0).to(tl.float32)
+            if WORDS % BLOCK_J == 0 and GROUP % BLOCK_J == 0 and BLOCK_M <= _FEW_ROWS:
+                b_acc += tl.dot(b_right, b_left, input_precision="ieee") * b_factor
+            else:
+                b_right = (b_right.to(tl.float32) * b_factor).to(b_left.dtype)
                 b_acc = tl.dot(b_right, b_left, b_acc, input_precision="ieee")
     return tl.trans(b_acc)

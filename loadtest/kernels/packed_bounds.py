@@ -1,0 +1,158 @@
+"""What packed weights could gain on an H200 at best, derived without one: what is read, multiplied and issued a weight.
+
+    python -m loadtest.kernels.packed_bounds --out docs/results/packed-bounds.md
+
+Compiles the kernels for Hopper, as a launch would, and counts the instructions of their main loop. A bound and no
+forecast: nothing ever waits, and both sides read at the speed of a copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from weft_kernels.packed import F12, Fp8, Int4
+from weft_kernels.packed import linear as packed_linear
+from weft_kernels.packed.product import form_constants, operands
+
+# as measured on an H200: bytes of a copy and bfloat16 operations a second; lanes of instructions issued a second
+COPIED, MULTIPLIED, ISSUED = 4.3e12, 780e12, 132 * 128 * 1.755e9
+OUTPUTS, INPUTS = 14_336, 4096
+ROWS = (1, 16, 64, 128, 256, 1024)
+TYPES = {torch.bfloat16: "*bf16", torch.int32: "*i32", torch.float32: "*fp32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Seconds a weight."""
+
+    reading: float
+    issuing: float
+    multiplying: float
+
+    @property
+    def slowest(self) -> str:
+        """What it waits for."""
+        parts = {"reading": self.reading, "issuing": self.issuing, "multiplying": self.multiplying}
+        return max(parts, key=parts.__getitem__)
+
+    @property
+    def seconds(self) -> float:
+        """Of the slowest."""
+        return max(self.reading, self.issuing, self.multiplying)
+
+
+def matrices() -> dict[str, F12 | Fp8 | Int4]:
+    """Of one shape; what is in them does not matter."""
+    i32, blocks = torch.int32, OUTPUTS // 64
+    words, bases, starts = (torch.empty(n, dtype=i32) for n in (3 * OUTPUTS * INPUTS // 8, blocks, blocks + 1))
+    escapes = OUTPUTS * INPUTS // 3000
+    listed = torch.empty(escapes, dtype=i32), torch.empty(escapes, dtype=torch.bfloat16)
+    groups = torch.empty(OUTPUTS, INPUTS // 32, dtype=torch.bfloat16)
+    return {
+        "F12": F12(OUTPUTS, INPUTS, words.view(3, OUTPUTS, -1), bases, starts, *listed),
+        "FP8, blocks of 128": Fp8(
+            INPUTS, torch.empty(OUTPUTS, INPUTS // 4, dtype=i32), torch.empty(OUTPUTS // 128, INPUTS // 128), (128, 128)
+        ),
+        "INT4, groups of 32": Int4(INPUTS, torch.empty(OUTPUTS, INPUTS // 8, dtype=i32), groups, 32),
+    }
+
+
+def bound_of(weight: F12 | Fp8 | Int4, rows: int) -> tuple[Bound, float]:
+    """And how many instructions unpack and multiply a weight, for one tile of rows."""
+    if isinstance(weight, F12) and rows == 1:
+        constants = {"SIZE": INPUTS, "BLOCK_N": 16, "BLOCK_J": 128, "num_warps": 4}
+        slots = issued(packed_linear._gemv, weight, constants, 16 * 128 * 8)
+        return Bound(weight.nbytes / OUTPUTS / INPUTS / COPIED, slots / ISSUED, 0.0), slots
+    tiles = form_constants(weight, 64) | packed_linear.tiles_of(rows, OUTPUTS)
+    slots = issued(packed_linear._gemm, weight, {"SIZE": INPUTS, **tiles}, tiles["BLOCK_N"] * tiles["BLOCK_K"])
+    num_tiles = math.ceil(rows / tiles["BLOCK_M"])
+    padded = num_tiles * tiles["BLOCK_M"]
+    reading = weight.nbytes / OUTPUTS / INPUTS / COPIED
+    return Bound(reading, slots * num_tiles / ISSUED, 2 * padded / MULTIPLIED), slots
+
+
+def issued(kernel: Any, weight: F12 | Fp8 | Int4, constants: dict[str, int], num_weights: int) -> float:
+    """Instructions of a lane for each weight that it unpacks, in the largest loop; `num_weights`: of one round."""
+    options = {"num_warps": constants.pop("num_warps"), "num_stages": constants.pop("num_stages", 3)}
+    x = torch.empty(1, dtype=torch.bfloat16)
+    tensors: list[Tensor] = [x, *operands(weight, x), x]
+    names = [param.name for param in kernel.params]
+    signature, aligned = {}, {}
+    for index, name in enumerate(names):
+        is_pointer = index < len(tensors)
+        signature[name] = "constexpr" if name in constants else TYPES[tensors[index].dtype] if is_pointer else "i32"
+        if name not in constants and name not in ("num_steps", "split_steps"):
+            aligned[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, aligned)
+    cubin: bytes = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+    return largest_loop(cubin) * 32 * options["num_warps"] / num_weights
+
+
+def largest_loop(cubin: bytes) -> int:
+    """Its instructions: from where a branch back leads to that branch."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    lines = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", text)]
+    loops = [0]
+    for at, what in lines:
+        target = re.search(r"\bBRA\b.*0x([0-9a-f]+)", what)
+        if target and int(target[1], 16) < at:
+            loops.append(sum(int(target[1], 16) <= other <= at for other, _ in lines))
+    return max(loops)
+
+
+def table() -> Iterator[str]:
+    """Markdown."""
+    yield "| weights | bits | rows | instructions each | room while it is read | bound by | times bfloat16 at best |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, weight in matrices().items():
+        for rows in ROWS:
+            ours, slots = bound_of(weight, rows)
+            plain = Bound(2 / COPIED, 0.0, 2 * rows / MULTIPLIED)
+            bits, room = 8 * ours.reading * COPIED, ours.reading * ISSUED
+            figures = (
+                f"{bits:.2f} | {rows} | {slots:.1f} | {room:.1f} | {ours.slowest} | {plain.seconds / ours.seconds:.2f}"
+            )
+            yield f"| {name} | {figures} |"
+
+
+def main() -> None:
+    """Print the table, and write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    out: Path | None = parser.parse_args().out
+    text = [
+        "# Packed weights on an H200: derived bounds",
+        "",
+        f"Not measured on a GPU. A matrix of {OUTPUTS:,} x {INPUTS:,}; {COPIED / 1e12:g} TB/s and {MULTIPLIED / 1e12:g}"
+        f" TFLOP/s as measured on an H200, {ISSUED / 1e12:.1f} T lanes of instructions a second;",
+        f"instructions counted in the main loops that Triton {triton.__version__} compiles, anew for each tile of rows."
+        " Nothing waits in this arithmetic: measure with",
+        "`python -m loadtest.kernels.f12` and `python -m loadtest.kernels.quantized` where a GPU is.",
+        "",
+        *table(),
+    ]
+    print("\n".join(text))
+    if out is not None:
+        out.write_text("\n".join(text) + "\n")
+
+
+if __name__ == "__main__":
+    main()
