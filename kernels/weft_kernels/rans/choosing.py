@@ -50,7 +50,8 @@ def measure(values: Words, is_bf16: bool) -> Measured:
     row_scales, column_scales = _scales(values, lines, is_bf16)
     scaled = replace(plain, class_bits=CLASS_BITS, row_scales=row_scales, column_scales=column_scales)
     picked = _picked(columns)
-    sample = np.ascontiguousarray(lines[:, picked]) if len(picked) < columns else lines
+    blocks = range(0, columns, COLUMN_BLOCK * _every(columns))
+    sample = np.concatenate([lines[:, first : first + COLUMN_BLOCK] for first in blocks], axis=1)
     candidates = []
     for coding in (plain, scaled):
         scales = coding.row_scales[::step].copy(), coding.column_scales[picked].copy()

@@ -38,8 +38,14 @@ struct Stream {
 
     long size() const { return std::min(TURNS, shape.count - done); }
 
+    // Works out the contexts of what is decoded next, and has the memory fetched that `join` reads and writes.
     void look_ahead() {
         const int spare = 4 - shape.class_bits;
+        const uint8_t* rest = chunk->rest + done / GROUP * (chunk->is_bf16 ? Half<5>::GROUP_BYTES : Half<8>::GROUP_BYTES);
+        for (long i = 0; i < size(); i += LINE / 2) {
+            __builtin_prefetch(chunk->out + done + i, 1);
+            __builtin_prefetch(rest + i);  // every line, as there is about a byte for an element
+        }
         fill_contexts(contexts, shape.first + done, size(), chunk->rows, chunk->columns, shape);
         for (long i = 0; i < size(); i++) tables[i] = uint16_t(((contexts[i] & 15) >> spare) << PRECISION);
     }

@@ -110,6 +110,7 @@ void encode(Coder& coder, const uint16_t* values, const int8_t* rows, const int8
     uint16_t places[BLOCK];
     for (long block = (shape.count - 1) / BLOCK * BLOCK; block >= 0; block -= BLOCK) {
         long size = std::min(BLOCK, shape.count - block), whole = size / LANES * LANES;
+        for (long i = LINE / 2; block && i <= BLOCK; i += LINE / 2) __builtin_prefetch(values + block - i);
         fill_contexts(contexts, shape.first + block, size, rows, columns, shape);
         find_places<Low>(places, contexts, values + block, size, shape);
         coder.code_slowly(places + whole, int(size - whole), block + whole);

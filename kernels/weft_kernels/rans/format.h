@@ -19,6 +19,7 @@ constexpr int LANES = 32, GROUP = 64, PRECISION = 12, SYMBOLS = 256;
 constexpr uint32_t LOWEST = 1u << 16, TOTAL = 1u << PRECISION;
 constexpr int ZERO = 0, ESCAPE = 1, FIRST = 4;  // symbols below FIRST stand for no key
 constexpr long BLOCK = 4096;                     // elements whose contexts are worked out at a time
+constexpr long LINE = 64;                        // bytes that memory is fetched by
 
 struct Shape {
     long first, count, columns;  // of the chunk, counted through the tensor row by row
