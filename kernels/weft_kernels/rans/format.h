@@ -63,11 +63,6 @@ struct Half {
         uint32_t size = symbol < FIRST ? 0 : (key << Low) | (rest_bits & ((1u << Low) - 1));
         return uint16_t((size & 0x7FFF) | (rest_bits >> Low) << 15);
     }
-    static WEFT_INLINE int symbol(uint16_t value, int context, const Shape& shape) {
-        if (!(value & 0x7FFF)) return ZERO;
-        int key = ((value & 0x7FFF) >> Low) - 4 * ((context >> 4) + shape.base);
-        return key >= FIRST && key < SYMBOLS ? key : ESCAPE;
-    }
 };
 
 WEFT_INLINE int class_of(int context, int bits) { return (context & 15) >> (4 - bits); }

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +139,22 @@ def a_coded_chunk(path: Path) -> tuple[str, int]:
     return tensor.name, tensor.offset + tensor.size_bytes // 2
 
 
+def with_a_base(path: Path, base: int) -> None:
+    """A header that says so of every tensor, and is whole."""
+    header = layout.read_bundle_header(path)
+    with path.open("r+b") as file:
+        file.seek(0, os.SEEK_END)
+        tensors = tuple(replace(tensor, base=base) for tensor in header.tensors)
+        layout.write_header(file, replace(header, tensors=tensors))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (lambda path: os.truncate(path, path.stat().st_size - 100), "truncated: the bundle has"),
     "a header bit": (lambda path: flip(path, path.stat().st_size - 20), "the header is damaged: its checksum"),
     "another version": (lambda path: flip(path, 8), "a bundle of version 17; this program reads version 1"),
     "no bundle": (lambda path: flip(path, 0), "not a bundle"),
     "not finished": (lambda path: path.write_bytes(bytes(64)), "not finished"),
+    "an impossible base": (lambda path: with_a_base(path, 1 << 70), "no exponent is near base"),
     "empty": (lambda path: path.write_bytes(b""), "not finished"),
 }
 

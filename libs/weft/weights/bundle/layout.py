@@ -28,6 +28,7 @@ PROLOGUE = struct.Struct("<8sIIQQQQ16x")  # magic, version, 0, header's offset, 
 MAX_UNPACKED_BYTES = 1 << 28
 """Of a header, which is stored deflated."""
 ALIGNMENT = 64
+MAX_BASE = 1 << 12
 CHUNK_BYTES = 1 << 19
 """Original bytes of every chunk but a tensor's last."""
 CHUNK_HEAD = struct.Struct("<IIQ")  # words, escapes, XXH3-64 of the elements as they were
@@ -191,5 +192,7 @@ def _check(path: str, tensor: PackedTensor, data_end: int) -> None:
         raise BadCheckpoint(
             f"{path}: tensor {tensor.name}: no {tensor.dtype} of {tensor.class_bits} class bits is coded"
         )
+    if abs(tensor.base) > MAX_BASE:
+        raise BadCheckpoint(f"{path}: tensor {tensor.name}: no exponent is near base {tensor.base}")
     if tensor.offset % ALIGNMENT or tensor.size_bytes < 8 * tensor.num_chunks:
         raise BadCheckpoint(f"{path}: tensor {tensor.name}: its place or size cannot be right")
