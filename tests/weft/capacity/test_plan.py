@@ -281,7 +281,7 @@ def test_the_command_shows_its_arithmetic(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_packed_weights_fit_as_they_stay_packed() -> None:
-    """Eight H100 have room for Kimi's INT4; they would not have it for a quarter as many parameters in bfloat16."""
+    """Eight H100 have room for Kimi's INT4, four have not."""
     run = weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "h100", "--gpus", "8", "--tp", "8", "--ep", "8")
     assert run.returncode == 0
     assert "553.70 GiB as INT4" in run.stdout
