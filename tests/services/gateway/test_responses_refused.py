@@ -29,6 +29,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0"),
     ({"input": [{"type": "computer_call"}]}, "input.0.type"),
     ({"input": [{"role": "user", "content": "x"}, {"type": "function_call", "call_id": "1"}]}, "input.1"),
+    ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "namespace": [5]}]}, "input.0.namespace"),
     ({"instructions": 5}, "instructions"),
     ({"instructions": {}}, "instructions"),
     ({"max_output_tokens": 0}, "max_output_tokens"),

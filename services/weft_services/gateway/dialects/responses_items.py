@@ -83,6 +83,8 @@ def _read_item(conversation: Conversation, item: Any, path: str) -> None:
             if thoughts := _thoughts(item, path):
                 conversation.turn("reasoning_content", thoughts, path)
         case "function_call":
+            if not isinstance(item.get("namespace"), str | None):
+                raise InvalidRequest(f"{path}.namespace: expected a string", f"{path}.namespace")
             name = qualified(item.get("namespace"), item.get("name"))
             function = {"name": name, "arguments": item.get("arguments") or ""}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
