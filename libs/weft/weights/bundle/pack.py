@@ -93,13 +93,20 @@ class _Packer:
         words, encoder = values.view("<u2"), rans.Encoder(coding)
 
         def encode(first: int, size: int) -> _Coded:
-            memory = self._memories.pop() if self._memories else rans.EncodingMemory(CHUNK_BYTES // 2)
+            memory = self._memory()
             chunk = encoder.encode(words[first // 2 : (first + size) // 2], first // 2, memory)
             return _coded(chunk, values[first : first + size], memory)
 
         self._write_chunks(shares + scales, values, encode)
         size = self._file.tell() - offset
         return PackedTensor(*place, "rans", offset, size, coding.base, coding.class_bits, len(shares))
+
+    def _memory(self) -> rans.EncodingMemory:
+        """For one chunk; called by several threads."""
+        try:
+            return self._memories.pop()
+        except IndexError:
+            return rans.EncodingMemory(CHUNK_BYTES // 2)
 
     def _write_chunks(self, preface: bytes, values: Bytes, encode: Callable[[int, int], _Coded]) -> None:
         """Ends of the chunks, preface, chunks. The ends are known last and written first."""
