@@ -95,6 +95,7 @@ def compare(engines: list[Engine], task: Task, rounds: int) -> None:
         for engine in engines:
             print(f"round {index + 1}/{rounds}: {engine.full_name}", file=sys.stderr, flush=True)
             engine.run(task)
+            print(json.dumps(engine.rounds[-1]) if engine.rounds else engine.error, file=sys.stderr, flush=True)
 
 
 def print_table(engines: list[Engine], task: Task, title: str) -> dict[str, dict[str, float]]:
