@@ -179,6 +179,14 @@ class LocalMesh:
         """Of all live workers."""
         return [worker.hello.worker for worker in self._fleet()]
 
+    def reports(self) -> dict[str, scheduler_service_pb2.WorkerReport]:
+        """What every live worker said last, by name."""
+        return {worker.hello.worker.worker_id: worker.report for worker in self._fleet()}
+
+    def pool_tokens(self) -> int:
+        """Of the smallest pool."""
+        return min(worker.hello.num_blocks * worker.hello.fingerprint.block_tokens for worker in self._fleet())
+
     def _fleet(self) -> list[scheduler_service_pb2.WorkerStatus]:
         with grpc.insecure_channel(self.child("gateway").environ()["WEFT_SCHEDULER_ADDR"]) as channel:
             stub = scheduler_service_pb2_grpc.FleetServiceStub(channel)  # type: ignore[no-untyped-call, unused-ignore]

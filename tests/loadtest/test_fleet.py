@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 
 import pytest
+from loadtest.fleet.calibrate import CHUNK_TOKENS, LENGTHS, Window, fit, windows
 from loadtest.fleet.figures import Targets, summarize, weighted_percentile
 from loadtest.fleet.machine import H100, load_machine
 from loadtest.fleet.ours import Signals, Weft
@@ -17,6 +18,7 @@ from loadtest.fleet.simulator import FleetPlan, Outcome, Policy, Simulation
 from loadtest.fleet.trace import BLOCK_TOKENS, Request, enlarge, faster, ideal_hits, read_trace
 from loadtest.fleet.zoo import zoo
 
+from weft_mesh.v1.scheduler_service_pb2 import WorkerReport
 from weft_services.scheduler.planner import Limits, RolePlanner
 
 PLAN = FleetPlan(H100, num_prefill=2, num_decode=2)
@@ -107,6 +109,35 @@ def test_a_planner_mends_a_fleet_whose_roles_do_not_fit_its_load(num_prefill: in
         for policy in (Weft("fixed"), Weft("planned", planner=planner))
     )
     assert planned.goodput > 1.3 * fixed.goodput
+
+
+def test_a_machine_is_found_again_from_what_it_takes() -> None:
+    true = replace(
+        H100, base=0.008, sequence=0.001, kv_token=0.0, prompt_token=4e-4, pair=2e-7, chunk_tokens=CHUNK_TOKENS
+    )
+    besides = true.handoff + true.handoff_token * 100
+    alone = [(length, true.prefill(length, 0) + besides) for length in LENGTHS]
+    prompts = Window(0, 0.0, 0.0, 10 * 512, 10 * true.prefill(512, 0))
+    steps = [Window(50, true.step(batch, 0), batch, 0, 0.0) for batch in (1, 2, 5)]
+    found = fit(alone, [prompts, *steps], true.kv_tokens)
+    assert [found.base, found.sequence] == pytest.approx([true.base, true.sequence])
+    for length in (64, 300, 700):
+        expected = true.prefill(length, 0) + besides
+        got = found.prefill(length, 0) + found.handoff + found.handoff_token * length
+        assert got == pytest.approx(expected, rel=0.1)
+
+
+def test_windows_are_what_was_counted_between_two_looks() -> None:
+    before = WorkerReport(generating_steps=10, generating_seconds=1.0, generated_tokens=20, computed_prompt_tokens=5)
+    after = WorkerReport(
+        generating_steps=30,
+        generating_seconds=1.4,
+        generated_tokens=100,
+        computed_prompt_tokens=25,
+        computing_seconds=0.5,
+    )
+    (window,) = windows([{"decode-0": before}, {"decode-0": after, "decode-1": before}])
+    assert astuple(window) == pytest.approx((20, 0.02, 4.0, 20, 0.5))
 
 
 def test_the_same_run_twice_is_the_same_run() -> None:
