@@ -5,7 +5,10 @@
     python -m loadtest.split --report split.md              the table as a page
 
 Short chats stream while long prompts arrive, both by chance at a fixed rate, the same requests for both sides. A worker
-that does both writes no token while a chunk of a prompt computes; a decode worker of a pair never waits for one. Both
+that does both writes no token while a chunk of a prompt computes; a decode worker of a pair never waits for one. How
+many tokens come late is a matter of load: unless told a rate, long prompts come so often that one worker for them alone
+is busy for `--long-load` of the time, by what one takes on the idle pair. Of two that do both, each then computes
+prompts for half of that, and with the usual chunks more than a tenth of the chats' tokens meet one. Both
 meshes run all the time, one process a worker on a core of its own, and are loaded in turn; the idle one costs nothing.
 Times between tokens are those of the chats, as their client sees them. Random weights: what is said does not matter.
 """
@@ -20,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -35,6 +38,7 @@ from weft.cli.bench.workload import Recipe, from_recipe
 # how many prefill and decode workers, and workers that do both
 SIDES = {"2 combined": (0, 0, 2), "prefill + decode": (1, 1, 0)}
 SETTLE_SECONDS = 60.0
+NUM_ALONE = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,10 @@ class Options:
     chat_rate: float
     chat_tokens: tuple[int, int]
     """Of a chat's prompt and its answer."""
+    long_load: float
+    """Share of one worker's time that long prompts take."""
     long_rate: float
+    """A second; 0: as the load says."""
     long_tokens: tuple[int, int]
     chunk_tokens: int
 
@@ -92,10 +99,21 @@ async def measure(target: Target, options: Options, seed: int) -> Figures:
     )
 
 
+async def seconds_of_a_long_prompt(target: Target, options: Options) -> float:
+    """To its first token on an idle mesh, the median of some."""
+    recipe = Recipe(NUM_ALONE, options.long_tokens[0], 0, 1, concurrency=1, seed=NUM_ALONE)
+    alone = await run(target, from_recipe(recipe), 1, SETTLE_SECONDS, lambda done: None)
+    return statistics.median(record.first_token for record in alone if not record.error)
+
+
 async def compare(urls: dict[str, str], options: Options) -> dict[str, list[Figures]]:
     """Every round of both sides, in turn."""
     results: dict[str, list[Figures]] = {name: [] for name in urls}
     targets = {name: await open_target(url, "", "", False) for name, url in urls.items()}
+    if not options.long_rate:
+        seconds = await seconds_of_a_long_prompt(list(targets.values())[-1], options)
+        options = replace(options, long_rate=options.long_load / seconds)
+        print(f"a long prompt takes {seconds:.2f} s: {options.long_rate:.2f} a second", flush=True)
     for number in range(1, options.rounds + 1):
         for name, target in targets.items():
             figures = await measure(target, options, number)
@@ -130,11 +148,12 @@ def parse_options() -> tuple[Options, str]:
     parser = argparse.ArgumentParser(description="Combined workers against a prefill and a decode worker.")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals, a round and side")
-    parser.add_argument("--chat-rate", type=float, default=2.0, help="chats a second")
+    parser.add_argument("--chat-rate", type=float, default=3.0, help="chats a second")
     parser.add_argument("--chat-tokens", type=int, nargs=2, default=(64, 64), metavar=("PROMPT", "ANSWER"))
-    parser.add_argument("--long-rate", type=float, default=0.6, help="long prompts a second")
+    parser.add_argument("--long-load", type=float, default=0.8, help="share of a worker's time for long prompts")
+    parser.add_argument("--long-rate", type=float, default=0.0, help="long prompts a second, instead")
     parser.add_argument("--long-tokens", type=int, nargs=2, default=(2048, 8), metavar=("PROMPT", "ANSWER"))
-    parser.add_argument("--chunk-tokens", type=int, default=512, help="prompt tokens in one step (WEFT_CHUNK_TOKENS)")
+    parser.add_argument("--chunk-tokens", type=int, default=128, help="prompt tokens in one step (WEFT_CHUNK_TOKENS)")
     parser.add_argument("--report", default="", help="a Markdown file")
     given = parser.parse_args()
     options = Options(
@@ -142,6 +161,7 @@ def parse_options() -> tuple[Options, str]:
         seconds=given.seconds,
         chat_rate=given.chat_rate,
         chat_tokens=tuple(given.chat_tokens),
+        long_load=given.long_load,
         long_rate=given.long_rate,
         long_tokens=tuple(given.long_tokens),
         chunk_tokens=given.chunk_tokens,
