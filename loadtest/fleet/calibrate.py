@@ -174,6 +174,11 @@ async def measure(mesh: LocalMesh, options: Options) -> tuple[Machine, list[tupl
         looks = await watched(mesh, load)
         await load
         machine = fit(alone, windows(looks), mesh.pool_tokens())
+        print(
+            f"a step {1000 * machine.base:.2f} ms + {1000 * machine.sequence:.2f} ms a sequence; a prompt token "
+            f"{1e6 * machine.prompt_token:.0f} us; hand-off and front end {1000 * machine.handoff:.1f} ms",
+            flush=True,
+        )
         runs = [(rate, await offer(target, rate, options, seed)) for seed, rate in enumerate(options.rates, start=2)]
     finally:
         await target.client.aclose()
@@ -207,10 +212,6 @@ def main() -> None:
             machine, runs = asyncio.run(measure(mesh, options))
     if path is not None:
         path.write_text(json.dumps(asdict(machine), indent=1) + "\n")
-    print(
-        f"a step {1000 * machine.base:.2f} ms + {1000 * machine.sequence:.2f} ms a sequence; a prompt token "
-        f"{1e6 * machine.prompt_token:.0f} us; hand-off and front end {1000 * machine.handoff:.1f} ms"
-    )
     table = Table(title="p50 in ms, real and simulated", box=None, padding=(0, 1))
     for heading in ("requests/s", "TTFT", "simulated", "", "ITL", "simulated", ""):
         table.add_column(heading, justify="right")
