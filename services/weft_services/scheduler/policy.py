@@ -22,9 +22,10 @@ from weft_services.scheduler.state import INFINITE, Demand, Placement, Served, W
 
 # how much more a prompt token that must be computed weighs than one that waits already: no more while there are idle
 # workers, since a second copy of a prefix is of use too; much more once nearly all are busy, when only hits make room.
-# Both shares are fitted on the conversation trace (loadtest.fleet compare): less care at 60 and 80 % load has shorter
-# waits, more at 95 %
-CARE, STEEP_CARE = 0.3, 0.1
+# Share and steepness are fitted on the conversation trace (loadtest.fleet compare): less care has shorter waits at 60
+# and 80 % load, more has at 95 %, and more hits
+IDLE_SHARE = 0.38
+STEEPNESS = 2.5
 MAX_CARE = 64.0
 # costs this close are noise: a session stays where it is, others are spread. A share of what the request itself takes
 TIE_SHARE = 0.1
@@ -61,10 +62,10 @@ def choose(models: Mapping[str, Served], demand: Demand, now: float) -> Placemen
 
 
 def care_at(utilization: float) -> float:
-    """The weight of an uncached token. Queues grow as 1 / (1 - utilization), and so does what a second of work costs
-    those behind it."""
+    """The weight of an uncached token: what a second of work costs those behind it grows faster than their queues,
+    which grow as 1 / (1 - utilization)."""
     idle = max(1.0 - utilization, 0.01)
-    return min(max(CARE / idle + STEEP_CARE / idle**2, 1.0), MAX_CARE)
+    return min(max((IDLE_SHARE / idle) ** STEEPNESS, 1.0), MAX_CARE)
 
 
 def held_tokens(demand: Demand, worker: Worker) -> int:
