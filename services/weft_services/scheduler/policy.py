@@ -65,7 +65,8 @@ def care_at(utilization: float) -> float:
     """The weight of an uncached token: what a second of work costs those behind it grows faster than their queues,
     which grow as 1 / (1 - utilization)."""
     idle = max(1.0 - utilization, 0.01)
-    return min(max((IDLE_SHARE / idle) ** STEEPNESS, 1.0), MAX_CARE)
+    care: float = (IDLE_SHARE / idle) ** STEEPNESS
+    return min(max(care, 1.0), MAX_CARE)
 
 
 def held_tokens(demand: Demand, worker: Worker) -> int:
