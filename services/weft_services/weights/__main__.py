@@ -49,7 +49,7 @@ async def _preload(name: str, loader: WeightLoader, limit_bytes: int) -> None:
         logging.info("the model %r has no place beside the others now: it is loaded when it is asked for", name)
         return
     try:
-        async for _ in loader.load():
+        async for _ in loader.load(is_ahead=True):
             pass
     except Overloaded as error:
         raise ConfigError(f"the model {name!r} does not fit: {error}") from error

@@ -72,9 +72,13 @@ class WeightLoader:
         self._progress_lock = threading.Lock()
         self._is_stopping = False
 
-    async def load(self) -> AsyncIterator[Progress | Loaded]:
-        """Progress while it is read, Loaded last. Raises BadCheckpoint, or Overloaded when shared memory is full."""
-        self._room.touch(self)
+    async def load(self, is_ahead: bool = False) -> AsyncIterator[Progress | Loaded]:
+        """Progress while it is read, Loaded last; `is_ahead` of anybody who would map it.
+
+        Raises BadCheckpoint, or Overloaded when shared memory is full.
+        """
+        if not is_ahead:
+            self._room.touch(self)
         if self._loaded is not None and self._loaded.image.is_linked():
             yield replace(self._loaded, source=MEMORY)
             return

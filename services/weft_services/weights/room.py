@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
@@ -47,7 +48,7 @@ class Room:
 
     def enter(self, holder: Holder) -> None:
         """One more, whose image has never been asked for."""
-        self._asked_at[holder] = 0.0
+        self._asked_at[holder] = -math.inf
 
     def touch(self, holder: Holder) -> None:
         """Its image has been asked for."""

@@ -141,3 +141,19 @@ async def test_a_model_beyond_the_limit_is_refused_at_once(models: dict[str, Pat
     async with serving(models, size_of(models["a"]) - 1) as channel:
         with pytest.raises(Overloaded, match="held: nothing"):
             await load(channel, "a")
+
+
+async def test_what_was_loaded_ahead_makes_room_at_once(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "HAND_OVER_SECONDS", 60.0)
+    shared = room.Room(size_of(models["a"]))
+    async with asyncio.TaskGroup() as tasks:
+        first, second = (WeightLoader(models[name], 1, tasks, room=shared) for name in ("a", "b"))
+        async for _ in first.load(is_ahead=True):
+            pass
+        assert not await second.fits()
+        async for _ in second.load():
+            pass
+        assert there(models) == {"b"}
+        second.release()
