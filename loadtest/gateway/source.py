@@ -77,10 +77,17 @@ class Source(decode_service_pb2_grpc.DecodeServiceServicer):
         """`step_seconds` 0: a step whenever the stream takes a frame."""
         self._token_ids = token_ids
         self._step_seconds = step_seconds
+        self._stages: list[Stage] = []
+
+    @property
+    def num_running(self) -> int:
+        """Sequences under way."""
+        return sum(len(stage.speakers) for stage in self._stages)
 
     async def Attach(self, request_iterator: AsyncIterator[pb.AttachRequest], context: Any) -> None:  # type: ignore[override]
         """One gateway."""
         stage = Stage()
+        self._stages.append(stage)
         async with asyncio.TaskGroup() as group:
             writer = group.create_task(self._write(stage, context))
             async for request in request_iterator:
@@ -127,7 +134,7 @@ class Source(decode_service_pb2_grpc.DecodeServiceServicer):
         return frame
 
 
-async def be_member(scheduler: str, address: str, model: str) -> None:
+async def be_member(scheduler: str, address: str, model: str, source: Source) -> None:
     """Join, and report for as long as the process lives."""
     hello = scheduler_pb.WorkerHello(
         worker=scheduler_pb.WorkerAddress(worker_id=WORKER_ID, boot_id=BOOT_ID, address=address),
@@ -137,12 +144,12 @@ async def be_member(scheduler: str, address: str, model: str) -> None:
         num_blocks=NUM_BLOCKS,
         max_context_tokens=CONTEXT,
     )
-    report = scheduler_pb.WorkerReport(ready=True, free_blocks=NUM_BLOCKS)
     async with open_channel(scheduler) as channel:
         await asyncio.wait_for(channel.channel_ready(), JOIN_SECONDS)
         async with owned(FleetServiceStub(channel).Join()) as call:
             await call.write(scheduler_pb.JoinRequest(hello=hello))
             while True:
+                report = scheduler_pb.WorkerReport(ready=True, free_blocks=NUM_BLOCKS, num_running=source.num_running)
                 await call.write(scheduler_pb.JoinRequest(report=report))
                 await asyncio.sleep(REPORT_SECONDS)
 
@@ -153,9 +160,10 @@ async def serve(options: argparse.Namespace) -> None:
     token_ids = tokenizer.encode((ROOT / "docs" / "architecture.md").read_text(), add_special_tokens=False).ids
     rpc = RpcServer([SERVICE])
     step_seconds = 1 / options.steps_per_second if options.steps_per_second else 0.0
-    decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(Source(token_ids, step_seconds), rpc.server)
+    source = Source(token_ids, step_seconds)
+    decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(source, rpc.server)
     address = await rpc.start("127.0.0.1", 0, lambda: None)
-    await until_signal(be_member(options.scheduler, address, options.name))
+    await until_signal(be_member(options.scheduler, address, options.name, source))
     await rpc.stop(0)
 
 
