@@ -76,6 +76,26 @@ async def test_frames_that_come_while_there_is_none_are_told_together_and_none_i
     assert slow.counts == [1, 5]
 
 
+async def test_a_frame_for_many_is_told_to_all_of_them_with_the_loop_free_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_AT_ONCE", 4)
+    delivery, readers, heard_by_turn = Delivery(), [Reader() for _ in range(10)], list[int]()
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(reader.read()) for reader in readers]
+        await turns()
+        put(delivery, *readers)
+        put(delivery, readers[0])  # while the others are being told
+        async with asyncio.timeout(10):
+            while sum(map(len, (reader.counts for reader in readers))) < 11:
+                heard_by_turn.append(sum(len(reader.counts) for reader in readers))
+                await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+    assert {4, 8} <= set(heard_by_turn)
+    assert [sum(reader.counts) for reader in readers] == [2, *[1] * 9]
+
+
 async def test_a_reader_that_is_told_nothing_comes_back_when_it_said() -> None:
     inbox, loop = Inbox(), asyncio.get_running_loop()
     until = loop.time() + WORK_SECONDS

@@ -8,11 +8,14 @@ written less often and longer each.
 from __future__ import annotations
 
 import asyncio
+from itertools import islice
 
 from weft_services.gateway.mesh.inbox import Inbox
 
 # what held the loop up for longer was something else
 LONGEST_PAUSE_SECONDS = 0.02
+# woken in one turn of the loop: a frame for ten thousand streams must not keep everything else waiting
+MAX_AT_ONCE = 256
 
 
 class Delivery:
@@ -20,6 +23,7 @@ class Delivery:
 
     def __init__(self) -> None:
         self._marked: dict[Inbox, None] = {}
+        self._waking: dict[Inbox, None] = {}  # those of the delivery under way
         self._began = 0.0
         self._not_before = 0.0
         self._is_due = False
@@ -40,14 +44,20 @@ class Delivery:
             self._deliver()
 
     def _deliver(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._began = loop.time()
-        for inbox in self._marked:
+        self._began = asyncio.get_running_loop().time()
+        self._waking, self._marked = self._marked, self._waking
+        self._wake_some()
+
+    def _wake_some(self) -> None:
+        for inbox in list(islice(self._waking, MAX_AT_ONCE)):
+            del self._waking[inbox]
             inbox.wake()
-        self._marked.clear()
-        loop.call_soon(self._delivered)  # behind all that were woken
+        asyncio.get_running_loop().call_soon(self._delivered)  # behind all that were woken
 
     def _delivered(self) -> None:
+        if self._waking:
+            self._wake_some()
+            return
         now = asyncio.get_running_loop().time()
         self._not_before = now + min(now - self._began, LONGEST_PAUSE_SECONDS)
         self._is_due = False
