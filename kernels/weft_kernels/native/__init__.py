@@ -85,8 +85,8 @@ def load(isa: str) -> ctypes.CDLL | None:
     except (BuildFailed, OSError, subprocess.TimeoutExpired) as error:
         logger.warning("CPU kernels: torch, which is slower; %s cannot be had: %s", isa, error)
         return None
-    of_rows = {f"weft_{name}_{suffix}": types for name, types in OF_ROWS.items() for suffix in SUFFIXES.values()}
-    for name, types in {**SIGNATURES, **of_rows}.items():
+    for_rows = {f"weft_{name}_{suffix}": types for name, types in OF_ROWS.items() for suffix in SUFFIXES.values()}
+    for name, types in {**SIGNATURES, **for_rows}.items():
         function = getattr(library, name)
         function.argtypes, function.restype = types, None
     for name, (types, result) in RETURNING.items():
