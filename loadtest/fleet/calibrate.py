@@ -42,6 +42,8 @@ LENGTHS = (32, 128, 256, 512, 1024)
 REPEATS = 3
 # windows with less work than this say nothing
 MIN_STEPS = 5
+# between the smallest batch and the largest
+MIN_SPREAD = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ def fit(alone: Sequence[tuple[int, float]], seen: Sequence[Window], kv_tokens: i
     busy = [window for window in seen if window.steps >= MIN_STEPS]
     weights = np.sqrt([window.steps for window in busy])
     line = np.array([[1.0, window.sequences] for window in busy]) * weights[:, None]
+    if np.ptp([window.sequences for window in busy]) < MIN_SPREAD:
+        line[:, 1] = 0.0  # batches so alike say nothing of what one more sequence takes
     base, sequence = np.linalg.lstsq(line, np.array([window.step_seconds for window in busy]) * weights, rcond=None)[0]
     prompts = sum(window.prompt_tokens for window in seen)
     under_load = sum(window.prompt_seconds for window in seen) / max(prompts, 1)
@@ -188,8 +192,8 @@ async def measure(mesh: LocalMesh, options: Options) -> tuple[Machine, list[tupl
 def parse_options() -> tuple[Options, Path | None]:
     """The command line."""
     parser = argparse.ArgumentParser(description="The simulator against a real mesh.")
-    parser.add_argument("--fit-rate", type=float, default=1.5, help="requests a second while the model is fitted")
-    parser.add_argument("--rates", default="1,3", help="requests a second, a comparison each")
+    parser.add_argument("--fit-rate", type=float, default=3.0, help="requests a second while the model is fitted")
+    parser.add_argument("--rates", default="2,4", help="requests a second, a comparison each")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each load")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=64)
