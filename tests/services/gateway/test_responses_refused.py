@@ -49,6 +49,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL, {"type": "namespace", "name": "x", "tools": [{"type": "custom"}]}]}, "tools.1.tools.0.type"),
     ({"tools": [TOOL, {"type": "namespace", "name": "x", "tools": [{**TOOL, "name": 5}]}]}, "tools.1.tools.0"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "later"}}, "tool_choice"),
+    ({"user": False}, "user"),
+    ({"safety_identifier": 5}, "safety_identifier"),
     ({"metadata": {"a": 5}}, "metadata"),
     ({"metadata": {"a" * 65: "b"}}, "metadata"),
 ]

@@ -33,6 +33,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 LOGPROBS = "message.output_text.logprobs"
+# of whom and of what, as the client has it; the answer repeats them
+NAMES = ("prompt_cache_key", "safety_identifier", "user")
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 
 
@@ -118,12 +120,9 @@ def _echo(fields: Fields, tools: Tools) -> Fields:
     """What the answer repeats. The tools are those that the model was shown."""
     reasoning, text = _object(fields, "reasoning"), _object(fields, "text")
     same = ("instructions", "max_output_tokens", "max_tool_calls", "prompt_cache_retention")
-    # strings in OpenAI's document, and never null
-    names = ("prompt_cache_key", "safety_identifier", "user")
-    given = {name: fields[name] for name in names if fields.get(name) is not None}
     return {
         **{name: fields.get(name) for name in same},
-        **given,
+        **_names(fields),
         "background": False,
         "metadata": _metadata(fields.get("metadata")),
         "parallel_tool_calls": fields.get("parallel_tool_calls") is not False,
@@ -136,6 +135,15 @@ def _echo(fields: Fields, tools: Tools) -> Fields:
         "top_logprobs": fields.get("top_logprobs") or 0,
         "truncation": "disabled",
     }
+
+
+def _names(fields: Fields) -> Fields:
+    """Strings in OpenAI's document, and never null: what is not given is not repeated."""
+    given = {name: fields[name] for name in NAMES if fields.get(name) is not None}
+    for name, value in given.items():
+        if not isinstance(value, str):
+            raise InvalidRequest(f"{name}: expected a string", name)
+    return given
 
 
 def _metadata(value: Any) -> Fields:
