@@ -25,6 +25,7 @@ from weft.weights.image import image_name
 
 PORT = "9100"
 LINK = "weft0"
+CODE_BYTES = 64 << 10  # pages of its libraries, if the page cache has let go of some; a run of weights is 2 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ def test_the_second_node_loads_over_the_network_and_reads_no_disk(nodes: tuple[N
         with two.serving(f"{one.address}:{PORT}") as second:
             before = disk_bytes(second)
             assert f"weights from {one.address}:{PORT} " in line_with(second, "weights from")
-            assert disk_bytes(second) - before == 0
+            assert disk_bytes(second) - before < CODE_BYTES
             assert two.received_bytes() > two.num_bytes
             assert held(two) == held(one)
             assert held(two)[1] == on_disk(one)
