@@ -11,7 +11,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from tests.services.gateway.fakes import FakeDecode, FakeScheduler, SequenceDelta, Start, deltas
+from tests.services.gateway.fake_scheduler import FakeScheduler
+from tests.services.gateway.fakes import FakeDecode, SequenceDelta, Start, deltas
 from weft_services.gateway.config import Config
 from weft_services.gateway.process import running
 

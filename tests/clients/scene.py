@@ -18,11 +18,11 @@ from openai import AsyncOpenAI
 from tokenizers import Tokenizer
 
 from tests.services.gateway.conftest import Bench
+from tests.services.gateway.fake_scheduler import FakeScheduler
 from tests.services.gateway.fakes import (
     LENGTH,
     STOP,
     FakeDecode,
-    FakeScheduler,
     Script,
     SequenceDelta,
     Start,

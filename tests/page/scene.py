@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.services.gateway.conftest import CONTEXT, MODEL_NAME, TEMPLATE, tiny_tokenizer, write_model
-from tests.services.gateway.fakes import FakeDecode, FakeScheduler, SequenceDelta, Start, deltas
+from tests.services.gateway.fake_scheduler import FakeScheduler
+from tests.services.gateway.fakes import FakeDecode, SequenceDelta, Start, deltas
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_services.gateway.config import Config
 from weft_services.gateway.process import Gateway, running

@@ -14,7 +14,8 @@ import pytest
 from openai import AsyncOpenAI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests.services.gateway.fakes import FakeDecode, FakeScheduler
+from tests.services.gateway.fake_scheduler import FakeScheduler
+from tests.services.gateway.fakes import FakeDecode
 from weft_services.gateway.config import Config
 from weft_services.gateway.process import Gateway, running
 

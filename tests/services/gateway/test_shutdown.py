@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, MakeBench
-from tests.services.gateway.fakes import FakeDecode, FakeScheduler, speaking
+from tests.services.gateway.fake_scheduler import FakeScheduler
+from tests.services.gateway.fakes import FakeDecode, speaking
 from tests.services.gateway.test_failures import events
 
 STREAM = {"model": MODEL_NAME, "prompt": "x", "stream": True}

@@ -23,6 +23,7 @@ import torch
 
 from tests.weft.engine.harness import Driver
 from tests.weft.engine.poison import Poison
+from tests.weft.engine.soak_texts import MAX_NEW, Text, make_texts
 from tests.weft.engine.test_shaped import EveryThird
 from tests.weft.tiny_families import make_family
 from tests.weft.tiny_llama import Tiny
@@ -31,11 +32,10 @@ from weft.engine.config import EngineConfig
 from weft.engine.messages import EngineLoad, FirstToken, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
 from weft.kv.groups import PageRun
 from weft.model.kv_layout import kv_groups
-from weft.request import RequestKey, SamplingParams
+from weft.request import RequestKey
 
 NUM_STEPS = int(os.environ.get("WEFT_SOAK_STEPS", "600"))
 NUM_BLOCKS, BLOCK_TOKENS, MAX_LIVE = 26, 4, 12  # blocks for each group of layers
-NUM_TEXTS, MAX_NEW = 24, 20
 STUCK_SECONDS, TOLD_STEPS = 60.0, 10_000
 # Heads and rows that fill whole vectors, so that the C++ kernels take them.
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -51,17 +51,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek": {"num_hidden_layers": 2},
 }
-CHANGES: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_k": 40}, {"repetition_penalty": 1.3, "min_tokens": 4}]
-
-
-@dataclass(frozen=True)
-class Text:
-    """A prompt, how it is to go on, and how it does so alone."""
-
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    expected: list[int]
-    is_constrained: bool
 
 
 @dataclass
@@ -72,26 +61,6 @@ class Live:
     spec: SequenceSpec
     tokens: list[int] = field(default_factory=list)
     reserved: Reserved | None = None  # until it has been filled
-
-
-def make_texts(tiny: Tiny) -> list[Text]:
-    """Greedy texts as transformers writes them; others as a clean engine does, one after the other."""
-    source = random.Random(5)
-    texts = []
-    with Driver(tiny, num_blocks=256) as alone:
-        for index in range(NUM_TEXTS):
-            shared = [17, 4, 99, 23, 8] * source.randrange(3)  # some begin alike, and hit each other's blocks
-            prompt = shared + [source.randrange(3, 110) for _ in range(source.randrange(1, 22))]
-            changes, is_constrained = CHANGES[index % len(CHANGES)], index % 4 == 3
-            sampling = SamplingParams(MAX_NEW, seed=index, ignore_eos=True, **changes)
-            if changes or is_constrained:
-                constraint = EveryThird(tiny.config.vocab_size) if is_constrained else None
-                heard = alone.generate(prompt, MAX_NEW, str(index), seed=index, constraint=constraint, **changes)
-                expected = heard.tokens
-            else:
-                expected = tiny.greedy(prompt, MAX_NEW)
-            texts.append(Text(tuple(prompt), sampling, expected, is_constrained))
-    return texts
 
 
 class Chaos:

@@ -1,0 +1,75 @@
+"""`weft plan` as one types it: what it prints, its exit status, what it says of options and files that are wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIGS = Path(__file__).parents[1] / "model/configs"
+
+
+def weft(*args: str) -> subprocess.CompletedProcess[str]:
+    code = "from weft.cli.main import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, "plan", *args], capture_output=True, text=True, check=False, timeout=50
+    )
+
+
+def test_the_command_plans_resident_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    run = weft(str(CONFIGS / "llama3-8b"), "--gpu", "h200", "--weights", "resident")
+    assert run.returncode == 0, run.stderr
+    assert "11.29 GiB as bfloat16, matrices as F12" in run.stdout
+
+
+def test_the_command_shows_its_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    run = weft(str(CONFIGS / "llama4-scout"), "--gpu", "h200", "--gpus", "2")
+    assert run.returncode == 0, run.stderr
+    for text in (
+        "107.77 B parameters",
+        "TP2 PP1 EP1",
+        "12 layers x 4 heads x 2 x 128 x 2 B x 64 tokens",
+        "1 x 12 growing layers",
+        "8,192 tokens",
+    ):
+        assert text in run.stdout
+    assert weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "l40s", "--gpus", "8").returncode == 1
+
+
+def test_packed_weights_fit_as_they_stay_packed() -> None:
+    """Eight H100 have room for Kimi's INT4, four have not."""
+    run = weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "h100", "--gpus", "8", "--tp", "8", "--ep", "8")
+    assert run.returncode == 0
+    assert "553.70 GiB as INT4" in run.stdout
+    assert weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "h100", "--gpus", "4").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--gpu", "h300"], "--gpu: 'h300' is not known; known: h100"),
+        (["--gpus", "7", "--tp", "7"], "--tp: 7 does not divide 32 heads"),
+        (["--context", "200000"], "--context: 200000 is more than the model's 131072 positions"),
+    ],
+)
+def test_bad_options_are_named(args: list[str], message: str) -> None:
+    run = weft(str(CONFIGS / "llama3-8b"), *args)
+    assert run.returncode == 2
+    assert message in run.stderr.replace("\n", " ")
+
+
+def test_bad_configs_are_named_by_file_and_field(tmp_path: Path) -> None:
+    assert "no such file" in weft(str(tmp_path)).stderr
+    fields = json.loads((CONFIGS / "llama3-8b/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"hidden_size": -1}))
+    assert "config.json: hidden_size: expected a whole number above 0" in weft(str(tmp_path)).stderr
+
+
+def test_planning_needs_no_torch() -> None:
+    code = "import sys, weft.cli.plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
