@@ -16,16 +16,12 @@ CHUNK_WORDS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8:
-    """[rows, columns] of E4M3 with a float32 factor for each `block` of rows and columns; the last ones may be cut.
-
-    Byte s of word j [rows, words] is column s * words + j, so that each byte of a run of words is a run of columns.
-    """
+class _Words:
+    """Values of fewer than 16 bits, several to an int32 of `words` [rows, words of a row], and their factors."""
 
     columns: int
     words: Tensor
     factors: Tensor
-    block: tuple[int, int]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -46,6 +42,16 @@ class Fp8:
     def nbytes(self) -> int:
         """All that it keeps in memory."""
         return self.words.nbytes + self.factors.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8(_Words):
+    """[rows, columns] of E4M3 with a float32 factor for each `block` of rows and columns; the last ones may be cut.
+
+    Byte s of word j [rows, words] is column s * words + j, so that each byte of a run of words is a run of columns.
+    """
+
+    block: tuple[int, int]
 
     def unpack(self) -> Tensor:
         """float32 [rows, columns]."""
@@ -55,36 +61,13 @@ class Fp8:
 
 
 @dataclass(frozen=True, slots=True)
-class Int4:
+class Int4(_Words):
     """[rows, columns] of 4-bit values, 8 for 0, with a factor [rows, groups] for each `group` of a row's columns.
 
     Nibble s of word j [rows, words] is column s * words + j, so that each nibble of a run of words is a run of columns.
     """
 
-    columns: int
-    words: Tensor
-    factors: Tensor
     group: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of the matrix."""
-        return self.words.shape[0], self.columns
-
-    @property
-    def device(self) -> torch.device:
-        """Where it lies."""
-        return self.words.device
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """As the kernels take them."""
-        return self.words, self.factors, self.factors, self.factors, self.factors
-
-    @property
-    def nbytes(self) -> int:
-        """All that it keeps in memory."""
-        return self.words.nbytes + self.factors.nbytes
 
     def unpack(self) -> Tensor:
         """float32 [rows, columns]."""
