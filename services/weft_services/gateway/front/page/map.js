@@ -63,7 +63,7 @@ function make(id, steer) {
     speed: element("b"),
   };
   card.root = element("article", { class: "worker" },
-    element("header", {}, element("span", { class: "id", title: id }, id), card.status, card.role, card.button),
+    element("header", {}, element("span", { class: "id", title: id }, id), card.status, element("span", { class: "steer" }, card.role, card.button)),
     element("div", { class: "pool", role: "img" }, ...card.pool), card.lines,
     element("div", { class: "speed" }, drawing("svg", { viewBox: "0 0 60 20", preserveAspectRatio: "none", "aria-hidden": "true" }, card.area, card.line), card.speed));
   card.role.setAttribute("aria-label", `role of ${id}`);
