@@ -28,14 +28,15 @@ def one_stage(config: ModelConfig, dtype: str) -> Stage:
 
 
 def held_bytes(thing: object, seen: dict[int, int]) -> int:
-    """Of all tensors that an object holds on to, each memory once."""
+    """Of all tensors that an object holds on to, in slots of its bases too, each memory once."""
     if isinstance(thing, torch.Tensor):
         seen[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
     elif isinstance(thing, list | tuple):
         for each in thing:
             held_bytes(each, seen)
     elif type(thing).__module__.startswith("weft"):
-        names = getattr(type(thing), "__slots__", None) or vars(thing)
+        slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+        names = slots or vars(thing)
         for name in names:
             held_bytes(getattr(thing, name), seen)
     return sum(seen.values())
