@@ -16,6 +16,7 @@ from weft.engine.core import Engine
 from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
 from weft.model.config import read_config
 from weft.request import RequestKey, SamplingParams
+from weft.worker.heap import keep_heap
 
 BLOCK_TOKENS = 16
 Heard = queue.SimpleQueue[tuple[float, StepOutput]]
@@ -23,6 +24,7 @@ Heard = queue.SimpleQueue[tuple[float, StepOutput]]
 
 def open_engine(task: Task, heard: Heard) -> Engine:
     """In the task's dtype, from bfloat16 weights."""
+    keep_heap()  # as a worker does when it boots
     torch.set_num_threads(task.threads)
     config = read_config(task.model)
     per_sequence = -(-(task.prompt_tokens + task.new_tokens) // BLOCK_TOKENS) + 1

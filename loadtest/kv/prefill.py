@@ -23,6 +23,7 @@ from weft.model.kv_layout import block_bytes, layout_name
 from weft.request import ModelFingerprint, RequestKey, SamplingParams
 from weft.worker.blocks import open_blocks
 from weft.worker.estimate import FetchEstimate
+from weft.worker.heap import keep_heap
 from weft.worker.runtime import EngineFeed
 from weft.worker.store import StoreClient
 from weft.worker.store_prefix import StorePrefix
@@ -115,6 +116,7 @@ def read_weights(model: Path) -> dict[str, Tensor]:
 @asynccontextmanager
 async def prefilling(shape: Shape, weights: Mapping[str, Tensor], estimate: FetchEstimate) -> AsyncIterator[Prefill]:
     """A worker with an empty pool, for the length of a scope. `estimate` may have learned from an earlier one."""
+    keep_heap()
     config = read_config(shape.model)
     engine_config = EngineConfig(
         num_blocks=shape.num_blocks,

@@ -37,6 +37,7 @@ from weft.rpc.client import open_channel, owned
 from weft.weights.shared import open_image
 from weft.worker.config import Dtype, WeightsForm, WorkerConfig
 from weft.worker.cpus import pin
+from weft.worker.heap import keep_heap
 from weft.worker.peak import free_bytes, identity_of, measure_peak, remembered
 from weft_mesh.v1 import weights_service_pb2, weights_service_pb2_grpc
 
@@ -63,6 +64,7 @@ class Booted:
 
 async def boot(config: WorkerConfig, listener: Callable[[StepOutput], None]) -> Booted:
     """Load, map and build. Raises PeerLost when no weights service answers in time, BadCheckpoint, NotFound."""
+    keep_heap()
     num_cores = pin(config.cpus) if config.cpus else 0
     if config.threads or num_cores:
         torch.set_num_threads(config.threads or num_cores)
