@@ -144,7 +144,7 @@ async def start_worker(
         tiny.config, tiny.weights, dtype="float32", device="cpu", engine_config=config, listener=feed.listener
     )
     pool = engine.pool_memory
-    memory = HostBlocks(pool.address, pool.block_bytes, pool.num_blocks)
+    memory = HostBlocks(pool.address, pool.block_bytes, pool.num_blocks, pool.shared_fd)
     channels = ChannelPool()
     transports: list[Transport] = [GrpcTransport(channels, memory)]
     if transport == "mooncake":

@@ -154,8 +154,9 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """Where the block pool lies in this process: block i is [address + i * block_bytes, ... + block_bytes)."""
+    """Block i is [address + i * block_bytes, ... + block_bytes). `shared_fd`: an open file of these bytes, on a CPU."""
 
     address: int
     block_bytes: int
     num_blocks: int
+    shared_fd: int | None = None

@@ -19,6 +19,7 @@ from weft.engine.messages import PoolMemory
 from weft.engine.packed import Packed, Packer
 from weft.engine.pooling import add_up
 from weft.engine.sampler import LaunchedStep, Sampler
+from weft.kv.shared import shared_bytes
 from weft.model.decoder import Decoder
 from weft.model.kv_layout import block_bytes, kv_groups
 from weft.model.step import Rows
@@ -40,7 +41,12 @@ class ModelRunner:
         size = block_bytes(model.config, dtype, config.block_tokens)
         # Transfer engines register whole pages. Zeros: masked values are still multiplied, and 0 times NaN is NaN.
         num_blocks = config.num_blocks + num_scratch_blocks(config)
-        memory = torch.zeros(num_blocks * size + PAGE_BYTES, dtype=torch.uint8, device=device)
+        num_bytes = num_blocks * size + PAGE_BYTES
+        shared = shared_bytes(num_bytes, "weft-kv-pool") if device.type == "cpu" else None
+        if shared is None:
+            memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        else:
+            memory = torch.frombuffer(shared.mapping, dtype=torch.uint8)
         offset = -memory.data_ptr() % PAGE_BYTES
         shape = (
             num_blocks,
@@ -51,7 +57,7 @@ class ModelRunner:
             -1,
         )
         self.pool = memory[offset : offset + num_blocks * size].view(DTYPES[dtype]).view(shape)
-        self._memory = PoolMemory(self.pool.data_ptr(), size, config.num_blocks)
+        self._memory = PoolMemory(self.pool.data_ptr(), size, config.num_blocks, shared.fd if shared else None)
         self._link = Link(device)
         self._sampler = Sampler(self._link, config)
         self._packer = Packer(config.paging, self._sampler.last_row)

@@ -25,6 +25,10 @@ class BlockBytes(Protocol):
         """Blocks in the pool."""
 
     @property
+    def shared_fd(self) -> int | None:
+        """An open file that begins with the pool's bytes, for other processes to map; None where there is none."""
+
+    @property
     def is_near(self) -> bool:
         """Copies take as long as their bytes do; otherwise they wait for a device, and want a thread."""
 
@@ -46,8 +50,9 @@ class HostBlocks:
 
     is_near = True
 
-    def __init__(self, address: int, block_bytes: int, num_blocks: int) -> None:
+    def __init__(self, address: int, block_bytes: int, num_blocks: int, shared_fd: int | None = None) -> None:
         self.address = address
+        self.shared_fd = shared_fd
         self.block_bytes = block_bytes
         self.num_blocks = num_blocks
         whole = (ctypes.c_ubyte * (block_bytes * num_blocks)).from_address(address)

@@ -1,6 +1,6 @@
 """The parent's side of a `store_process`: starts it, talks to it without blocking the loop, ends it.
 
-Knows keys and offsets in the staging area, not what blocks mean nor which are worth keeping.
+Knows keys and offsets in the memory that both see, not what blocks mean nor which are worth keeping.
 """
 
 from __future__ import annotations
@@ -32,13 +32,18 @@ class StoreLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StoreSpec:
-    """Where the store is. `host` is this machine as its peers reach it; 0 `segment_bytes` lends the store no memory."""
+    """Where the store is. `host` is this machine as its peers reach it; 0 `segment_bytes` lends the store no memory.
+
+    `pool_fd`: a file of `pool_bytes` bytes that blocks can be put from as they lie.
+    """
 
     master: str
     host: str
     protocol: str
     segment_bytes: int = 0
     staging_bytes: int = 0
+    pool_fd: int | None = None
+    pool_bytes: int = 0
 
 
 class StoreAgent:
@@ -74,7 +79,7 @@ class StoreAgent:
 
     @property
     def staging(self) -> memoryview:
-        """The area that `put` reads and `get` writes."""
+        """The area that `get` writes and `put` reads, unless it reads the pool."""
         assert self._staging is not None
         return memoryview(self._staging)
 
@@ -96,9 +101,14 @@ class StoreAgent:
         """
         return await self._call({"op": "remove", "keys": list(keys)})
 
-    async def put(self, keys: Sequence[str], offsets: Sequence[int], size: int) -> list[int]:
-        """Copy from the staging area; one code a key, 0 is success. Raises StoreLost; slow when the store is frozen."""
-        return await self._call({"op": "put", "keys": list(keys), "offsets": list(offsets), "size": size})
+    async def put(self, keys: Sequence[str], offsets: Sequence[int], size: int, from_pool: bool = False) -> list[int]:
+        """Store what lies at these offsets of the staging area, or of the pool; one code a key, 0 is success.
+
+        Raises StoreLost; slow when the store is frozen. Until the reply is here, or the agent's scope has ended, these
+        bytes may be read.
+        """
+        area = "pool" if from_pool else "staging"
+        return await self._call({"op": "put", "area": area, "keys": list(keys), "offsets": list(offsets), "size": size})
 
     def get(self, keys: Sequence[str], offsets: Sequence[int], size: int) -> asyncio.Future[list[int]]:
         """Copy into the staging area; one code a key, `size` is success, or StoreLost; slow when the store is frozen.
@@ -157,7 +167,7 @@ async def _process(spec: StoreSpec) -> AsyncIterator[tuple[socket.socket, mmap.m
 
     Killed, not asked: it has nothing to save, and its library takes a second to say goodbye.
     """
-    staging, staging_fd = None, None
+    staging, files = None, {} if spec.pool_fd is None else {"pool_fd": spec.pool_fd}
     with ExitStack() as ours_to_close:
         try:
             with ExitStack() as childs:
@@ -166,11 +176,11 @@ async def _process(spec: StoreSpec) -> AsyncIterator[tuple[socket.socket, mmap.m
                 childs.callback(theirs.close)
                 if spec.staging_bytes:
                     # memory without a name: gone with the last of the two processes
-                    staging_fd = os.memfd_create("weft-store-staging")
-                    childs.callback(os.close, staging_fd)
-                    os.ftruncate(staging_fd, spec.staging_bytes)
-                    staging = mmap.mmap(staging_fd, spec.staging_bytes)
-                process = _spawn(spec, theirs, staging_fd)
+                    files["staging_fd"] = os.memfd_create("weft-store-staging")
+                    childs.callback(os.close, files["staging_fd"])
+                    os.ftruncate(files["staging_fd"], spec.staging_bytes)
+                    staging = mmap.mmap(files["staging_fd"], spec.staging_bytes)
+                process = _spawn(spec, theirs, files)
         except OSError as error:
             raise StoreLost(f"no store process can be started: {error}") from error
         try:
@@ -180,16 +190,16 @@ async def _process(spec: StoreSpec) -> AsyncIterator[tuple[socket.socket, mmap.m
             await asyncio.to_thread(process.wait)
 
 
-def _spawn(spec: StoreSpec, theirs: socket.socket, staging_fd: int | None) -> subprocess.Popen[bytes]:
+def _spawn(spec: StoreSpec, theirs: socket.socket, files: dict[str, int]) -> subprocess.Popen[bytes]:
     """By subprocess, which forks without running gRPC's fork handlers."""
-    arguments = {"parent_pid": os.getpid(), "staging_fd": staging_fd, **dataclasses.asdict(spec)}
+    arguments = {"parent_pid": os.getpid(), **dataclasses.asdict(spec), **files}
     return subprocess.Popen(
         [sys.executable, "-m", "weft.kv.store_process", json.dumps(arguments)],
         stdin=theirs.fileno(),
         stdout=theirs.fileno(),
         # the library's own lines would drown the log; what matters comes back as codes
         stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
-        pass_fds=() if staging_fd is None else (staging_fd,),
+        pass_fds=tuple(files.values()),
         # a Ctrl-C in the terminal is for the parent to act on
         start_new_session=True,
     )

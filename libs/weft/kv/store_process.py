@@ -2,18 +2,17 @@
 
 Not in the worker's process because the library's setup and close hold the GIL, for 20 s and more when the master is
 frozen or dead, and because a read that timed out may still be written: here that can only hit the staging area, and
-ending the process ends every transfer for certain.
+ending the process ends every transfer for certain. A worker's pool is put from as it lies, and never written.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-import mmap
 import os
 import sys
 from typing import Any, TextIO
 
+from weft.kv.shared import map_file
 from weft.kv.store_child import die_with_parent
 
 _ENVIRONMENT = {
@@ -24,21 +23,14 @@ _ENVIRONMENT = {
     # without it every transfer leaves a socket in TIME_WAIT
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
 }
+Areas = dict[str, int]
 
 
-class Staging:
-    """The shared area that blocks are put from and got into; mapped for as long as this object lives."""
+def open_store(spec: dict[str, Any]) -> tuple[Any, Areas]:
+    """The library's store object, set up, and the addresses of `staging` and `pool`, as far as there are such.
 
-    def __init__(self, fd: int, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self._memory = mmap.mmap(fd, size_bytes)
-        self._first = ctypes.c_char.from_buffer(self._memory)
-        self.address = ctypes.addressof(self._first)
-        os.close(fd)
-
-
-def open_store(spec: dict[str, Any]) -> tuple[Any, Staging | None]:
-    """The library's store object, set up, and the staging area if there is one. Raises RuntimeError saying why not."""
+    Raises RuntimeError saying why not, or OSError.
+    """
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     try:
@@ -49,23 +41,25 @@ def open_store(spec: dict[str, Any]) -> tuple[Any, Staging | None]:
     code = store.setup(spec["host"], "P2PHANDSHAKE", spec["segment_bytes"], 0, spec["protocol"], "", spec["master"])
     if code != 0:
         raise RuntimeError(f"no store at the master {spec['master']}: setup returned {code}")
-    if not spec["staging_bytes"]:
-        return store, None
-    staging = Staging(spec["staging_fd"], spec["staging_bytes"])
-    if (code := store.register_buffer(staging.address, staging.size_bytes)) != 0:
-        raise RuntimeError(f"register_buffer returned {code}")
-    return store, staging
+    areas: Areas = {}
+    # RDMA registers what it may write, too; over TCP the processor sees to it that only its owner writes a pool
+    for area, is_writable in (("staging", True), ("pool", spec["protocol"] != "tcp")):
+        if size := spec[f"{area}_bytes"]:
+            areas[area] = map_file(spec[f"{area}_fd"], size, is_writable)
+            if (code := store.register_buffer(areas[area], size)) != 0:
+                raise RuntimeError(f"register_buffer returned {code} for the {area}")
+    return store, areas
 
 
-def execute(store: Any, staging: Staging | None, request: dict[str, Any]) -> list[int]:
+def execute(store: Any, areas: Areas, request: dict[str, Any]) -> list[int]:
     """One code a key: existence 1 or 0, put and remove 0, get the size; failures are negative."""
     keys = request["keys"]
     if request["op"] == "exist":
         return list(store.batch_is_exist(keys))
     if request["op"] == "remove":
         return list(store.batch_remove(keys))
-    assert staging is not None, "started without a staging area"
-    addresses = [staging.address + offset for offset in request["offsets"]]
+    base = areas[request.get("area", "staging")]
+    addresses = [base + offset for offset in request["offsets"]]
     sizes = [request["size"]] * len(keys)
     if request["op"] == "get":
         return list(store.batch_get_into(keys, addresses, sizes))
@@ -82,13 +76,13 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what the library prints must not mix with replies
     try:
-        store, staging = open_store(spec)
-    except RuntimeError as error:
+        store, areas = open_store(spec)
+    except (RuntimeError, OSError) as error:
         _reply(replies, {"error": str(error)})
         return
     _reply(replies, {"codes": []})
     for line in sys.stdin:
-        _reply(replies, {"codes": execute(store, staging, json.loads(line))})
+        _reply(replies, {"codes": execute(store, areas, json.loads(line))})
 
 
 def _reply(replies: TextIO, reply: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from weft.kv.memory import BlockBytes, HostBlocks
 def open_blocks(pool: PoolMemory, device: str) -> BlockBytes:
     """The pool of this process, on "cpu" or "cuda"."""
     if device == "cpu":
-        return HostBlocks(pool.address, pool.block_bytes, pool.num_blocks)
+        return HostBlocks(pool.address, pool.block_bytes, pool.num_blocks, pool.shared_fd)
     return TensorBlocks(torch.as_tensor(_DeviceMemory(pool), device=device))
 
 
@@ -27,6 +27,7 @@ class TensorBlocks:
     """
 
     is_near = False
+    shared_fd = None
 
     def __init__(self, pool: Tensor) -> None:
         """`pool`: uint8 [num_blocks, block_bytes], contiguous."""

@@ -1,4 +1,5 @@
-"""Copies between a pool and a staging area in shared memory, each checked on its way, beside the engine's own work.
+"""Copies between a pool and a staging area in shared memory, each checked on its way, beside the engine's own work;
+and checksums of blocks that are not copied.
 
 In turns of the loop where the pool lies in the host's memory, on a thread where it lies on a device. A copy that has
 begun has ended when the call has, also when it is cancelled.
@@ -14,7 +15,7 @@ from typing import TypeVar
 
 import xxhash
 
-from weft.kv.memory import BlockBytes
+from weft.kv.memory import BlockBytes, checksums
 
 T = TypeVar("T")
 # longest stretch of copying and hashing, about a tenth of a millisecond, before the loop has its turn
@@ -30,17 +31,23 @@ async def stage(memory: BlockBytes, blocks: Sequence[int], area: memoryview) -> 
         memory.copy_out(blocks[part], staged)
         return [xxhash.xxh3_64_intdigest(each) for each in _split(staged, size)]
 
-    return [checksum async for _, checksums in _parts(memory, len(blocks), copy) for checksum in checksums]
+    return [checksum async for _, found in _parts(memory, len(blocks), copy) for checksum in found]
 
 
-async def unstage(memory: BlockBytes, area: memoryview, checksums: Sequence[int], blocks: Sequence[int]) -> int:
+async def summed(memory: BlockBytes, blocks: Sequence[int]) -> list[int]:
+    """The checksums of blocks where they lie."""
+    parts = _parts(memory, len(blocks), lambda part: checksums(memory, blocks[part]))
+    return [checksum async for _, found in parts for checksum in found]
+
+
+async def unstage(memory: BlockBytes, area: memoryview, expected: Sequence[int], blocks: Sequence[int]) -> int:
     """Copy leading blocks of the area, as long as they are what they should be. Returns how many."""
     size = memory.block_bytes
 
     def copy(part: slice) -> int:
         staged = area[part.start * size : part.stop * size]
         num_sound = 0
-        for each, checksum in zip(_split(staged, size), checksums[part], strict=True):
+        for each, checksum in zip(_split(staged, size), expected[part], strict=True):
             if xxhash.xxh3_64_intdigest(each) != checksum:
                 break
             num_sound += 1

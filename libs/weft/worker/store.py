@@ -47,7 +47,10 @@ class StoreClient:
         digest = fingerprint_digest(fingerprint)
         self._fingerprint = digest
         num_slots = max(1, min(MAX_SLOTS, STAGING_BYTES // memory.block_bytes))
-        self._keeper = LinkKeeper(address, 2 * num_slots * memory.block_bytes)
+        # puts that cannot read the pool have the staging area's second half
+        num_staged = num_slots if memory.shared_fd is not None else 2 * num_slots
+        pool = (memory.shared_fd, 0 if memory.shared_fd is None else memory.num_blocks * memory.block_bytes)
+        self._keeper = LinkKeeper(address, num_staged * memory.block_bytes, *pool)
         self._reader = StoreReader(memory, digest, num_slots, estimate)
         self._writer = StoreWriter(self._keeper, memory, digest, num_slots, unpin)
         self._task: asyncio.Task[None] | None = None

@@ -58,6 +58,7 @@ class StoreLink:
         self._stub = stub
         self._tasks = tasks
         self._broken = asyncio.Event()
+        self._has_ended = asyncio.Event()
 
     @property
     def is_usable(self) -> bool:
@@ -69,6 +70,15 @@ class StoreLink:
         if not self._broken.is_set():
             self.trouble = trouble
             self._broken.set()
+
+    def end(self) -> None:
+        """Its agent is gone."""
+        self.give_up("it has ended")
+        self._has_ended.set()
+
+    async def until_ended(self) -> None:
+        """Nothing that was begun here reads or writes any more."""
+        await self._has_ended.wait()
 
     async def breaks_within(self, seconds: float) -> bool:
         """Wait so long for somebody to give it up."""
@@ -129,10 +139,11 @@ class StoreLink:
 class LinkKeeper:
     """Connects, watches, and connects again, also when the store has been started anew."""
 
-    def __init__(self, address: str, staging_bytes: int) -> None:
+    def __init__(self, address: str, staging_bytes: int, pool_fd: int | None, pool_bytes: int) -> None:
         self.was_tried = asyncio.Event()
         self._address = address
         self._staging_bytes = staging_bytes
+        self._pool_fd, self._pool_bytes = pool_fd, pool_bytes
         self._link: StoreLink | None = None
         self._trouble = ""
 
@@ -166,16 +177,27 @@ class LinkKeeper:
     ) -> AsyncIterator[StoreLink]:
         store = await _describe(stub)
         host = await asyncio.to_thread(_own_address, store.master_address)
-        spec = StoreSpec(store.master_address, host, store.protocol, staging_bytes=self._staging_bytes)
-        async with StoreAgent.running(spec) as agent:
-            self._link = StoreLink(store.boot_id, agent, stub, tasks)
-            self._trouble = ""
-            self.was_tried.set()
-            logger.info("store: connected master=%s segment=%d MiB", store.master_address, store.segment_bytes >> 20)
-            try:
-                yield self._link
-            finally:
-                self._link = None
+        spec = StoreSpec(
+            *(store.master_address, host, store.protocol),
+            staging_bytes=self._staging_bytes,
+            pool_fd=self._pool_fd,
+            pool_bytes=self._pool_bytes,
+        )
+        link: StoreLink | None = None
+        try:
+            async with StoreAgent.running(spec) as agent:
+                link = self._link = StoreLink(store.boot_id, agent, stub, tasks)
+                self._trouble = ""
+                self.was_tried.set()
+                size = store.segment_bytes >> 20
+                logger.info("store: connected master=%s segment=%d MiB", store.master_address, size)
+                try:
+                    yield link
+                finally:
+                    self._link = None
+        finally:
+            if link is not None:
+                link.end()
 
     async def _watch(self, stub: pb2_grpc.KvStoreServiceAsyncStub, link: StoreLink) -> None:
         """Ends by StoreLost."""

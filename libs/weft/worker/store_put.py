@@ -1,4 +1,8 @@
-"""Puts blocks that became full into the node's store, in the background, in batches and as far as it has room."""
+"""Puts blocks that became full into the node's store, in the background, in batches and as far as it has room.
+
+Straight from a pool in memory that the store client's process can map, by way of the staging area from a device's. A
+block stays pinned until its put has ended, or the process that may still read it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from weft.kv.memory import BlockBytes
 from weft.kv.store_agent import NO_SPACE, StoreLost
 from weft.kv.store_keys import store_key
 from weft.rpc.wire import retention_to_wire
-from weft.worker.staging import stage
+from weft.worker.staging import stage, summed
 from weft.worker.store_get import check_codes
 from weft.worker.store_link import LinkKeeper, StoreLink
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
@@ -38,6 +42,7 @@ class StoreWriter:
     ) -> None:
         self._keeper = keeper
         self._memory = memory
+        self._is_shared = memory.shared_fd is not None
         self._fingerprint = fingerprint
         self._num_slots = num_slots
         self._unpin = unpin
@@ -102,12 +107,16 @@ class StoreWriter:
         except (StoreLost, WeftError, TimeoutError) as error:
             link.give_up(f"a put failed: {error or 'no answer in time'}")
             metrics.STORE_BLOCKS.labels("failed").inc(len(batch))
+            await link.until_ended()
         finally:
             self._unpin([block.block for block in batch])
 
     async def _store(self, link: StoreLink, batch: Sequence[SealedBlock]) -> int:
         """How many blocks found room and were published."""
-        checksums = await self._stage(link, batch)
+        if self._is_shared:
+            checksums = await summed(self._memory, [block.block for block in batch])
+        else:
+            checksums = await self._stage(link, batch)
         codes = await self._transfer(link, batch, checksums)
         stored = [
             pb2.StoredBlock(
@@ -134,8 +143,8 @@ class StoreWriter:
             if not left:
                 break
             await asyncio.sleep(pause)
-            offsets = [self._offset(slot) for slot in left]
-            answers = await link.agent.put([names[slot] for slot in left], offsets, size)
+            offsets = [batch[slot].block * size if self._is_shared else self._offset(slot) for slot in left]
+            answers = await link.agent.put([names[slot] for slot in left], offsets, size, from_pool=self._is_shared)
             check_codes(link, answers)
             for slot, code in zip(left, answers, strict=True):
                 codes[slot] = code

@@ -10,6 +10,7 @@ import torch
 
 from weft.engine.messages import SealedBlock
 from weft.kv.memory import BlockBytes, HostBlocks
+from weft.kv.shared import shared_bytes
 from weft.request import KEEP, ModelFingerprint, Retention
 from weft.worker.blocks import TensorBlocks
 from weft.worker.estimate import FetchEstimate
@@ -29,13 +30,16 @@ def content(number: int) -> bytes:
 
 
 class Worker:
-    """Blocks in memory and a record of what was unpinned. `is_far`: only torch reaches them, as on a GPU."""
+    """Blocks in shared memory and a record of what was unpinned. `is_far`: only torch reaches them, as on a GPU."""
 
     def __init__(self, address: str, model: str = "model", num_blocks: int = 512, is_far: bool = False) -> None:
-        backing = bytearray(num_blocks * BLOCK_BYTES)
-        self._bytes, pool = memoryview(backing), torch.frombuffer(backing, dtype=torch.uint8).view(num_blocks, -1)
+        shared = shared_bytes(num_blocks * BLOCK_BYTES, "weft-kv-pool")
+        assert shared is not None
+        pool = torch.frombuffer(shared.mapping, dtype=torch.uint8).view(num_blocks, -1)
+        self._bytes = memoryview(shared.mapping)
         self.unpinned: list[int] = []
-        memory: BlockBytes = TensorBlocks(pool) if is_far else HostBlocks(pool.data_ptr(), BLOCK_BYTES, num_blocks)
+        near = HostBlocks(pool.data_ptr(), BLOCK_BYTES, num_blocks, shared.fd)
+        memory: BlockBytes = TensorBlocks(pool) if is_far else near
         fingerprint = ModelFingerprint(model, "float32", 16, BLOCK_BYTES, "layout-1")
         self.store = StoreClient(address, memory, fingerprint, self.unpinned.extend, FetchEstimate(16, 512))
 

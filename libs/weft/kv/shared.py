@@ -1,0 +1,43 @@
+"""Memory of this process that another one can map, by the number of an open file. Knows nothing of what lies in it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from dataclasses import dataclass
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBytes:
+    """Zeros at first, page-aligned; there as long as somebody has the mapping."""
+
+    mapping: mmap.mmap
+    fd: int
+
+
+def shared_bytes(size_bytes: int, name: str) -> SharedBytes | None:
+    """Of a file without a path, which goes with its last process; None where the system has no such thing."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    fd = os.memfd_create(name)
+    os.ftruncate(fd, size_bytes)
+    mapping = mmap.mmap(fd, size_bytes)
+    weakref.finalize(mapping, os.close, fd)
+    return SharedBytes(mapping, fd)
+
+
+def map_file(fd: int, size_bytes: int, is_writable: bool) -> int:
+    """The address of the file's bytes, mapped for as long as this process lives; the file is closed. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long]
+    rights = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
+    address: int = libc.mmap(None, size_bytes, rights, mmap.MAP_SHARED, fd, 0)
+    if address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), f"{size_bytes} shared bytes cannot be mapped")
+    os.close(fd)
+    return address
