@@ -20,7 +20,9 @@ CALL = 'Hm.\n<tool_call>{"name": "now", "arguments": {"zone": "utc"}}</tool_call
 
 @asynccontextmanager
 async def client(b: Bench) -> AsyncIterator[AsyncAnthropic]:
-    async with AsyncAnthropic(base_url=b.url, api_key="none", max_retries=0, timeout=20) as sdk:
+    async with AsyncAnthropic(
+        base_url=b.url, api_key="none", max_retries=0, timeout=20, _strict_response_validation=True
+    ) as sdk:
         yield sdk
 
 

@@ -23,7 +23,7 @@ async def test_a_text_prompt_is_continued(bench: MakeBench) -> None:
 async def test_a_stream_says_the_same(bench: MakeBench) -> None:
     async with bench() as b:
         b.decode.script = speaking([*b.ids(" world"), END])
-        stream = await b.client.completions.create(
+        stream = await b.lenient.completions.create(
             model=MODEL_NAME, prompt="hello", stream=True, stream_options={"include_usage": True}
         )
         chunks = [chunk async for chunk in stream]
@@ -59,7 +59,7 @@ async def test_several_prompts_times_n_are_ordered_by_prompt(bench: MakeBench) -
         assert prompts == [b.ids("a"), b.ids("a"), b.ids("b"), b.ids("b")]
         assert answer.usage is not None
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 4)
-        stream = await b.client.completions.create(model=MODEL_NAME, prompt=["a", "b"], n=2, stream=True)
+        stream = await b.lenient.completions.create(model=MODEL_NAME, prompt=["a", "b"], n=2, stream=True)
         assert {chunk.choices[0].index async for chunk in stream} == {0, 1, 2, 3}
 
 
@@ -76,7 +76,7 @@ async def test_logprobs_are_four_parallel_lists_with_offsets(bench: MakeBench) -
         assert logprobs.token_logprobs == [-0.5] * len(ids)
         assert logprobs.top_logprobs[0][logprobs.tokens[0]] == -0.5
         assert logprobs.text_offset == [len("".join(logprobs.tokens[:i])) for i in range(len(ids))]
-        stream = await b.client.completions.create(model=MODEL_NAME, prompt="hello", logprobs=1, stream=True)
+        stream = await b.lenient.completions.create(model=MODEL_NAME, prompt="hello", logprobs=1, stream=True)
         offsets: list[int] = []
         async for chunk in stream:
             if chunk.choices[0].logprobs is not None:
@@ -159,7 +159,7 @@ async def test_characters_that_are_split_over_tokens_arrive_whole(bench: MakeBen
     async with bench() as b:
         text = "naïve 🙂 日本"
         b.decode.script = speaking(b.ids(text), LENGTH)
-        stream = await b.client.completions.create(model=MODEL_NAME, prompt="x", stream=True)
+        stream = await b.lenient.completions.create(model=MODEL_NAME, prompt="x", max_tokens=99, stream=True)
         texts = [chunk.choices[0].text async for chunk in stream]
         assert "".join(texts) == text
         assert "\ufffd" not in "".join(texts)
