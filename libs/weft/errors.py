@@ -26,6 +26,8 @@ class WeftError(Exception):
     code: ClassVar[int] = 13
     http_status: ClassVar[int] = 500
     error_type: ClassVar[str] = "server_error"
+    # said by another service, in words that are for logs: they may name workers and addresses
+    is_reported = False
 
 
 class InvalidRequest(WeftError):
@@ -143,7 +145,7 @@ LEAVES: tuple[type[WeftError], ...] = (
 
 def from_code(code: int, message: str) -> WeftError:
     """The leaf that a peer's status stands for; unknown codes are the peer's own fault."""
-    for leaf in LEAVES:
-        if leaf.code == code:
-            return leaf(message)
-    return EngineFailed(message)
+    leaf = next((leaf for leaf in LEAVES if leaf.code == code), EngineFailed)
+    error = leaf(message)
+    error.is_reported = True
+    return error

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from weft.errors import (
+    DeadlineExceeded,
     EngineFailed,
     Forbidden,
     InvalidRequest,
@@ -42,9 +43,13 @@ class HttpError(WeftError):
 
 
 def public_message(error: WeftError) -> str:
-    """What peers said of one another may hold addresses, so it is not passed on."""
+    """What peers said of one another may hold addresses, so it is not passed on; what is wrong with a request is."""
     if isinstance(error, PeerLost):
         return "a service that this request needs is not available, or was lost on the way; please try again"
+    if error.is_reported and isinstance(error, Overloaded):
+        return "no worker has room for this request now; please try again later"
+    if error.is_reported and isinstance(error, DeadlineExceeded):
+        return "the request took too long"
     if isinstance(error, HttpError) or error.http_status < 500 or error.code == 4:
         return str(error)
     return "internal error"

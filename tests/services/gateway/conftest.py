@@ -89,8 +89,7 @@ class Bench:
 
     @property
     def lenient(self) -> AsyncOpenAI:
-        """For what OpenAI sends and its SDK's types do not know: chunks of completions, which have no reason to end before
-        they do, and vectors in base64."""
+        """For what OpenAI sends and its SDK's types do not know: chunks of completions, vectors in base64."""
         return self.client.copy(_extra_kwargs={"_strict_response_validation": False})
 
     @property
@@ -112,21 +111,21 @@ MakeBench = Callable[..., AbstractAsyncContextManager[Bench]]
 
 
 @pytest.fixture
-def bench(model_dir: Path, tokenizer: Tokenizer) -> MakeBench:
-    """`async with bench(num_decoders=2, max_requests=1) as b:`."""
+def bench(model_dir: Path, tokenizer: Tokenizer, tmp_path: Path) -> MakeBench:
+    """`async with bench(num_decoders=2, max_requests=1) as b:`. `context`: of a tiny model that answers at length."""
 
     @asynccontextmanager
-    async def make(num_decoders: int = 1, **settings: Any) -> AsyncIterator[Bench]:
+    async def make(num_decoders: int = 1, context: int = CONTEXT, **settings: Any) -> AsyncIterator[Bench]:
+        directory = model_dir if context == CONTEXT else write_model(tmp_path, tokenizer, TEMPLATE, context)
         decoders = [FakeDecode(f"decode-{i}", f"boot-{i}") for i in range(num_decoders)]
         async with AsyncExitStack() as stack:
             for decoder in decoders:
                 await decoder.open()
                 stack.push_async_callback(decoder.kill)
-            context = json.loads((model_dir / "config.json").read_text())["max_position_embeddings"]
             scheduler = FakeScheduler(decoders, MODEL_NAME, context)
             await scheduler.open()
             stack.push_async_callback(scheduler.kill)
-            defaults = {"model": str(model_dir), "http_port": 0, "grpc_port": 0, "grace_seconds": 1}
+            defaults = {"model": str(directory), "http_port": 0, "grpc_port": 0, "grace_seconds": 1}
             config = Config(scheduler_addr=scheduler.address, **{**defaults, **settings})
             gateway = await stack.enter_async_context(running(config))
             await gateway.watch.poll()

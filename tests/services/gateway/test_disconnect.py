@@ -15,6 +15,9 @@ from weft.request import RequestKey
 from weft_services.gateway.front import endpoints, http_server
 from weft_services.gateway.mesh.inbox import Delta, Inbox
 
+# of an answer that nobody reads to its end
+ENDLESS = 1 << 22
+
 
 def request_bytes(stream: bool, max_tokens: int = 100) -> bytes:
     """A whole HTTP request as a client would write it."""
@@ -61,7 +64,7 @@ async def test_a_client_that_leaves_while_it_is_being_placed_frees_its_booking(b
 
 async def test_a_client_that_does_not_read_is_cut_off(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "SLOW_READER_SECONDS", 0.05)
-    async with bench() as b:
+    async with bench(context=2 * ENDLESS) as b:
 
         async def flood(start: Start) -> AsyncIterator[SequenceDelta]:
             token = b.ids("x" * 8)
@@ -72,14 +75,14 @@ async def test_a_client_that_does_not_read_is_cut_off(bench: MakeBench, monkeypa
 
         b.decode.script = flood
         _, writer = await connect(b)
-        writer.write(request_bytes(stream=True))
+        writer.write(request_bytes(stream=True, max_tokens=ENDLESS))
         await b.decode.until(lambda: len(b.decode.cancelled) == 1)
         await b.scheduler.until(lambda: b.scheduler.stages()[-1:] == ["cancelled"])
         writer.close()
 
 
 async def test_a_client_that_does_not_read_delays_nobody_and_is_kept_a_bounded_rest(bench: MakeBench) -> None:
-    async with bench() as b:
+    async with bench(context=2 * ENDLESS) as b:
 
         async def flood_or_answer(start: Start) -> AsyncIterator[SequenceDelta]:
             """Sequences of one worker share its stream."""
@@ -94,7 +97,7 @@ async def test_a_client_that_does_not_read_delays_nobody_and_is_kept_a_bounded_r
 
         b.decode.script = flood_or_answer
         _, writer = await connect(b)
-        writer.write(request_bytes(stream=True))
+        writer.write(request_bytes(stream=True, max_tokens=ENDLESS))
         await b.decode.until(lambda: len(b.decode.started) == 1)
         for _ in range(5):
             answer = await b.client.completions.create(model=MODEL_NAME, prompt="x", max_tokens=20)

@@ -15,7 +15,7 @@ import orjson
 import pytest
 
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
-from tests.services.gateway.fakes import SequenceDelta, Stage, Start, deltas, failing, forever, speaking
+from tests.services.gateway.fakes import STOP, SequenceDelta, Stage, Start, deltas, failing, forever, speaking
 
 ROOT = Path(__file__).parents[3]
 FAILED = Stage.STAGE_FAILED
@@ -154,6 +154,51 @@ async def test_with_every_decode_worker_full_a_stream_is_a_429(bench: MakeBench)
         assert [len(each.started) for each in b.decoders] == [1, 1]
         await b.scheduler.until(lambda: b.scheduler.stages(1) == ["failed"])
         assert not any(each.failed_worker_id for each in b.scheduler.settled), "being full is no fault"
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "words"), [(8, 429, "no worker has room"), (4, 504, "too long")], ids=["full", "late"]
+)
+async def test_clients_are_not_told_what_workers_say_of_themselves(
+    bench: MakeBench, code: int, status: int, words: str
+) -> None:
+    async with bench() as b:
+        b.decode.script = failing(code)
+        response = await b.http.post("/v1/completions", json=STREAM)
+        assert response.status_code == status
+        assert words in response.json()["error"]["message"]
+        assert "10.1.2.3" not in response.text
+
+
+@pytest.mark.parametrize("finish", [None, STOP], ids=["goes on", "ends too late"])
+async def test_a_worker_that_says_more_than_it_was_asked_for_is_cut_off(bench: MakeBench, finish: Any) -> None:
+    async with bench() as b:
+        ids = b.ids("the answer is here and there")
+        b.decode.script = speaking(ids, finish)
+        body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 3, "return_token_ids": True, "logprobs": 1}
+        answer = (await b.http.post("/v1/completions", json=body)).json()
+        (choice,) = answer["choices"]
+        assert choice["token_ids"] == ids[:3]
+        assert len(choice["logprobs"]["tokens"]) == 3
+        assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 3)
+        if finish is None:
+            await b.decode.until(lambda: len(b.decode.cancelled) == 1)
+
+
+async def test_a_worker_lost_right_behind_the_last_token_is_not_replaced(bench: MakeBench) -> None:
+    async with bench(num_decoders=2) as b:
+        ids = b.ids("the answer is here")[:3]
+
+        async def script(start: Start) -> AsyncIterator[SequenceDelta]:
+            for delta in deltas(start, ids, None):
+                yield delta
+            async for failure in failing(14)(start):
+                yield failure
+
+        b.decode.script = script
+        answer = await b.client.completions.create(model=MODEL_NAME, prompt="x", max_tokens=3)
+        assert answer.choices[0].finish_reason == "length"
+        assert len(b.scheduler.routed) == 1
 
 
 async def test_another_decode_worker_is_asked_before_a_429(bench: MakeBench) -> None:

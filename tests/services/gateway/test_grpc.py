@@ -165,9 +165,11 @@ async def test_a_client_that_does_not_read_holds_neither_a_place_nor_the_engine(
         while True:
             yield SequenceDelta(key=start.key, token_ids=[100] * 4096)
 
-    async with bench() as b, stub_of(b) as stub:
+    async with bench(context=1 << 23) as b, stub_of(b) as stub:
         b.decode.script = talkative
-        call = stub.Generate(pb.GenerateRequest(text="x", options=pb.GenerationOptions(return_token_ids=True)))
+        call = stub.Generate(
+            pb.GenerateRequest(text="x", options=pb.GenerationOptions(return_token_ids=True, max_tokens=1 << 22))
+        )
         await b.decode.until(lambda: len(b.decode.cancelled) == 1)
         assert b.gateway.pipeline.num_in_flight == 0
         call.cancel()

@@ -213,7 +213,7 @@ class DecodeLink:
         if self.is_closed:
             raise PeerLost(f"{self.worker.worker_id} is lost", self.worker.worker_id)
         if self._commands.qsize() >= MAX_QUEUED_STARTS:
-            raise Overloaded(f"too many commands wait for {self.worker.worker_id}")
+            raise Overloaded("too many requests are on their way to a worker")
         start = decode_pb.StartSequence(
             key=wire.key_to_wire(command.key),
             decode_boot_id=command.placement.decode.boot_id,

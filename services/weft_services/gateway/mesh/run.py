@@ -33,8 +33,8 @@ class Run:
         self._failure: WeftError | None = None  # to be raised once the pieces before it are delivered
         stops = prepared.generation.stop
         self._flights = [
-            Flight(mesh, self._shared, new_id(), Sequence(index, codec, stops))
-            for index in range(len(prepared.sequences))
+            Flight(mesh, self._shared, new_id(), Sequence(index, codec, stops, spec.sampling.max_tokens))
+            for index, spec in enumerate(prepared.sequences)
         ]
         self._num_open = len(self._flights)
         self._by_id = {flight.key.request_id: flight for flight in self._flights}

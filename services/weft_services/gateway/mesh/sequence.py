@@ -23,12 +23,16 @@ class Piece:
 
 
 class Sequence:
-    """Text state of one choice. `token_ids` is everything generated so far: what moving it elsewhere would need."""
+    """Text state of one choice. `token_ids` is everything generated so far: what moving it elsewhere would need.
 
-    def __init__(self, index: int, codec: Codec, stops: Items[str]) -> None:
+    It ends with `max_tokens`, whether the worker that generates says so or not.
+    """
+
+    def __init__(self, index: int, codec: Codec, stops: Items[str], max_tokens: int) -> None:
         self.index = index
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self._max_tokens = max_tokens
         self._detokenizer = codec.detokenizer()
         self._scanner = StopScanner(stops) if stops else None
 
@@ -48,14 +52,17 @@ class Sequence:
         return Piece(self.index, "".join(texts), tokens, tuple(logprobs), self.finish_reason)
 
     def _accept_one(self, delta: Delta) -> str:
-        ids = delta.token_ids
+        room = self._max_tokens - len(self.token_ids)
+        ids, reason = delta.token_ids, delta.finish_reason
+        if len(ids) > room or (len(ids) == room and reason is None):
+            ids, reason = ids[:room], FinishReason.LENGTH
         # the token that ends a sequence is counted and reported, its text is not part of the answer
-        spoken = ids[:-1] if delta.finish_reason is FinishReason.STOP else ids
+        spoken = ids[:-1] if reason is FinishReason.STOP else ids
         text = self._speak(spoken) if self._scanner is None else self._scan(spoken, self._scanner)
         if self.finish_reason is None:
             self.token_ids.extend(ids[len(spoken) :])
-            if delta.finish_reason is not None:
-                text += self._end(delta.finish_reason)
+            if reason is not None:
+                text += self._end(reason)
         return text
 
     def _speak(self, ids: tuple[int, ...]) -> str:
