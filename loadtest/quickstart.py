@@ -1,12 +1,14 @@
 """`python -m loadtest.quickstart`: what a new user does, timed from `git clone` to the first streamed token.
 
 Clones this repository as it is committed, runs README's `make serve` there, and asks as soon as anybody answers. Pip
-installs from wherever it is told to look, so the network and its cache are part of the figure.
+installs from wherever it is told to look, so the network and its cache are part of the figure. What is reached is
+printed when it is reached; `--log FILE` keeps what `make serve` says.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -20,7 +22,7 @@ import httpx
 from loadtest.gateway.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
-INSTALL_SECONDS, START_SECONDS = 1800.0, 180.0
+INSTALL_SECONDS, START_SECONDS, STOP_SECONDS = 1800.0, 180.0, 60.0
 MARK = ".venv/.installed-run"
 
 
@@ -55,19 +57,28 @@ def first_token(url: str) -> str:
     raise Broken("the stream ended without a token")
 
 
-def run(folder: Path) -> list[tuple[str, float]]:
-    """What was reached, and when."""
-    began, reached = time.monotonic(), list[tuple[str, float]]()
+def stop(serving: subprocess.Popen[bytes]) -> None:
+    """As Ctrl-C does it; what does not listen to that is killed."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(serving.pid, number)
+            serving.wait(STOP_SECONDS)
+            return
+
+
+def run(folder: Path, log_file: Path) -> None:
+    """Print what is reached, and when."""
+    began = time.monotonic()
     clone, url = folder / "weft", f"http://127.0.0.1:{free_port()}"
 
     def note(what: str) -> None:
-        reached.append((what, time.monotonic() - began))
+        print(f"| {what} | {time.monotonic() - began:.1f} s |", flush=True)
 
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     note("git clone")
     command = ["make", "serve", f"PORT={url.rpartition(':')[2]}", f"ARGS=--grpc-port {free_port()}"]
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    with (folder / "log").open("wb") as log:
+    with log_file.open("wb") as log:
         serving = subprocess.Popen(
             command, cwd=clone, env=own, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -79,21 +90,19 @@ def run(folder: Path) -> list[tuple[str, float]]:
         first_token(url)
         note("the first streamed token")
     except Broken as error:
-        raise SystemExit(f"{error}\n{(folder / 'log').read_text()[-3000:]}") from error
+        raise SystemExit(f"{error}\n{log_file.read_text()[-3000:]}") from error
     finally:
-        os.killpg(serving.pid, signal.SIGINT)
-        serving.wait(60)
-    return reached
+        stop(serving)
 
 
 def main() -> None:
     """Do and print."""
-    argparse.ArgumentParser(prog="python -m loadtest.quickstart", description=__doc__).parse_args()
-    with tempfile.TemporaryDirectory(prefix="weft-quickstart-") as folder:
-        reached = run(Path(folder))
+    parser = argparse.ArgumentParser(prog="python -m loadtest.quickstart", description=__doc__)
+    parser.add_argument("--log", type=Path, help="where to keep what `make serve` says")
+    options = parser.parse_args()
     print("| from the beginning | |\n| --- | --- |")
-    for what, seconds in reached:
-        print(f"| {what} | {seconds:.1f} s |")
+    with tempfile.TemporaryDirectory(prefix="weft-quickstart-") as folder:
+        run(Path(folder), options.log or Path(folder) / "log")
 
 
 if __name__ == "__main__":
