@@ -13,7 +13,7 @@ help:
 	@echo "make soak     the engine at random for 100,000 steps a family and loop, freed memory poisoned (half an hour; ARGS='-k llama4')"
 	@echo "make chaos    the whole fault matrix, --rounds times                   (ARGS='--rounds 20')"
 	@echo "make page-test  the page at / in headless Chromium, which it installs where it is missing"
-	@echo "make client-test  LiteLLM, Schemathesis and the TypeScript SDKs against the gateway; installs them, node must be there"
+	@echo "make client-test  LiteLLM, Schemathesis and the TypeScript SDKs against a gateway and a whole mesh; installs them, node must be there"
 	@echo "make agents   Claude Code, Codex and OpenCode list a folder through the gateway; npm installs them (1 GB)"
 	@echo "make lint     style, types, import directions, wire contracts, compose"
 	@echo "make protos   compile protos/weft_mesh into protos/generated"

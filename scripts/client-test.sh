@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Other people's clients and suites against the gateway: installs them beside Weft where they are missing, then runs tests/clients.
+# Other people's clients and suites against a gateway and a whole mesh: installs them beside Weft where they are missing, then runs tests/clients.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/system.sh

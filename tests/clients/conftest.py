@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from tests.clients.scene import Scene, scene
+from tests.clients.scene import Door, Scene, scene
+from tests.mesh.conftest import Mesh
+from weft.keys import Key, digest_of, dump_keys, make_secret
+
+GATEWAYS = {"front", "whole_mesh"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,7 +27,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     here = Path(__file__).parent
     for item in items:
-        if here in item.path.parents and "front" in getattr(item, "fixturenames", ()):
+        if here in item.path.parents and GATEWAYS & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.skip(reason="`make client-test` installs these clients, and runs them"))
 
 
@@ -32,3 +36,17 @@ async def front(tmp_path: Path) -> AsyncIterator[Scene]:
     """A gateway to talk to."""
     async with scene(tmp_path) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def whole_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Mesh, Door]]:
+    """`weft up` with weft-nano and keys, every service a process of its own, and how clients get in."""
+    folder, secret = tmp_path_factory.mktemp("mesh"), make_secret()
+    keys = folder / "keys.json"
+    keys.write_text(dump_keys([Key("tester", digest_of(secret))]))
+    mesh = Mesh("--keys", str(keys))
+    try:
+        mesh.wait_ready()
+        yield mesh, Door(mesh.url, secret, folder)
+    finally:
+        mesh.stop()

@@ -49,16 +49,16 @@ ENDLESS = "And so on"
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
-    """A gateway that wants a key, and the worker behind it."""
+class Door:
+    """Where a gateway is, and the key that it wants; clients' tests run in `folder`."""
 
-    bench: Bench
+    url: str
     key: str
     folder: Path
 
     async def run(self, *command: str, **variables: str) -> None:
-        """A client's own tests, told where the gateway is by environment; shows what they said when they fail."""
-        told = {"WEFT_URL": self.bench.url, "WEFT_KEY": self.key, "WEFT_MODEL_NAME": MODEL_NAME, **variables}
+        """A client's own tests, told all that by environment; shows what they said when they fail."""
+        told = {"WEFT_URL": self.url, "WEFT_KEY": self.key, "WEFT_MODEL_NAME": MODEL_NAME, **variables}
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *command, cwd=self.folder, env=os.environ | told, stdout=pipe, stderr=asyncio.subprocess.STDOUT
@@ -70,6 +70,20 @@ class Scene:
                 process.kill()
                 await process.wait()
         assert process.returncode == 0, out.decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A gateway that wants a key, and the worker behind it."""
+
+    bench: Bench
+    key: str
+    folder: Path
+
+    @property
+    def door(self) -> Door:
+        """For a client's own tests."""
+        return Door(self.bench.url, self.key, self.folder)
 
     async def check_cancelled(self, count: int) -> None:
         """So many streams were left, and were cancelled down to the worker; no other was."""

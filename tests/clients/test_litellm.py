@@ -15,7 +15,7 @@ PYTHON = HERE.parents[1] / ".venv-clients" / "bin" / "python"
 @pytest.mark.timeout(180)
 async def test_litellm(front: Scene) -> None:
     checks = str(HERE / "litellm_checks.py")
-    await front.run(
+    await front.door.run(
         str(PYTHON), "-m", "pytest", "-q", "--noconftest", "-c", "/dev/null", "--rootdir", str(HERE), checks,
         LITELLM_LOCAL_MODEL_COST_MAP="True",
     )  # fmt: skip

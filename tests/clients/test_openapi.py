@@ -10,22 +10,27 @@ from pathlib import Path
 import pytest
 
 from tests.clients.openapi.exceptions import IGNORED, NARROWED, REFUSED, SERVED_VARIANTS, UNSERVED_PROPERTIES
-from tests.clients.scene import Scene
+from tests.clients.scene import Door, Scene
 
 HERE = Path(__file__).parent / "openapi"
 SCHEMATHESIS = HERE.parents[2] / ".venv-clients" / "bin" / "schemathesis"
 NUM_EXAMPLES = 25
 
 
+async def schemathesis(door: Door, *how_much: str, **variables: str) -> None:
+    """All that it has to say against a gateway."""
+    config = ["--config-file", str(HERE / "schemathesis.toml")]
+    await door.run(
+        str(SCHEMATHESIS), "--no-color", *config, "run", str(HERE / "openai.json"), *how_much,
+        PYTHONPATH=str(HERE.parents[2]), **variables,
+    )  # fmt: skip
+
+
 @pytest.mark.timeout(3600)
 async def test_the_gateway_keeps_to_openais_document(front: Scene, request: pytest.FixtureRequest) -> None:
     asked = request.config.getoption("--examples")
     how_much = ["--max-examples", str(asked)] if asked else ["--max-examples", str(NUM_EXAMPLES), "--seed", "1"]
-    config = ["--config-file", str(HERE / "schemathesis.toml")]
-    await front.run(
-        str(SCHEMATHESIS), "--no-color", *config, "run", str(HERE / "openai.json"), *how_much,
-        PYTHONPATH=str(HERE.parents[2]),
-    )  # fmt: skip
+    await schemathesis(front.door, *how_much)
 
 
 def test_every_exception_has_a_reason() -> None:

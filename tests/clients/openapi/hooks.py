@@ -21,6 +21,9 @@ from tests.clients.openapi.exceptions import IGNORED, NARROWED, REFUSED, SERVED_
 
 MODEL = os.environ["WEFT_MODEL_NAME"]
 STREAMING = ("/chat/completions", "/completions", "/responses")
+# of answers whose request sets no length, by the name that each path has for it; 0: as long as the model likes
+LONGEST_ANSWER = int(os.environ.get("WEFT_LONGEST_ANSWER", "0"))
+LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 TURNS = itertools.cycle((True, False))
 EVENTS: dict[str, Any] = {}
 
@@ -89,8 +92,11 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
         case.body["model"] = MODEL
     if "model" in (case.path_parameters or {}):
         case.path_parameters["model"] = MODEL
-    if case.operation.path in STREAMING and case.meta.generation.mode.is_positive and isinstance(case.body, dict):
-        case.body["stream"] = next(TURNS)
+    if case.operation.path in STREAMING and isinstance(case.body, dict):
+        if case.meta.generation.mode.is_positive:
+            case.body["stream"] = next(TURNS)
+        if LONGEST_ANSWER and not any(name in case.body for name in LENGTHS):
+            case.body[LENGTHS[STREAMING.index(case.operation.path)]] = LONGEST_ANSWER
 
 
 def streams_keep_their_schema(context: Any, response: Any, case: Any) -> None:
