@@ -1,10 +1,11 @@
 """How fast a checkpoint comes into shared memory, beside what its disk gives and what other loaders take, in one run.
 
-`python -m loadtest.weights.loader [--gigabytes 1] [--threads 8] [--peers PYTHON] [--directory DIR] [--json FILE]`
+`python -m loadtest.weights.loader [--gigabytes 1] [--threads 8] [--peers PYTHON] [--directory DIR] [--huge-pages]`
 
 The page cache is dropped before every load, file by file. `--peers` names the Python of another environment, with
-torch and any of safetensors, fastsafetensors and runai-model-streamer. The checkpoint is made for the run and removed;
-that takes 1.7 times its size on disk and at most twice its size of memory.
+torch and any of safetensors, fastsafetensors and runai-model-streamer. `--huge-pages` (root): with a /dev/shm of the
+run's own whose pages are large, as `mount -o remount,huge=within_size /dev/shm` makes a machine's. The checkpoint is
+made for the run and removed; that takes 1.7 times its size on disk and at most twice its size of memory.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from weft.weights.source import ReadingMemory
 PEERS = Path(__file__).with_name("peers.py")
 PEER_SECONDS = 600
 SAMPLE_SECONDS = 0.01
+IN_LARGE_PAGES = 'mount -t tmpfs -o huge=within_size weft /dev/shm && exec "$0" "$@"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=Path, default=Path.cwd(), help="on the disk to be measured")
     parser.add_argument("--peers", type=Path, help="Python of an environment with the peers")
+    parser.add_argument("--huge-pages", action="store_true", help="/dev/shm in large pages, for this run only")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.huge_pages:
+        again = [sys.executable, "-m", "loadtest.weights.loader", *(a for a in sys.argv[1:] if a != "--huge-pages")]
+        os.execvp("unshare", ["unshare", "--mount", "sh", "-c", IN_LARGE_PAGES, *again])
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # nothing of this size may stay
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
         model, bundle = Path(scratch) / "model", Path(scratch) / "bundle"

@@ -20,20 +20,22 @@ struct Chunk {
 };
 
 struct Stream {
+    alignas(LINE) int16_t contexts[TURNS];
+    uint16_t tables[TURNS];  // where the table of each element's class begins
+    uint8_t symbols[TURNS];
+    uint32_t states[LANES];
     Chunk* chunk;
     Shape shape;
     const uint16_t *next, *end;
-    long done = 0;
-    bool is_short = false;
-    uint32_t states[LANES];
-    int16_t contexts[TURNS];
-    uint16_t tables[TURNS];  // where the table of each element's class begins
-    uint8_t symbols[TURNS];
+    long done;
+    bool is_short;
 
-    explicit Stream(Chunk* of)
-        : chunk(of), shape{of->first, of->count, of->num_columns, int(of->base), int(of->class_bits)}, next(of->words),
-          end(of->words + of->num_words) {
+    void begin(Chunk* of) {
         std::memcpy(states, of->states, sizeof states);
+        chunk = of;
+        shape = {of->first, of->count, of->num_columns, int(of->base), int(of->class_bits)};
+        next = of->words, end = of->words + of->num_words;
+        done = 0, is_short = false;
     }
 
     long size() const { return std::min(TURNS, shape.count - done); }
@@ -64,17 +66,16 @@ struct Stream {
     }
 };
 
-// Whole turns of the streams' lanes, one stream's in the time that another's wait; returns how many elements of each.
+// Whole turns of the streams' lanes, one stream's in the time that others' wait; returns how many elements of each.
 template <int N>
-long decode_turns(Stream** streams, long from, long count) {
+long decode_turns(Stream* streams, long from, long count) {
     Words state[N][LANES / W];
-    const uint16_t *next[N], *last[N], *tables[N];
+    const uint16_t *next[N], *last[N];
     const uint32_t* table[N];
-    uint8_t* symbols[N];
     for (int n = 0; n < N; n++) {
-        std::memcpy(state[n], streams[n]->states, sizeof state[n]);
-        next[n] = streams[n]->next, last[n] = streams[n]->end - LANES - W;
-        tables[n] = streams[n]->tables, table[n] = streams[n]->chunk->table, symbols[n] = streams[n]->symbols;
+        std::memcpy(state[n], streams[n].states, sizeof state[n]);
+        next[n] = streams[n].next, last[n] = streams[n].end - LANES - W;
+        table[n] = streams[n].chunk->table;
     }
     for (; from + LANES <= count; from += LANES) {
         bool has_words = true;
@@ -86,9 +87,9 @@ long decode_turns(Stream** streams, long from, long count) {
             for (int n = 0; n < N; n++) {
                 Words old = state[n][part];
                 alignas(64) uint16_t places[W];
-                store(places, (Halves)(load<Halves>(tables[n] + from + part * W) | halves_of(old & (TOTAL - 1))));
+                store(places, (Halves)(load<Halves>(streams[n].tables + from + part * W) | halves_of(old & (TOTAL - 1))));
                 Words entry = look_up(table[n], places);
-                store(symbols[n] + from + part * W, quarters_of(entry));
+                store(streams[n].symbols + from + part * W, quarters_of(entry));
                 Words moved = ((entry >> 8) & 0xFFFu) * (old >> PRECISION) + (entry >> 20);
                 Mask is_low = below(moved, Words{} + LOWEST);
                 state[n][part] = where(is_low, moved << 16 | spread(is_low, next[n]), moved);
@@ -97,8 +98,8 @@ long decode_turns(Stream** streams, long from, long count) {
         }
     }
     for (int n = 0; n < N; n++) {
-        std::memcpy(streams[n]->states, state[n], sizeof state[n]);
-        streams[n]->next = next[n];
+        std::memcpy(streams[n].states, state[n], sizeof state[n]);
+        streams[n].next = next[n];
     }
     return from;
 }
@@ -147,22 +148,22 @@ void join(Stream& stream, long size) {
     }
 }
 
-// One stretch of one chunk or of two.
+// One stretch of each chunk.
 template <int N>
-void advance(Stream** streams) {
-    long common = 0;
-    for (int n = 0; n < N; n++) streams[n]->look_ahead();
-    if (N > 1) common = decode_turns<N>(streams, 0, std::min(streams[0]->size(), streams[N - 1]->size()));
+void advance(Stream* streams) {
+    long common = N > 1 ? TURNS : 0;
+    for (int n = 0; n < N; n++) streams[n].look_ahead();
+    for (int n = 0; n < N; n++) common = std::min(common, streams[n].size());
+    if (N > 1) common = decode_turns<N>(streams, 0, common);
     for (int n = 0; n < N; n++) {
-        Stream& stream = *streams[n];
-        stream.decode_slowly(decode_turns<1>(&streams[n], common, stream.size()));
+        Stream& stream = streams[n];
+        stream.decode_slowly(decode_turns<1>(&stream, common, stream.size()));
         (stream.chunk->is_bf16 ? join<5> : join<8>)(stream, stream.size());
         stream.done += stream.size();
     }
 }
 
 void finish(Stream& stream) {
-    for (Stream* alone = &stream; alone->done < alone->shape.count;) advance<1>(&alone);
     bool is_whole = !stream.is_short && stream.next == stream.end;
     for (uint32_t state : stream.states) is_whole &= state == LOWEST;
     stream.chunk->is_whole = is_whole;
@@ -172,15 +173,17 @@ void finish(Stream& stream) {
 
 // Fills every chunk's `out` and says of each whether it was whole.
 WEFT_EXPORT void weft_rans_decode(void* first_of_chunks, long num_chunks) {
-    Chunk* chunks = (Chunk*)first_of_chunks;
-    for (long i = 0; i < num_chunks; i += 2) {
-        Stream stream(&chunks[i]);
-        if (i + 1 < num_chunks) {
-            Stream other(&chunks[i + 1]);
-            Stream* both[] = {&stream, &other};
-            while (stream.done < stream.shape.count && other.done < other.shape.count) advance<2>(both);
-            finish(other);
+    constexpr int MOST = 4;
+    constexpr void (*ADVANCE[])(Stream*) = {advance<1>, advance<2>, advance<3>, advance<MOST>};
+    Stream streams[MOST];
+    int num_streams = 0;
+    for (long begun = 0; begun < num_chunks || num_streams;) {
+        while (begun < num_chunks && num_streams < MOST) streams[num_streams++].begin((Chunk*)first_of_chunks + begun++);
+        ADVANCE[num_streams - 1](streams);
+        for (int n = num_streams; n-- > 0;) {
+            if (streams[n].done < streams[n].shape.count) continue;
+            finish(streams[n]);
+            streams[n] = streams[--num_streams];
         }
-        finish(stream);
     }
 }

@@ -14,6 +14,7 @@ from pathlib import Path
 from weft.errors import BadCheckpoint
 
 SECTOR_BYTES = 4096  # direct reads begin and end at multiples of this, in the file and in memory
+LARGE_PAGE_BYTES = 2 * 1024 * 1024
 
 
 def fresh_memory(size: int) -> mmap.mmap:
@@ -34,7 +35,8 @@ class Scratch:
     def take(self, size: int) -> memoryview:
         """`size` bytes that begin at a page."""
         if self._memory is None or len(self._memory) < size:
-            self._memory = fresh_memory(max(size, SECTOR_BYTES))
+            # whole large pages: a disk gets a read in one request where its memory is in one piece, else in dozens
+            self._memory = fresh_memory(-(-max(size, 1) // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES)
         return memoryview(self._memory)[:size]
 
 

@@ -66,6 +66,18 @@ def test_the_shipped_model_is_found_whole_and_fits(monkeypatch: pytest.MonkeyPat
     assert {"python", "libraries", "gpu", "transport", "cores", "clock", "keys", "certificates"} <= set(found)
 
 
+@pytest.mark.parametrize(("options", "level"), [("rw,size=1g", "warning"), ("rw,huge=within_size", "ok")])
+def test_large_models_want_shared_memory_in_large_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, level: str
+) -> None:
+    (mounts := tmp_path / "mounts").write_text(f"proc /proc proc rw 0 0\ntmpfs /dev/shm tmpfs {options} 0 0\n")
+    monkeypatch.setattr(model, "MOUNTS", mounts)
+    monkeypatch.setattr(model, "LARGE_PAGES_PAY", 1)
+    (found,) = model.check_shared_memory(Subject(MODELS))
+    assert found.level == level
+    assert bool(found.advice) == (level == "warning")
+
+
 def test_a_model_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(SHIPPED, broken)

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from tests.weft.weights.checkpoints import CONFIG
 from weft.errors import BadCheckpoint
 from weft.model.config import expected_tensors, read_config
+from weft.weights.blobs import MappedBlob, Scratch
 from weft.weights.bundle import convert, layout, pack
 from weft.weights.bundle.inspection import picture, rows_of
 from weft.weights.bundle.unpack import BundleFile
@@ -94,6 +95,39 @@ def test_any_run_of_bytes_can_be_read(checkpoint: Path, bundle: Path, monkeypatc
             assert out.tobytes() == whole[first:end]
         with pytest.raises(BadCheckpoint, match="there is no tensor nonsense"):
             file.read_into("nonsense", 0, np.empty(1, np.uint8))
+
+
+class CountingBlob(MappedBlob):
+    """Remembers which bytes of the file were asked for."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.asked = list[range]()
+
+    def read(self, offset: int, size: int, scratch: Scratch) -> memoryview:
+        self.asked.append(range(offset, offset + size))
+        return super().read(offset, size, scratch)
+
+
+@pytest.mark.parametrize(("degree", "rank"), [(2, 0), (4, 1), (4, 3), (3, 1)])
+def test_a_rank_reads_the_chunks_of_its_rows_and_no_others(tmp_path: Path, degree: int, rank: int) -> None:
+    weight = torch.randn(1536, 1024, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    (tmp_path / "model").mkdir()
+    save_file({"weight": weight}, tmp_path / "model/model.safetensors")
+    convert.compress(tmp_path / "model", tmp_path / "bundle", 2, nothing)
+    blob = CountingBlob(tmp_path / "bundle/model.weft")
+    with closing(BundleFile("model.weft", blob)) as file:
+        tensor = file.tensor("weight")
+        assert tensor.codec == "rans"
+        out = np.empty(tensor.original_bytes // degree, np.uint8)
+        blob.asked.clear()
+        file.read_into("weight", rank * len(out), out)
+    rows = weight.chunk(degree)[rank].contiguous()
+    assert out.tobytes() == rows.view(torch.uint8).numpy().tobytes()
+    first, end = rank * len(out) // layout.CHUNK_BYTES, -(-(rank + 1) * len(out) // layout.CHUNK_BYTES)
+    tables = blob.asked[:-1]  # all the tensor's chunks share them
+    assert sum(map(len, tables)) < 8 * 1024
+    assert len(blob.asked[-1]) == pytest.approx(tensor.size_bytes * (end - first) / tensor.num_chunks, rel=0.02)
 
 
 def test_workers_see_the_same_weights_through_a_bundle(checkpoint: Path, bundle: Path) -> None:

@@ -41,7 +41,7 @@ class _Opened:
     """What all chunks of a tensor share."""
 
     tensor: PackedTensor
-    ends: NDArray[np.uint64]
+    ends: NDArray[np.int64]
     begin: int
     """Of the first chunk in the file."""
     coding: rans.Coding | None
@@ -196,9 +196,11 @@ class BundleFile:
             raise BadCheckpoint(f"{self.path}: tensor {tensor.name}: its tables would end beyond it")
         # a copy: the scratch is used again
         stored: Bytes = np.frombuffer(bytes(self._blob.read(tensor.offset, used, scratch)), np.uint8)
-        ends = stored[: 8 * tensor.num_chunks].view("<u8")
+        ends = stored[: 8 * tensor.num_chunks].view("<i8")
         size = tensor.size_bytes - begin
-        if len(ends) and (int(ends[-1]) != size or (np.diff(ends.astype(np.int64), prepend=0) < CHUNK_HEAD.size).any()):
+        if len(ends) and (
+            ends[-1] != size or ends[0] < CHUNK_HEAD.size or (ends[1:] - ends[:-1] < CHUNK_HEAD.size).any()
+        ):
             raise BadCheckpoint(f"{self.path}: tensor {tensor.name}: its table of chunks is damaged")
         coding = self._coding(tensor, stored[8 * tensor.num_chunks :]) if tensor.codec == "rans" else None
         table = coding.table() if coding else np.empty(0, np.uint32)
