@@ -92,9 +92,9 @@ class LocalMesh:
             self._up.kill()
 
     def log(self) -> str:
-        """All that was written so far."""
-        self._log.seek(0)
-        return self._log.read()
+        """All that was written so far. The children's place in it stays where it is."""
+        file = self._log.fileno()
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
     def child(self, name: str) -> psutil.Process:
         """The process of a service or worker. Raises LookupError while there is none."""

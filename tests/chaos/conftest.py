@@ -23,16 +23,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     rounds, module = metafunc.config.getoption("--rounds", default=0), metafunc.module
     if "strike" in metafunc.fixturenames:
         metafunc.parametrize("strike", [*module.FAULTS] * rounds or module.QUICK)
-    if "cell" in metafunc.fixturenames:
-        cells = [cell for _ in range(rounds) for cell in module.CELLS] or module.QUICK
-        metafunc.parametrize("cell", cells, ids=[f"{fault}-{state}" for fault, state in cells])
+    for name, once, quick in (("cell", "CELLS", "QUICK"), ("shortage", "SHORTAGES", "SHORTAGES")):
+        if name in metafunc.fixturenames:
+            cells = [*getattr(module, once)] * rounds or getattr(module, quick)
+            metafunc.parametrize(name, cells, ids=[f"{fault}-{state}" for fault, state in cells])
 
 
 @pytest.fixture(autouse=True)
 def _noted(request: pytest.FixtureRequest) -> None:
     """Each cell's place in the table."""
-    if "cell" in request.fixturenames:
-        request.node.user_properties.append(("cell", request.getfixturevalue("cell")))
+    for name in {"cell", "shortage"}.intersection(request.fixturenames):
+        request.node.user_properties.append(("cell", request.getfixturevalue(name)))
     if "strike" in request.fixturenames:
         fault, states = request.getfixturevalue("strike"), request.module.STATES
         request.node.user_properties.extend(("cell", (fault, state)) for state in states)

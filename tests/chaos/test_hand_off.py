@@ -135,6 +135,8 @@ CELLS = [
     *((fault, state) for fault in SAID for state in EVENTS),
     *((fault, state) for fault in PULLED for state in PULLS),
 ]
+SIDES = {"decode out of blocks": "num_blocks", "prefill out of blocks": "prefill_blocks"}
+SHORTAGES = [(side, fault) for side in SIDES for fault in ("client gone", "deadline", "nothing")]
 QUICK = [
     ("client gone", "first pull"),
     ("client gone", "computed"),
@@ -188,12 +190,11 @@ async def _strike_while_decoding(scene: Scene, strike: Strike) -> None:
         await strike(scene)
 
 
-@pytest.mark.parametrize("fault", ["client gone", "deadline", "nothing"])
-@pytest.mark.parametrize("side", ["num_blocks", "prefill_blocks"])
-async def test_either_side_is_out_of_blocks(tiny: Tiny, fault: str, side: str) -> None:
+async def test_either_side_is_out_of_blocks(tiny: Tiny, shortage: tuple[str, str]) -> None:
     """A request waits for the blocks of another, whose pull is held; it gets them, or leaves nothing behind."""
+    side, fault = shortage
     hurt = Hurt("", 1)
-    sizes: dict[str, Any] = {side: 20}
+    sizes: dict[str, Any] = {SIDES[side]: 20}
     async with start_pair(tiny, meddler=hurt, lease_seconds=LEASE_SECONDS, **sizes) as pair:
         _, first = await pair.gateway.start(prompt(70, seed=51), pair.prefill.address)
         await hurt.hold.is_reached.wait()

@@ -16,6 +16,7 @@ import grpc
 import pytest
 
 from tests.chaos.stream import PATIENCE_SECONDS, Stream
+from tests.chaos.witness import witnessed
 from tests.mesh.conftest import Mesh, wait_until
 from tests.mesh.oracle import FIRST_ORDINARY, text_ids
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 LEASE_SECONDS = 3.0
 NUM_WORKERS = 3
 # within the lease, and long after everybody has given the frozen one up
-SHORT_SECONDS, LONG_SECONDS = 1.0, 6.0
+SHORT_SECONDS, LONG_SECONDS = 1.0, 5.0
 # a state: tokens of prompt and answer
 STATES = {"finished": (150, 6), "decoding": (150, 600), "prefilling": (1900, 6), "queued": (150, 6)}
 BESIDE = (200, 300)
@@ -143,21 +144,27 @@ def test_processes(chaos_mesh: Mesh, strike: str) -> None:
     # the one before may have failed halfway
     wait_until("all workers are there", lambda: _is_whole(mesh), PATIENCE_SECONDS)
     boots = mesh.boots()
-    with ThreadPoolExecutor(len(STATES) + 1) as threads:
-        scene = _staged(mesh, threads)
-        FAULTS[strike](scene)
-        scene.end()
+    with witnessed(mesh) as streams:
+        with ThreadPoolExecutor(len(STATES) + 1) as threads:
+            scene = _staged(mesh, threads)
+            streams |= {**scene.victims, "beside": scene.beside}
+            FAULTS[strike](scene)
+            scene.end()
+        _expect_right(scene, strike)
+        wait_until("all workers are back", lambda: _are_back(mesh, boots, strike), PATIENCE_SECONDS)
+        mesh.wait_idle()
+        for state, victim in scene.victims.items():
+            after = streams[f"{state}, again"] = Stream(mesh, victim.prompt, 8)
+            after.read()
+            after.expect_right()
+
+
+def _expect_right(scene: Scene, strike: str) -> None:
     for state, victim in scene.victims.items():
         if strike != "client gone" or state == "finished":
             victim.expect_right(may_be_refused=state == "queued")
     scene.beside.expect_right()
     assert scene.victims["decoding"].num_attempts > 1 or strike not in MOVING
-    wait_until("all workers are back", lambda: _are_back(mesh, boots, strike), PATIENCE_SECONDS)
-    mesh.wait_idle()
-    for victim in scene.victims.values():
-        after = Stream(mesh, victim.prompt, 8)
-        after.read()
-        after.expect_right()
 
 
 def _staged(mesh: Mesh, threads: ThreadPoolExecutor) -> Scene:

@@ -90,9 +90,9 @@ class Mesh:
             return False
 
     def log(self) -> str:
-        """The merged log so far."""
-        self._log.seek(0)
-        return self._log.read()
+        """The merged log so far. The children's place in it stays where it is."""
+        file = self._log.fileno()
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
     def child(self, name: str) -> psutil.Process:
         """The process of a service ("kvstore") or a worker ("prefill-0")."""
