@@ -27,6 +27,7 @@ from rich.table import Table
 from loadtest.answers import Answer, Ask, ask, difference, make_asks
 from loadtest.local_mesh import FAULTS, LocalMesh, MeshTrouble
 from loadtest.mesh_bench import read_text
+from loadtest.verdict import verdict
 
 NUM_ASKS = 64
 PROMPT_WORDS = 250
@@ -152,6 +153,11 @@ async def run(mesh: LocalMesh, options: Options) -> tuple[Tally, dict[str, int]]
     return tally, missing
 
 
+def is_sound(tally: Tally, missing: dict[str, int]) -> bool:
+    """Nothing wrong, nothing stuck, nothing lost."""
+    return not (tally.wrong or tally.hung or missing)
+
+
 def render(tally: Tally, missing: dict[str, int], seconds: float) -> Table:
     """One table."""
     table = Table(title=f"{tally.num_ended} requests in {seconds:.0f} s", box=None, show_header=False)
@@ -160,6 +166,7 @@ def render(tally: Tally, missing: dict[str, int], seconds: float) -> Table:
     table.add_row("wrong answers", str(len(tally.wrong)))
     table.add_row("requests that hung", str(len(tally.hung)))
     table.add_row("blocks missing when all is quiet", str(sum(missing.values())))
+    table.add_row("in sum", verdict(is_sound(tally, missing), "0 wrong, 0 hung, 0 blocks lost"))
     for error, count in tally.errors.most_common(8):
         table.add_row("error", f"{count} x {error}")
     for wrong in tally.wrong[:8]:
@@ -192,7 +199,7 @@ def main() -> None:
     except MeshTrouble as error:
         sys.exit(f"chaos: {error}")
     Console(width=None if sys.stdout.isatty() else 160).print(render(tally, missing, time.monotonic() - began))
-    if tally.wrong or tally.hung or missing:
+    if not is_sound(tally, missing):
         sys.exit(1)
 
 

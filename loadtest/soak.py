@@ -5,6 +5,7 @@
 
 Measures first how many requests a second the mesh answers, then sends half as many, a tenth of them left midway. The
 slope is a straight line through the last two thirds of the samples: before that, caches fill and libraries warm up.
+Flat is what grows by less than a hundredth of itself or 1 MiB an hour; less than an hour shows caches that fill.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from rich.table import Table
 from loadtest.answers import Ask, ask, make_asks
 from loadtest.local_mesh import LocalMesh, MeshTrouble
 from loadtest.mesh_bench import read_text
+from loadtest.verdict import verdict
 
 NUM_ASKS, PROMPT_WORDS, TOKENS = 256, 200, 24
 CALIBRATION_CLIENTS, CALIBRATION_REQUESTS = 8, 64
 LEAVING_SHARE = 0.1
 SAMPLE_SECONDS = 5.0
 MAX_IN_FLIGHT = 64
+FLAT_SHARE, FLAT_MIB, TELLING_MINUTES = 0.01, 1.0, 60.0
 MIB = 2**20
 Samples = dict[str, list[tuple[float, float]]]
 
@@ -104,13 +107,14 @@ def render(samples: Samples, counts: dict[str, int], minutes: float) -> Table:
     """A row a process."""
     told = ", ".join(f"{count} {end}" for end, count in sorted(counts.items()))
     table = Table(title=f"{minutes:g} minutes at half load: {told}", box=None)
-    for heading in ("process", "MiB at a third", "MiB at the end", "slope, MiB an hour", "a minute, % of itself"):
+    for heading in ("process", "MiB at a third", "MiB at the end", "slope, MiB an hour", "an hour, % of itself", ""):
         table.add_column(heading, justify="left" if heading == "process" else "right")
     for name, values in sorted(samples.items()):
         if len(values) < 6:
             continue
         begin, end, rise = values[len(values) // 3][1], values[-1][1], slope(values)
-        table.add_row(name, f"{begin:.1f}", f"{end:.1f}", f"{rise:+.2f}", f"{100 * rise / 60 / end:+.3f}")
+        told = verdict(rise < max(FLAT_MIB, FLAT_SHARE * end), "flat") if minutes >= TELLING_MINUTES else ""
+        table.add_row(name, f"{begin:.1f}", f"{end:.1f}", f"{rise:+.2f}", f"{100 * rise / end:+.2f}", told)
     return table
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from loadtest.kv.node import KvStoreNode
 from loadtest.kv.replay_report import write_report
+from loadtest.verdict import verdict
 from weft.model.config import read_config
 from weft.model.kv_layout import block_bytes
 
@@ -39,6 +40,7 @@ FIRST_TOKEN, NUM_TOKENS = 16, 1024
 NUM_WORKERS = 2
 MODES = ("everything", "tiers", "pool")
 MIN_SEGMENT_BYTES, MIN_DISK_BYTES = 16 << 20, 64 << 20
+MOST_AWAY, LEAST_OF_IDEAL = 0.005, 0.97
 WINDOW = 250  # requests to a point of the plot
 
 
@@ -197,6 +199,16 @@ def summary(mode: str, trace: Trace, found: Sequence[dict[str, int]]) -> dict[st
     }
 
 
+def judged(result: dict[str, Any]) -> str:
+    """Against what was promised of the set-up."""
+    if result["mode"] == "everything":
+        away = abs(result["hit_ratio"] - result["ideal_ratio"])
+        return verdict(away <= MOST_AWAY, f"the ideal within {100 * MOST_AWAY:g} points")
+    if result["mode"] == "tiers":
+        return verdict(result["of_ideal"] >= LEAST_OF_IDEAL, f"{LEAST_OF_IDEAL:.0%} of the ideal")
+    return "for comparison"
+
+
 def main() -> None:
     """Run what was asked for, keep each result as JSON, write the page from all that are there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -213,6 +225,7 @@ def main() -> None:
         (options.out / f"{mode}.json").write_text(json.dumps(result, indent=1))
         parts = ", ".join(f"{tier} {ratio:.2%}" for tier, ratio in result["ratio_by_tier"].items())
         print(f"{mode}: {result['hit_ratio']:.2%} of {result['ideal_ratio']:.2%} ({result['of_ideal']:.1%}): {parts}")
+        print(f"  {judged(result)}", flush=True)
     results = [json.loads(path.read_text()) for mode in MODES if (path := options.out / f"{mode}.json").exists()]
     write_report(options.out / "report.html", results)
 
