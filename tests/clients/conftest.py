@@ -40,13 +40,16 @@ async def front(tmp_path: Path) -> AsyncIterator[Scene]:
 
 @pytest.fixture(scope="session")
 def whole_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Mesh, Door]]:
-    """`weft up` with weft-nano and keys, every service a process of its own, and how clients get in."""
+    """`weft up` with weft-nano, keys and two gateways, every service a process of its own, and how clients get in."""
     folder, secret = tmp_path_factory.mktemp("mesh"), make_secret()
     keys = folder / "keys.json"
     keys.write_text(dump_keys([Key("tester", digest_of(secret))]))
-    mesh = Mesh("--keys", str(keys))
+    timeline = folder / "start.svg"
+    options = ["--both", "1", "--gateways", "2", "--weights", "resident", "--timeline", str(timeline)]
+    mesh = Mesh("--keys", str(keys), "--prefill", "1", "--decode", "1", *options)
     try:
         mesh.wait_ready()
         yield mesh, Door(mesh.url, secret, folder)
     finally:
         mesh.stop()
+    assert timeline.read_text().startswith("<svg")

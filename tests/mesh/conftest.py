@@ -94,15 +94,15 @@ class Mesh:
         file = self._log.fileno()
         return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
-    def child(self, name: str) -> psutil.Process:
-        """The process of a service ("kvstore") or a worker ("prefill-0")."""
+    def child(self, *names: str) -> psutil.Process:
+        """The process of a service ("kvstore") or a worker ("prefill-0"); the first of several names."""
         for process in self.process.children(recursive=True):
             try:
-                if process.name() == name:
+                if process.name() in names:
                     return process
             except psutil.Error:
                 continue
-        raise LookupError(f"no process {name}")
+        raise LookupError(f"no process {' or '.join(names)}")
 
     def valkey(self) -> psutil.Process:
         """The Valkey server's process."""
@@ -111,7 +111,7 @@ class Mesh:
     def workers(self) -> dict[str, scheduler_service_pb2.WorkerStatus]:
         """The scheduler's view of the fleet."""
         # it stays where it is; looking it up takes longer than many a state lasts that a test waits for
-        self._scheduler = self._scheduler or self.child("gateway").environ()["WEFT_SCHEDULER_ADDR"]
+        self._scheduler = self._scheduler or self.child("gateway", "gateway-0").environ()["WEFT_SCHEDULER_ADDR"]
         with grpc.insecure_channel(self._scheduler) as channel:
             stub = scheduler_service_pb2_grpc.FleetServiceStub(channel)
             reply = stub.ListWorkers(scheduler_service_pb2.ListWorkersRequest(), timeout=5)

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import grpc
+import pytest
 from google.protobuf import json_format
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from typer.testing import CliRunner
 
+from tests.docs.accounts import ON_A_MESH
+from tests.docs.pages import distinct
 from tests.mesh.conftest import ROOT, Mesh
+from weft.cli.main import app
+from weft.cli.record import runtime_folder
 
 GRPCURL = re.compile(r"^grpcurl -plaintext -d '(.*)' \S+ (\S+)$", re.M)
+runner = CliRunner()
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 
 
@@ -44,6 +53,25 @@ def test_the_first_request_with_the_openai_client(mesh: Mesh) -> None:
 
 def test_the_example_over_grpc(mesh: Mesh) -> None:
     assert "Weft" in run(mesh, sys.executable, "-c", (ROOT / "examples/grpc_chat.py").read_text())
+
+
+def test_the_commands_for_a_running_mesh(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "weft").mkdir()
+    note = runtime_folder() / f"up-{mesh.port}.json"
+    (tmp_path / "weft" / note.name).write_text(note.read_text())  # of this one, whatever else runs here
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    ran = set()
+    for name, *rest in distinct("weft", *ON_A_MESH):
+        if not rest and name in ("drain", "undrain", "role"):
+            continue  # a mention
+        result = runner.invoke(app, [name, *rest, *ON_A_MESH[name]], input="Who are you?\n")
+        if name == "role":
+            assert "last" in result.output, "the only worker of its role keeps it; tests/mesh/test_roles.py has more"
+        else:
+            assert result.exit_code == 0, f"weft {name} {shlex.join(rest)}: {result.output}"
+        ran.add(name)
+    assert ran == set(ON_A_MESH)
+    mesh.wait_idle()
 
 
 def test_the_calls_with_grpcurl(mesh: Mesh) -> None:

@@ -1,0 +1,92 @@
+"""Commands of README and docs are run as they stand there, or `accounts.py` says where, or why not."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import shlex
+from pathlib import Path
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from tests.docs.accounts import ALONE, BUNDLES, MAKE, MODULES, ON_A_MESH, OTHERS, UP
+from tests.docs.pages import PAGES, ROOT, commands, distinct, named
+from weft.cli.doctor import machine
+from weft.cli.main import app
+from weft.weights.bundle.__main__ import app as bundle_program
+
+MODEL = ROOT / "models" / "weft-nano"
+# without arguments more than a mention; how it may end: a machine may lack something
+ON_THEIR_OWN = {"doctor": {0, 1}}
+runner = CliRunner()
+
+
+def filled_in(words: list[str]) -> list[str]:
+    """With a model, names and files in place of those that the reader is to choose."""
+    chosen = {"DIR": str(MODEL), "MODEL": str(MODEL), "NAME": "bob"}
+    return [chosen.get(word, word) for word in words]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where commands are typed; no mesh runs there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+def run_all(program: Typer, extra: dict[str, list[str]]) -> None:
+    """Every one of these commands that a page has with its arguments."""
+    ran = set()
+    for name, *rest in distinct("weft", *extra):
+        if rest or name in ON_THEIR_OWN:
+            result = runner.invoke(program, [name, *filled_in(rest), *extra[name]])
+            assert result.exit_code in ON_THEIR_OWN.get(name, {0}), f"weft {name} {shlex.join(rest)}: {result.output}"
+            ran.add(name)
+    assert ran == set(extra)
+
+
+def test_commands_that_need_no_mesh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "mooncake_trouble", lambda: "")  # which loads for seconds
+    run_all(app, ALONE)
+
+
+def test_commands_for_bundles(folder: Path) -> None:
+    run_all(bundle_program, BUNDLES)
+
+
+def test_every_weft_command_is_run_somewhere() -> None:
+    for page, words in named("weft"):
+        if words[0] != "up":
+            assert words[0] in {*ON_A_MESH, *ALONE, *BUNDLES}, f"{page}: weft {words[0]}"
+        options = [word for word in words if words[0] == "up" and word.startswith("--")]
+        assert set(options) <= set(UP), f"{page}: weft {shlex.join(words)}"
+
+
+@pytest.mark.parametrize("place", sorted(set(UP.values())))
+def test_what_is_named_here_is_there(place: str) -> None:
+    path, _, name = place.partition("::")
+    module = ast.parse((ROOT / "tests" / path).read_text())
+    assert name in {node.name for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_every_other_command_is_accounted_for() -> None:
+    for page, words in named("make"):
+        assert words[0] in MAKE, f"{page}: make {words[0]}"
+    for page, words in named("python"):
+        accounts = [module for module in MODULES if words[1] == module or words[1].startswith(f"{module}.")]
+        assert words[0] == "-m", f"{page}: {words}"
+        assert accounts, f"{page}: python -m {words[1]}"
+    programs = {words[0] for page in PAGES for words in commands(page) if (ROOT / words[0]).is_file()}
+    scripts = {program for program in programs if program.endswith(".sh")}
+    assert scripts <= set(OTHERS)
+
+
+BENCHMARKS = sorted({words[1] for _, words in named("python") if words[1].startswith("loadtest")})
+
+
+@pytest.mark.parametrize("module", BENCHMARKS)
+def test_every_benchmark_can_be_imported(module: str) -> None:
+    importlib.import_module(f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module)
