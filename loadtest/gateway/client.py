@@ -39,6 +39,7 @@ class Seen:
     """What came of it. Times in seconds, those of requests in no order."""
 
     seconds: float = 0.0
+    client_cpu: float = 0.0
     latencies: list[float] = field(default_factory=list)
     num_tokens: int = 0
     num_events: int = 0
@@ -115,12 +116,12 @@ class Asker(asyncio.Protocol):
 async def drive(load: Load) -> Seen:
     """All requests, and what was seen of them."""
     loop, seen, left = asyncio.get_running_loop(), Seen(), [load.requests]
-    question, began, askers = request_bytes(load), time.perf_counter(), []
+    question, began, own, askers = request_bytes(load), time.perf_counter(), time.process_time(), []
     for _ in range(min(load.connections, load.requests)):
         _, asker = await loop.create_connection(lambda: Asker(load, question, left, seen), "127.0.0.1", load.port)
         askers.append(asker)
     await asyncio.gather(*(asker.ended for asker in askers))
-    seen.seconds = time.perf_counter() - began
+    seen.seconds, seen.client_cpu = time.perf_counter() - began, time.process_time() - own
     return seen
 
 

@@ -8,7 +8,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -44,14 +45,17 @@ class Processes:
                     straggler.kill()
         self._log.close()
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> psutil.Popen:
-        """In a process group of its own, so that a Ctrl-C is ours to tell."""
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str] | None = None, cores: Set[int] = frozenset()
+    ) -> psutil.Popen:
+        """In a process group of its own, so that a Ctrl-C is ours to tell. `cores`: those it keeps to; none: any."""
         process = psutil.Popen(
             command,
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(environment or {})},
             start_new_session=True,
+            preexec_fn=keep_to(cores),
         )
         self._all.append(process)
         return process
@@ -65,6 +69,11 @@ class Processes:
                 self._log.seek(0)
                 raise NoStart(f"{what}: not there\n{self._log.read()[-3000:]}")
             time.sleep(0.1)
+
+
+def keep_to(cores: Set[int]) -> Callable[[], None] | None:
+    """What a process does between fork and exec to stay on these cores, with all threads that it will have."""
+    return partial(os.sched_setaffinity, 0, cores) if cores else None
 
 
 def cpu_seconds(processes: Iterable[psutil.Process]) -> float:

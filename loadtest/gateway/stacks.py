@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,28 +46,33 @@ general_settings: {{dangerously_permit_weak_or_unset_master_key: true}}
 
 @dataclass(slots=True)
 class Stack:
-    """Something that answers at `port`; `measured` is what its CPU is counted of."""
+    """Something that answers at `port`; `measured` is what its CPU is counted of, `beside` what works with it by name,
+    `client_cores` where clients are to stay; none: anywhere."""
 
     port: int
     model: str
     measured: list[psutil.Process] = field(default_factory=list)
     scheduler: str = ""
+    beside: dict[str, list[psutil.Process]] = field(default_factory=dict)
+    client_cores: Set[int] = frozenset()
 
 
 Starter = Callable[[Processes, float], Stack]
 
 
-def weft(num_gateways: int = 1) -> Starter:
+def weft(num_gateways: int = 1, gateway_cores: Set[int] = frozenset(), other_cores: Set[int] = frozenset()) -> Starter:
     """A real scheduler, gateways that share their ports, and the source in place of a worker."""
 
     def start(processes: Processes, steps_per_second: float) -> Stack:
         scheduler, port, grpc_port = f"127.0.0.1:{free_port()}", free_port(), free_port()
         quiet = {"WEFT_LOG_LEVEL": "WARNING", "GRPC_VERBOSITY": "ERROR"}
         own = {"WEFT_PORT": scheduler.rpartition(":")[2]}
-        processes.start([sys.executable, "-m", "weft_services.scheduler"], quiet | own)
+        placing = processes.start([sys.executable, "-m", "weft_services.scheduler"], quiet | own, other_cores)
         source = [sys.executable, "-m", "loadtest.gateway.source", "--scheduler", scheduler, "--name", MODEL.name]
-        processes.start([*source, "--model", str(MODEL), "--steps-per-second", str(steps_per_second)])
-        stack = Stack(port, MODEL.name, scheduler=scheduler)
+        source += ["--model", str(MODEL), "--steps-per-second", str(steps_per_second)]
+        working = processes.start(source, cores=other_cores)
+        stack = Stack(port, MODEL.name, scheduler=scheduler, client_cores=other_cores)
+        stack.beside = {"scheduler": [placing], "worker": [working]}
         ready = []
         for _ in range(num_gateways):
             private = free_port()
@@ -80,7 +85,8 @@ def weft(num_gateways: int = 1) -> Starter:
                 "WEFT_PRIVATE_PORT": str(private),
                 "WEFT_MAX_REQUESTS": "20000",
             }
-            stack.measured.append(processes.start([sys.executable, "-m", "weft_services.gateway"], quiet | own))
+            command = [sys.executable, "-m", "weft_services.gateway"]
+            stack.measured.append(processes.start(command, quiet | own, gateway_cores))
             ready.append(answers(private, "/ready"))
         processes.wait("weft", lambda: all(is_ready() for is_ready in ready))
         return stack

@@ -52,13 +52,13 @@ def build_app(pipeline: Pipeline, door: Door, timeout_seconds: float, is_alone: 
     ]
     pages, files = _Pages(pipeline), PageFiles()
     routes = [
+        *generating,  # looked at one by one, so what is asked most goes first
         Route("/", files.index),
         Route("/weft/page/{name}", files.file),
         Route("/weft/fleet/events", FleetEvents(pipeline), methods=["GET"]),
         Route("/weft/workers/{worker_id}/drain", DrainEndpoint(pipeline, undo=False), methods=["POST"]),
         Route("/weft/workers/{worker_id}/role", RoleEndpoint(pipeline), methods=["POST"]),
         Route("/weft/workers/{worker_id}/undrain", DrainEndpoint(pipeline, undo=True), methods=["POST"]),
-        *generating,
         Route("/v1/embeddings", EmbeddingEndpoint(pipeline, timeout_seconds), methods=["POST"]),
         *text_routes(pipeline),
         Route("/v1/models", pages.models),
