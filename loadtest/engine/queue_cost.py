@@ -11,7 +11,7 @@ from collections.abc import Sequence as Items
 
 from weft.engine.batch import Sampled, Work
 from weft.engine.config import EngineConfig
-from weft.engine.loop import Loop
+from weft.engine.loop import Loop, Runner
 from weft.engine.messages import PoolMemory, SequenceMode, SequenceSpec
 from weft.engine.sequence import Sequence
 from weft.request import RequestKey, SamplingParams
@@ -42,21 +42,25 @@ class NoModel:
         return Step(works)
 
 
-def microseconds(num_waiting: int, steps_ahead: int) -> float:
-    """Median of a turn with RUNNING sequences in it and so many behind them; they come and go meanwhile."""
-    config = EngineConfig(
-        num_blocks=RUNNING * 8,
+def config_for(num_running: int, steps_ahead: int) -> EngineConfig:
+    """With room for so many."""
+    return EngineConfig(
+        num_blocks=num_running * 8,
         block_tokens=16,
         vocab_size=100,
         max_context_tokens=256,
-        max_num_seqs=RUNNING,
+        max_num_seqs=num_running,
         steps_ahead=steps_ahead,
     )
-    loop = Loop(NoModel(), config, lambda output: None)
+
+
+def microseconds(num_waiting: int, config: EngineConfig, runner: Runner) -> float:
+    """Median of a turn with all sequences that the engine takes, so many behind them; they come and go meanwhile."""
+    loop = Loop(runner, config, lambda output: None)
     sampling = SamplingParams(NEW_TOKENS, ignore_eos=True)
     prompt = list(range(PROMPT_TOKENS))
     entering = []
-    for number in range(num_waiting + TURNS * RUNNING // NEW_TOKENS):
+    for number in range(num_waiting + TURNS * config.max_num_seqs // NEW_TOKENS):
         salt = number.to_bytes(4, "big")
         spec = SequenceSpec(RequestKey(salt.hex()), tuple(prompt), sampling, SequenceMode.GENERATE, salt)
         entering.append(Sequence(spec, list(prompt), float(number)))
@@ -73,7 +77,8 @@ def main() -> None:
     """A line for each length of the queue."""
     print("waiting  plain loop, us a turn  one step ahead, us a turn")
     for num_waiting in (0, 100, 1000, 5000, 20_000):
-        print(f"{num_waiting:7}  {microseconds(num_waiting, 0):21.0f}  {microseconds(num_waiting, 1):25.0f}")
+        plain, ahead = (microseconds(num_waiting, config_for(RUNNING, steps), NoModel()) for steps in (0, 1))
+        print(f"{num_waiting:7}  {plain:21.0f}  {ahead:25.0f}")
 
 
 if __name__ == "__main__":
