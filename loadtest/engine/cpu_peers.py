@@ -1,6 +1,6 @@
 """Our engine on a CPU beside llama.cpp, transformers and vLLM: same checkpoint, same prompts, same cores, same run.
 
-    python -m loadtest.engine.cpu_peers
+    python -m loadtest.engine.cpu_peers --llama-python VENV/bin/python --vllm-python VENV/bin/python
     python -m loadtest.engine.cpu_peers --threads 1 --rounds 5 --llama-python VENV/bin/python --json figures.json
 
 llama.cpp and vLLM need environments of their own, which `loadtest/engine/peers.sh` makes. Every engine runs in each
@@ -8,7 +8,9 @@ dtype that it has here, as which one is its best depends on the CPU; `--only` pi
 
 Rounds alternate between the engines, each in a fresh process; the table has medians over the rounds. Decode: the median
 step of a batch in milliseconds. Prefill: tokens per second of one long prompt. First token: seconds from the start of
-the process to the first token of a prompt, imports and loading included. A peer that does not start is named.
+the process to the first token of a prompt, imports and loading included. A peer that does not start is named. A peer's
+dtype that its other one beat in everything by a tenth gets no second round. Below the table stands what the engine is
+held to, for each of our dtypes. All of it takes ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -26,14 +28,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
+from loadtest.engine.cpu_bars import FIRST_TOKEN, OURS, PREFILL, bars, is_behind, step_of
 from loadtest.engine.cpu_model import make_model
 from loadtest.engine.cpu_task import Task, add_arguments, to_task
+from loadtest.engine.limits import limits_of, read_bandwidth
+from weft.capacity.gpus import Gpu
+from weft.capacity.limits import TERA
+from weft.model.config import read_config
 
 ROUND_SECONDS = 1800
-OURS = "weft"
 DTYPES = {"fp32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
@@ -76,11 +83,11 @@ class Engine:
 
     def figures(self, task: Task) -> dict[str, float]:
         """Medians over the rounds."""
-        found = {f"batch {batch}, ms": self._median(f"decode_ms.{batch}") for batch in task.batches}
+        found = {step_of(batch): self._median(f"decode_ms.{batch}") for batch in task.batches}
         return {
             **found,
-            "prefill tok/s": task.prefill_tokens / self._median("prefill_seconds"),
-            "first token, s": self._median("first_token_seconds"),
+            PREFILL: task.prefill_tokens / self._median("prefill_seconds"),
+            FIRST_TOKEN: self._median("first_token_seconds"),
         }
 
     def _median(self, path: str) -> float:
@@ -89,13 +96,24 @@ class Engine:
         return float(statistics.median(values))
 
 
-def compare(engines: list[Engine], task: Task, rounds: int) -> None:
-    """Rounds of all engines in turn."""
+def compare(engines: list[Engine], task: Task, rounds: int) -> float:
+    """Rounds of all engines in turn; returns what memory could be read at, measured before each, in bytes a second."""
+    bandwidths = []
     for index in range(rounds):
+        bandwidths.append(read_bandwidth("cpu"))
         for engine in engines:
+            if index and any(_is_behind(engine, other, task) for other in engines):
+                continue
             print(f"round {index + 1}/{rounds}: {engine.full_name}", file=sys.stderr, flush=True)
             engine.run(task)
             print(json.dumps(engine.rounds[-1]) if engine.rounds else engine.error, file=sys.stderr, flush=True)
+    return statistics.median(bandwidths)
+
+
+def _is_behind(engine: Engine, other: Engine, task: Task) -> bool:
+    """Two dtypes of one peer, the first of no interest any more."""
+    is_pair = engine is not other and engine.name == other.name != OURS and engine.rounds and other.rounds
+    return bool(is_pair) and is_behind(engine.figures(task), other.figures(task))
 
 
 def print_table(engines: list[Engine], task: Task, title: str) -> dict[str, dict[str, float]]:
@@ -122,6 +140,23 @@ def _ours(engine: Engine, engines: list[Engine]) -> str:
     """What it is compared with."""
     ours = [each for each in engines if each.name == OURS and each.rounds]
     return next((each.full_name for each in ours if each.dtype == engine.dtype), ours[0].full_name if ours else "")
+
+
+def print_bars(engines: list[Engine], task: Task, results: dict[str, dict[str, float]], bandwidth: float) -> None:
+    """Of each of our dtypes, with the limits that the planner gives for the bandwidth."""
+    config, memory = read_config(task.model), Gpu("CPU", 0.0, bandwidth / TERA, 1e6, 1e6)
+    table = Table("bar", "dtype", "found", "wanted", "", title=f"memory reads {bandwidth / 1e9:.1f} GB/s")
+    for engine in engines:
+        if engine.name != OURS or engine.full_name not in results:
+            continue
+        context = task.prompt_tokens + task.new_tokens // 2
+        least = 1e3 / limits_of(config, memory, DTYPES[engine.dtype], context, task.prompt_tokens).decode(1)
+        for bar in bars(engine.full_name, results, least):
+            found = "" if bar.found is None else f"{bar.found:.3g}"
+            wanted = f"{'<=' if bar.is_most else '>='} {bar.bar:g}"
+            table.add_row(bar.name, engine.dtype, found, wanted, bar.verdict)
+        table.add_section()
+    Console(width=140).print(table)
 
 
 def print_agreement(engines: list[Engine]) -> None:
@@ -162,16 +197,21 @@ def main() -> None:
     ]
     words = options.only.split(",")
     engines = [each for each in engines if any(word in each.full_name for word in words)]
-    compare(engines, task, options.rounds)
+    torch.set_num_threads(task.threads)
+    bandwidth = compare(engines, task, options.rounds)
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     title = (
         f"{num_parameters / 1e6:.0f}M, {task.threads} threads of {os.cpu_count()}, {task.clock_name} time, load {load}"
     )
     results = print_table(engines, task, f"{title}, {platform.processor() or platform.machine()}")
+    if task.clock_name == "wall":
+        print_bars(engines, task, results, bandwidth)
     print_agreement(engines)
     if options.json:
         rounds = {engine.full_name: engine.rounds for engine in engines}
-        options.json.write_text(json.dumps({"title": title, "medians": results, "rounds": rounds}, indent=1))
+        options.json.write_text(
+            json.dumps({"title": title, "read_bytes_s": bandwidth, "medians": results, "rounds": rounds}, indent=1)
+        )
 
 
 if __name__ == "__main__":

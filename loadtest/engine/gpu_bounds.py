@@ -39,8 +39,9 @@ def decode_table() -> Iterator[str]:
         least, asked = products.ms + attention.ms, batch / bar * 1e3
         total = (products.operations + attention.operations) / TERA
         yield (
-            f"| {batch} | {products.read / 1e9:.2f} | {attention.read / 1e9:.2f} | {total:.2f} | {products.ms:.2f} | "
-            f"{attention.ms:.2f} | {batch / least * 1e3:,.0f} | {bar:,} | {least / asked:.0%} | {asked - least:.2f} ms |"
+            f"| {batch} | {products.read / 1e9:.2f} | {attention.read / 1e9:.2f} | {total:.2f} | {products.ms:.2f} "
+            f"| {attention.ms:.2f} | {batch / least * 1e3:,.0f} | {bar:,} | {least / asked:.0%} "
+            f"| {asked - least:.2f} ms |"
         )
 
 

@@ -124,7 +124,8 @@ def peer_seconds(batch: int = 32, steps: int = 20) -> float:
         num_key_value_heads=1,
         pad_token_id=0,
     )
-    model = transformers.LlamaForCausalLM(config).eval()
+    model: Any = transformers.LlamaForCausalLM(config)
+    model.eval()
     tokens = torch.full((batch, 16), 3)
     fixed: dict[str, Any] = {"do_sample": False, "attention_mask": torch.ones_like(tokens)}
 

@@ -42,6 +42,12 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
+def read_bandwidth(device: str) -> float:
+    """Bytes a second of adding up a buffer that no cache holds; the best of several times."""
+    source = torch.zeros((CPU_BYTES if device == "cpu" else GPU_BYTES) // 4, device=device)
+    return source.nbytes / min(seconds(source.sum, device))
+
+
 def measure(device: str) -> Gpu:
     """As the planner takes it."""
     is_cpu = device == "cpu"
@@ -50,8 +56,8 @@ def measure(device: str) -> Gpu:
     source = torch.zeros((CPU_BYTES if is_cpu else GPU_BYTES) // dtype.itemsize, dtype=dtype, device=device)
     target = torch.empty_like(source)
     # the best call of all: a limit is what the device can do, whoever else is busy
-    reading, copying = min(seconds(source.sum, device)), min(seconds(lambda: target.copy_(source), device))
-    bandwidth = max(source.nbytes / reading, 2 * source.nbytes / copying)
+    copying = min(seconds(lambda: target.copy_(source), device))
+    bandwidth = max(read_bandwidth(device), 2 * source.nbytes / copying)
     left, right = torch.randn(2, size, size, device=device).to(dtype)
     rate = 2 * size**3 / min(seconds(lambda: left @ right, device)) / TERA
     if is_cpu:
