@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 
 import weft_kernels.block_copy.kernel as block_copy
 import weft_kernels.moe.kernel as moe
+import weft_kernels.moe_routing.kernel as moe_routing
 import weft_kernels.packed.linear as packed
 import weft_kernels.packed.unpack as unpack
 import weft_kernels.paged_attention.decode as decode
@@ -25,6 +26,7 @@ import weft_kernels.rms_norm.kernel as rms_norm
 import weft_kernels.rope_kv.kernel as rope_kv
 import weft_kernels.sampling.kernel as sampling
 import weft_kernels.silu_mul.kernel as silu_mul
+from weft_kernels.moe_routing import Rule
 from weft_kernels.packed import F12, Fp8, Int4
 from weft_kernels.paged_attention.shape import Shape
 from weft_kernels.paged_attention.tensors import plan_launches
@@ -134,6 +136,7 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
     columns = {name: torch.ones(2, dtype=dtype) for name, dtype in names.items()}
     rows = SamplingRows(**columns, is_greedy=False, has_top_k_or_p=True)
     logits = torch.empty(2, 128_256)
+    scored, bias, grouped = torch.empty(2, 256), torch.empty(256), Rule(8, False, True, 8, 4, 2.5)
     rows_in, gates, downs = (torch.empty(shape, dtype=BF16) for shape in ((2, 2048), (8, 1536, 2048), (8, 2048, 768)))
     few_rows = rows_in, torch.zeros(2, 4, dtype=i64), torch.ones(2, 4), gates, downs, False
     many_rows = rows_in.repeat(128, 1), torch.zeros(256, 4, dtype=i64), torch.ones(256, 4), gates, downs, True
@@ -159,6 +162,8 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
         "rope": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(qkv, angles, angles, pool, 0, slots, False)),
         "rope pairs": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(qkv, angles, angles, pool, 0, slots, True)),
         "sampling": (sampling, "_sample", lambda: sampling.sample_kernel(logits, rows)),
+        "routing": (moe_routing, "_route", lambda: moe_routing.route_kernel(scored, None, Rule(8, True))),
+        "routing, groups": (moe_routing, "_route", lambda: moe_routing.route_kernel(scored, bias, grouped)),
         "experts": (moe, "_gate_up", lambda: moe.moe_kernel(*few_rows)),
         "experts, prompt": (moe, "_gate_up", lambda: moe.moe_kernel(*many_rows)),
         "experts down": (moe, "_down", lambda: moe.moe_kernel(*few_rows)),

@@ -17,6 +17,7 @@ def read(fields: Fields) -> ModelConfig:
         top_k=fields.whole("num_experts_per_tok", 1),
         size=config.intermediate_size,
         scoring=Scoring.SIGMOID_INPUT,
+        is_renormalised=False,
         shared_size=config.intermediate_size,
         router="router",
         shared="shared_expert",

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from weft.model.loading import Loader
-from weft.model.routing import route
 from weft.model.spec import Experts, Scoring
 from weft_kernels.linear import linear, pack
 from weft_kernels.moe import moe, pack_experts
+from weft_kernels.moe_routing import Rule, route
 from weft_kernels.packed import Stored, stack
 from weft_kernels.silu_mul import silu_mul
 
@@ -38,13 +38,15 @@ class Mixture:
         router_dtype = torch.float32 if experts.has_bias else loader.dtype
         self.router = pack(loader.tensor(router + ".weight", router_dtype), router_dtype)
         self.bias = loader.tensor(router + ".e_score_correction_bias", torch.float32) if experts.has_bias else None
+        sizes = experts.num_groups, experts.top_groups, experts.factor
+        self.rule = Rule(experts.top_k, experts.scoring is Scoring.SOFTMAX, experts.is_renormalised, *sizes)
         each = _each_expert(experts, root + "experts.", loader)
         self.packed = pack_experts(each, loader.dtype, loader.is_resident)
         self.shared = Mlp(f"{root}{experts.shared}.", loader) if experts.shared_size else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden]."""
-        chosen, weights = route(x, self.router, self.bias, self.experts)
+        chosen, weights = route(linear(x.to(self.router.dtype), self.router), self.bias, self.rule)
         is_on_input = self.experts.scoring is Scoring.SIGMOID_INPUT
         out = moe(x, chosen, weights, self.packed, is_on_input)
         return out if self.shared is None else out + self.shared.forward(x)

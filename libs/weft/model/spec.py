@@ -61,7 +61,7 @@ class Latent:
 
 
 class Scoring(StrEnum):
-    """How a router's logits become weights; see `weft.model.routing`."""
+    """How a router's logits become weights; see `weft_kernels.moe_routing`."""
 
     SOFTMAX = "softmax"
     SIGMOID_INPUT = "sigmoid of the chosen, on the input"
