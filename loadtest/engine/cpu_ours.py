@@ -19,6 +19,8 @@ from weft.request import RequestKey, SamplingParams
 from weft.worker.heap import keep_heap
 
 BLOCK_TOKENS = 16
+# between llama.cpp's 512 and the whole prompt that vLLM is given room for
+CHUNK_TOKENS = 1024
 Heard = queue.SimpleQueue[tuple[float, StepOutput]]
 
 
@@ -33,6 +35,7 @@ def open_engine(task: Task, heard: Heard) -> Engine:
         block_tokens=BLOCK_TOKENS,
         vocab_size=config.vocab_size,
         max_context_tokens=config.max_positions,
+        chunk_tokens=CHUNK_TOKENS,
         max_num_seqs=max(task.batches),
     )
     engine = build_engine(

@@ -38,6 +38,7 @@ from loadtest.engine.cpu_task import Task, add_arguments, to_task
 from loadtest.engine.limits import limits_of, read_bandwidth
 from weft.capacity.gpus import Gpu
 from weft.capacity.limits import TERA
+from weft.cli.mesh import worker_waits
 from weft.model.config import read_config
 
 ROUND_SECONDS = 1800
@@ -65,7 +66,9 @@ class Engine:
         if self.error:
             return
         command = [self.python, "-m", self.module, *replace(task, dtype=DTYPES[self.dtype]).arguments()]
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(["", *sys.path])[1:]}
+        # ours waits as a worker of `weft up` does
+        waits = worker_waits(os.environ) if self.name == OURS else {}
+        environ = {**os.environ, **waits, "PYTHONPATH": os.pathsep.join(["", *sys.path])[1:]}
         if self.python != sys.executable:
             environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
         started = time.time()

@@ -182,7 +182,8 @@ void linear(const Shape& shape, const Item* x, const Weight* packed, const Item*
 #pragma omp for schedule(static)
             for (long t = 0; t < shape.num_tiles(); t++) pack_rows(shape, x, t, rows);
         }
-#pragma omp for schedule(dynamic)
+// the region ends where the threads meet anyway
+#pragma omp for schedule(dynamic) nowait
         for (long p = 0; p < shape.num_panels(); p += take)
             panels_times_rows(shape, rows, packed, p, std::min(p + take, shape.num_panels()), bias, out);
     }

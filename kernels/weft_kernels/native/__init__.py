@@ -17,8 +17,11 @@ from weft_kernels.native.build import FLAGS, BuildFailed, cached_library, is_sup
 logger = logging.getLogger(__name__)
 # What this machine should use: avx512_bf16, avx512, avx2 or torch; empty: the best that it has.
 CHOICE = "WEFT_CPU_KERNELS"
+# How often GNU's OpenMP looks again before a thread that waits goes to sleep.
+SPINS = "GOMP_SPINCOUNT"
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 SIGNATURES: dict[str, list[type]] = {
+    "weft_release_threads": [],
     "weft_pack_bf16": [POINTER, LONG, LONG, POINTER, INT],
     "weft_pack_f32": [POINTER, LONG, LONG, POINTER, INT],
     "weft_linear_bf16": [POINTER, LONG, LONG, LONG, POINTER, POINTER, INT],
@@ -59,6 +62,17 @@ def of_rows(name: str, x: Tensor, size: int) -> Callable[..., None] | None:
         return None
     function: Callable[..., None] = getattr(library, f"weft_{name}_{SUFFIXES[x.dtype]}")
     return function
+
+
+def release_threads() -> None:
+    """End the OpenMP threads that wait for the calling thread, which has made its last large kernel run.
+
+    While a process has more of these than cores, GNU's OpenMP lets all that wait sleep at once, whatever GOMP_SPINCOUNT
+    says, and waking them costs more than many a kernel: a model is loaded by one thread and run by another.
+    """
+    library = native()
+    if library is not None and SPINS in os.environ:  # else they might spin for milliseconds
+        library.weft_release_threads()
 
 
 @cache

@@ -20,6 +20,7 @@ SOURCES = (
     "kv_write/kv_write.cpp",
     "linear/linear.cpp",
     "linear/pack.cpp",
+    "native/threads.cpp",
     "paged_attention/chunks.cpp",
     "paged_attention/rows.cpp",
     "rans/decode.cpp",

@@ -266,7 +266,7 @@ void attend_chunk(const Chunk& c, const Item* q, const Item* memory, const int* 
         Work<Number> work(c);
         // The last rows see the most keys: they come first, and nobody waits for them in the end. One head after the
         // other: its keys and values may still lie in a cache.
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
         for (long i = 0; i < pieces * c.kv_heads; i++) {
             long piece = pieces - 1 - i % pieces;
             attend(c, work, q, memory, blocks, i / pieces, piece * LANES, scale, out);

@@ -150,6 +150,15 @@ def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
     return [*stores, *workers, *(_gateway(options, at, name) for name in at.gateways)]
 
 
+def worker_waits(environ: Mapping[str, str]) -> dict[str, str]:
+    """How a worker's threads wait for each other between two kernels, unless the user has said: awake, 50 us or so.
+
+    A sleeping one takes longer to be back than most kernels last; one that never sleeps takes others' time.
+    """
+    is_said = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys()
+    return {} if is_said else {"GOMP_SPINCOUNT": "5000"}
+
+
 def _common(options: MeshOptions, at: Addresses) -> dict[str, str]:
     return {
         "PYTHONUNBUFFERED": "1",
@@ -206,7 +215,7 @@ def _worker(options: MeshOptions, at: Addresses, name: str, model: str, cpus: st
     host, _, port = address.rpartition(":")
     own = {"WEFT_WORKER_ID": name, "WEFT_HOST": host, "WEFT_PORT": port, "WEFT_METRICS_PORT": "0", "WEFT_CPUS": cpus}
     own |= {"WEFT_ROLE": _ROLES[kind], **_model_setting({model: options.models[model]})}
-    environ = {**os.environ, **_common(options, at), **own}
+    environ = {**os.environ, **worker_waits(os.environ), **_common(options, at), **own}
     # both roles' services in one process, so that `weft role` can change which one it is given work for
     module = "weft_services.worker"
     return ChildSpec(

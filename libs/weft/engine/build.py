@@ -13,6 +13,7 @@ from weft.engine.messages import StepOutput
 from weft.engine.runner import DTYPES, ModelRunner
 from weft.model.config import ModelConfig
 from weft.model.decoder import Decoder
+from weft_kernels.native import release_threads
 
 
 def build_engine(
@@ -35,5 +36,6 @@ def build_engine(
 
 
 def assemble(model: Decoder, dtype: str, config: EngineConfig, listener: Callable[[StepOutput], None]) -> Engine:
-    """The same, around a model that is loaded already."""
+    """The same, around a model that this thread has loaded already, and now leaves to the engine's own."""
+    release_threads()
     return Engine(ModelRunner(model, config, dtype, model.device), config, listener)

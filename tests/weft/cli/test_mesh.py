@@ -113,6 +113,23 @@ def test_grpc_keeps_its_own_log_to_errors_unless_told_otherwise(monkeypatch: pyt
     assert mesh_specs(MeshOptions(ONE), AT)[1].environ["GRPC_VERBOSITY"] == "DEBUG"
 
 
+def test_workers_threads_wait_awake_for_a_moment_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+
+    def found() -> set[tuple[str | None, ...]]:
+        specs = [spec for spec in mesh_specs(MeshOptions(ONE), AT) if spec.name in AT.workers]
+        assert specs
+        return {tuple(spec.environ.get(name) for name in names) for spec in specs}
+
+    assert found() == {("5000", None)}
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    assert found() == {(None, "passive")}
+    monkeypatch.setenv("GOMP_SPINCOUNT", "0")
+    assert found() == {("0", "passive")}
+
+
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(2, 2, 1), (1, 2, 1), (8, 2, 4), (16, 3, 5)])
 def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch, cores: int, workers: int, threads: int) -> None:
     monkeypatch.setattr(module, "usable_cores", lambda: list(range(cores)))

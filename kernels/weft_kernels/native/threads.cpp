@@ -1,0 +1,14 @@
+// OpenMP's threads between two kernels.
+
+#include "vector.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+// Ends the threads that wait for the calling one.
+WEFT_EXPORT void weft_release_threads() {
+#ifdef _OPENMP
+    omp_pause_resource_all(omp_pause_soft);
+#endif
+}
