@@ -24,27 +24,29 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def tasks() -> set[str]:
+    return {path.name for path in Path("/proc/self/task").iterdir()}
+
+
 def helpers_left(is_gone: bool) -> int:
     """Of a thread that has run a large kernel and released what helped it; waits for a helper to go if it should."""
-    counts: list[int] = []
-
-    def num_tasks() -> int:
-        return len(list(Path("/proc/self/task").iterdir()))
+    helpers: list[set[str]] = []
 
     def work() -> None:
-        alone = num_tasks()
+        before = tasks()
         silu_mul(torch.ones(256, 2048))
-        assert num_tasks() == alone + 1, "nobody helped"
+        helpers.append(tasks() - before)
         release_threads()
         until = time.monotonic() + DEADLINE_SECONDS
-        while is_gone and num_tasks() > alone and time.monotonic() < until:
+        while is_gone and helpers[0] & tasks() and time.monotonic() < until:
             time.sleep(0.001)
-        counts.append(num_tasks() - alone)
+        helpers.append(helpers[0] & tasks())
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    return counts[0]
+    assert len(helpers[0]) == 1
+    return len(helpers[1])
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -41,7 +41,7 @@ def route_reference(logits: Tensor, bias: Tensor | None, rule: Rule) -> tuple[Te
 
 def _of_best_groups(biased: Tensor, rule: Rule) -> Tensor:
     """Others are out: with negative biases, 0 would beat experts of the chosen groups."""
-    groups = biased.unflatten(-1, (rule.num_groups, -1))
+    groups = biased.view(len(biased), rule.num_groups, -1)
     best = groups.topk(2, dim=-1).values.sum(-1).topk(rule.top_groups, dim=-1).indices
     is_out = torch.ones(groups.shape[:-1], dtype=torch.bool, device=biased.device).scatter(-1, best, False)
     return groups.masked_fill(is_out[..., None], float("-inf")).flatten(-2)
