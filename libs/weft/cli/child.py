@@ -1,4 +1,4 @@
-"""One child process: started in a session of its own, its output read line by line, ended with all its descendants.
+"""One child process: started in a process group of its own, its output read line by line, ended with its descendants.
 
 Knows nothing of Weft's services, and nothing of when to start again.
 """
@@ -31,7 +31,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Also the number of its process group and session."""
+        """Also the number of its process group."""
         return self._process.pid
 
     @classmethod
@@ -47,7 +47,8 @@ class Child:
                 stdin=asyncio.subprocess.PIPE if can_hear else asyncio.subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=write_end,
-                start_new_session=True,
+                # not a session: the kernel may deal out cores session by session, whatever is urgent inside of them
+                process_group=0,
                 preexec_fn=lambda: die_with(parent),
             )
         except BaseException:

@@ -8,6 +8,7 @@ from weft.kv.groups import Paging, Reach
 
 MAX_PINNED_SHARE = 8  # one in so many blocks
 MIN_PINNED = 64
+MAX_NICENESS = 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class EngineConfig:
     `reaches`: how far back each group of layers looks; blocks are pages, one for each group and `block_tokens` tokens.
     `steps_ahead`: 1 plans and launches a step while the one before runs, 0 after it; the tokens are the same.
     `decode_graphs`: steps in which everybody generates are replayed, see `weft.engine.graphs`.
+    `niceness`: of the engine's thread and those that compute for it, 0 to 19: where steps run on everybody's cores, who
+    only has to answer goes before them.
     """
 
     num_blocks: int
@@ -34,6 +37,7 @@ class EngineConfig:
     eos_token_ids: tuple[int, ...] = ()
     pin_sealed: bool = False
     max_pinned: int = 0
+    niceness: int = 0
     reaches: tuple[Reach, ...] = (Reach(),)
     paging: Paging = field(init=False)
     # prompt and generated tokens of one sequence at most: the model's context, or all the pool can hold
@@ -46,6 +50,8 @@ class EngineConfig:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.steps_ahead not in (0, 1):
             raise ValueError(f"steps_ahead must be 0 or 1, not {self.steps_ahead}")
+        if not 0 <= self.niceness <= MAX_NICENESS:
+            raise ValueError(f"niceness must be 0 to {MAX_NICENESS}, not {self.niceness}")
         if self.max_context_tokens < 2:
             raise ValueError(f"max_context_tokens must be at least 2, not {self.max_context_tokens}")
         # a step is planned beside the one under way, whose pages cannot have gone back yet

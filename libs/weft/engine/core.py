@@ -15,6 +15,7 @@ from weft.engine.admission import check
 from weft.engine.config import EngineConfig
 from weft.engine.inbox import Inbox
 from weft.engine.loop import Loop, Runner
+from weft.engine.manners import give_way
 from weft.engine.messages import EngineLoad, FirstToken, PoolMemory, SequenceFailed, SequenceSpec, StepOutput
 from weft.engine.pulse import Pulse
 from weft.engine.sequence import Sequence
@@ -128,6 +129,7 @@ class Engine:
         self._inbox.post(partial(self._loop.unquarantine, tuple(blocks)))
 
     def _run(self) -> None:
+        give_way(self._config.niceness)
         error: WeftError = Cancelled("the engine stops")
         try:
             is_idle = True

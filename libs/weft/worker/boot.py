@@ -25,6 +25,7 @@ from weft.engine.build import assemble
 from weft.engine.config import EngineConfig
 from weft.engine.core import Engine
 from weft.engine.graphs import static_bytes
+from weft.engine.manners import CPU_NICENESS
 from weft.engine.messages import StepOutput
 from weft.engine.runner import DTYPES
 from weft.errors import PeerLost
@@ -166,6 +167,7 @@ def _limits(config: WorkerConfig, machine: Machine, model: ModelConfig) -> Engin
         steps_ahead=int(is_gpu),
         decode_graphs=config.cuda_graphs and is_gpu,
         pin_sealed=bool(config.kvstore_addr),
+        niceness=0 if is_gpu else CPU_NICENESS,
     )
 
 

@@ -11,12 +11,16 @@ import json
 import os
 import runpy
 import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from weft.engine.manners import CPU_NICENESS, give_way
 
 
 def main() -> None:
     """Import, wait, become."""
-    for name in sys.argv[1:]:
-        importlib.import_module(name)
+    # imports take seconds of a core: steps must not wait for a process that nobody needs yet
+    with ThreadPoolExecutor(1, initializer=give_way, initargs=(CPU_NICENESS,)) as aside:
+        list(aside.map(importlib.import_module, sys.argv[1:]))
     line = sys.stdin.readline()
     if not line:
         return
