@@ -8,6 +8,7 @@ from weft.rpc.server import RpcServer, run, until_signal
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.config import Config
 from weft_services.scheduler.dispatch import Dispatcher
+from weft_services.scheduler.lease import Lease
 from weft_services.scheduler.peers import KvStore
 from weft_services.scheduler.planner import RolePlanner
 from weft_services.scheduler.router import Router
@@ -24,7 +25,8 @@ async def main(config: Config) -> None:
     trace.setup("scheduler")
     log.mark("imports")
     affinity = Affinity(config.redis_url, config.affinity_ttl_seconds)
-    planner = RolePlanner(config.planner_limits) if config.planner_limits else None
+    lease = Lease(config.redis_url, "planner")
+    planner = RolePlanner(config.planner_limits, lambda: lease.is_held) if config.planner_limits else None
     router = Router(config.silence_seconds, parse_targets(config.targets), config.prefix_keys, planner)
     room = WaitingRoom(config.max_queue, config.queue_seconds)
     kvstore = KvStore(config.kvstore_addr) if config.kvstore_addr else None
@@ -36,7 +38,7 @@ async def main(config: Config) -> None:
     address = await rpc.start(config.host, config.port)
     logging.info("listening at=%s metrics=%d", address, metrics.expose(config.host, config.metrics_port))
     await rpc.set_ready(True)
-    await until_signal(dispatcher.run(), *([store.run()] if store else []))
+    await until_signal(dispatcher.run(), *([store.run()] if store else []), *([lease.run()] if planner else []))
     await rpc.stop(grace_seconds=0.5)
     if kvstore is not None:
         await kvstore.close()

@@ -9,7 +9,7 @@ helps nobody. One worker of a model at a time, with a pause, and never one of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -102,15 +102,21 @@ def _spare(served: Served, role: WorkerRole, least: int) -> Worker | None:
 
 
 class RolePlanner:
-    """To be asked once a second."""
+    """To be asked once a second. Of several schedulers one plans at a time: `may_plan` says whether it is this one."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, may_plan: Callable[[], bool] = lambda: True) -> None:
         self._limits = limits
+        self._may_plan = may_plan
         self._short: dict[str, tuple[WorkerRole, float]] = {}
         self._moved_at: dict[str, float] = {}
 
     def plan(self, models: Mapping[str, Served], now: float) -> list[Move]:
         """At most one move a model. The caller makes them."""
+        if not self._may_plan():
+            # another moves workers, perhaps just now: who takes over from it begins with a pause
+            self._short.clear()
+            self._moved_at = dict.fromkeys(models, now)
+            return []
         self._moved_at = {model: at for model, at in self._moved_at.items() if model in models}
         moves = [self._plan(model, served, now) for model, served in models.items()]
         return [move for move in moves if move is not None]
