@@ -106,6 +106,13 @@ class LocalMesh:
                 continue
         raise LookupError(f"no process {name}")
 
+    def metrics_url(self, name: str) -> str:
+        """Where a service other than the gateway tells its metrics: it listens there and on its port for calls."""
+        process = self.child(name)
+        ports = {each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+        (port,) = ports - {int(process.environ()["WEFT_PORT"])}
+        return f"http://127.0.0.1:{port}/metrics"
+
     def hit(self, fault: str, dice: random.Random) -> str:
         """Do it to one of the role's two workers; returns its name."""
         number, role = FAULTS[fault]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,7 +74,7 @@ async def events(response: httpx.Response) -> AsyncIterator[list[Any]]:
             return
 
 
-async def ask(server: Server, prompt: str, output_tokens: int) -> Sample:
+async def ask(server: Server, prompt: str, output_tokens: int, headers: Mapping[str, str] | None = None) -> Sample:
     """One streamed completion; failures are told in the sample."""
     body = {
         "model": server.model,
@@ -87,7 +87,7 @@ async def ask(server: Server, prompt: str, output_tokens: int) -> Sample:
     }
     sample, began = Sample(), time.perf_counter()
     try:
-        async with server.client.stream("POST", "/v1/completions", json=body) as response:
+        async with server.client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
             if response.status_code != httpx.codes.OK:
                 sample.error = f"HTTP {response.status_code}"
             else:
