@@ -15,6 +15,8 @@ from datetime import datetime
 from pathlib import Path
 
 BLOCK_TOKENS = 512
+# a block that so many sessions have, and such a share of all, is the service's own: a system prompt
+COMMON_SESSIONS, COMMON_SHARE = 10, 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +74,29 @@ def _read_azure(path: Path) -> list[Request]:
 
 def enlarge(requests: Sequence[Request], copies: int, limit: int, seed: int = 1) -> list[Request]:
     """The trace so many times over, each copy with users and blocks of its own and shifted in time; the first
-    `limit`."""
-    rng = random.Random(seed)
+    `limit`. What the service itself says before every conversation is the same in all copies."""
+    rng, common = random.Random(seed), _common_keys(requests)
     length = requests[-1].at + 1.0
     everything: list[Request] = []
     for copy in range(copies):
         tag, shift = copy.to_bytes(4), rng.uniform(0, length) if copy else 0.0
         jitter = [rng.uniform(0.0, 3.0) for _ in requests]  # the trace's clock ticks every three seconds
         for request, later in zip(requests, jitter, strict=True):
-            keys = tuple(tag + key for key in request.keys)
+            keys = tuple(key if key in common else tag + key for key in request.keys)
             at = (request.at + later + shift) % length
             everything.append(replace(request, at=at, keys=keys, session=request.session and tag + request.session))
     everything.sort(key=lambda request: request.at)
     return [replace(request, number=number) for number, request in enumerate(everything[:limit])]
+
+
+def _common_keys(requests: Sequence[Request]) -> set[bytes]:
+    """Blocks that far more sessions have than could be of one user."""
+    sessions: dict[bytes, set[bytes]] = {}
+    for request in requests:
+        for key in request.keys:
+            sessions.setdefault(key, set()).add(request.session)
+    least = max(COMMON_SHARE * len({request.session for request in requests}), COMMON_SESSIONS)
+    return {key for key, having in sessions.items() if len(having) >= least}
 
 
 def faster(requests: Sequence[Request], factor: float) -> list[Request]:

@@ -179,6 +179,19 @@ def test_a_scenario_has_the_load_it_names() -> None:
     assert ideal_seconds(requests, H100) / (4 * span) == pytest.approx(0.5)
 
 
+def test_copies_of_a_trace_share_what_the_service_says_and_nothing_else() -> None:
+    trace = conversations(40, 4)
+    both = enlarge(trace, 2, 10_000)
+    assert len(both) == 2 * len(trace)
+    assert len({request.session for request in both}) == 80
+    owners: dict[bytes, set[bytes]] = {}
+    for request in both:
+        for key in request.keys:
+            owners.setdefault(key, set()).add(request.session)
+    assert len(owners.pop(b"system")) == 80
+    assert {len(sessions) for sessions in owners.values()} == {1}
+
+
 def test_a_machine_is_read_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "m.json").write_text(json.dumps(asdict(H100)))
     assert load_machine(str(tmp_path / "m.json")) == H100
