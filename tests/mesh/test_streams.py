@@ -86,8 +86,8 @@ def check(asks: list[Ask], expected: list[Answer], answers: list[Answer]) -> Non
 )
 async def test_every_stream_goes_on(fleet: Mesh, undisturbed: list[Answer], role: str, number: signal.Signals) -> None:
     name, boots = f"{role}-{random.randrange(2)}", fleet.boots()
-    # prompts are still being computed while the first pieces come
-    trigger = Trigger(fleet.child(name), number, random.randint(1, TOKENS * STREAMS // 3 if role == "decode" else 20))
+    # prompts are still being computed while the first pieces come; we read on after a worker has written its last one
+    trigger = Trigger(fleet.child(name), number, random.randint(1, TOKENS if role == "decode" else 20))
     moves = fleet.log().count("goes on at worker")
     process = fleet.child(name)
     try:

@@ -63,6 +63,8 @@ class Affinity:
         if self._valkey is None:
             return
         try:
+            # the first lookup has no time to connect in as well
+            await self._valkey.ask(lambda redis: redis.get(_name("", b"")))
             while True:
                 await self._write(self._valkey, await self._writes.get())
                 self._writes.task_done()
