@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from typing import Any
 
+import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
+from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import LENGTH, SequenceDelta, Start, deltas, speaking
 from weft.kv.prefix import block_keys
 from weft.metrics import REGISTRY
+from weft_services.gateway.dialects.padding import GRAIN_BYTES
 
 USER: ChatCompletionMessageParam = {"role": "user", "content": "tell me the answer"}
 PROMPT = "<|im_start|>user\ntell me the answer<|im_end|>\n<|im_start|>assistant\n"
@@ -190,3 +194,23 @@ async def test_the_time_to_the_first_token_is_the_clients_whatever_the_mesh_did_
         assert asked.result().choices[0].message.content == "hello"
         assert observed("count") == count + 1
         assert observed("sum") - total >= waited
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+async def test_the_length_of_an_event_says_little_where_the_client_asks_for_it(bench: MakeBench, path: str) -> None:
+    inputs: dict[str, Any] = {"chat/completions": {"messages": [USER]}, "completions": {"prompt": "x"}}
+    asked = {"model": MODEL_NAME, "stream": True, **inputs.get(path, {"input": "x"})}
+
+    async def deltas_of(b: Bench, **options: Any) -> list[str]:
+        response = await b.http.post(f"/v1/{path}", json={**asked, "stream_options": options})
+        return [each for each in response.text.split("\n\n") if '"delta"' in each or '"text":' in each]
+
+    async with bench() as b:
+        b.decode.script = speaking([*b.ids("a sentence with longer and shorter words"), END])
+        bare = await deltas_of(b)
+        hidden = await deltas_of(b, include_obfuscation=True)
+        assert not any("obfuscation" in each for each in bare)
+        padded = [each for each in hidden if "obfuscation" in each]
+        assert len(padded) >= 2
+        assert {(len(each.encode()) + 2) % GRAIN_BYTES for each in padded} == {0}
+        assert any(json.loads(each.partition("data: ")[2])["obfuscation"] for each in padded)

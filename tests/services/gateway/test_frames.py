@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft_services.gateway.dialects.frames import Envelope
+from weft_services.gateway.dialects.padding import GRAIN_BYTES, padded
 
 
 @pytest.mark.parametrize("include_usage", [True, False])
 @given(text=st.text(), index=st.integers(0, 15))
 def test_a_text_frame_is_the_frame_of_its_choice(include_usage: bool, text: str, index: int) -> None:
-    prepared: Any = SimpleNamespace(generation=SimpleNamespace(model="näme", include_usage=include_usage))
+    asked = SimpleNamespace(model="näme", include_usage=include_usage, include_obfuscation=False)
+    prepared: Any = SimpleNamespace(generation=asked)
     envelope = Envelope("chatcmpl", ("chat.completion", "chat.completion.chunk"), prepared, "fp_1")
     choice = {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
-    assert envelope.text_frame(index, b"content", text) == envelope.frame(choice)
+    frame = envelope.frame(choice)
+    assert envelope.text_frame(index, b"content", text) == frame
+    hidden = padded(frame)
+    assert len(hidden) % GRAIN_BYTES == 0
+    fields = json.loads(hidden.removeprefix(b"data: "))
+    assert len(fields.pop("obfuscation")) < GRAIN_BYTES
+    assert fields == json.loads(frame.removeprefix(b"data: "))

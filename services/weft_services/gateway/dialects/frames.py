@@ -13,6 +13,7 @@ from weft.errors import WeftError
 from weft.ids import new_id
 from weft.request import FinishReason, PositionLogprobs
 from weft_services.gateway.dialects.logprobs import completion_logprobs
+from weft_services.gateway.dialects.padding import padded
 from weft_services.gateway.error_body import error_body
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece
@@ -88,17 +89,20 @@ class Envelope:
         chunk = orjson.dumps({**self._common, "object": chunk_kind})
         self._head = b"data: " + chunk[:-1] + b',"choices":['
         self._usage_null = b',"usage":null' if prepared.generation.include_usage else b""
+        self._is_padded = prepared.generation.include_obfuscation
         self._tail = b'},"logprobs":null,"finish_reason":null}]' + self._usage_null + b"}\n\n"
 
     def frame(self, choice: dict[str, Any], extra: dict[str, Any] | None = None) -> bytes:
         """One chunk with one choice; `extra` are further fields beside `choices`."""
         more = b"," + orjson.dumps(extra)[1:-1] if extra else b""
-        return self._head + orjson.dumps(choice) + b"]" + more + self._usage_null + b"}\n\n"
+        frame = self._head + orjson.dumps(choice) + b"]" + more + self._usage_null + b"}\n\n"
+        return padded(frame) if self._is_padded else frame
 
     def text_frame(self, index: int, field: bytes, text: str) -> bytes:
         """The chunk that nearly all are, with nothing but more of one text: the same as of `frame`, put together from
         what was serialized before."""
-        return b'%b{"index":%d,"delta":{"%b":%b%b' % (self._head, index, field, orjson.dumps(text), self._tail)
+        frame = b'%b{"index":%d,"delta":{"%b":%b%b' % (self._head, index, field, orjson.dumps(text), self._tail)
+        return padded(frame) if self._is_padded else frame
 
     def end(self, usage: Usage) -> bytes:
         """The chunk without choices where stream_options.include_usage asks for it, and [DONE]."""

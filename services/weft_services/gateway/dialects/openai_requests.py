@@ -59,7 +59,7 @@ class StreamOptions(Lenient):
     """How a stream reports."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # nothing to switch off: there is no padding
+    include_obfuscation: bool | None = None  # off where nothing is said
 
 
 class Message(Lenient):
@@ -143,6 +143,7 @@ class _Body(Lenient):
             "return_token_ids": bool(self.return_token_ids),
             "stream": bool(self.stream),
             "include_usage": bool(options and options.include_usage),
+            "include_obfuscation": bool(options and options.include_obfuscation),
             "priority": self.priority,
             "reject_if_busy": bool(self.reject_if_busy),
             "retention": RETENTIONS[self.prompt_cache_retention],

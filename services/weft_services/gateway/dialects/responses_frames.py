@@ -15,6 +15,7 @@ from weft_services.gateway.dialects.answers import Answers
 from weft_services.gateway.dialects.frames import KEEP_ALIVE, Choice, Usage, event
 from weft_services.gateway.dialects.logprobs import chat_logprobs
 from weft_services.gateway.dialects.output_items import OutputItem, kind_of
+from weft_services.gateway.dialects.padding import padded
 from weft_services.gateway.dialects.responses_tools import own_names
 from weft_services.gateway.error_body import public_message
 from weft_services.gateway.mesh.prepare import Prepared
@@ -34,6 +35,7 @@ class ResponseFrames:
         self._items: list[OutputItem] = []
         self._own_names = own_names(prepared.generation.echo["tools"])
         self._num_events = 0
+        self._is_padded = prepared.generation.include_obfuscation
         self._logprobs: list[PositionLogprobs] = []  # of tokens whose text has not come out yet
         sampling = prepared.sequences[0].sampling
         self._response: dict[str, Any] = {
@@ -138,7 +140,8 @@ class ResponseFrames:
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._num_events += 1
-        return event(kind, sequence_number=self._num_events - 1, **fields)
+        said = event(kind, sequence_number=self._num_events - 1, **fields)
+        return padded(said) if self._is_padded and kind.endswith(".delta") else said
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from weft_services.gateway.generation import Generation
 SAME = (
     "model temperature top_p top_k min_p seed frequency_penalty presence_penalty repetition_penalty logit_bias "
     "min_tokens stop stop_token_ids ignore_eos stream parallel_tool_calls chat_template_kwargs structured_outputs "
-    "priority reject_if_busy prompt_cache_key prompt_cache_retention session_id user"
+    "priority reject_if_busy prompt_cache_key prompt_cache_retention session_id stream_options user"
 ).split()
 # what would change the answer, or is asked for to be kept: any value but these is refused
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
