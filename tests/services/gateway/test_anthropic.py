@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from anthropic import AsyncAnthropic
 
 from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
-from tests.services.gateway.fakes import LENGTH, failing, speaking
+from tests.services.gateway.fakes import LENGTH, SequenceDelta, Start, deltas, failing, speaking
 
 USER: Any = {"role": "user", "content": "weather?"}
 TOOLS: Any = [{"name": "now", "description": "time", "input_schema": {"type": "object", "properties": {}}}]
@@ -108,6 +109,35 @@ async def test_errors_are_what_the_sdk_raises(bench: MakeBench) -> None:
             await sdk.messages.create(**asked)
         body: Any = failure.value.body
         assert (body["type"], body["error"]["type"]) == ("error", "api_error")
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind"), [(8, 429, "rate_limit_error"), (14, 503, "overloaded_error")], ids=["full", "lost"]
+)
+async def test_errors_have_anthropics_names_whole_and_in_a_stream(
+    bench: MakeBench, code: int, status: int, kind: str
+) -> None:
+    async with bench(move_seconds=0.2) as b, client(b) as sdk:
+        asked: Any = {"model": MODEL_NAME, "max_tokens": 9, "messages": [USER]}
+        b.decode.script = failing(code)
+        with pytest.raises(anthropic.APIStatusError) as refusal:
+            await sdk.messages.create(**asked)
+        body: Any = refusal.value.body
+        assert (refusal.value.status_code, body["type"], body["error"]["type"]) == (status, "error", kind)
+        assert refusal.value.response.headers["retry-after"] == "1"
+
+        async def breaking(start: Start) -> AsyncIterator[SequenceDelta]:
+            for delta in deltas(start, b.ids("hello"), None):
+                yield delta
+            b.scheduler.decoders = []
+            async for failure in failing(code)(start):
+                yield failure
+
+        b.decode.script = breaking
+        response = await b.http.post("/v1/messages", json={**asked, "stream": True})
+        last = response.text.rstrip("\n").split("\n\n")[-1]
+        assert last.startswith("event: error\ndata: ")
+        assert json.loads(last.partition("data: ")[2])["error"]["type"] == kind
 
 
 @pytest.mark.parametrize(
