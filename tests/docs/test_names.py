@@ -12,6 +12,7 @@ import typer
 
 from tests.docs.pages import PAGES, ROOT, named
 from weft.cli.main import app
+from weft.metrics import REGISTRY
 from weft.weights.bundle.__main__ import app as bundle_program
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -72,6 +73,12 @@ def test_every_setting_is_read_somewhere() -> None:
     for page in PAGES:
         unknown = {name for name in SETTING.findall(page.read_text()) if not name.endswith("_")} - known
         assert not unknown, f"{page.relative_to(ROOT)}: {unknown}"
+
+
+def test_every_metric_is_explained() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    named = {re.sub("_(total|sum)$", "", name) for name in re.findall(r"\bweft_[a-z_]+", page)}
+    assert named == {metric.name for metric in REGISTRY.collect()}
 
 
 def _files(top: Path) -> list[Path]:
