@@ -138,6 +138,21 @@ def table(rows: dict[str, Row | None]) -> str:
     return "\n".join(lines)
 
 
+def verdict(row: Row) -> str:
+    """The bars of Weft's gateway, and whether this run kept to them."""
+    bars = [
+        ("request, p50", row.latency_ms, 1.5, "ms"),
+        ("CPU a token, paced", row.paced_cpu_us, 60.0, "us"),
+        ("CPU a token, full", row.full_cpu_us, 15.0, "us"),
+        ("CPU a short request", row.unary_cpu_us, 2e6 / 1500, "us, which is 1,500 a second on two cores"),
+    ]
+    told = [(name, value, bar, unit) for name, value, bar, unit in bars if value is not None]
+    return "\n".join(
+        f"- {name}: {value:,.1f}, bar {bar:,.1f} {unit}: {'met' if value <= bar else 'MISSED'}"
+        for name, value, bar, unit in told
+    )
+
+
 def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
@@ -160,6 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name in chosen
     }
     print(table(rows))
+    if (own := rows.get("weft")) is not None:
+        print(f"\n{verdict(own)}")
     if options.out:
         options.out.write_text(json.dumps({name: row and asdict(row) for name, row in rows.items()}, indent=1) + "\n")
 

@@ -119,6 +119,7 @@ def main() -> None:
     print(f"load of the machine {psutil.getloadavg()[0]:.1f}\n")
     print(f"| {options.times} times | status | median | longest | refused within {BAR_MS:.0f} ms |")
     print("| --- | --- | --- | --- | --- |", *rows, sep="\n")
+    print("\nMISSED" if any("| NO |" in row for row in rows) else "\nmet")
 
 
 if __name__ == "__main__":

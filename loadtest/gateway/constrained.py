@@ -105,6 +105,7 @@ def main() -> None:
     print("| schemas | finished | of these valid (bar: 100 %) | cut off | failed |\n| --- | --- | --- | --- | --- |")
     share = counts["valid"] / max(1, finished)
     print(f"| {options.count} | {finished} | {share:.2%} | {counts['cut off']} | {counts['failed']} |")
+    print("\nmet" if share == 1 and not counts["failed"] else "\nMISSED")
     raise SystemExit(int(share < 1 or counts["failed"] > 0))
 
 

@@ -166,6 +166,7 @@ def main() -> None:
     print(f"load of the machine {psutil.getloadavg()[0]:.1f}\n")
     print(f"| {options.times} times | status | slowest answer | others waited at most | memory, most | memory, left |")
     print("| --- | --- | --- | --- | --- | --- |", *rows, sep="\n")
+    print("\nMISSED: a status is wrong" if any("(expected" in row for row in rows) else "\nevery status is right")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from loadtest.gateway.stacks import weft
 
 COUNTS = (1, 2, 4)
 REQUESTS = 6000
+BAR = 1500
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,18 @@ def table(costs: Sequence[Cost]) -> str:
     return "\n".join(lines)
 
 
+def verdict(costs: Sequence[Cost]) -> str:
+    """What follows for the bar, and for many gateways."""
+    one, many = costs[0], costs[-1]
+    pair, bound = 2e6 / one.gateway_us, 1e6 / many.cpu_us["scheduler"]
+    share = one.gateway_us / many.gateway_us
+    return (
+        f"- a gateway's two cores carry {pair:,.0f} a second, bar {BAR:,}: {'met' if pair >= BAR else 'MISSED'}\n"
+        f"- of {many.num_gateways} processes each carries {share:.0%} of what one alone does\n"
+        f"- the core of one scheduler carries {bound:,.0f} of them"
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.gateway.scaling", description=__doc__)
@@ -86,8 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (NoStart, subprocess.SubprocessError) as error:
         sys.exit(str(error))
     print(table(costs))
-    bound = 1e6 / costs[-1].cpu_us["scheduler"]
-    print(f"\nOne scheduler's core carries {bound:,.0f} of them; bar: 1,500 a second on a gateway's two cores")
+    print(f"\n{verdict(costs)}")
 
 
 if __name__ == "__main__":
