@@ -103,6 +103,7 @@ class Generation:
     return_token_ids: bool = False
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     include_obfuscation: bool = False
     session: str = ""
     priority: int | None = None

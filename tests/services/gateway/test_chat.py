@@ -76,6 +76,24 @@ async def test_a_stream_opens_with_the_role_and_closes_with_usage(bench: MakeBen
         assert len({chunk.id for chunk in chunks}) == 1
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_chunks_tell_the_usage_so_far_where_vllms_clients_ask_for_it(bench: MakeBench, path: str) -> None:
+    async with bench() as b:
+        ids = b.ids("hello world and all")
+        b.decode.script = speaking([*ids, END], cached=1)
+        body: dict[str, Any] = {"messages": [USER]} if path == "chat/completions" else {"prompt": "hello"}
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        body |= {"model": MODEL_NAME, "stream": True, "stream_options": options, "max_tokens": 99}
+        response = await b.http.post(f"/v1/{path}", json=body)
+        events = [json.loads(each[6:]) for each in response.text.split("\n\n") if each.startswith("data: {")]
+        *told, last = [event["usage"] for event in events if event["usage"]]
+        counts = [usage["completion_tokens"] for usage in told]
+        assert counts == sorted(counts)
+        assert counts[-1] == last["completion_tokens"] == len(ids) + 1
+        assert {usage["prompt_tokens"] for usage in told} == {last["prompt_tokens"]}
+        assert last["prompt_tokens_details"]["cached_tokens"] == 1
+
+
 async def test_without_include_usage_no_chunk_speaks_of_it(bench: MakeBench) -> None:
     async with bench() as b:
         body = {"model": MODEL_NAME, "messages": [USER], "stream": True}

@@ -17,8 +17,10 @@ from weft_services.gateway.dialects.padding import GRAIN_BYTES, padded
 @pytest.mark.parametrize("include_usage", [True, False])
 @given(text=st.text(), index=st.integers(0, 15))
 def test_a_text_frame_is_the_frame_of_its_choice(include_usage: bool, text: str, index: int) -> None:
-    asked = SimpleNamespace(model="näme", include_usage=include_usage, include_obfuscation=False)
-    prepared: Any = SimpleNamespace(generation=asked)
+    asked = SimpleNamespace(
+        model="näme", include_usage=include_usage, include_obfuscation=False, continuous_usage=False
+    )
+    prepared: Any = SimpleNamespace(generation=asked, num_prompt_tokens=1)
     envelope = Envelope("chatcmpl", ("chat.completion", "chat.completion.chunk"), prepared, "fp_1")
     choice = {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
     frame = envelope.frame(choice)

@@ -132,6 +132,7 @@ def test_a_bad_chat_field_is_named(fields: dict[str, Any], param: str) -> None:
         ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
+        ({"cache_salt": "mine"}, "cache_salt"),
     ],
 )
 def test_a_bad_completion_field_is_named(fields: dict[str, Any], param: str) -> None:

@@ -38,6 +38,7 @@ class ChatFrames:
         if piece.index not in self._begun:
             self._begun.add(piece.index)
             out += self.envelope.frame(_choice(piece.index, {"role": "assistant", "content": ""}), self._prompt_ids)
+        self.envelope.count(len(piece.token_ids))
         answer = self._answers.of(piece.index)
         parts = answer.take(piece)
         if (self._wants_ids or self._wants_logprobs) and piece.token_ids:

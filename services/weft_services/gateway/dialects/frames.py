@@ -88,25 +88,39 @@ class Envelope:
         self._body_kind, chunk_kind = kinds
         chunk = orjson.dumps({**self._common, "object": chunk_kind})
         self._head = b"data: " + chunk[:-1] + b',"choices":['
-        self._usage_null = b',"usage":null' if prepared.generation.include_usage else b""
+        self._ends_with_usage = prepared.generation.include_usage
+        self._usage = b',"usage":null' if self._ends_with_usage else b""
+        self._running = Usage(prepared.num_prompt_tokens, 0, 0) if prepared.generation.continuous_usage else None
         self._is_padded = prepared.generation.include_obfuscation
-        self._tail = b'},"logprobs":null,"finish_reason":null}]' + self._usage_null + b"}\n\n"
+        self._tail = b'},"logprobs":null,"finish_reason":null}]' + self._usage + b"}\n\n"
+
+    def count(self, num_tokens: int) -> None:
+        """Chunks from here on tell the usage so far, where the client asks for that; what was cached comes last."""
+        if self._running is not None:
+            self._running.completion_tokens += num_tokens
+            counts = self._running.fields()
+            told = {name: counts[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+            self._usage = b',"usage":' + orjson.dumps(told)
 
     def frame(self, choice: dict[str, Any], extra: dict[str, Any] | None = None) -> bytes:
         """One chunk with one choice; `extra` are further fields beside `choices`."""
         more = b"," + orjson.dumps(extra)[1:-1] if extra else b""
-        frame = self._head + orjson.dumps(choice) + b"]" + more + self._usage_null + b"}\n\n"
+        frame = self._head + orjson.dumps(choice) + b"]" + more + self._usage + b"}\n\n"
         return padded(frame) if self._is_padded else frame
 
     def text_frame(self, index: int, field: bytes, text: str) -> bytes:
         """The chunk that nearly all are, with nothing but more of one text: the same as of `frame`, put together from
         what was serialized before."""
+        if self._running is not None:
+            return self.frame(
+                {"index": index, "delta": {field.decode(): text}, "logprobs": None, "finish_reason": None}
+            )
         frame = b'%b{"index":%d,"delta":{"%b":%b%b' % (self._head, index, field, orjson.dumps(text), self._tail)
         return padded(frame) if self._is_padded else frame
 
     def end(self, usage: Usage) -> bytes:
         """The chunk without choices where stream_options.include_usage asks for it, and [DONE]."""
-        if not self._usage_null:
+        if not self._ends_with_usage:
             return DONE
         return self._head + b'],"usage":' + orjson.dumps(usage.fields()) + b"}\n\n" + DONE
 
@@ -131,6 +145,7 @@ class CompletionFrames:
 
     def frames(self, piece: Piece) -> bytes:
         """What is new of the choice, its end included."""
+        self.envelope.count(len(piece.token_ids))
         has_details = bool(piece.token_ids) and (self._wants_ids or self._wants_logprobs)
         if not (piece.text or has_details or piece.finish_reason):
             return b""

@@ -31,6 +31,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
+    "cache_salt": (),
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),

@@ -59,6 +59,7 @@ class StreamOptions(Lenient):
     """How a stream reports."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's
     include_obfuscation: bool | None = None  # off where nothing is said
 
 
@@ -143,6 +144,7 @@ class _Body(Lenient):
             "return_token_ids": bool(self.return_token_ids),
             "stream": bool(self.stream),
             "include_usage": bool(options and options.include_usage),
+            "continuous_usage": bool(options and options.include_usage and options.continuous_usage_stats),
             "include_obfuscation": bool(options and options.include_obfuscation),
             "priority": self.priority,
             "reject_if_busy": bool(self.reject_if_busy),
