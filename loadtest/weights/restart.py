@@ -1,7 +1,8 @@
 """How long a killed worker is away, and what its successor reads from disk; the weights are in shared memory all along.
 
 `python -m loadtest.weights.restart [--model DIR] [--rounds 3] [--json FILE]` starts a mesh of its own with `weft up`,
-kills its decode worker again and again, and asks until the new one is ready: with a spare at hand, and without.
+kills its decode worker again and again, and asks until the new one is ready: one that has lived for a while, and its
+successor as soon as that is ready, which waits for the supervisor's backoff.
 """
 
 from __future__ import annotations
@@ -31,14 +32,13 @@ MODEL = Path("models/weft-nano")
 WORKER = "decode-0"
 START_SECONDS = 180.0
 PROBE_SECONDS = 0.02
-SPARE_IMPORTS_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
     """From the kill to SERVING, and the bytes that storage gave the new process until then."""
 
-    with_spare: bool
+    is_second: bool
     seconds: float
     disk_bytes: int
 
@@ -52,9 +52,9 @@ def main() -> None:
     restarts = []
     with mesh(options.model) as (pid, record):
         for _ in range(options.rounds):
-            time.sleep(RestartPolicy().spare_after + SPARE_IMPORTS_SECONDS)
-            restarts.append(restart(pid, record, with_spare=True))
-            restarts.append(restart(pid, record, with_spare=False))  # the next spare is not there yet
+            time.sleep(RestartPolicy().healthy_if_forked + 1)
+            restarts.append(restart(pid, record, is_second=False))
+            restarts.append(restart(pid, record, is_second=True))
             print(restarts[-2:], flush=True)
     print(report(restarts))
     if options.json:
@@ -98,7 +98,7 @@ async def until_ready(process: subprocess.Popen[bytes], port: int) -> MeshRecord
     raise SystemExit("the mesh did not start")
 
 
-def restart(mesh_pid: int, record: MeshRecord, with_spare: bool) -> Restart:
+def restart(mesh_pid: int, record: MeshRecord, is_second: bool) -> Restart:
     """Kill the worker and wait for the next one."""
     old = worker_pid(mesh_pid, record.services[WORKER])
     began = time.perf_counter()
@@ -107,7 +107,7 @@ def restart(mesh_pid: int, record: MeshRecord, with_spare: bool) -> Restart:
     seconds = time.perf_counter() - began
     counters = Path(f"/proc/{worker_pid(mesh_pid, record.services[WORKER])}/io").read_text().splitlines()
     disk = next(int(line.split()[1]) for line in counters if line.startswith("read_bytes:"))
-    return Restart(with_spare, seconds, disk)
+    return Restart(is_second, seconds, disk)
 
 
 async def until_serving(address: str) -> None:
@@ -121,9 +121,9 @@ async def until_serving(address: str) -> None:
 
 
 def worker_pid(mesh_pid: int, address: str) -> int:
-    """Of the child that listens there; a spare that has become a worker has another command line."""
+    """Of the process that listens there; the mesh's standby process has forked it."""
     port = int(address.rpartition(":")[2])
-    for child in psutil.Process(mesh_pid).children():
+    for child in psutil.Process(mesh_pid).children(recursive=True):
         found = child.net_connections("tcp") if child.status() != psutil.STATUS_ZOMBIE else []
         if any(each.laddr.port == port and each.status == psutil.CONN_LISTEN for each in found):
             return child.pid
@@ -133,10 +133,9 @@ def worker_pid(mesh_pid: int, address: str) -> int:
 def report(restarts: list[Restart]) -> str:
     """A table."""
     lines = ["| | kill to serving, s | disk bytes read |", "|---|---|---|"]
-    for with_spare in (True, False):
-        of = [each for each in restarts if each.with_spare == with_spare]
+    for is_second, kind in ((False, "killed after a while"), (True, "killed again at once")):
+        of = [each for each in restarts if each.is_second == is_second]
         times = ", ".join(f"{each.seconds:.2f}" for each in of)
-        kind = "a spare takes over" if with_spare else "started anew"
         lines.append(f"| {kind} | {times} | {', '.join(str(each.disk_bytes) for each in of)} |")
     return "\n".join(lines)
 

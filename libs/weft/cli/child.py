@@ -13,6 +13,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 MAX_LINE_BYTES = 16 * 1024
 READ_BYTES = 64 * 1024
@@ -21,10 +22,23 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
+class Process(Protocol):
+    """What is needed of one, whoever started it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    async def wait(self) -> int:
+        """The exit code; a negative number is the signal that ended it."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Raises ProcessLookupError when it has ended."""
+
+
 class Child:
     """A running process and the last lines it wrote."""
 
-    def __init__(self, process: asyncio.subprocess.Process, output: asyncio.StreamReader) -> None:
+    def __init__(self, process: Process, output: asyncio.StreamReader) -> None:
         self._process = process
         self._output = output
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
@@ -35,8 +49,8 @@ class Child:
         return self._process.pid
 
     @classmethod
-    async def start(cls, command: Sequence[str], environ: Mapping[str, str], can_hear: bool = False) -> Child:
-        """Start a process that dies with this one and may be told something. Raises OSError when it cannot be run."""
+    async def start(cls, command: Sequence[str], environ: Mapping[str, str]) -> Child:
+        """Start a process that dies with this one. Raises OSError when it cannot be run."""
         read_end, write_end = os.pipe()
         parent = os.getpid()
         try:
@@ -44,7 +58,7 @@ class Child:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 env=dict(environ),
-                stdin=asyncio.subprocess.PIPE if can_hear else asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=write_end,
                 # not a session: the kernel may deal out cores session by session, whatever is urgent inside of them
@@ -56,10 +70,7 @@ class Child:
             raise
         finally:
             os.close(write_end)
-        output = asyncio.StreamReader(limit=READ_BYTES)
-        pipe = os.fdopen(read_end, "rb", buffering=0)
-        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), pipe)
-        return cls(process, output)
+        return cls(process, await open_output(read_end))
 
     async def read_lines(self, on_line: Callable[[str], None]) -> None:
         """Pass on each line until every holder of the output is gone; overlong ones come in pieces."""
@@ -79,14 +90,6 @@ class Child:
             self.last_lines.append(text)
             on_line(text)
 
-    def tell(self, line: bytes) -> bool:
-        """Write to the input of one that can hear, and close it; False when it is not there any more."""
-        if self._process.returncode is not None or self._process.stdin is None:
-            return False
-        self._process.stdin.write(line)
-        self._process.stdin.close()
-        return True
-
     async def wait(self) -> int:
         """The exit code; a negative number is the signal that ended it. May be awaited many times."""
         return await self._process.wait()
@@ -104,6 +107,14 @@ class Child:
                 await self.wait()
         self.signal_group(signal.SIGKILL)
         return await self.wait()
+
+
+async def open_output(read_end: int) -> asyncio.StreamReader:
+    """What comes out of a pipe, which is closed at its end."""
+    output = asyncio.StreamReader(limit=READ_BYTES)
+    pipe = os.fdopen(read_end, "rb", buffering=0)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), pipe)
+    return output
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:

@@ -18,9 +18,9 @@ from weft.cli.health import grpc_serves, http_answers, redis_answers
 from weft.cli.ports import LOOPBACK, PortTaken, check_listen_address, check_port, free_ports, reachable
 from weft.cli.supervisor import ChildSpec
 
-# imports what both kinds of workers need, and waits for one of them to die
-SPARE_COMMAND = (
-    *(sys.executable, "-m", "weft.worker.standby"),
+# imports what both kinds of workers need, and forks them
+STANDBY_COMMAND = (
+    *(sys.executable, "-m", "weft.cli.standby"),
     *("weft.worker.process", "weft_services.prefill.service", "weft_services.decode.service"),
 )
 # what Mooncake says at every start, as an error, of a thing that it then goes on to make

@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from weft.cli.child import Child, describe_exit
+from weft.cli.nursery import Nursery
 
 MAX_PROBE_SECONDS = 0.25
 # of the 5 s that Ctrl-C may take
@@ -48,8 +49,8 @@ class RestartPolicy:
     healthy: float = 30.0
     # one that has never been ready is given up after so many deaths
     max_first_failures: int = 5
-    # all being ready for so long, the first spare is started; the next as soon as the one that was needed is ready
-    spare_after: float = 10.0
+    # so long is enough for one that can be forked: a new start costs next to nothing
+    healthy_if_forked: float = 10.0
 
     def backoff(self, failures: int) -> float:
         """The pause after so many deaths in a row."""
@@ -61,7 +62,7 @@ class ChildSpec:
     """How to run one child. `probe` returns False until the child can be used.
 
     It starts when all named in `after` are ready, and is stopped before those of a lower `tier`. `order` is the line
-    that makes a spare this child, where it can be one.
+    for which the standby process forks this child, where it can do that.
     """
 
     name: str
@@ -114,14 +115,12 @@ class Supervisor:
         specs: Sequence[ChildSpec],
         listener: Listener,
         policy: RestartPolicy | None = None,
-        spare_command: Sequence[str] = (),
+        standby_command: Sequence[str] = (),
     ) -> None:
-        """`spare_command` is a process that waits for an `order`; one is kept at hand once all is well."""
+        """`standby_command` is a process that forks children for their `order`."""
         self._specs = tuple(specs)
-        self._spare_command = tuple(spare_command)
-        self._spare: Child | None = None
-        # a child has become ready: if it was the spare, there has to be another
-        self._has_news = asyncio.Event()
+        self._standby_command = tuple(standby_command)
+        self._nursery: Nursery | None = None
         self._listener = listener
         self._policy = policy or RestartPolicy()
         self._ready = {spec.name: asyncio.Event() for spec in specs}
@@ -137,18 +136,16 @@ class Supervisor:
     async def run(self) -> None:
         """Keep all children running until `stop` or cancellation. Raises ChildFailed. Leaves no process behind."""
         try:
+            self._nursery = await self._open_nursery()
             async with asyncio.TaskGroup() as group:
                 for spec in self._specs:
                     self._keepers[spec.name] = group.create_task(self._keep(spec))
-                sparing = group.create_task(self._keep_spare())
                 await asyncio.wait(self._keepers.values())
-                sparing.cancel()
         except* ChildFailed as failed:
             raise failed.exceptions[0] from None
         finally:
-            if self._spare is not None:
-                self._spare.signal_group(signal.SIGKILL)
-                await self._spare.wait()
+            if self._nursery is not None:
+                await self._nursery.close()
 
     async def stop(self) -> None:
         """End the children, highest tier first, within STOP_SECONDS; `run` then returns."""
@@ -171,37 +168,25 @@ class Supervisor:
         for child in self._children.values():
             child.signal_group(signal.SIGKILL)
 
-    async def _keep_spare(self) -> None:
-        """One process that has its imports behind it, for whichever child dies next."""
-        if not self._spare_command:
-            return
-        await self.wait_ready()
-        environ = next(spec.environ for spec in self._specs if spec.order)
-        await asyncio.sleep(self._policy.spare_after)
-        while True:
-            if self._spare is None:
-                starting = asyncio.ensure_future(Child.start(self._spare_command, environ, can_hear=True))
-                try:
-                    self._spare = await asyncio.shield(starting)
-                except asyncio.CancelledError:
-                    self._spare = await starting  # what is half started must be ended as well
-                    raise
-            self._has_news.clear()
-            await self._has_news.wait()
-
-    def _become(self, spec: ChildSpec) -> Child | None:
-        """The spare as this child, if there is one."""
-        spare = self._spare
-        if spare is None or not spec.order:
+    async def _open_nursery(self) -> Nursery | None:
+        environ = next((spec.environ for spec in self._specs if spec.order), None)
+        if environ is None or not self._standby_command:
             return None
-        self._spare = None
-        return spare if spare.tell(spec.order) else None
+        try:
+            return await Nursery.open(self._standby_command, environ)
+        except OSError:
+            return None  # every child can be started by itself
 
-    def _pause(self, spec: ChildSpec, life: _Life, failures: int) -> float:
-        """What was well for long is started again at once, and what was so for a while where a spare is at hand."""
-        policy, ready_seconds = self._policy, life.ready_seconds or 0.0
-        enough = policy.spare_after if self._spare is not None and spec.order else policy.healthy
-        return 0.0 if ready_seconds >= enough else policy.backoff(failures)
+    async def _start(self, spec: ChildSpec) -> Child:
+        """Forked where that is possible. Raises OSError."""
+        forked = await self._nursery.bear(spec.order) if self._nursery and spec.order else None
+        return forked or await Child.start(spec.command, spec.environ)
+
+    def _was_healthy(self, spec: ChildSpec, life: _Life) -> bool:
+        """Was ready for long, or for a while where it is forked."""
+        is_forked = self._nursery is not None and self._nursery.is_open and bool(spec.order)
+        enough = self._policy.healthy_if_forked if is_forked else self._policy.healthy
+        return life.ready_seconds is not None and life.ready_seconds >= enough
 
     async def _keep(self, spec: ChildSpec) -> None:
         for name in spec.after:
@@ -212,10 +197,10 @@ class Supervisor:
             if self._stopping:
                 self._listener.on_state(spec.name, State.STOPPED, life.how)
                 return
-            was_healthy = (life.ready_seconds or 0.0) >= self._policy.healthy
-            failures = 1 if was_healthy else failures + 1
+            failures = 0 if self._was_healthy(spec, life) else failures + 1
             self._give_up_on(spec, life, failures)
-            pause = self._pause(spec, life, failures)
+            # what was well is started again at once
+            pause = self._policy.backoff(failures) if failures else 0.0
             self._listener.on_death(spec.name, life.how, life.last_lines, pause)
             self._listener.on_state(spec.name, State.BACKING_OFF, life.how)
             await asyncio.sleep(pause)
@@ -231,7 +216,7 @@ class Supervisor:
         """One life of the child, from its start to its end and that of its descendants."""
         self._listener.on_state(spec.name, State.STARTING, "")
         try:
-            child = self._become(spec) or await Child.start(spec.command, spec.environ)
+            child = await self._start(spec)
         except OSError as error:
             raise ChildFailed(spec.name, str(error), (), 1) from error
         self._children[spec.name] = child
@@ -263,7 +248,6 @@ class Supervisor:
             child.signal_group(signal.SIGKILL)
             return None
         self._ready[spec.name].set()
-        self._has_news.set()
         self._listener.on_state(spec.name, State.READY, "")
         return time.monotonic()
 

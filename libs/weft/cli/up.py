@@ -19,7 +19,7 @@ from rich.text import Text
 from weft.cli.display import Display
 from weft.cli.mesh import (
     HARMLESS,
-    SPARE_COMMAND,
+    STANDBY_COMMAND,
     Addresses,
     MeshOptions,
     mesh_specs,
@@ -138,7 +138,7 @@ def up(options: MeshOptions, picture: Path | None = None) -> int:
                 _draw(timeline, picture, display)
             display.show(_banner(options, url))
 
-        return asyncio.run(_supervise(Supervisor(specs, timeline, spare_command=SPARE_COMMAND), display, announce))
+        return asyncio.run(_supervise(Supervisor(specs, timeline, standby_command=STANDBY_COMMAND), display, announce))
 
 
 def _draw(timeline: Timeline, picture: Path, display: Display) -> None:

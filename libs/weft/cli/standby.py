@@ -1,0 +1,78 @@
+"""A process that has imported what workers need and forks them: a worker is there without importing anything.
+
+`python -m weft.cli.standby MODULE...` with a Unix socket of packets as its standard input: {"module", "environ"}, with
+the descriptor of an output, makes a child that is `python -m module`. It says who was born and how each ended. The end
+of the input ends it, and its end that of its children. It has one thread: others would not be there after a fork.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import select
+import socket
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from weft.cli.child import die_with
+
+MAX_ORDER_BYTES = 1 << 18
+
+
+def main() -> None:
+    """Import, then fork whoever is asked for, and bury them."""
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+    door = socket.socket(fileno=0)
+    living: dict[int, int] = {}  # process by a descriptor that becomes readable when it ends
+    poll = select.poll()
+    poll.register(door, select.POLLIN)
+    parent = os.getpid()
+    while True:
+        for fd, _ in poll.poll():
+            if fd in living:
+                poll.unregister(fd)
+                os.close(fd)
+                pid = living.pop(fd)
+                _say(door, ended=pid, code=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                continue
+            order, outputs, _, _ = socket.recv_fds(door, MAX_ORDER_BYTES, 1)
+            if not order:
+                return
+            if (pid := os.fork()) == 0:
+                _settle(parent, outputs[0], living)
+                return _become(json.loads(order))
+            os.close(outputs[0])
+            os.setpgid(pid, pid)  # here as well as there: whoever hears of it may signal its group
+            living[ending := os.pidfd_open(pid)] = pid
+            poll.register(ending, select.POLLIN)
+            _say(door, born=pid)
+
+
+def _say(door: socket.socket, **what: int) -> None:
+    door.sendall(json.dumps(what).encode())
+
+
+def _settle(parent: int, output: int, inherited: Iterable[int]) -> None:
+    """A group, an output and nothing else of its own."""
+    os.setpgid(0, 0)
+    die_with(parent)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    for fd in (nothing, output, *inherited):
+        os.close(fd)
+
+
+def _become(order: dict[str, Any]) -> None:
+    os.environ.clear()
+    os.environ.update(order["environ"])
+    sys.argv[1:] = []
+    runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
