@@ -1,9 +1,11 @@
 """F12 beside torch's bfloat16 (cuBLAS) over the matrices of Llama 8B and 70B, by rows, and unpacking. On a bare GPU.
 
-    python -m loadtest.kernels.f12 --out docs/results/f12.md
+    python -m loadtest.kernels.f12 [--tune] --out docs/results/f12.md
 
-First it checks, on this GPU, that words are packed and unpacked bit for bit and that products agree. Medians with the
-cache flushed before each call; the limit is what memory and multipliers were measured to deliver, for 12-bit weights.
+First it checks, on this GPU, that words are packed and unpacked bit for bit and that products agree. `--tune` tries
+tiles for each matrix and number of rows and keeps the quickest for whoever serves on such a GPU (`packed/tuning.py`).
+Medians with the cache flushed before each call; the limit is what memory and multipliers were measured to deliver, for
+12-bit weights.
 """
 
 from __future__ import annotations
@@ -71,14 +73,19 @@ def check(weight: Tensor, packed: F12) -> None:
     for rows in (1, 3, 40, 300, MAX_FUSED_ROWS + 1):
         x = torch.randn(rows, weight.shape[1], device="cuda").bfloat16()
         found, expected = linear_packed(x, packed), functional.linear(x, weight)
-        error = (found - expected).float().norm() / expected.float().norm()
-        assert error < 2e-3, f"{rows} rows: relative error {error:.1e}"
+        agree(found, expected)
         assert rows <= MAX_FUSED_ROWS or torch.equal(found, expected)
 
 
-def lines(roofline: Roofline) -> Iterator[Line]:
+def agree(found: Tensor, expected: Tensor) -> None:
+    """Raises AssertionError where it is more than rounding that differs."""
+    error = (found - expected).float().norm() / expected.float().norm()
+    assert error < 2e-3, f"{len(found)} rows: relative error {error:.1e}"
+
+
+def lines(roofline: Roofline, is_tuned: bool) -> Iterator[Line]:
     """Each matrix, by rows."""
-    from weft_kernels.packed.linear import linear_packed
+    from weft_kernels.packed.linear import MAX_FUSED_ROWS, linear_packed, tune
 
     for name, (outputs, inputs) in SHAPES.items():
         weight = make_weight(outputs, inputs)
@@ -86,6 +93,9 @@ def lines(roofline: Roofline) -> Iterator[Line]:
         check(weight, packed)
         for rows in ROWS:
             x = torch.randn(rows, inputs, device="cuda").bfloat16()
+            if is_tuned and 1 < rows <= MAX_FUSED_ROWS:
+                tune(x, packed, seconds)
+                agree(linear_packed(x, packed), functional.linear(x, weight))
             call = partial(linear_packed, x, packed)
             work = Work(name, call, packed.nbytes, 2.0 * rows * outputs * inputs)
             ours, theirs = seconds(call), seconds(partial(functional.linear, x, weight))
@@ -119,7 +129,9 @@ def main() -> int:
     """Print the table, and write it. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    out: Path | None = parser.parse_args().out
+    parser.add_argument("--tune", action="store_true")
+    options = parser.parse_args()
+    out: Path | None = options.out
     if not torch.cuda.is_available():
         print("F12: needs CUDA")
         return 0
@@ -130,8 +142,13 @@ def main() -> int:
         f"Measured: {roofline.bandwidth / GIGA:,.0f} GB/s, {roofline.operations / TERA:,.0f} TFLOP/s.",
         unpacking(),
         "",
-        *table(list(lines(roofline))),
+        *table(list(lines(roofline, options.tune))),
     ]
+    if options.tune:
+        from weft_kernels.packed.tuning import table_of
+
+        (tiles := table_of(torch.cuda.get_device_name())).save()
+        text.append(f"\nTiles tuned: {tiles.path.name}")
     print("\n".join(text))
     if out is not None:
         out.write_text("\n".join(text) + "\n")

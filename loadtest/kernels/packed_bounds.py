@@ -32,6 +32,10 @@ from weft_kernels.packed.product import form_constants, operands
 COPIED, MULTIPLIED, ISSUED = 4.3e12, 780e12, 132 * 128 * 1.755e9
 OUTPUTS, INPUTS = 14_336, 4096
 ROWS = (1, 16, 64, 128, 256, 1024)
+# Llama 3.1 8B: weights; bytes of KV a token; what a step takes besides, launched as one graph (estimated)
+WEIGHTS, KV_BYTES, OTHER_SECONDS = 8.03e9, 128 * 1024, 0.6e-3
+CONTEXT_TOKENS, BATCHES = 1024, (1, 8, 32)
+F12_BYTES = 1.502
 TYPES = {torch.bfloat16: "*bf16", torch.int32: "*i32", torch.float32: "*fp32"}
 
 
@@ -133,6 +137,22 @@ def table() -> Iterator[str]:
             yield f"| {name} | {figures} |"
 
 
+def whole() -> Iterator[str]:
+    """Of a whole step, and of unpacking: bytes over the speed of a copy."""
+    yield f"Unpacking to bfloat16 reads {F12_BYTES:.2f} bytes a weight and writes 2:"
+    yield f"{2 / (F12_BYTES + 2) * COPIED / 1e12:.2f} TB/s of bfloat16 at best (aim 2.2)."
+    yield ""
+    yield f"A decode step of Llama 3.1 8B: {WEIGHTS / 1e9:.2f} G weights, {CONTEXT_TOKENS} tokens of KV a sequence of"
+    yield f"{KV_BYTES // 1024} KiB each, and {OTHER_SECONDS * 1e3:g} ms for all else (estimated). Aim: 1.12 times."
+    yield ""
+    yield "| sequences | bfloat16, ms | F12, ms | times at best |"
+    yield "|---|---|---|---|"
+    for batch in BATCHES:
+        same = batch * CONTEXT_TOKENS * KV_BYTES / COPIED + OTHER_SECONDS
+        plain, packed = (same + WEIGHTS * size / COPIED for size in (2.0, F12_BYTES))
+        yield f"| {batch} | {plain * 1e3:.2f} | {packed * 1e3:.2f} | {plain / packed:.2f} |"
+
+
 def main() -> None:
     """Print the table, and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -148,6 +168,8 @@ def main() -> None:
         "`python -m loadtest.kernels.f12` and `python -m loadtest.kernels.quantized` where a GPU is.",
         "",
         *table(),
+        "",
+        *whole(),
     ]
     print("\n".join(text))
     if out is not None:

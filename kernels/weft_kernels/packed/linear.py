@@ -6,6 +6,9 @@ weight once, and then is torch's own product of bfloat16, bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +19,7 @@ from weft_kernels.packed import F12, Fp8, Int4
 from weft_kernels.packed.f12_tiles import f12_column, f12_pair, f12_row, f12_scale
 from weft_kernels.packed.product import form_constants, operands, product
 from weft_kernels.packed.registers import LEFT_SCALE
+from weft_kernels.packed.tuning import Tiles, candidates, table_of
 from weft_kernels.packed.unpack import unpack_rows
 
 # Unpacking writes and reads 2 bytes a weight; so many rows multiply for longer than that takes (derived for an H200).
@@ -57,11 +61,14 @@ def gemv(x: Tensor, weight: F12) -> Tensor:
     return out
 
 
-def gemm(x: Tensor, weight: F12 | Fp8 | Int4) -> Tensor:
-    """x: [M, columns]. [M, rows] in x's dtype, or [splits, M, rows] float32 to be added up in that order."""
+def gemm(x: Tensor, weight: F12 | Fp8 | Int4, tiles: Tiles | None = None) -> Tensor:
+    """x: [M, columns]. [M, rows] in x's dtype, or [splits, M, rows] float32 to be added up in that order.
+
+    `tiles`: those to try instead of the ones that were found to be quickest.
+    """
     num_rows, size = x.shape
     num_outputs = weight.shape[0]
-    tiles = form_constants(weight, 64) | tiles_of(num_rows, num_outputs)
+    tiles = form_constants(weight, 64) | (tiles or _tuned(x, weight) or tiles_of(num_rows, num_outputs))
     grid = triton.cdiv(num_outputs, tiles["BLOCK_N"]), triton.cdiv(num_rows, tiles["BLOCK_M"])
     num_steps = triton.cdiv(size, tiles["BLOCK_K"])
     splits = max(1, min(MAX_SPLITS, FULL_PROGRAMS // (grid[0] * grid[1]), num_steps // 4))
@@ -72,6 +79,29 @@ def gemm(x: Tensor, weight: F12 | Fp8 | Int4) -> Tensor:
     steps = triton.cdiv(num_steps, splits)
     _gemm[(*grid, splits)](x, *operands(weight, x), out, num_rows, num_outputs, num_steps, steps, SIZE=size, **tiles)
     return out
+
+
+def tune(x: Tensor, weight: F12 | Fp8 | Int4, seconds: Callable[[Callable[[], Tensor]], float]) -> Tiles | None:
+    """Find the quickest tiles for this matrix and as many rows as x has, and use them from now on."""
+    tried = candidates(len(x))
+    return table_of(_device(x)).tune(_shape(x, weight), tried, lambda tiles: seconds(partial(gemm, x, weight, tiles)))
+
+
+def _tuned(x: Tensor, weight: F12 | Fp8 | Int4) -> Tiles | None:
+    return table_of(_device(x)).of(*_shape(x, weight))
+
+
+def _shape(x: Tensor, weight: F12 | Fp8 | Int4) -> tuple[str, int, int, int]:
+    return type(weight).__name__, *weight.shape, len(x)
+
+
+@cache
+def _name(index: int) -> str:
+    return torch.cuda.get_device_name(index)
+
+
+def _device(x: Tensor) -> str:
+    return _name(x.device.index) if x.is_cuda else "interpreter"
 
 
 def tiles_of(num_rows: int, num_outputs: int) -> dict[str, int]:

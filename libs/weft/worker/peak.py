@@ -62,9 +62,19 @@ def remembered(identity: Mapping[str, str | int], measure: Callable[[], int]) ->
 
 def identity_of(weights_hash: str, limits: EngineConfig, dtype: str, device: torch.device) -> dict[str, str | int]:
     """What the peak depends on: model, machine, versions, and how large a step can be."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    name, tiles = "cpu", ""
+    if device.type == "cuda":
+        from weft_kernels.packed.tuning import table_of  # needs Triton
+
+        name = torch.cuda.get_device_name(device)
+        tiles = table_of(name).digest
     sizes = {each: getattr(limits, each) for each in ("block_tokens", "chunk_tokens", "max_num_seqs", "decode_graphs")}
-    versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "sources": _sources_digest()}
+    versions = {
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "sources": _sources_digest(),
+        "tiles": tiles,
+    }
     context = {"max_context_tokens": limits.max_context_tokens}
     return {"weights": weights_hash, "device": name, "dtype": dtype, **sizes, **context, **versions}
 

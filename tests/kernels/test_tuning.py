@@ -1,0 +1,84 @@
+"""Tiles that were found to be quickest: used for their shapes, kept for their device, and no reason to fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.device import DEVICE, close
+
+pytest.importorskip("triton")
+
+from triton.runtime.errors import OutOfResources
+
+from weft_kernels.packed import linear as packed_linear
+from weft_kernels.packed import pack_f12
+from weft_kernels.packed.linear import gemm, tune
+from weft_kernels.packed.tuning import Tiles, TuningTable, candidates, table_of
+
+IDENTITY = {"device": "one", "triton": "3"}
+QUICK: Tiles = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128, "num_warps": 4, "num_stages": 2}
+SLOW: Tiles = {**QUICK, "num_stages": 4}
+REFUSED: Tiles = {**QUICK, "num_stages": 3}
+SHAPE = ("F12", 33, 256, 17)
+
+
+def seconds(tiles: Tiles) -> float:
+    if tiles is REFUSED:
+        raise OutOfResources(2, 1, "shared memory")
+    return 1.0 if tiles is QUICK else 2.0
+
+
+@pytest.fixture
+def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("WEFT_TUNING_CACHE", str(tmp_path))
+    table_of.cache_clear()
+    yield
+    table_of.cache_clear()
+
+
+def test_the_quickest_is_kept_for_its_shape_and_device(tmp_path: Path) -> None:
+    table = TuningTable(tmp_path, IDENTITY)
+    assert table.tune(SHAPE, [SLOW, REFUSED, QUICK], seconds) == QUICK
+    assert table.tune(("F12", 1, 1, 1), [REFUSED], seconds) is None
+    table.save()
+    again = TuningTable(tmp_path, IDENTITY)
+    assert again.digest == table.digest != TuningTable(tmp_path / "elsewhere", IDENTITY).digest
+    assert again.of(*SHAPE) == again.of("F12", 33, 256, 32) == QUICK
+    assert again.of("F12", 33, 256, 33) is again.of("Fp8", 33, 256, 17) is again.of("F12", 33, 257, 17) is None
+    assert TuningTable(tmp_path, {**IDENTITY, "triton": "4"}).of(*SHAPE) is None
+    assert [path.name for path in tmp_path.iterdir()] == [table.path.name]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"identity": {}}', '{"identity": {}, "tiles": {"a": {"b": "c"}}}'])
+def test_a_damaged_table_is_an_empty_one(tmp_path: Path, content: str) -> None:
+    TuningTable(tmp_path, IDENTITY).path.write_text(content)
+    assert TuningTable(tmp_path, IDENTITY).of(*SHAPE) is None
+
+
+@pytest.mark.parametrize("num_rows", [2, 70, 1000])
+def test_candidates_are_tiles_that_a_product_can_have(num_rows: int) -> None:
+    tried = candidates(num_rows)
+    assert len(tried) >= 12
+    assert all(each["BLOCK_M"] >= min(64, num_rows) and each["BLOCK_K"] % 128 == 0 for each in tried)
+
+
+@pytest.mark.usefixtures("own_tables")
+def test_a_product_is_the_same_in_the_tiles_that_were_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(70, 512, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
+    x, packed = torch.randn(3, 512, device=DEVICE), pack_f12(weight)
+    tried: list[Tensor] = []
+
+    def timed(call: Callable[[], Tensor]) -> float:
+        tried.append(call())
+        return float(len(tried) != 2)
+
+    monkeypatch.setattr(packed_linear, "candidates", lambda num_rows: [SLOW, QUICK, {**QUICK, "BLOCK_N": 64}])
+    assert tune(x, packed, timed) == QUICK
+    monkeypatch.setattr(packed_linear, "tiles_of", lambda *sizes: pytest.fail("what was tuned is not used"))
+    for each in (*tried, gemm(x, packed)):
+        close(each.sum(0) if each.ndim == 3 else each, x @ weight.float().T, factor=30)
