@@ -62,7 +62,7 @@ class Nursery:
                 stdin=inside.fileno(),
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
+                process_group=0,
                 preexec_fn=lambda: die_with(parent),
             )
         except BaseException:
@@ -73,7 +73,7 @@ class Nursery:
         return cls(process, door)
 
     async def bear(self, order: bytes) -> Child | None:
-        """A new child, in a session of its own; nothing when the process cannot be asked (any more)."""
+        """A new child, in a process group of its own; nothing when the process cannot be asked (any more)."""
         if not self.is_open:
             return None
         read_end, write_end = os.pipe()
