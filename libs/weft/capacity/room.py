@@ -18,6 +18,8 @@ from weft.model.spec import ModelConfig
 
 # workers share a machine's memory with one another and with everything else
 CPU_POOL_SHARE = 0.25
+# prompt tokens of a step where nobody says otherwise: enough for the products with weights to be multiplied, not read
+CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
 # of a GPU: what libraries and captured graphs take beside torch's own memory, which is what is measured
 SLACK_BYTES = GIB // 2
 

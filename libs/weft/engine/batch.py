@@ -109,7 +109,7 @@ class Planner:
         return True
 
     def plan(self, events: Events, now: float, is_settled: bool) -> list[Work] | None:
-        """The next step: one token for everyone who generates, then prompt chunks within `chunk_tokens`.
+        """The next step: one token for everyone who generates, then prompt chunks within the budget for that.
 
         None, when not `is_settled`: the step under way must be settled first, because somebody is to be preempted, or
         has no next token before the last one is known.
@@ -157,7 +157,7 @@ class Planner:
         single = [sequence for sequence in self.running if sequence.is_in_its_text]
         others = [sequence for sequence in self.running if sequence.is_in_its_prompt]
         works = [self._work(sequence, 1) for sequence in single]
-        budget = self._config.chunk_tokens
+        budget = self._config.prompt_budget(is_mixed=bool(single))
         for sequence in others:
             num_tokens = min(budget, sequence.num_pending, self.pages.room(sequence) - sequence.num_launched)
             if num_tokens:

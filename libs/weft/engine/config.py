@@ -15,7 +15,8 @@ MAX_NICENESS = 19
 class EngineConfig:
     """Bounds of one engine; blocks are counted in blocks, everything else in tokens or sequences.
 
-    `chunk_tokens`: prompt tokens computed in one step at most. `max_waiting`: sequences not yet admitted.
+    `chunk_tokens`: prompt tokens computed in one step at most; `mixed_tokens`: where somebody generates beside them,
+    who waits for that step (0: as many). `max_waiting`: sequences not yet admitted.
     `pin_sealed`: report full blocks for copying, at most `max_pinned` of them unanswered at a time
     (0: an eighth of the pool, 64 at least).
     `reaches`: how far back each group of layers looks; blocks are pages, one for each group and `block_tokens` tokens.
@@ -30,6 +31,7 @@ class EngineConfig:
     vocab_size: int
     max_context_tokens: int
     chunk_tokens: int = 512
+    mixed_tokens: int = 0
     max_num_seqs: int = 64
     max_waiting: int = 8192
     steps_ahead: int = 0
@@ -59,3 +61,7 @@ class EngineConfig:
         object.__setattr__(self, "paging", paging)
         object.__setattr__(self, "max_pinned", self.max_pinned or max(MIN_PINNED, self.num_blocks // MAX_PINNED_SHARE))
         object.__setattr__(self, "context_tokens", paging.longest(self.num_blocks, self.max_context_tokens))
+
+    def prompt_budget(self, is_mixed: bool) -> int:
+        """Prompt tokens of one step, with somebody who generates in it or without."""
+        return min(self.mixed_tokens or self.chunk_tokens, self.chunk_tokens) if is_mixed else self.chunk_tokens

@@ -14,6 +14,7 @@ import torch
 
 from weft import log
 from weft.capacity.room import (
+    CHUNK_TOKENS,
     Machine,
     Room,
     available_bytes,
@@ -154,13 +155,15 @@ def _build(
 def _limits(config: WorkerConfig, machine: Machine, model: ModelConfig) -> EngineConfig:
     """With as many blocks as there is any use for."""
     is_gpu = machine.device == "cuda"
-    paging = Paging(kv_groups(model).reaches, machine.block_tokens, config.chunk_tokens * (2 if is_gpu else 1))
+    chunk_tokens = config.chunk_tokens or CHUNK_TOKENS[machine.device]
+    paging = Paging(kv_groups(model).reaches, machine.block_tokens, chunk_tokens * (2 if is_gpu else 1))
     return EngineConfig(
         num_blocks=FULL_SEQUENCES * paging.max_pages(model.max_positions),
         block_tokens=machine.block_tokens,
         vocab_size=model.vocab_size,
         max_context_tokens=model.max_positions,
-        chunk_tokens=config.chunk_tokens,
+        chunk_tokens=chunk_tokens,
+        mixed_tokens=config.mixed_tokens,
         max_num_seqs=GPU_MAX_SEQS if is_gpu else CPU_MAX_SEQS,
         eos_token_ids=model.eos_token_ids,
         reaches=paging.reaches,

@@ -81,7 +81,8 @@ class WorkerConfig:
     weights: WeightsForm = WeightsForm.PLAIN
     block_tokens: int = 0
     num_blocks: int = 0
-    chunk_tokens: int = 512
+    chunk_tokens: int = 0
+    mixed_tokens: int = 512
     cuda_graphs: bool = True
     transport: TransportChoice = TransportChoice.AUTO
     mooncake_protocol: MooncakeProtocol = MooncakeProtocol.TCP
@@ -94,15 +95,15 @@ class WorkerConfig:
     role: WorkerRole = WorkerRole.BOTH
 
     def __post_init__(self) -> None:
-        for name in ("port", "metrics_port", "block_tokens", "num_blocks", "threads"):
+        for name in ("port", "metrics_port", "block_tokens", "num_blocks", "chunk_tokens", "threads"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"WEFT_{name.upper()} must not be negative")
         if self.lease_seconds < MIN_LEASE_SECONDS:
             raise ConfigError(f"WEFT_LEASE_SECONDS must be at least {MIN_LEASE_SECONDS:g}")
         if self.cpus:
             parse_cpus(self.cpus)
-        if self.chunk_tokens < 1:
-            raise ConfigError("WEFT_CHUNK_TOKENS must be at least 1")
+        if self.mixed_tokens < 1:
+            raise ConfigError("WEFT_MIXED_TOKENS must be at least 1")
         if not self.served_name:
             raise ConfigError("WEFT_MODEL_NAME or WEFT_MODEL must be set")
 

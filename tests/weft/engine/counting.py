@@ -25,7 +25,10 @@ CONFIG = EngineConfig(
 )
 # windows and chunks that are smaller and larger than a block, and a chunk that no block ends with
 WINDOWS = replace(
-    CONFIG, num_blocks=45, reaches=(Reach(), Reach(window=3), Reach(chunk=6), Reach(window=9), Reach(chunk=16))
+    CONFIG,
+    num_blocks=45,
+    mixed_tokens=4,
+    reaches=(Reach(), Reach(window=3), Reach(chunk=6), Reach(window=9), Reach(chunk=16)),
 )
 BOUNDED = replace(CONFIG, num_blocks=20, reaches=(Reach(window=5), Reach(window=5), Reach(chunk=7)))
 
@@ -63,7 +66,10 @@ class CountingRunner:
     def launch(self, works: Items[Work]) -> Counted:
         """Note what a device would be given."""
         assert len({id(work.sequence) for work in works}) == len(works)
-        assert sum(work.num_tokens for work in works if work.num_tokens > 1) <= self.config.chunk_tokens
+        generating = [work for work in works if work.num_tokens == 1 and work.samples and not work.sequence.is_prefill]
+        assert sum(work.num_tokens for work in works if work.num_tokens > 1) <= self.config.prompt_budget(
+            is_mixed=bool(generating)
+        )
         assert all(work.num_tokens >= 1 for work in works)
         for group, reach in enumerate(self.config.reaches):
             most = 2 * self.config.paging.most(group)

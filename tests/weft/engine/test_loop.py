@@ -258,3 +258,23 @@ def test_a_prefill_that_lacks_only_the_page_of_its_last_token_waits_for_it(steps
         pass
     told = {delta.key.request_id: delta.token_ids for output in outputs for delta in output.deltas}
     assert told == {"first": (next_token(first),), "second": (next_token(second),)}
+
+
+def test_prompts_come_in_small_pieces_beside_those_who_generate_and_in_large_ones_alone() -> None:
+    config = replace(CONFIG, num_blocks=30, max_context_tokens=80, chunk_tokens=12, mixed_tokens=5)
+    runner = CountingRunner(config)
+    loop = Loop(runner, config, lambda output: None)
+    prompts = {"writer": [1, 2, 3], "reader": [4] * 30, "late": [5] * 30}
+    entering = {
+        name: Sequence(SequenceSpec(RequestKey(name), tuple(prompt), sampling, SequenceMode.GENERATE), prompt, 0.0)
+        for (name, prompt), sampling in zip(prompts.items(), map(SamplingParams, (8, 1, 1)), strict=True)
+    }
+    loop.turn([entering["writer"]])
+    loop.turn([entering["reader"]])
+    while not loop.turn([]):
+        pass
+    loop.turn([entering["late"]])
+    while not loop.turn([]):
+        pass
+    pieces = {name: [count for key, count in runner.chunks if key.request_id == name] for name in prompts}
+    assert pieces == {"writer": [3] + [1] * 7, "reader": [5] * 6, "late": [12, 12, 6]}

@@ -49,7 +49,8 @@ def test_peers_use_the_host_unless_another_is_advertised() -> None:
     [
         ({"DTYPE": "float16"}, "WEFT_DTYPE"),
         ({"TRANSPORT": "pigeon"}, "WEFT_TRANSPORT"),
-        ({"CHUNK_TOKENS": "0"}, "WEFT_CHUNK_TOKENS"),
+        ({"CHUNK_TOKENS": "-1"}, "WEFT_CHUNK_TOKENS"),
+        ({"MIXED_TOKENS": "0"}, "WEFT_MIXED_TOKENS"),
         ({"NUM_BLOCKS": "-1"}, "WEFT_NUM_BLOCKS"),
         ({"CPUS": "all"}, "WEFT_CPUS"),
         ({"MODEL": ""}, "WEFT_MODEL"),

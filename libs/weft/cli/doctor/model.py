@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from weft.capacity.layout import GIB
-from weft.capacity.room import Machine, Room, available_bytes, measure_room
+from weft.capacity.room import CHUNK_TOKENS, Machine, Room, available_bytes, measure_room
 from weft.cli.doctor.finding import Finding, Level, Subject
 from weft.cli.doctor.machine import cards
 from weft.errors import BadCheckpoint
@@ -106,7 +106,8 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
     else:
         machine, free = CPU, available_bytes() // subject.num_workers
     for name, checkpoint in _readable(subject).items():
-        yield _room(name, subject.chunk_tokens, read_config(checkpoint.directory), machine, free)
+        chunk_tokens = subject.chunk_tokens or CHUNK_TOKENS[machine.device]
+        yield _room(name, chunk_tokens, read_config(checkpoint.directory), machine, free)
 
 
 def _room(name: str, chunk_tokens: int, config: ModelConfig, machine: Machine, free: int) -> Finding:
