@@ -15,18 +15,23 @@ from weft.model import expansion
 from weft.model.kv_layout import kv_groups
 
 LENGTHS = [1, 7, 16, 17, 40]
-NUM_NEW = 24
+NUM_NEW, FEW_NEW = 64, 24
+# no two of these keep their KV alike; hand-offs of the others are in tests/services/decode
+EDGES = ["mistral-window", "qwen3-moe", "llama4", "deepseek"]
 Family = Callable[[str], TinyFamily]
 
 
 @pytest.fixture(scope="module")
 def cases(family_of: Family) -> Callable[[str], tuple[TinyFamily, list[list[int]], list[list[int]]]]:
-    """A model, prompts of mixed lengths, and what transformers makes of them."""
+    """A model, prompts of mixed lengths, and what transformers makes of them: ours alone and whole, where it agrees."""
 
     def make(name: str) -> tuple[TinyFamily, list[list[int]], list[list[int]]]:
         tiny = family_of(name)
         prompts = [[(5 * i * i + 3 * i + 7 * length) % 110 + 3 for i in range(length)] for length in LENGTHS]
-        expected = [tiny.greedy(prompt, NUM_NEW) for prompt in prompts]
+        with Driver(tiny) as driver:
+            expected = [driver.generate(prompt, NUM_NEW, str(i)).tokens for i, prompt in enumerate(prompts)]
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            assert tiny.is_greedy(prompt, tokens)
         assert all(len(set(tokens)) > 4 for tokens in expected[1:]), "the oracle's text is too dull to tell anything"
         return tiny, prompts, expected
 
@@ -42,15 +47,15 @@ def test_tokens_are_exact_in_mixed_batches_with_prefix_hits_and_preemption(name:
     few = {"chunk_tokens": 16, "num_blocks": 10 * len(kv_groups(tiny.config).reaches)}
     for limits in ({"chunk_tokens": 7, "num_blocks": 256}, few, {"block_tokens": 8, "num_blocks": 256}):
         with Driver(tiny, "float32", "cpu", **limits) as driver:
-            for turn in ("cold", "warm"):
-                keys = [driver.submit(f"{turn}-{i}", prompt, NUM_NEW) for i, prompt in enumerate(prompts)]
-                assert [driver.wait_end(key).tokens for key in keys] == expected
+            for turn, count in (("cold", NUM_NEW if "chunk_tokens" in limits else FEW_NEW), ("warm", FEW_NEW)):
+                keys = [driver.submit(f"{turn}-{i}", prompt, count) for i, prompt in enumerate(prompts)]
+                assert [driver.wait_end(key).tokens for key in keys] == [tokens[:count] for tokens in expected]
             counts = driver.heard[keys[-1]].counts
             assert limits is few or (counts is not None and counts.num_cached_tokens >= 32)
             driver.assert_all_blocks_are_back()
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "qwen3-moe", "llama4", "deepseek"])
+@pytest.mark.parametrize("name", EDGES)
 def test_blocks_that_held_nan_do_not_spoil_their_next_owners(
     name: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,8 +65,8 @@ def test_blocks_that_held_nan_do_not_spoil_their_next_owners(
         memory = driver.engine.pool_memory
         pool = (ctypes.c_char * (memory.num_blocks * memory.block_bytes)).from_address(memory.address)
         torch.frombuffer(pool, dtype=torch.float32).fill_(float("nan"))
-        keys = [driver.submit(str(i), prompt, NUM_NEW) for i, prompt in enumerate(prompts)]
-        assert [driver.wait_end(key).tokens for key in keys] == expected
+        keys = [driver.submit(str(i), prompt, FEW_NEW) for i, prompt in enumerate(prompts)]
+        assert [driver.wait_end(key).tokens for key in keys] == [tokens[:FEW_NEW] for tokens in expected]
 
 
 @pytest.mark.parametrize("workspace_bytes", [1, 20_000, 1 << 20])
@@ -73,28 +78,29 @@ def test_tokens_are_exact_with_keys_made_for_long_chunks(
     monkeypatch.setattr(expansion, "min_expanded_rows", lambda latent: 3)
     tiny, prompts, expected = cases(name)
     with Driver(tiny, chunk_tokens=13) as driver:
-        keys = [driver.submit(str(i), prompt, NUM_NEW) for i, prompt in enumerate(prompts)]
-        assert [driver.wait_end(key).tokens for key in keys] == expected
+        keys = [driver.submit(str(i), prompt, FEW_NEW) for i, prompt in enumerate(prompts)]
+        assert [driver.wait_end(key).tokens for key in keys] == [tokens[:FEW_NEW] for tokens in expected]
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "qwen3-moe", "llama4", "deepseek"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_are_exact_one_prompt_token_at_a_time(name: str, cases: Cases) -> None:
     tiny, prompts, expected = cases(name)
+    few = len(prompts) if name in EDGES else 3
     with Driver(tiny, chunk_tokens=1) as driver:
-        keys = [driver.submit(str(i), prompt, NUM_NEW) for i, prompt in enumerate(prompts)]
-        assert [driver.wait_end(key).tokens for key in keys] == expected
+        keys = [driver.submit(str(i), prompt, FEW_NEW) for i, prompt in enumerate(prompts[:few])]
+        assert [driver.wait_end(key).tokens for key in keys] == [tokens[:FEW_NEW] for tokens in expected[:few]]
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "qwen3-moe", "llama4", "deepseek"])
+@pytest.mark.parametrize("name", EDGES)
 def test_tokens_are_exact_after_a_hand_off(name: str, cases: Cases) -> None:
     tiny, prompts, expected = cases(name)
     with Driver(tiny) as source, Driver(tiny) as target:
         for number, prompt in enumerate(prompts):
-            key = target.submit(str(number), prompt, NUM_NEW, wait_for_kv=True)
+            key = target.submit(str(number), prompt, FEW_NEW, wait_for_kv=True)
             reserved = target.wait_reserved(key)
             first, lent = prefill(source, str(number), prompt)
             hand_over(source, lent, target, reserved, len(prompt))
             source.engine.release(key)
             target.engine.filled(key, len(prompt), first)
-            assert target.wait_end(key).tokens == expected[number]
+            assert target.wait_end(key).tokens == expected[number][:FEW_NEW]
         assert target.load.computed_prompt_tokens == 0
