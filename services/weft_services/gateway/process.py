@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from weft import log
-from weft.rpc.server import RpcServer, until_signal
+from weft.rpc.server import RpcServer, settle_heap, until_signal
 from weft_services.gateway.access.door import Door
 from weft_services.gateway.catalog import load_catalog
 from weft_services.gateway.config import Config
@@ -53,6 +53,7 @@ async def serve(config: Config) -> None:
     async with running(config) as gateway:
         addresses = (gateway.http_address, gateway.grpc_address, gateway.private_address)
         logger.info("listening http=%s grpc=%s private=%s", *addresses)
+        settle_heap()
         await until_signal()
         logger.info("draining in_flight=%d", gateway.pipeline.num_in_flight)
 

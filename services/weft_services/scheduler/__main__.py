@@ -4,7 +4,7 @@ import logging
 
 from weft import log, metrics, trace
 from weft.config import describe, read_config
-from weft.rpc.server import RpcServer, run, until_signal
+from weft.rpc.server import RpcServer, run, settle_heap, until_signal
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.config import Config
 from weft_services.scheduler.dispatch import Dispatcher
@@ -38,6 +38,7 @@ async def main(config: Config) -> None:
     address = await rpc.start(config.host, config.port)
     logging.info("listening at=%s metrics=%d", address, metrics.expose(config.host, config.metrics_port))
     await rpc.set_ready(True)
+    settle_heap()
     await until_signal(dispatcher.run(), *([store.run()] if store else []), *([lease.run()] if planner else []))
     await rpc.stop(grace_seconds=0.5)
     if kvstore is not None:

@@ -1,15 +1,17 @@
-"""How a service's process ends when it cannot start."""
+"""How a service's process ends when it cannot start, and what its collector looks at when it has."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import weakref
 
 import pytest
 
 from weft.config import ConfigError
 from weft.errors import BadCheckpoint, EngineFailed
-from weft.rpc.server import run
+from weft.rpc.server import NUM_YOUNG_OBJECTS, run, settle_heap
 
 
 @pytest.mark.parametrize(
@@ -40,3 +42,23 @@ def test_other_failures_come_out_as_they_are() -> None:
 
     with pytest.raises(EngineFailed, match="a bug"):
         run(main)
+
+
+class Circle:
+    """Refers to itself."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_what_a_process_is_made_of_is_not_looked_at_for_cycles_and_what_requests_leave_is() -> None:
+    threshold, made = gc.get_threshold(), [Circle() for _ in range(100)]
+    try:
+        settle_heap()
+        assert not {id(each) for each in gc.get_objects()} & {id(each) for each in made}
+        left = weakref.ref(Circle())
+        kept = [[number] for number in range(2 * NUM_YOUNG_OBJECTS)]
+        assert left() is None, len(kept)
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*threshold)
