@@ -144,7 +144,8 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random()
     with tempfile.TemporaryDirectory(prefix="weft-tiers-", dir=options.disk) as directory:
         node = KvStoreNode(SEGMENT_BYTES, Path(directory), DISK_BYTES)
-        num_blocks = 3 * (options.tokens // BLOCK_TOKENS + 4)
+        # an eighth of a pool may wait for the store at a time, and a whole prompt is to get there
+        num_blocks = 8 * (options.tokens // BLOCK_TOKENS + 4)
         with node:
             shape = Shape(options.model, num_blocks, BLOCK_TOKENS, node.address)
             estimate = FetchEstimate(BLOCK_TOKENS, shape.chunk_tokens)
