@@ -44,7 +44,8 @@ def bars(ours: str, results: Mapping[str, Figures], least_step_ms: float) -> Ite
         yield Bar(f"step at batch {batch}, of {peer}'s", _ratio(step_of(batch), mine, results, peer), share)
     rates = [figures[PREFILL] for name, figures in results.items() if not name.startswith(OURS)]
     yield Bar("prefill, of the quickest peer's rate", mine[PREFILL] / max(rates) if rates else None, 1.0, False)
-    yield Bar("read bandwidth at batch 1", least_step_ms / mine[step_of(1)], READ_SHARE, False)
+    alone = mine.get(step_of(1))
+    yield Bar("read bandwidth at batch 1", least_step_ms / alone if alone else None, READ_SHARE, False)
     yield Bar("process start to first token, s", mine[FIRST_TOKEN], FIRST_TOKEN_SECONDS)
 
 

@@ -39,6 +39,13 @@ def test_a_peer_that_did_not_start_is_no_peer_that_was_beaten() -> None:
     assert verdicts({})["prefill, of the quickest peer's rate"] == "not measured"
 
 
+def test_a_batch_that_was_left_out_is_not_measured() -> None:
+    rest = {name: value for name, value in OURS.items() if name != "batch 1, ms"}
+    found = {bar.name: bar.verdict for bar in bars("weft fp32", {"weft fp32": rest, "vLLM bf16": times(2)}, 14.0)}
+    assert found["read bandwidth at batch 1"] == found["step at batch 1, of the quickest peer's"] == "not measured"
+    assert found["step at batch 32, of vLLM's"] == "met"
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_a_dtype_is_left_only_if_it_is_behind_in_everything(name: str) -> None:
     assert is_behind(times(1.2), OURS)

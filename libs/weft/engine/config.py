@@ -50,6 +50,8 @@ class EngineConfig:
         for name in names.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.mixed_tokens < 0:
+            raise ValueError(f"mixed_tokens must not be negative, but is {self.mixed_tokens}")
         if self.steps_ahead not in (0, 1):
             raise ValueError(f"steps_ahead must be 0 or 1, not {self.steps_ahead}")
         if not 0 <= self.niceness <= MAX_NICENESS:
