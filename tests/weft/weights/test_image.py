@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,7 @@ from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.header import ALIGNMENT_BYTES, read_header
 from weft.weights.image import Image, find_image, image_name, image_path, remove_stale, write_image
 from weft.weights.shared import open_image
+from weft.weights.users import is_used
 
 torch.set_num_threads(1)
 
@@ -140,6 +143,26 @@ def test_the_last_holder_removes_an_image_and_mappings_stay(tmp_path: Path) -> N
     assert all(torch.equal(tensors[name].view(torch.uint8), before[name]) for name in before)
     with pytest.raises(NotFound):
         open_image(one.name, one.size_bytes)
+
+
+def test_a_worker_that_is_killed_while_it_maps_an_image_holds_nothing(tmp_path: Path, shared_memory: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    image = write(read_checkpoint(tmp_path / "model"))
+    program = (
+        "import pathlib, sys; from weft.weights import image, shared\n"
+        "image.SHARED_MEMORY = pathlib.Path(sys.argv[1])\n"
+        "tensors = shared.open_image(sys.argv[2], int(sys.argv[3])); print('mapped', flush=True); input()"
+    )
+    arguments = (str(shared_memory), image.name, str(image.size_bytes))
+    command = [sys.executable, "-c", program, *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "mapped\n"
+        assert is_used(image.fd)
+        worker.kill()
+    assert not is_used(image.fd)
+    image.release()
+    assert not image.path.exists()
 
 
 def test_writing_to_a_tensor_never_reaches_the_image(tmp_path: Path) -> None:
