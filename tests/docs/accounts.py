@@ -28,7 +28,7 @@ BUNDLES: dict[str, list[str]] = {
     "inspect": [],
 }
 TWO_NODES = "services/weights/test_two_nodes.py::test_the_second_node_loads_over_the_network_and_reads_no_disk"
-# the options of `weft up`, and which tests give them to a mesh of processes
+# the options of `weft up`, and what starts a mesh with them, or tries what they ask for
 UP: dict[str, str] = {
     "--model": "mesh/conftest.py::mesh",
     "--both": "clients/conftest.py::whole_mesh",
@@ -45,7 +45,7 @@ UP: dict[str, str] = {
     "--weights-from": TWO_NODES,
     "--weights-listen": TWO_NODES,
 }
-# targets of make, and what runs them
+# targets of make, and what runs them, or why no test does
 MAKE: dict[str, str] = {
     "serve": "loadtest.quickstart does, from a clone; it installs for a minute",
     "test": ".ci/run",
@@ -71,6 +71,6 @@ MODULES: dict[str, str] = {
     "weft_kernels.native": "scripts/install.sh, for whatever runs here",
     "loadtest.fleet": "tests/loadtest/test_fleet.py",
     "loadtest.gateway": "tests/loadtest/test_gateway.py",
-    "loadtest": "a benchmark, for a machine that has nothing else to do; that it starts is tested here",
+    "loadtest": "a benchmark, for a quiet machine; that it can be imported and has these options is tested here",
     "training": "trains the shipped model, for hours; its parts: tests/training",
 }
