@@ -69,7 +69,7 @@ class Scene:
         wait_until("the one beside them has begun", lambda: bool(self.beside.tokens))
         self._read(self.victims["prefilling"])
         # its own tokens: those of the others may still be on the books
-        wait_until("the prompt is placed", lambda: self.mesh.workers()["prefill-0"].booked_prefill_tokens > 1500)
+        wait_until("the prompt is placed", self._is_placed)
         self._read(self.victims["queued"])
 
     def too_far(self) -> list[str]:
@@ -87,6 +87,11 @@ class Scene:
         """Everybody has come to an end."""
         for reading in self.readings:
             reading.result(PATIENCE_SECONDS)
+
+    def _is_placed(self) -> bool:
+        """Or further already, where it came and went between two looks: `too_far` will say so."""
+        begun = self.victims["prefilling"].tokens
+        return bool(begun) or self.mesh.workers()["prefill-0"].booked_prefill_tokens > 1500
 
     def _decoding(self) -> list[str]:
         """Workers that have something to decode."""
