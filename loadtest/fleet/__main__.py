@@ -1,8 +1,9 @@
-"""`python -m loadtest.fleet`: policies compared over a trace, hits against fleet and cache size, or the simulator's
-speed.
+"""`python -m loadtest.fleet`: policies compared over a trace, hits against fleet and cache size, prefill split from
+decode or not, or the simulator's speed.
 
     python -m loadtest.fleet compare --trace mooncake_conversation.jsonl --workers 64 --loads 0.6,0.8,0.95
     python -m loadtest.fleet hits    --trace mooncake_conversation.jsonl --workers 8,64,1000 --load 0.8
+    python -m loadtest.fleet split   --trace mooncake_conversation.jsonl --workers 64 --loads 0.3,0.5,0.7,0.9
     python -m loadtest.fleet speed   --trace mooncake_conversation.jsonl
 
 Prints a table; `--out DIR` writes it as JSON and as a page with plots. Everything is a simulation of workers; the
@@ -22,13 +23,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.fleet.experiments import compare, hits, speed
+from loadtest.fleet.experiments import compare, hits, speed, split
 from loadtest.fleet.page import page
 
 EXPERIMENTS: dict[str, Callable[[argparse.Namespace], tuple[list[Table], list[str], object]]] = {
     "compare": compare,
     "hits": hits,
     "speed": speed,
+    "split": split,
 }
 
 

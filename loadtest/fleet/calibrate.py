@@ -5,8 +5,9 @@
     python -m loadtest.fleet.calibrate --machine this.json        keeps the model for `python -m loadtest.fleet`
 
 Starts a mesh of its own with 30 million random weights. First prompts of several lengths, one at a time: what a prompt
-takes, and what it takes besides. Then a light load, while the scheduler is asked every second what the workers have
-counted: how long a step is with how many sequences, and how fast prompts are when others generate. These are the model.
+takes, and what it takes besides. Then loads from light to heavy, while the scheduler is asked every second what the
+workers have counted: how long a step is with how many sequences, which a light load alone does not show, and how fast
+prompts are when others generate. These are the model.
 Then other loads, and the very same arrivals and lengths through the simulator with the scheduler's own policy.
 """
 
@@ -17,7 +18,7 @@ import asyncio
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -43,14 +44,14 @@ REPEATS = 3
 # windows with less work than this say nothing
 MIN_STEPS = 5
 # between the smallest batch and the largest
-MIN_SPREAD = 2.0
+MIN_SPREAD = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """Requests a second, seconds, tokens."""
 
-    fit_rate: float
+    fit_rates: tuple[float, ...]
     rates: tuple[float, ...]
     seconds: float
     prompt_tokens: int
@@ -149,6 +150,13 @@ async def offer(target: Target, rate: float, options: Options, seed: int) -> lis
     return records
 
 
+async def offer_each(target: Target, options: Options) -> None:
+    """The rates of the fit one after another, as long together as one of the others."""
+    part = replace(options, seconds=options.seconds / len(options.fit_rates))
+    for number, rate in enumerate(options.fit_rates):
+        await offer(target, rate, part, seed=-number)
+
+
 async def prompts_alone(target: Target) -> list[tuple[int, float]]:
     """Tokens and seconds to the first token, for each length the quickest of some."""
     quickest = []
@@ -160,12 +168,13 @@ async def prompts_alone(target: Target) -> list[tuple[int, float]]:
     return quickest
 
 
-async def watched(mesh: LocalMesh, load: asyncio.Task[list[Record]]) -> list[dict[str, WorkerReport]]:
-    """What the workers had counted, every second until the load is over."""
+async def watched(mesh: LocalMesh, load: asyncio.Task[None]) -> list[dict[str, WorkerReport]]:
+    """What the workers had counted, every second until the load is over; raises what ended it."""
     looks = []
     while not load.done():
         looks.append(await asyncio.to_thread(mesh.reports))
         await asyncio.sleep(1.0)
+    await load
     return looks
 
 
@@ -174,9 +183,7 @@ async def measure(mesh: LocalMesh, options: Options) -> tuple[Machine, list[tupl
     target = await open_target(mesh.url, "", "", is_chat=False)
     try:
         alone = await prompts_alone(target)
-        load = asyncio.create_task(offer(target, options.fit_rate, options, seed=1))
-        looks = await watched(mesh, load)
-        await load
+        looks = await watched(mesh, asyncio.create_task(offer_each(target, options)))
         machine = fit(alone, windows(looks), mesh.pool_tokens())
         print(
             f"a step {1000 * machine.base:.2f} ms + {1000 * machine.sequence:.2f} ms a sequence; a prompt token "
@@ -192,7 +199,7 @@ async def measure(mesh: LocalMesh, options: Options) -> tuple[Machine, list[tupl
 def parse_options() -> tuple[Options, Path | None]:
     """The command line."""
     parser = argparse.ArgumentParser(description="The simulator against a real mesh.")
-    parser.add_argument("--fit-rate", type=float, default=3.0, help="requests a second while the model is fitted")
+    parser.add_argument("--fit-rates", default="1.5,3,6", help="requests a second while the model is fitted")
     parser.add_argument("--rates", default="2,4", help="requests a second, a comparison each")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each load")
     parser.add_argument("--prompt-tokens", type=int, default=256)
@@ -202,7 +209,8 @@ def parse_options() -> tuple[Options, Path | None]:
     parser.add_argument("--machine", type=Path, help="a JSON file for the model")
     values = vars(parser.parse_args())
     path = values.pop("machine")
-    values["rates"] = tuple(map(float, values["rates"].split(",")))
+    for name in ("rates", "fit_rates"):
+        values[name] = tuple(map(float, values[name].split(",")))
     return Options(**values), path
 
 

@@ -1,12 +1,12 @@
-"""The experiments: who waits how long under which policy, how many hits against fleet and cache size, how fast this
-runs."""
+"""The experiments: who waits how long under which policy, how many hits against fleet and cache size, what splitting
+prefill from decode does, how fast this runs."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
@@ -84,6 +84,38 @@ def hits(options: argparse.Namespace) -> Result:
             figures[f"{size}/{cache}"] = [row.as_dict() for row in rows]
         ticks = [str(size) for size in sizes]
         parts.append(page.lines(f"hits, {cache} M tokens of cache", ("workers", "% of ideal hits"), ticks, by_name))
+    return tables, parts, figures
+
+
+def split(options: argparse.Namespace) -> Result:
+    """So many workers that do both, against the same number split into prefill and decode, under the same requests."""
+    trace, machine = read_trace(options.trace), load_machine(options.machine)
+    workers, cache, loads = int(options.workers), _tokens(options.cache), options.loads.split(",")
+    tables, parts, figures = [], [page.text(_conditions(options, machine))], {}
+    by_side: dict[str, list[Figures]] = {}
+    for load in loads:
+        scenario = Scenario(workers, float(load), options.requests)
+        requests, half = scenario.requests(trace, machine), scenario.num_prefill
+        plans = {
+            f"{workers} that do both": FleetPlan(machine, 0, 0, num_both=workers, cache_tokens=cache),
+            f"{half} prefill, {workers - half} decode": FleetPlan(machine, half, workers - half, cache_tokens=cache),
+        }
+        rows = [_run(plan, Weft(name), requests) for name, plan in plans.items()]
+        for row in rows:
+            by_side.setdefault(row.policy, []).append(row)
+        title = f"{workers} workers, {float(load):.0%} of what half of them can prefill"
+        tables.append(_table(title, rows))
+        parts += [page.heading(title), _html(rows)]
+        figures[load] = [row.as_dict() for row in rows]
+    axes, ticks = ("load", "ms"), [f"{float(load):.0%}" for load in loads]
+    plots: dict[str, Callable[[Figures], float]] = {
+        "p90 between tokens": lambda row: row.itl_p90,
+        "mean time to first token": lambda row: row.ttft_mean,
+    }
+    for name, read in plots.items():
+        parts.append(
+            page.lines(name, axes, ticks, {side: [1000 * read(r) for r in rs] for side, rs in by_side.items()})
+        )
     return tables, parts, figures
 
 

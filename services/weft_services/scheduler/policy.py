@@ -28,7 +28,7 @@ IDLE_SHARE = 0.38
 STEEPNESS = 2.5
 MAX_CARE = 64.0
 # costs this close are noise: a session stays where it is, others are spread. A share of what the request itself takes
-TIE_SHARE = 0.1
+TIE_SHARE = 0.06
 TIE_SECONDS = 0.005
 # a token that the store holds has to be fetched: what that saves of computing it
 STORE_CREDIT = 0.75
