@@ -1,6 +1,7 @@
-"""Before anything else is imported: kernels run in Triton's interpreter where there is no GPU.
+"""Before anything else is imported: kernels run in Triton's interpreter where there is no GPU, and gRPC takes no part
+in forks.
 
-Triton chooses when it is first imported, and transformers may be the one to import it.
+Triton and gRPC choose when they are first imported, and another package may be the one to import them.
 """
 
 from __future__ import annotations
@@ -9,5 +10,7 @@ import os
 
 import torch
 
+# children that run a program of their own at once; gRPC's handlers fail in them while its threads are busy
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
