@@ -13,6 +13,8 @@ from weft_kernels.rms_norm import add_rms_norm, rms_norm
 from weft_kernels.rms_norm.reference import rms_norm_reference
 from weft_kernels.rope import rope
 from weft_kernels.rope.reference import rope_reference
+from weft_kernels.rope_kv import rope_kv
+from weft_kernels.rope_kv.reference import rope_kv_reference
 from weft_kernels.silu_mul import silu_mul
 from weft_kernels.silu_mul.reference import silu_mul_reference
 
@@ -66,6 +68,25 @@ def test_rotations_of_bfloat16_are_the_references_bit_for_bit(dim: int) -> None:
     x, cos, sin = (torch.randn(*shape).bfloat16() for shape in ((9, 8, dim), (9, dim), (9, dim)))
     for heads in (x, x[:, 2:]):
         assert torch.equal(rope(heads, cos, sin), rope_reference(heads, cos, sin))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("num_rows", "num_heads", "dim"), [(0, 4, 64), (1, 4, 32), (9, 6, 128), (300, 2, 64), (5, 4, 24)]
+)
+def test_rotated_rows_lie_in_the_pool(dtype: torch.dtype, size: tuple[int, int, int]) -> None:
+    """What rotation and writing are, one after the other; and no other place of the pool is touched."""
+    num_rows, num_heads, dim = size
+    qkv = torch.randn(num_rows, num_heads + 2 * 2, dim).to(dtype)
+    cos, sin = (torch.randn(num_rows, dim // 2).to(dtype).repeat(1, 2) for _ in range(2))
+    pool = torch.randn(80, 2, 3, 2, 4, dim).to(dtype)
+    slots = torch.randperm(80 * 4)[:num_rows]
+    expected_pool = pool.clone()
+    expected = rope_kv_reference(qkv, cos, sin, expected_pool, 1, slots, is_interleaved=False)
+    q = rope_kv(qkv, cos, sin, pool, 1, slots)
+    close = {"rtol": 0, "atol": 0} if dtype == torch.bfloat16 else {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(q, expected, **close)
+    torch.testing.assert_close(pool, expected_pool, **close)
 
 
 @pytest.mark.parametrize("size", [16, 2816, 5])

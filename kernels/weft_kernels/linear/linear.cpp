@@ -169,7 +169,9 @@ template <typename Item, typename Weight>
 void linear(const Shape& shape, const Item* x, const Weight* packed, const Item* bias, Item* out, int num_threads) {
     using Number = typename NumberOf<Item>::Type;
     static thread_local std::vector<Number> scratch;
-    bool is_packed = shape.num_rows == 1 && std::is_same<Item, Number>::value;
+    // one row of inputs in whole numbers is one already
+    bool is_packed = shape.num_rows == 1 && shape.num_inputs % inputs_of<Number> == 0 &&
+                     sizeof(Number) == inputs_of<Number> * sizeof(Item);
     size_t size = shape.num_rows * shape.num_numbers<Number>();
     if (!is_packed && scratch.size() < size) scratch.resize(size);
     Number* rows = is_packed ? (Number*)x : scratch.data();

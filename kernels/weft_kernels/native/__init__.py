@@ -40,6 +40,7 @@ OF_ROWS: dict[str, list[type]] = {
     "rms_norm": [POINTER, POINTER, POINTER, LONG, LONG, LONG, FLOAT, INT],
     "add_rms_norm": [POINTER, POINTER, POINTER, POINTER, POINTER, LONG, LONG, FLOAT, INT],
     "rope": [POINTER, POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, INT],
+    "rope_kv": [POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, INT],
     "silu_mul": [POINTER, POINTER, LONG, LONG, INT],
 }
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -57,11 +58,18 @@ def of_rows(name: str, x: Tensor, size: int) -> Callable[..., None] | None:
     """The function of that name for `x`, where it lies on a CPU and runs of `size` of its items are whole vectors."""
     if x.is_cuda or x.dtype not in SUFFIXES:
         return None
-    library = native()
-    if library is None or size % library.weft_width():
-        return None
-    function: Callable[..., None] = getattr(library, f"weft_{name}_{SUFFIXES[x.dtype]}")
-    return function
+    function, width = _function_of_rows(native(), name, x.dtype)
+    return None if size % width else function
+
+
+@cache
+def _function_of_rows(
+    library: ctypes.CDLL | None, name: str, dtype: torch.dtype
+) -> tuple[Callable[..., None] | None, int]:
+    """It, and how many items make a vector. Kept: a step of one sequence asks a hundred times."""
+    if library is None:
+        return None, 1
+    return getattr(library, f"weft_{name}_{SUFFIXES[dtype]}"), library.weft_width()
 
 
 def release_threads() -> None:

@@ -28,6 +28,7 @@ SOURCES = (
     "rans/measure.cpp",
     "rms_norm/rms_norm.cpp",
     "rope/rope.cpp",
+    "rope_kv/rope_kv.cpp",
     "silu_mul/silu_mul.cpp",
 )
 HEADERS = (
@@ -37,6 +38,7 @@ HEADERS = (
     "paged_attention/products.h",
     "rans/format.h",
     "rans/lanes.h",
+    "rope/rotate.h",
 )
 COMMON = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-x", "c++")
 AVX512 = ("-DWEFT_WIDTH=16", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")

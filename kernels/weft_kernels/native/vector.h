@@ -147,9 +147,9 @@ static WEFT_INLINE void transpose(Words* lines) {
 }
 
 #ifdef __AVX512BF16__
-// Two bfloat16 that are multiplied by two others, both products added to one float.
+// Two bfloat16 that are multiplied by two others, both products added to one float. Rows of bfloat16 are read as such.
 #define WEFT_PAIRS
-typedef uint32_t Pair;
+typedef uint32_t __attribute__((may_alias)) Pair;
 
 static WEFT_INLINE Words everywhere(Pair value) { return (Words)_mm512_set1_epi32(int(value)); }
 

@@ -21,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     function = of_rows("rms_norm", x, x.shape[-1])
     if function is None or x.ndim != 2 or x.stride(1) != 1:
         return rms_norm_reference(x, weight, eps)
-    out = x.new_empty(x.shape)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
     function(*pointers, *x.shape, x.stride(0), eps, torch.get_num_threads())
     return out
@@ -42,7 +42,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         return total, rms_norm(total, weight, eps)
     assert x.is_contiguous()
     assert residual.is_contiguous()
-    total, out = x.new_empty(x.shape), x.new_empty(x.shape)
+    total, out = torch.empty_like(x), torch.empty_like(x)
     pointers = (each.data_ptr() for each in (x, residual, weight, total, out))
     size = x.shape[-1]
     function(*pointers, x.numel() // size, size, eps, torch.get_num_threads())

@@ -17,7 +17,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     function = of_rows("rope", x, x.shape[2] // 2)
     if function is None or x.stride()[1:] != (x.shape[2], 1) or not cos.is_contiguous() or not sin.is_contiguous():
         return rope_reference(x, cos, sin)
-    out = x.new_empty(x.shape)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
     function(*pointers, *x.shape, x.stride(0), torch.get_num_threads())
     return out

@@ -1,7 +1,7 @@
 // Rotary embedding of heads of floats or bfloat16, in the rotate-half convention; half a head is a multiple of the
 // vector's length.
 
-#include "../native/vector.h"
+#include "rotate.h"
 
 using namespace weft;
 
@@ -11,21 +11,10 @@ namespace {
 template <typename Item>
 void rope(const Item* x, const Item* cos, const Item* sin, Item* out, long rows, long heads, long dim, long stride,
           int threads) {
-    long half = dim / 2;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows * heads * dim > SERIAL_ITEMS)
     for (long r = 0; r < rows; r++)
-        for (long h = 0; h < heads; h++) {
-            const Item* from = x + r * stride + h * dim;
-            Item* to = out + (r * heads + h) * dim;
-            for (long i = 0; i < half; i += W) {
-                Floats low = load_wide(from + i), high = load_wide(from + half + i);
-                const Item *c = cos + r * dim + i, *s = sin + r * dim + i;
-                Floats first = rounded<Item>(low * load_wide(c)) - rounded<Item>(high * load_wide(s));
-                Floats second = rounded<Item>(high * load_wide(c + half)) + rounded<Item>(low * load_wide(s + half));
-                store_narrow(to + i, first);
-                store_narrow(to + half + i, second);
-            }
-        }
+        for (long h = 0; h < heads; h++)
+            rotate(x + r * stride + h * dim, cos + r * dim, sin + r * dim, out + (r * heads + h) * dim, dim / 2);
 }
 
 }  // namespace

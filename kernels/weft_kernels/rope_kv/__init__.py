@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+
+import torch
 from torch import Tensor
 
-from weft_kernels.kv_write import kv_write
-from weft_kernels.rope import rope
+from weft_kernels.native import of_rows
 from weft_kernels.rope_kv.reference import rope_kv_reference
+
+_Sizes = ctypes.c_long * 7
 
 
 def rope_kv(
@@ -23,10 +27,15 @@ def rope_kv(
         from weft_kernels.rope_kv.kernel import rope_kv_kernel
 
         return rope_kv_kernel(qkv, cos, sin, pool, layer, slots, is_interleaved)
-    if is_interleaved or cos.shape[1] != qkv.shape[2]:
+    _, kv_heads, layers, parts, block_tokens, dim = pool.shape
+    function = None if is_interleaved or cos.shape[1] != dim else of_rows("rope_kv", qkv, dim // 2)
+    if function is None or not cos.is_contiguous() or not sin.is_contiguous():
         return rope_kv_reference(qkv, cos, sin, pool, layer, slots, is_interleaved)
-    num_rotated = qkv.shape[1] - pool.shape[1]
-    num_heads = num_rotated - pool.shape[1]
-    rotated = rope(qkv[:, :num_rotated], cos, sin)
-    kv_write(rotated[:, num_heads:], qkv[:, num_rotated:], pool, layer, slots)
-    return rotated[:, :num_heads].contiguous()
+    assert qkv.is_contiguous()
+    assert qkv.dtype == cos.dtype == sin.dtype == pool.dtype
+    num_heads = qkv.shape[1] - 2 * kv_heads
+    q = qkv.new_empty(len(qkv), num_heads, dim)
+    sizes = _Sizes(len(qkv), num_heads, kv_heads, dim, layers * parts, layer * parts, block_tokens)
+    tensors = (each.data_ptr() for each in (qkv, cos, sin, pool, slots, q))
+    function(*tensors, sizes, torch.get_num_threads())
+    return q
