@@ -1,4 +1,4 @@
-"""One child process: started in a process group of its own, its output read line by line, ended with its descendants.
+"""One child process: started in a group or session of its own, its output read by lines, ended with its descendants.
 
 Knows nothing of Weft's services, and nothing of when to start again.
 """
@@ -49,7 +49,7 @@ class Child:
         return self._process.pid
 
     @classmethod
-    async def start(cls, command: Sequence[str], environ: Mapping[str, str]) -> Child:
+    async def start(cls, command: Sequence[str], environ: Mapping[str, str], leads_session: bool = False) -> Child:
         """Start a process that dies with this one. Raises OSError when it cannot be run."""
         read_end, write_end = os.pipe()
         parent = os.getpid()
@@ -61,8 +61,8 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=write_end,
-                # not a session: the kernel may deal out cores session by session, whatever is urgent inside of them
-                process_group=0,
+                process_group=None if leads_session else 0,
+                start_new_session=leads_session,
                 preexec_fn=lambda: die_with(parent),
             )
         except BaseException:

@@ -227,6 +227,7 @@ def _worker(options: MeshOptions, at: Addresses, name: str, model: str, cpus: st
         tier=1,
         start_seconds=WORKER_START_SECONDS,
         order=json.dumps({"module": module, "environ": environ}).encode() + b"\n",
+        leads_session=True,
     )
 
 

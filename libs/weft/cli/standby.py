@@ -42,11 +42,15 @@ def main() -> None:
             order, outputs, _, _ = socket.recv_fds(door, MAX_ORDER_BYTES, 1)
             if not order:
                 return
+            settled, is_settled = os.pipe()
             if (pid := os.fork()) == 0:
-                _settle(parent, outputs[0], living)
+                _settle(parent, outputs[0], (settled, *living))
+                os.close(is_settled)
                 return _become(json.loads(order))
-            os.close(outputs[0])
-            os.setpgid(pid, pid)  # here as well as there: whoever hears of it may signal its group
+            for fd in (outputs[0], is_settled):
+                os.close(fd)
+            os.read(settled, 1)  # nothing, once it has a group: whoever hears of it may signal that
+            os.close(settled)
             living[ending := os.pidfd_open(pid)] = pid
             poll.register(ending, select.POLLIN)
             _say(door, born=pid)
@@ -57,8 +61,8 @@ def _say(door: socket.socket, **what: int) -> None:
 
 
 def _settle(parent: int, output: int, inherited: Iterable[int]) -> None:
-    """A group, an output and nothing else of its own."""
-    os.setpgid(0, 0)
+    """A session, an output and nothing else of its own."""
+    os.setsid()
     die_with(parent)
     nothing = os.open(os.devnull, os.O_RDWR)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):

@@ -62,7 +62,8 @@ class ChildSpec:
     """How to run one child. `probe` returns False until the child can be used.
 
     It starts when all named in `after` are ready, and is stopped before those of a lower `tier`. `order` is the line
-    for which the standby process forks this child, where it can do that.
+    for which the standby process forks this child, where it can do that. One that `leads_session` has its cores dealt
+    out beside the others', where the kernel does that by session; forked ones always have.
     """
 
     name: str
@@ -73,6 +74,7 @@ class ChildSpec:
     tier: int = 0
     start_seconds: float = 60.0
     order: bytes = b""
+    leads_session: bool = False
 
 
 class ChildFailed(Exception):
@@ -180,7 +182,7 @@ class Supervisor:
     async def _start(self, spec: ChildSpec) -> Child:
         """Forked where that is possible. Raises OSError."""
         forked = await self._nursery.bear(spec.order) if self._nursery and spec.order else None
-        return forked or await Child.start(spec.command, spec.environ)
+        return forked or await Child.start(spec.command, spec.environ, spec.leads_session)
 
     def _was_healthy(self, spec: ChildSpec, life: _Life) -> bool:
         """Was ready for long, or for a while where it is forked."""

@@ -26,7 +26,7 @@ from weft.engine.build import assemble
 from weft.engine.config import EngineConfig
 from weft.engine.core import Engine
 from weft.engine.graphs import static_bytes
-from weft.engine.manners import CPU_NICENESS
+from weft.engine.manners import CPU_NICENESS, let_sessions_pass
 from weft.engine.messages import StepOutput
 from weft.engine.runner import DTYPES
 from weft.errors import PeerLost
@@ -71,6 +71,8 @@ async def boot(config: WorkerConfig, listener: Callable[[StepOutput], None]) -> 
     if config.threads or num_cores:
         torch.set_num_threads(config.threads or num_cores)
     machine = choose_machine(config, torch.cuda.is_available())
+    if machine.device == "cpu":
+        let_sessions_pass(CPU_NICENESS)
     ready = await load_weights(config.weights_addr, config.served_name)
     log.mark("weights")
     booted = await asyncio.to_thread(_build, config, machine, ready, listener)

@@ -67,7 +67,7 @@ async def test_a_child_is_the_module_and_knows_nothing_of_its_siblings(environ: 
         children = {who: await born(opened, who) for who in ("one", "two", "brief")}
         assert await children["brief"].wait() == 7
         for who, child in children.items():
-            assert who == "brief" or os.getpgid(child.pid) == child.pid
+            assert who == "brief" or os.getsid(child.pid) == os.getpgid(child.pid) == child.pid
             lines: list[str] = []
             said = asyncio.Event()
 
