@@ -71,9 +71,7 @@ def test_rotations_of_bfloat16_are_the_references_bit_for_bit(dim: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("num_rows", "num_heads", "dim"), [(0, 4, 64), (1, 4, 32), (9, 6, 128), (300, 2, 64), (5, 4, 24)]
-)
+@pytest.mark.parametrize("size", [(0, 4, 64), (1, 4, 32), (9, 6, 128), (300, 2, 64), (5, 4, 24)])
 def test_rotated_rows_lie_in_the_pool(dtype: torch.dtype, size: tuple[int, int, int]) -> None:
     """What rotation and writing are, one after the other; and no other place of the pool is touched."""
     num_rows, num_heads, dim = size
