@@ -1,11 +1,10 @@
-"""How who computes for long behaves on cores that others need for a moment. Knows the kernel's scheduler only."""
+"""How a thread that computes for long behaves on cores that others need for a moment. Knows the kernel's scheduler
+only."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from pathlib import Path
 
 # of what computes on the cores that event loops, gateway and scheduler run on. Whoever only answers has a tenth of a
 # core to ask for and goes first; steps share what is left. A GPU's thread must not wait, it keeps the device busy
@@ -19,14 +18,3 @@ def give_way(niceness: int) -> None:
     """
     if niceness and sys.platform == "linux":
         os.nice(niceness)  # of the calling thread there
-
-
-def let_sessions_pass(niceness: int) -> None:
-    """The same for this process' session, if it leads one, towards other sessions.
-
-    Where the kernel first deals out cores by session (sched_autogroup), niceness counts inside of one only, and whoever
-    wakes for a moment in another waits for our steps. Elsewhere nothing happens.
-    """
-    if os.getsid(0) == os.getpid():
-        with contextlib.suppress(OSError):
-            Path("/proc/self/autogroup").write_text(str(niceness))

@@ -26,7 +26,7 @@ from weft.engine.build import assemble
 from weft.engine.config import EngineConfig
 from weft.engine.core import Engine
 from weft.engine.graphs import static_bytes
-from weft.engine.manners import CPU_NICENESS, let_sessions_pass
+from weft.engine.manners import CPU_NICENESS
 from weft.engine.messages import StepOutput
 from weft.engine.runner import DTYPES
 from weft.errors import PeerLost
@@ -38,7 +38,7 @@ from weft.request import ModelFingerprint
 from weft.rpc.client import open_channel, owned
 from weft.weights.shared import open_image
 from weft.worker.config import Dtype, WeightsForm, WorkerConfig
-from weft.worker.cpus import pin
+from weft.worker.cpus import let_sessions_pass, pin
 from weft.worker.heap import keep_heap
 from weft.worker.peak import free_bytes, identity_of, measure_peak, remembered
 from weft_mesh.v1 import weights_service_pb2, weights_service_pb2_grpc

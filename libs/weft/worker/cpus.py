@@ -1,4 +1,5 @@
-"""The cores that a worker keeps to, so that workers on one machine do not take turns on them. Knows no torch."""
+"""The cores that a worker keeps to, so that workers on one machine do not take turns on them, and whom it lets go first
+there. Knows no torch."""
 
 from __future__ import annotations
 
@@ -37,3 +38,14 @@ def pin(text: str) -> int:
         with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
             os.sched_setaffinity(int(task.name), cpus)
     return len(cpus)
+
+
+def let_sessions_pass(niceness: int) -> None:
+    """What niceness is to threads, for this process' session towards others, if it leads one.
+
+    Where the kernel first deals out cores by session (sched_autogroup), niceness counts inside of one only, and whoever
+    wakes for a moment in another waits for our steps. Elsewhere nothing happens.
+    """
+    if os.getsid(0) == os.getpid():
+        with contextlib.suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(niceness))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -27,16 +25,3 @@ def test_the_engines_thread_is_nice_and_nobody_else_in_the_process(grouped: Tiny
         assert engine.native_id is not None
         assert niceness(engine.native_id) == min(usual + 7, 19)
     assert niceness(threading.get_native_id()) == usual
-
-
-AUTOGROUP = Path("/proc/self/autogroup")
-
-
-@pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel does not deal out cores by session")
-@pytest.mark.parametrize("leads", [True, False])
-def test_only_who_leads_a_session_makes_it_nice(leads: bool) -> None:
-    code = f"from weft.engine.manners import let_sessions_pass as p; p(7); print(open('{AUTOGROUP}').read())"
-    # the one that does not lead is in a session of its parent's, which is not the tests' own either
-    command = [sys.executable, "-c", code] if leads else ["sh", "-c", f'"$0" -c "{code}"; true', sys.executable]
-    output = subprocess.check_output(command, text=True, start_new_session=True, timeout=60)
-    assert output.split()[-1] == ("7" if leads else "0")

@@ -1,10 +1,11 @@
-"""A worker keeps to its cores, with all its threads."""
+"""A worker keeps to its cores, with all its threads, and lets other sessions pass."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +54,16 @@ def test_every_thread_keeps_to_the_cores_whenever_it_was_started() -> None:
     environ = {**os.environ, "CORE": str(core)}
     ended = subprocess.run([sys.executable, "-c", PINNED], env=environ, capture_output=True, text=True, timeout=50)
     assert ended.stdout.strip() == f"1 {{{core}}}", ended.stderr
+
+
+AUTOGROUP = Path("/proc/self/autogroup")
+
+
+@pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel does not deal out cores by session")
+@pytest.mark.parametrize("leads", [True, False])
+def test_only_who_leads_a_session_makes_it_nice(leads: bool) -> None:
+    code = f"from weft.worker.cpus import let_sessions_pass as p; p(7); print(open('{AUTOGROUP}').read())"
+    # the one that does not lead is in a session of its parent's, which is not the tests' own either
+    command = [sys.executable, "-c", code] if leads else ["sh", "-c", f'"$0" -c "{code}"; true', sys.executable]
+    output = subprocess.check_output(command, text=True, start_new_session=True, timeout=60)
+    assert output.split()[-1] == ("7" if leads else "0")
