@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from weft.cli.child import Child, die_with, open_output
 
 NEWS_BYTES = 4096
+# for the imports before the first birth, on a busy machine too; after that a child is better started by itself
+BIRTH_SECONDS = 30.0
 
 
 class Forked:
@@ -73,7 +75,7 @@ class Nursery:
         return cls(process, door)
 
     async def bear(self, order: bytes) -> Child | None:
-        """A new child, in a process group of its own; nothing when the process cannot be asked (any more)."""
+        """A new child, leading a session; nothing when the process cannot be asked (any more) or does not answer."""
         if not self.is_open:
             return None
         read_end, write_end = os.pipe()
@@ -81,8 +83,9 @@ class Nursery:
         try:
             socket.send_fds(self._door, [order], [write_end])
             self._asked.append(asked)
-            forked = await asked
-        except OSError:
+            async with asyncio.timeout(BIRTH_SECONDS):
+                forked = await asked
+        except OSError:  # TimeoutError is one; who is born afterwards is ended at once
             os.close(read_end)
             return None
         except asyncio.CancelledError:
@@ -101,10 +104,13 @@ class Nursery:
         self._lose()
 
     async def _hear(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             while news := await asyncio.get_running_loop().sock_recv(self._door, NEWS_BYTES):
                 self._learn(json.loads(news))
-        self._lose()
+        except OSError:
+            pass  # as good as its end
+        finally:
+            self._lose()  # nobody waits for news that nobody hears
 
     def _learn(self, news: dict[str, int]) -> None:
         if "born" in news:

@@ -62,6 +62,12 @@ async def born(opened: Nursery, who: str) -> Child:
     return child
 
 
+async def heard_out(*children: Child) -> None:
+    """Their output is closed: read to its end, which comes with theirs."""
+    for child in children:
+        await child.read_lines(lambda _: None)
+
+
 async def test_a_child_is_the_module_and_knows_nothing_of_its_siblings(environ: dict[str, str]) -> None:
     async with nursery(environ) as opened:
         children = {who: await born(opened, who) for who in ("one", "two", "brief")}
@@ -94,6 +100,24 @@ async def test_when_it_dies_its_children_die_and_it_cannot_be_asked(environ: dic
         assert await gone(child.pid)
         assert not opened.is_open
         assert await opened.bear(order("two")) is None
+        await heard_out(child)
+
+
+async def test_one_that_does_not_answer_is_not_waited_for_and_who_is_born_late_is_ended(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with nursery(environ) as opened:
+        child = await born(opened, "one")
+        standby = psutil.Process(psutil.Process(child.pid).ppid())
+        standby.suspend()
+        with monkeypatch.context() as patch:
+            patch.setattr("weft.cli.nursery.BIRTH_SECONDS", 0.2)
+            assert await opened.bear(order("late")) is None
+        standby.resume()
+        later = await born(opened, "later")  # news come in order: the late one has been born by now
+        (late,) = {each.pid for each in standby.children()} - {child.pid, later.pid} or {0}
+        assert not late or await gone(late)
+    await heard_out(child, later)
 
 
 async def test_one_that_cannot_import_bears_nobody(environ: dict[str, str]) -> None:

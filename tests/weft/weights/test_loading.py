@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from loadtest.weights.loader import PeakMemory
 
-from tests.weft.weights.checkpoints import make_checkpoint
+from tests.weft.weights.checkpoints import make_checkpoint, safetensors_bytes
 from weft.errors import BadCheckpoint
 from weft.weights import layout
 from weft.weights.blobs import Blob, FileBlob, LocalFile, MappedBlob, Scratch
@@ -119,3 +119,13 @@ def test_a_load_takes_little_memory_beside_its_image(tmp_path: Path) -> None:
         image = write_image(large, lambda *_: None, 8)
     image.release()
     assert memory.extra_bytes < 8 * 3 * layout.PIECE_BYTES
+
+
+def test_bytes_that_are_no_weights_are_refused_by_tensor(tmp_path: Path) -> None:
+    tensors = make_checkpoint(tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    _, shape, _ = tensors[name]
+    tensors[name] = ("F8_E4M3", shape, os.urandom(shape[0] * shape[1]))
+    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+    with pytest.raises(BadCheckpoint, match=r"up_proj\.weight has dtype F8_E4M3, not a weight's"):
+        read_checkpoint(tmp_path)

@@ -1,0 +1,98 @@
+"""Damage to a bundle is named by file, tensor and chunk, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.weft.weights.checkpoints import nothing
+from weft.errors import BadCheckpoint
+from weft.weights.bundle import convert, layout
+from weft.weights.checkpoint import read_checkpoint
+from weft.weights.image import write_image
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0x10
+    path.write_bytes(content)
+
+
+def a_coded_chunk(path: Path) -> tuple[str, int]:
+    header = layout.read_bundle_header(path)
+    tensor = next(tensor for tensor in header.tensors if tensor.codec == "rans")
+    return tensor.name, tensor.offset + tensor.size_bytes // 2
+
+
+def with_a_base(path: Path, base: int) -> None:
+    """A header that says so of every tensor, and is whole."""
+    header = layout.read_bundle_header(path)
+    with path.open("r+b") as file:
+        file.seek(0, os.SEEK_END)
+        tensors = tuple(replace(tensor, base=base) for tensor in header.tensors)
+        layout.write_header(file, replace(header, tensors=tensors))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 100), "truncated: the bundle has"),
+    "a header bit": (lambda path: flip(path, path.stat().st_size - 20), "the header is damaged: its checksum"),
+    "another version": (lambda path: flip(path, 8), "a bundle of version 17; this program reads version 1"),
+    "no bundle": (lambda path: flip(path, 0), "not a bundle"),
+    "not finished": (lambda path: path.write_bytes(bytes(64)), "not finished"),
+    "an impossible base": (lambda path: with_a_base(path, 1 << 70), "no exponent is near base"),
+    "empty": (lambda path: path.write_bytes(b""), "not finished"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_to_the_frame_names_the_file(bundle: Path, name: str) -> None:
+    path = next(bundle.glob("*-00002-*"))
+    DAMAGE[name][0](path)
+    with pytest.raises(BadCheckpoint, match=DAMAGE[name][1]) as caught:
+        convert.verify(bundle, 1, nothing)
+    assert path.name in str(caught.value)
+    with pytest.raises(BadCheckpoint, match=path.name):
+        read_checkpoint(bundle)
+
+
+def test_a_flipped_bit_names_tensor_and_chunk_and_leaves_nothing(bundle: Path, tmp_path: Path) -> None:
+    path = next(bundle.glob("*-00001-*"))
+    name, at = a_coded_chunk(path)
+    flip(path, at)
+    expected = rf"{path.name}: tensor {name}: chunk \d+ is damaged"
+    with pytest.raises(BadCheckpoint, match=expected):
+        convert.verify(bundle, 1, nothing)
+    with pytest.raises(BadCheckpoint, match=expected):
+        convert.decompress(bundle, tmp_path / "again", 1, nothing)
+    assert not (tmp_path / "again").exists()
+    assert not list(tmp_path.glob("again.partial/*"))
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(BadCheckpoint, match=expected):
+        write_image(read_checkpoint(bundle), lambda size, file: None, 2)
+    assert set(os.listdir("/dev/shm")) == before
+
+
+def test_every_byte_of_a_bundle_counts(tmp_path: Path) -> None:
+    """Whatever byte is wrong: an error of ours, or, in padding that nothing reads, the same weights."""
+    (tmp_path / "model").mkdir()
+    values = (torch.randn(96, 100, generator=torch.Generator().manual_seed(4)) * 0.02).to(torch.bfloat16)
+    save_file({"w": values, "b": values[0].clone()}, tmp_path / "model/model.safetensors")
+    convert.compress(tmp_path / "model", tmp_path / "bundle", 1, nothing)
+    path = tmp_path / "bundle/model.weft"
+    whole = path.read_bytes()
+    found = 0
+    for at in range(0, len(whole), 97):
+        flip(path, at)
+        try:
+            convert.verify(tmp_path / "bundle", 1, nothing)
+        except BadCheckpoint:
+            found += 1
+        path.write_bytes(whole)
+    assert found > 0.97 * len(range(0, len(whole), 97))
