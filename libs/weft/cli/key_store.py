@@ -51,6 +51,8 @@ def change_keys(where: str, change: Change) -> str:
 def _read_file(path: Path) -> dict[str, Key]:
     try:
         return load_keys(path.read_bytes())
+    except FileNotFoundError:
+        raise BadKeys(f"{path}: no such file; `weft keys add NAME` makes it, --keys names another") from None
     except BadKeys as error:
         raise BadKeys(f"{path}: {error}") from None
 

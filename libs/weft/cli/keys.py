@@ -86,7 +86,7 @@ def _change(keys: str, change: Callable[[dict[str, Key]], dict[str, Key]]) -> No
 def _without(found: dict[str, Key], name: str) -> dict[str, Key]:
     kept = {digest: key for digest, key in found.items() if key.name != name}
     if len(kept) == len(found):
-        raise BadKeys(f"there is no key named {name!r}")
+        raise BadKeys(f"there is no key named {name!r}; `weft keys list` has them all")
     return kept
 
 

