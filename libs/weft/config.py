@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 ConfigT = TypeVar("ConfigT")
+# to listen on, never to be called by
+WILDCARD_HOSTS = ("0.0.0.0", "::")
 
 
 class ConfigError(ValueError):

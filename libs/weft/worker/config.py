@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from weft.config import ConfigError
+from weft.config import WILDCARD_HOSTS, ConfigError
 from weft.kv.handoff import LEASE_SECONDS
 from weft.request import WorkerRole
 from weft.worker.cpus import parse_cpus
@@ -97,15 +97,17 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         for name in ("port", "metrics_port", "block_tokens", "num_blocks", "chunk_tokens", "threads"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"WEFT_{name.upper()} must not be negative")
+                raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name)}: expected 0 or more")
         if self.lease_seconds < MIN_LEASE_SECONDS:
-            raise ConfigError(f"WEFT_LEASE_SECONDS must be at least {MIN_LEASE_SECONDS:g}")
+            raise ConfigError(f"WEFT_LEASE_SECONDS={self.lease_seconds:g}: expected at least {MIN_LEASE_SECONDS:g}")
         if self.cpus:
             parse_cpus(self.cpus)
         if self.mixed_tokens < 1:
-            raise ConfigError("WEFT_MIXED_TOKENS must be at least 1")
+            raise ConfigError(f"WEFT_MIXED_TOKENS={self.mixed_tokens}: expected at least 1")
         if not self.served_name:
             raise ConfigError("WEFT_MODEL_NAME or WEFT_MODEL must be set")
+        if self.host in WILDCARD_HOSTS and not self.advertise_host:
+            raise ConfigError(f"WEFT_ADVERTISE_HOST must be set with WEFT_HOST={self.host}: peers need one address")
 
     def has_checksums(self, transport: str) -> bool:
         """With the transport in use."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.config import ConfigError
+from weft.config import WILDCARD_HOSTS, ConfigError
 from weft_services.kvstore.index import IndexLimits
 
-WILDCARD_HOSTS = ("0.0.0.0", "::")
 MIN_DISK_BYTES = 64 * 1024 * 1024
 MIN_SEGMENT_BYTES = 16 * 1024 * 1024  # Mooncake's own unit of allocation
 
@@ -36,14 +35,13 @@ class Config:
         if self.host in WILDCARD_HOSTS and not self.advertise_host:
             raise ConfigError(f"WEFT_ADVERTISE_HOST must be set with WEFT_HOST={self.host}: workers need one address")
         if self.segment_bytes < MIN_SEGMENT_BYTES:
-            raise ConfigError(f"WEFT_SEGMENT_BYTES={self.segment_bytes}: at least {MIN_SEGMENT_BYTES} are needed")
-
+            raise ConfigError(f"WEFT_SEGMENT_BYTES={self.segment_bytes}: expected at least {MIN_SEGMENT_BYTES}")
         if self.disk_bytes < MIN_DISK_BYTES:
-            raise ConfigError(f"WEFT_DISK_BYTES={self.disk_bytes}: at least {MIN_DISK_BYTES} are needed")
+            raise ConfigError(f"WEFT_DISK_BYTES={self.disk_bytes}: expected at least {MIN_DISK_BYTES}")
         if self.cache_ttl_seconds < 0:
-            raise ConfigError("WEFT_CACHE_TTL_SECONDS must not be negative")
+            raise ConfigError(f"WEFT_CACHE_TTL_SECONDS={self.cache_ttl_seconds:g}: expected 0 or more")
         if not 0 < self.tenant_share <= 1:
-            raise ConfigError(f"WEFT_TENANT_SHARE={self.tenant_share}: must be above 0 and at most 1")
+            raise ConfigError(f"WEFT_TENANT_SHARE={self.tenant_share}: expected above 0 and at most 1")
 
     @property
     def index_limits(self) -> IndexLimits:

@@ -53,6 +53,7 @@ def test_peers_use_the_host_unless_another_is_advertised() -> None:
         ({"MIXED_TOKENS": "0"}, "WEFT_MIXED_TOKENS"),
         ({"NUM_BLOCKS": "-1"}, "WEFT_NUM_BLOCKS"),
         ({"CPUS": "all"}, "WEFT_CPUS"),
+        ({"HOST": "0.0.0.0"}, "WEFT_ADVERTISE_HOST"),
         ({"MODEL": ""}, "WEFT_MODEL"),
         ({"WORKER_ID": ""}, "WEFT_WORKER_ID"),
     ],
