@@ -1,5 +1,5 @@
-# One image for all six services; compose.yaml chooses which one runs. Built for CPUs; for NVIDIA GPUs:
-#   docker compose --profile gpu build --build-arg MOONCAKE=cuda12
+# One image for all six services; compose.yaml chooses which one runs, and builds it: for CPUs, or with MOONCAKE=cuda12 or cuda13 and
+# a CUDA build of torch for NVIDIA GPUs (its services prefill-gpu and decode-gpu).
 FROM python:3.12-slim AS build
 ARG MOONCAKE=cpu
 # a package index with the torch build you want, e.g. PyTorch's index of CPU wheels; empty: pip's default
@@ -17,14 +17,16 @@ COPY kernels kernels
 COPY libs libs
 COPY services services
 RUN /opt/weft/bin/pip install --no-cache-dir --no-deps --no-build-isolation .
-# the CPU kernels for every x86 instruction set that they know; the image that runs has no compiler
+# the CPU kernels for every x86 instruction set that they know; the image that runs has no C++ compiler
 RUN apt-get update && apt-get install -y --no-install-recommends g++ \
     && { WEFT_KERNEL_CACHE=/opt/weft/kernels /opt/weft/bin/python -m weft_kernels.native || true; }
 
 FROM python:3.12-slim
-# Mooncake's wheels load these from the system
+ARG MOONCAKE=cpu
+# Mooncake's wheels load these from the system; Triton compiles its launcher for the GPU that it finds
 RUN apt-get update \
     && apt-get install -y --no-install-recommends libibverbs1 librdmacm1 libnuma1 libcurl4 liburing2 \
+        $([ "$MOONCAKE" = cpu ] || echo gcc libc6-dev) \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --system --uid 10001 --create-home weft
 COPY --from=build /opt/weft /opt/weft

@@ -71,13 +71,22 @@ def test_scheduler_and_workers_know_the_kvstore(services: dict[str, Any]) -> Non
         assert services[host]["environment"]["WEFT_PORT"] == port
 
 
-def test_gpu_workers_differ_from_the_others_in_image_device_and_host_only() -> None:
+def test_gpu_workers_differ_from_the_others_in_image_device_and_name_only() -> None:
     parsed = yaml.safe_load(COMPOSE.read_text())["services"]
     for name in ("prefill", "decode"):
         cpu, gpu = parsed[name], parsed[f"{name}-gpu"]
         changed = {key for key in cpu if cpu[key] != gpu[key]} | (gpu.keys() - cpu.keys())
         assert changed == {"image", "build", "profiles", "ulimits", "deploy", "environment"}
-        assert gpu["environment"] == {**cpu["environment"], "WEFT_ADVERTISE_HOST": f"{name}-gpu"}
+        own = {"WEFT_ADVERTISE_HOST": f"{name}-gpu", "WEFT_WORKER_ID": f"{name}-gpu-0"}
+        assert gpu["environment"] == {**cpu["environment"], **own}
+
+
+def test_no_two_workers_have_one_name() -> None:
+    """Of two that have, each takes the other's place in the fleet, again and again."""
+    parsed = yaml.safe_load(COMPOSE.read_text())["services"]
+    names = [each["environment"]["WEFT_WORKER_ID"] for each in parsed.values() if "WEFT_WORKER_ID" in str(each)]
+    assert len(names) == 4
+    assert len(set(names)) == 4
 
 
 def test_the_example_env_file_names_every_variable_with_its_default() -> None:

@@ -62,7 +62,8 @@ def cached_library(isa: str) -> Path:
     path = cache_dir() / f"weft-{isa}-{_digest(isa)}.so"
     if path.exists():
         return path
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # all may read and none may write: an image builds them as root for a user of its own
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with open(path.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # many workers may start at once; the first one builds
         if not path.exists():
