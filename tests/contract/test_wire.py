@@ -66,7 +66,7 @@ samplings = st.builds(
 entries = st.builds(TokenLogprob, u32, f32)
 positions = st.builds(PositionLogprobs, entries, st.lists(entries, max_size=5).map(tuple))
 fingerprints = st.builds(ModelFingerprint, text, text, u32, u64, text)
-endpoints = st.builds(Endpoint, text, text, u64)
+endpoints = st.builds(Endpoint, text, text, u64, text)
 usages = st.builds(PromptUsage, u32, u32, u64, u32, u32, u32, text, text, u32, u32, u32, u32)
 retentions = st.builds(Retention, u32, st.booleans())
 orders = st.builds(

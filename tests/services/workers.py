@@ -17,6 +17,7 @@ from weft.engine.messages import EngineLoad, StepOutput
 from weft.kv.handoff import LEASE_SECONDS
 from weft.kv.memory import HostBlocks
 from weft.kv.mooncake import MooncakeTransport
+from weft.kv.near import NearTransport
 from weft.kv.transport import Endpoint, Lender, Run, Transport
 from weft.model.kv_layout import block_bytes, kv_groups, layout_name
 from weft.request import ModelFingerprint, WorkerAddress
@@ -28,6 +29,7 @@ from weft.worker.process import Workplace
 from weft.worker.runtime import EngineFeed
 from weft.worker.store import StoreClient
 from weft.worker.tasks import background
+from weft.worker.transports import lent_endpoint
 from weft_services.decode.service import install as install_decode
 from weft_services.prefill.service import install as install_prefill
 
@@ -53,6 +55,9 @@ class Meddler:
 
     def endpoint(self) -> Endpoint:
         return self.inner.endpoint()
+
+    def reaches(self, peer: Endpoint) -> bool:
+        return self.inner.reaches(peer)
 
     async def connect(self, peer: Endpoint) -> None:
         await self.inner.connect(peer)
@@ -149,8 +154,11 @@ async def start_worker(
     transports: list[Transport] = [GrpcTransport(channels, memory)]
     if transport == "mooncake":
         transports.insert(0, MooncakeTransport("127.0.0.1"))
+    if transport == "shared":
+        transports.insert(0, NearTransport(memory))
     for each in transports:
         each.register(pool.address, pool.block_bytes * pool.num_blocks)
+    endpoint = lent_endpoint(transports)
     if meddler is not None:
         meddler.inner = transports[0]
         transports[0] = meddler
@@ -166,6 +174,7 @@ async def start_worker(
                 fingerprint=fingerprint_of(tiny),
                 memory=memory,
                 transports=tuple(transports),
+                endpoint=endpoint,
                 channels=channels,
                 store=store
                 or StoreClient(

@@ -64,7 +64,9 @@ def up(
     weights: Annotated[
         Weights, typer.Option(help="In a GPU's memory: resident packs bfloat16 to 12 bits, without loss.")
     ] = Weights.PLAIN,
-    transport: Annotated[Transport, typer.Option(help="Of KV blocks; auto: Mooncake, else gRPC.")] = Transport.AUTO,
+    transport: Annotated[
+        Transport, typer.Option(help="Of KV blocks; auto: shared memory, Mooncake, gRPC.")
+    ] = Transport.AUTO,
     threads: Annotated[int, typer.Option(min=0, help="torch threads a worker; 0 shares the cores.")] = 0,
     keys: Annotated[str, typer.Option(envvar="WEFT_KEYS", help="API keys that are asked for; see `weft keys`.")] = "",
     is_open: Annotated[bool, typer.Option("--open", help="Without keys, whoever may reach it.")] = False,

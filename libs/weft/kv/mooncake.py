@@ -82,6 +82,10 @@ class MooncakeTransport:
         """What peers need."""
         return Endpoint(self.name, self._segment, self._pool_address)
 
+    def reaches(self, peer: Endpoint) -> bool:
+        """Does it speak Mooncake."""
+        return peer.transport == self.name
+
     async def connect(self, peer: Endpoint) -> None:
         """Handshake beside the loop, so that the first pull does not wait for it."""
         if peer.segment not in self._opened:

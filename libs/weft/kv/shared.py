@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import uuid
 import weakref
 from dataclasses import dataclass
 
@@ -20,10 +21,13 @@ class SharedBytes:
 
 
 def shared_bytes(size_bytes: int, name: str) -> SharedBytes | None:
-    """Of a file without a path, which goes with its last process; None where the system has no such thing."""
+    """Of a file without a path, which goes with its last process; None where the system has no such thing.
+
+    To whoever finds it among the open files of another process, `name` and 128 random bits tell that it is this one.
+    """
     if not hasattr(os, "memfd_create"):
         return None
-    fd = os.memfd_create(name)
+    fd = os.memfd_create(f"{name}-{uuid.uuid4().hex}")
     os.ftruncate(fd, size_bytes)
     mapping = mmap.mmap(fd, size_bytes)
     weakref.finalize(mapping, os.close, fd)

@@ -11,11 +11,15 @@ from weft.request import RequestKey
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """How a peer's pool is reached. `segment` is the transport's own name for the peer; empty for gRPC."""
+    """How a peer's pool is reached. `segment` is the transport's own name for the peer; empty for gRPC.
+
+    `file`: the pool's file as processes of the peer's machine find it, whatever the transport; empty for none.
+    """
 
     transport: str
     segment: str
     pool_address: int
+    file: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +49,16 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """Metric label: "mooncake" or "grpc"."""
+        """Metric label: "shared", "mooncake" or "grpc"."""
 
     def register(self, address: int, size_bytes: int) -> None:
         """Make our pool readable by peers and writable by our own pulls. Once, at start."""
 
     def endpoint(self) -> Endpoint:
         """What peers need to pull from us."""
+
+    def reaches(self, peer: Endpoint) -> bool:
+        """Can this transport read there. Does not wait for the peer."""
 
     async def connect(self, peer: Endpoint) -> None:
         """Open the peer ahead of need. Never raises: a dead peer shows at the first pull."""

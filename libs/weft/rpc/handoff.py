@@ -54,13 +54,16 @@ def order_from_wire(start: prefill_service_pb2.PrefillStart) -> PrefillOrder:
 def endpoint_to_wire(endpoint: Endpoint) -> common_pb2.TransferEndpoint:
     """Total."""
     return common_pb2.TransferEndpoint(
-        transport=endpoint.transport, segment=endpoint.segment, pool_address=endpoint.pool_address
+        transport=endpoint.transport,
+        segment=endpoint.segment,
+        pool_address=endpoint.pool_address,
+        file=endpoint.file,
     )
 
 
 def endpoint_from_wire(endpoint: common_pb2.TransferEndpoint) -> Endpoint:
     """Total."""
-    return Endpoint(endpoint.transport, endpoint.segment, endpoint.pool_address)
+    return Endpoint(endpoint.transport, endpoint.segment, endpoint.pool_address, endpoint.file)
 
 
 def event_to_wire(event: PrefillEvent) -> prefill_service_pb2.PrefillResponse:

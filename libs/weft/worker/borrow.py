@@ -50,15 +50,15 @@ class Borrower:
         tasks: asyncio.TaskGroup,
         quarantine: Quarantine,
     ) -> None:
-        self._transports = {transport.name: transport for transport in transports}
-        self._fallback = transports[-1]
+        self._transports = transports
         self.memory = memory
         self._tasks = tasks
         self.quarantine = quarantine
 
     def borrow(self, lender: Lender) -> Borrowing:
-        """A lender whose transport we lack is read through the last of ours, which every lender answers."""
-        transport = self._transports.get(lender.endpoint.transport, self._fallback)
+        """Through the first of our transports that reaches the lender; every lender answers the last."""
+        ways = (transport for transport in self._transports if transport.reaches(lender.endpoint))
+        transport = next(ways, self._transports[-1])
         self._tasks.create_task(transport.connect(lender.endpoint))
         return Borrowing(self, transport, lender)
 

@@ -31,7 +31,7 @@ class WeightsForm(StrEnum):
 
 
 class TransportChoice(StrEnum):
-    """How blocks are pulled; auto is Mooncake where it loads, else gRPC."""
+    """How blocks are pulled; auto is from the file of a pool on the same machine, else Mooncake, else gRPC."""
 
     AUTO = "auto"
     MOONCAKE = "mooncake"

@@ -19,7 +19,7 @@ from weft.errors import EngineFailed
 from weft.grammar import load_grammars
 from weft.kv.handoff import LEASE_SECONDS
 from weft.kv.memory import BlockBytes
-from weft.kv.transport import Transport
+from weft.kv.transport import Endpoint, Transport
 from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
 from weft.rpc.blocks import GrpcTransport
 from weft.rpc.client import ChannelPool
@@ -36,7 +36,7 @@ from weft.worker.runtime import EngineFeed
 from weft.worker.store import StoreClient
 from weft.worker.tally import Tally
 from weft.worker.tasks import background
-from weft.worker.transports import pick_transports
+from weft.worker.transports import lent_endpoint, pick_transports
 from weft.worker.vitals import Vitals
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,8 @@ class Desk(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Workplace:
-    """What a role finds when it is installed. `transports`: the one in use first. `tasks` outlives every request."""
+    """What a role finds when it is installed. `transports`: the nearest first. `endpoint`: what peers are told of its
+    pool. `tasks` outlives every request."""
 
     worker_id: str
     boot_id: str
@@ -66,6 +67,7 @@ class Workplace:
     fingerprint: ModelFingerprint
     memory: BlockBytes
     transports: tuple[Transport, ...]
+    endpoint: Endpoint
     channels: ChannelPool
     store: StoreClient
     tasks: asyncio.TaskGroup
@@ -134,12 +136,12 @@ def _role(config: WorkerConfig, posts: Sequence[Post]) -> WorkerRole:
 
 
 async def _furnish(config: WorkerConfig, booted: Booted, feed: EngineFeed, tasks: asyncio.TaskGroup) -> Workplace:
-    engine, pool = booted.engine, booted.engine.pool_memory
-    memory = open_blocks(pool, booted.device)
+    engine = booted.engine
+    memory = open_blocks(engine.pool_memory, booted.device)
     channels = ChannelPool()
     fallback = GrpcTransport(channels, memory)
-    pool_bytes = pool.block_bytes * pool.num_blocks
-    transports = pick_transports(config.transport, config.peer_host, config.mooncake_protocol, fallback, pool_bytes)
+    transports = pick_transports(config.transport, config.peer_host, config.mooncake_protocol, fallback, memory)
+    endpoint = lent_endpoint(transports)
     choose = AlwaysFetch if config.store_fetch is StoreFetch.ALWAYS else FetchEstimate
     estimate = choose(booted.engine_config.block_tokens, booted.engine_config.chunk_tokens)
     feed.on_computed = estimate.computed
@@ -158,10 +160,11 @@ async def _furnish(config: WorkerConfig, booted: Booted, feed: EngineFeed, tasks
         fingerprint=booted.fingerprint,
         memory=memory,
         transports=transports,
+        endpoint=endpoint,
         channels=channels,
         store=store,
         tasks=tasks,
-        with_checksums=config.has_checksums(transports[0].name),
+        with_checksums=config.has_checksums(endpoint.transport),
         grammars=_grammars(config, booted),
         lease_seconds=config.lease_seconds,
     )
@@ -187,7 +190,7 @@ def _introduction(
         fingerprint=place.fingerprint,
         num_blocks=booted.engine_config.num_blocks,
         max_context_tokens=booted.engine_config.context_tokens,
-        transport=place.transports[0].name,
+        transport=place.endpoint.transport,
         metrics_address=metrics_address,
         can_change_role=len(posts) > 1,
     )

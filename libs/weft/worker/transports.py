@@ -1,12 +1,15 @@
-"""Which transport this worker pulls with: chosen once, at start, and said out loud."""
+"""Which transports this worker pulls with: chosen once, at start, and said out loud."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from weft.config import ConfigError
+from weft.kv.memory import BlockBytes
 from weft.kv.mooncake import MooncakeTransport, MooncakeUnavailable
-from weft.kv.transport import Transport
+from weft.kv.near import NearTransport
+from weft.kv.transport import Endpoint, Transport
 from weft.rpc.blocks import GrpcTransport
 from weft.worker.config import MooncakeProtocol, TransportChoice
 
@@ -14,23 +17,32 @@ logger = logging.getLogger(__name__)
 
 
 def pick_transports(
-    choice: TransportChoice, host: str, protocol: MooncakeProtocol, fallback: GrpcTransport, pool_bytes: int
+    choice: TransportChoice, host: str, protocol: MooncakeProtocol, fallback: GrpcTransport, memory: BlockBytes
 ) -> tuple[Transport, ...]:
-    """The one in use first, gRPC always last, the pool registered with all.
+    """The nearest first, gRPC always last, the pool registered with all.
 
     Raises ConfigError when Mooncake is demanded and cannot be had.
     """
     transports: list[Transport] = [fallback]
-    pool_address = fallback.endpoint().pool_address
+    pool_bytes = memory.num_blocks * memory.block_bytes
     if choice is not TransportChoice.GRPC:
         try:
             mooncake = MooncakeTransport(host, protocol)
-            mooncake.register(pool_address, pool_bytes)
+            mooncake.register(memory.address, pool_bytes)
             transports.insert(0, mooncake)
         except MooncakeUnavailable as error:
             if choice is TransportChoice.MOONCAKE:
                 raise ConfigError(f"WEFT_TRANSPORT=mooncake, but: {error}") from error
             logger.warning("KV TRANSPORT FALLS BACK TO GRPC: mooncake is unavailable: %s", error)
-    fallback.register(pool_address, pool_bytes)
-    logger.info("KV transport: %s, pool of %.1f MiB", transports[0].name, pool_bytes / 2**20)
+    fallback.register(memory.address, pool_bytes)
+    if choice is TransportChoice.AUTO and memory.shared_fd is not None:
+        transports.insert(0, NearTransport(memory))
+    names = [transport.name for transport in transports]
+    logger.info("KV transport: %s, pool of %.1f MiB", " before ".join(names), pool_bytes / 2**20)
     return tuple(transports)
+
+
+def lent_endpoint(transports: Sequence[Transport]) -> Endpoint:
+    """What peers are told of our pool: the first way that leads to other machines, and its file for this one."""
+    first = transports[0]
+    return first.beside(transports[1].endpoint()) if isinstance(first, NearTransport) else first.endpoint()

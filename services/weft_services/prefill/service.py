@@ -164,7 +164,7 @@ def install(place: Workplace, server: grpc.aio.Server) -> LeaseDesk:
     place.feed.subscribe(desk.on_step)
     embedder = Embedder(place.engine)
     place.feed.subscribe(embedder.on_step)
-    accepted = Accepted(place.boot_id, place.transports[0].endpoint(), round(place.lease_seconds * 1000))
+    accepted = Accepted(place.boot_id, place.endpoint, round(place.lease_seconds * 1000))
     servicer = PrefillServicer(desk, embedder, place.memory, accepted, place.with_checksums)
     prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
     return desk

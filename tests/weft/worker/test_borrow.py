@@ -35,6 +35,9 @@ class Scripted:
     def endpoint(self) -> Endpoint:
         return LENDER.endpoint
 
+    def reaches(self, peer: Endpoint) -> bool:
+        return peer.transport == self.name
+
     async def connect(self, peer: Endpoint) -> None:
         """Nothing."""
 

@@ -8,21 +8,38 @@ import logging
 import pytest
 
 from weft.config import ConfigError
-from weft.kv.memory import HostBlocks
+from weft.kv.memory import BlockBytes, HostBlocks
 from weft.kv.mooncake import MooncakeUnavailable
+from weft.kv.shared import SharedBytes, shared_bytes
+from weft.kv.transport import Endpoint, Transport
 from weft.rpc.blocks import GrpcTransport
 from weft.rpc.client import ChannelPool
 from weft.worker import transports
 from weft.worker.config import MooncakeProtocol, TransportChoice
-from weft.worker.transports import pick_transports
+from weft.worker.transports import lent_endpoint, pick_transports
 
 POOL = (ctypes.c_ubyte * 8192)()
 
 
+def pick_for(choice: TransportChoice, memory: BlockBytes) -> tuple[Transport, ...]:
+    return pick_transports(choice, "127.0.0.1", MooncakeProtocol.TCP, GrpcTransport(ChannelPool(), memory), memory)
+
+
 def pick(choice: TransportChoice) -> list[str]:
     memory = HostBlocks(ctypes.addressof(POOL), 4096, 2)
-    picked = pick_transports(choice, "127.0.0.1", MooncakeProtocol.TCP, GrpcTransport(ChannelPool(), memory), 8192)
-    return [transport.name for transport in picked]
+    return [transport.name for transport in pick_for(choice, memory)]
+
+
+@pytest.fixture
+def shared() -> SharedBytes:
+    """A pool in a file, as those of CPU workers are."""
+    pool = shared_bytes(8192, "weft-kv-pool")
+    assert pool is not None
+    return pool
+
+
+def blocks_of(shared: SharedBytes) -> HostBlocks:
+    return HostBlocks(ctypes.addressof(ctypes.c_ubyte.from_buffer(shared.mapping)), 4096, 2, shared.fd)
 
 
 def unavailable(host: str, protocol: str) -> None:
@@ -32,6 +49,28 @@ def unavailable(host: str, protocol: str) -> None:
 def test_mooncake_goes_first_and_grpc_is_always_there() -> None:
     assert pick(TransportChoice.AUTO) == ["mooncake", "grpc"]
     assert pick(TransportChoice.MOONCAKE) == ["mooncake", "grpc"]
+
+
+def test_a_pool_in_a_file_is_told_beside_the_way_for_other_machines(shared: SharedBytes) -> None:
+    picked = pick_for(TransportChoice.AUTO, blocks_of(shared))
+    assert [transport.name for transport in picked] == ["shared", "mooncake", "grpc"]
+    endpoint = lent_endpoint(picked)
+    assert (endpoint.transport, endpoint.segment) == ("mooncake", picked[1].endpoint().segment)
+    # who is on this machine goes by the file, who is not by what its transport says
+    assert [transport.reaches(endpoint) for transport in picked] == [True, True, True]
+    elsewhere = Endpoint(
+        endpoint.transport, endpoint.segment, endpoint.pool_address, "1/fd/3 " + "/memfd:x-" + 32 * "0"
+    )
+    assert [transport.reaches(elsewhere) for transport in picked] == [False, True, True]
+
+
+@pytest.mark.parametrize("choice", [TransportChoice.MOONCAKE, TransportChoice.GRPC])
+def test_a_transport_that_is_demanded_is_used_on_the_same_machine_too(
+    choice: TransportChoice, shared: SharedBytes
+) -> None:
+    picked = pick_for(choice, blocks_of(shared))
+    assert "shared" not in [transport.name for transport in picked]
+    assert (lent_endpoint(picked).transport, lent_endpoint(picked).file) == (choice.value, "")
 
 
 def test_grpc_alone_when_asked_for() -> None:

@@ -379,22 +379,28 @@ class TransferEndpoint(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     SEGMENT_FIELD_NUMBER: _builtins.int
     POOL_ADDRESS_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """"mooncake" or "grpc"."""
     segment: _builtins.str
     """Mooncake: its peer-to-peer segment name host:port. gRPC: empty, the service's own channel is used."""
     pool_address: _builtins.int
     """First byte of the block pool in the owner's address space."""
+    file: _builtins.str
+    """For processes of the owner's machine: "PID/fd/NUMBER NAME", an open file of the owner that begins with the pool, and the name that
+    the kernel shows for it. Empty where there is none.
+    """
     def __init__(
         self,
         *,
         transport: _builtins.str = ...,
         segment: _builtins.str = ...,
         pool_address: _builtins.int = ...,
+        file: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool_address", b"pool_address", "segment", b"segment", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "pool_address", b"pool_address", "segment", b"segment", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
