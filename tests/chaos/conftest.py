@@ -12,6 +12,9 @@ import pytest
 
 from tests.weft.tiny_llama import Tiny, make_tiny
 
+# as on one machine, and as between two
+TRANSPORTS = ["auto", "mooncake"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`make chaos` sets it."""
@@ -19,10 +22,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Cells, or faults that strike in all states at once: all of them so many times, or the quick ones."""
+    """Cells, or faults that strike in all states at once: all of them so many times, or the quick ones.
+
+    Of processes, half of the rounds hand off in one way, half in the other.
+    """
     rounds, module = metafunc.config.getoption("--rounds", default=0), metafunc.module
     if "strike" in metafunc.fixturenames:
-        metafunc.parametrize("strike", [*module.FAULTS] * rounds or module.QUICK)
+        metafunc.parametrize("strike", [*module.FAULTS] * ((rounds + 1) // 2) or module.QUICK)
+        metafunc.parametrize("chaos_mesh", TRANSPORTS if rounds else TRANSPORTS[:1], indirect=True)
     for name, once, quick in (("cell", "CELLS", "QUICK"), ("shortage", "SHORTAGES", "SHORTAGES")):
         if name in metafunc.fixturenames:
             cells = [*getattr(module, once)] * rounds or getattr(module, quick)

@@ -33,10 +33,11 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def chaos_mesh() -> Iterator[Mesh]:
-    """Small chunks, so that there is much hand-off; a short lease; time to start again even on a busy machine."""
+def chaos_mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
+    """Small chunks, so that there is much hand-off over the transport that is the parameter; a short lease; time to
+    start again even on a busy machine."""
     environment = {"WEFT_CHUNK_TOKENS": "16", "WEFT_LEASE_SECONDS": str(LEASE_SECONDS), "WEFT_MOVE_SECONDS": "120"}
-    running = Mesh("--transport", "mooncake", "--decode", "2", environment=environment)
+    running = Mesh("--transport", request.param, "--decode", "2", environment=environment)
     try:
         running.wait_ready()
         yield running
