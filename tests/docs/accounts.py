@@ -50,6 +50,7 @@ MAKE: dict[str, str] = {
     "serve": "loadtest.quickstart does, from a clone; it installs for a minute",
     "test": ".ci/run",
     "lint": ".ci/run",
+    "help": "prints",
     "client-test": ".ci/run",
     "page-test": "wants a browser; its tests are in tests/page",
     "agents": "installs 1 GB of other people's agents; its tests are in tests/agents",
