@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import httpx
 import psutil
 
 from weft.cli.child import die_with
+from weft.cli.ports import free_ports
 from weft_mesh.v1 import scheduler_service_pb2, scheduler_service_pb2_grpc
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +51,7 @@ class LocalMesh:
         environment: dict[str, str] | None = None,
         num_both: int = 0,
     ) -> None:
-        port, grpc_port = _free_port(), _free_port()
+        port, grpc_port = free_ports(2)
         self.url = f"http://127.0.0.1:{port}"
         self._num_workers = num_prefill + num_decode + num_both
         self._hit: list[psutil.Process] = []
@@ -205,10 +205,3 @@ def _signal(process: psutil.Process, number: int) -> None:
         process.send_signal(number)
     except psutil.NoSuchProcess:
         return
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

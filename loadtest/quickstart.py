@@ -19,7 +19,7 @@ from pathlib import Path
 
 import httpx
 
-from loadtest.gateway.processes import free_port
+from weft.cli.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 INSTALL_SECONDS, START_SECONDS, STOP_SECONDS = 1800.0, 180.0, 60.0
@@ -69,14 +69,15 @@ def stop(serving: subprocess.Popen[bytes]) -> None:
 def run(folder: Path, log_file: Path) -> None:
     """Print what is reached, and when."""
     began = time.monotonic()
-    clone, url = folder / "weft", f"http://127.0.0.1:{free_port()}"
+    clone, (port, grpc_port) = folder / "weft", free_ports(2)
+    url = f"http://127.0.0.1:{port}"
 
     def note(what: str) -> None:
         print(f"| {what} | {time.monotonic() - began:.1f} s |", flush=True)
 
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     note("git clone")
-    command = ["make", "serve", f"PORT={url.rpartition(':')[2]}", f"ARGS=--grpc-port {free_port()}"]
+    command = ["make", "serve", f"PORT={port}", f"ARGS=--grpc-port {grpc_port}"]
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     with log_file.open("wb") as log:
         serving = subprocess.Popen(

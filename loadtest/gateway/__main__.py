@@ -17,13 +17,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from loadtest.gateway.processes import NoStart, Processes, cpu_seconds, keep_to
-from loadtest.gateway.stacks import Stack, Starter, bare, find_peers, weft
+from loadtest.gateway.driving import Case, drive
+from loadtest.gateway.processes import NoStart, Processes, counter
+from loadtest.gateway.stacks import AT_ONCE, Stack, Starter, bare, find_peers, weft
 
-STREAMS, PACE = 32, 100.0
-DRIVE_SECONDS = 300
+STREAMS, PACE = AT_ONCE, 100.0
 # of the usual numbers, for whoever would take an hour for them
 SLOW = {"litellm": 0.03}
 
@@ -39,6 +38,7 @@ class Row:
     full_cpu_us: float | None = None
     full_per_second: float | None = None
     full_tokens_per_event: float | None = None
+    full_tokens_per_frame: float | None = None
     trouble: str = ""
 
 
@@ -52,42 +52,34 @@ class Sizes:
     full_requests: int
 
 
-def drive(stack: Stack, connections: int, requests: int, max_tokens: int, stream: bool) -> dict[str, Any]:
-    """A client of its own process; what it saw, and `cpu`: seconds of the router meanwhile. Raises NoStart."""
-    command = [sys.executable, "-m", "loadtest.gateway.client", "--port", str(stack.port), "--model", stack.model]
-    command += ["--connections", str(connections), "--requests", str(requests), "--max-tokens", str(max_tokens)]
-    before = cpu_seconds(stack.measured)
-    told = subprocess.run(
-        [*command, *(["--stream"] if stream else [])],
-        capture_output=True,
-        check=True,
-        timeout=DRIVE_SECONDS,
-        preexec_fn=keep_to(stack.client_cores),
-    )
-    seen: dict[str, Any] = json.loads(told.stdout)
-    if seen["errors"]:
-        raise NoStart(f"{len(seen['errors'])} requests failed: {seen['errors'][0]}")
-    return seen | {"cpu": cpu_seconds(stack.measured) - before}
-
-
 def measure_instant(stack: Stack, row: Row, sizes: Sizes) -> None:
     """Behind the router nothing takes time."""
-    drive(stack, 8, sizes.requests // 8 + 1, 1, False)
-    alone = drive(stack, 1, sizes.requests // 4 + 1, 1, False)
+    drive(stack, Case(8, sizes.requests // 8 + 1))
+    alone = drive(stack, Case(1, sizes.requests // 4 + 1))
     row.latency_ms = statistics.median(alone["latencies"]) * 1000
-    many = drive(stack, STREAMS, sizes.requests, 1, False)
+    many = drive(stack, Case(STREAMS, sizes.requests))
     row.unary_per_second = sizes.requests / many["seconds"]
     row.unary_cpu_us = many["cpu"] / sizes.requests * 1e6
-    full = drive(stack, STREAMS, sizes.full_requests, sizes.full_tokens, True)
+    before = step_counts(stack)
+    full = drive(stack, Case(STREAMS, sizes.full_requests, sizes.full_tokens, stream=True))
     row.full_cpu_us = full["cpu"] / full["num_tokens"] * 1e6
     row.full_per_second = full["num_tokens"] / full["seconds"]
     row.full_tokens_per_event = full["num_tokens"] / full["num_events"]
+    if before is not None and (after := step_counts(stack)) is not None:
+        row.full_tokens_per_frame = (after[1] - before[1]) / (after[0] - before[0])
+
+
+def step_counts(stack: Stack) -> tuple[float, float] | None:
+    """Frames of steps and the tokens in them, where there are such frames."""
+    if not stack.source_port:
+        return None
+    return counter(stack.source_port, "source_steps"), counter(stack.source_port, "source_step_tokens")
 
 
 def measure_paced(stack: Stack, row: Row, sizes: Sizes) -> None:
     """Behind the router every stream has a token every 10 ms."""
-    drive(stack, STREAMS, STREAMS, 20, True)
-    seen = drive(stack, STREAMS, STREAMS, sizes.paced_tokens, True)
+    drive(stack, Case(STREAMS, STREAMS, 20, stream=True))
+    seen = drive(stack, Case(STREAMS, STREAMS, sizes.paced_tokens, stream=True))
     row.paced_cpu_us = seen["cpu"] / seen["num_tokens"] * 1e6
 
 
@@ -97,7 +89,7 @@ CASES: list[tuple[float, Callable[[Stack, Row, Sizes], None]]] = [(0.0, measure_
 def sizes_for(name: str, scale: float) -> Sizes:
     """How much is asked of a router."""
     fast = scale * SLOW.get(name, 1.0)
-    return Sizes(int(4000 * fast), int(500 * scale), 1500, max(8, int(256 * fast)))
+    return Sizes(int(4000 * fast), int(500 * scale), 47 * STREAMS, max(8, int(256 * fast)))
 
 
 def measure(starter: Starter, sizes: Sizes) -> Row:
@@ -117,12 +109,12 @@ def table(rows: dict[str, Row | None]) -> str:
     """In Markdown."""
     lines = [
         "| | request, p50 | short requests/s | CPU a short request | derived: of these on two cores of its own/s |"
-        " CPU a token, paced | CPU a token, full | tokens/s, full | tokens an event, full |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        " CPU a token, paced | CPU a token, full | tokens/s, full | tokens a frame, full | tokens an event, full |",
+        "| --- " * 10 + "|",
     ]
     for name, row in rows.items():
         if row is None:
-            lines.append(f"| {name} | not here |" + " |" * 7)
+            lines.append(f"| {name} | not here |" + " |" * 8)
             continue
         cells = [
             _cell(row.latency_ms, "{:.2f} ms"),
@@ -132,6 +124,7 @@ def table(rows: dict[str, Row | None]) -> str:
             _cell(row.paced_cpu_us, "{:.1f} us"),
             _cell(row.full_cpu_us, "{:.1f} us"),
             _cell(row.full_per_second, "{:,.0f}"),
+            _cell(row.full_tokens_per_frame, "{:.1f}"),
             _cell(row.full_tokens_per_event, "{:.1f}"),
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")

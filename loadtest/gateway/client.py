@@ -24,7 +24,8 @@ QUESTION = "What is a mesh of small services, and why would somebody build one?"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Who asks whom for what. `requests` in all, by turns over the connections."""
+    """Who asks whom for what. `requests` in all, by turns over the connections. `per_second`: each connection asks at
+    set times, so many requests a second over all of them, or at once where an answer came later; 0: always at once."""
 
     port: int
     model: str
@@ -32,6 +33,12 @@ class Load:
     requests: int
     max_tokens: int
     stream: bool
+    per_second: float = 0.0
+
+    @property
+    def period(self) -> float:
+        """Seconds between two requests of a connection."""
+        return self.connections / self.per_second if self.per_second else 0.0
 
 
 @dataclass(slots=True)
@@ -72,10 +79,15 @@ class Asker(asyncio.Protocol):
         self.ended = asyncio.get_running_loop().create_future()
         self._load, self._question, self._left, self._seen = load, question, left, seen
         self._tail = b""
+        self._due = 0.0
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        self._ask()
+
+    def begin(self, due: float) -> None:
+        """The first request at that time of the loop's."""
+        self._due = due
+        asyncio.get_running_loop().call_at(due, self._ask)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.ended.done():
@@ -95,7 +107,12 @@ class Asker(asyncio.Protocol):
             self._end(f"HTTP {status}: {self._tail[-300:]!r}")
             return
         self._seen.num_tokens += self._load.max_tokens
-        self._ask()
+        loop = asyncio.get_running_loop()
+        self._due = max(self._due + self._load.period, loop.time())
+        if self._load.period:
+            loop.call_at(self._due, self._ask)
+        else:
+            self._ask()
 
     def _ask(self) -> None:
         if not self._left[0]:
@@ -116,10 +133,13 @@ class Asker(asyncio.Protocol):
 async def drive(load: Load) -> Seen:
     """All requests, and what was seen of them."""
     loop, seen, left = asyncio.get_running_loop(), Seen(), [load.requests]
-    question, began, own, askers = request_bytes(load), time.perf_counter(), time.process_time(), []
+    question, askers = request_bytes(load), []
     for _ in range(min(load.connections, load.requests)):
         _, asker = await loop.create_connection(lambda: Asker(load, question, left, seen), "127.0.0.1", load.port)
         askers.append(asker)
+    start, began, own = loop.time(), time.perf_counter(), time.process_time()
+    for place, asker in enumerate(askers):
+        asker.begin(start + load.period * place / load.connections)
     await asyncio.gather(*(asker.ended for asker in askers))
     seen.seconds, seen.client_cpu = time.perf_counter() - began, time.process_time() - own
     return seen
@@ -134,6 +154,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=1)
     parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--per-second", type=float, default=0.0, help="over all connections; 0: as fast as answered")
     print(json.dumps(asdict(uvloop.run(drive(Load(**vars(parser.parse_args())))))))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
+import re
 import subprocess
 import tempfile
 import time
@@ -87,13 +87,6 @@ def cpu_seconds(processes: Iterable[psutil.Process]) -> float:
     return total
 
 
-def free_port() -> int:
-    """That nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def answers(port: int, path: str) -> Callable[[], bool]:
     """Does this URL say 200."""
 
@@ -104,6 +97,12 @@ def answers(port: int, path: str) -> Callable[[], bool]:
             return False
 
     return is_there
+
+
+def counter(port: int, name: str) -> float:
+    """The sum of a Prometheus counter over its labels, as the process that serves it has it now."""
+    told = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    return sum(map(float, re.findall(rf"^{name}_total(?:{{[^}}]*}})? (\S+)$", told, re.MULTILINE)))
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:

@@ -1,7 +1,7 @@
 """`python -m loadtest.gateway.source`: a worker without a model. It joins a scheduler, and answers in step frames.
 
 Below the gateway's seam: token ids come out at a set pace, or as fast as the gateway takes them. It says what a text
-says, from its beginning again and again, whatever it is asked.
+says, from its beginning again and again, whatever it is asked. What its frames held is to be read at `--metrics-port`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from prometheus_client import Counter, start_http_server
 from tokenizers import Tokenizer
 
 from weft.rpc.client import open_channel, owned
@@ -27,7 +28,9 @@ from weft_mesh.v1.scheduler_service_pb2_grpc import FleetServiceStub
 ROOT = Path(__file__).resolve().parents[2]
 WORKER_ID, BOOT_ID = "source-0", "source-boot"
 NUM_BLOCKS, BLOCK_TOKENS, CONTEXT = 1 << 24, 16, 1 << 20
-REPORT_SECONDS, JOIN_SECONDS = 1.0, 60.0
+REPORT_SECONDS, JOIN_SECONDS, GATHER_SECONDS = 1.0, 60.0, 1.0
+STEPS = Counter("source_steps", "Frames of a step, those of first tokens apart")
+STEP_TOKENS = Counter("source_step_tokens", "Tokens in them")
 SERVICE = pb.DESCRIPTOR.services_by_name["DecodeService"].full_name
 
 
@@ -42,11 +45,12 @@ class Speaker:
 
 
 class Stage:
-    """Who speaks to one gateway; `begun` while some have not said anything yet."""
+    """Who speaks to one gateway; `begun` while some have not said anything yet, `is_under_way` since the first step."""
 
     def __init__(self) -> None:
         self.speakers: dict[str, Speaker] = {}
         self.begun = asyncio.Event()
+        self.is_under_way = False
         self._fresh: list[str] = []
 
     def enter(self, start: pb.StartSequence) -> None:
@@ -73,11 +77,14 @@ class Stage:
 class Source(decode_service_pb2_grpc.DecodeServiceServicer):
     """DecodeService out of thin air: a step gives every sequence of a gateway one token."""
 
-    def __init__(self, token_ids: list[int], step_seconds: float) -> None:
-        """`step_seconds` 0: a step whenever the stream takes a frame."""
+    def __init__(self, token_ids: list[int], step_seconds: float, at_once: int) -> None:
+        """`step_seconds` 0: a step whenever the stream takes a frame. Who has begun waits with the first step until
+        there are `at_once` sequences, those of all gateways counted."""
         self._token_ids = token_ids
         self._step_seconds = step_seconds
+        self._at_once = at_once
         self._stages: list[Stage] = []
+        self._has_entered = asyncio.Event()
 
     @property
     def num_running(self) -> int:
@@ -93,6 +100,7 @@ class Source(decode_service_pb2_grpc.DecodeServiceServicer):
             async for request in request_iterator:
                 if request.WhichOneof("command") == "start":
                     stage.enter(request.start)
+                    self._has_entered.set()
                 else:
                     stage.speakers.pop(request.cancel.key.request_id, None)
             writer.cancel()
@@ -103,15 +111,30 @@ class Source(decode_service_pb2_grpc.DecodeServiceServicer):
         due = loop.time()
         while True:
             if not stage.speakers:
+                stage.is_under_way = False
                 await stage.begun.wait()
                 due = loop.time()
             if stage.begun.is_set() or (loop.time() < due and await stage.has_begun(due)):
                 frame = self._step(stage.speakers, stage.take_fresh())
+            elif not stage.is_under_way:
+                await self._gather()
+                stage.is_under_way = True
+                continue  # first tokens of those who came meanwhile go before the step
             else:
                 due += self._step_seconds
                 frame = self._step(stage.speakers, list(stage.speakers))
+                STEPS.inc()
+                STEP_TOKENS.inc(len(frame.deltas))
             if frame.deltas:
                 await context.write(frame)
+
+    async def _gather(self) -> None:
+        """Until there are enough, or no more seem to come."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GATHER_SECONDS):
+                while self.num_running < self._at_once:
+                    self._has_entered.clear()
+                    await self._has_entered.wait()
 
     def _step(self, speakers: dict[str, Speaker], names: list[str]) -> pb.AttachResponse:
         frame, ended = pb.AttachResponse(), []
@@ -160,7 +183,9 @@ async def serve(options: argparse.Namespace) -> None:
     token_ids = tokenizer.encode((ROOT / "docs" / "architecture.md").read_text(), add_special_tokens=False).ids
     rpc = RpcServer([SERVICE])
     step_seconds = 1 / options.steps_per_second if options.steps_per_second else 0.0
-    source = Source(token_ids, step_seconds)
+    source = Source(token_ids, step_seconds, options.at_once)
+    if options.metrics_port:
+        start_http_server(options.metrics_port, "127.0.0.1")
     decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(source, rpc.server)
     address = await rpc.start("127.0.0.1", 0, lambda: None)
     await until_signal(be_member(options.scheduler, address, options.name, source))
@@ -174,6 +199,8 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="directory of the tokenizer")
     parser.add_argument("--name", required=True, help="served name")
     parser.add_argument("--steps-per-second", type=float, default=0.0, help="0: as fast as they are taken")
+    parser.add_argument("--at-once", type=int, default=0, help="sequences that a first step waits for")
+    parser.add_argument("--metrics-port", type=int, default=0, help="0: none")
     options = parser.parse_args()
     grpc.aio.init_grpc_aio()
     run(lambda: serve(options))

@@ -6,16 +6,19 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from loadtest.gateway.processes import Processes, answers, free_port
+from loadtest.gateway.processes import Processes, answers
+from weft.cli.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "weft-nano"
+# sequences in a step of the source where nothing sets the pace: as many as there are clients
+AT_ONCE = 32
 NGINX_CONF = """
 worker_processes 1;
 pid {folder}/nginx.pid;
@@ -47,7 +50,8 @@ general_settings: {{dangerously_permit_weak_or_unset_master_key: true}}
 @dataclass(slots=True)
 class Stack:
     """Something that answers at `port`; `measured` is what its CPU is counted of, `beside` what works with it by name,
-    `client_cores` where clients are to stay; none: anywhere."""
+    `client_cores` where clients are to stay; none: anywhere. `private_ports`: where each of Weft's gateways counts;
+    `source_port`: where the worker without a model does."""
 
     port: int
     model: str
@@ -55,27 +59,30 @@ class Stack:
     scheduler: str = ""
     beside: dict[str, list[psutil.Process]] = field(default_factory=dict)
     client_cores: Set[int] = frozenset()
+    private_ports: Sequence[int] = ()
+    source_port: int = 0
 
 
 Starter = Callable[[Processes, float], Stack]
 
 
-def weft(num_gateways: int = 1, gateway_cores: Set[int] = frozenset(), other_cores: Set[int] = frozenset()) -> Starter:
-    """A real scheduler, gateways that share their ports, and the source in place of a worker."""
+def weft(num_gateways: int = 1, gateway_cores: Sequence[int] = (), other_cores: Set[int] = frozenset()) -> Starter:
+    """A real scheduler, gateways that share their ports, each on one of the cores by turns, and the source in place of
+    a worker."""
 
     def start(processes: Processes, steps_per_second: float) -> Stack:
-        scheduler, port, grpc_port = f"127.0.0.1:{free_port()}", free_port(), free_port()
+        scheduler_port, port, grpc_port, source_port, *private_ports = free_ports(4 + num_gateways)
+        scheduler = f"127.0.0.1:{scheduler_port}"
         quiet = {"WEFT_LOG_LEVEL": "WARNING", "GRPC_VERBOSITY": "ERROR"}
-        own = {"WEFT_PORT": scheduler.rpartition(":")[2]}
+        own = {"WEFT_PORT": str(scheduler_port)}
         placing = processes.start([sys.executable, "-m", "weft_services.scheduler"], quiet | own, other_cores)
         source = [sys.executable, "-m", "loadtest.gateway.source", "--scheduler", scheduler, "--name", MODEL.name]
         source += ["--model", str(MODEL), "--steps-per-second", str(steps_per_second)]
+        source += ["--metrics-port", str(source_port), *([] if steps_per_second else ["--at-once", str(AT_ONCE)])]
         working = processes.start(source, cores=other_cores)
-        stack = Stack(port, MODEL.name, scheduler=scheduler, client_cores=other_cores)
+        stack = Stack(port, MODEL.name, scheduler=scheduler, client_cores=other_cores, source_port=source_port)
         stack.beside = {"scheduler": [placing], "worker": [working]}
-        ready = []
-        for _ in range(num_gateways):
-            private = free_port()
+        for place, private in enumerate(private_ports):
             own = {
                 "WEFT_MODEL": str(MODEL),
                 "WEFT_SCHEDULER_ADDR": scheduler,
@@ -86,8 +93,10 @@ def weft(num_gateways: int = 1, gateway_cores: Set[int] = frozenset(), other_cor
                 "WEFT_MAX_REQUESTS": "20000",
             }
             command = [sys.executable, "-m", "weft_services.gateway"]
-            stack.measured.append(processes.start(command, quiet | own, gateway_cores))
-            ready.append(answers(private, "/ready"))
+            cores = {gateway_cores[place % len(gateway_cores)]} if gateway_cores else frozenset()
+            stack.measured.append(processes.start(command, quiet | own, cores))
+        stack.private_ports = private_ports
+        ready = [answers(private, "/ready") for private in private_ports]
         processes.wait("weft", lambda: all(is_ready() for is_ready in ready))
         return stack
 
@@ -96,7 +105,7 @@ def weft(num_gateways: int = 1, gateway_cores: Set[int] = frozenset(), other_cor
 
 def bare(processes: Processes, steps_per_second: float) -> Stack:
     """The mock server that stands behind other people's routers, asked without any of them."""
-    port = free_port()
+    (port,) = free_ports(1)
     command = [sys.executable, "-m", "loadtest.gateway.backend", "--port", str(port)]
     backend = processes.start([*command, "--steps-per-second", str(steps_per_second)])
     processes.wait("backend", answers(port, "/health"))
@@ -107,7 +116,7 @@ def router(command: Callable[[int, int], list[str]], ready: str) -> Starter:
     """One that a command starts, given its port and the backend's."""
 
     def start(processes: Processes, steps_per_second: float) -> Stack:
-        backend, port = bare(processes, steps_per_second).port, free_port()
+        backend, (port,) = bare(processes, steps_per_second).port, free_ports(1)
         process = processes.start(command(port, backend))
         processes.wait(command(port, backend)[0], answers(port, ready))
         return Stack(port, "mock", [process])
@@ -130,7 +139,7 @@ def sglang(python: str) -> Starter:
     """sglang-router, with the policy that looks at prefixes."""
 
     def command(port: int, backend: int) -> list[str]:
-        where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+        where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_ports(1)[0])]
         return [python, "-m", "sglang_router.launch_router", *_worker(backend), *where]
 
     return router(command, "/health")
@@ -140,7 +149,7 @@ def vllm(python: str) -> Starter:
     """vllm-router, likewise."""
 
     def command(port: int, backend: int) -> list[str]:
-        where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+        where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_ports(1)[0])]
         return [str(Path(python).with_name("vllm-router")), *_worker(backend), *where]
 
     return router(command, "/health")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from loadtest.gateway.__main__ import Row, Sizes, drive, measure_instant, table
+from loadtest.gateway.__main__ import Row, Sizes, measure_instant, table
+from loadtest.gateway.driving import Case, drive
 from loadtest.gateway.processes import NoStart, Processes
+from loadtest.gateway.scaling import Cost, Setting, verdict
 from loadtest.gateway.stacks import weft
 
 
@@ -15,6 +17,17 @@ def test_a_gateway_is_measured_in_front_of_a_worker_without_a_model() -> None:
         measure_instant(stack, row, sizes)
         stack.model = "another"
         with pytest.raises(NoStart, match="404"):
-            drive(stack, connections=1, requests=1, max_tokens=1, stream=True)
+            drive(stack, Case(connections=1, requests=1, stream=True))
     assert all((row.latency_ms, row.unary_per_second, row.unary_cpu_us, row.full_per_second, row.full_tokens_per_event))
+    assert row.full_tokens_per_frame == 32  # every step had all clients' sequences
     assert "| nginx | not here |" in table({"weft": row, "nginx": None})
+
+
+def test_processes_that_cost_more_than_meshes_of_their_own_do_not_scale() -> None:
+    def cost(gateway_us: float) -> Cost:
+        return Cost(per_second=200, cpu_us={"gateway": gateway_us}, token_us=40, idle_ms=5, most=1.1)
+
+    costs = {Setting(1, 1): cost(800), Setting(1, 2): cost(1000), Setting(2, 1): cost(990)}
+    assert "takes 1.25 times" in verdict(costs)
+    assert "1.01 times what it takes as many meshes: met" in verdict(costs)
+    assert "MISSED" in verdict(costs | {Setting(2, 1): cost(800)})
