@@ -3,9 +3,9 @@
     python -m loadtest.kv.handoff                     bandwidth at several sizes, then TTFT of 512 to 4,096 tokens
     python -m loadtest.kv.handoff --only bandwidth    --rounds 15
 
-Bandwidth: both read the same runs of the same memory of another process, in turn, into memory that was written just
+Bandwidth: all read the same runs of the same memory of another process, in turn, into memory that was written just
 before; medians over the rounds, and the best round of each. Theirs is `batch_transfer_sync_read` with all runs of a
-size, in a thread; ours is `MooncakeTransport.pull`.
+size, in a thread; ours are `MooncakeTransport.pull`, as between machines, and `NearTransport.pull`, as on this one.
 TTFT: one mesh with a prefill and a decode worker; the decode worker asks for prompts, or computes them itself, in turn.
 At the worker's own gRPC listener, so that gateway and scheduler do not count. The first token is told before the
 prompt's last blocks have come; what that hides is seen at the second one.
@@ -22,17 +22,20 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from loadtest.kv.first_token import Row, measure_ttft
+from loadtest.kv.lender import shared_pool
 from loadtest.local_mesh import ROOT, LocalMesh
 from loadtest.verdict import verdict
 from weft.kv.mooncake import MooncakeTransport
-from weft.kv.transport import Endpoint, Lender, Run
+from weft.kv.near import NearTransport
+from weft.kv.transport import Endpoint, Lender, Run, Transport
 from weft.request import RequestKey
 
 MIB = 1024 * 1024
@@ -50,45 +53,54 @@ async def bandwidth(rounds: int) -> Table:
     try:
         assert lender.stdout is not None
         told = json.loads(await lender.stdout.readline())
-        return await _bandwidth(Endpoint("mooncake", told["segment"], told["address"]), rounds)
+        return await _bandwidth(Endpoint("mooncake", told["segment"], told["address"], told["file"]), rounds)
     finally:
         lender.kill()
         await lender.wait()
 
 
 async def _bandwidth(peer: Endpoint, rounds: int) -> Table:
-    memory = (ctypes.c_ubyte * MEMORY_BYTES)()
-    address = ctypes.addressof(memory)
-    transport = MooncakeTransport("127.0.0.1")
-    transport.register(address, MEMORY_BYTES)
-    table = Table(title="reading another process' memory over loopback TCP, medians", box=None)
-    for heading in ("runs", "of", "Transfer Engine", "Weft", "ratio", "of the best rounds", ""):
+    _shared, memory = shared_pool(MEMORY_BYTES)
+    mooncake, near = MooncakeTransport("127.0.0.1"), NearTransport(memory)
+    mooncake.register(memory.address, MEMORY_BYTES)
+    ways = (partial(_read_theirs, mooncake, peer), partial(_read_ours, mooncake, peer), partial(_read_ours, near, peer))
+    table = Table(title="reading another process' memory, medians; the first two over loopback TCP", box=None)
+    for heading in ("runs", "of", "Transfer Engine", "Weft, Mooncake", "ratio", "of the best rounds", ""):
+        table.add_column(heading, justify="right")
+    for heading in ("Weft, one machine", "ratio"):
         table.add_column(heading, justify="right")
     for size, count in SIZES:
         # every other run, so that none can be joined
-        runs = [Run(peer.pool_address + 2 * i * size, address + 2 * i * size, size) for i in range(count)]
-        theirs: list[float] = []
-        ours: list[float] = []
-        for number in range(rounds + 1):
-            ways = [(theirs, _read_theirs), (ours, _read_ours)]
-            for times, read in ways if number % 2 else reversed(ways):
-                for run in runs:
-                    ctypes.memset(run.local_address, 0, size)
-                began = time.perf_counter()
-                await read(transport, peer, runs)
-                times.append(time.perf_counter() - began)
-                assert all(memory[2 * i * size + size - 1] == 7 for i in range(count))
-        del theirs[0], ours[0]
-        rates = [size * count / statistics.median(times) / 1e9 for times in (theirs, ours)]
-        ratios = (rates[1] / rates[0], min(theirs) / min(ours))
-        told = [*(f"{rate:.2f} GB/s" for rate in rates), *(f"{ratio:.2f}x" for ratio in ratios)]
-        told.append(verdict(ratios[0] >= LEAST_BANDWIDTH, f"{LEAST_BANDWIDTH}x"))
-        table.add_row(str(count), f"{size // 1024} KiB", *told)
-    await transport.close()
+        runs = [Run(peer.pool_address + 2 * i * size, memory.address + 2 * i * size, size) for i in range(count)]
+        times = await _in_turns(ways, runs, rounds)
+        theirs, ours, nearby = (size * count / statistics.median(each) / 1e9 for each in times)
+        ratio, best = ours / theirs, min(times[0]) / min(times[1])
+        bar = verdict(ratio >= LEAST_BANDWIDTH, f"{LEAST_BANDWIDTH}x")
+        cells = [f"{theirs:.2f} GB/s", f"{ours:.2f} GB/s", f"{ratio:.2f}x", f"{best:.2f}x", bar]
+        table.add_row(str(count), f"{size // 1024} KiB", *cells, f"{nearby:.2f} GB/s", f"{nearby / theirs:.2f}x")
+    await mooncake.close()
+    await near.close()
     return table
 
 
-async def _read_ours(transport: MooncakeTransport, peer: Endpoint, runs: Sequence[Run]) -> None:
+async def _in_turns(
+    ways: Sequence[Callable[[Sequence[Run]], Awaitable[None]]], runs: Sequence[Run], rounds: int
+) -> list[list[float]]:
+    """Seconds of each way, round by round; each goes first as often as the others. The first round does not count."""
+    times: list[list[float]] = [[] for _ in ways]
+    for number in range(rounds + 1):
+        for turn in range(len(ways)):
+            way = (number + turn) % len(ways)
+            for run in runs:
+                ctypes.memset(run.local_address, 0, run.size_bytes)
+            began = time.perf_counter()
+            await ways[way](runs)
+            times[way].append(time.perf_counter() - began)
+            assert all(ctypes.string_at(run.local_address + run.size_bytes - 1, 1) == b"\x07" for run in runs)
+    return [each[1:] for each in times]
+
+
+async def _read_ours(transport: Transport, peer: Endpoint, runs: Sequence[Run]) -> None:
     await transport.pull(Lender(peer, "", RequestKey("r")), runs, 30)
 
 

@@ -7,18 +7,31 @@ import json
 import signal
 import sys
 
+from weft.kv.memory import HostBlocks
 from weft.kv.mooncake import MooncakeTransport
+from weft.kv.near import NearTransport
+from weft.kv.shared import SharedBytes, shared_bytes
+
+
+def shared_pool(size: int) -> tuple[SharedBytes, HostBlocks]:
+    """Memory as a CPU worker's pool is: in a file."""
+    shared = shared_bytes(size, "weft-kv-pool")
+    if shared is None:
+        sys.exit("this system has no files without a path")
+    return shared, HostBlocks(ctypes.addressof(ctypes.c_ubyte.from_buffer(shared.mapping)), size, 1, shared.fd)
 
 
 def main() -> None:
     """Arguments: bytes."""
     size = int(sys.argv[1])
-    memory = (ctypes.c_ubyte * size)()
-    ctypes.memset(memory, 7, size)
+    _shared, memory = shared_pool(size)
+    ctypes.memset(memory.address, 7, size)
     transport = MooncakeTransport("127.0.0.1")
-    transport.register(ctypes.addressof(memory), size)
-    endpoint = transport.endpoint()
-    print(json.dumps({"segment": endpoint.segment, "address": endpoint.pool_address}), flush=True)
+    transport.register(memory.address, size)
+    endpoint = NearTransport(memory).beside(transport.endpoint())
+    print(
+        json.dumps({"segment": endpoint.segment, "address": endpoint.pool_address, "file": endpoint.file}), flush=True
+    )
     signal.pause()
 
 

@@ -162,7 +162,7 @@ def test_transfers_are_bounded_lose_nothing_and_are_all_over_at_the_end(
         patch.setattr(mooncake, "MAX_IN_FLIGHT", max_in_flight)
         patch.setattr(mooncake, "MAX_IN_FLIGHT_BYTES", max_bytes)
         patch.setattr(mooncake, "MAX_RUN_BYTES", max_bytes)
-        patch.setattr(mooncake, "NAP_SECONDS", 0.0)
+        patch.setattr(mooncake, "LONGEST_NAP_SECONDS", 0.0)
         pull = mooncake.Pull(engine, "peer", runs, time.monotonic() + 60)
         if any(run.remote_address == BAD for run in runs):
             with pytest.raises(TransferFailed):
