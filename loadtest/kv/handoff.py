@@ -1,7 +1,7 @@
 """How fast is the hand-off: our pulls beside the Transfer Engine's own batches, and TTFT beside a single worker.
 
     python -m loadtest.kv.handoff                     bandwidth at several sizes, then TTFT of 512 to 4,096 tokens
-    python -m loadtest.kv.handoff --only bandwidth    --rounds 15
+    python -m loadtest.kv.handoff --only bandwidth    --rounds 31
 
 Bandwidth: all read the same runs of the same memory of another process, in turn, into memory that was written just
 before; medians over the rounds, and the best round of each. Theirs is `batch_transfer_sync_read` with all runs of a
@@ -155,7 +155,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Hand-off: bandwidth and time to first token.")
     parser.add_argument("--only", choices=("bandwidth", "ttft"))
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--model", default="", help="a checkpoint for TTFT; default weft-nano")
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 160)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Self
 import grpc
 import psutil
 
+from weft.cli.child import die_with
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 
@@ -40,7 +42,14 @@ class KvStoreNode:
 
     def __enter__(self) -> Self:
         command = [sys.executable, "-m", "weft_services.kvstore"]
-        self._process = psutil.Popen(command, env=self._environment, stdin=subprocess.DEVNULL)
+        parent = os.getpid()
+        self._process = psutil.Popen(
+            command,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            # a benchmark that is killed takes its store along
+            preexec_fn=lambda: die_with(parent, signal.SIGTERM),
+        )
         self.describe()
         return self
 
