@@ -1,8 +1,8 @@
 """A simulated worker: a queue of prompts and a batch that generates, as one flow between events, and a block cache.
 
-Between two events every running sequence gets one token a step and the first prompt in the queue one chunk, as the
-engine plans its steps. A step's length changes only at events, so a worker costs a few events a request, whatever it
-generates.
+Between two events every running sequence gets one token a step and one prompt of the queue a chunk, as the engine
+plans its steps; which one is looked at again after every chunk while several wait. A step's length changes only at
+events, so a worker costs a few events a request, whatever it generates.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from loadtest.fleet.machine import Machine
 from loadtest.fleet.trace import BLOCK_TOKENS, Request
+from weft.engine.waiting import LEVEL_SECONDS
 
 EPSILON = 1e-9
 
@@ -55,6 +56,7 @@ class Job:
     stored_tokens: int = 0
     chunk: float = 0.0
     steps: float = 0.0
+    queued_at: float = 0.0
     first_token_at: float = 0.0
     ended_at: float = 0.0
 
@@ -93,7 +95,7 @@ class Machinery:
         self.reserved_tokens = 0
         self.queued_tokens = 0
         self.itl: dict[int, float] = {}
-        self.prompts: deque[Job] = deque()
+        self.prompts: list[Job] = []
         self.batch: list[tuple[float, int, Job]] = []
         self.waiting: deque[Job] = deque()
         self._now = 0.0
@@ -119,7 +121,7 @@ class Machinery:
         return admitted
 
     def enqueue(self, job: Job, store: BlockCache | None) -> None:
-        """A prompt to compute, behind those that wait."""
+        """A prompt to compute, beside those that wait."""
         request = job.request
         most = request.prompt_tokens - 1
         depth = self.cache.match(request.keys)
@@ -131,6 +133,7 @@ class Machinery:
         self.queued_tokens += tokens
         job.chunk = min(tokens, self.machine.chunk_tokens)
         job.steps = tokens / job.chunk
+        job.queued_at = self._now
         self.prompts.append(job)
         self._plan()
 
@@ -149,7 +152,7 @@ class Machinery:
             self._turn((now - self._now) / self._step)
         self._now = now
         while self.prompts and self.prompts[0].steps <= EPSILON:
-            job = self.prompts.popleft()
+            job = self.prompts.pop(0)
             self.queued_tokens -= job.request.prompt_tokens - job.cached_tokens - job.stored_tokens
             self.cache.put(job.request.keys)
             told.computed.append(job)
@@ -185,11 +188,15 @@ class Machinery:
     def _plan(self) -> None:
         self.version += 1
         self._step, turns = 0.0, float("inf")
+        if len(self.prompts) > 1:
+            neediest = max(self.prompts, key=self._need)
+            self.prompts.remove(neediest)
+            self.prompts.insert(0, neediest)
         if self.prompts or self.batch:
             chunk = context = 0.0
             if self.prompts:
                 job = self.prompts[0]
-                chunk, turns = job.chunk, job.steps
+                chunk, turns = job.chunk, job.steps if len(self.prompts) == 1 else min(job.steps, 1.0)
                 context = (job.cached_tokens + job.stored_tokens + job.request.prompt_tokens) / 2
             self._step = self.machine.step(len(self.batch), self.held_tokens, chunk, context)
             if self.prompts and self.prompts[0].stored_tokens:
@@ -198,6 +205,11 @@ class Machinery:
             if self.batch:
                 turns = min(turns, self.batch[0][0] - self._turns)
         self.next_at = self._now + max(turns, 0.0) * self._step if self._step else float("inf")
+
+    def _need(self, job: Job) -> float:
+        """As in `weft.engine.waiting`."""
+        waited = self._now - job.queued_at
+        return waited / (job.steps * job.chunk) if waited <= LEVEL_SECONDS else float("inf")
 
 
 def _uncached(job: Job) -> int:

@@ -14,7 +14,7 @@ from weft.engine.events import Events
 from weft.engine.messages import PromptProgress, Reserved
 from weft.engine.pages import Pages
 from weft.engine.sequence import Sequence, State
-from weft.engine.waiting import WaitingLine
+from weft.engine.waiting import WaitingLine, need
 from weft.kv.blocks import BlockPool
 from weft.kv.groups import PageRun
 from weft.request import PositionLogprobs, RequestKey
@@ -127,7 +127,7 @@ class Planner:
         has_room = len(self.running) == num_running or not self.running
         if has_room and not self._admit(events, now, is_settled):
             return None
-        return self._works()
+        return self._works(now)
 
     @property
     def num_reserved(self) -> int:
@@ -152,10 +152,11 @@ class Planner:
                 if sequence.is_in_its_prompt:
                     self.pages.slide(sequence)
 
-    def _works(self) -> list[Work]:
+    def _works(self, now: float) -> list[Work]:
         """From here on the step counts as under way."""
         single = [sequence for sequence in self.running if sequence.is_in_its_text]
-        others = [sequence for sequence in self.running if sequence.is_in_its_prompt]
+        prompts = (sequence for sequence in self.running if sequence.is_in_its_prompt)
+        others = sorted(prompts, key=lambda sequence: need(sequence, now), reverse=True)
         works = [self._work(sequence, 1) for sequence in single]
         budget = self._config.prompt_budget(is_mixed=bool(single))
         for sequence in others:

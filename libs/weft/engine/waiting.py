@@ -1,13 +1,18 @@
-"""Sequences that wait for room, in the order of their turns. Knows neither blocks nor steps.
+"""Who goes first: sequences that wait for room, and prompts that wait for a step. Knows neither blocks nor steps.
 
 A sequence's turn is the time at which it came, less LEVEL_SECONDS for each level of its priority. So of those who come
 together the higher priority goes first, and nobody starves: a sequence is overtaken by those a level higher only if
 they come within LEVEL_SECONDS after it, by those two levels higher within twice that. Turns never change, so the same
 order says who is preempted: whoever's turn is last.
+
+Prompts that have room are computed by how long they have waited for each token that they lack: a short one does not
+wait for all of a long one, and costs it next to nothing. A long one's wait counts more the longer it lasts and the
+less it lacks, and after LEVEL_SECONDS nobody overtakes it any more. What a priority is worth counts as time waited.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from itertools import count
 
@@ -59,3 +64,11 @@ class WaitingLine:
 
 def _turn(sequence: Sequence) -> tuple[float, int]:
     return sequence.turn
+
+
+def need(sequence: Sequence, now: float) -> float:
+    """Of prompts that are computed in steps to come, the greatest first; equal ones by their turns."""
+    waited, seconds_here = now - sequence.turn[0], now - sequence.submitted_at
+    if min(waited, seconds_here) > LEVEL_SECONDS:
+        return math.inf
+    return waited / sequence.num_pending if waited > 0 else waited * sequence.num_pending

@@ -1,6 +1,7 @@
 """Where a request goes: pure functions over plain state, with the clock passed in. Books nothing, waits for nothing.
 
-    prefill(worker) = tokens before it / its rate  +  LAMBDA k / (1 - k)  +  care * uncached tokens / its rate
+    prefill(worker) = wait for those before it  +  LAMBDA k / (1 - k)  +  care * uncached tokens / its rate
+    wait            = min(tokens before it, MAX_WAIT_RATIO * prompts before it * uncached tokens) / its rate
     decode(worker)  = (tokens in flight + own tokens it does not hold) / its rate  +  LAMBDA k / (1 - k)
 
 k = share of its KV pool in use; what a worker or the store holds of the prompt need not be computed. The cheapest wins;
@@ -80,9 +81,16 @@ def held_tokens(demand: Demand, worker: Worker) -> int:
 
 def uncached_tokens(demand: Demand, worker: Worker) -> int:
     """Tokens to compute there, with what comes out of the store counted for what fetching it costs."""
-    held = held_tokens(demand, worker)
+    return _uncomputed(demand, held_tokens(demand, worker))
+
+
+def _uncomputed(demand: Demand, held: int) -> int:
     stored = max(min(demand.prefixes.stored_tokens, demand.query.prompt_tokens - 1) - held, 0)
     return demand.query.prompt_tokens - held - int(STORE_CREDIT * stored)
+
+
+def _prefill_cost(worker: Worker, own: int, weight: float) -> float:
+    return worker.pressure_seconds + worker.wait_seconds(own) + weight * worker.token_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +123,22 @@ class _View:
 
     def _prefill_costs(self) -> list[float]:
         demand, prefixes = self.demand, self.demand.prefixes
-        own = self._weight(0)
-        costs = [worker.prefill_seconds + own * worker.token_seconds for worker in self.served.prefills]
+        own, weight = self._own(0), self._weight(0)
+        costs = [_prefill_cost(worker, own, weight) for worker in self.served.prefills]
         slots, preferred = self.served.prefill_slots, self.served.by_id.get(demand.preference.prefill_id)
         common, last = self._weight(prefixes.common_tokens), demand.query.prompt_tokens - 1
         for worker, held in prefixes.held.items():
             if (slot := slots.get(worker)) is not None:
                 # nearly all who hold anything hold what is common, and no more
                 weight = common if held == prefixes.common_tokens else self._weight(min(held, last))
-                costs[slot] = worker.prefill_seconds + weight * worker.token_seconds
+                costs[slot] = _prefill_cost(worker, self._own(min(held, last)), weight)
         if preferred is not None and (slot := slots.get(preferred)) is not None:
-            weight = self._weight(held_tokens(demand, preferred))
-            costs[slot] = preferred.prefill_seconds + weight * preferred.token_seconds
+            held = held_tokens(demand, preferred)
+            costs[slot] = _prefill_cost(preferred, self._own(held), self._weight(held))
         return costs
+
+    def _own(self, held: int) -> int:
+        return _uncomputed(self.demand, held)
 
     def _weight(self, held: int) -> float:
         """The prompt's tokens that have to be computed where so many are held, as they count against a worker."""
@@ -223,14 +234,15 @@ class _View:
         demand, preference = self.demand, self.demand.preference
         own = uncached_tokens(demand, prefill)
         handoff = 0.0 if prefill is decode else HANDOFF_SECONDS
+        wait = prefill.wait_seconds(own)
         return Placement(
             decode=decode,
             prefill=None if prefill is decode else prefill,
             prefill_tokens=own,
             decode_tokens=demand.query.prompt_tokens + demand.output_tokens,
             by_session=decode.worker_id == preference.decode_id or prefill.worker_id == preference.prefill_id,
-            ttft_seconds=(prefill.prefill_tokens + own) * prefill.token_seconds + handoff,
-            wait_seconds=prefill.prefill_tokens * prefill.token_seconds,
+            ttft_seconds=wait + own * prefill.token_seconds + handoff,
+            wait_seconds=wait,
             itl_seconds=decode.speed.itl_seconds(max(decode.report.num_running, decode.booked.requests) + 1),
             held_tokens=held_tokens(demand, prefill),
         )

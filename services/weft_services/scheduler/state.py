@@ -15,6 +15,9 @@ NEVER = float("-inf")
 INFINITE = float("inf")
 # cheap until the pool is nearly full, then steep: the shape of a queueing delay
 LAMBDA_SECONDS = 0.15
+# engines let short prompts overtake long ones: for each prompt before it one waits so many times its own work at most.
+# Fitted on the conversation trace (loadtest.fleet compare)
+MAX_WAIT_RATIO = 4.0
 # a request whose gateway names no deadline
 DEFAULT_REQUEST_SECONDS = 600.0
 
@@ -90,9 +93,10 @@ class Worker:
 
     `fresh` is the part of `booked` that came after the last report, so that the report cannot know of it; `returned`
     is what came to its end since, of what the report counts still. `dispatched_tokens` is what it was given of late:
-    among equals it is the turn of whoever was given least. The last four are what the policy reads, worked out once
-    a change and not once a request: seconds of work before a new prompt, the same for a new sequence, and seconds
-    that a token of each takes.
+    among equals it is the turn of whoever was given least. The last six are what the policy reads, worked out once
+    a change and not once a request: what the fill of its pool counts for, seconds of work before a new prompt, the
+    most that a prompt waits for each of its tokens, seconds of work before a new sequence (the pool's fill included),
+    and seconds that a token of each takes.
     """
 
     info: WorkerInfo
@@ -109,7 +113,9 @@ class Worker:
     drain_wish: bool | None = None
     role_wish: WorkerRole | None = None
     dispatched_tokens: float = 0.0
-    prefill_seconds: float = INFINITE
+    pressure_seconds: float = INFINITE
+    prefill_seconds: float = 0.0
+    overtaken_seconds: float = 0.0
     decode_seconds: float = INFINITE
     token_seconds: float = 1 / DEFAULT_PREFILL_RATE
     decode_token_seconds: float = 1 / DEFAULT_DECODE_RATE
@@ -136,6 +142,11 @@ class Worker:
         reported = max(self.report.active_tokens - self.returned.decode_tokens, 0)
         return max(self.booked.decode_tokens, reported + self.fresh.decode_tokens)
 
+    def wait_seconds(self, own_tokens: int) -> float:
+        """How long a prompt of which so many tokens have to be computed waits here: for those before it, but short ones
+        do not wait for all of long ones (`weft.engine.waiting`)."""
+        return min(self.prefill_seconds, own_tokens * self.overtaken_seconds)
+
     @property
     def kv_use(self) -> float:
         """Share of the pool that cannot be had by evicting cache, 0 to below 1; bookings count before they arrive."""
@@ -146,11 +157,14 @@ class Worker:
     def refresh(self) -> None:
         """Work out what the policy reads, after any change above."""
         if not self.report.ready or self.drain_wish is True:
-            self.prefill_seconds = self.decode_seconds = INFINITE
+            self.pressure_seconds = self.decode_seconds = INFINITE
             return
         use = self.kv_use
         pressure = LAMBDA_SECONDS * use / (1.0 - use)
-        self.prefill_seconds = self.prefill_tokens * self.token_seconds + pressure
+        self.pressure_seconds = pressure
+        self.prefill_seconds = self.prefill_tokens * self.token_seconds
+        num_prompts = max(self.booked.requests, self.report.num_running + self.report.num_waiting, 1)
+        self.overtaken_seconds = MAX_WAIT_RATIO * num_prompts * self.token_seconds
         self.decode_seconds = self.decode_tokens * self.decode_token_seconds + pressure
 
 

@@ -13,6 +13,7 @@ from weft_services.scheduler.bookings import Bookings
 from weft_services.scheduler.policy import choose
 from weft_services.scheduler.router import Router
 from weft_services.scheduler.state import (
+    MAX_WAIT_RATIO,
     NO_PREFERENCE,
     Demand,
     Placement,
@@ -53,9 +54,9 @@ def test_a_report_counts_as_much_as_a_booking() -> None:
 
 def test_what_was_booked_since_a_report_comes_on_top_of_it() -> None:
     workers = four()
-    workers[0].report = WorkerReport(ready=True, queued_prefill_tokens=300)
+    workers[0].report = WorkerReport(ready=True, num_waiting=3, queued_prefill_tokens=300)
     workers[0].booked.prefill_tokens = workers[0].fresh.prefill_tokens = 300
-    workers[1].report = WorkerReport(ready=True, queued_prefill_tokens=450)
+    workers[1].report = WorkerReport(ready=True, num_waiting=3, queued_prefill_tokens=450)
     assert place(workers)[0] == "p1"
 
 
@@ -113,7 +114,7 @@ def test_a_session_bears_a_queue_as_long_as_its_cache_saves_more() -> None:
 
 def test_the_busier_the_fleet_the_longer_a_session_waits_for_its_cache() -> None:
     workers = four()
-    workers[1].booked.prefill_tokens = 2000
+    workers[1].booked.prefill_tokens, workers[1].booked.requests = 2000, 20
     for worker in workers:
         worker.refresh()
     chosen = []
@@ -185,7 +186,24 @@ def test_a_busy_decode_worker_leaves_even_the_rest_to_a_prefill_worker() -> None
 
 def test_the_predictions_count_what_waits_before_the_prompt() -> None:
     workers = pair()
-    workers[0].booked.prefill_tokens = 4000
+    workers[0].booked.prefill_tokens, workers[0].booked.requests = 4000, 8
     placed = decide(workers, query(500))
     assert placed.wait_seconds == pytest.approx(2.0)
     assert placed.ttft_seconds == pytest.approx(2.25, abs=0.02)
+
+
+def test_a_short_prompt_is_not_expected_to_wait_for_all_of_long_ones() -> None:
+    workers = pair()
+    workers[0].booked.prefill_tokens, workers[0].booked.requests = 4000, 2
+    assert decide(workers, query(500)).wait_seconds == pytest.approx(2.0)
+    assert decide(workers, query(20)).wait_seconds == pytest.approx(MAX_WAIT_RATIO * 2 * 20 / 2000)
+
+
+def test_a_session_does_not_leave_its_cache_for_long_prompts_that_its_short_turn_overtakes() -> None:
+    workers = four()
+    workers[1].booked.prefill_tokens = 4000
+    prefixes = Prefixes({workers[1]: 900})
+    workers[1].booked.requests = 2
+    assert place(workers, query(950), prefixes=prefixes)[0] == "p1"
+    workers[1].booked.requests = 40
+    assert place(workers, query(950), prefixes=prefixes)[0] == "p0"

@@ -117,3 +117,34 @@ def test_equals_do_not_make_way_for_one_another(steps_ahead: int) -> None:
     played.submit("second", 0)
     played.run()
     assert played.ended == ["first", "second"]
+
+
+def test_a_short_prompt_does_not_wait_for_all_of_a_long_one(steps_ahead: int) -> None:
+    played = Played(steps_ahead, num_blocks=64)
+    played.submit("long", 0, prompt=100)
+    played.now = 1.0
+    played.turn(2)
+    played.submit("short", 0, prompt=4)
+    played.now = 2.0
+    played.run()
+    assert played.begun == ["short", "long"]
+
+
+def test_a_long_prompt_is_overtaken_for_so_long_and_no_longer(steps_ahead: int) -> None:
+    """More short prompts come than can be computed; the long one's turn comes all the same."""
+    played = Played(steps_ahead, num_blocks=64)
+    played.submit("long", 0, prompt=32)
+    while "long" not in played.begun and played.now < 2 * LEVEL_SECONDS:
+        played.submit(f"at {played.now}", 0, prompt=8)
+        played.now += 1.0
+        played.turn()
+    assert LEVEL_SECONDS < played.now < 1.5 * LEVEL_SECONDS
+
+
+def test_a_short_prompt_does_not_overtake_a_long_one_of_higher_priority_that_came_with_it(steps_ahead: int) -> None:
+    played = Played(steps_ahead)
+    played.submit("short", 0, prompt=4)
+    played.submit("urgent", 1, prompt=20)
+    played.now = 1.0
+    played.run()
+    assert played.begun == ["urgent", "short"]
