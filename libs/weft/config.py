@@ -25,6 +25,10 @@ class ConfigError(ValueError):
     """A setting that cannot be used; the message names the variable."""
 
 
+class CannotListen(OSError):
+    """A port that is taken, or a host that is not this machine's; the message names both. Another start may mend it."""
+
+
 def variable_name(field: str) -> str:
     """The environment variable of a field."""
     return f"WEFT_{field.upper()}"

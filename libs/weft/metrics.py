@@ -15,6 +15,8 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from weft.config import CannotListen
+
 REGISTRY = CollectorRegistry()
 
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -153,6 +155,11 @@ INDEX_RESYNCS = Counter("weft_kv_index_resyncs", "Workers told to begin anew wit
 
 
 def expose(host: str, port: int) -> int:
-    """Serve /metrics from a thread of its own; returns the port (0 asks for a free one)."""
-    server, _ = start_http_server(port, host, registry=REGISTRY)
+    """Serve /metrics from a thread of its own; returns the port (0 asks for a free one). Raises CannotListen."""
+    try:
+        server, _ = start_http_server(port, host, registry=REGISTRY)
+    except OSError as error:
+        raise CannotListen(
+            f"cannot listen on {host}:{port} for metrics (WEFT_METRICS_PORT): {error.strerror}"
+        ) from error
     return int(server.server_port)

@@ -97,8 +97,6 @@ def test_published_statistics_take_three_quarters(kind: str) -> None:
 
 
 def test_the_shipped_model_takes_three_quarters_with_its_embedding_and_norms() -> None:
-    if not NANO.exists():
-        pytest.skip("models/weft-nano is not here")
     weights = load_file(NANO)
     held = 0
     for weight in weights.values():

@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from weft.config import ConfigError
+from weft.config import CannotListen, ConfigError
 from weft.errors import BadCheckpoint
 from weft.rpc.client import CHANNEL_OPTIONS
 from weft.rpc.status import StatusInterceptor
@@ -60,11 +60,13 @@ class RpcServer:
         """Bind and listen; returns host:port with the real port (0 asks for a free one).
 
         A listener is for peers, who show the mesh's certificate where there is one, unless it has other credentials.
+        Raises CannotListen.
         """
         address, shown = f"{host}:{port}", credentials()
-        bound = self.server.add_secure_port(address, shown) if shown else self.server.add_insecure_port(address)
-        if bound == 0:
-            raise OSError(f"cannot listen on {host}:{port}; is the port taken?")
+        try:
+            bound = self.server.add_secure_port(address, shown) if shown else self.server.add_insecure_port(address)
+        except RuntimeError as error:  # all that gRPC says is how to hear more of it
+            raise CannotListen(f"cannot listen on {address} for gRPC; is the port taken?") from error
         await self.set_ready(False)
         await self.server.start()
         return f"{host}:{bound}"
@@ -104,7 +106,8 @@ def settle_heap() -> None:
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """asyncio.run under uvloop where it is installed.
 
-    A wrong setting or checkpoint ends the process with status 2 and one line: starting it again would not help.
+    A wrong setting or checkpoint ends the process with status 2 and one line: starting it again would not help. A port
+    that is taken ends it with status 1 and one line.
     """
     try:
         _runner()(main())
@@ -112,6 +115,9 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         for error in _leaves(group):
             logger.error("cannot start: %s", error)
         sys.exit(CONFIG_EXIT_CODE)
+    except* CannotListen as group:
+        logger.error("cannot start: %s", next(iter(_leaves(group))))
+        sys.exit(1)
 
 
 def _runner() -> Callable[[Coroutine[Any, Any, None]], None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 
 from weft import log, trace
 from weft.config import describe, read_config
@@ -14,7 +13,7 @@ from weft_services.gateway.process import serve
 
 
 async def main() -> None:
-    """Until a signal. A wrong setting or model is told in one line by `run`."""
+    """Until a signal. A wrong setting or model, or a port that is taken, is told in one line by `run`."""
     config = read_config(Config, with_local_model())
     logging.getLogger(__name__).info("%s", describe(config))
     trace.setup("gateway")
@@ -24,7 +23,4 @@ async def main() -> None:
 
 if __name__ == "__main__":
     log.setup("gateway")
-    try:
-        run(main)
-    except* OSError as group:
-        sys.exit(f"gateway: {group.exceptions[0]}")
+    run(main)

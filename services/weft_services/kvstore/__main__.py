@@ -28,8 +28,8 @@ async def main() -> None:
     places = PlaceIndex()
     store = NodeStore(place, rpc.set_ready, disk, config.index_limits)
     pb2_grpc.add_KvStoreServiceServicer_to_server(KvStoreServicer(store, places), rpc.server)
-    address = await rpc.start(config.host, config.port)
-    logging.info("listening at=%s metrics=%d", address, metrics.expose(config.host, config.metrics_port))
+    metrics_port = metrics.expose(config.host, config.metrics_port)
+    logging.info("listening at=%s metrics=%d", await rpc.start(config.host, config.port), metrics_port)
     try:
         await until_signal(store.run(), _sweep(places))
         await rpc.stop(grace_seconds=0.5)

@@ -35,8 +35,8 @@ async def main(config: Config) -> None:
     rpc = RpcServer(NAMES)
     store = StoreWatch(kvstore.describe) if kvstore else None
     register(rpc.server, dispatcher, config.report_interval_ms, config.silence_seconds, store)
-    address = await rpc.start(config.host, config.port)
-    logging.info("listening at=%s metrics=%d", address, metrics.expose(config.host, config.metrics_port))
+    metrics_port = metrics.expose(config.host, config.metrics_port)
+    logging.info("listening at=%s metrics=%d", await rpc.start(config.host, config.port), metrics_port)
     await rpc.set_ready(True)
     settle_heap()
     await until_signal(dispatcher.run(), *([store.run()] if store else []), *([lease.run()] if planner else []))

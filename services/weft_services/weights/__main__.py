@@ -27,8 +27,8 @@ async def serve(config: Config) -> None:
             for name, path in config.models.items()
         }
         pb2_grpc.add_WeightServiceServicer_to_server(WeightServicer(loaders), rpc.server)
-        address = await rpc.start(config.host, config.port)
-        logging.info("listening at=%s metrics=%d", address, metrics.expose(config.host, config.metrics_port))
+        metrics_port = metrics.expose(config.host, config.metrics_port)
+        logging.info("listening at=%s metrics=%d", await rpc.start(config.host, config.port), metrics_port)
         try:
             for name, loader in loaders.items():
                 await _preload(name, loader, config.weights_bytes)

@@ -71,16 +71,12 @@ def test_packed_weights_are_the_bytes_of_the_file(
 
 
 def test_the_shipped_model_is_its_file() -> None:
-    if not NANO.exists():
-        pytest.skip("models/weft-nano is not here")
     config = read_config(NANO)
     assert stored(config) == file_bytes(NANO, config)
     assert plan(config, "l40s", Layout(), 64, "float32").stages[0].weights == 2 * stored(config)
 
 
 def test_resident_weights_are_planned_as_what_f12_takes_at_most() -> None:
-    if not NANO.exists():
-        pytest.skip("models/weft-nano is not here")
     config, held = read_config(NANO), 0
     for weight in load_file(NANO / "model.safetensors").values():
         held += pack_f12(weight).nbytes if weight.ndim == 2 else weight.nbytes

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import socket
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
 from weft.config import ConfigError
 from weft.errors import BadCheckpoint, EngineFailed
-from weft.rpc.server import NUM_YOUNG_OBJECTS, run, settle_heap
+from weft.metrics import expose
+from weft.rpc.server import NUM_YOUNG_OBJECTS, RpcServer, run, settle_heap
 
 
 @pytest.mark.parametrize(
@@ -34,6 +37,30 @@ def test_what_another_start_cannot_mend_ends_with_status_2_and_one_line(
         run(main)
     assert ended.value.code == 2
     assert [record.getMessage() for record in caplog.records] == [f"cannot start: {error}"]
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("is_for_metrics", [False, True])
+def test_a_port_that_is_taken_ends_with_status_1_and_one_line(
+    is_for_metrics: bool, taken: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        if is_for_metrics:
+            expose("127.0.0.1", taken)
+        await RpcServer([]).start("127.0.0.1", taken)
+
+    with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as ended:
+        run(main)
+    assert ended.value.code == 1
+    (record,) = caplog.records
+    assert f"cannot start: cannot listen on 127.0.0.1:{taken} for" in record.getMessage()
 
 
 def test_other_failures_come_out_as_they_are() -> None:

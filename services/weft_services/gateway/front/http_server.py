@@ -15,6 +15,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from weft.config import CannotListen
+
 MAX_HEADERS = 64
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 10.0
@@ -134,7 +136,7 @@ class HttpServer(uvicorn.Server):
 
 def listen(host: str, port: int, is_shared: bool = False) -> socket.socket:
     """From here on clients are kept waiting instead of refused. `is_shared`: other processes of this user listen there
-    too, and the kernel deals connections out among them. Raises OSError when the port is taken."""
+    too, and the kernel deals connections out among them. Raises CannotListen."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # with the protocol spelled out: asyncio turns Nagle's delay off only where it sees TCP named
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -146,6 +148,6 @@ def listen(host: str, port: int, is_shared: bool = False) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; is the port taken?") from error
+        raise CannotListen(f"cannot listen on {host}:{port} for HTTP: {error.strerror}; is the port taken?") from error
     listener.setblocking(False)
     return listener
