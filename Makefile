@@ -58,4 +58,4 @@ pin: install-dev
 	$(BIN)/python scripts/pin.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-clients tests/clients/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-clients .weft tests/clients/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

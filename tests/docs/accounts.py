@@ -51,6 +51,7 @@ MAKE: dict[str, str] = {
     "test": ".ci/run",
     "lint": ".ci/run",
     "help": "prints",
+    "protos": "tests/contract/test_generated.py compiles them",
     "client-test": ".ci/run",
     "page-test": "wants a browser; its tests are in tests/page",
     "agents": "installs 1 GB of other people's agents; its tests are in tests/agents",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import re
 from pathlib import Path
@@ -12,11 +13,18 @@ import typer
 
 from tests.docs.pages import PAGES, ROOT, named
 from weft.cli.main import app
+from weft.config import variable_name
 from weft.metrics import REGISTRY
 from weft.weights.bundle.__main__ import app as bundle_program
+from weft.worker.config import WorkerConfig
+from weft_services.gateway.config import Config as GatewayConfig
+from weft_services.kvstore.config import Config as KvStoreConfig
+from weft_services.scheduler.config import Config as SchedulerConfig
+from weft_services.weights.config import Config as WeightsConfig
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 OTHERS_PAGES = {"https://github.com/kvcache-ai/Mooncake"}
+CONFIGS = (GatewayConfig, SchedulerConfig, WorkerConfig, KvStoreConfig, WeightsConfig)
 SETTING = re.compile(r"\bWEFT_[A-Z0-9_]+\b")
 
 
@@ -73,6 +81,14 @@ def test_every_setting_is_read_somewhere() -> None:
     for page in PAGES:
         unknown = {name for name in SETTING.findall(page.read_text()) if not name.endswith("_")} - known
         assert not unknown, f"{page.relative_to(ROOT)}: {unknown}"
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__module__)
+def test_every_setting_is_explained(config: type) -> None:
+    lines = (ROOT / "docs" / "architecture.md").read_text().splitlines()
+    rows = "".join(line.partition(" | ")[0] for line in lines if line.startswith("| `"))
+    unknown = {variable_name(field.name) for field in dataclasses.fields(config)} - set(SETTING.findall(rows))
+    assert not unknown
 
 
 def test_every_metric_is_explained() -> None:
