@@ -131,6 +131,10 @@ class _Writes:
         """What the caller sent beside its messages."""
         return tuple((key, value) for key, value in self._context.invocation_metadata() or ())
 
+    def set_trailing_metadata(self, metadata: tuple[tuple[str, str], ...]) -> None:
+        """What the caller gets behind the last message."""
+        self._context.set_trailing_metadata(metadata)
+
     async def settle(self) -> None:
         """The last message is out, or never will be. A peer that reads nothing is waited for until it is gone."""
         if self._last is not None:

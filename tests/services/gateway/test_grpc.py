@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tokenizers import AddedToken
 
-from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, Bench, MakeBench
+from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, Bench, MakeBench, tiny_tokenizer, write_model
 from tests.services.gateway.fakes import LENGTH, STOP, SequenceDelta, Start, failing, speaking
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
+
+USER = pb.ChatMessage(role="user", content="hi")
 
 
 @asynccontextmanager
@@ -195,3 +200,58 @@ async def test_tools_and_formats_are_those_of_rest(bench: MakeBench) -> None:
         forced, formatted = (start.sampling.grammar.text for start in b.decode.started[1:])
         assert "tool_call" in forced
         assert "[0-9]+" in formatted
+
+
+async def test_answers_side_by_side_are_told_apart_and_counted_once(bench: MakeBench) -> None:
+    async with bench() as b, stub_of(b) as stub:
+        b.decode.script = speaking(b.ids("hello world"), LENGTH)
+        options = pb.GenerationOptions(n=2, seed=3, max_tokens=50, prompt_cache_retention="24h")
+        for answer in (
+            [r async for r in stub.Generate(pb.GenerateRequest(text="x y", options=options), timeout=10)],
+            [r async for r in stub.Chat(pb.ChatRequest(messages=[USER], options=options), timeout=10)],
+        ):
+            for choice in (0, 1):
+                own = [response for response in answer if response.choice == choice]
+                said = [r.text if isinstance(r, pb.GenerateResponse) else r.content for r in own]
+                assert "".join(said) == "hello world"
+                assert [bool(response.finish_reason) for response in own] == [False] * (len(own) - 1) + [True]
+            assert [response.HasField("usage") for response in answer] == [False] * (len(answer) - 1) + [True]
+            assert answer[-1].usage.completion_tokens == 2 * len(b.ids("hello world"))
+        assert {start.retention.idle_seconds for start in b.decode.started} == {86400}
+        options.n = 17
+        with pytest.raises(grpc.aio.AioRpcError, match="n:"):
+            assert [r async for r in stub.Generate(pb.GenerateRequest(text="x", options=options), timeout=10)]
+
+
+async def test_who_asks_for_the_timeline_has_it_behind_the_answer(bench: MakeBench) -> None:
+    async with bench() as b, stub_of(b) as stub:
+        b.decode.script = speaking(b.ids("hello world"), LENGTH)
+        for wanted in ((("x-weft-timeline", "1"),), ()):
+            call = stub.Chat(pb.ChatRequest(messages=[USER]), timeout=10, metadata=wanted)
+            assert [response async for response in call]
+            told = dict(await call.trailing_metadata()).get("x-weft-timeline")
+            if not wanted:
+                assert told is None
+                continue
+            at = json.loads(told)["elapsed_ms"]
+            assert 0 < at["prepared"] <= at["routed"] <= at["first_token"] <= at["end"]
+
+
+async def test_thoughts_are_counted_and_sent_back_as_in_rest(bench: MakeBench, tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in ("<think>", "</think>")])
+    template = "{% for m in messages %}<think>{{ m.reasoning_content }}</think>{{ m.content }}\n{% endfor %}answer: "
+    model = str(write_model(tmp_path, tokenizer, template))
+    async with bench(model=model) as b, stub_of(b) as stub:
+        b.decode.script = speaking([*tokenizer.encode("<think>hello hello</think>world").ids, END])
+        spoken = pb.ChatMessage(role="assistant", content="world", reasoning_content="hello")
+        request = pb.ChatRequest(messages=[USER, spoken, USER])
+        answer = [response async for response in stub.Chat(request, timeout=10)]
+        assert "".join(response.reasoning_content for response in answer) == "hello hello"
+        again = {"role": "assistant", "content": "world", "reasoning_content": "hello"}
+        user = {"role": "user", "content": "hi"}
+        body = {"model": MODEL_NAME, "messages": [user, again, user]}
+        rest = (await b.http.post("/v1/chat/completions", json=body)).json()
+        assert answer[-1].usage.reasoning_tokens == rest["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+        by_grpc, by_rest = b.decode.started
+        assert by_grpc.token_ids == by_rest.token_ids

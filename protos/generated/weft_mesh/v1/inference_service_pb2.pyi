@@ -66,6 +66,8 @@ class GenerationOptions(_message.Message):
     STRUCTURED_OUTPUTS_JSON_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     REJECT_IF_BUSY_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
+    PROMPT_CACHE_RETENTION_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens to generate. Absent: 16 for Generate, whatever the context has room for in Chat."""
     temperature: _builtins.float
@@ -102,6 +104,10 @@ class GenerationOptions(_message.Message):
     """Who goes first when not all can, as in vLLM: -10 to 10, lower is sooner. Absent: 0, or what the metadata says."""
     reject_if_busy: _builtins.bool
     """Rather an error at once than a wait for room."""
+    n: _builtins.int
+    """Answers to the same prompt, side by side; at most 16. Absent: 1."""
+    prompt_cache_retention: _builtins.str
+    """How long the shared store keeps what the prompt computes, as OpenAI has it: "in_memory" or "24h"; empty: no wish."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that end the answer; at most 4."""
@@ -138,10 +144,12 @@ class GenerationOptions(_message.Message):
         structured_outputs_json: _builtins.str = ...,
         priority: _builtins.int | None = ...,
         reject_if_busy: _builtins.bool = ...,
+        n: _builtins.int | None = ...,
+        prompt_cache_retention: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_num_logprobs", b"_num_logprobs", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "priority", b"priority", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_n", b"_n", "_num_logprobs", b"_num_logprobs", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "n", b"n", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "priority", b"priority", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_num_logprobs", b"_num_logprobs", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "priority", b"priority", "reject_if_busy", b"reject_if_busy", "repetition_penalty", b"repetition_penalty", "response_format_json", b"response_format_json", "return_token_ids", b"return_token_ids", "seed", b"seed", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_outputs_json", b"structured_outputs_json", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_n", b"_n", "_num_logprobs", b"_num_logprobs", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt_cache_retention", b"prompt_cache_retention", "reject_if_busy", b"reject_if_busy", "repetition_penalty", b"repetition_penalty", "response_format_json", b"response_format_json", "return_token_ids", b"return_token_ids", "seed", b"seed", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_outputs_json", b"structured_outputs_json", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -149,6 +157,8 @@ class GenerationOptions(_message.Message):
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
     _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
+    _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
+    _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
@@ -171,6 +181,8 @@ class GenerationOptions(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
     @_typing.overload
@@ -316,6 +328,7 @@ class ChatMessage(_message.Message):
     CONTENT_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_JSON_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """"system", "user", "assistant" or "tool"."""
     content: _builtins.str
@@ -324,6 +337,8 @@ class ChatMessage(_message.Message):
     """An assistant's tool calls as one JSON array in OpenAI's form; empty: none."""
     tool_call_id: _builtins.str
     """The call that a tool message answers."""
+    reasoning_content: _builtins.str
+    """What an assistant thought before its answer, for templates that show it again."""
     def __init__(
         self,
         *,
@@ -331,10 +346,11 @@ class ChatMessage(_message.Message):
         content: _builtins.str = ...,
         tool_calls_json: _builtins.str = ...,
         tool_call_id: _builtins.str = ...,
+        reasoning_content: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -342,7 +358,7 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """A piece of an answer; the last one carries finish_reason and usage."""
+    """A piece of an answer; the last one of a choice carries finish_reason, the last one of all the usage."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -351,10 +367,13 @@ class GenerateResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """New text."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """Unset until the end."""
+    choice: _builtins.int
+    """Which of the n answers, from 0."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """When asked for."""
@@ -375,10 +394,11 @@ class GenerateResponse(_message.Message):
         logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         usage: Global___Usage | None = ...,
+        choice: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_usage", b"_usage", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_usage", b"_usage", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_usage", b"_usage", "choice", b"choice", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__usage: _TypeAlias = _typing.Literal["usage"]  # noqa: Y015
     _WhichOneofArgType__usage: _TypeAlias = _typing.Literal["_usage", b"_usage"]  # noqa: Y015
@@ -388,7 +408,7 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class ChatResponse(_message.Message):
-    """A piece of an assistant's answer; the last one carries finish_reason and usage."""
+    """A piece of an assistant's answer; the last one of a choice carries finish_reason, the last one of all the usage."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -399,12 +419,15 @@ class ChatResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     content: _builtins.str
     """New text."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """Unset until the end."""
     reasoning_content: _builtins.str
     """New text of the model's thoughts."""
+    choice: _builtins.int
+    """Which of the n answers, from 0."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """When asked for."""
@@ -431,10 +454,11 @@ class ChatResponse(_message.Message):
         usage: Global___Usage | None = ...,
         reasoning_content: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
+        choice: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_usage", b"_usage", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_usage", b"_usage", "content", b"content", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "reasoning_content", b"reasoning_content", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_usage", b"_usage", "choice", b"choice", "content", b"content", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "reasoning_content", b"reasoning_content", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__usage: _TypeAlias = _typing.Literal["usage"]  # noqa: Y015
     _WhichOneofArgType__usage: _TypeAlias = _typing.Literal["_usage", b"_usage"]  # noqa: Y015
@@ -485,22 +509,26 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Prompt length."""
     completion_tokens: _builtins.int
     """Generated tokens."""
     cached_tokens: _builtins.int
     """Prompt tokens that came from a cache."""
+    reasoning_tokens: _builtins.int
+    """Generated tokens that were thoughts."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,6 +25,7 @@ from weft_services.gateway.error_body import public_error, status_of
 from weft_services.gateway.front.accounting import REJECTED, Account
 from weft_services.gateway.front.embeddings import embed
 from weft_services.gateway.front.text_endpoints import text_of, tokens_of
+from weft_services.gateway.front.timeline import HEADER, response_header
 from weft_services.gateway.generation import Generation
 from weft_services.gateway.mesh.pipeline import Pipeline
 from weft_services.gateway.mesh.prepare import Prepared
@@ -73,6 +74,8 @@ class InferenceService(InferenceServiceServicer):
                 answers = answers or Answers(prepared)
                 choice = answers.of(piece.index)
                 parts = _part_fields(choice.take(piece))
+                if usage is not None:
+                    usage.reasoning_tokens = answers.num_reasoning_tokens
                 details = _details(replace(piece, finish_reason=choice.finish_reason), usage, request.options)
                 await _write(context, pb.ChatResponse(**parts, **details))
 
@@ -131,19 +134,27 @@ class InferenceService(InferenceServiceServicer):
         fields: dict[str, Any],
         context: Any,
     ) -> AsyncGenerator[tuple[Piece, Usage | None, Prepared], None]:
-        """Pieces of the only choice, and what they continue; the last one comes with the usage."""
+        """Pieces of all choices, and what they continue; the last one comes with the usage."""
         timeout = min(self._timeout_seconds, context.time_remaining() or self._timeout_seconds)
-        account = Account(name, trace.incoming(context.invocation_metadata()))
+        metadata = context.invocation_metadata()
+        account = Account(name, trace.incoming(metadata))
         with _accounted(account):
-            session = session_of(context.invocation_metadata())
+            session = session_of(metadata)
             prepared = await self._pipeline.prepare(parse, orjson.dumps(fields))
+            account.reached("prepared")
             run = self._pipeline.run(prepared, session, timeout)
             account.watch(run)
+            num_open = len(prepared.sequences)
             async with run:
+                account.reached("routed")
                 while (pieces := await run.next(IDLE_SECONDS)) is not None:
                     account.tokens(pieces)
                     for piece in pieces:
-                        yield piece, account.usage() if piece.finish_reason else None, prepared
+                        num_open -= piece.finish_reason is not None
+                        yield piece, None if num_open else account.usage(), prepared
+                if (HEADER.decode(), "1") in (metadata or ()):
+                    name_of, told = response_header(account.timeline())
+                    context.set_trailing_metadata(((name_of.decode(), told.decode()),))
 
 
 @contextmanager
@@ -219,6 +230,8 @@ def _message_fields(position: int, message: pb.ChatMessage) -> dict[str, Any]:
         fields["tool_calls"] = _json_field(message.tool_calls_json, f"messages.{position}.tool_calls_json")
     if message.tool_call_id:
         fields["tool_call_id"] = message.tool_call_id
+    if message.reasoning_content:
+        fields["reasoning_content"] = message.reasoning_content
     return fields
 
 
@@ -231,11 +244,13 @@ def _json_field(text: str, field: str) -> Any:
 
 def _option_fields(options: pb.GenerationOptions) -> dict[str, Any]:
     given = "max_tokens temperature top_p top_k min_p seed frequency_penalty presence_penalty repetition_penalty"
-    given += " priority"
+    given += " priority n"
     fields = {name: getattr(options, name) for name in given.split() if options.HasField(name)}  # type: ignore[arg-type]
     for name in ("response_format", "structured_outputs"):
         if text := getattr(options, f"{name}_json"):
             fields[name] = _json_field(text, f"options.{name}_json")
+    if options.prompt_cache_retention:
+        fields["prompt_cache_retention"] = options.prompt_cache_retention
     return fields | {
         "logit_bias": {str(token): bias for token, bias in options.logit_bias.items()},
         "min_tokens": options.min_tokens,
@@ -264,7 +279,7 @@ def _part_fields(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def _details(piece: Piece, usage: Usage | None, options: pb.GenerationOptions) -> dict[str, Any]:
-    details: dict[str, Any] = {"finish_reason": wire.finish_to_wire(piece.finish_reason)}
+    details: dict[str, Any] = {"finish_reason": wire.finish_to_wire(piece.finish_reason), "choice": piece.index}
     if options.return_token_ids:
         details["token_ids"] = piece.token_ids
     if piece.logprobs:
@@ -274,5 +289,6 @@ def _details(piece: Piece, usage: Usage | None, options: pb.GenerationOptions) -
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
+            reasoning_tokens=usage.reasoning_tokens,
         )
     return details
