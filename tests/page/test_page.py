@@ -160,3 +160,23 @@ async def test_what_goes_wrong_is_said(browser: Any, shown: Scene) -> None:
         await page.fill("#prompt", "hello")
         await page.keyboard.press("Enter")
         assert (await page.inner_text("#trouble")).startswith("Tools: ")
+
+
+async def test_an_answer_format_is_asked_for_by_its_schema(browser: Any, shown: Scene) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def speak(route: Any) -> None:
+        bodies.append(json.loads(route.request.post_data))
+        frame = {"choices": [{"index": 0, "delta": {"content": "{}"}}]}
+        await route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(frame)}\n\ndata: [DONE]\n\n")
+
+    async with visit(browser, shown) as page:
+        await page.route("**/v1/chat/completions", speak)
+        await page.click("summary")
+        await page.click("#schema-example")
+        assert "answer format" in await page.inner_text("#summary")
+        await page.fill("#prompt", "hello")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector(".assistant .text:has-text('{}')")
+    asked = bodies[0]["response_format"]
+    assert (asked["type"], asked["json_schema"]["schema"]["required"]) == ("json_schema", ["name", "age", "likes"])

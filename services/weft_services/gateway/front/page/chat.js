@@ -1,6 +1,7 @@
 // The playground: one conversation over /v1/chat/completions, streamed, with the gateway's timeline asked for.
 
 import { byId, element } from "./format.js";
+import { copier, render } from "./markdown.js";
 import { events, headers, refusal } from "./sse.js";
 import { account, fit } from "./timeline.js";
 
@@ -17,6 +18,12 @@ const TOOL = [{
     parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] },
   },
 }];
+const SCHEMA = {
+  type: "object",
+  properties: { name: { type: "string" }, age: { type: "integer", minimum: 0 }, likes: { type: "array", items: { type: "string" }, maxItems: 3 } },
+  required: ["name", "age", "likes"],
+  additionalProperties: false,
+};
 
 const messages = [];
 let running = null; // AbortController of the answer under way
@@ -41,6 +48,7 @@ export function start(modelName) {
   });
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") running?.abort(); });
   byId("tool-example").addEventListener("click", fillTools);
+  byId("schema-example").addEventListener("click", () => { byId("schema").value = JSON.stringify(SCHEMA, null, 1); summarize(); });
   byId("settings").addEventListener("input", summarize);
   byId("clear").addEventListener("click", clear);
 }
@@ -59,6 +67,7 @@ function summarize() {
   const set = ["temperature", "top_p", "seed"].filter((id) => byId(id).value).map((id) => `${id} ${byId(id).value}`);
   if (byId("system").value.trim()) set.unshift("system prompt");
   if (byId("tools").value.trim()) set.push("tools");
+  if (byId("schema").value.trim()) set.push("answer format");
   byId("summary").textContent = set.length ? `· ${set.join(" · ")}` : "";
 }
 
@@ -76,13 +85,25 @@ function complain(text) {
   byId("trouble").hidden = !text;
 }
 
-// Raises SyntaxError when the tools are no JSON.
+// Raises SyntaxError, with the field's name, where it is no JSON.
+function json(id, name) {
+  const text = byId(id).value.trim();
+  if (!text) return null;
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new SyntaxError(`${name}: ${error.message}`);
+  }
+}
+
 function body(modelName) {
   const system = byId("system").value.trim();
   const fields = { model: modelName(), messages: system ? [{ role: "system", content: system }, ...messages] : messages };
   for (const id of ["temperature", "top_p", "max_tokens", "seed"]) if (byId(id).value !== "") fields[id] = Number(byId(id).value);
-  const tools = byId("tools").value.trim();
-  if (tools) fields.tools = JSON.parse(tools);
+  const tools = json("tools", "Tools");
+  const schema = json("schema", "Answer format");
+  if (tools) fields.tools = tools;
+  if (schema) fields.response_format = { type: "json_schema", json_schema: { name: "answer", schema, strict: true } };
   return JSON.stringify({ ...fields, stream: true });
 }
 
@@ -112,13 +133,18 @@ async function answer(modelName) {
   try {
     payload = body(modelName);
   } catch (error) {
-    return complain(`Tools: ${error.message}`);
+    return complain(error.message);
   }
   complain("");
   running = new AbortController();
   byId("send").textContent = "Stop";
   const shown = say("assistant running", modelName());
   const told = { content: "", reasoning: "", calls: [], timeline: null };
+  let isDue = false; // drawn once a frame, however many pieces come in one
+  const draw = () => {
+    if (!isDue) requestAnimationFrame(() => { isDue = false; show(shown, told); });
+    isDue = true;
+  };
   try {
     const response = await fetch("/v1/chat/completions", {
       method: "POST", body: payload, signal: running.signal,
@@ -128,7 +154,7 @@ async function answer(modelName) {
     for await (const { event, data } of events(response)) {
       if (data === "[DONE]") break;
       take(told, event, JSON.parse(data));
-      show(shown, told);
+      draw();
     }
   } catch (error) {
     if (error.name !== "AbortError") complain(error.message);
@@ -152,7 +178,8 @@ function take(told, event, frame) {
 }
 
 function show({ item, text }, told) {
-  text.textContent = told.content;
+  text.classList.add("rich");
+  text.replaceChildren(...render(told.content));
   if (told.reasoning) {
     let box = item.querySelector(".thoughts");
     if (!box) text.before(box = element("details", { class: "thoughts" }, element("summary", {}, "Thoughts"), element("div", { class: "text" })));
@@ -163,6 +190,8 @@ function show({ item, text }, told) {
 
 function finish(shown, told, modelName) {
   shown.item.classList.remove("running");
+  show(shown, told);
+  if (told.content) shown.item.firstChild.append(copier(() => told.content) ?? "");
   const calls = told.calls.filter(Boolean);
   if (told.content || calls.length) {
     messages.push({ role: "assistant", content: told.content || null, ...(calls.length ? { tool_calls: calls } : {}) });

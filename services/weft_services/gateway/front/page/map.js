@@ -2,6 +2,7 @@
 
 import { byId, bytes, compact, count, drawing, element, percent } from "./format.js";
 
+const MANY = 6; // workers of a side whose cards show no more than who, how full and how fast
 const ROLES = ["prefill", "decode", "both"];
 const cards = new Map(); // worker id -> its elements
 
@@ -43,6 +44,7 @@ function side(fleet, role, steer) {
     place.replaceChildren(element("div", { class: "empty" }, words));
     return;
   }
+  place.classList.toggle("many", workers.length > MANY);
   const shown = workers.map((worker) => {
     const card = cards.get(worker.id) ?? make(worker.id, steer);
     fill(card, worker, fleet, role);
@@ -97,6 +99,7 @@ function fill(card, worker, fleet, role) {
   if (new Set(fleet.now.workers.map((each) => each.model)).size > 1) rows.unshift(["model", worker.model]);
   const { looked_up_tokens: looked, pool_tokens: pool, dram_tokens: dram, nvme_tokens: nvme } = worker.prefix;
   if (role === "prefill") rows.push(["from caches", looked ? percent((pool + dram + nvme) / looked) : "–"]);
+  card.root.title = rows.map((row) => row.join(" ")).join("\n");
   card.lines.replaceChildren(...rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
   spark(card, fleet.rates.get(worker.id)[role === "prefill" ? "prompt" : "generated"]);
 }

@@ -4,6 +4,7 @@ import { byId, count, drawing } from "./format.js";
 
 const GLOW_MS = 1600;
 const MAX_THREADS = 160;
+const MAX_LABELS = 6;
 const isStill = matchMedia("(prefers-reduced-motion: reduce)");
 
 // Curves follow the cards, so they are drawn anew when those move.
@@ -19,14 +20,15 @@ export function weave(fleet) {
   const old = new Map([...svg.querySelectorAll("path[data-thread]")].map((path) => [path.dataset.thread, path]));
   if (!svg.querySelector("defs")) svg.append(gradient(), ...["prefill", "decode"].map((role) => drawing("path", { class: "plan", id: `plan-${role}` })));
   plan(frame);
-  for (const [key, thread] of [...fleet.threads].slice(0, MAX_THREADS)) {
+  const shown = [...fleet.threads].slice(0, MAX_THREADS);
+  for (const [at, [key, thread]] of shown.entries()) {
     const from = boxes.get(thread.prefill);
     const to = boxes.get(thread.decode);
     if (!from || !to || from === to) continue;
     const path = old.get(key) ?? svg.appendChild(drawing("path", { "data-thread": key }));
     old.delete(key);
     path.setAttribute("d", curve(from, to));
-    label(svg, key, from, to, thread, fleet.threads.size);
+    label(svg, key, thread.prompts, shown.length > MAX_LABELS ? null : along(from, to, 0.28 + (0.44 * (at + 0.5)) / shown.length));
   }
   for (const [key, path] of old) { path.remove(); svg.querySelector(`text[data-thread="${CSS.escape(key)}"]`)?.remove(); }
 }
@@ -48,14 +50,22 @@ function curve(from, to) {
   return `M${from.right} ${from.y}C${from.right + bend} ${from.y} ${to.left - bend} ${to.y} ${to.left} ${to.y}`;
 }
 
-// How many prompts went this way; among many threads that would be noise.
-function label(svg, key, from, to, thread, howMany) {
+// The point of the curve at that share of it, as its formula has it.
+function along(from, to, share) {
+  const bend = (to.left - from.right) / 2;
+  const rest = 1 - share;
+  const mix = (a, b, c, d) => rest ** 3 * a + 3 * rest ** 2 * share * b + 3 * rest * share ** 2 * c + share ** 3 * d;
+  return { x: mix(from.right, from.right + bend, to.left - bend, to.left), y: mix(from.y, from.y, to.y, to.y) };
+}
+
+// How many prompts went this way, each at a place of its own where threads cross; among many threads that would be noise.
+function label(svg, key, prompts, place) {
   let text = svg.querySelector(`text[data-thread="${CSS.escape(key)}"]`);
-  if (howMany > 6 || !thread.prompts) { text?.remove(); return; }
+  if (!place || !prompts) { text?.remove(); return; }
   text ??= svg.appendChild(drawing("text", { "data-thread": key }));
-  text.setAttribute("x", (from.right + to.left) / 2);
-  text.setAttribute("y", (from.y + to.y) / 2 - 5);
-  text.textContent = count(thread.prompts);
+  text.setAttribute("x", place.x);
+  text.setAttribute("y", place.y + 4);
+  text.textContent = count(prompts);
 }
 
 // A gradient in the page's colours; user space, since a straight line has no box of its own.

@@ -1,0 +1,118 @@
+// Markdown as models write it, to elements: no markup of an answer is ever taken for the page's own. What is cut off in
+// the middle, as an answer that still grows is, shows as what it will most likely be.
+
+import { element } from "./format.js";
+
+const FENCE = /^\s{0,3}```(.*)$/;
+const HEADING = /^(#{1,6})\s+(.*)$/;
+const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
+const QUOTE = /^>\s?/;
+const RULE = /^\s*(-{3,}|\*{3,}|_{3,})\s*$/;
+const DASHES = /^[\s|:-]*-[\s|:-]*$/;
+const INLINE = /`([^`]+)`|\*\*([^*]+)\*\*|\*([^*\s][^*]*)\*|\[([^\][]+)\]\((https?:[^\s()]+)\)/g;
+
+export function render(text) {
+  const lines = text.split("\n");
+  const blocks = [];
+  for (let at = 0; at < lines.length;) {
+    const [block, next] = take(lines, at);
+    if (block) blocks.push(block);
+    at = next;
+  }
+  return blocks;
+}
+
+// The block that begins there, and where the next one does.
+function take(lines, at) {
+  const line = lines[at];
+  if (!line.trim()) return [null, at + 1];
+  if (FENCE.test(line)) return code(lines, at);
+  if (RULE.test(line)) return [element("hr"), at + 1];
+  const heading = HEADING.exec(line);
+  if (heading) return [element(`h${Math.min(heading[1].length + 2, 6)}`, {}, ...inline(heading[2])), at + 1];
+  if (QUOTE.test(line)) return quote(lines, at);
+  if (ITEM.test(line)) return list(lines, at);
+  if (isTable(lines, at)) return table(lines, at);
+  let end = at + 1;
+  while (end < lines.length && lines[end].trim() && !begins(lines, end)) end += 1;
+  return [element("p", {}, ...inline(lines.slice(at, end).join("\n"))), end];
+}
+
+const begins = (lines, at) =>
+  [FENCE, HEADING, QUOTE, ITEM, RULE].some((mark) => mark.test(lines[at])) || isTable(lines, at);
+
+function code(lines, at) {
+  let end = at + 1;
+  while (end < lines.length && !FENCE.test(lines[end])) end += 1;
+  const text = lines.slice(at + 1, end).join("\n");
+  const language = FENCE.exec(lines[at])[1].trim();
+  return [element("div", { class: "code" }, element("header", {}, language || "text", copier(() => text)), element("pre", {}, element("code", {}, text))), end + 1];
+}
+
+function quote(lines, at) {
+  let end = at;
+  while (end < lines.length && QUOTE.test(lines[end])) end += 1;
+  return [element("blockquote", {}, ...render(lines.slice(at, end).map((line) => line.replace(QUOTE, "")).join("\n"))), end];
+}
+
+// Items of one depth; what is indented further belongs to the item before it.
+function list(lines, at) {
+  const [, margin, mark] = ITEM.exec(lines[at]);
+  const isOrdered = /\d/.test(mark);
+  const made = element(isOrdered ? "ol" : "ul", isOrdered ? { start: parseInt(mark, 10) } : {});
+  let end = at;
+  while (end < lines.length) {
+    const item = ITEM.exec(lines[end]);
+    if (!item || item[1].length > margin.length + 1 || /\d/.test(item[2]) !== isOrdered) break;
+    const inner = [];
+    for (end += 1; end < lines.length && isWithin(lines, end, margin.length); end += 1) inner.push(lines[end].slice(Math.min(margin.length + 2, indent(lines[end]))));
+    made.append(element("li", {}, ...inline(item[3]), ...render(inner.join("\n"))));
+  }
+  return [made, Math.max(end, at + 1)];
+}
+
+const indent = (line) => line.length - line.trimStart().length;
+const isWithin = (lines, at, margin) => (lines[at].trim() ? indent(lines[at]) > margin + 1 : at + 1 < lines.length && lines[at + 1].trim() && indent(lines[at + 1]) > margin);
+
+const isTable = (lines, at) => lines[at].includes("|") && at + 1 < lines.length && lines[at + 1].includes("|") && DASHES.test(lines[at + 1]);
+
+function table(lines, at) {
+  const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => inline(cell.trim()));
+  const row = (line, kind) => element("tr", {}, ...cells(line).map((cell) => element(kind, {}, ...cell)));
+  let end = at + 2;
+  while (end < lines.length && lines[end].includes("|")) end += 1;
+  const body = lines.slice(at + 2, end).map((line) => row(line, "td"));
+  return [element("div", { class: "wide" }, element("table", {}, element("thead", {}, row(lines[at], "th")), element("tbody", {}, ...body))), end];
+}
+
+function inline(text) {
+  const parts = [];
+  let from = 0;
+  for (const found of text.matchAll(INLINE)) {
+    const [all, mono, strong, slanted, label, href] = found;
+    parts.push(text.slice(from, found.index));
+    if (mono) parts.push(element("code", {}, mono));
+    else if (strong) parts.push(element("strong", {}, strong));
+    else if (slanted) parts.push(element("em", {}, slanted));
+    else parts.push(element("a", { href, rel: "noopener noreferrer", target: "_blank" }, label));
+    from = found.index + all.length;
+  }
+  parts.push(text.slice(from));
+  return parts.filter(Boolean);
+}
+
+// A button that copies what `text` gives then; nothing where the browser allows none.
+export function copier(text) {
+  if (!navigator.clipboard) return null;
+  const button = element("button", { type: "button", class: "link copy" }, "copy");
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(text());
+      button.textContent = "copied";
+    } catch {
+      button.textContent = "not allowed";
+    }
+    setTimeout(() => { button.textContent = "copy"; }, 1500);
+  });
+  return button;
+}
