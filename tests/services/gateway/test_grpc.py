@@ -233,6 +233,7 @@ async def test_who_asks_for_the_timeline_has_it_behind_the_answer(bench: MakeBen
             if not wanted:
                 assert told is None
                 continue
+            assert told is not None
             at = json.loads(told)["elapsed_ms"]
             assert 0 < at["prepared"] <= at["routed"] <= at["first_token"] <= at["end"]
 
