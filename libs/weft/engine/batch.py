@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weft.engine.config import EngineConfig
-from weft.engine.events import Events
-from weft.engine.messages import PromptProgress, Reserved
+from weft.engine.messages import PromptProgress, Reserved, StepOutput
 from weft.engine.pages import Pages
 from weft.engine.sequence import Sequence, State
 from weft.engine.waiting import WaitingLine, need
@@ -108,7 +107,7 @@ class Planner:
         self._run(sequence)
         return True
 
-    def plan(self, events: Events, now: float, is_settled: bool) -> list[Work] | None:
+    def plan(self, events: StepOutput, now: float, is_settled: bool) -> list[Work] | None:
         """The next step: one token for everyone who generates, then prompt chunks within the budget for that.
 
         None, when not `is_settled`: the step under way must be settled first, because somebody is to be preempted, or
@@ -173,7 +172,7 @@ class Planner:
             sequence.expect(self._config.context_tokens)
         return work
 
-    def _admit(self, events: Events, now: float, is_settled: bool) -> bool:
+    def _admit(self, events: StepOutput, now: float, is_settled: bool) -> bool:
         """Let in who fits, in turn; False when somebody would have to be preempted for that, and may not."""
         while self.waiting:
             sequence = self.waiting.first
@@ -266,7 +265,7 @@ class Planner:
             self.running.remove(sequence)
 
 
-def report_progress(sequence: Sequence, events: Events) -> None:
+def report_progress(sequence: Sequence, events: StepOutput) -> None:
     """For prefill sequences: what a peer may read by now."""
     if sequence.is_prefill and sequence.num_computed:
         num_ready = min(sequence.num_computed, sequence.num_prompt)

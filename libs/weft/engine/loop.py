@@ -12,12 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from weft.engine.batch import Planner, Sampled, Work, report_progress
 from weft.engine.config import EngineConfig
-from weft.engine.events import Events
 from weft.engine.inbox import Command
 from weft.engine.messages import EngineLoad, FirstToken, PoolMemory, StepOutput
 from weft.engine.sequence import Sequence, State
@@ -72,7 +71,7 @@ class Loop:
         self._pool = BlockPool(config.num_blocks)
         self._planner = Planner(config, self._pool)
         self._settler = Settler(config, self._pool, self._planner)
-        self._events = Events()
+        self._events = StepOutput()  # of the step to be told next
         self._under_way: deque[Step] = deque()
         self._settled_at = 0.0
         self.load = self._measure()
@@ -86,14 +85,14 @@ class Loop:
             self._enter(item) if isinstance(item, Sequence) else item()
         works = self._plan()
         if works:
-            if self._events:
+            if self._events.has_events:
                 self._tell(0.0)  # peers can start on these while the step computes
             began_at = self._clock()
             self._under_way.append(Step(works, self._runner.launch(works), began_at))
         is_due = len(self._under_way) > (self._config.steps_ahead if works else 0)
         if is_due:
             self._settle()
-        elif not works and (self._events or self._measure() != self.load):
+        elif not works and (self._events.has_events or self._measure() != self.load):
             self._tell(0.0)
         # what was settled may have made room for somebody
         return not works and not is_due
@@ -172,8 +171,9 @@ class Loop:
 
     def _tell(self, seconds: float) -> None:
         self.load = self._measure()
-        events, self._events = self._events, Events()
-        self._listener(events.output(self.load, seconds, self._pool.take_changes()))
+        events, self._events = self._events, StepOutput()
+        changes = self._pool.take_changes()
+        self._listener(replace(events, load=self.load, step_seconds=seconds, cache_changes=changes))
 
     def _measure(self) -> EngineLoad:
         planner, counts = self._planner, self._pool.counts()

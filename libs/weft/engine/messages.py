@@ -138,11 +138,11 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Everything one step yielded. Lists may be empty; `step_seconds` is 0 for a step that only did bookkeeping.
+    """Everything one step yielded. Lists grow until it is told; `step_seconds` is 0 for one that only did bookkeeping.
 
     `cache_changes`: keys of blocks that can be found now (True) or no more."""
 
-    load: EngineLoad
+    load: EngineLoad = EngineLoad()
     reserved: list[Reserved] = field(default_factory=list)
     progress: list[PromptProgress] = field(default_factory=list)
     deltas: list[TokenDelta] = field(default_factory=list)
@@ -150,6 +150,11 @@ class StepOutput:
     sealed: list[SealedBlock] = field(default_factory=list)
     step_seconds: float = 0.0
     cache_changes: dict[bytes, bool] = field(default_factory=dict)
+
+    @property
+    def has_events(self) -> bool:
+        """There is something to tell of a sequence or a block."""
+        return bool(self.reserved or self.progress or self.deltas or self.failures or self.sealed)
 
 
 @dataclass(frozen=True, slots=True)

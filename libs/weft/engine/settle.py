@@ -11,8 +11,7 @@ from collections.abc import Sequence as Items
 
 from weft.engine.batch import Planner, Sampled, Work, report_progress
 from weft.engine.config import EngineConfig
-from weft.engine.events import Events
-from weft.engine.messages import SealedBlock, SequenceFailed, TokenDelta
+from weft.engine.messages import SealedBlock, SequenceFailed, StepOutput, TokenDelta
 from weft.engine.sequence import Sequence, State
 from weft.errors import InvalidRequest
 from weft.kv.blocks import BlockPool
@@ -32,7 +31,7 @@ class Settler:
         self._planner = planner
         self._pinned: Counter[int] = Counter()
 
-    def settle(self, works: Items[Work], sampled: Items[Sampled], seconds: float, events: Events) -> None:
+    def settle(self, works: Items[Work], sampled: Items[Sampled], seconds: float, events: StepOutput) -> None:
         """`sampled` holds one token for each of `works` that samples, in their order."""
         tokens = iter(sampled)
         for work in works:
@@ -49,7 +48,7 @@ class Settler:
             if token is not None:
                 self.accept(sequence, token, events)
 
-    def accept(self, sequence: Sequence, token: Sampled, events: Events) -> None:
+    def accept(self, sequence: Sequence, token: Sampled, events: StepOutput) -> None:
         """The next token of a sequence, and the sequence's end if it is the last."""
         if token.failure is not None:
             events.failures.append(SequenceFailed(sequence.spec.key, InvalidRequest(token.failure, "grammar")))
@@ -72,7 +71,7 @@ class Settler:
         """Why the sequence ends when that token comes next; None when it goes on."""
         return sequence.end_with(token_id, self._config.eos_token_ids, self._config.context_tokens)
 
-    def seal(self, sequence: Sequence, events: Events) -> None:
+    def seal(self, sequence: Sequence, events: StepOutput) -> None:
         """Publish the blocks whose KV has become complete; report them where somebody copies them."""
         assert sequence.state is State.RUNNING
         size = self._config.block_tokens
@@ -87,7 +86,7 @@ class Settler:
                     sealed = SealedBlock(page_key(key, group), block, tenant, sequence.spec.retention)
                     self._publish(sealed, is_wanted, events)
 
-    def _publish(self, sealed: SealedBlock, is_wanted: bool, events: Events) -> None:
+    def _publish(self, sealed: SealedBlock, is_wanted: bool, events: StepOutput) -> None:
         """`is_wanted`: not out of sight for whoever goes on from this prompt, and so worth a copy elsewhere."""
         if self._pool.publish(sealed.block, sealed.block_key) and is_wanted and self._may_pin():
             self._pool.pin(sealed.block)
