@@ -12,7 +12,7 @@ from weft_kernels.sampling.reference import sample_reference
 
 VOCABULARY = 128_256
 # temperature, top-k, top-p
-WAYS = {"greedy": (0.0, 0, 1.0), "plain": (1.0, 0, 1.0), "top-k": (1.0, 50, 1.0), "top-k, top-p": (1.0, 50, 0.9)}
+WAYS = {"plain": (1.0, 0, 1.0), "top-k": (1.0, 50, 1.0), "top-k, top-p": (1.0, 50, 0.9)}
 
 
 def works() -> list[Work]:
@@ -47,7 +47,6 @@ def make_rows(name: str, batch: int) -> SamplingRows:
         min_p=column(0, torch.float32),
         seeds=torch.arange(batch, device="cuda"),
         positions=column(100, torch.int64),
-        is_greedy=temperature == 0,
         has_top_k_or_p=top_k > 0 or top_p < 1,
     )
 

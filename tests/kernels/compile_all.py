@@ -134,7 +134,7 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
     f32, f64, i64 = torch.float32, torch.float64, torch.int64
     names = {"temperature": f32, "top_k": i64, "top_p": f64, "min_p": f32, "seeds": i64, "positions": i64}
     columns = {name: torch.ones(2, dtype=dtype) for name, dtype in names.items()}
-    rows = SamplingRows(**columns, is_greedy=False, has_top_k_or_p=True)
+    rows = SamplingRows(**columns, has_top_k_or_p=True)
     logits = torch.empty(2, 128_256)
     scored, bias, grouped = torch.empty(2, 256), torch.empty(256), Rule(8, False, True, 8, 4, 2.5)
     rows_in, gates, downs = (torch.empty(shape, dtype=BF16) for shape in ((2, 2048), (8, 1536, 2048), (8, 2048, 768)))

@@ -8,14 +8,17 @@ from weft_kernels.sampling.reference import sample_reference
 from weft_kernels.sampling.rows import SamplingRows as SamplingRows
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
+def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
     """[R] int64: the argmax of greedy rows; of others the token where the CDF passes u = hash(seed, position).
 
     logits: [R, V] float32. The distribution is softmax(logits / temperature), cut by top-k, then top-p, then min-p,
     and summed in the order of the vocabulary. A row's token depends on its own logits and parameters alone.
+    Without `rows` all are greedy.
     """
     assert logits.ndim == 2
-    if logits.is_cuda and not rows.is_greedy:
+    if rows is None:
+        return logits.argmax(-1)
+    if logits.is_cuda:
         from weft_kernels.sampling.kernel import sample_kernel
 
         return sample_kernel(logits, rows)

@@ -15,8 +15,6 @@ NEVER = float("-inf")
 def sample_reference(logits: Tensor, rows: SamplingRows) -> Tensor:
     """See `weft_kernels.sampling.sample`."""
     greedy = logits.argmax(-1)
-    if rows.is_greedy:
-        return greedy
     cdf = filtered_scores(logits, rows).softmax(-1).cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1]
     # Strictly below the total, whatever the product rounds to: a token of probability 0 is never hit.

@@ -12,7 +12,7 @@ class SamplingRows:
     """One entry a row: temperature [R] float32 (0: greedy), top_k [R] int64 (0: off), top_p [R] float64 (1: off),
     min_p [R] float32 (0: off), seeds [R] int64, positions [R] int64 (where the new token will stand).
 
-    `is_greedy` and `has_top_k_or_p` say it for all rows, so that nothing has to be read back from a device.
+    `has_top_k_or_p` says it for all rows, so that nothing has to be read back from a device.
     """
 
     temperature: Tensor
@@ -21,5 +21,4 @@ class SamplingRows:
     min_p: Tensor
     seeds: Tensor
     positions: Tensor
-    is_greedy: bool
     has_top_k_or_p: bool

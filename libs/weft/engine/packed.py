@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import accumulate
@@ -50,36 +50,36 @@ class Packer:
 
     def pack(self, works: Items[Work]) -> Packed:
         """The works in their order."""
-        token_ids: list[int] = []
+        rows: list[list[int]] = [[], [], *([] for _ in self._paging.reaches)]
+        token_ids, positions, *slots = rows
         logit_rows: list[int] = []
         unknown: list[tuple[int, int]] = []
         pooled_rows: list[int] = []
-        parts: list[Array] = []
         for work in works:
-            sequence, start = work.sequence, work.start
+            sequence, start, end = work.sequence, work.start, work.start + work.num_tokens
             if start == len(sequence.token_ids):
                 unknown.append((len(token_ids), self._last_row(sequence)))
                 token_ids.append(0)
             else:
-                token_ids += sequence.token_ids[start : start + work.num_tokens]
-            at = np.arange(start, start + work.num_tokens)
-            parts.append(np.stack([at, *(self._slots(run, at) for run in sequence.runs)]))
+                token_ids += sequence.token_ids[start:end]
+            positions += range(start, end)
+            for run, of_group in zip(sequence.runs, slots, strict=True):
+                of_group += self._slots(run, start, end)
             if work.samples:
                 logit_rows.append(len(token_ids) - 1)
             if sequence.spec.pools:
                 pooled_rows += range(len(token_ids) - work.num_tokens, len(token_ids))
-        rows = np.concatenate([np.array([token_ids]), np.concatenate(parts, axis=1)])
         starts = list(accumulate((work.num_tokens for work in works), initial=0))
         contexts = [self._contexts(works, group) for group in range(len(self._paging.reaches))]
         lens, tables = [each[0] for each in contexts], [each[1] for each in contexts]
-        return Packed(rows, unknown, logit_rows, starts, lens, tables, pooled_rows)
+        return Packed(np.array(rows, dtype=np.int64), unknown, logit_rows, starts, lens, tables, pooled_rows)
 
-    def _slots(self, run: PageRun, at: Array) -> Array:
+    def _slots(self, run: PageRun, start: int, end: int) -> Iterator[int]:
         """Where the KV of these consecutive positions goes."""
-        index = at // self._block_tokens
-        blocks = np.array(run.blocks[index[0] - run.first : index[-1] + 1 - run.first])
-        slots: Array = blocks[index - index[0]] * self._block_tokens + at % self._block_tokens
-        return slots
+        size = self._block_tokens
+        for index in range(start // size, -(-end // size)):
+            shift = (run.blocks[index - run.first] - index) * size
+            yield from range(max(start, index * size) + shift, min(end, (index + 1) * size) + shift)
 
     def _contexts(self, works: Items[Work], group: int) -> tuple[list[int], Tables]:
         """They begin at the group's first page, or a little before: attention knows distances and chunks alone."""

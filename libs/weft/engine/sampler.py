@@ -73,7 +73,9 @@ class Sampler:
             return LaunchedStep((), order, self._link.mark())
         params = [work.sequence.spec.sampling for work in works]
         shaped, failures = self._shaper.shape([work.sequence for work in works], logits)
-        tokens = sample(shaped, self._sampling_rows(params, [work.start + work.num_tokens for work in works]))
+        is_greedy = all(each.temperature <= 0 for each in params)
+        positions = [work.start + work.num_tokens for work in works]
+        tokens = sample(shaped, None if is_greedy else self._sampling_rows(params, positions))
         self.last[: len(works)] = tokens
         asked = {row: each.num_logprobs for row, each in enumerate(params) if each.num_logprobs is not None}
         found: tuple[Tensor, ...] = ()
@@ -95,7 +97,6 @@ class Sampler:
             min_p=upload(np.array([each.min_p for each in params], dtype=np.float32)),
             seeds=upload(seeds),
             positions=upload(np.array(positions)),
-            is_greedy=all(each.temperature <= 0 for each in params),
             has_top_k_or_p=any(each.top_k > 0 or each.top_p < 1 for each in params),
         )
 

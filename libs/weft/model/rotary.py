@@ -24,10 +24,12 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """[T, head_dim] each, both halves alike, times `factor`. The angles are fp32 whatever `dtype` is."""
+    """[T, head_dim] each, times `factor`; `frequencies` [head_dim]. The angles are fp32 whatever `dtype` is."""
     angles = positions[:, None].float() * frequencies
-    angles = torch.cat((angles, angles), dim=-1)
-    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    if factor != 1.0:
+        cos, sin = cos * factor, sin * factor
+    return cos.to(dtype), sin.to(dtype)
 
 
 def pairs_to_halves(num_rows: int, head_dim: int, rotated_dim: int) -> Tensor:
