@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.weft.tiny_llama import LLAMA3_ROPE, Tiny
+from tests.weft.tiny_llama import LLAMA3_ROPE, WHOLE, Tiny
 from weft.model.config import read_config
 
 YARN = {
@@ -58,20 +58,23 @@ SCALED = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
 
 # name: family, what is not as in the others
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama2": ("Llama", {**HEADS, "rms_norm_eps": 1e-5}),
+    "llama2": ("Llama", {**HEADS, **WHOLE, "rms_norm_eps": 1e-5}),
     "llama3": ("Llama", {**ODD, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {**HEADS, "head_dim": 10, "sliding_window": None}),
-    "mistral-window": ("Mistral", {**HEADS, "sliding_window": 8}),
-    "qwen2": ("Qwen2", {**HEADS, "tie_word_embeddings": True}),
-    "qwen2-window": ("Qwen2", {**HEADS, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "mistral-window": ("Mistral", {**HEADS, **WHOLE, "sliding_window": 8}),
+    "qwen2": ("Qwen2", {**HEADS, **WHOLE, "tie_word_embeddings": True}),
+    "qwen2-window": (
+        "Qwen2",
+        {**HEADS, **WHOLE, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
     "qwen2-yarn": ("Qwen2", {**HEADS, "rope_parameters": YARN}),
-    "qwen3": ("Qwen3", {**ODD, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {**ODD, **WHOLE, "tie_word_embeddings": True}),
     "qwen3-yarn": ("Qwen3", {**HEADS, "head_dim": 16, "rope_parameters": {**YARN, "attention_factor": 1.3}}),
     "mixtral": ("Mixtral", {**HEADS, "num_local_experts": 5}),
     "mixtral-window": ("Mixtral", {**HEADS, "sliding_window": 8, "num_experts_per_tok": 1, "num_local_experts": 3}),
     "qwen3-moe": ("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3-moe-raw": ("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": False, "decoder_sparse_step": 2}),
-    "smollm3": ("SmolLM3", {**HEADS, "num_hidden_layers": 4, "tie_word_embeddings": True, "pad_token_id": 0}),
+    "smollm3": ("SmolLM3", {**HEADS, **WHOLE, "num_hidden_layers": 4, "tie_word_embeddings": True, "pad_token_id": 0}),
     "smollm3-window": (
         "SmolLM3",
         {

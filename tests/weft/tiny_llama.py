@@ -22,9 +22,12 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+# Whole vectors of every instruction set: with sizes like these, steps of few rows go through all layers in one call.
+WHOLE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+
 # What differs between Llamas: shared key heads, tied heads, sizes that are no power of two, stretched positions.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "grouped": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "grouped": {**WHOLE, "num_attention_heads": 4, "num_key_value_heads": 2},
     "tied": {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True},
     "odd": {
         "hidden_size": 42,

@@ -12,6 +12,13 @@ from weft_kernels.linear.reference import linear_torch
 from weft_kernels.native import native
 from weft_kernels.packed import Matrix
 
+# By the types of activations and weights.
+FORMS = {
+    (torch.float32, torch.float32): "f32",
+    (torch.float32, torch.bfloat16): "bf16",
+    (torch.bfloat16, torch.bfloat16): "halves",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
@@ -76,13 +83,8 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
     if not num_rows:
         return out
     sizes = num_rows, weight.num_inputs, weight.num_outputs, weight.data.data_ptr()
-    num_threads = torch.get_num_threads()
-    if x.dtype == torch.bfloat16:
-        added = None if bias is None else bias.to(x.dtype).contiguous()
-        where = None if added is None else added.data_ptr()
-        weight.library.weft_linear_halves(x.data_ptr(), *sizes, where, out.data_ptr(), num_threads)
-        return out
-    is_half = weight.data.dtype == torch.bfloat16
-    function = weight.library.weft_linear_bf16 if is_half else weight.library.weft_linear_f32
-    function(x.data_ptr(), *sizes, out.data_ptr(), num_threads)
-    return out if bias is None else out.add_(bias)
+    added = None if bias is None else bias.to(x.dtype).contiguous()
+    where = None if added is None else added.data_ptr()
+    function = getattr(weight.library, f"weft_linear_{FORMS[x.dtype, weight.data.dtype]}")
+    function(x.data_ptr(), *sizes, where, out.data_ptr(), torch.get_num_threads())
+    return out

@@ -1,5 +1,6 @@
 // x @ weight^T with weights that are packed by panels, summed in float: floats in and out, or bfloat16 in and out.
 
+#include "linear.h"
 #include "tiles.h"
 
 #include <algorithm>
@@ -33,10 +34,10 @@ struct NumberOf<uint16_t> {
 #endif
 };
 
-struct Shape {
-    long num_rows, num_inputs, num_outputs;
+// Rows in tiles as even as can be: 13 rows are 7 and 6.
+struct Tiling : Shape {
+    explicit Tiling(const Shape& shape) : Shape(shape) {}
     long num_tiles() const { return (num_rows + MAX_ROWS - 1) / MAX_ROWS; }
-    // Tiles as even as can be: 13 rows are 7 and 6.
     long first_row(long t) const { return t * num_rows / num_tiles(); }
     long num_panels() const { return (num_outputs + PANEL - 1) / PANEL; }
     template <typename Number>
@@ -67,7 +68,7 @@ WEFT_INLINE Words take_words(const Item* row, long k, long num_inputs) {
 
 // Tile t of x, each slice of its numbers as [numbers, rows]; one slice of all tiles is one run.
 template <typename Number, typename Item>
-void pack_rows(const Shape& shape, const Item* x, long t, Number* packed) {
+void pack_rows(const Tiling& shape, const Item* x, long t, Number* packed) {
     long first = shape.first_row(t), rows = shape.first_row(t + 1) - first, all = shape.num_numbers<Number>();
     for (long slice = 0; slice < all; slice += SLICE) {
         long count = std::min(SLICE, all - slice);
@@ -84,7 +85,7 @@ void pack_rows(const Shape& shape, const Item* x, long t, Number* packed) {
 
 // One slice of `count` panels from panel p on, times the rows of tiles [first_tile, end_tile).
 template <typename Weight, typename Number>
-void slice_times_tiles(const Shape& shape, const Number* x, const Weight* packed, long p, int count, long k,
+void slice_times_tiles(const Tiling& shape, const Number* x, const Weight* packed, long p, int count, long k,
                        long first_tile, long end_tile, const Sums& sums) {
     long panel_stride = num_lines<Weight>(shape.num_inputs) * PANEL;
     const Weight* panel = packed + p * panel_stride + k * inputs_of<Number> * PANEL;
@@ -107,24 +108,37 @@ void slice_times_tiles(const Shape& shape, const Number* x, const Weight* packed
     }
 }
 
-// Where the results of panels [first, end) for rows [first_row, end_row) are summed: floats where they stay.
-Sums sums_of(const Shape& shape, long first, long, long, long, float* out) {
-    return {out + first * PANEL, 0, shape.num_outputs, shape.num_outputs - first * PANEL};
+// Panels [first, end) of outputs for rows [first_row, end_row).
+struct Part {
+    long first, end, first_row, end_row;
+    long column() const { return first * PANEL; }
+    long num_columns(long num_outputs) const { return std::min((end - first) * PANEL, num_outputs - column()); }
+};
+
+// Where a part's results are summed: floats where they stay.
+Sums sums_of(const Tiling& shape, const Part& part, float* out) {
+    return {out + part.column(), 0, shape.num_outputs, shape.num_outputs - part.column()};
 }
 
 // bfloat16 is rounded once, from a copy of its own that has room for whole panels.
-Sums sums_of(const Shape&, long first, long end, long first_row, long end_row, uint16_t*) {
+Sums sums_of(const Tiling&, const Part& part, uint16_t*) {
     static thread_local std::vector<float> scratch;
-    long stride = (end - first) * PANEL;
-    if (scratch.size() < size_t((end_row - first_row) * stride)) scratch.resize((end_row - first_row) * stride);
-    return {scratch.data(), first_row, stride, stride};
+    long stride = (part.end - part.first) * PANEL;
+    size_t size = (part.end_row - part.first_row) * stride;
+    if (scratch.size() < size) scratch.resize(size);
+    return {scratch.data(), part.first_row, stride, stride};
 }
 
-void give_results(const Shape&, const Sums&, long, long, const float*, float*) {}
+void give_results(const Tiling& shape, const Sums&, const Part& part, const float* bias, float* out) {
+    if (!bias) return;
+    long count = part.num_columns(shape.num_outputs);
+    for (long r = part.first_row; r < part.end_row; r++)
+        for (long c = part.column(); c < part.column() + count; c++) out[r * shape.num_outputs + c] += bias[c];
+}
 
-void give_results(const Shape& shape, const Sums& sums, long first, long end_row, const uint16_t* bias, uint16_t* out) {
-    long column = first * PANEL, count = std::min(sums.stride, shape.num_outputs - column);
-    for (long r = sums.first_row; r < end_row; r++) {
+void give_results(const Tiling& shape, const Sums& sums, const Part& part, const uint16_t* bias, uint16_t* out) {
+    long column = part.column(), count = part.num_columns(shape.num_outputs);
+    for (long r = part.first_row; r < part.end_row; r++) {
         uint16_t* to = out + r * shape.num_outputs + column;
         for (long c = 0; c < count; c += W) {
             uint16_t last[W] = {};
@@ -142,7 +156,7 @@ void give_results(const Shape& shape, const Sums& sums, long first, long end_row
 
 // Where the activations are too many to be read again for every panel, all panels take one slice before the next one.
 template <typename Item, typename Weight, typename Number>
-void panels_times_rows(const Shape& shape, const Number* x, const Weight* packed, long first_panel, long end_panel,
+void panels_times_rows(const Tiling& shape, const Number* x, const Weight* packed, long first_panel, long end_panel,
                        const Item* bias, Item* out) {
     long num_tiles = shape.num_tiles(), num_blocks = (num_tiles + TILES_AT_ONCE - 1) / TILES_AT_ONCE;
     long all = shape.num_numbers<Number>(), many = panels_at_once(shape.first_row(1));
@@ -152,7 +166,8 @@ void panels_times_rows(const Shape& shape, const Number* x, const Weight* packed
         long first_row = shape.first_row(tile), end_row = shape.first_row(end_tile);
         for (long group = first_panel, end; group < end_panel; group = end) {
             end = is_cached ? std::min(group + many, end_panel) : end_panel;
-            Sums sums = sums_of(shape, group, end, first_row, end_row, out);
+            Part part{group, end, first_row, end_row};
+            Sums sums = sums_of(shape, part, out);
             for (long k = 0; k < all; k += SLICE)
                 for (long p = group, count; p < end; p += count) {
                     long before = (p - group) * PANEL, left = sums.num_columns - before;
@@ -160,51 +175,62 @@ void panels_times_rows(const Shape& shape, const Number* x, const Weight* packed
                     Sums some{sums.data + before, sums.first_row, sums.stride, left};
                     slice_times_tiles(shape, x, packed, p, count, k, tile, end_tile, some);
                 }
-            give_results(shape, sums, group, end_row, bias, out);
+            give_results(shape, sums, part, bias, out);
         }
     }
 }
 
 template <typename Item, typename Weight>
 void linear(const Shape& shape, const Item* x, const Weight* packed, const Item* bias, Item* out, int num_threads) {
-    using Number = typename NumberOf<Item>::Type;
-    static thread_local std::vector<Number> scratch;
-    // one row of inputs in whole numbers is one already
-    bool is_packed = shape.num_rows == 1 && shape.num_inputs % inputs_of<Number> == 0 &&
-                     sizeof(Number) == inputs_of<Number> * sizeof(Item);
-    size_t size = shape.num_rows * shape.num_numbers<Number>();
-    if (!is_packed && scratch.size() < size) scratch.resize(size);
-    Number* rows = is_packed ? (Number*)x : scratch.data();
-    long panel_bytes = shape.num_inputs * PANEL * long(sizeof(Weight));
-    long take = std::clamp(TAKE_BYTES / panel_bytes, LEAST_TAKE, MOST_TAKE);
+    static thread_local std::vector<float> scratch;
+    if (scratch.size() < shape.scratch_floats()) scratch.resize(shape.scratch_floats());
+    float* shared = scratch.data();
     if (shape.num_rows * shape.num_inputs * shape.num_outputs < SERIAL_PRODUCTS) num_threads = 1;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    {
-        if (!is_packed) {
-#pragma omp for schedule(static)
-            for (long t = 0; t < shape.num_tiles(); t++) pack_rows(shape, x, t, rows);
-        }
-// the region ends where the threads meet anyway
-#pragma omp for schedule(dynamic) nowait
-        for (long p = 0; p < shape.num_panels(); p += take)
-            panels_times_rows(shape, rows, packed, p, std::min(p + take, shape.num_panels()), bias, out);
-    }
+    multiply(shape, x, packed, bias, out, shared);
 }
 
 }  // namespace
 
-// x: [rows, inputs], out: [rows, outputs], floats.
+namespace weft {
+
+template <typename Item, typename Weight>
+void multiply(const Shape& plain, const Item* x, const Weight* packed, const Item* bias, Item* out, float* scratch) {
+    using Number = typename NumberOf<Item>::Type;
+    Tiling shape(plain);
+    // one row of inputs in whole numbers is one already
+    bool is_packed = shape.num_rows == 1 && shape.num_inputs % inputs_of<Number> == 0 &&
+                     sizeof(Number) == inputs_of<Number> * sizeof(Item);
+    Number* rows = is_packed ? (Number*)x : (Number*)scratch;
+    long panel_bytes = shape.num_inputs * PANEL * long(sizeof(Weight));
+    long take = std::clamp(TAKE_BYTES / panel_bytes, LEAST_TAKE, MOST_TAKE);
+    if (!is_packed) {
+#pragma omp for schedule(static)
+        for (long t = 0; t < shape.num_tiles(); t++) pack_rows(shape, x, t, rows);
+    }
+#pragma omp for schedule(dynamic) nowait
+    for (long p = 0; p < shape.num_panels(); p += take)
+        panels_times_rows(shape, rows, packed, p, std::min(p + take, shape.num_panels()), bias, out);
+}
+
+template void multiply(const Shape&, const float*, const uint16_t*, const float*, float*, float*);
+template void multiply(const Shape&, const float*, const float*, const float*, float*, float*);
+template void multiply(const Shape&, const uint16_t*, const uint16_t*, const uint16_t*, uint16_t*, float*);
+
+}  // namespace weft
+
+// x: [rows, inputs], bias: [outputs], or null, out: [rows, outputs], floats.
 WEFT_EXPORT void weft_linear_bf16(const float* x, long rows, long inputs, long outputs, const uint16_t* packed,
-                                  float* out, int threads) {
-    linear(Shape{rows, inputs, outputs}, x, packed, (const float*)nullptr, out, threads);
+                                  const float* bias, float* out, int threads) {
+    linear(Shape{rows, inputs, outputs}, x, packed, bias, out, threads);
 }
 
-WEFT_EXPORT void weft_linear_f32(const float* x, long rows, long inputs, long outputs, const float* packed, float* out,
-                                 int threads) {
-    linear(Shape{rows, inputs, outputs}, x, packed, (const float*)nullptr, out, threads);
+WEFT_EXPORT void weft_linear_f32(const float* x, long rows, long inputs, long outputs, const float* packed,
+                                 const float* bias, float* out, int threads) {
+    linear(Shape{rows, inputs, outputs}, x, packed, bias, out, threads);
 }
 
-// The same, bfloat16 throughout; bias: [outputs], or null.
+// The same, bfloat16 throughout.
 WEFT_EXPORT void weft_linear_halves(const uint16_t* x, long rows, long inputs, long outputs, const uint16_t* packed,
                                     const uint16_t* bias, uint16_t* out, int threads) {
     linear(Shape{rows, inputs, outputs}, x, packed, bias, out, threads);

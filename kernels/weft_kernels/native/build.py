@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCES = (
+    "dense_layers/dense_layers.cpp",
     "kv_write/kv_write.cpp",
     "linear/linear.cpp",
     "linear/pack.cpp",
@@ -32,13 +33,18 @@ SOURCES = (
     "silu_mul/silu_mul.cpp",
 )
 HEADERS = (
+    "linear/linear.h",
     "linear/panels.h",
     "linear/tiles.h",
     "native/vector.h",
     "paged_attention/products.h",
+    "paged_attention/rows.h",
     "rans/format.h",
     "rans/lanes.h",
+    "rms_norm/rms_norm.h",
     "rope/rotate.h",
+    "rope_kv/rope_kv.h",
+    "silu_mul/silu_mul.h",
 )
 COMMON = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-x", "c++")
 AVX512 = ("-DWEFT_WIDTH=16", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")

@@ -5,11 +5,10 @@
 // keys, its pieces are summed up afterwards: a few long contexts keep all threads busy, and as the cuts depend on the
 // row alone, so does its result, whatever else is in the batch and however many threads there are.
 
-#include "../native/vector.h"
+#include "rows.h"
 
 #include <algorithm>
 #include <cmath>
-#include <vector>
 
 using namespace weft;
 
@@ -20,16 +19,6 @@ constexpr int MAX_HEADS = REGISTERS == 32 ? 4 : 2;
 constexpr int MAX_VECTORS = 4;
 constexpr long SERIAL_PRODUCTS = 1 << 17;
 constexpr long PIECE = 1024;
-
-struct Pool {
-    long kv_heads, layers, parts, block_tokens, dim, value_dim, layer;
-    // Items before the keys of one block and head.
-    long keys(long block, long head) const {
-        return ((block * kv_heads + head) * layers + layer) * parts * block_tokens * dim;
-    }
-    // Values stand behind the keys, or are their first part.
-    long values(long block, long head) const { return keys(block, head) + (parts - 1) * block_tokens * dim; }
-};
 
 struct Row {
     const int* blocks;  // of its sequence
@@ -96,11 +85,6 @@ void score(const Pool& pool, const Item* memory, const Row& row, long head, cons
     });
     fetch(memory + pool.values(row.blocks[row.first / pool.block_tokens], head), 16 * pool.dim);
 }
-
-// What the scores of one head and piece were: the highest, and the sum of all exponentials relative to it.
-struct Scale {
-    float highest, total;
-};
 
 // scores become weights that add up to 1; `width` is a multiple of W.
 Scale softmax(float* scores, long count, long width) {
@@ -194,78 +178,78 @@ void merge(const float* parts, const Scale* scales, long count, long stride, lon
     }
 }
 
-// Row `row` of a batch, its key head, and which of its pieces; `part` is the first of the piece's places among results
-// to be merged.
-struct Work {
-    long row, head, piece, part;
-};
-
-// One piece for every row and key head that sees few keys; several otherwise, neighbours, in order.
-struct Works {
-    std::vector<Work> all;
-    std::vector<Work> split;  // the first piece of each that has several
-    long num_parts = 0, longest = 0, total = 0;
-
-    Works(const int* spans, long num_rows, long kv_heads, long ratio) {
-        for (long r = 0; r < num_rows; r++) {
-            long count = spans[4 * r + 3] - spans[4 * r + 2], pieces = (count + PIECE - 1) / PIECE;
-            longest = std::max(longest, std::min(count, PIECE));
-            total += count;
-            for (long head = 0; head < kv_heads; head++) {
-                if (pieces > 1) split.push_back({r, head, 0, num_parts});
-                for (long piece = 0; piece < pieces; piece++) {
-                    all.push_back({r, head, piece, num_parts});
-                    if (pieces > 1) num_parts += ratio;
-                }
-            }
-        }
-    }
-};
-
-// spans: for each row its place in q and out, where its blocks begin in `blocks`, its first key, the end of its keys.
 template <typename Item>
 void rows(const Item* q, const Item* memory, const int* blocks, const int* spans, Item* out, const long* sizes,
           float scale, int num_threads) {
     Pool pool{sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8]};
-    long num_rows = sizes[0], num_heads = sizes[1], ratio = num_heads / pool.kv_heads;
-    Works works(spans, num_rows, pool.kv_heads, ratio);
-    if (works.total * num_heads * pool.dim < SERIAL_PRODUCTS) num_threads = 1;
-    size_t scratch_size = MAX_HEADS * (pool.dim + works.longest + W);
-    std::vector<float> parts(works.num_parts * pool.value_dim);
-    std::vector<Scale> scales(works.num_parts);
+    Works works(blocks, spans, sizes[0], sizes[1], pool);
+    if (works.total * works.num_heads * pool.dim < SERIAL_PRODUCTS) num_threads = 1;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    {
-        static thread_local std::vector<float> scratch;
-        static thread_local std::vector<Scale> unread;
-        if (scratch.size() < scratch_size) scratch.resize(scratch_size);
-        if (unread.size() < size_t(ratio)) unread.resize(ratio);
-#pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < works.all.size(); i++) {
-            const Work& work = works.all[i];
-            const int* span = spans + 4 * work.row;
-            long first = span[2] + work.piece * PIECE, end = std::min<long>(span[3], first + PIECE);
-            Row row{blocks + span[1], first, end};
-            const Item* from = q + (span[0] * num_heads + work.head * ratio) * pool.dim;
-            Item* to = out + (span[0] * num_heads + work.head * ratio) * pool.value_dim;
-            if (span[3] - span[2] <= PIECE)
-                attend_all(pool, memory, row, work.head, ratio, from, scale, scratch.data(), to, unread.data());
-            else
-                attend_all(pool, memory, row, work.head, ratio, from, scale, scratch.data(),
-                           parts.data() + work.part * pool.value_dim, scales.data() + work.part);
-        }
-#pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < works.split.size(); i++) {
-            const Work& work = works.split[i];
-            const int* span = spans + 4 * work.row;
-            long pieces = (span[3] - span[2] + PIECE - 1) / PIECE;
-            for (long h = 0; h < ratio; h++)
-                merge(parts.data() + (work.part + h) * pool.value_dim, scales.data() + work.part + h, pieces, ratio,
-                      pool.value_dim, out + (span[0] * num_heads + work.head * ratio + h) * pool.value_dim);
-        }
-    }
+    attend_rows(works, pool, q, memory, out, scale);
 }
 
 }  // namespace
+
+namespace weft {
+
+Works::Works(const int* blocks, const int* spans, long num_rows, long num_heads, const Pool& pool)
+    : blocks(blocks), spans(spans), num_heads(num_heads), ratio(num_heads / pool.kv_heads) {
+    for (long r = 0; r < num_rows; r++) {
+        long count = spans[4 * r + 3] - spans[4 * r + 2], pieces = (count + PIECE - 1) / PIECE;
+        longest = std::max(longest, std::min(count, PIECE));
+        total += count;
+        for (long head = 0; head < pool.kv_heads; head++) {
+            if (pieces > 1) split.push_back({r, head, 0, num_parts});
+            for (long piece = 0; piece < pieces; piece++) {
+                all.push_back({r, head, piece, num_parts});
+                if (pieces > 1) num_parts += ratio;
+            }
+        }
+    }
+    parts.resize(num_parts * pool.value_dim);
+    scales.resize(num_parts);
+}
+
+template <typename Item>
+void attend_rows(Works& works, const Pool& pool, const Item* q, const Item* memory, Item* out, float scale) {
+    static thread_local std::vector<float> scratch;
+    static thread_local std::vector<Scale> unread;
+    long ratio = works.ratio;
+    size_t scratch_size = MAX_HEADS * (pool.dim + works.longest + W);
+    if (scratch.size() < scratch_size) scratch.resize(scratch_size);
+    if (unread.size() < size_t(ratio)) unread.resize(ratio);
+#pragma omp for schedule(dynamic) nowait
+    for (size_t i = 0; i < works.all.size(); i++) {
+        const Work& work = works.all[i];
+        const int* span = works.spans + 4 * work.row;
+        long first = span[2] + work.piece * PIECE, end = std::min<long>(span[3], first + PIECE);
+        Row row{works.blocks + span[1], first, end};
+        long head = span[0] * works.num_heads + work.head * ratio;
+        const Item* from = q + head * pool.dim;
+        if (span[3] - span[2] <= PIECE)
+            attend_all(pool, memory, row, work.head, ratio, from, scale, scratch.data(), out + head * pool.value_dim,
+                       unread.data());
+        else
+            attend_all(pool, memory, row, work.head, ratio, from, scale, scratch.data(),
+                       works.parts.data() + work.part * pool.value_dim, works.scales.data() + work.part);
+    }
+    if (works.split.empty()) return;
+#pragma omp barrier
+#pragma omp for schedule(dynamic) nowait
+    for (size_t i = 0; i < works.split.size(); i++) {
+        const Work& work = works.split[i];
+        const int* span = works.spans + 4 * work.row;
+        long pieces = (span[3] - span[2] + PIECE - 1) / PIECE;
+        for (long h = 0; h < ratio; h++)
+            merge(works.parts.data() + (work.part + h) * pool.value_dim, works.scales.data() + work.part + h, pieces,
+                  ratio, pool.value_dim, out + (span[0] * works.num_heads + work.head * ratio + h) * pool.value_dim);
+    }
+}
+
+template void attend_rows(Works&, const Pool&, const float*, const float*, float*, float);
+template void attend_rows(Works&, const Pool&, const uint16_t*, const uint16_t*, uint16_t*, float);
+
+}  // namespace weft
 
 // sizes: rows, heads, kv_heads, layers, parts, block_tokens, dim, value_dim, layer.
 WEFT_EXPORT void weft_attend_f32(const float* q, const float* memory, const int* blocks, const int* spans, float* out,

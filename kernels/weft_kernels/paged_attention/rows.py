@@ -44,10 +44,7 @@ def paged_attention_rows(
     library = native()
     if library is None:
         return paged_attention_grouped(q, layer, batch, span, scale, value_dim)
-    # Enough queries at one key head fill the vectors by themselves; fewer do not, and single heads have to.
-    lanes = 2 * library.weft_width()
-    is_whole = (q.shape[2] | (value_dim or 0)) % library.weft_width() == 0
-    rows = _rows(batch, span, lanes if is_whole else 0)
+    rows = rows_within(batch, span, is_whole=(q.shape[2] | (value_dim or 0)) % library.weft_width() == 0)
     out = q.new_empty(*q.shape[:2], value_dim or q.shape[2])
     sizes = q.shape[1], *batch.pool.shape[1:], out.shape[2], layer
     if len(rows.spans):
@@ -66,12 +63,18 @@ def _longs(values: Sequence[int]) -> ctypes.Array[ctypes.c_long]:
     return (ctypes.c_long * len(values))(*values)
 
 
-def _rows(batch: PagedBatch, span: Span, lanes: int) -> Rows:
-    """Kept with the batch, as its cached properties are: made in the first layer of a span, used by the others."""
+def rows_within(batch: PagedBatch, span: Span, is_whole: bool) -> Rows:
+    """Kept with the batch, as its cached properties are: made in the first layer of a span, used by the others.
+
+    Enough queries at one key head fill the vectors by themselves. Fewer do not, and single heads have to: `is_whole`
+    says that they do.
+    """
     kept = vars(batch)
     key = f"rows {span.window} {span.chunk}"
     if key not in kept:
-        kept[key] = make_rows(batch, span, lanes)
+        library = native()
+        assert library is not None
+        kept[key] = make_rows(batch, span, 2 * library.weft_width() if is_whole else 0)
     rows: Rows = kept[key]
     return rows
 

@@ -1,44 +1,63 @@
 // Rotary embedding of queries and keys with new keys and values written where they stay, floats or bfloat16.
 
 #include "../rope/rotate.h"
+#include "rope_kv.h"
 
 using namespace weft;
 
 namespace {
 
-struct Sizes {
-    long rows, heads, kv_heads, dim;  // of one row: its queries' heads, its keys' and as many of values
-    long parts, part, block_tokens;   // a head of a block has `parts` parts: keys go to this one, values to the next
-};
+// A head to where it belongs, turned if there are angles.
+template <typename Item>
+WEFT_INLINE void place_head(const Item* from, const Item* cos, const Item* sin, Item* to, long dim) {
+    if (cos)
+        rotate(from, cos, sin, to, dim / 2);
+    else
+        std::memcpy(to, from, dim * sizeof(Item));
+}
 
 template <typename Item>
-void rope_kv(const Item* qkv, const Item* cos, const Item* sin, Item* pool, const int64_t* slots, Item* q,
-             const Sizes& s, int threads) {
+void rope_kv_all(const KvSizes& s, const Item* qkv, const Item* cos, const Item* sin, Item* pool, const int64_t* slots,
+                 Item* q, int threads) {
+    long num_items = s.rows * (s.heads + 2 * s.kv_heads) * s.dim;
+#pragma omp parallel num_threads(threads) if (threads > 1 && num_items > SERIAL_ITEMS)
+    rope_kv(s, qkv, cos, sin, pool, slots, q);
+}
+
+}  // namespace
+
+namespace weft {
+
+template <typename Item>
+void rope_kv(const KvSizes& s, const Item* qkv, const Item* cos, const Item* sin, Item* pool, const int64_t* slots,
+             Item* q) {
     long all = s.heads + 2 * s.kv_heads;
-#pragma omp parallel for num_threads(threads) if (threads > 1 && s.rows * all * s.dim > SERIAL_ITEMS)
+#pragma omp for schedule(static) nowait
     for (long r = 0; r < s.rows; r++) {
-        const Item *row = qkv + r * all * s.dim, *c = cos + r * s.dim, *n = sin + r * s.dim;
-        for (long h = 0; h < s.heads; h++)
-            rotate(row + h * s.dim, c, n, q + (r * s.heads + h) * s.dim, s.dim / 2);
+        const Item *row = qkv + r * all * s.dim, *c = cos ? cos + r * s.dim : nullptr, *n = sin + r * s.dim;
+        for (long h = 0; h < s.heads; h++) place_head(row + h * s.dim, c, n, q + (r * s.heads + h) * s.dim, s.dim);
         const Item *keys = row + s.heads * s.dim, *values = keys + s.kv_heads * s.dim;
         long block = slots[r] / s.block_tokens, offset = slots[r] % s.block_tokens;
         for (long h = 0; h < s.kv_heads; h++) {
             long place = ((block * s.kv_heads + h) * s.parts + s.part) * s.block_tokens + offset;
-            rotate(keys + h * s.dim, c, n, pool + place * s.dim, s.dim / 2);
+            place_head(keys + h * s.dim, c, n, pool + place * s.dim, s.dim);
             std::memcpy(pool + (place + s.block_tokens) * s.dim, values + h * s.dim, s.dim * sizeof(Item));
         }
     }
 }
 
-}  // namespace
+template void rope_kv(const KvSizes&, const float*, const float*, const float*, float*, const int64_t*, float*);
+template void rope_kv(const KvSizes&, const uint16_t*, const uint16_t*, const uint16_t*, uint16_t*, const int64_t*,
+                      uint16_t*);
 
-// sizes: as in Sizes.
+}  // namespace weft
+
 WEFT_EXPORT void weft_rope_kv_f32(const float* qkv, const float* cos, const float* sin, float* pool,
-                                  const int64_t* slots, float* q, const Sizes* sizes, int threads) {
-    rope_kv(qkv, cos, sin, pool, slots, q, *sizes, threads);
+                                  const int64_t* slots, float* q, const KvSizes* sizes, int threads) {
+    rope_kv_all(*sizes, qkv, cos, sin, pool, slots, q, threads);
 }
 
 WEFT_EXPORT void weft_rope_kv_bf16(const uint16_t* qkv, const uint16_t* cos, const uint16_t* sin, uint16_t* pool,
-                                   const int64_t* slots, uint16_t* q, const Sizes* sizes, int threads) {
-    rope_kv(qkv, cos, sin, pool, slots, q, *sizes, threads);
+                                   const int64_t* slots, uint16_t* q, const KvSizes* sizes, int threads) {
+    rope_kv_all(*sizes, qkv, cos, sin, pool, slots, q, threads);
 }

@@ -36,16 +36,22 @@ class GroupedAttention:
         if config.has_qkv_bias:
             self.bias = torch.cat([loader.tensor(f"{root}{part}_proj.bias") for part in "qkv"])
         self.output = loader.linear(root + "o_proj")
+        self.head_norms: tuple[Tensor, ...] = ()
         if config.head_norm is HeadNorm.WEIGHTED:
-            self.q_norm, self.k_norm = loader.tensor(root + "q_norm.weight"), loader.tensor(root + "k_norm.weight")
+            self.head_norms = tuple(loader.tensor(f"{root}{part}_norm.weight") for part in "qk")
         elif config.head_norm is HeadNorm.PLAIN:
             self.plain_norm = torch.ones(config.head_dim, dtype=loader.dtype, device=loader.device)
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing is done to heads but to norm them by weights and to rotate them then."""
+        return self.config.head_norm is not HeadNorm.PLAIN and self.config.temperature is None
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[T, hidden]; the rows' own keys go into the pool first."""
         heads = linear(x, self.qkv, self.bias).view(len(x), -1, self.config.head_dim)
-        if self.config.head_norm is HeadNorm.WEIGHTED:
-            self._norm(heads, self.q_norm, self.k_norm)
+        if self.head_norms:
+            self._norm(heads, *self.head_norms)
         batch = step.batches[self.group]
         if self.layer.is_rotated and self.config.head_norm is not HeadNorm.PLAIN:
             q = rope_kv(heads, *step.angles, batch.pool, self.index, step.slots[self.group])

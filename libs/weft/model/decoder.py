@@ -18,6 +18,7 @@ from weft.model.mlp import Mixture, Mlp
 from weft.model.rotary import cos_sin, inverse_frequencies
 from weft.model.spec import ModelConfig
 from weft.model.step import Rows, Step
+from weft_kernels.dense_layers import DenseLayer, dense_layers
 from weft_kernels.linear import linear, pack
 from weft_kernels.packed import rows_of
 from weft_kernels.paged_attention import PagedBatch
@@ -59,6 +60,16 @@ class DecoderLayer:
         stream, normed = add_rms_norm(attended, stream, self.mlp_norm, self.eps)
         return stream, self.mlp.forward(normed) if len(normed) else normed
 
+    def as_dense(self) -> DenseLayer | None:
+        """Its tensors, if it is made of nothing but what `weft_kernels.dense_layers` does in one call."""
+        attention, mlp = self.attention, self.mlp
+        if not isinstance(attention, GroupedAttention) or not isinstance(mlp, Mlp) or not attention.is_plain:
+            return None
+        q_norm, k_norm = attention.head_norms or (None, None)
+        weights = attention.qkv, attention.bias, q_norm, k_norm, attention.output
+        place = attention.group, attention.index, attention.span, attention.layer.is_rotated
+        return DenseLayer(self.input_norm, *weights, self.mlp_norm, mlp.gate_up, mlp.down, *place)
+
 
 class Decoder:
     """The model's tensors in the dtype and on the device they run in."""
@@ -77,7 +88,9 @@ class Decoder:
         self.layers = [DecoderLayer(config, index, loader) for index in range(config.num_layers)]
         self.norm = loader.tensor(config.prefix + "model.norm.weight")
         self.head = pack(self.embedding, dtype) if config.is_tied else loader.linear(config.prefix + "lm_head")
-        self.frequencies = inverse_frequencies(config.rope, config.rotated_dim).to(device)
+        layers = [layer.as_dense() for layer in self.layers]
+        self.dense = dense_layers(layers, self.norm, config.num_heads, config.rms_norm_eps)
+        self.frequencies = inverse_frequencies(config.rope, config.rotated_dim).to(device).repeat(2)  # of both halves
         loader.finish()
 
     def forward(self, rows: Rows, batches: Sequence[PagedBatch], out: Tensor | None = None) -> Tensor:
@@ -92,9 +105,11 @@ class Decoder:
     def hidden(self, rows: Rows, batches: Sequence[PagedBatch]) -> Tensor:
         """[R, hidden] of the rows whose logits are wanted, normed; else as `forward`."""
         angles = cos_sin(rows.positions, self.frequencies, self.dtype, self.config.rope.attention_factor)
+        stream, pending = rows_of(self.embedding, rows.token_ids).to(self.dtype), None
+        if self.dense is not None and (normed := self.dense.forward(stream, angles, rows.slots, batches)) is not None:
+            return normed if len(rows.logit_rows) == len(normed) else normed[rows.logit_rows]
         latent = plan_latent(self.config.latent, batches[0]) if self.config.latent else None
         step = Step(rows.slots, batches, angles, self._temperature(rows.positions), latent)
-        stream, pending = rows_of(self.embedding, rows.token_ids).to(self.dtype), None
         for layer in self.layers[:-1]:
             stream, pending = layer.forward(stream, pending, step)
         stream, pending = self.layers[-1].forward(stream, pending, step, rows.logit_rows)

@@ -1,0 +1,49 @@
+// Attention of single rows as a part of other kernels.
+#pragma once
+
+#include "../native/vector.h"
+
+#include <vector>
+
+namespace weft {
+
+struct Pool {
+    long kv_heads, layers, parts, block_tokens, dim, value_dim, layer;
+    // Items before the keys of one block and head.
+    long keys(long block, long head) const {
+        return ((block * kv_heads + head) * layers + layer) * parts * block_tokens * dim;
+    }
+    // Values stand behind the keys, or are their first part.
+    long values(long block, long head) const { return keys(block, head) + (parts - 1) * block_tokens * dim; }
+};
+
+// What the scores of one head and piece were: the highest, and the sum of all exponentials relative to it.
+struct Scale {
+    float highest, total;
+};
+
+// Row `row` of a batch, its key head, and which of its pieces; `part` is the first of the piece's places among results
+// to be merged.
+struct Work {
+    long row, head, piece, part;
+};
+
+// The rows of a batch in pieces: one piece for every row and key head that sees few keys; several otherwise, neighbours,
+// in order. blocks, spans: see `weft_kernels.paged_attention.rows`.
+struct Works {
+    const int *blocks, *spans;
+    long num_heads, ratio;
+    std::vector<Work> all;
+    std::vector<Work> split;  // the first piece of each that has several
+    long num_parts = 0, longest = 0, total = 0;
+    std::vector<float> parts;  // results to be merged
+    std::vector<Scale> scales;
+
+    Works(const int* blocks, const int* spans, long num_rows, long num_heads, const Pool& pool);
+};
+
+// All threads of a team take part, and do not meet at the end.
+template <typename Item>
+void attend_rows(Works& works, const Pool& pool, const Item* q, const Item* memory, Item* out, float scale);
+
+}  // namespace weft

@@ -1,0 +1,20 @@
+// Root mean square normalisation as a part of other kernels.
+#pragma once
+
+#include "../native/vector.h"
+
+namespace weft {
+
+// Rows of `heads` parts that are normed each for itself; `size` items each, a multiple of the vector's length. Rows are
+// `stride` items apart where they are read, `out_stride` where they are written.
+struct Parts {
+    long rows, heads, size, stride, out_stride;
+    float eps;
+};
+
+// out = weight * norm(x), which may be x. With a `residual`: of total = residual + x, which may be residual; there is
+// one head then, and all strides are the size. All threads of a team take part, and do not meet at the end.
+template <typename Item>
+void norm(const Parts& parts, const Item* x, const Item* residual, const Item* weight, Item* total, Item* out);
+
+}  // namespace weft

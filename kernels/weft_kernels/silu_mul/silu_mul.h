@@ -1,0 +1,13 @@
+// The gate of a SwiGLU layer as a part of other kernels.
+#pragma once
+
+#include "../native/vector.h"
+
+namespace weft {
+
+// gate_up: [rows, 2 size], out: [rows, size]; see `weft_kernels.silu_mul`. All threads of a team take part, and do not
+// meet at the end.
+template <typename Item>
+void silu_mul(const Item* gate_up, Item* out, long rows, long size);
+
+}  // namespace weft

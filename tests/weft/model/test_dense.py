@@ -1,0 +1,172 @@
+"""All layers in one call give what they give one by one, to the last bit, in every dense family that fits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.test_linear import ISAS
+from tests.weft.engine.harness import Driver
+from tests.weft.tiny_families import FAMILIES, TinyFamily, make_family
+from weft.model.decoder import Decoder, DecoderLayer
+from weft.model.kv_layout import kv_groups
+from weft.model.step import Rows
+from weft_kernels.native import CHOICE
+from weft_kernels.paged_attention import PagedBatch
+
+pytestmark = pytest.mark.skipif(not ISAS, reason="no build for this processor")
+NAN = float("nan")
+DTYPES = [torch.float32, torch.bfloat16]
+# heads, key heads and sizes: odd counts, all the ratios that attention tells apart, panels that are not full
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama2": {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64, "hidden_size": 96},
+    "mistral-window": {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 32},
+    "qwen2": {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 1040},
+    "qwen2-window": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 96, "hidden_size": 112},
+    "qwen3": {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 128, "hidden_size": 48},
+    "smollm3-window": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 64},
+}
+# Some with rows whose logits nobody wants, and contexts that end at, before and behind the edges of blocks.
+MANY = [(1, length) for length in range(1, 40)]
+BATCHES = [[(1, 1)], [(1, 16)], [(1, 17), (1, 64), (1, 2000)], [(2, 33), (1, 1), (3, 3)], MANY]
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyFamily:
+    """Each family in a shape of its own."""
+    sizes = {"intermediate_size": 64, **SHAPES[request.param], "max_position_embeddings": 2048}
+    return make_family(request.param, tmp_path_factory.mktemp(request.param), **sizes)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every instruction set that this machine has."""
+    monkeypatch.setenv(CHOICE, request.param)
+    return str(request.param)
+
+
+def decoder_of(tiny: TinyFamily, dtype: torch.dtype) -> Decoder:
+    return Decoder(tiny.config, tiny.weights, dtype, torch.device("cpu"))
+
+
+def run(model: Decoder, pool: Tensor, sequences: list[tuple[int, int]], block_tokens: int) -> Tensor:
+    """Hidden states of sequences with so many rows at the end of so many tokens; pages shuffled, but always alike."""
+    config, shuffled = model.config, random.Random(7)
+    pages = list(range(1, len(pool)))
+    shuffled.shuffle(pages)
+    groups = range(len(kv_groups(config).reaches))
+    tables = [[[pages.pop() for _ in range(-(-length // block_tokens))] for _, length in sequences] for _ in groups]
+    positions = [at for count, length in sequences for at in range(length - count, length)]
+    places = [(index, at) for index, (count, length) in enumerate(sequences) for at in range(length - count, length)]
+    slots = [[group[i][at // block_tokens] * block_tokens + at % block_tokens for i, at in places] for group in tables]
+    starts = list(accumulate((count for count, _ in sequences), initial=0))
+    lens = [length for _, length in sequences]
+    batches = [PagedBatch(pool, config.num_heads, starts, lens, table) for table in tables]
+    ids = torch.tensor([shuffled.randrange(config.vocab_size) for _ in positions])
+    wanted = torch.tensor([end - 1 for end in starts[1:]])
+    with torch.inference_mode():
+        return model.hidden(Rows(ids, torch.tensor(positions), torch.tensor(slots), wanted), batches)
+
+
+def pool_of(model: Decoder, sequences: list[tuple[int, int]], block_tokens: int) -> Tensor:
+    """Random keys and values, and one block of NaN that belongs to nobody."""
+    config, groups = model.config, kv_groups(model.config)
+    count = sum(-(-length // block_tokens) for _, length in sequences) * len(groups.reaches)
+    pool = torch.randn(count + 1, config.num_kv_heads, groups.size, 2, block_tokens, config.head_dim)
+    pool[0] = NAN
+    return pool.to(model.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("isa")
+def test_all_layers_at_once_are_the_layers_one_by_one(tiny: TinyFamily, dtype: torch.dtype) -> None:
+    model = decoder_of(tiny, dtype)
+    at_once = model.dense
+    assert at_once is not None
+    for block_tokens, sequences in zip((16, 16, 16, 8, 4), BATCHES, strict=True):
+        found, pools = [], []
+        start = pool_of(model, sequences, block_tokens)
+        for dense in (None, at_once):
+            model.dense, pool = dense, start.clone()
+            found.append(run(model, pool, sequences, block_tokens))
+            pools.append(pool.nan_to_num())
+        assert torch.equal(*found)
+        assert torch.equal(*pools)
+        assert not torch.equal(pools[0], start.nan_to_num()), "no keys were written"
+        assert found[0].isfinite().all()
+
+
+def test_two_threads_give_what_one_gives(tiny: TinyFamily) -> None:
+    model, sequences = decoder_of(tiny, torch.bfloat16), BATCHES[3]
+    start, before, found = pool_of(model, sequences, 16), torch.get_num_threads(), []
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            found.append(run(model, start.clone(), sequences, 16))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def refuse(*_: object) -> None:
+    raise AssertionError("a layer was run by itself")
+
+
+@pytest.mark.parametrize("name", ["llama2", "qwen2-window", "qwen3", "smollm3"])
+def test_the_engine_generates_without_running_a_layer_by_itself(
+    name: str, family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, prompt = family_of(name), [5, 9, 11, 30, 7]
+    monkeypatch.setattr(DecoderLayer, "forward", refuse)
+    with Driver(tiny) as driver:
+        tokens = driver.generate(prompt, 20).tokens
+    assert tiny.is_greedy(prompt, tokens)
+
+
+def test_long_prompts_are_read_as_chunks(tiny: TinyFamily, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that fill the products of attention by themselves take the ordinary way."""
+    model, sequences = decoder_of(tiny, torch.float32), [(64, 64)]
+    monkeypatch.setattr(DecoderLayer, "forward", refuse)
+    with pytest.raises(AssertionError, match="by itself"):
+        run(model, pool_of(model, sequences, 16), sequences, 16)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_only_what_the_kernel_knows_is_done_at_once(
+    name: str, family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, width = family_of(name).config, 16
+    is_dense = config.experts is None and config.latent is None
+    sizes = config.hidden_size, config.intermediate_size, config.head_dim // 2
+    expected = is_dense and not any(size % width for size in sizes)
+    monkeypatch.setenv(CHOICE, ISAS[-1])
+    if ISAS[-1] != "avx2":
+        assert (decoder_of(family_of(name), torch.float32).dense is not None) == expected
+    monkeypatch.setenv(CHOICE, "torch")
+    assert decoder_of(family_of(name), torch.float32).dense is None
+
+
+def test_matrices_of_several_types_are_left_to_the_layers(family_of: Callable[[str], TinyFamily]) -> None:
+    tiny = family_of("llama2")
+    name = "model.layers.1.mlp.down_proj.weight"
+    weights = {**tiny.weights, name: tiny.weights[name].bfloat16()}
+    assert Decoder(tiny.config, weights, torch.float32, torch.device("cpu")).dense is None
+
+
+def test_bfloat16_weights_of_a_float32_model_stay_what_they_are(tiny: TinyFamily) -> None:
+    halves = {name: each.bfloat16() for name, each in tiny.weights.items()}
+    wide = {name: each.float() for name, each in halves.items()}
+    states = []
+    for weights in (halves, wide):
+        model = Decoder(tiny.config, weights, torch.float32, torch.device("cpu"))
+        torch.manual_seed(3)
+        assert model.dense is not None
+        states.append(run(model, pool_of(model, BATCHES[3], 8), BATCHES[3], 8))
+    torch.testing.assert_close(*states, rtol=1e-5, atol=1e-5)
