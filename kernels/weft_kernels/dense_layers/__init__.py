@@ -111,9 +111,9 @@ class DenseLayers:
         rows = [rows_within(batches[group], span, is_whole=True) for group, span in self._views]
         if not len(stream) or any(each.chunks for each in rows):
             return None
-        pool, out = batches[0].pool, torch.empty_like(stream)
+        pool, slots, out = batches[0].pool, slots.contiguous(), torch.empty_like(stream)
         assert stream.dtype == pool.dtype == angles[0].dtype == self._dtype
-        assert all(each.is_contiguous() for each in (stream, slots, *angles))
+        assert all(each.is_contiguous() for each in (stream, *angles))
         views = (_View * len(rows))(*(_View(each.blocks.data_ptr(), each.spans.data_ptr()) for each in rows))
         tensors = (each.data_ptr() for each in (stream, out, pool, *angles, slots))
         step = _Step(len(stream), len(rows), pool.shape[2], pool.shape[4], ctypes.addressof(views), *tensors)

@@ -64,14 +64,17 @@ def run(model: Decoder, pool: Tensor, sequences: list[tuple[int, int]], block_to
     tables = [[[pages.pop() for _ in range(-(-length // block_tokens))] for _, length in sequences] for _ in groups]
     positions = [at for count, length in sequences for at in range(length - count, length)]
     places = [(index, at) for index, (count, length) in enumerate(sequences) for at in range(length - count, length)]
-    slots = [[group[i][at // block_tokens] * block_tokens + at % block_tokens for i, at in places] for group in tables]
+    # as graphs have them: the leading columns of more
+    slots = torch.zeros(len(tables), len(places) + 3, dtype=torch.int64)[:, : len(places)]
+    for row, table in zip(slots, tables, strict=True):
+        row[:] = torch.tensor([table[i][at // block_tokens] * block_tokens + at % block_tokens for i, at in places])
     starts = list(accumulate((count for count, _ in sequences), initial=0))
     lens = [length for _, length in sequences]
     batches = [PagedBatch(pool, config.num_heads, starts, lens, table) for table in tables]
     ids = torch.tensor([shuffled.randrange(config.vocab_size) for _ in positions])
     wanted = torch.tensor([end - 1 for end in starts[1:]])
     with torch.inference_mode():
-        return model.hidden(Rows(ids, torch.tensor(positions), torch.tensor(slots), wanted), batches)
+        return model.hidden(Rows(ids, torch.tensor(positions), slots, wanted), batches)
 
 
 def pool_of(model: Decoder, sequences: list[tuple[int, int]], block_tokens: int) -> Tensor:
