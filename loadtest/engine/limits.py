@@ -17,6 +17,7 @@ from weft.capacity.gpus import Gpu
 from weft.capacity.layout import GIB, Demand, Layout
 from weft.capacity.limits import TERA, Limits
 from weft.capacity.plan import make_plan
+from weft.engine.runner import DTYPES
 from weft.model.spec import ModelConfig
 
 CPU_BYTES, GPU_BYTES = 256 << 20, 1 << 30
@@ -48,10 +49,10 @@ def read_bandwidth(device: str) -> float:
     return source.nbytes / min(seconds(source.sum, device))
 
 
-def measure(device: str) -> Gpu:
-    """As the planner takes it."""
+def measure(device: str, of_products: str | None = None) -> Gpu:
+    """As the planner takes it. Products are of float32 on a CPU, of bfloat16 on a GPU, unless asked for otherwise."""
     is_cpu = device == "cpu"
-    dtype = torch.float32 if is_cpu else torch.bfloat16
+    dtype = DTYPES[of_products or ("float32" if is_cpu else "bfloat16")]
     size = CPU_SIZE if is_cpu else GPU_SIZE
     source = torch.zeros((CPU_BYTES if is_cpu else GPU_BYTES) // dtype.itemsize, dtype=dtype, device=device)
     target = torch.empty_like(source)

@@ -163,6 +163,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="213M" if is_cpu else "8B")
     parser.add_argument("--tiny", action="store_true", help="the same architecture, a few thousand weights")
     parser.add_argument("--device", default="cpu" if is_cpu else "cuda")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32" if is_cpu else "bfloat16")
     parser.add_argument("--threads", type=int, default=0, help="on a CPU; 0: torch's choice")
     parser.add_argument("--kv-gib", type=float, default=2.0 if is_cpu else 0.0, help="0: what a GPU has left")
     parser.add_argument("--chunk-tokens", type=int, default=512 if is_cpu else 8192)
@@ -188,11 +189,11 @@ def main() -> None:
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[options.shape].tiny() if options.tiny else SHAPES[options.shape]
-    dtype, block_tokens = ("float32", 16) if options.device == "cpu" else ("bfloat16", 64)
+    block_tokens = 16 if options.device == "cpu" else 64
     max_seqs = max([*options.batches, *options.mixed], default=1) + 1
-    settings = Settings(options.device, dtype, block_tokens, options.chunk_tokens, max_seqs, options.kv_gib)
+    settings = Settings(options.device, options.dtype, block_tokens, options.chunk_tokens, max_seqs, options.kv_gib)
     results = Results.open(options.out / "results.json" if options.out else None, options.limit_seconds)
-    gpu = measure(options.device)
+    gpu = measure(options.device, options.dtype)
     results.facts |= facts(settings, gpu)
     parts = (options.batches, options.contexts, options.prompts, options.mixed)
     sweep = Sweep(shape, settings, gpu, Grid(*parts, options.steps, options.point_seconds))
