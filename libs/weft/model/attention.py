@@ -51,7 +51,10 @@ class GroupedAttention:
         """[T, hidden]; the rows' own keys go into the pool first."""
         heads = linear(x, self.qkv, self.bias).view(len(x), -1, self.config.head_dim)
         if self.head_norms:
-            self._norm(heads, *self.head_norms)
+            counts = [self.config.num_heads, self.config.num_kv_heads, self.config.num_kv_heads]
+            q, k, _ = torch.split(heads, counts, dim=1)
+            for some, weight in zip((q, k), self.head_norms, strict=True):
+                some.copy_(rms_norm(some, weight, self.config.rms_norm_eps))
         batch = step.batches[self.group]
         if self.layer.is_rotated and self.config.head_norm is not HeadNorm.PLAIN:
             q = rope_kv(heads, *step.angles, batch.pool, self.index, step.slots[self.group])
@@ -72,10 +75,3 @@ class GroupedAttention:
         if step.temperature is not None and not self.layer.is_rotated:
             q = q * step.temperature
         return q.contiguous()
-
-    def _norm(self, heads: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
-        """In place."""
-        num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
-        for first, count, weight in ((0, num_heads, q_norm), (num_heads, num_kv_heads, k_norm)):
-            some = heads[:, first : first + count]
-            some.copy_(rms_norm(some, weight, self.config.rms_norm_eps))
