@@ -48,14 +48,8 @@ class ModelRunner:
         else:
             memory = torch.frombuffer(shared.mapping, dtype=torch.uint8)
         offset = -memory.data_ptr() % PAGE_BYTES
-        shape = (
-            num_blocks,
-            model.config.num_kv_heads,
-            groups.size,
-            model.config.kv_parts,
-            config.block_tokens,
-            -1,
-        )
+        num_heads, num_parts = model.config.num_kv_heads, model.config.kv_parts
+        shape = num_blocks, num_heads, groups.size, num_parts, config.block_tokens, -1
         self.pool = memory[offset : offset + num_blocks * size].view(DTYPES[dtype]).view(shape)
         self._memory = PoolMemory(self.pool.data_ptr(), size, config.num_blocks, shared.fd if shared else None)
         self._link = Link(device)

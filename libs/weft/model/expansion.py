@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -63,9 +63,7 @@ def plan_latent(latent: Latent, batch: PagedBatch) -> LatentPlan:
 
 def _absorbed(batch: PagedBatch, indices: Sequence[int]) -> tuple[Tensor, PagedBatch]:
     rows = [torch.arange(batch.query_starts[index], batch.query_starts[index + 1]) for index in indices]
-    starts = [0]
-    for each in rows:
-        starts.append(starts[-1] + len(each))
+    starts = list(accumulate(map(len, rows), initial=0))
     lens = [batch.context_lens[index] for index in indices]
     tables = [batch.block_tables[index] for index in indices]
     return upload(torch.cat(rows), batch.pool.device), PagedBatch(batch.pool, batch.num_heads, starts, lens, tables)
