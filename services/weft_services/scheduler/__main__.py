@@ -1,6 +1,7 @@
 """`python -m weft_services.scheduler`: one scheduler process."""
 
 import logging
+from functools import partial
 
 from weft import log, metrics, trace
 from weft.config import describe, read_config
@@ -28,10 +29,10 @@ async def main(config: Config) -> None:
     lease = Lease(config.redis_url, "planner")
     planner = RolePlanner(config.planner_limits, lambda: lease.is_held) if config.planner_limits else None
     router = Router(config.silence_seconds, parse_targets(config.targets), config.prefix_keys, planner)
-    room = WaitingRoom(config.max_queue, config.queue_seconds)
     kvstore = KvStore(config.kvstore_addr) if config.kvstore_addr else None
     whereabouts = Whereabouts(kvstore.locate if kvstore else None)
-    dispatcher = Dispatcher(router, affinity, room, whereabouts=whereabouts)
+    make_room = partial(WaitingRoom, config.max_queue, config.queue_seconds)
+    dispatcher = Dispatcher(router, affinity, make_room, whereabouts=whereabouts)
     rpc = RpcServer(NAMES)
     store = StoreWatch(kvstore.describe) if kvstore else None
     register(rpc.server, dispatcher, config.report_interval_ms, config.silence_seconds, store)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from weft_services.scheduler.waiting import Waiter, WaitingRoom
 from weft_services.scheduler.whereabouts import Whereabouts
 
 SWEEP_SECONDS = 1.0
+OTHERS_WAIT = "others wait for room already"
 # looked up once
 _BY_SESSION, _BY_LOAD = ROUTES.labels("session"), ROUTES.labels("load")
 _OUTCOMES: dict[type[WeftError], str] = {
@@ -41,14 +43,15 @@ class Dispatcher:
         self,
         router: Router,
         affinity: Affinity,
-        room: WaitingRoom | None = None,
+        make_room: Callable[[], WaitingRoom] = lambda: WaitingRoom(0, 0.0),
         clock: Callable[[], float] = time.monotonic,
         whereabouts: Whereabouts | None = None,
     ) -> None:
-        """Without a waiting room a request that finds no place is refused at once."""
+        """`make_room`: where a model's requests wait, so that a full model is no matter of another's. Unless told
+        otherwise nobody waits: a request that finds no place is refused at once."""
         self._router = router
         self._affinity = affinity
-        self._room = room if room is not None else WaitingRoom(0, 0.0)
+        self._rooms = defaultdict[str, WaitingRoom](make_room)  # of models that have been placed or were full
         self._clock = clock
         self._whereabouts = whereabouts or Whereabouts()
         self._places: dict[Waiter, tuple[Preference, asyncio.Future[Placement]]] = {}
@@ -88,9 +91,10 @@ class Dispatcher:
 
         Raises the policy's refusals, having booked nothing; Overloaded says when to come back.
         """
-        preference = await self._affinity.lookup(query.model, query.session)
-        await self._whereabouts.learn(self._router, query)
         try:
+            self._check(query)
+            preference = await self._affinity.lookup(query.model, query.session)
+            await self._whereabouts.learn(self._router, query)
             placement = await self._place(query, preference)
         except WeftError as error:
             ROUTES.labels(_OUTCOMES.get(type(error), "late")).inc()
@@ -98,17 +102,25 @@ class Dispatcher:
         (_BY_SESSION if placement.by_session else _BY_LOAD).inc()
         return placement
 
+    def _check(self, query: RouteQuery) -> None:
+        """Nobody is asked about a request that would have to wait too long behind others: while a fleet is full that is
+        most of them, and their clients shall know at once."""
+        now, room = self._clock(), self._rooms.get(query.model)
+        if room is not None and not room.goes_first(query, now):
+            room.check(query, now, Overloaded(OTHERS_WAIT))
+
     async def _place(self, query: RouteQuery, preference: Preference) -> Placement:
-        now = self._clock()
-        busy = Overloaded("others wait for room already")
-        if self._room.goes_first(query, now):
+        now, room = self._clock(), self._rooms.get(query.model)
+        busy = Overloaded(OTHERS_WAIT)
+        if room is None or room.goes_first(query, now):
             try:
                 return self._placed(query, preference, now)
             except TooLate:
                 raise
             except Overloaded as error:
                 busy = error
-        waiter = self._room.enter(query, now, busy)
+        room = self._rooms[query.model]
+        waiter = room.enter(query, now, busy)
         place: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
         self._places[waiter] = preference, place
         WAITING.inc()
@@ -116,22 +128,27 @@ class Dispatcher:
             async with asyncio.timeout(waiter.give_up_at - now):
                 return await place
         except TimeoutError:
-            again = self._room.retry_after(query, self._clock(), busy.retry_after_seconds)
+            again = room.retry_after(query, self._clock(), busy.retry_after_seconds)
             raise Overloaded(str(busy), again) from None
         finally:
             WAITING.dec()
-            self._room.leave(waiter, self._clock())
+            room.leave(waiter, self._clock())
             del self._places[waiter]
 
     def _placed(self, query: RouteQuery, preference: Preference, now: float) -> Placement:
         placement = self._router.place(query, preference, now)
-        self._room.placed(query, now)
+        self._rooms[query.model].placed(query, now)
         return placement
 
     def _seat(self) -> None:
-        """Something has changed: place those who wait, in their order, until there is no room for the next."""
+        """Something has changed: place those who wait, in their order, until there is no room for the next of any
+        model."""
         now = self._clock()
-        while (waiter := self._room.first(now)) is not None:
+        for room in self._rooms.values():
+            self._seat_from(room, now)
+
+    def _seat_from(self, room: WaitingRoom, now: float) -> None:
+        while (waiter := room.first(now)) is not None:
             preference, place = self._places[waiter]
             left = waiter.query.remaining_seconds - (now - waiter.since)
             try:
@@ -139,17 +156,13 @@ class Dispatcher:
             except WeftError as error:
                 if isinstance(error, Overloaded) and not isinstance(error, TooLate):
                     return
-                self._refuse(waiter, error)
+                room.leave(waiter, now)
+                if not place.done():
+                    place.set_exception(error)
             else:
-                self._room.leave(waiter, now)
+                room.leave(waiter, now)
                 if not place.done():
                     place.set_result(placement)
-
-    def _refuse(self, waiter: Waiter, error: WeftError) -> None:
-        self._room.leave(waiter, self._clock())
-        _, place = self._places[waiter]
-        if not place.done():
-            place.set_exception(error)
 
     def settle(self, progress: Progress) -> None:
         """A booked request has come this far. Late, repeated and unknown ones change nothing."""

@@ -67,18 +67,21 @@ class WaitingRoom:
         return self._num
 
     def enter(self, query: RouteQuery, now: float, busy: Overloaded) -> Waiter:
-        """Wait. Raises Overloaded, saying when to come back, when that would take too long; `busy` says why it must
-        wait."""
-        most = min(self._max_seconds, query.remaining_seconds)
-        expected = self.expected_seconds(query, now)
-        if query.reject_if_busy or self._num >= self._max_waiting or expected > SURE_SHARE * most:
-            raise Overloaded(str(busy), self.retry_after(query, now, busy.retry_after_seconds))
+        """Wait. Raises what `check` raises."""
+        self.check(query, now, busy)
         self._look(now)
-        waiter = Waiter(query, now, now + most)
+        waiter = Waiter(query, now, now + self._longest(query))
         self._lines.setdefault((query.priority, query.tenant), deque()).append(waiter)
         self._num += 1
         self._tokens += waiter.tokens
         return waiter
+
+    def check(self, query: RouteQuery, now: float, busy: Overloaded) -> None:
+        """Raises Overloaded, saying when to come back, when waiting would take too long; `busy` says why it must
+        wait."""
+        expected = self.expected_seconds(query, now)
+        if query.reject_if_busy or self._num >= self._max_waiting or expected > SURE_SHARE * self._longest(query):
+            raise Overloaded(str(busy), self.retry_after(query, now, busy.retry_after_seconds))
 
     def leave(self, waiter: Waiter, now: float) -> None:
         """It has been placed, or waits no more. Idempotent."""
@@ -140,6 +143,9 @@ class WaitingRoom:
     def retry_after(self, query: RouteQuery, now: float, least: float) -> float:
         """When it is worth another try: after those who wait now, and never sooner than the fleet itself says."""
         return min(max(self.expected_seconds(query, now), least, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+
+    def _longest(self, query: RouteQuery) -> float:
+        return min(self._max_seconds, query.remaining_seconds)
 
     def _look(self, now: float) -> None:
         """Time in which somebody waited passes; call before their number changes."""

@@ -90,7 +90,8 @@ def route_request(request_id: str, **changes: object) -> pb.RouteRequest:
 async def serving(
     affinity: Affinity, silence_seconds: float = 10.0, room: WaitingRoom | None = None
 ) -> AsyncIterator[Scheduler]:
-    dispatcher = Dispatcher(Router(silence_seconds), affinity, room)
+    waiting = room if room is not None else WaitingRoom(0, 0.0)
+    dispatcher = Dispatcher(Router(silence_seconds), affinity, lambda: waiting)
     rpc = RpcServer(NAMES)
     register(rpc.server, dispatcher, 1000, silence_seconds)
     address = await rpc.start("127.0.0.1", 0)
