@@ -2,7 +2,7 @@
 
     python -m loadtest.split                                three rounds, a minute each and side
     python -m loadtest.split --chunk-tokens 512 --rounds 5  other steps, more rounds
-    python -m loadtest.split --report split.md              the table as a page
+    python -m loadtest.split --out docs/results             split.json, of which loadtest.headlines makes its page
 
 Short chats stream while long prompts arrive, both by chance at a fixed rate, the same requests for both sides. A worker
 that does both writes no token while a chunk of a prompt computes; a decode worker of a pair never waits for one. How
@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import math
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -143,8 +144,23 @@ def rows(results: dict[str, list[Figures]]) -> list[tuple[str, ...]]:
     return table
 
 
-def parse_options() -> tuple[Options, str]:
-    """The command line: what is asked, and where the table goes."""
+def record(results: dict[str, list[Figures]], options: Options) -> str:
+    """All rounds of both sides, as JSON."""
+    sides = {name: [asdict(figures) for figures in rounds] for name, rounds in results.items()}
+    return json.dumps({"options": asdict(options), "sides": sides}, indent=1) + "\n"
+
+
+def recorded(text: str) -> dict[str, list[Figures]]:
+    """The rounds out of that."""
+    sides = json.loads(text)["sides"]
+    return {
+        name: [Figures(**{**figures, "itl": tuple(figures["itl"])}) for figures in rounds]
+        for name, rounds in sides.items()
+    }
+
+
+def parse_options() -> tuple[Options, Path | None]:
+    """The command line: what is asked, and where the figures go."""
     parser = argparse.ArgumentParser(description="Combined workers against a prefill and a decode worker.")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals, a round and side")
@@ -154,7 +170,7 @@ def parse_options() -> tuple[Options, str]:
     parser.add_argument("--long-rate", type=float, default=0.0, help="long prompts a second, instead")
     parser.add_argument("--long-tokens", type=int, nargs=2, default=(2048, 8), metavar=("PROMPT", "ANSWER"))
     parser.add_argument("--chunk-tokens", type=int, default=128, help="prompt tokens in one step (WEFT_CHUNK_TOKENS)")
-    parser.add_argument("--report", default="", help="a Markdown file")
+    parser.add_argument("--out", type=Path, help="a directory for split.json")
     given = parser.parse_args()
     options = Options(
         rounds=given.rounds,
@@ -166,12 +182,12 @@ def parse_options() -> tuple[Options, str]:
         long_tokens=tuple(given.long_tokens),
         chunk_tokens=given.chunk_tokens,
     )
-    return options, given.report
+    return options, given.out
 
 
 def main() -> None:
     """Measure and print."""
-    options, report = parse_options()
+    options, out = parse_options()
     environment = {"WEFT_CHUNK_TOKENS": str(options.chunk_tokens)}
     with tempfile.TemporaryDirectory() as folder:
         model = str(make_checkpoint(Path(folder) / "llama-30M"))
@@ -186,9 +202,9 @@ def main() -> None:
     for row in rows(results):
         table.add_row(*row)
     Console(width=110).print(table)
-    if report:
-        lines = (headings, ("---",) * len(headings), *rows(results))
-        Path(report).write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "split.json").write_text(record(results, options))
 
 
 if __name__ == "__main__":

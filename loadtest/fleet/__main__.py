@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         name = f"fleet-{options.experiment}"
-        (options.out / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
+        record = {"trace": options.trace.name, "machine": options.machine, "load": options.load, "figures": figures}
+        (options.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
         (options.out / f"{name}.html").write_text(page(f"Weft fleet simulation: {options.experiment}", parts))
 
 

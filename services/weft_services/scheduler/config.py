@@ -17,7 +17,7 @@ MAX_QUEUE_SECONDS = 4.0
 @dataclass(frozen=True, slots=True)
 class Config:
     """From WEFT_* variables. An empty redis_url means no session affinity, an empty kvstore_addr that only
-    what this scheduler dispatched is known of who caches what; `max_queue` requests wait for room, each
+    what this scheduler dispatched is known of who caches what; `max_queue` requests of a model wait for room, each
     no longer than `queue_seconds`; `targets` is what waiting and generating may take before new requests have to
     wait; `planner` what they may take before a worker changes its role, empty: never."""
 
