@@ -78,6 +78,7 @@ def test_gpu_workers_differ_from_the_others_in_image_device_and_name_only() -> N
         changed = {key for key in cpu if cpu[key] != gpu[key]} | (gpu.keys() - cpu.keys())
         assert changed == {"image", "build", "profiles", "ulimits", "deploy", "environment"}
         own = {"WEFT_ADVERTISE_HOST": f"{name}-gpu", "WEFT_WORKER_ID": f"{name}-gpu-0"}
+        own["WEFT_GPU_SHARE"] = "${WEFT_GPU_SHARE:-0.5}"  # both have the first GPU
         assert gpu["environment"] == {**cpu["environment"], **own}
 
 

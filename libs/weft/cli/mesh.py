@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from weft.cli.gpus import gpu_settings
 from weft.cli.health import grpc_serves, http_answers, redis_answers
 from weft.cli.ports import LOOPBACK, PortTaken, check_listen_address, check_port, free_ports, reachable
 from weft.cli.supervisor import ChildSpec
@@ -33,7 +34,7 @@ WORKER_START_SECONDS = 900.0
 class MeshOptions:
     """What the user asked for. `models`: checkpoint directories by served name, each with so many workers of its own.
 
-    `threads` 0 shares the cores among the workers; without Mooncake there is no store.
+    `threads` 0 shares the cores among the workers, as `gpus` are; without Mooncake there is no store.
     """
 
     models: Mapping[str, Path]
@@ -55,6 +56,7 @@ class MeshOptions:
     weights_listen: str = ""
     log_level: str = "info"
     has_store: bool = True
+    gpus: tuple[str, ...] = ()
 
     @property
     def worker_threads(self) -> int:
@@ -96,6 +98,10 @@ class MeshOptions:
         if size < max(2, self.threads):
             return ""
         return ",".join(map(str, cores[index * size : (index + 1) * size]))
+
+    def worker_share(self, index: int) -> dict[str, str]:
+        """What of the machine is one worker's."""
+        return {"WEFT_CPUS": self.worker_cpus(index), **gpu_settings(self.gpus, self.num_workers, index)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +150,7 @@ def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
         stores.append(_service("kvstore", at.kvstore, own))
     stores.append(_weights(options, at))
     workers = [
-        _worker(options, at, name, model, options.worker_cpus(index))
+        _worker(options, at, name, model, options.worker_share(index))
         for index, (name, model) in enumerate(options.workers.items())
     ]
     return [*stores, *workers, *(_gateway(options, at, name) for name in at.gateways)]
@@ -210,10 +216,10 @@ def _weights(options: MeshOptions, at: Addresses) -> ChildSpec:
     return replace(spec, environ={**spec.environ, "WEFT_HOST": listen_host}) if listen_host else spec
 
 
-def _worker(options: MeshOptions, at: Addresses, name: str, model: str, cpus: str) -> ChildSpec:
+def _worker(options: MeshOptions, at: Addresses, name: str, model: str, share: Mapping[str, str]) -> ChildSpec:
     kind, address = name.split("-")[0], at.workers[name]
     host, _, port = address.rpartition(":")
-    own = {"WEFT_WORKER_ID": name, "WEFT_HOST": host, "WEFT_PORT": port, "WEFT_METRICS_PORT": "0", "WEFT_CPUS": cpus}
+    own = {"WEFT_WORKER_ID": name, "WEFT_HOST": host, "WEFT_PORT": port, "WEFT_METRICS_PORT": "0", **share}
     own |= {"WEFT_ROLE": _ROLES[kind], **_model_setting({model: options.models[model]})}
     environ = {**os.environ, **worker_waits(os.environ), **_common(options, at), **own}
     # both roles' services in one process, so that `weft role` can change which one it is given work for

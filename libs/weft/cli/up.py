@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from weft.cli.display import Display
+from weft.cli.gpus import usable_gpus
 from weft.cli.mesh import (
     HARMLESS,
     STANDBY_COMMAND,
@@ -133,7 +134,7 @@ def up(options: MeshOptions, picture: Path | None = None) -> int:
     trouble = mooncake_trouble()
     if trouble and options.transport == "mooncake":
         raise UsageError(f"--transport mooncake: {trouble}")
-    options = replace(options, has_store=not trouble)
+    options = replace(options, has_store=not trouble, gpus=usable_gpus(os.environ))
     try:
         at = pick_addresses(options)
     except PortTaken as error:

@@ -13,6 +13,7 @@ import grpc
 import torch
 
 from weft import log
+from weft.capacity.plan import RUNTIME_BYTES
 from weft.capacity.room import (
     CHUNK_TOKENS,
     Machine,
@@ -133,12 +134,15 @@ def _build(
 ) -> Booted:
     model = parse_config(ready.config_json)
     size, limits = block_bytes(model, machine.dtype, machine.block_tokens), _limits(config, machine, model)
-    room = measure_room(model, machine, limits.chunk_tokens, limits.max_num_seqs, _free_bytes(machine))
+    room = measure_room(
+        model, machine, limits.chunk_tokens, limits.max_num_seqs, _free_bytes(machine, config.gpu_share)
+    )
     num_blocks = _num_blocks(config, room, limits, machine, size)
     image, device = open_image(ready.shm_name, ready.size_bytes), torch.device(machine.device)
     decoder = Decoder(model, image, DTYPES[machine.dtype], device, machine.is_resident)
     if machine.device == "cuda":
-        free = free_bytes(decoder.device)
+        held = torch.cuda.memory_reserved(decoder.device) + RUNTIME_BYTES  # and what libraries have beside torch
+        free = own_bytes(free_bytes(decoder.device), _total_bytes(), config.gpu_share, held)
         identity = identity_of(ready.weights_hash, limits, machine.dtype, decoder.device) | {"form": config.weights}
         peak = remembered(identity, lambda: measure_peak(decoder, limits, machine.dtype, decoder.device))
         logger.info("engine: the largest step takes %d MiB", peak >> 20)
@@ -194,5 +198,17 @@ def _num_blocks(config: WorkerConfig, room: Room, limits: EngineConfig, machine:
     return default_num_blocks(room, machine.device == "cpu", size, least, limits.num_blocks)
 
 
-def _free_bytes(machine: Machine) -> int:
-    return available_bytes() if machine.device == "cpu" else torch.cuda.mem_get_info()[0]
+def own_bytes(free: int, total: int, share: float, held: int) -> int:
+    """Of a GPU's free bytes those that a worker may still take, where others take theirs at the same time.
+
+    `held`: what it has already.
+    """
+    return free if share == 1 else min(free, int(share * total) - held)
+
+
+def _total_bytes() -> int:
+    return torch.cuda.mem_get_info()[1]
+
+
+def _free_bytes(machine: Machine, share: float) -> int:
+    return available_bytes() if machine.device == "cpu" else own_bytes(*torch.cuda.mem_get_info(), share, 0)

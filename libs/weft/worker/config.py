@@ -84,6 +84,7 @@ class WorkerConfig:
     chunk_tokens: int = 0
     mixed_tokens: int = 512
     cuda_graphs: bool = True
+    gpu_share: float = 1.0
     transport: TransportChoice = TransportChoice.AUTO
     mooncake_protocol: MooncakeProtocol = MooncakeProtocol.TCP
     kv_checksums: Checksums = Checksums.AUTO
@@ -104,6 +105,8 @@ class WorkerConfig:
             parse_cpus(self.cpus)
         if self.mixed_tokens < 1:
             raise ConfigError(f"WEFT_MIXED_TOKENS={self.mixed_tokens}: expected at least 1")
+        if not 0 < self.gpu_share <= 1:
+            raise ConfigError(f"WEFT_GPU_SHARE={self.gpu_share:g}: expected above 0 and at most 1")
         if not self.served_name:
             raise ConfigError("WEFT_MODEL_NAME or WEFT_MODEL must be set")
         if self.host in WILDCARD_HOSTS and not self.advertise_host:

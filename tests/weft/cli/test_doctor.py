@@ -18,6 +18,7 @@ from weft.cli.certs import make_certs
 from weft.cli.doctor import machine, model
 from weft.cli.doctor.finding import Finding, Level, Subject
 from weft.cli.doctor.secrets import check_certificates, check_keys
+from weft.cli.gpus import Card
 from weft.cli.main import app
 
 SHIPPED = Path(__file__).parents[3] / "models/weft-nano"
@@ -115,7 +116,7 @@ def test_too_little_memory_is_told_with_the_figures_of_the_plan(monkeypatch: pyt
 
 
 def test_a_gpu_that_torch_cannot_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = machine.Card("NVIDIA H200", 140 << 30, 139 << 30, "570.1")
+    card = Card("NVIDIA H200", 140 << 30, 139 << 30, "570.1")
     monkeypatch.setattr(machine, "cards", lambda: [card])
     for answer, level in (("12.8 True", Level.OK), ("None False", Level.WARNING), ("12.8 False", Level.FAILURE)):
         ended = subprocess.CompletedProcess([], 0, stdout=f"{answer}\n", stderr="")

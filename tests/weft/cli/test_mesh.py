@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from weft.cli import mesh as module
+from weft.cli.gpus import usable_gpus
 from weft.cli.mesh import Addresses, MeshOptions, mesh_specs
 from weft.cli.ports import INTERNAL_PORTS, PortTaken, check_port, free_ports
 from weft.cli.supervisor import ChildSpec
@@ -61,6 +62,34 @@ def test_workers_are_told_how_weights_stay_in_memory() -> None:
         worker = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE, weights=weights), AT)}["decode-0"]
         settings = {name: value for name, value in worker.environ.items() if name.startswith("WEFT_")}
         assert read_config(WorkerConfig, settings).weights is weights
+
+
+@pytest.mark.parametrize(
+    ("gpus", "found"),
+    [
+        ((), [None, None, None]),
+        (("0",), [("0", "0.3333")] * 3),
+        (("0", "3"), [("0", "0.5000"), ("3", "1.0000"), ("0", "0.5000")]),
+        (("GPU-a", "GPU-b", "GPU-c", "GPU-d"), [("GPU-a", "1.0000"), ("GPU-b", "1.0000"), ("GPU-c", "1.0000")]),
+    ],
+)
+def test_gpus_are_dealt_out_in_turn_and_shared_where_there_are_more_workers(
+    gpus: tuple[str, ...], found: list[tuple[str, str] | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    specs = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE, num_decode=2, gpus=gpus), AT)}
+    for name, own in zip(AT.workers, found, strict=True):
+        environ = specs[name].environ
+        told = (environ["CUDA_VISIBLE_DEVICES"], environ["WEFT_GPU_SHARE"]) if "WEFT_GPU_SHARE" in environ else None
+        assert told == own
+    assert "CUDA_VISIBLE_DEVICES" not in specs["gateway"].environ
+
+
+def test_gpus_that_the_user_chose_are_those_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.cli.gpus.cards", lambda: [None] * 4)
+    assert usable_gpus({}) == ("0", "1", "2", "3")
+    assert usable_gpus({"CUDA_VISIBLE_DEVICES": "2, 3"}) == ("2", "3")
+    assert usable_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
 
 
 def test_each_model_has_workers_of_its_own_and_the_gateway_all() -> None:

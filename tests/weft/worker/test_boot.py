@@ -53,6 +53,8 @@ def test_peers_use_the_host_unless_another_is_advertised() -> None:
         ({"MIXED_TOKENS": "0"}, "WEFT_MIXED_TOKENS"),
         ({"NUM_BLOCKS": "-1"}, "WEFT_NUM_BLOCKS"),
         ({"CPUS": "all"}, "WEFT_CPUS"),
+        ({"GPU_SHARE": "0"}, "WEFT_GPU_SHARE"),
+        ({"GPU_SHARE": "50"}, "WEFT_GPU_SHARE"),
         ({"HOST": "0.0.0.0"}, "WEFT_ADVERTISE_HOST"),
         ({"MODEL": ""}, "WEFT_MODEL"),
         ({"WORKER_ID": ""}, "WEFT_WORKER_ID"),
@@ -61,6 +63,14 @@ def test_peers_use_the_host_unless_another_is_advertised() -> None:
 def test_a_setting_that_cannot_be_used_is_named(more: dict[str, str], variable: str) -> None:
     with pytest.raises(ConfigError, match=variable):
         config(**more)
+
+
+def test_workers_that_share_a_gpu_leave_each_other_their_part() -> None:
+    assert boot.own_bytes(free=90, total=100, share=1.0, held=40) == 90
+    assert boot.own_bytes(free=90, total=100, share=0.5, held=0) == 50
+    # the other one has taken all of its half meanwhile, or nothing yet: that changes nothing
+    assert boot.own_bytes(free=20, total=100, share=0.5, held=30) == 20
+    assert boot.own_bytes(free=70, total=100, share=0.5, held=30) == 20
 
 
 def test_what_settings_leave_open_follows_the_device() -> None:

@@ -10,10 +10,10 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from weft.cli.doctor.finding import Finding, Level, Subject
+from weft.cli.gpus import cards
 from weft.cli.mesh import usable_cores
 from weft.cli.ports import PortTaken, check_port
 from weft.cli.record import running_meshes
@@ -24,16 +24,6 @@ INFINIBAND = Path("/sys/class/infiniband")
 # struct timex of Linux, which is larger than this nowhere; all zero asks and changes nothing
 TIMEX_BYTES, CLOCK_IS_WRONG = 512, 5
 ENGINE = ("torch", "numpy", "safetensors")
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """A GPU as nvidia-smi tells of it."""
-
-    name: str
-    total_bytes: int
-    free_bytes: int
-    driver: str
 
 
 def check_versions(subject: Subject) -> Iterator[Finding]:
@@ -83,17 +73,6 @@ def _mismatch(name: str, least: str) -> str:
 
 def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3]]
-
-
-def cards() -> list[Card]:
-    """The NVIDIA GPUs of this machine."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free,driver_version", "--format=csv,noheader,nounits"]
-    try:
-        ended = subprocess.run(query, capture_output=True, text=True, timeout=CHILD_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    rows = [line.split(", ") for line in ended.stdout.splitlines()] if ended.returncode == 0 else []
-    return [Card(row[0], int(row[1]) << 20, int(row[2]) << 20, row[3]) for row in rows if len(row) == 4]
 
 
 def check_gpu(subject: Subject) -> Iterator[Finding]:

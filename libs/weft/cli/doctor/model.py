@@ -13,7 +13,7 @@ from pathlib import Path
 from weft.capacity.layout import GIB
 from weft.capacity.room import CHUNK_TOKENS, Machine, Room, available_bytes, measure_room
 from weft.cli.doctor.finding import Finding, Level, Subject
-from weft.cli.doctor.machine import cards
+from weft.cli.gpus import cards
 from weft.errors import BadCheckpoint
 from weft.kv.groups import Paging
 from weft.model.config import read_config

@@ -1,0 +1,48 @@
+"""The NVIDIA GPUs of this machine, and whose each is among a mesh's workers. Knows nvidia-smi, no torch."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+ASK_SECONDS = 60.0
+# what CUDA itself calls the devices that a process may use
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU as nvidia-smi tells of it."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    driver: str
+
+
+def cards() -> list[Card]:
+    """The NVIDIA GPUs of this machine."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        ended = subprocess.run(query, capture_output=True, text=True, timeout=ASK_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = [line.split(", ") for line in ended.stdout.splitlines()] if ended.returncode == 0 else []
+    return [Card(row[0], int(row[1]) << 20, int(row[2]) << 20, row[3]) for row in rows if len(row) == 4]
+
+
+def usable_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """As CUDA calls them: those that the user has chosen, else all."""
+    if VISIBLE in environ:
+        return tuple(filter(None, (name.strip() for name in environ[VISIBLE].split(","))))
+    return tuple(str(number) for number in range(len(cards())))
+
+
+def gpu_settings(gpus: Sequence[str], num_workers: int, index: int) -> dict[str, str]:
+    """One worker's GPU, in turn, and its part of the memory where there are more workers than GPUs."""
+    if not gpus:
+        return {}
+    turn = index % len(gpus)
+    num_sharing = len(range(turn, num_workers, len(gpus)))
+    return {VISIBLE: gpus[turn], "WEFT_GPU_SHARE": f"{1 / num_sharing:.4f}"}
