@@ -45,13 +45,15 @@ class AnswerFormat:
 class ToolUse:
     """Tools that may be called. `is_forced`: the answer is calls and nothing else; `only` names the one tool it may be.
 
-    `is_strict`: what is called is the model's choice, but every call must fit its tool's schema.
+    `allowed`: the names that may be called, where the model is shown more. `is_bound`: what is called is the model's
+    choice, but every call must be one of these, or fit its tool's schema.
     """
 
     tools: tuple[dict[str, Any], ...]
     is_forced: bool = False
     only: str | None = None
     is_parallel: bool = True
+    allowed: frozenset[str] | None = None
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
@@ -59,9 +61,15 @@ class ToolUse:
         return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
 
     @property
-    def is_strict(self) -> bool:
-        """One of the tools is."""
-        return any(tool["function"].get("strict") is True for tool in self.tools)
+    def callable_functions(self) -> list[dict[str, Any]]:
+        """Those that may be called."""
+        functions = [tool["function"] for tool in self.tools if self.only in (None, tool["function"]["name"])]
+        return [each for each in functions if self.allowed is None or each["name"] in self.allowed]
+
+    @property
+    def is_bound(self) -> bool:
+        """Not all may be called, or one is strict."""
+        return self.allowed is not None or any(tool["function"].get("strict") is True for tool in self.tools)
 
 
 Prompt = str | tuple[int, ...] | Conversation

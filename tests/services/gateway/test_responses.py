@@ -241,7 +241,13 @@ async def test_what_agents_send_with_every_request_is_taken(bench: MakeBench) ->
 
 
 @pytest.mark.parametrize(
-    ("choice", "is_forced"), [("required", True), ({"type": "function", "name": "now"}, True), ("auto", False)]
+    ("choice", "is_forced"),
+    [
+        ("required", True),
+        ({"type": "function", "name": "now"}, True),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "now"}]}, True),
+        ("auto", False),
+    ],
 )
 async def test_tool_choice_is_understood(bench: MakeBench, choice: Any, is_forced: bool) -> None:
     async with bench(tool_format="hermes") as b, client(b) as sdk:

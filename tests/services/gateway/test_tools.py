@@ -18,10 +18,16 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "now"}},
 ]
+NOW: Any = {"type": "function", "function": {"name": "now"}}
 CALLS = (
     'Looking.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 )
+
+
+def allowed(mode: str, tools: list[Any]) -> dict[str, Any]:
+    """OpenAI's word for: of all these tools, only some."""
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 async def test_a_whole_answer_has_its_calls(bench: MakeBench) -> None:
@@ -118,6 +124,16 @@ async def test_several_choices_have_calls_of_their_own(bench: MakeBench, stream:
             '<tool_call>{"name": "get_weather", "arguments": {"city": "x"}}</tool_call>',
             '<tool_call>{"name": "now"',
         ),
+        (
+            allowed("required", [NOW]),
+            '<tool_call>{"name": "now", "arguments": {}}</tool_call>',
+            '<tool_call>{"name": "get_weather"',
+        ),
+        (
+            allowed("auto", [NOW]),
+            'Well. <tool_call>{"name": "now", "arguments": {}}</tool_call>',
+            'Well. <tool_call>{"name": "get_weather"',
+        ),
     ],
 )
 async def test_a_forced_call_is_all_that_can_be_written(
@@ -197,6 +213,9 @@ async def test_without_tools_nothing_is_taken_for_a_call(bench: MakeBench) -> No
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "later"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": allowed("any", [NOW])}, "tool_choice.allowed_tools.mode"),
+        ({"tools": TOOLS, "tool_choice": allowed("auto", [])}, "tool_choice.allowed_tools.tools"),
+        ({"tools": TOOLS, "tool_choice": allowed("auto", [NOW, 1])}, "tool_choice.allowed_tools.tools.1"),
         ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"tools": TOOLS, "parallel_tool_calls": "yes"}, "parallel_tool_calls"),
         (

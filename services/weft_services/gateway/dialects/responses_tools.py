@@ -31,6 +31,10 @@ class Tools:
         """The tool_choice of a chat completion."""
         if isinstance(value, dict) and value.get("type") == "function":
             return {"type": "function", "function": {"name": qualified(value.get("namespace"), value.get("name"))}}
+        if isinstance(value, dict) and value.get("type") == "allowed_tools":
+            listed = value.get("tools")
+            names = [self.choice(each) for each in listed] if isinstance(listed, list) else listed
+            return {"type": "allowed_tools", "allowed_tools": {"mode": value.get("mode"), "tools": names}}
         return None if value == "auto" and not self.functions else value
 
 

@@ -21,21 +21,41 @@ def read_tool_use(tools: Sequence[dict[str, Any]], choice: Any, is_parallel: boo
         function, field = tool["function"], f"tools.{place}.function"
         if not isinstance(function.get("parameters"), dict | None):
             raise InvalidRequest(f"{field}.parameters: expected a JSON schema", f"{field}.parameters")
-        if use.is_forced or function.get("strict") is True:  # only then is a grammar made of it
+        if use.is_forced or use.allowed or function.get("strict") is True:  # only then is a grammar made of it
             check_schema(function.get("parameters") or {}, f"{field}.parameters")
     return use
 
 
 def _use(tools: tuple[dict[str, Any], ...], choice: Any, is_parallel: bool) -> ToolUse:
-    if choice in (None, "auto"):
-        return ToolUse(tools, is_parallel=is_parallel)
-    if choice == "required":
-        return ToolUse(tools, is_forced=True, is_parallel=is_parallel)
+    if choice in (None, "auto", "required"):
+        return ToolUse(tools, is_forced=choice == "required", is_parallel=is_parallel)
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function":
+        return ToolUse(tools, is_forced=True, only=_name(choice, tools, "tool_choice"), is_parallel=is_parallel)
+    if kind == "allowed_tools":
+        mode, allowed = _allowed(choice.get("allowed_tools"), tools)
+        return ToolUse(tools, is_forced=mode == "required", is_parallel=is_parallel, allowed=allowed)
+    message = "tool_choice: expected auto, none, required, a function with its name or allowed_tools"
+    raise InvalidRequest(message, "tool_choice", "invalid_value")
+
+
+def _allowed(said: Any, tools: tuple[dict[str, Any], ...]) -> tuple[str, frozenset[str]]:
+    """Only some may be called, though the model is shown all: what it is shown stays the same, and cached."""
+    field = "tool_choice.allowed_tools"
+    mode, listed = (said.get("mode"), said.get("tools")) if isinstance(said, dict) else (None, None)
+    if mode not in ("auto", "required"):
+        raise InvalidRequest(f"{field}.mode: expected auto or required", f"{field}.mode", "invalid_value")
+    if not isinstance(listed, list) or not listed:
+        raise InvalidRequest(f"{field}.tools: expected a list of tools", f"{field}.tools", "invalid_value")
+    return mode, frozenset(_name(each, tools, f"{field}.tools.{place}") for place, each in enumerate(listed))
+
+
+def _name(choice: Any, tools: tuple[dict[str, Any], ...], field: str) -> str:
+    """Of a tool that is there."""
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
-    if name is None:
-        message = "tool_choice: expected auto, none, required or a function with its name"
-        raise InvalidRequest(message, "tool_choice", "invalid_value")
+    if not isinstance(name, str):
+        raise InvalidRequest(f"{field}: expected a function with its name", field, "invalid_value")
     if all(tool["function"]["name"] != name for tool in tools):
-        raise InvalidRequest(f"tool_choice: there is no tool {str(name)[:64]!r}", "tool_choice", "invalid_value")
-    return ToolUse(tools, is_forced=True, only=name, is_parallel=is_parallel)
+        raise InvalidRequest(f"{field}: there is no tool {name[:64]!r}", field, "invalid_value")
+    return name

@@ -48,19 +48,15 @@ def _calls(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str, num_w
     for rule, pieces in (("first", tool_format.call[num_left:]), ("call", tool_format.call)):
         choices = [
             written(pieces, marks, {NAME: quote(function["name"]), ARGUMENTS: f"@{name}_{place}"})
-            for place, function in enumerate(_wanted(use))
+            for place, function in enumerate(use.callable_functions)
         ]
         rules.append(f"{rule}: {' | '.join(choices)}")
     return rules
 
 
-def _wanted(use: ToolUse) -> list[dict[str, Any]]:
-    return [tool["function"] for tool in use.tools if use.only in (None, tool["function"]["name"])]
-
-
 def _argument_parts(use: ToolUse, tool_format: ToolFormat, name: str) -> list[Part]:
     parts: list[Part] = []
-    for place, function in enumerate(_wanted(use)):
+    for place, function in enumerate(use.callable_functions):
         is_lenient = function.get("strict") is not True
         if tool_format.is_xml:
             parts += xml_parts(function.get("parameters") or {}, f"{name}_{place}", is_lenient)
