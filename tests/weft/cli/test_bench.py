@@ -112,7 +112,9 @@ def test_a_percentile_is_the_nearest_rank() -> None:
 @pytest.mark.parametrize("values", [[], [0.0], [5.0] * 3, [0.001, 1e6], list(range(10_000))])
 def test_plots_are_xml_and_stay_within_their_frame(values: list[float]) -> None:
     pairs = [(value, value) for value in values]
-    for svg in (distribution(values, "<ms>"), over_time(pairs, "a&b"), steps([(value, 1) for value in values], "n")):
+    marked = distribution(values, "<ms>", (50, 99))
+    assert marked.count("<circle") == (2 if values else 0)
+    for svg in (marked, over_time(pairs, "a&b"), steps([(value, 1) for value in values], "n")):
         root = ET.fromstring(svg)
         width, height = map(float, root.attrib["viewBox"].split()[2:])
         corners = [point.split(",") for line in root.iter("polyline") for point in line.attrib["points"].split()]

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from weft.cli.bench.figures import percentile
+
 WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 40
+LABEL = 80
 MAX_POINTS = 2000
 
 
@@ -33,8 +36,8 @@ class Axis:
         return [number * step for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def distribution(values: Sequence[float], label: str) -> str:
-    """The share of values up to each one, as a line."""
+def distribution(values: Sequence[float], label: str, percentiles: Sequence[int] = ()) -> str:
+    """The share of values up to each one, as a line; where it passes the percentiles is marked and said."""
     ordered = sorted(values)
     if not ordered:
         return _frame(Axis(label, 0, 1), Axis("share", 0, 1), "")
@@ -43,7 +46,17 @@ def distribution(values: Sequence[float], label: str) -> str:
     points = [(value, (rank + 1) / len(ordered)) for rank, value in enumerate(ordered)][::stride]
     points = [(0.0, 0.0), *points, (ordered[-1], 1.0)]
     path = " ".join(f"{_x(x, across):.1f},{_y(y, up):.1f}" for across, up in points)
-    return _frame(x, y, f'<polyline class="line" points="{path}"/>')
+    marks = [_mark(x, y, each, ordered) for each in percentiles]
+    return _frame(x, y, f'<polyline class="line" points="{path}"/>{"".join(marks)}')
+
+
+def _mark(x: Axis, y: Axis, percent: int, ordered: Sequence[float]) -> str:
+    value = percentile(ordered, percent)
+    across, up = _x(x, value), _y(y, percent / 100)
+    # beside the line, which comes from the left; there is no room for it at the edge
+    anchor, beside = ("start", across + 9) if across < WIDTH - RIGHT - LABEL else ("end", across - 9)
+    text = f'<text x="{beside:.1f}" y="{up + 15:.1f}" text-anchor="{anchor}">p{percent} {value:.3g}</text>'
+    return f'<g class="mark"><circle cx="{across:.1f}" cy="{up:.1f}" r="4"/>{text}</g>'
 
 
 def over_time(points: Sequence[tuple[float, float]], label: str) -> str:

@@ -13,16 +13,28 @@ from weft.cli.bench.load import Record
 from weft.cli.bench.plots import distribution, over_time, steps
 
 STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --faint: #d8dee4; --mark: #0b62c4; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #0d1117; --faint: #30363d; --mark: #58a6ff; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem auto;
-       max-width: 74rem; padding: 0 1rem; }
-table { border-collapse: collapse; margin: 1rem 0; } td, th { padding: .2rem .9rem .2rem 0; text-align: right; }
-td:first-child, th:first-child { text-align: left; } tr { border-bottom: 1px solid var(--faint); }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(22rem, 1fr)); gap: 1.5rem; }
-figure { margin: 0; } figcaption { font-weight: 600; } svg { width: 100%; height: auto; }
-svg text { font-size: 12px; fill: var(--ink); } .grid { stroke: var(--faint); }
-.line { fill: none; stroke: var(--mark); stroke-width: 2; } .dots { fill: var(--mark); opacity: .55; }
+:root { color-scheme: light dark; --ink: #1d2024; --soft: #5f666e; --paper: #faf9f7; --card: #fff; --faint: #e2e0da;
+        --line: #0d6f66; --mark: #a85f06; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e7e6e2; --soft: #9aa1a8; --paper: #131517; --card: #1a1d20;
+        --faint: #2c3035; --line: #2fae9f; --mark: #f0b35c; } }
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, sans-serif; font-variant-numeric: tabular-nums; color: var(--ink);
+       background: var(--paper); margin: 1.6rem auto; max-width: 78rem; padding: 0 1rem; }
+h1 { font-size: 1.35rem; letter-spacing: -.01em; margin: 0 0 1rem; overflow-wrap: anywhere; }
+table { border-collapse: collapse; width: 100%; } td, th { padding: .25rem 0 .25rem .9rem; text-align: right; }
+td:first-child, th:first-child { text-align: left; padding-left: 0; color: var(--soft); font-weight: 400; }
+tr + tr { border-top: 1px solid var(--faint); } th { color: var(--soft); font-weight: 400; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(22rem, 100%), 1fr)); gap: .9rem; }
+.cards > * { margin: 0; padding: .8rem 1rem; background: var(--card); border: 1px solid var(--faint);
+             border-radius: 10px; overflow-x: auto; min-width: 0; }
+.cards + * { margin-top: .9rem; }
+figcaption { font-weight: 600; font-size: .93rem; margin-bottom: .3rem; }
+svg { display: block; width: 100%; height: auto; }
+svg text { font-size: 13px; fill: var(--soft); } .grid { stroke: var(--faint); }
+.line { fill: none; stroke: var(--line); stroke-width: 2; stroke-linejoin: round; }
+.dots { fill: var(--line); opacity: .55; } .mark circle { fill: var(--mark); }
+.mark text { fill: var(--ink); paint-order: stroke; stroke: var(--card); stroke-width: 4px; }
+dl { display: flex; flex-wrap: wrap; gap: .4rem 1.6rem; } dt { font-size: .8rem; color: var(--soft); } dd { margin: 0; }
 """
 
 
@@ -60,9 +72,9 @@ def page(title: str, options: Mapping[str, object], figures: Figures, records: S
     per_token = [1000 * record.per_token for record in done if record.output_tokens > 1]
     flights = [(record.sent, 1) for record in records] + [(record.ended, -1) for record in records if record.ended]
     plots = {
-        "Time to first token": distribution(first, "milliseconds"),
-        "Time per output token": distribution(per_token, "milliseconds"),
-        "Between pieces": distribution(between, "milliseconds"),
+        "Time to first token": distribution(first, "milliseconds", PERCENTILES),
+        "Time per output token": distribution(per_token, "milliseconds", PERCENTILES),
+        "Between pieces": distribution(between, "milliseconds", PERCENTILES),
         "Time to first token over the run": over_time([(r.due, 1000 * r.first_token) for r in done], "milliseconds"),
         "Requests under way": steps(flights, "requests"),
     }
@@ -77,15 +89,20 @@ def page(title: str, options: Mapping[str, object], figures: Figures, records: S
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style><h1>{escape(title)}</h1>'
-        f"<table>{''.join(_row(*row) for row in rows(figures))}</table>"
-        f"<table><tr>{heads}</tr>{times}</table>"
-        f'<div class="plots">{figures_html}</div>'
-        f"<h2>Options</h2><table>{''.join(_row(name, str(value)) for name, value in options.items())}</table></html>"
+        f'<div class="cards"><div><table>{"".join(_row(*row) for row in rows(figures))}</table></div>'
+        f"<div><table><tr>{heads}</tr>{times}</table></div></div>"
+        f'<div class="cards">{figures_html}</div>'
+        f'<div class="cards"><dl>{"".join(_option(*each) for each in options.items())}</dl></div></html>'
     )
 
 
 def _row(*cells: str) -> str:
     return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+
+
+def _option(name: str, value: object) -> str:
+    shown = "-" if value in ("", None) else str(value)
+    return f"<div><dt>{escape(name.replace('_', ' '))}</dt><dd>{escape(shown)}</dd></div>"
 
 
 def _number(value: float) -> str:
