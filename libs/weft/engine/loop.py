@@ -142,7 +142,7 @@ class Loop:
 
     def unpin(self, blocks: Iterable[int]) -> None:
         """See `weft.engine.core.Engine.unpin`."""
-        self._settler.unpin(blocks)
+        self._settler.unpin(blocks, self._events)
 
     def unquarantine(self, blocks: Iterable[int]) -> None:
         """See `weft.engine.core.Engine.unquarantine`."""

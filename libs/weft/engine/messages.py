@@ -12,6 +12,7 @@ from enum import StrEnum
 from weft.engine.history import Constraint
 from weft.errors import WeftError
 from weft.kv.groups import PageRun
+from weft.kv.offers import SealedBlock
 from weft.request import KEEP, FinishReason, PositionLogprobs, RequestKey, Retention, SamplingParams
 
 
@@ -108,16 +109,6 @@ class SequenceFailed:
 
     key: RequestKey
     error: WeftError
-
-
-@dataclass(frozen=True, slots=True)
-class SealedBlock:
-    """A block that became full and findable. It is pinned: answer with `unpin` once it was copied or declined."""
-
-    block_key: bytes
-    block: int
-    tenant: bytes = b""
-    retention: Retention = KEEP
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,17 +5,17 @@ Knows sequences, block numbers and events; knows neither tensors nor threads.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from weft.engine.batch import Planner, Sampled, Work, report_progress
 from weft.engine.config import EngineConfig
-from weft.engine.messages import SealedBlock, SequenceFailed, StepOutput, TokenDelta
+from weft.engine.messages import SequenceFailed, StepOutput, TokenDelta
 from weft.engine.sequence import Sequence, State
 from weft.errors import InvalidRequest
 from weft.kv.blocks import BlockPool
 from weft.kv.groups import page_key
+from weft.kv.offers import Offers, SealedBlock
 from weft.kv.prefix import tenant_tag
 from weft.request import FinishReason
 
@@ -29,7 +29,7 @@ class Settler:
         self._config = config
         self._pool = pool
         self._planner = planner
-        self._pinned: Counter[int] = Counter()
+        self._offers = Offers(pool, config.max_pinned if config.pin_sealed else 0)
 
     def settle(self, works: Items[Work], sampled: Items[Sampled], seconds: float, events: StepOutput) -> None:
         """`sampled` holds one token for each of `works` that samples, in their order."""
@@ -88,19 +88,9 @@ class Settler:
 
     def _publish(self, sealed: SealedBlock, is_wanted: bool, events: StepOutput) -> None:
         """`is_wanted`: not out of sight for whoever goes on from this prompt, and so worth a copy elsewhere."""
-        if self._pool.publish(sealed.block, sealed.block_key) and is_wanted and self._may_pin():
-            self._pool.pin(sealed.block)
-            self._pinned[sealed.block] += 1
-            events.sealed.append(sealed)
+        if self._pool.publish(sealed.block, sealed.block_key) and is_wanted:
+            events.sealed.extend(self._offers.add(sealed))
 
-    def unpin(self, blocks: Iterable[int]) -> None:
-        """Sealed blocks were copied or declined; unknown ones are left alone."""
-        for block in blocks:
-            if self._pinned[block]:
-                self._pinned[block] -= 1
-                self._pool.release((block,))
-            if not self._pinned[block]:
-                del self._pinned[block]
-
-    def _may_pin(self) -> bool:
-        return self._config.pin_sealed and self._pinned.total() < self._config.max_pinned
+    def unpin(self, blocks: Iterable[int], events: StepOutput) -> None:
+        """Sealed blocks were copied or declined; unknown ones are left alone. Others are reported in their place."""
+        events.sealed.extend(self._offers.answered(blocks))

@@ -88,11 +88,6 @@ class BlockPool:
         self._changes[key] = True
         return True
 
-    def pin(self, block: int) -> None:
-        """One more reference to a held block."""
-        assert block in self._refs, f"block {block} is not held"
-        self._refs[block] += 1
-
     def release(self, blocks: Sequence[int]) -> None:
         """Give one reference to each back. Of a prefix, the end becomes the first candidate for eviction."""
         for block in reversed(blocks):

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable, Sequence
 
 from weft import metrics
-from weft.engine.messages import SealedBlock
 from weft.errors import WeftError
 from weft.kv.memory import BlockBytes
+from weft.kv.offers import SealedBlock
 from weft.kv.store_agent import StoreLost
 from weft.kv.store_keys import fingerprint_digest
 from weft.request import ModelFingerprint

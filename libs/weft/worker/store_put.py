@@ -11,10 +11,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from weft import metrics
-from weft.engine.config import MAX_PINNED_SHARE
-from weft.engine.messages import SealedBlock
+from weft.engine.config import MAX_PINNED_SHARE, MIN_PINNED
 from weft.errors import WeftError
 from weft.kv.memory import BlockBytes
+from weft.kv.offers import SealedBlock
 from weft.kv.store_agent import NO_SPACE, StoreLost
 from weft.kv.store_keys import store_key
 from weft.rpc.wire import retention_to_wire
@@ -46,7 +46,9 @@ class StoreWriter:
         self._fingerprint = fingerprint
         self._num_slots = num_slots
         self._unpin = unpin
-        self._offers: asyncio.Queue[SealedBlock] = asyncio.Queue(max(1, memory.num_blocks // MAX_PINNED_SHARE))
+        # all that the engine has pinned at a time; what does not fit there waits with the engine
+        most_pinned = max(MIN_PINNED, memory.num_blocks // MAX_PINNED_SHARE)
+        self._offers: asyncio.Queue[SealedBlock] = asyncio.Queue(most_pinned)
         self._fetched: OrderedDict[bytes, None] = OrderedDict()
         self._fetched_from: StoreLink | None = None
 

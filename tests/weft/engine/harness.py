@@ -17,13 +17,13 @@ from weft.engine.messages import (
     PromptCounts,
     PromptProgress,
     Reserved,
-    SealedBlock,
     SequenceFailed,
     SequenceMode,
     SequenceSpec,
     StepOutput,
 )
 from weft.kv.groups import PageRun
+from weft.kv.offers import SealedBlock
 from weft.model.kv_layout import kv_groups
 from weft.request import FinishReason, PositionLogprobs, RequestKey, SamplingParams
 

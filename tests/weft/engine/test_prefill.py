@@ -100,16 +100,35 @@ def test_full_blocks_are_told_once_with_their_keys_and_stay_pinned_until_answere
         driver.assert_all_blocks_are_back()
 
 
-def test_beyond_the_bound_blocks_are_published_without_being_told(grouped: Tiny) -> None:
+def test_beyond_the_bound_blocks_are_published_and_told_when_others_are_answered(grouped: Tiny) -> None:
+    keys = block_keys(PROMPT, 16)
     with Driver(grouped, pin_sealed=True, max_pinned=2) as driver:
-        driver.generate(PROMPT, 2, "one")
-        assert len(driver.sealed) == 2
+        driver.generate(PROMPT, 2, "one", retention=Retention(60))
+        assert [each.block_key for each in driver.sealed] == keys[:2]
         heard = driver.generate(PROMPT, 2, "two")
         assert heard.counts is not None
         assert heard.counts.num_cached_tokens == 64
         driver.engine.unpin([driver.sealed[0].block])
-        driver.generate(PROMPT[::-1], 2, "three")
-        assert len(driver.sealed) == 3
+        driver.wait(lambda: len(driver.sealed) == 3)
+        driver.engine.unpin([each.block for each in driver.sealed[1:]])
+        driver.wait(lambda: len(driver.sealed) == 5)
+        assert [each.block_key for each in driver.sealed] == keys
+        assert {each.retention for each in driver.sealed} == {Retention(60)}
+        driver.engine.unpin([each.block for each in driver.sealed[3:]])
+        driver.assert_all_blocks_are_back()
+
+
+def test_blocks_that_went_before_their_turn_are_not_told(grouped: Tiny) -> None:
+    others = PROMPT[::-1]
+    with Driver(grouped, pin_sealed=True, max_pinned=1, num_blocks=7) as driver:
+        driver.generate(PROMPT, 2, "one")
+        driver.generate(others, 2, "two")  # in the place of all but the one that is pinned
+        for num_told in range(1, 6):
+            driver.engine.unpin([driver.sealed[-1].block])
+            driver.wait(lambda count=num_told: len(driver.sealed) > count)  # type: ignore[misc]
+        assert [each.block_key for each in driver.sealed] == [*block_keys(PROMPT, 16)[:1], *block_keys(others, 16)]
+        driver.engine.unpin([driver.sealed[-1].block])
+        driver.assert_all_blocks_are_back()
 
 
 def test_filled_blocks_are_sealed_only_after_filled(grouped: Tiny) -> None:

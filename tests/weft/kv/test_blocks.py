@@ -76,7 +76,7 @@ def test_a_quarantined_block_comes_back_by_word_alone() -> None:
     assert pool.counts() == PoolCounts(free=2, active=1, cached=0, quarantined=0)
 
 
-@pytest.mark.parametrize("misuse", ["publish twice", "quarantine a shared block", "pin a free block"])
+@pytest.mark.parametrize("misuse", ["publish twice", "quarantine a shared block", "publish a free block"])
 def test_a_bug_in_the_caller_is_an_assertion(misuse: str) -> None:
     pool = BlockPool(2)
     block = pool.reserve(1)[0]
@@ -84,7 +84,7 @@ def test_a_bug_in_the_caller_is_an_assertion(misuse: str) -> None:
     actions: dict[str, Callable[[], object]] = {
         "publish twice": lambda: pool.publish(block, b"other"),
         "quarantine a shared block": lambda: pool.quarantine([block]),
-        "pin a free block": lambda: pool.pin(1),
+        "publish a free block": lambda: pool.publish(1, b"other"),
     }
     with pytest.raises(AssertionError):
         actions[misuse]()
@@ -139,12 +139,6 @@ class PoolMachine(RuleBasedStateMachine):
             if is_first:
                 self.key_of[block] = key
         return block
-
-    @rule(target=held, block=consumes(held))
-    def pin(self, block: int) -> object:
-        self.pool.pin(block)
-        self.refs[block] += 1
-        return multiple(block, block)
 
     @rule(block=consumes(held))
     def release(self, block: int) -> None:

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import torch
 
-from weft.engine.messages import SealedBlock
 from weft.kv.memory import BlockBytes, HostBlocks
+from weft.kv.offers import SealedBlock
 from weft.kv.shared import shared_bytes
 from weft.request import KEEP, ModelFingerprint, Retention
 from weft.worker.blocks import TensorBlocks

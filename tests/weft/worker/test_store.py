@@ -14,7 +14,7 @@ import pytest
 from tests.services.kvstore.node import KvStoreProcess, until
 from tests.weft.worker.pool import BLOCK_BYTES, Worker, content, key, working
 from weft import metrics
-from weft.engine.messages import SealedBlock
+from weft.kv.offers import SealedBlock
 from weft.kv.tiers import Tier
 from weft.worker.store_get import Wanted
 from weft.worker.store_link import LinkKeeper
