@@ -66,6 +66,11 @@ class Scene:
         async with asyncio.timeout(20):
             await hold.is_reached.wait()
 
+    async def forgotten(self) -> None:
+        """Decode has let go of the victim; the bystander may be over by then."""
+        live = self.pair.decode.engine._loop._planner.live
+        await self.pair.decode.until_load(lambda _: self.key not in live)
+
     @asynccontextmanager
     async def another_boot(self) -> AsyncIterator[Worker]:
         """Prefill dies, and another process listens on the same port."""

@@ -37,7 +37,7 @@ async def client_gone(scene: Scene) -> None:
     assert scene.key is not None
     assert scene.answer is not None
     await scene.gateway.cancel(scene.key)
-    await scene.pair.decode.until_load(lambda load: load.num_running == 1 and not load.num_waiting)
+    await scene.forgotten()
     scene.open()
     assert not scene.answer.has_ended.is_set()
 
@@ -45,7 +45,7 @@ async def client_gone(scene: Scene) -> None:
 async def stream_broken(scene: Scene) -> None:
     """The gateway goes, with all that is its own."""
     await scene.gateway.leave()
-    await scene.pair.decode.until_load(lambda load: load.num_running == 1 and not load.num_waiting)
+    await scene.forgotten()
     scene.open()
 
 
