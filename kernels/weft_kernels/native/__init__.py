@@ -29,7 +29,9 @@ SIGNATURES: dict[str, list[type]] = {
     "weft_linear_halves": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
     "weft_rans_row_squares": [POINTER, LONG, LONG, LONG, INT, POINTER, POINTER],
     "weft_rans_column_squares": [POINTER, LONG, LONG, INT, POINTER, POINTER],
-    "weft_rans_decode": [POINTER, LONG],
+    "weft_rans_decode": [POINTER, LONG, INT],
+    "weft_rans_tables": [POINTER, INT, POINTER],
+    "weft_rans_slots": [POINTER, INT, POINTER, POINTER],
     "weft_rans_count": [POINTER, POINTER, POINTER, LONG, LONG, INT, INT, POINTER],
     "weft_dense_layers_f32_f32": [POINTER, POINTER, INT],
     "weft_dense_layers_f32_bf16": [POINTER, POINTER, INT],
@@ -48,7 +50,7 @@ OF_ROWS: dict[str, list[type]] = {
 }
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 RETURNING: dict[str, tuple[list[type], type]] = {
-    "weft_rans_encode": ([*[POINTER] * 5, INT, *[POINTER] * 4], LONG),
+    "weft_rans_encode": ([*[POINTER] * 6, INT, *[POINTER] * 4], LONG),
 }
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from weft_kernels.native import native
 from weft_kernels.rans import reference
 from weft_kernels.rans.choosing import Measured, measure
-from weft_kernels.rans.coding import ESCAPE, TOTAL, Coding, entropy_bits
+from weft_kernels.rans.coding import ESCAPE, GRAIN, SYMBOLS, UNITS, Coding, entropy_bits
 from weft_kernels.rans.reference import GROUP, LANES, Words
 
 __all__ = [
@@ -32,7 +32,10 @@ __all__ = [
     "entropy_bits",
     "measure",
     "rest_bytes",
+    "tables_of",
 ]
+
+TABLE_BYTES, SLOT_BYTES, ALIGNMENT = 6 * SYMBOLS, 4 * SYMBOLS, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +51,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A coded run that begins at element `first` of its tensor, and where it goes; `table` is `coding.table()`."""
+    """A coded run that begins at element `first` of its tensor, and where it goes; `tables` as of `tables_of`."""
 
     coding: Coding
-    table: NDArray[np.uint32]
+    tables: NDArray[np.uint8]
     first: int
     chunk: Chunk
     out: Words
@@ -77,7 +80,12 @@ class Encoder:
 
     def __init__(self, coding: Coding) -> None:
         self._coding = coding
-        self._slots = _slots(coding)
+        self._slots = aligned_bytes(SLOT_BYTES)
+        self._grains = np.zeros(SYMBOLS * UNITS // GRAIN + 1, np.uint16)  # one more, as 32 bits are read of each
+        if (library := native()) is not None:
+            library.weft_rans_slots(
+                coding.shares.ctypes.data, coding.class_bits, self._slots.ctypes.data, self._grains.ctypes.data
+            )
 
     def encode(self, values: Words, first: int, memory: EncodingMemory) -> Chunk:
         """Code `values` [count], contiguous, which begin at element `first` of the tensor."""
@@ -92,7 +100,7 @@ class Encoder:
         coding, words = self._coding, memory.words
         shape = (ctypes.c_long * 5)(first, len(values), len(coding.column_scales), coding.base, coding.class_bits)
         count = library.weft_rans_encode(
-            values.ctypes.data, self._slots.ctypes.data, coding.row_scales.ctypes.data,
+            values.ctypes.data, self._slots.ctypes.data, self._grains.ctypes.data, coding.row_scales.ctypes.data,
             coding.column_scales.ctypes.data, shape, coding.is_bf16, memory.states.ctypes.data,
             words.ctypes.data + words.nbytes, memory.rest.ctypes.data, memory.escapes.ctypes.data,
         )  # fmt: skip
@@ -101,8 +109,19 @@ class Encoder:
         return Chunk(memory.states, words[len(words) - count :], rest, places, values[places])
 
 
-def decode(pieces: Sequence[Piece]) -> list[bool]:
-    """Fill each one's `out`; False where a chunk is not what was coded. Several at once are quicker than one by one."""
+def tables_of(coding: Coding) -> NDArray[np.uint8]:
+    """What decoding looks up, [6, 256]: see Tables in format.h; the reference asks the coding itself."""
+    tables = aligned_bytes(TABLE_BYTES)
+    if (library := native()) is not None:
+        library.weft_rans_tables(coding.shares.ctypes.data, coding.class_bits, tables.ctypes.data)
+    return tables.reshape(6, SYMBOLS)
+
+
+def decode(pieces: Sequence[Piece], is_plain: bool = False) -> list[bool]:
+    """Fill each one's `out`; False where a chunk is not what was coded. Several at once are quicker than one by one.
+
+    `is_plain`: as processors do it that cannot permute bytes.
+    """
     library = native()
     if not pieces:
         return []
@@ -114,15 +133,15 @@ def decode(pieces: Sequence[Piece]) -> list[bool]:
             for piece in pieces
         ]
     else:
-        are_whole = _decode_natively(library, pieces)
+        are_whole = _decode_natively(library, pieces, is_plain)
     return [_put_escapes(piece) and is_whole for piece, is_whole in zip(pieces, are_whole, strict=True)]
 
 
-def _decode_natively(library: ctypes.CDLL, pieces: Sequence[Piece]) -> list[bool]:
-    """See Chunk in decode.cpp."""
+def _decode_natively(library: ctypes.CDLL, pieces: Sequence[Piece], is_plain: bool) -> list[bool]:
+    """See Chunk in stream.h."""
     rows = [
         (
-            piece.table.ctypes.data, piece.coding.row_scales.ctypes.data, piece.coding.column_scales.ctypes.data,
+            piece.tables.ctypes.data, piece.coding.row_scales.ctypes.data, piece.coding.column_scales.ctypes.data,
             piece.first, len(piece.out), len(piece.coding.column_scales), piece.coding.base, piece.coding.class_bits,
             piece.coding.is_bf16, piece.chunk.states.ctypes.data, piece.chunk.words.ctypes.data,
             len(piece.chunk.words), piece.chunk.rest.ctypes.data, piece.out.ctypes.data, False,
@@ -130,8 +149,15 @@ def _decode_natively(library: ctypes.CDLL, pieces: Sequence[Piece]) -> list[bool
         for piece in pieces
     ]  # fmt: skip
     chunks = np.array(rows, np.int64)
-    library.weft_rans_decode(chunks.ctypes.data, len(chunks))
+    library.weft_rans_decode(chunks.ctypes.data, len(chunks), is_plain)
     return [bool(is_whole) for is_whole in chunks[:, -1]]
+
+
+def aligned_bytes(size: int) -> NDArray[np.uint8]:
+    """As the library's structures want them."""
+    memory = np.zeros(size + ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % ALIGNMENT
+    return memory[begin : begin + size]
 
 
 def _put_escapes(piece: Piece) -> bool:
@@ -143,11 +169,3 @@ def _put_escapes(piece: Piece) -> bool:
         return False
     piece.out[places] = piece.chunk.escape_values
     return True
-
-
-def _slots(coding: Coding) -> NDArray[np.uint32]:
-    """As encode.cpp takes them: what is coded as an escape has that one's share and start, and a bit that says so."""
-    slots = coding.shares | coding.starts.astype(np.uint32) << 16
-    is_escape = coding.shares == 0
-    is_escape[:, ESCAPE] = True
-    return np.where(is_escape, slots[:, ESCAPE : ESCAPE + 1] | TOTAL, slots).astype(np.uint32)

@@ -14,7 +14,6 @@ from weft_kernels.native import native
 from weft_kernels.rans import reference
 from weft_kernels.rans.coding import (
     CLASS_BITS,
-    ESCAPE,
     NUM_KEYS,
     Coding,
     choose_base,
@@ -56,28 +55,18 @@ def measure(values: Words, is_bf16: bool) -> Measured:
     for coding in (plain, scaled):
         scales = coding.row_scales[::step].copy(), coding.column_scales[picked].copy()
         keys = _count(replace(coding, row_scales=scales[0], column_scales=scales[1]), sample)
-        candidates.append((_entropy_bits(keys) * values.size / sample.size + _scales_bits(coding), coding, keys))
-    _, coding, keys = min(candidates, key=lambda candidate: candidate[0])
-    return _with_shares(coding, keys, values.size)
+        candidates.append(_with_shares(coding, keys, values.size))
+    return min(candidates, key=lambda measured: measured.bits)
 
 
 def _with_shares(coding: Coding, keys: NDArray[np.int64], num_values: int) -> Measured:
     """With the shares that suit the keys of a part of the values, and the bits of all of them."""
     base = choose_base(keys)
     counts = symbol_counts(keys, base)
-    num_counted = int(counts.sum())
-    counts[:, ESCAPE] = np.maximum(counts[:, ESCAPE], 1)  # for symbols that were not counted
     shares = shares_of(counts)
-    bits = cost_bits(counts, shares) * num_values / num_counted + num_values * (coding.low_bits + 1)
+    bits = cost_bits(counts, shares) * num_values / int(counts.sum()) + num_values * (coding.low_bits + 1)
     bits += SHARE_BITS * np.count_nonzero(shares) + _scales_bits(coding)
     return Measured(replace(coding, base=base, shares=shares), bits)
-
-
-def _entropy_bits(keys: NDArray[np.int64]) -> float:
-    """Of the counted keys, each class by itself."""
-    found = keys[keys > 0].astype(np.float64)
-    of_class = np.maximum(keys.sum(1), 1).astype(np.float64)
-    return float((of_class * np.log2(of_class)).sum() - (found * np.log2(found)).sum())
 
 
 def _scales_bits(coding: Coding) -> float:

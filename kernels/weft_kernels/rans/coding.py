@@ -11,9 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-PRECISION = 12
-TOTAL = 1 << PRECISION
 SYMBOLS = 256
+"""Of all classes of a tensor together."""
+UNITS = 256
+"""Of a bucket; there are as many buckets as symbols. A unit is one of a state's 2^16 slots for each class."""
+GRAIN = 4
+"""Units that shares are made of, so that the coder's table stays in the first-level cache; decoding takes any share."""
 ZERO, ESCAPE, FIRST_KEY_SYMBOL = 0, 1, 4
 CLASS_BITS = 2
 SCALE_STEPS = 16
@@ -22,12 +25,12 @@ NUM_KEYS = 1152
 """Keys that `count` tells apart, after COUNT_OFFSET; one more column counts zeros."""
 COUNT_OFFSET = 64
 MAX_SCALE = 127
-ESCAPE_BITS = 64
+ESCAPE_BITS = 48
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """Of one tensor. `shares` is [classes, 256], each row adding up to 4096; scales are sixteenths of octaves.
+    """Of one tensor. `shares` is [classes, symbols], each row adding up to `total`; scales are sixteenths of octaves.
 
     `base` is the power of two (biased exponent) that symbols count from where row and column have scale 0.
     """
@@ -40,22 +43,23 @@ class Coding:
     column_scales: NDArray[np.int8]
 
     @property
-    def starts(self) -> NDArray[np.uint16]:
-        """Sum of the shares of the symbols before each, [classes, 256]."""
-        return (np.cumsum(self.shares, axis=1, dtype=np.uint32) - self.shares).astype(np.uint16)
+    def num_symbols(self) -> int:
+        """Of a class: more classes have fewer each."""
+        return SYMBOLS >> self.class_bits
+
+    @property
+    def symbol_bits(self) -> int:
+        return 8 - self.class_bits
+
+    @property
+    def total(self) -> int:
+        """Units that the shares of a class add up to."""
+        return UNITS * self.num_symbols
 
     @property
     def low_bits(self) -> int:
         """Bits of the mantissa that are not coded."""
         return 5 if self.is_bf16 else 8
-
-    def table(self) -> NDArray[np.uint32]:
-        """[classes * 4096]: symbol, its share << 8, and the slot's distance from the symbol's start << 20."""
-        shares = self.shares.astype(np.uint32)
-        symbols = np.arange(SYMBOLS, dtype=np.uint32) | shares << 8
-        entries = symbols - (self.starts.astype(np.uint32) << 20)
-        slots = np.arange(TOTAL, dtype=np.uint32) << 20
-        return np.concatenate([np.repeat(*each) + slots for each in zip(entries, shares, strict=True)])
 
 
 def scales_from(sums: NDArray[np.float32], reference: float) -> NDArray[np.int8]:
@@ -68,17 +72,18 @@ def scales_from(sums: NDArray[np.float32], reference: float) -> NDArray[np.int8]
 def choose_base(keys: NDArray[np.int64]) -> int:
     """The base under which the fewest elements have to escape; `keys` is [classes, NUM_KEYS + 1] as counted."""
     octaves = keys[:, :NUM_KEYS].sum(0).reshape(-1, 4).sum(1)
-    reach = (SYMBOLS - FIRST_KEY_SYMBOL) // 4
+    reach = (SYMBOLS // len(keys) - FIRST_KEY_SYMBOL) // 4
     inside = np.convolve(octaves, np.ones(reach, dtype=np.int64))[reach - 1 :]
     lowest = int(np.argmax(inside))
     return lowest - COUNT_OFFSET // 4 - 1
 
 
 def symbol_counts(keys: NDArray[np.int64], base: int) -> NDArray[np.int64]:
-    """[classes, 256] from the counted keys."""
+    """[classes, symbols] from the counted keys."""
     first = COUNT_OFFSET + 4 * base + FIRST_KEY_SYMBOL
-    counts = np.zeros((len(keys), SYMBOLS), dtype=np.int64)
-    begin, end = max(0, first), min(NUM_KEYS, first + SYMBOLS - FIRST_KEY_SYMBOL)
+    num_symbols = SYMBOLS // len(keys)
+    counts = np.zeros((len(keys), num_symbols), dtype=np.int64)
+    begin, end = max(0, first), min(NUM_KEYS, first + num_symbols - FIRST_KEY_SYMBOL)
     counts[:, FIRST_KEY_SYMBOL + begin - first : FIRST_KEY_SYMBOL + end - first] = keys[:, begin:end]
     counts[:, ZERO] = keys[:, NUM_KEYS]
     counts[:, ESCAPE] = keys[:, :NUM_KEYS].sum(1) - counts[:, FIRST_KEY_SYMBOL:].sum(1)
@@ -86,39 +91,25 @@ def symbol_counts(keys: NDArray[np.int64], base: int) -> NDArray[np.int64]:
 
 
 def shares_of(counts: NDArray[np.int64]) -> NDArray[np.uint16]:
-    """Whole shares adding up to 4096 per class; whatever occurs has one, and no symbol has all."""
-    shares = np.zeros(counts.shape, dtype=np.uint16)
-    for row, found in zip(shares, counts, strict=True):
-        occurring = np.flatnonzero(found)
-        if not len(occurring):
-            row[: 1 + ESCAPE] = TOTAL // 2  # never used, but a table needs its slots filled
-            continue
-        row[occurring] = _apportioned(found[occurring])
-        if (only := int(row.max())) == TOTAL:
-            symbol = int(np.argmax(row))
-            row[symbol], row[ESCAPE if symbol != ESCAPE else ZERO] = only - 1, 1
-    return shares
-
-
-def _apportioned(found: NDArray[np.int64]) -> NDArray[np.int64]:
-    """TOTAL slots to counts that are all positive; one is taken or given where that changes the fewest bits."""
-    near: NDArray[np.int64] = np.maximum(1, np.rint(found / found.sum() * TOTAL)).astype(np.int64)
-    excess = int(near.sum()) - TOTAL
-    step = -1 if excess > 0 else 1
-    with np.errstate(divide="ignore"):
-        costs = -found * np.log2(1 + step / near)  # of the next slot; infinite for the last one
-    for _ in range(abs(excess)):
-        changed = int(np.argmin(costs))
-        near[changed] += step
-        share = int(near[changed])
-        costs[changed] = -int(found[changed]) * math.log2(1 + step / share) if share + step else math.inf
-    return near
+    """Whole grains adding up to all units of a class; whatever occurs has one, escapes too, and no symbol has all."""
+    total = UNITS // GRAIN * counts.shape[1]
+    has_some = counts > 0
+    has_some[:, ESCAPE] = True
+    has_some[:, ZERO] |= has_some.sum(1) == 1
+    near = np.rint(counts / np.maximum(counts.sum(1, keepdims=True), 1) * total)
+    grains: NDArray[np.int64] = np.maximum(near, has_some).astype(np.int64)
+    grains[np.arange(len(grains)), grains.argmax(1)] += np.maximum(total - grains.sum(1), 0)
+    while (excess := grains.sum(1) - total).any():  # one of each of the largest that can give some
+        order = np.argsort(-grains, axis=1, kind="stable")
+        takes = np.arange(counts.shape[1]) < np.minimum(excess, (grains > 1).sum(1))[:, None]
+        np.put_along_axis(grains, order, np.take_along_axis(grains, order, 1) - takes, axis=1)
+    return (GRAIN * grains).astype(np.uint16)
 
 
 def cost_bits(counts: NDArray[np.int64], shares: NDArray[np.uint16]) -> float:
     """What the counted symbols take with these shares, escapes and their values included."""
     used = counts > 0
-    coded = float(-(counts[used] * np.log2(shares[used] / TOTAL)).sum())
+    coded = float(-(counts[used] * np.log2(shares[used] / (UNITS * counts.shape[1]))).sum())
     return coded + ESCAPE_BITS * float(counts[:, ESCAPE].sum())
 
 

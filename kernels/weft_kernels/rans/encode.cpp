@@ -4,132 +4,121 @@
 
 namespace {
 
-constexpr uint32_t SHARE = TOTAL - 1, ESCAPES = TOTAL;  // in a slot
+// What coding takes of each element of a block: its symbol's share, and where that one's grains begin.
+struct Block {
+    alignas(LINE) uint16_t places[BLOCK], shares[BLOCK], begins[BLOCK];  // place: class and symbol
 
-// Where a slot of each element lies: one for each class and symbol.
-template <int Low>
-void find_places(uint16_t* places, const int16_t* contexts, const uint16_t* values, long count, const Shape& shape) {
-    const int spare = 4 - shape.class_bits, base = shape.base;
-    for (long i = 0; i < count; i++) {
-        uint16_t size = values[i] & 0x7FFF, key = uint16_t((size >> Low) - 4 * ((contexts[i] >> 4) + base));
-        uint16_t symbol = uint16_t(key - FIRST) < SYMBOLS - FIRST ? key : uint16_t(ESCAPE);
-        places[i] = uint16_t(((contexts[i] & 15) >> spare) * SYMBOLS + (size ? symbol : uint16_t(ZERO)));
+    template <int Low>
+    void fill(const uint16_t* values, const int16_t* contexts, long count, const Slots& slots, const Shape& shape) {
+        const uint16_t mask = 0xFF & -shape.symbols(), last = uint16_t(shape.symbols() - FIRST), base = uint16_t(4 * shape.base);
+        for (long i = 0; i < count; i++) {
+            uint16_t size = values[i] & 0x7FFF, key = uint16_t((size >> Low) - 4 * (contexts[i] >> 4) - base);
+            uint16_t symbol = uint16_t(key - FIRST) < last ? key : uint16_t(ESCAPE);
+            places[i] = uint16_t((contexts[i] << 4 & mask) | (size ? symbol : uint16_t(ZERO)));
+        }
+        look_up_all(shares, slots.shares, places, count);
+        look_up_all(begins, slots.begins, places, count);
     }
-}
+};
 
-// A slot holds share | start << 16, and ESCAPES where the symbol is an escape or has no share and becomes one.
 struct Coder {
-    const uint32_t* slots;
+    const uint16_t* grains;  // see weft_rans_slots
+    int class_bits;
     uint32_t states[LANES];
     uint16_t* next;     // the word that was written last: they come backwards
     uint32_t* escapes;  // places in the chunk of elements that are coded as escapes, the last one first
     long num_escapes = 0;
 
+    // Of a class the escapes' grains come first.
+    template <typename Any>
+    WEFT_INLINE Any in_class(Any begin) const { return begin & uint32_t((UNITS / GRAIN * SYMBOLS >> class_bits) - 1); }
+
+    // What of a slot's number says which one of its grain it is.
+    template <typename Any>
+    WEFT_INLINE Any in_grain(Any rest) const { return (rest & ((uint32_t(GRAIN) << class_bits) - 1)) << (8 - class_bits); }
+
     void escape(uint32_t lanes, long at) {
         for (; lanes; lanes &= ~(1u << (31 - __builtin_clz(lanes)))) escapes[num_escapes++] = uint32_t(at + 31 - __builtin_clz(lanes));
     }
 
-    // Elements [0, end) of a turn of all lanes that begins at element `at` of the chunk, the last one first.
-    void code_slowly(const uint16_t* places, int end, long at) {
-        for (int i = end - 1; i >= 0; i--) {
-            uint32_t slot = slots[places[i]], share = slot & SHARE, &state = states[i];
-            if (slot & ESCAPES) escape(1, at + i);
-            if (state >= uint64_t(share) << (32 - PRECISION)) {
+    // Elements [from, end) of a block that begins at element `at` of the chunk, the last one first.
+    void code_slowly(const Block& block, long from, long end, long at) {
+        for (long i = end - 1; i >= from; i--) {
+            uint32_t share = block.shares[i], begin = block.begins[i], &state = states[i % LANES];
+            if (!in_class(begin)) escape(1, at + i);
+            if (state >> 16 >= share) {
                 *--next = uint16_t(state);
                 state >>= 16;
             }
-            state = (state / share << PRECISION) + state % share + (slot >> 16);
+            uint32_t whole = state / share, rest = state % share;
+            state = whole << 16 | grains[begin + (rest >> (class_bits + GRAIN_BITS))] | in_grain(rest);
         }
     }
 
-    // Whole turns, the last one first; there is room for W words before the first one.
-    void code(const uint16_t* places, long count, long at) {
+    // Whole turns of all lanes, the last one first; there is room for W words before the first one.
+    void code(const Block& block, long count, long at) {
         Words state[LANES / W];
         std::memcpy(state, states, sizeof state);
         for (long turn = count - LANES; turn >= 0; turn -= LANES) {
-#pragma GCC unroll 4
-            for (int part = LANES / W - 1; part >= 0; part--) state[part] = step(state[part], places + turn + part * W, at + turn + part * W);
+#pragma GCC unroll 8
+            for (int part = LANES / W - 1; part >= 0; part--) {
+                long i = turn + part * W;
+                state[part] = step(state[part], widen(load<Halves>(block.shares + i)), widen(load<Halves>(block.begins + i)), at + i);
+            }
         }
         std::memcpy(states, state, sizeof state);
     }
 
-    WEFT_INLINE Words step(Words state, const uint16_t* places, long at) {
-        Words slot = look_up(slots, places), share = slot & SHARE;
-        if (uint32_t lanes = bits_of(at_least(slot & ESCAPES, Words{} + 1))) escape(lanes, at);
-        // state >= share << 20, for shares of 12 bits without a bit too many
-        Mask is_full = at_least(state >> (32 - PRECISION), share);
+    WEFT_INLINE Words step(Words state, Words share, Words begin, long at) {
+        if (uint32_t lanes = bits_of(below(in_class(begin), Words{} + 1))) escape(lanes, at);
+        Mask is_full = at_least(state >> 16, share);
         put_before(next, is_full, state);
         next -= __builtin_popcount(bits_of(is_full));
         state = where(is_full, state >> 16, state);
         Words whole = quotient(state, share), rest = state - whole * share;
-        Words next_state = (whole << PRECISION) + rest + (slot >> 16);
-        return where(at_least(rest, share), next_state + (TOTAL - share), next_state);
+        Mask is_one_more = at_least(rest, share);
+        whole = where(is_one_more, whole + 1, whole), rest = where(is_one_more, rest - share, rest);
+        Words grain = look_up(grains, begin + (rest >> (class_bits + GRAIN_BITS))) & 0xFFFFu;
+        return whole << 16 | grain | in_grain(rest);
     }
 };
 
 template <int Low>
-void pack_slowly(uint8_t* rest, const uint16_t* values, int count) {
-    std::memset(rest, 0, Half<Low>::GROUP_BYTES);
-    for (int i = 0; i < count; i++) {
-        Half<Low>::put_rest(rest, i, (values[i] & ((1u << Low) - 1)) | uint32_t(values[i] >> 15) << Low);
-    }
-}
-
-template <int Low>
-WEFT_INLINE void pack_group(uint8_t* rest, const uint16_t* values) {
-    Bytes parts[GROUP / PART];
-    for (int part = 0; part < GROUP / PART; part++) {
-        Shorts value = load<Shorts>(values + PART * part);
-        parts[part] = bytes_of((value & uint16_t((1 << Low) - 1)) | (Low < 8 ? (value >> 15) << Low : Shorts{}));
-    }
-    if (Low == 8) {
-        std::memcpy(rest, parts, GROUP);
-        for (int eight = 0; eight < 8; eight++) {
-            __m128i value = _mm_loadu_si128((const __m128i*)(values + 8 * eight));
-            rest[GROUP + eight] = uint8_t(_mm_movemask_epi8(_mm_packs_epi16(value, value)));
-        }
-    } else {
-        __m128i quarters[4];
-        std::memcpy(quarters, parts, sizeof quarters);
-        for (int third = 0; third < 3; third++) {
-            __m128i spare = _mm_and_si128(_mm_srl_epi16(quarters[3], _mm_cvtsi32_si128(2 * third)), _mm_set1_epi8(3));
-            store(rest + 16 * third, _mm_or_si128(quarters[third], _mm_slli_epi16(spare, 6)));
-        }
-    }
-}
-
-template <int Low>
 void pack(uint8_t* rest, const uint16_t* values, long count) {
-    for (; count >= GROUP; count -= GROUP, values += GROUP, rest += Half<Low>::GROUP_BYTES) pack_group<Low>(rest, values);
-    if (count) pack_slowly<Low>(rest, values, int(count));
+    for (; count >= GROUP; count -= GROUP, values += GROUP, rest += Half<Low>::GROUP_BYTES) Half<Low>::pack(rest, values);
+    if (!count) return;
+    uint16_t last[GROUP] = {};
+    std::memcpy(last, values, 2 * size_t(count));
+    Half<Low>::pack(rest, last);
 }
 
 template <int Low>
-void encode(Coder& coder, const uint16_t* values, const int8_t* rows, const int8_t* columns, const Shape& shape, uint8_t* rest) {
+void encode(Coder& coder, const uint16_t* values, const Slots& slots, const int8_t* rows, const int8_t* columns, const Shape& shape,
+            uint8_t* rest) {
     int16_t contexts[BLOCK];
-    uint16_t places[BLOCK];
-    for (long block = (shape.count - 1) / BLOCK * BLOCK; block >= 0; block -= BLOCK) {
-        long size = std::min(BLOCK, shape.count - block), whole = size / LANES * LANES;
-        for (long i = LINE / 2; block && i <= BLOCK; i += LINE / 2) __builtin_prefetch(values + block - i);
-        fill_contexts(contexts, shape.first + block, size, rows, columns, shape);
-        find_places<Low>(places, contexts, values + block, size, shape);
-        coder.code_slowly(places + whole, int(size - whole), block + whole);
-        coder.code(places, whole, block);
-        pack<Low>(rest + block / GROUP * Half<Low>::GROUP_BYTES, values + block, size);
+    Block block;
+    for (long at = (shape.count - 1) / BLOCK * BLOCK; at >= 0; at -= BLOCK) {
+        long size = std::min(BLOCK, shape.count - at), whole = size / LANES * LANES;
+        for (long i = LINE / 2; at && i <= BLOCK; i += LINE / 2) __builtin_prefetch(values + at - i);
+        fill_contexts(contexts, shape.first + at, size, rows, columns, shape);
+        block.fill<Low>(values + at, contexts, size, slots, shape);
+        coder.code_slowly(block, whole, size, at);
+        coder.code(block, whole, at);
+        pack<Low>(rest + at / GROUP * Half<Low>::GROUP_BYTES, values + at, size);
     }
 }
 
 }  // namespace
 
 // Returns how many words it wrote, the last of them just before `words_end`; there is room for one for each element and
-// 16 more. See Coder for `slots`. `escapes` has room for all elements and gets their number first, then the last one first.
-WEFT_EXPORT long weft_rans_encode(const uint16_t* values, const uint32_t* slots, const int8_t* row_scales,
-                                  const int8_t* column_scales, const long* shape_of, int is_bf16, uint32_t* states,
-                                  uint16_t* words_end, uint8_t* rest, uint32_t* escapes) {
+// 16 more. `escapes` has room for all elements and gets their number first, then the last one first.
+WEFT_EXPORT long weft_rans_encode(const uint16_t* values, const Slots* slots, const uint16_t* grains,
+                                  const int8_t* row_scales, const int8_t* column_scales, const long* shape_of, int is_bf16,
+                                  uint32_t* states, uint16_t* words_end, uint8_t* rest, uint32_t* escapes) {
     Shape shape{shape_of[0], shape_of[1], shape_of[2], int(shape_of[3]), int(shape_of[4])};
-    Coder coder{slots, {}, words_end, escapes + 1};
+    Coder coder{grains, shape.class_bits, {}, words_end, escapes + 1};
     std::fill(coder.states, coder.states + LANES, LOWEST);
-    (is_bf16 ? encode<5> : encode<8>)(coder, values, row_scales, column_scales, shape, rest);
+    (is_bf16 ? encode<5> : encode<8>)(coder, values, *slots, row_scales, column_scales, shape, rest);
     std::memcpy(states, coder.states, sizeof coder.states);
     escapes[0] = uint32_t(coder.num_escapes);
     return words_end - coder.next;

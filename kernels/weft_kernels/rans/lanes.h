@@ -6,20 +6,19 @@
 
 namespace {
 
-static_assert(LANES % W == 0 && GROUP % LANES == 0, "lanes are whole vectors, groups whole turns of all lanes");
+static_assert(LANES % W == 0, "lanes are whole vectors");
 
-constexpr int PART = 2 * W;  // elements of a group that are packed and joined at a time
-typedef uint16_t Shorts __attribute__((vector_size(2 * PART)));
-typedef int16_t SignedShorts __attribute__((vector_size(2 * PART)));
-typedef uint8_t Bytes __attribute__((vector_size(PART)));
 typedef uint8_t Quarters __attribute__((vector_size(W)));
 
-// Four entries of a table. As many loads take three quarters of a gather's time on Zen 5.
-WEFT_INLINE __m128i look_up_four(const uint32_t* table, const uint16_t* places) {
+// Four entries of a table; of one of halves, with what follows above each. As many loads take three quarters of a
+// gather's time on Zen 5.
+template <typename Entry>
+WEFT_INLINE __m128i look_up_four(const Entry* table, const uint16_t* places) {
     uint64_t four = load<uint64_t>(places);
-    __m128i low = _mm_cvtsi32_si128(int(table[four & 0xFFFF])), high = _mm_cvtsi32_si128(int(table[four >> 32 & 0xFFFF]));
-    low = _mm_insert_epi32(low, int(table[four >> 16 & 0xFFFF]), 1);
-    high = _mm_insert_epi32(high, int(table[four >> 48]), 1);
+    auto entry = [=](uint64_t place) { return load<int>(table + (place & 0xFFFF)); };
+    __m128i low = _mm_cvtsi32_si128(entry(four)), high = _mm_cvtsi32_si128(entry(four >> 32));
+    low = _mm_insert_epi32(low, entry(four >> 16), 1);
+    high = _mm_insert_epi32(high, entry(four >> 48), 1);
     return _mm_unpacklo_epi64(low, high);
 }
 
@@ -37,15 +36,26 @@ WEFT_INLINE Mask below(Words a, Words b) { return _mm512_cmplt_epu32_mask((__m51
 WEFT_INLINE uint32_t bits_of(Mask mask) { return mask; }
 WEFT_INLINE Words where(Mask mask, Words a, Words b) { return (Words)_mm512_mask_mov_epi32((__m512i)b, mask, (__m512i)a); }
 
-WEFT_INLINE Shorts widen(Bytes values) { return (Shorts)_mm512_cvtepu8_epi16((__m256i)values); }
-WEFT_INLINE Bytes bytes_of(Shorts values) { return (Bytes)_mm512_cvtepi16_epi8((__m512i)values); }
-WEFT_INLINE Bytes in_one(const __m128i* sixteens) { return (Bytes)_mm256_set_m128i(sixteens[1], sixteens[0]); }
-
 // table[places[i]]
-WEFT_INLINE Words look_up(const uint32_t* table, const uint16_t* places) {
+template <typename Entry>
+WEFT_INLINE Words look_up(const Entry* table, const uint16_t* places) {
     __m256i low = _mm256_set_m128i(look_up_four(table, places + 4), look_up_four(table, places));
     __m256i high = _mm256_set_m128i(look_up_four(table, places + 12), look_up_four(table, places + 8));
     return (Words)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+
+// to[i] = table[places[i]] for a table of SYMBOLS entries: four times 64 of them, of which two bits of the place choose.
+WEFT_INLINE void look_up_all(uint16_t* to, const uint16_t* table, const uint16_t* places, long count) {
+    __m512i parts[8];
+    std::memcpy(parts, table, sizeof parts);
+    for (long i = 0; i < count; i += 2 * W) {  // all three end with whole vectors
+        __m512i place = load<__m512i>(places + i), of_four[4];
+        for (int four = 0; four < 4; four++) of_four[four] = _mm512_permutex2var_epi16(parts[2 * four], place, parts[2 * four + 1]);
+        __mmask32 is_odd = _mm512_test_epi16_mask(place, _mm512_set1_epi16(64));
+        __mmask32 is_upper = _mm512_test_epi16_mask(place, _mm512_set1_epi16(128));
+        __m512i lower = _mm512_mask_mov_epi16(of_four[0], is_odd, of_four[1]), upper = _mm512_mask_mov_epi16(of_four[2], is_odd, of_four[3]);
+        store(to + i, _mm512_mask_mov_epi16(lower, is_upper, upper));
+    }
 }
 
 // The words from `next` on, one for each lane of the mask, in the others zero. Reads W words.
@@ -82,20 +92,18 @@ WEFT_INLINE Quarters quarters_of(Words values) {
     return (Quarters)_mm_cvtsi128_si64(_mm_packus_epi16(lower, lower));
 }
 
-WEFT_INLINE Shorts widen(Bytes values) { return (Shorts)_mm256_cvtepu8_epi16((__m128i)values); }
-WEFT_INLINE Bytes bytes_of(Shorts values) {
-    __m256i lower = (__m256i)(values & 0xFF);
-    return (Bytes)_mm_packus_epi16(_mm256_castsi256_si128(lower), _mm256_extracti128_si256(lower, 1));
-}
-WEFT_INLINE Bytes in_one(const __m128i* sixteens) { return (Bytes)sixteens[0]; }
-
 WEFT_INLINE Mask at_least(Words a, Words b) { return (Words)(a >= b); }
 WEFT_INLINE Mask below(Words a, Words b) { return (Words)(a < b); }
 WEFT_INLINE uint32_t bits_of(Mask mask) { return uint32_t(_mm256_movemask_ps((__m256)mask)); }
 WEFT_INLINE Words where(Mask mask, Words a, Words b) { return (a & mask) | (b & ~mask); }
 
-WEFT_INLINE Words look_up(const uint32_t* table, const uint16_t* places) {
+template <typename Entry>
+WEFT_INLINE Words look_up(const Entry* table, const uint16_t* places) {
     return (Words)_mm256_set_m128i(look_up_four(table, places + 4), look_up_four(table, places));
+}
+
+WEFT_INLINE void look_up_all(uint16_t* to, const uint16_t* table, const uint16_t* places, long count) {
+    for (long i = 0; i < count; i++) to[i] = table[places[i]];
 }
 
 // For each mask of eight lanes: which of the words that follow one another each lane takes, and which lanes stand last.
@@ -132,5 +140,12 @@ WEFT_INLINE Words quotient(Words a, Words b) {
 }
 
 #endif
+
+template <typename Entry>
+WEFT_INLINE Words look_up(const Entry* table, Words places) {
+    alignas(LINE) uint16_t stored[W];
+    store(stored, halves_of(places));
+    return look_up(table, stored);
+}
 
 }  // namespace

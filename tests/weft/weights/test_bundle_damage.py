@@ -43,7 +43,7 @@ def with_a_base(path: Path, base: int) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (lambda path: os.truncate(path, path.stat().st_size - 100), "truncated: the bundle has"),
     "a header bit": (lambda path: flip(path, path.stat().st_size - 20), "the header is damaged: its checksum"),
-    "another version": (lambda path: flip(path, 8), "a bundle of version 17; this program reads version 1"),
+    "another version": (lambda path: flip(path, 8), "a bundle of version 18; this program reads version 2"),
     "no bundle": (lambda path: flip(path, 0), "not a bundle"),
     "not finished": (lambda path: path.write_bytes(bytes(64)), "not finished"),
     "an impossible base": (lambda path: with_a_base(path, 1 << 70), "no exponent is near base"),

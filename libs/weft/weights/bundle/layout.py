@@ -22,7 +22,7 @@ from weft.weights.blobs import Blob, FileBlob, Scratch
 from weft.weights.header import DTYPE_BYTES, MAX_HEADER_BYTES, TensorEntry
 
 MAGIC = b"WEFTBNDL"
-VERSION = 1
+VERSION = 2
 SUFFIX = ".weft"
 PROLOGUE = struct.Struct("<8sIIQQQQ16x")  # magic, version, 0, header's offset, size and XXH3-64, size of the file
 MAX_UNPACKED_BYTES = 1 << 28

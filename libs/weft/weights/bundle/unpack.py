@@ -27,13 +27,13 @@ from weft.weights.bundle.layout import (
 )
 from weft.weights.header import MAX_HEADER_BYTES
 from weft_kernels import rans
-from weft_kernels.rans.coding import SYMBOLS, TOTAL
+from weft_kernels.rans.coding import SYMBOLS
 
 Bytes = NDArray[np.uint8]
 CHUNKS_AT_ONCE = 4
 """Decoded side by side, and hashed while they are still in the processor's caches."""
 MAX_OPENED = 64
-"""Tensors whose tables (64 KiB each) are kept, the last ones used."""
+"""Tensors whose tables and scales are kept, the last ones used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class _Opened:
     begin: int
     """Of the first chunk in the file."""
     coding: rans.Coding | None
-    table: NDArray[np.uint32]
+    tables: Bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,23 +203,25 @@ class BundleFile:
         ):
             raise BadCheckpoint(f"{self.path}: tensor {tensor.name}: its table of chunks is damaged")
         coding = self._coding(tensor, stored[8 * tensor.num_chunks :]) if tensor.codec == "rans" else None
-        table = coding.table() if coding else np.empty(0, np.uint32)
-        return _Opened(tensor, ends, tensor.offset + begin, coding, table)
+        tables = rans.tables_of(coding) if coding else np.empty(0, np.uint8)
+        return _Opened(tensor, ends, tensor.offset + begin, coding, tables)
 
     def _coding(self, tensor: PackedTensor, stored: Bytes) -> rans.Coding:
         rows, columns = tensor.rows_columns
         damaged = f"{self.path}: tensor {tensor.name}: its shares or scales are damaged"
         try:
-            text = inflate(stored[: tensor.shares_bytes].tobytes(), 2 * SYMBOLS << tensor.class_bits)
-            planes = np.frombuffer(text, np.uint8).astype(np.uint16).reshape(2, 1 << tensor.class_bits, SYMBOLS)
+            text = inflate(stored[: tensor.shares_bytes].tobytes(), 2 * SYMBOLS)
+            planes = np.frombuffer(text, np.uint8).astype(np.uint16).reshape(2, 1 << tensor.class_bits, -1)
             shares = planes[0] | planes[1] << 8
         except (zlib.error, ValueError):
             raise BadCheckpoint(damaged) from None
-        if (shares.sum(1, dtype=np.int64) != TOTAL).any() or int(shares.max()) >= TOTAL:
-            raise BadCheckpoint(damaged)
         scales = stored[tensor.shares_bytes :].view(np.int8) if tensor.class_bits else np.zeros(rows + columns, np.int8)
-        is_bf16 = tensor.dtype == "BF16"
-        return rans.Coding(is_bf16, tensor.base, tensor.class_bits, shares, scales[:rows].copy(), scales[rows:].copy())
+        of_rows, of_columns = scales[:rows].copy(), scales[rows:].copy()
+        coding = rans.Coding(tensor.dtype == "BF16", tensor.base, tensor.class_bits, shares, of_rows, of_columns)
+        is_whole = shares.size == SYMBOLS and (shares.sum(1, dtype=np.int64) == coding.total).all()
+        if not is_whole or int(shares.max()) == coding.total:
+            raise BadCheckpoint(damaged)
+        return coding
 
     def _decode(self, chunks: Sequence[_StoredChunk]) -> None:
         """Raises BadCheckpoint naming the first chunk that is not what was coded."""
@@ -254,7 +256,7 @@ class BundleFile:
         parts = rans.Chunk(states.view("<u4"), words.view("<u2"), rest_of, places.view("<u4"), values.view("<u2"))
         # A target that is not aligned for 16-bit numbers goes through one that is.
         out = chunk.out.view(np.uint16) if chunk.out.ctypes.data % 2 == 0 else np.empty(count, np.uint16)
-        return rans.Piece(coding, chunk.opened.table, chunk.number * CHUNK_BYTES // 2, parts, out)
+        return rans.Piece(coding, chunk.opened.tables, chunk.number * CHUNK_BYTES // 2, parts, out)
 
     def _damaged(self, chunk: _StoredChunk) -> BadCheckpoint:
         where = f"{self.path}: tensor {chunk.opened.tensor.name}: chunk {chunk.number}"

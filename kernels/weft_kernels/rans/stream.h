@@ -1,0 +1,109 @@
+// A chunk on its way from words and packed bits back to 16-bit floats, and how to go on with it one element at a time.
+
+#pragma once
+
+#include "format.h"
+
+namespace {
+
+constexpr long TURNS = 1024;  // elements whose contexts are worked out at a time
+
+// As the caller describes it.
+struct Chunk {
+    const Tables* tables;
+    const int8_t *rows, *columns;
+    int64_t first, count, num_columns, base, class_bits, is_bf16;
+    const uint32_t* states;
+    const uint16_t* words;
+    int64_t num_words;
+    const uint8_t* rest;
+    uint16_t* out;
+    int64_t is_whole;  // the answer: words and states ended where coding began
+};
+
+struct Stream {
+    alignas(LINE) uint8_t classes[TURNS];            // where the tables of each element's class begin
+    alignas(LINE) int16_t before[TURNS];             // what each element's context and the base add to its key
+    alignas(LINE) uint8_t symbols[TURNS];
+    alignas(LINE) uint16_t low[LANES], high[LANES];  // the lanes' states
+    Chunk* chunk;
+    Shape shape;
+    const uint16_t *next, *end;
+    long done;
+    bool is_short;
+
+    void begin(Chunk* of) {
+        for (int i = 0; i < LANES; i++) low[i] = uint16_t(of->states[i]), high[i] = uint16_t(of->states[i] >> 16);
+        chunk = of;
+        shape = {of->first, of->count, of->num_columns, int(of->base), int(of->class_bits)};
+        next = of->words, end = of->words + of->num_words;
+        done = 0, is_short = false;
+        if (shape.class_bits) return;
+        std::fill(classes, classes + TURNS, uint8_t(0));
+        std::fill(before, before + TURNS, int16_t(4 * shape.base));
+    }
+
+    long size() const { return std::min(TURNS, shape.count - done); }
+    long num_words() const { return end - next; }
+
+    const uint8_t* rest(long from) const {
+        return chunk->rest + (done + from) / GROUP * (chunk->is_bf16 ? Half<5>::GROUP_BYTES : Half<8>::GROUP_BYTES);
+    }
+
+    // Works out the contexts of what is decoded next, and has the memory fetched that it is joined from and goes to.
+    void look_ahead() {
+        for (long i = 0; i < size(); i += LINE / 2) {
+            __builtin_prefetch(chunk->out + done + i, 1);
+            __builtin_prefetch(rest(0) + i);  // every line, as there is about a byte for an element
+        }
+        if (!shape.class_bits) return;
+        const int base = 4 * shape.base, mask = 0xFF & -shape.symbols();
+        for (long at = 0; at < size();) {
+            long row = (shape.first + done + at) / shape.columns, column = (shape.first + done + at) % shape.columns;
+            long run = std::min(size() - at, shape.columns - column);
+            const int8_t row_scale = chunk->rows[row], *scales = chunk->columns + column;
+            for (long i = 0; i < run; i++) {
+                int16_t context = int16_t(row_scale + scales[i]);
+                classes[at + i] = uint8_t((context << 4) & mask);
+                before[at + i] = int16_t((context >> 4) * 4 + base);
+            }
+            at += run;
+        }
+    }
+
+    void decode_slowly(long from) {
+        const Tables& tables = *chunk->tables;
+        const int mask = shape.symbols() - 1;
+        for (long i = from; i < size(); i++) {
+            uint16_t &lower = low[i % LANES], &upper = high[i % LANES], within = uint16_t(lower >> shape.symbol_bits());
+            uint8_t place = uint8_t(classes[i] | (lower & mask));
+            if (lower >> 8 >= tables.cut[place]) {
+                within = uint16_t(within + (tables.moved_low[place] | tables.moved_high[place] << 8));
+                place = tables.other[place];
+            }
+            symbols[i] = uint8_t(place & mask);
+            uint32_t state = uint32_t(tables.share_low[place] | tables.share_high[place] << 8) * upper + within;
+            if (state < LOWEST) {
+                is_short |= next == end;
+                state = state << 16 | (next < end ? *next++ : 0);
+            }
+            lower = uint16_t(state), upper = uint16_t(state >> 16);
+        }
+    }
+
+    // From the element on, which begins a group.
+    void join(long from) { chunk->is_bf16 ? join_halves<5>(from) : join_halves<8>(from); }
+
+    template <int Low>
+    void join_halves(long from) {
+        const uint8_t* group = rest(from);
+        for (long at = from; at < size(); at += GROUP, group += Half<Low>::GROUP_BYTES) {
+            alignas(LINE) uint16_t bits[GROUP], halves[GROUP];
+            Half<Low>::unpack(group, bits);
+            for (int i = 0; i < GROUP; i++) halves[i] = Half<Low>::join(symbols[at + i], before[at + i], bits[i]);
+            std::memcpy(chunk->out + done + at, halves, 2 * size_t(std::min(long(GROUP), size() - at)));
+        }
+    }
+};
+
+}  // namespace
