@@ -186,10 +186,12 @@ class Chaos:
     def begin(self) -> None:
         """One more sequence: generating, prefilling, or waiting for somebody else's KV."""
         key = RequestKey(f"soak-{self.counts['begun']}")
-        held = [live.text for live, _, _ in self.held.values()]
+        held = [live for live, _, _ in self.held.values()]
         kind = self.random.choice(("generate", "generate", "generate", "prefill", "wait", *(["wait"] * len(held))))
-        text = self.random.choice(held if held and kind == "wait" else self.texts)
-        num_resumed = self.random.choice((0, 0, 7))  # some go on with what another worker has begun
+        like = self.random.choice(held) if held and kind == "wait" else None
+        text = like.text if like else self.random.choice(self.texts)
+        # some go on with what another worker has begun
+        num_resumed = like.spec.resumed_tokens if like else self.random.choice((0, 0, 7))
         sampling = replace(text.sampling, max_tokens=self.random.randrange(num_resumed + 1, MAX_NEW + 1))
         spec = SequenceSpec(
             key,
