@@ -17,7 +17,8 @@ from weft.config import ConfigError
 from weft.request import WorkerRole
 from weft_services.scheduler.state import INFINITE, NEVER, Served, Worker
 
-# a side is short when it has been over its limit for so long, at every look
+# a side is short when it has been over its limit for so much longer than it was not: queues come and go, and one look
+# at an empty or a long one must not undo all the others
 PATIENCE_SECONDS = 5.0
 # a side that gives a worker away must stay below this share of its limit, as far as can be told before
 SPARE_STRAIN = 0.75
@@ -101,13 +102,32 @@ def _spare(served: Served, role: WorkerRole, least: int) -> Worker | None:
     )
 
 
+@dataclass(slots=True)
+class _Shortage:
+    """Of which role a model is short, and for how much longer it has been so than not."""
+
+    looked_at: float
+    role: WorkerRole | None = None
+    seconds: float = 0.0
+
+    def look(self, role: WorkerRole | None, now: float) -> None:
+        """What is seen now; None: of neither."""
+        passed, self.looked_at = now - self.looked_at, now
+        if role is None:
+            self.seconds = max(self.seconds - passed, 0.0)
+        elif role is self.role:
+            self.seconds += passed
+        else:
+            self.role, self.seconds = role, 0.0
+
+
 class RolePlanner:
     """To be asked once a second. Of several schedulers one plans at a time: `may_plan` says whether it is this one."""
 
     def __init__(self, limits: Limits, may_plan: Callable[[], bool] = lambda: True) -> None:
         self._limits = limits
         self._may_plan = may_plan
-        self._short: dict[str, tuple[WorkerRole, float]] = {}
+        self._short: dict[str, _Shortage] = {}
         self._moved_at: dict[str, float] = {}
 
     def plan(self, models: Mapping[str, Served], now: float) -> list[Move]:
@@ -118,19 +138,17 @@ class RolePlanner:
             self._moved_at = dict.fromkeys(models, now)
             return []
         self._moved_at = {model: at for model, at in self._moved_at.items() if model in models}
+        self._short = {model: shortage for model, shortage in self._short.items() if model in models}
         moves = [self._plan(model, served, now) for model, served in models.items()]
         return [move for move in moves if move is not None]
 
     def _plan(self, model: str, served: Served, now: float) -> Move | None:
         move = wanted(served, self._limits)
-        if move is None:
-            self._short.pop(model, None)
-            return None
-        role, since = self._short.get(model, (move.role, now))
-        self._short[model] = move.role, since if role is move.role else now
+        shortage = self._short.setdefault(model, _Shortage(now))
+        shortage.look(move.role if move is not None else None, now)
         is_moving = any(worker.role_wish is not None for worker in served.workers)
         rests = now - self._moved_at.get(model, NEVER) < self._limits.pause_seconds
-        if is_moving or rests or now - self._short[model][1] < PATIENCE_SECONDS:
+        if move is None or is_moving or rests or shortage.seconds < PATIENCE_SECONDS:
             return None
         del self._short[model]
         self._moved_at[model] = now

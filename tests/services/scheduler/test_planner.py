@@ -106,12 +106,24 @@ def test_a_move_takes_patience_and_the_next_one_a_pause() -> None:
     assert len(moved_at) == 4
 
 
-def test_a_moment_is_not_enough() -> None:
+@pytest.mark.parametrize(("num_short", "moves"), [(1, False), (2, False), (3, True), (4, True)])
+def test_a_side_is_short_when_most_looks_say_so(num_short: int, moves: bool) -> None:
+    """Of five in a row: one long queue among empty ones moves nobody, one empty one among long ones undoes nothing."""
     short = Served([prefill("p0", 4000), decode("d0", 1), decode("d1", 1)])
     well = Served([prefill("p0", 0), decode("d0", 1), decode("d1", 1)])
     planner = RolePlanner(LIMITS)
-    for now in range(60):
-        assert not planner.plan({MODEL: well if now % 5 == 4 else short}, float(now))
+    moved = [planner.plan({MODEL: short if now % 5 < num_short else well}, float(now)) for now in range(60)]
+    assert any(moved) is moves
+
+
+def test_time_in_which_nothing_is_short_is_not_saved_up() -> None:
+    short = Served([prefill("p0", 4000), decode("d0", 1), decode("d1", 1)])
+    well = Served([prefill("p0", 0), decode("d0", 1), decode("d1", 1)])
+    planner = RolePlanner(LIMITS)
+    for now in range(1000):
+        assert not planner.plan({MODEL: well}, float(now))
+    moved = [planner.plan({MODEL: short}, 1000.0 + now) for now in range(int(PATIENCE_SECONDS) + 1)]
+    assert [bool(moves) for moves in moved].index(True) == PATIENCE_SECONDS
 
 
 loads = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 100), st.integers(0, 100)), min_size=1, max_size=5)
