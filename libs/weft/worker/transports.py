@@ -36,7 +36,10 @@ def pick_transports(
             logger.warning("KV TRANSPORT FALLS BACK TO GRPC: mooncake is unavailable: %s", error)
     fallback.register(memory.address, pool_bytes)
     if choice is TransportChoice.AUTO and memory.shared_fd is not None:
-        transports.insert(0, NearTransport(memory))
+        try:
+            transports.insert(0, NearTransport(memory))
+        except OSError as error:
+            logger.info("workers on this machine are peers like others: open files are not shown: %s", error)
     names = [transport.name for transport in transports]
     logger.info("KV transport: %s, pool of %.1f MiB", " before ".join(names), pool_bytes / 2**20)
     return tuple(transports)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from pathlib import Path
 
 import pytest
 
 from weft.config import ConfigError
+from weft.kv import near
 from weft.kv.memory import BlockBytes, HostBlocks
 from weft.kv.mooncake import MooncakeUnavailable
 from weft.kv.shared import SharedBytes, shared_bytes
@@ -62,6 +64,15 @@ def test_a_pool_in_a_file_is_told_beside_the_way_for_other_machines(shared: Shar
         endpoint.transport, endpoint.segment, endpoint.pool_address, "1/fd/3 " + "/memfd:x-" + 32 * "0"
     )
     assert [transport.reaches(elsewhere) for transport in picked] == [False, True, True]
+
+
+def test_where_open_files_are_not_shown_workers_of_one_machine_are_peers_like_others(
+    shared: SharedBytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(near, "OPEN_FILES", tmp_path)
+    picked = pick_for(TransportChoice.AUTO, blocks_of(shared))
+    assert [transport.name for transport in picked] == ["mooncake", "grpc"]
+    assert lent_endpoint(picked).file == ""
 
 
 @pytest.mark.parametrize("choice", [TransportChoice.MOONCAKE, TransportChoice.GRPC])
