@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -25,6 +26,7 @@ def build_engine(
     engine_config: EngineConfig,
     listener: Callable[[StepOutput], None],
     is_resident: bool = False,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
     """An engine that `start` sets going. dtype: "float32" or "bfloat16", of weights, activations and KV alike.
 
@@ -32,10 +34,16 @@ def build_engine(
     Raises BadCheckpoint for missing tensors.
     """
     model = Decoder(model_config, weights, DTYPES[dtype], torch.device(device), is_resident)
-    return assemble(model, dtype, engine_config, listener)
+    return assemble(model, dtype, engine_config, listener, clock)
 
 
-def assemble(model: Decoder, dtype: str, config: EngineConfig, listener: Callable[[StepOutput], None]) -> Engine:
+def assemble(
+    model: Decoder,
+    dtype: str,
+    config: EngineConfig,
+    listener: Callable[[StepOutput], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> Engine:
     """The same, around a model that this thread has loaded already, and now leaves to the engine's own."""
     release_threads()
-    return Engine(ModelRunner(model, config, dtype, model.device), config, listener)
+    return Engine(ModelRunner(model, config, dtype, model.device), config, listener, clock)

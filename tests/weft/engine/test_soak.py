@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from weft.request import RequestKey
 NUM_STEPS = int(os.environ.get("WEFT_SOAK_STEPS", "600"))
 NUM_BLOCKS, BLOCK_TOKENS, MAX_LIVE = 26, 4, 12  # blocks for each group of layers
 STUCK_SECONDS, TOLD_STEPS = 60.0, 10_000
+# prompts are computed by how long they have waited: the engine's time passes with its looks at the clock
+LOOK_SECONDS = 0.001
 # Heads and rows that fill whole vectors, so that the C++ kernels take them.
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -90,8 +93,15 @@ class Chaos:
             pin_sealed=True,
             max_pinned=3,
         )
+        looks = count()
         self.engine = build_engine(
-            tiny.config, tiny.weights, dtype="float32", device="cpu", engine_config=config, listener=self.hear
+            tiny.config,
+            tiny.weights,
+            dtype="float32",
+            device="cpu",
+            engine_config=config,
+            listener=self.hear,
+            clock=lambda: LOOK_SECONDS * next(looks),
         )
         memory = self.engine.pool_memory
         raw = (ctypes.c_char * (memory.num_blocks * memory.block_bytes)).from_address(memory.address)
