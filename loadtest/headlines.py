@@ -45,17 +45,15 @@ def hits_parts(text: str) -> list[str]:
             "for every eight workers. Ideal: what one cache without end would find."
         ),
     ]
-    by_signal: dict[str, list[float]] = {}
-    sizes = []
-    for place, rows in figures.items():
+    by_signal: dict[str, list[float | None]] = {}
+    sizes = [place.partition("/")[0] for place in figures]
+    for number, (place, rows) in enumerate(figures.items()):
         size, _, cache = place.partition("/")
-        sizes.append(size)
         parts.append(page.text(f"{size} workers, {cache} million tokens of cache on each"))
         parts.append(page.table(*_hits_table(rows)))
         for row in rows:
-            by_signal.setdefault(row["policy"], []).append(100 * row["of_ideal"])
-    whole = {name: values for name, values in by_signal.items() if len(values) == len(sizes)}
-    parts.append(page.lines("hits by what the router knows", ("workers", "% of ideal hits"), sizes, whole))
+            by_signal.setdefault(row["policy"], [None] * len(sizes))[number] = 100 * row["of_ideal"]
+    parts.append(page.lines("hits by what the router knows", ("workers", "% of ideal hits"), sizes, by_signal))
     return parts
 
 

@@ -55,9 +55,9 @@ def bars(title: str, unit: str, values: Mapping[str, float], marked: str) -> str
     return _svg(title, "".join(drawn), TOP + 24 + row * len(values))
 
 
-def lines(title: str, axes: tuple[str, str], ticks: Sequence[str], series: Mapping[str, Sequence[float]]) -> str:
-    """One line a name over the same ticks, from zero up."""
-    most = max([value for values in series.values() for value in values] + [1e-12])
+def lines(title: str, axes: tuple[str, str], ticks: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> str:
+    """One line a name over the same ticks, from zero up; None is passed over."""
+    most = max([value for values in series.values() for value in values if value is not None] + [1e-12])
     step = (WIDTH - LEFT - 170) / max(len(ticks) - 1, 1)
     plot = HEIGHT - BOTTOM - TOP - 16
 
@@ -74,7 +74,7 @@ def lines(title: str, axes: tuple[str, str], ticks: Sequence[str], series: Mappi
         for index, tick in enumerate(ticks)
     ]
     for number, (name, values) in enumerate(series.items()):
-        points = [place(index, value) for index, value in enumerate(values)]
+        points = [place(index, value) for index, value in enumerate(values) if value is not None]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         colour = COLOURS[number % len(COLOURS)]
         drawn.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
