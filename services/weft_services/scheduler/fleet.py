@@ -53,6 +53,10 @@ class Fleet:
         """A worker is live from here on. Returns it, and the one of the same id that it replaces."""
         replaced = self._workers.get(info.address.worker_id)
         if replaced is not None:
+            logger.warning(
+                "worker %s joins from %s before %s left: if both live, each needs a WEFT_WORKER_ID of its own",
+                *(info.address.worker_id, info.address.address, replaced.info.address.address),
+            )
             self.leave(replaced, "replaced")
         worker = Worker(info, reported_at=now)
         self._workers[worker.worker_id] = worker
