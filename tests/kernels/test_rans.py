@@ -209,7 +209,7 @@ def test_the_library_fills_buckets_as_the_reference_does(class_bits: int, seed: 
 
 @pytest.mark.parametrize("is_bf16", [True, False])
 def test_turns_without_permutations_give_the_same(is_bf16: bool) -> None:
-    """What processors without AVX-512 VBMI do; elsewhere both are the same code."""
+    """What processors without AVX-512 VBMI do; on those both are the same code."""
     values = channels(300, 333)
     found = rans.measure(values, is_bf16).coding
     tables, flat = rans.tables_of(found), values.reshape(-1)

@@ -43,6 +43,7 @@ HEADERS = (
     "rans/format.h",
     "rans/lanes.h",
     "rans/permute.h",
+    "rans/shuffle.h",
     "rans/stream.h",
     "rms_norm/rms_norm.h",
     "rope/rotate.h",

@@ -1,66 +1,20 @@
 // From words and packed bits back to 16-bit floats, some chunks side by side. See format.h for what a weight is made of.
 
-#include "lanes.h"
 #include "permute.h"
+#include "shuffle.h"
 
 namespace {
 
 constexpr int MOST = 2;  // chunks at a time: enough for one's steps to fill the time that the other's wait
 
-// What plain turns look up, for W lanes at a time.
-struct Lookups {
-    uint32_t buckets[SYMBOLS], shares[SYMBOLS];  // cut | other << 8 | moved << 16
-    int symbol_bits;
-
-    void begin(const Tables& tables, int bits) {
-        symbol_bits = bits;
-        for (int i = 0; i < SYMBOLS; i++) {
-            buckets[i] = tables.cut[i] | tables.other[i] << 8 | tables.moved_low[i] << 16 | uint32_t(tables.moved_high[i]) << 24;
-            shares[i] = tables.share_low[i] | tables.share_high[i] << 8;
-        }
-    }
-
-    WEFT_INLINE Words step(Words state, const uint8_t* classes, uint8_t* symbols) const {
-        const uint32_t mask = (1u << symbol_bits) - 1;
-        Words place = (state & mask) | __builtin_convertvector(load<Quarters>(classes), Words);
-        Words bucket = look_up(buckets, place), slot = state & 0xFFFFu;
-        Mask is_other = at_least(slot >> 8, bucket & 0xFFu);
-        Words within = ((slot >> symbol_bits) + where(is_other, bucket >> 16, Words{})) & 0xFFFFu;
-        place = where(is_other, (bucket >> 8) & 0xFFu, place);
-        store(symbols, quarters_of(place & mask));
-        return look_up(shares, place) * (state >> 16) + within;
-    }
-};
-
-// Whole turns of a stream's lanes, for processors that cannot permute bytes; returns where they ended.
-long plain_turns(Stream& stream, long from, long count) {
-    Words state[LANES / W];
-    Lookups lookups;
-    lookups.begin(*stream.chunk->tables, stream.shape.symbol_bits());
-    for (int part = 0; part < LANES / W; part++) {
-        state[part] = widen(load<Halves>(stream.low + part * W)) | widen(load<Halves>(stream.high + part * W)) << 16;
-    }
-    for (; from + LANES <= count && stream.num_words() >= LANES + W; from += LANES) {
-#pragma GCC unroll 8
-        for (int part = 0; part < LANES / W; part++) {
-            long at = from + part * W;
-            Words moved = lookups.step(state[part], stream.classes + at, stream.symbols + at);
-            Mask is_low = below(moved, Words{} + LOWEST);
-            state[part] = where(is_low, moved << 16 | spread(is_low, stream.next), moved);
-            stream.next += __builtin_popcount(bits_of(is_low));
-        }
-    }
-    for (int part = 0; part < LANES / W; part++) {
-        store(stream.low + part * W, halves_of(state[part] & 0xFFFFu));
-        store(stream.high + part * W, halves_of(state[part] >> 16));
-    }
-    return from;
-}
-
 template <int N>
 long permuted(Stream* streams, long from, long count) {
     bool is_bf16 = streams->chunk->is_bf16;
     return is_bf16 ? permuted_turns<N, 5>(streams, from, count) : permuted_turns<N, 8>(streams, from, count);
+}
+
+long shuffled(Stream& stream, long count) {
+    return stream.chunk->is_bf16 ? shuffled_turns<5>(stream, 0, count) : shuffled_turns<8>(stream, 0, count);
 }
 
 // One stretch of each chunk, `num_streams` of them.
@@ -71,9 +25,9 @@ void advance(Stream* streams, int num_streams, bool is_plain) {
     if (!is_plain && are_alike) common = permuted<MOST>(streams, 0, std::min(streams[0].size(), streams[1].size()));
     for (int n = 0; n < num_streams; n++) {
         Stream& stream = streams[n];
-        long turned = is_plain ? plain_turns(stream, 0, stream.size()) : permuted<1>(&stream, common, stream.size());
+        long turned = is_plain ? shuffled(stream, stream.size()) : permuted<1>(&stream, common, stream.size());
         stream.decode_slowly(turned);
-        stream.join(is_plain ? 0 : turned);
+        stream.join(turned);
         stream.done += stream.size();
     }
 }

@@ -8,8 +8,6 @@ namespace {
 
 static_assert(LANES % W == 0, "lanes are whole vectors");
 
-typedef uint8_t Quarters __attribute__((vector_size(W)));
-
 // Four entries of a table; of one of halves, with what follows above each. As many loads take three quarters of a
 // gather's time on Zen 5.
 template <typename Entry>
@@ -29,7 +27,6 @@ typedef __mmask16 Mask;
 // Compilers make detours of these conversions.
 WEFT_INLINE Words widen(Halves values) { return (Words)_mm512_cvtepu16_epi32((__m256i)values); }
 WEFT_INLINE Halves halves_of(Words values) { return (Halves)_mm512_cvtepi32_epi16((__m512i)values); }
-WEFT_INLINE Quarters quarters_of(Words values) { return (Quarters)_mm512_cvtepi32_epi8((__m512i)values); }
 
 WEFT_INLINE Mask at_least(Words a, Words b) { return _mm512_cmpge_epu32_mask((__m512i)a, (__m512i)b); }
 WEFT_INLINE Mask below(Words a, Words b) { return _mm512_cmplt_epu32_mask((__m512i)a, (__m512i)b); }
@@ -58,11 +55,6 @@ WEFT_INLINE void look_up_all(uint16_t* to, const uint16_t* table, const uint16_t
     }
 }
 
-// The words from `next` on, one for each lane of the mask, in the others zero. Reads W words.
-WEFT_INLINE Words spread(Mask mask, const uint16_t* next) {
-    return (Words)_mm512_maskz_expand_epi32(mask, (__m512i)widen(load<Halves>(next)));
-}
-
 // The lower halves of the mask's lanes, as words that end before `end`. Writes W words, the first of them nonsense.
 WEFT_INLINE void put_before(uint16_t* end, Mask mask, Words values) {
     __m512i count = _mm512_set1_epi32(__builtin_popcount(mask));
@@ -87,10 +79,6 @@ WEFT_INLINE Halves halves_of(Words values) {
     __m256i lower = (__m256i)(values & 0xFFFFu);
     return (Halves)_mm_packus_epi32(_mm256_castsi256_si128(lower), _mm256_extracti128_si256(lower, 1));
 }
-WEFT_INLINE Quarters quarters_of(Words values) {
-    __m128i lower = _mm_and_si128((__m128i)halves_of(values), _mm_set1_epi16(0xFF));
-    return (Quarters)_mm_cvtsi128_si64(_mm_packus_epi16(lower, lower));
-}
 
 WEFT_INLINE Mask at_least(Words a, Words b) { return (Words)(a >= b); }
 WEFT_INLINE Mask below(Words a, Words b) { return (Words)(a < b); }
@@ -106,13 +94,12 @@ WEFT_INLINE void look_up_all(uint16_t* to, const uint16_t* table, const uint16_t
     for (long i = 0; i < count; i++) to[i] = table[places[i]];
 }
 
-// For each mask of eight lanes: which of the words that follow one another each lane takes, and which lanes stand last.
+// For each mask of eight lanes: which of them stand last.
 struct Orders {
-    uint8_t spread[256][8], last[256][8];
-    constexpr Orders() : spread(), last() {
+    uint8_t last[256][8];
+    constexpr Orders() : last() {
         for (int mask = 0; mask < 256; mask++) {
-            int taken = 0, place = 8;
-            for (int lane = 0; lane < 8; lane++) spread[mask][lane] = uint8_t((mask >> lane & 1) ? taken++ : 0);
+            int place = 8;
             for (int lane = 7; lane >= 0; lane--) {
                 if (mask >> lane & 1) last[mask][--place] = uint8_t(lane);
             }
@@ -122,11 +109,6 @@ struct Orders {
 constexpr Orders ORDERS;
 
 WEFT_INLINE __m256i order(const uint8_t* lanes) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)lanes)); }
-
-WEFT_INLINE Words spread(Mask mask, const uint16_t* next) {
-    __m256i from = order(ORDERS.spread[bits_of(mask)]);
-    return (Words)_mm256_permutevar8x32_epi32((__m256i)widen(load<Halves>(next)), from) & mask;
-}
 
 WEFT_INLINE void put_before(uint16_t* end, Mask mask, Words values) {
     store(end - W, halves_of((Words)_mm256_permutevar8x32_epi32((__m256i)values, order(ORDERS.last[bits_of(mask)]))));

@@ -8,6 +8,11 @@ namespace {
 
 constexpr long TURNS = 1024;  // elements whose contexts are worked out at a time
 
+// What turns look up at once where they load: the shares of a bucket's two owners and how the other one's slots are moved.
+struct Bucket {
+    uint16_t own_share, other_share, moved, cut_and_other;  // cut | other's symbol << 8
+};
+
 // As the caller describes it.
 struct Chunk {
     const Tables* tables;
@@ -26,6 +31,7 @@ struct Stream {
     alignas(LINE) int16_t before[TURNS];             // what each element's context and the base add to its key
     alignas(LINE) uint8_t symbols[TURNS];
     alignas(LINE) uint16_t low[LANES], high[LANES];  // the lanes' states
+    alignas(LINE) Bucket buckets[SYMBOLS];
     Chunk* chunk;
     Shape shape;
     const uint16_t *next, *end;
@@ -38,9 +44,20 @@ struct Stream {
         shape = {of->first, of->count, of->num_columns, int(of->base), int(of->class_bits)};
         next = of->words, end = of->words + of->num_words;
         done = 0, is_short = false;
+        fill_buckets();
         if (shape.class_bits) return;
         std::fill(classes, classes + TURNS, uint8_t(0));
         std::fill(before, before + TURNS, int16_t(4 * shape.base));
+    }
+
+    void fill_buckets() {
+        const Tables& tables = *chunk->tables;
+        auto share = [&](int place) { return uint16_t(tables.share_low[place] | tables.share_high[place] << 8); };
+        for (int i = 0; i < SYMBOLS; i++) {
+            int other = tables.other[i];
+            uint16_t moved = uint16_t(tables.moved_low[i] | tables.moved_high[i] << 8);
+            buckets[i] = {share(i), share(other), moved, uint16_t(tables.cut[i] | (other & (shape.symbols() - 1)) << 8)};
+        }
     }
 
     long size() const { return std::min(TURNS, shape.count - done); }
