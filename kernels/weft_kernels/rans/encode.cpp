@@ -6,18 +6,19 @@ namespace {
 
 // What coding takes of each element of a block: its symbol's share, and where that one's grains begin.
 struct Block {
-    alignas(LINE) uint16_t places[BLOCK], shares[BLOCK], begins[BLOCK];  // place: class and symbol
+    alignas(LINE) uint16_t places[BLOCK];  // class and symbol
+    alignas(LINE) uint32_t slots[BLOCK];   // share | begin << 16
 
     template <int Low>
-    void fill(const uint16_t* values, const int16_t* contexts, long count, const Slots& slots, const Shape& shape) {
+    void fill(const uint16_t* values, const int16_t* contexts, long count, const Pairs& of_places, const Shape& shape) {
         const uint16_t mask = 0xFF & -shape.symbols(), last = uint16_t(shape.symbols() - FIRST), base = uint16_t(4 * shape.base);
         for (long i = 0; i < count; i++) {
             uint16_t size = values[i] & 0x7FFF, key = uint16_t((size >> Low) - 4 * (contexts[i] >> 4) - base);
             uint16_t symbol = uint16_t(key - FIRST) < last ? key : uint16_t(ESCAPE);
             places[i] = uint16_t((contexts[i] << 4 & mask) | (size ? symbol : uint16_t(ZERO)));
         }
-        look_up_all(shares, slots.shares, places, count);
-        look_up_all(begins, slots.begins, places, count);
+        std::fill(places + count, places + (count + LANES - 1) / LANES * LANES, uint16_t(0));  // whole vectors are looked up
+        of_places.look_up_all(slots, places, count);
     }
 };
 
@@ -44,7 +45,7 @@ struct Coder {
     // Elements [from, end) of a block that begins at element `at` of the chunk, the last one first.
     void code_slowly(const Block& block, long from, long end, long at) {
         for (long i = end - 1; i >= from; i--) {
-            uint32_t share = block.shares[i], begin = block.begins[i], &state = states[i % LANES];
+            uint32_t share = block.slots[i] & 0xFFFF, begin = block.slots[i] >> 16, &state = states[i % LANES];
             if (!in_class(begin)) escape(1, at + i);
             if (state >> 16 >= share) {
                 *--next = uint16_t(state);
@@ -59,17 +60,20 @@ struct Coder {
     void code(const Block& block, long count, long at) {
         Words state[LANES / W];
         std::memcpy(state, states, sizeof state);
+        Coder local = *this;  // else each store might be into a member, as compilers see it, and all are read again
         for (long turn = count - LANES; turn >= 0; turn -= LANES) {
 #pragma GCC unroll 8
             for (int part = LANES / W - 1; part >= 0; part--) {
                 long i = turn + part * W;
-                state[part] = step(state[part], widen(load<Halves>(block.shares + i)), widen(load<Halves>(block.begins + i)), at + i);
+                state[part] = local.step(state[part], load<Words>(block.slots + i), at + i);
             }
         }
+        next = local.next, num_escapes = local.num_escapes;
         std::memcpy(states, state, sizeof state);
     }
 
-    WEFT_INLINE Words step(Words state, Words share, Words begin, long at) {
+    WEFT_INLINE Words step(Words state, Words slot, long at) {
+        Words share = slot & 0xFFFFu, begin = slot >> 16;
         if (uint32_t lanes = bits_of(below(in_class(begin), Words{} + 1))) escape(lanes, at);
         Mask is_full = at_least(state >> 16, share);
         put_before(next, is_full, state);
@@ -96,12 +100,13 @@ template <int Low>
 void encode(Coder& coder, const uint16_t* values, const Slots& slots, const int8_t* rows, const int8_t* columns, const Shape& shape,
             uint8_t* rest) {
     int16_t contexts[BLOCK];
+    const Pairs of_places(slots.shares, slots.begins);
     Block block;
     for (long at = (shape.count - 1) / BLOCK * BLOCK; at >= 0; at -= BLOCK) {
         long size = std::min(BLOCK, shape.count - at), whole = size / LANES * LANES;
         for (long i = LINE / 2; at && i <= BLOCK; i += LINE / 2) __builtin_prefetch(values + at - i);
         fill_contexts(contexts, shape.first + at, size, rows, columns, shape);
-        block.fill<Low>(values + at, contexts, size, slots, shape);
+        block.fill<Low>(values + at, contexts, size, of_places, shape);
         coder.code_slowly(block, whole, size, at);
         coder.code(block, whole, at);
         pack<Low>(rest + at / GROUP * Half<Low>::GROUP_BYTES, values + at, size);

@@ -41,19 +41,35 @@ WEFT_INLINE Words look_up(const Entry* table, const uint16_t* places) {
     return (Words)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
 
-// to[i] = table[places[i]] for a table of SYMBOLS entries: four times 64 of them, of which two bits of the place choose.
-WEFT_INLINE void look_up_all(uint16_t* to, const uint16_t* table, const uint16_t* places, long count) {
-    __m512i parts[8];
-    std::memcpy(parts, table, sizeof parts);
-    for (long i = 0; i < count; i += 2 * W) {  // all three end with whole vectors
-        __m512i place = load<__m512i>(places + i), of_four[4];
-        for (int four = 0; four < 4; four++) of_four[four] = _mm512_permutex2var_epi16(parts[2 * four], place, parts[2 * four + 1]);
-        __mmask32 is_odd = _mm512_test_epi16_mask(place, _mm512_set1_epi16(64));
-        __mmask32 is_upper = _mm512_test_epi16_mask(place, _mm512_set1_epi16(128));
-        __m512i lower = _mm512_mask_mov_epi16(of_four[0], is_odd, of_four[1]), upper = _mm512_mask_mov_epi16(of_four[2], is_odd, of_four[3]);
-        store(to + i, _mm512_mask_mov_epi16(lower, is_upper, upper));
+// table[places[i]] for 32 places in a table of SYMBOLS entries: four times 64 of them, of which two bits of the place choose.
+WEFT_INLINE __m512i look_up(const uint16_t* table, __m512i place) {
+    __m512i of_four[4];
+    for (int four = 0; four < 4; four++) {
+        of_four[four] = _mm512_permutex2var_epi16(load<__m512i>(table + 64 * four), place, load<__m512i>(table + 64 * four + 32));
     }
+    __mmask32 is_odd = _mm512_test_epi16_mask(place, _mm512_set1_epi16(64));
+    __mmask32 is_upper = _mm512_test_epi16_mask(place, _mm512_set1_epi16(128));
+    __m512i lower = _mm512_mask_mov_epi16(of_four[0], is_odd, of_four[1]), upper = _mm512_mask_mov_epi16(of_four[2], is_odd, of_four[3]);
+    return _mm512_mask_mov_epi16(lower, is_upper, upper);
 }
+
+// Two tables' entries side by side.
+struct Pairs {
+    const uint16_t *lower, *upper;
+
+    Pairs(const uint16_t* of_lower, const uint16_t* of_upper) : lower(of_lower), upper(of_upper) {}
+
+    // to[i] = lower[places[i]] | upper[places[i]] << 16; both end with whole vectors.
+    WEFT_INLINE void look_up_all(uint32_t* to, const uint16_t* places, long count) const {
+        for (long i = 0; i < count; i += 2 * W) {
+            __m512i place = load<__m512i>(places + i);
+            Halves halves[4];
+            store(halves, look_up(lower, place)), store(halves + 2, look_up(upper, place));
+            store(to + i, widen(halves[0]) | widen(halves[2]) << 16);
+            store(to + i + W, widen(halves[1]) | widen(halves[3]) << 16);
+        }
+    }
+};
 
 // The lower halves of the mask's lanes, as words that end before `end`. Writes W words, the first of them nonsense.
 WEFT_INLINE void put_before(uint16_t* end, Mask mask, Words values) {
@@ -90,9 +106,17 @@ WEFT_INLINE Words look_up(const Entry* table, const uint16_t* places) {
     return (Words)_mm256_set_m128i(look_up_four(table, places + 4), look_up_four(table, places));
 }
 
-WEFT_INLINE void look_up_all(uint16_t* to, const uint16_t* table, const uint16_t* places, long count) {
-    for (long i = 0; i < count; i++) to[i] = table[places[i]];
-}
+struct Pairs {
+    uint32_t pairs[SYMBOLS];
+
+    Pairs(const uint16_t* lower, const uint16_t* upper) {
+        for (int i = 0; i < SYMBOLS; i++) pairs[i] = lower[i] | uint32_t(upper[i]) << 16;
+    }
+
+    WEFT_INLINE void look_up_all(uint32_t* to, const uint16_t* places, long count) const {
+        for (long i = 0; i < count; i += W) store(to + i, look_up(pairs, places + i));
+    }
+};
 
 // For each mask of eight lanes: which of them stand last.
 struct Orders {
