@@ -36,6 +36,8 @@ def failures(reason: str) -> float:
     return float(metrics.TRANSFER_FAILURES.labels(reason)._value.get())
 
 
+# of the tiny model's blocks, which are four tokens long
+BLOCK_BYTES = 6144
 # why others should leave the prefill worker alone for a while
 BLAMED = {"peer_lost", "timeout"}
 
@@ -176,7 +178,7 @@ class Liar(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     async def ReadBlocks(self, request: Any, context: Any) -> AsyncIterator[prefill_service_pb2.ReadBlocksResponse]:
         for block in request.blocks:
-            yield prefill_service_pb2.ReadBlocksResponse(block=block, data=bytes(2304))
+            yield prefill_service_pb2.ReadBlocksResponse(block=block, data=bytes(BLOCK_BYTES))
 
 
 def plots(pair: Pair) -> dict[str, tuple[str, list[Any]]]:
@@ -210,7 +212,7 @@ async def start_liar(liar: Liar) -> AsyncIterator[WorkerAddress]:
 
 async def test_a_prefill_worker_that_breaks_its_word(tiny: Tiny) -> None:
     async with start_pair(tiny) as pair:
-        assert pair.decode.place.memory.block_bytes == 2304
+        assert pair.decode.place.memory.block_bytes == BLOCK_BYTES
         for name, (reason, plot) in plots(pair).items():
             async with start_liar(liar := Liar(plot)) as address:
                 before = failures(reason)
