@@ -30,6 +30,7 @@ class Offers:
         self._pool = pool
         self._most_pinned = most_pinned
         self._pinned: Counter[int] = Counter()
+        self._num_pinned = 0  # its sum, which every block that becomes full asks for
         self._waiting: OrderedDict[bytes, SealedBlock] = OrderedDict()
 
     def add(self, sealed: SealedBlock) -> list[SealedBlock]:
@@ -44,6 +45,7 @@ class Offers:
         for block in blocks:
             if self._pinned[block]:
                 self._pinned[block] -= 1
+                self._num_pinned -= 1
                 self._pool.release((block,))
             if not self._pinned[block]:
                 del self._pinned[block]
@@ -52,10 +54,11 @@ class Offers:
     def _pin(self) -> list[SealedBlock]:
         """Who has waited longest, as far as they are still there."""
         offered = []
-        while self._waiting and self._pinned.total() < self._most_pinned:
+        while self._waiting and self._num_pinned < self._most_pinned:
             key, sealed = self._waiting.popitem(last=False)
             for block in self._pool.match((key,)):
                 self._pinned[block] += 1
+                self._num_pinned += 1
                 offered.append(replace(sealed, block=block))
         if len(self._waiting) > self._pool.num_blocks:  # most of them are gone
             self._waiting.popitem(last=False)
