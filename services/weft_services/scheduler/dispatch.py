@@ -18,10 +18,19 @@ from weft.lifetime import Stage
 from weft.metrics import ROUTES, WAITING
 from weft.request import WorkerRole
 from weft_services.scheduler.affinity import Affinity
+from weft_services.scheduler.lines import Waiter
 from weft_services.scheduler.router import Progress, Router
-from weft_services.scheduler.state import Placement, Preference, RouteQuery, Worker, WorkerInfo, WorkerReport
+from weft_services.scheduler.state import (
+    Placement,
+    Preference,
+    Priority,
+    RouteQuery,
+    Worker,
+    WorkerInfo,
+    WorkerReport,
+)
 from weft_services.scheduler.targets import TooLate
-from weft_services.scheduler.waiting import Waiter, WaitingRoom
+from weft_services.scheduler.waiting import WaitingRoom
 from weft_services.scheduler.whereabouts import Whereabouts
 
 SWEEP_SECONDS = 1.0
@@ -106,13 +115,13 @@ class Dispatcher:
         """Nobody is asked about a request that would have to wait too long behind others: while a fleet is full that is
         most of them, and their clients shall know at once."""
         now, room = self._clock(), self._rooms.get(query.model)
-        if room is not None and not room.goes_first(query, now):
+        if room is not None and not room.goes_first(query):
             room.check(query, now, Overloaded(OTHERS_WAIT))
 
     async def _place(self, query: RouteQuery, preference: Preference) -> Placement:
         now, room = self._clock(), self._rooms.get(query.model)
         busy = Overloaded(OTHERS_WAIT)
-        if room is None or room.goes_first(query, now):
+        if room is None or room.goes_first(query):
             try:
                 return self._placed(query, preference, now)
             except TooLate:
@@ -148,21 +157,27 @@ class Dispatcher:
             self._seat_from(room, now)
 
     def _seat_from(self, room: WaitingRoom, now: float) -> None:
-        while (waiter := room.first(now)) is not None:
-            preference, place = self._places[waiter]
-            left = waiter.query.remaining_seconds - (now - waiter.since)
-            try:
-                placement = self._placed(replace(waiter.query, remaining_seconds=left), preference, now)
-            except WeftError as error:
-                if isinstance(error, Overloaded) and not isinstance(error, TooLate):
-                    return
-                room.leave(waiter, now)
-                if not place.done():
-                    place.set_exception(error)
-            else:
-                room.leave(waiter, now)
-                if not place.done():
-                    place.set_result(placement)
+        while any(self._seated(room, waiter, priority, now) for waiter, priority in room.candidates(now)):
+            pass
+
+    def _seated(self, room: WaitingRoom, waiter: Waiter, priority: Priority, now: float) -> bool:
+        """It waits no more: it has its place, or will never have one. False while there is no room for it."""
+        preference, place = self._places[waiter]
+        left = waiter.query.remaining_seconds - (now - waiter.since)
+        query = replace(waiter.query, remaining_seconds=left, priority=priority)
+        try:
+            placement = self._router.place(query, preference, now)
+        except WeftError as error:
+            if isinstance(error, Overloaded) and not isinstance(error, TooLate):
+                return False
+            if not place.done():
+                place.set_exception(error)
+        else:
+            room.placed(waiter.query, now)
+            if not place.done():
+                place.set_result(placement)
+        room.leave(waiter, now)
+        return True
 
     def settle(self, progress: Progress) -> None:
         """A booked request has come this far. Late, repeated and unknown ones change nothing."""

@@ -1,64 +1,47 @@
-"""Who waits for room, and who is next: by priority, within one fairly by tenant, within one first come. Bounded; no
-clock of its own, no tasks. Knows requests and their tokens, not workers.
+"""Who waits for room, and who is next: by priority, within one fairly by tenant. Bounded; no clock of its own, no
+tasks. Knows requests and their tokens, not workers.
 
-Who is let in shall get a place: a refusal after a wait is worth less to a client than one at once. So the wait that is
-to be expected has to be well below the longest.
+Who is let in shall get a place: a refusal after a wait is worth less to a client than one at once. So the wait that
+is to be expected has to be well below the longest. What is expected is each tenant's own: a flood of one tenant's
+requests fills its own line, and those who ask for less than their share are let in and served beside it.
 
-Fair means: tokens, not requests. Every tenant has a virtual time, which its served tokens push on; the least is next.
-Who has waited for long moves up a priority, so that nobody starves.
+Nobody starves: while higher priorities wait, each lower one still has turns, a TURN_SHARE of the tokens. A turn is paid
+for afterwards, so that long prompts have theirs as well; one request takes it, whoever is next of that priority then.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
-from dataclasses import dataclass
 
 from weft.errors import Overloaded
+from weft_services.scheduler.lines import Lines, Waiter, cost_of
 from weft_services.scheduler.refusals import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS
-from weft_services.scheduler.state import INFINITE, RouteQuery
+from weft_services.scheduler.state import INFINITE, Priority, RouteQuery
 
-# so long a wait is worth one priority
-AGE_SECONDS = 10.0
+# of the tokens placed, what each lower priority gets while higher ones wait
+TURN_SHARE = 0.1
+# of the longest wait: a turn is for a priority of which somebody has waited so long, not for the odd full moment
+TURN_WAIT_SHARE = 0.25
 # how far back the rate at which those who wait are placed looks
 RATE_SECONDS = 5.0
 # so much time with somebody waiting has to be seen before it says how fast those who wait get their places
 MIN_BUSY_SECONDS = 0.5
 # of the longest wait: more than this must not be expected by who is let in
 SURE_SHARE = 0.5
-# tenants whose virtual time is remembered
-MAX_TENANTS = 4096
-
-
-@dataclass(slots=True, eq=False)
-class Waiter:
-    """A request that waits. `give_up_at`: then nobody wants it any more."""
-
-    query: RouteQuery
-    since: float
-    give_up_at: float
-
-    @property
-    def tokens(self) -> int:
-        """What serving it counts for."""
-        return _tokens(self.query)
-
-
-def _tokens(query: RouteQuery) -> int:
-    return query.prompt_tokens + min(query.max_tokens, 256)
 
 
 class WaitingRoom:
-    """At most `max_waiting` requests, none of them longer than `max_seconds`."""
+    """At most `max_waiting` requests, none of them longer than `max_seconds`; of one tenant's and priority no more than
+    one beyond the places that are left, so that there are always some for others."""
 
     def __init__(self, max_waiting: int, max_seconds: float) -> None:
         self._max_waiting = max_waiting
         self._max_seconds = max_seconds
-        self._lines: dict[tuple[int, bytes], deque[Waiter]] = {}
-        self._virtual: OrderedDict[bytes, float] = OrderedDict()
-        self._served_virtual = 0.0
-        self._tokens = 0
+        self._lines = {priority: Lines() for priority in Priority}
         self._num = 0
+        self._placed_tokens = 0.0
+        # of each priority, how many tokens must have been placed before it has another turn
+        self._turn_at = dict.fromkeys(Priority, 0.0)
         self._busy_tokens = 0.0
         self._busy_seconds = 0.0
         self._looked_at = 0.0
@@ -71,78 +54,73 @@ class WaitingRoom:
         self.check(query, now, busy)
         self._look(now)
         waiter = Waiter(query, now, now + self._longest(query))
-        self._lines.setdefault((query.priority, query.tenant), deque()).append(waiter)
+        self._lines[query.priority].append(waiter)
         self._num += 1
-        self._tokens += waiter.tokens
         return waiter
 
     def check(self, query: RouteQuery, now: float, busy: Overloaded) -> None:
         """Raises Overloaded, saying when to come back, when waiting would take too long; `busy` says why it must
         wait."""
-        expected = self.expected_seconds(query, now)
-        if query.reject_if_busy or self._num >= self._max_waiting or expected > SURE_SHARE * self._longest(query):
+        left = self._max_waiting - self._num
+        is_full = left <= 0 or self._lines[query.priority].num_of(query.tenant) > left
+        is_late = self.expected_seconds(query, now) > SURE_SHARE * self._longest(query)
+        if query.reject_if_busy or is_full or is_late:
             raise Overloaded(str(busy), self.retry_after(query, now, busy.retry_after_seconds))
 
     def leave(self, waiter: Waiter, now: float) -> None:
         """It has been placed, or waits no more. Idempotent."""
         self._look(now)
-        line_key = (waiter.query.priority, waiter.query.tenant)
-        line = self._lines.get(line_key)
-        if line is None or waiter not in line:
-            return
-        line.remove(waiter)
-        self._num -= 1
-        self._tokens -= waiter.tokens
-        if not line:
-            del self._lines[line_key]
+        if self._lines[waiter.query.priority].remove(waiter):
+            self._num -= 1
 
-    def first(self, now: float) -> Waiter | None:
-        """Who is next."""
-        heads = [(self._rank(line[0], now), tenant) for (_, tenant), line in self._lines.items()]
-        if not heads:
-            return None
-        best = min(rank for rank, _ in heads)
-        return min(
-            (line[0] for line in self._lines.values() if self._rank(line[0], now) == best),
-            key=lambda waiter: (self._start(waiter.query.tenant), waiter.since),
-        )
+    def candidates(self, now: float) -> list[tuple[Waiter, Priority]]:
+        """Who is next, and with which priority it is placed. Before whom it would be usually a lower priority may have
+        its turn, which then counts as the usual one; should there be no room for that, there may be for the other."""
+        waiting = [priority for priority, lines in self._lines.items() if lines]
+        in_turn = [priority for priority in waiting[1:] if self._has_turn(priority, now)][:1]
+        return [
+            (self._lines[priority].first(), priority if priority not in in_turn else Priority.DEFAULT)
+            for priority in (*in_turn, *waiting[:1])
+        ]
 
-    def goes_first(self, query: RouteQuery, now: float) -> bool:
+    def goes_first(self, query: RouteQuery) -> bool:
         """May a request that has just come be placed before all who wait."""
-        return all(query.priority < self._rank(line[0], now) for line in self._lines.values())
+        return all(query.priority < priority for priority, lines in self._lines.items() if lines)
 
     def placed(self, query: RouteQuery, now: float) -> None:
         """A request got its place, with or without waiting: its tenant pays for it. Call `leave` afterwards."""
-        tokens = _tokens(query)
+        tokens = cost_of(query)
         self._look(now)
         self._busy_tokens += tokens if self._num else 0
-        start = self._start(query.tenant)
-        if self._num:
-            self._served_virtual = max(self._served_virtual, start)
-        self._virtual[query.tenant] = start + tokens
-        self._virtual.move_to_end(query.tenant)
-        if len(self._virtual) > MAX_TENANTS:
-            self._virtual.popitem(last=False)
+        self._lines[query.priority].charge(query.tenant, tokens)
+        self._turn_at[query.priority] = self._placed_tokens + tokens / TURN_SHARE
+        self._placed_tokens += tokens
 
     def expected_seconds(self, query: RouteQuery, now: float) -> float:
         """How long until it has its place, if that goes as fast as it last went; 0 when nothing is known, and for who
         would be the first."""
-        ahead = sum(
-            waiter.tokens
-            for (priority, _), line in self._lines.items()
-            if priority <= query.priority
-            for waiter in line
-        )
+        above = sum(lines.tokens for priority, lines in self._lines.items() if priority < query.priority)
+        level = self._lines[query.priority].tokens_before(query.tenant)
         self._look(now)
-        if not ahead or self._busy_seconds < MIN_BUSY_SECONDS:
+        if not above + level or self._busy_seconds < MIN_BUSY_SECONDS:
             return 0.0
         # while nobody waits requests are placed as fast as they come, which says nothing
         rate = self._busy_tokens / self._busy_seconds
-        return (ahead + _tokens(query)) / rate if rate > 0 else INFINITE
+        if rate <= 0:
+            return INFINITE
+        in_line = (above + level + cost_of(query)) / rate
+        if not above:
+            return in_line
+        until_turn = max(self._turn_at[query.priority] - self._placed_tokens, 0.0) + level / TURN_SHARE
+        return min(in_line, max((until_turn + cost_of(query)) / rate, TURN_WAIT_SHARE * self._max_seconds))
 
     def retry_after(self, query: RouteQuery, now: float, least: float) -> float:
         """When it is worth another try: after those who wait now, and never sooner than the fleet itself says."""
         return min(max(self.expected_seconds(query, now), least, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+
+    def _has_turn(self, priority: Priority, now: float) -> bool:
+        has_waited = now - self._lines[priority].since() >= TURN_WAIT_SHARE * self._max_seconds
+        return has_waited and self._placed_tokens >= self._turn_at[priority]
 
     def _longest(self, query: RouteQuery) -> float:
         return min(self._max_seconds, query.remaining_seconds)
@@ -154,9 +132,3 @@ class WaitingRoom:
             self._busy_tokens *= kept
             self._busy_seconds = kept * self._busy_seconds + (1 - kept) * RATE_SECONDS
         self._looked_at = now
-
-    def _rank(self, waiter: Waiter, now: float) -> int:
-        return max(waiter.query.priority - int((now - waiter.since) / AGE_SECONDS), 0)
-
-    def _start(self, tenant: bytes) -> float:
-        return max(self._virtual.get(tenant, 0.0), self._served_virtual)

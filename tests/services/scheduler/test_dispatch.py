@@ -6,13 +6,21 @@ import asyncio
 
 import pytest
 
-from tests.services.scheduler.fakes import worker_info
+from tests.services.scheduler.fakes import MODEL, Clock, worker_info
 from weft.errors import Overloaded
+from weft.lifetime import Stage
 from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.dispatch import Dispatcher
-from weft_services.scheduler.router import Router
-from weft_services.scheduler.state import NO_PREFERENCE, Placement, Preference, RouteQuery, WorkerReport
+from weft_services.scheduler.router import Progress, Router
+from weft_services.scheduler.state import (
+    NO_PREFERENCE,
+    Placement,
+    Preference,
+    Priority,
+    RouteQuery,
+    WorkerReport,
+)
 from weft_services.scheduler.waiting import WaitingRoom
 
 SEATS = 2
@@ -72,3 +80,29 @@ async def test_a_full_model_keeps_nobody_from_another() -> None:
     assert placement.decode.worker_id == "idle-0"
     assert full.dispatcher.num_waiting == 1
     waiting.cancel()
+
+
+async def test_a_turn_of_a_lower_priority_that_finds_no_room_keeps_nobody_from_it() -> None:
+    clock = Clock()
+    dispatcher = Dispatcher(Router(100.0), Asked(), lambda: WaitingRoom(8, 20.0), clock)
+    worker = dispatcher.join(worker_info("both-0", WorkerRole.BOTH, num_blocks=3))
+    dispatcher.report(worker, WorkerReport(ready=True, free_blocks=3))
+
+    async def ask(name: str, prompt_tokens: int, priority: Priority) -> asyncio.Task[Placement]:
+        query = RouteQuery(RequestKey(name), MODEL, prompt_tokens, max_tokens=1, priority=priority)
+        asked = asyncio.create_task(dispatcher.route(query))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return asked
+
+    for number in range(3):
+        await (await ask(str(number), 30, Priority.DEFAULT))
+    batch = await ask("batch", 40, Priority.BATCH)
+    default = await ask("default", 4, Priority.DEFAULT)
+    clock.now += 10.0  # its turn, but two pools of three blocks have no room for it beside two of those
+    dispatcher.settle(Progress(RequestKey("0"), Stage.CANCELLED))
+    assert (await asyncio.wait_for(default, 10)).decode is worker
+    assert not batch.done()
+    for name in ("1", "2"):
+        dispatcher.settle(Progress(RequestKey(name), Stage.CANCELLED))
+    assert (await asyncio.wait_for(batch, 10)).decode is worker

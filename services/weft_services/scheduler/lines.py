@@ -1,0 +1,111 @@
+"""The requests of one priority that wait: a line for each tenant, in which who came first is first. Knows neither how
+fast they are placed nor how long they may wait.
+
+Fair means: tokens, not requests. Every tenant has a virtual time, which its served tokens push on; the least is next.
+The time of all is that of who was served last, waiting or not, so that nobody saves up what was not asked for while
+there was room, and nobody pays for what was taken then.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from weft_services.scheduler.state import RouteQuery
+
+# of an answer: more is not taken for certain
+MAX_ANSWER_TOKENS = 256
+# tenants whose virtual time is remembered
+MAX_TENANTS = 4096
+
+
+def cost_of(query: RouteQuery) -> int:
+    """What serving it counts for, in tokens."""
+    return query.prompt_tokens + min(query.max_tokens, MAX_ANSWER_TOKENS)
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A request that waits. `give_up_at`: then nobody wants it any more."""
+
+    query: RouteQuery
+    since: float
+    give_up_at: float
+
+
+@dataclass(slots=True)
+class _Line:
+    """One tenant's, never empty; and its tokens."""
+
+    waiters: deque[Waiter] = field(default_factory=deque)
+    tokens: int = 0
+
+
+class Lines:
+    """Bounded by who asks; tenants are forgotten when more than MAX_TENANTS have been served."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._lines: dict[bytes, _Line] = {}
+        self._virtual: OrderedDict[bytes, float] = OrderedDict()
+        self._time = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    def num_of(self, tenant: bytes) -> int:
+        """How many requests of this tenant wait."""
+        line = self._lines.get(tenant)
+        return len(line.waiters) if line is not None else 0
+
+    def append(self, waiter: Waiter) -> None:
+        """The last of its tenant's line."""
+        line = self._lines.setdefault(waiter.query.tenant, _Line())
+        line.waiters.append(waiter)
+        line.tokens += cost_of(waiter.query)
+        self.tokens += cost_of(waiter.query)
+
+    def remove(self, waiter: Waiter) -> bool:
+        """False when it does not wait here."""
+        tenant = waiter.query.tenant
+        line = self._lines.get(tenant)
+        if line is None or waiter not in line.waiters:
+            return False
+        line.waiters.remove(waiter)
+        line.tokens -= cost_of(waiter.query)
+        self.tokens -= cost_of(waiter.query)
+        if not line.waiters:
+            del self._lines[tenant]
+        return True
+
+    def first(self) -> Waiter:
+        """Who is next; somebody must wait."""
+        heads = (line.waiters[0] for line in self._lines.values())
+        return min(heads, key=lambda waiter: (self._start(waiter.query.tenant), waiter.since))
+
+    def since(self) -> float:
+        """When who has waited longest came; somebody must wait."""
+        return min(line.waiters[0].since for line in self._lines.values())
+
+    def tokens_before(self, tenant: bytes) -> int:
+        """What is served before the next request of this tenant: all of its own, and of others no more than keeps them
+        level with it."""
+        own = self._lines.get(tenant)
+        before = own.tokens if own is not None else 0
+        turn = self._start(tenant) + before
+        for other, line in self._lines.items():
+            if line is not own and (ahead := turn - self._start(other)) >= 0:
+                before += min(line.tokens, int(ahead) + cost_of(line.waiters[0].query))
+        return before
+
+    def charge(self, tenant: bytes, tokens: int) -> None:
+        """A request of this tenant got its place, with or without waiting."""
+        start = self._start(tenant)
+        self._time = max(self._time, start)
+        self._virtual[tenant] = start + tokens
+        self._virtual.move_to_end(tenant)
+        if len(self._virtual) > MAX_TENANTS:
+            self._virtual.popitem(last=False)
+
+    def _start(self, tenant: bytes) -> float:
+        return max(self._virtual.get(tenant, 0.0), self._time)

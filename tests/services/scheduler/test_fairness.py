@@ -1,0 +1,181 @@
+"""What floods leave to others, minute by simulated minute: of other tenants, and of lower priorities. With the settings
+that the scheduler has when nobody says otherwise."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from tests.services.scheduler.fakes import MODEL
+from weft.errors import Overloaded
+from weft.request import RequestKey
+from weft_services.scheduler.config import Config
+from weft_services.scheduler.lines import Waiter
+from weft_services.scheduler.state import Priority, RouteQuery
+from weft_services.scheduler.waiting import TURN_SHARE, TURN_WAIT_SHARE, WaitingRoom
+
+BUSY = Overloaded("full", 1.0)
+INTERACTIVE, DEFAULT, BATCH = Priority.INTERACTIVE, Priority.DEFAULT, Priority.BATCH
+SECONDS = 60.0
+PROMPT_TOKENS = 1000
+QUEUE_SECONDS = Config().queue_seconds
+
+
+@dataclass(frozen=True)
+class Clients:
+    """Who asks for how much: requests a second."""
+
+    rate: float
+    tenant: bytes = b""
+    priority: Priority = DEFAULT
+
+
+def query(name: str, tenant: bytes = b"", priority: Priority = DEFAULT) -> RouteQuery:
+    return RouteQuery(RequestKey(name), MODEL, PROMPT_TOKENS, 0, tenant=tenant, priority=priority)
+
+
+def default_room(max_waiting: int = Config().max_queue) -> WaitingRoom:
+    return WaitingRoom(max_waiting, QUEUE_SECONDS)
+
+
+class Minute:
+    """A fleet that has a place every tenth of a second, and always somebody who waits for it."""
+
+    PLACES_A_SECOND = 10
+
+    def __init__(self, room: WaitingRoom, everybody: Mapping[str, Clients]) -> None:
+        self.asked: Counter[str] = Counter()
+        self.placed: Counter[str] = Counter()
+        self.given_up: Counter[str] = Counter()
+        self._room = room
+        self._waiting: list[Waiter] = []
+        dice = random.Random(1)
+        events: list[tuple[float, str]] = []
+        for name, clients in everybody.items():
+            at = 0.0
+            while (at := at + dice.expovariate(clients.rate)) < SECONDS:
+                events.append((at, name))
+        places = round(SECONDS * self.PLACES_A_SECOND)
+        events += [(number / self.PLACES_A_SECOND, "") for number in range(1, places + 1)]
+        for now, name in sorted(events):
+            self._give_up(now)
+            if name:
+                self._ask(name, everybody[name], now)
+            else:
+                self._place(now)
+
+    def _ask(self, name: str, clients: Clients, now: float) -> None:
+        self.asked[name] += 1
+        try:
+            asked = query(f"{name}/{self.asked[name]}", clients.tenant, clients.priority)
+            self._waiting.append(self._room.enter(asked, now, BUSY))
+        except Overloaded:
+            pass
+
+    def _place(self, now: float) -> None:
+        for waiter, _ in self._room.candidates(now)[:1]:
+            self._room.placed(waiter.query, now)
+            self._leave(waiter, now, self.placed)
+
+    def _give_up(self, now: float) -> None:
+        for waiter in [waiter for waiter in self._waiting if waiter.give_up_at < now]:
+            self._leave(waiter, now, self.given_up)
+
+    def _leave(self, waiter: Waiter, now: float, become: Counter[str]) -> None:
+        self._room.leave(waiter, now)
+        self._waiting.remove(waiter)
+        become[waiter.query.key.request_id.split("/")[0]] += 1
+
+
+@pytest.mark.parametrize("max_waiting", [Config().max_queue, 12])
+def test_a_tenant_that_asks_for_less_than_its_share_gets_it_beside_a_flood(max_waiting: int) -> None:
+    minute = Minute(default_room(max_waiting), {"flood": Clients(100, b"flood"), "small": Clients(2, b"small")})
+    assert minute.placed["small"] >= 0.95 * minute.asked["small"]
+    assert minute.placed.total() == pytest.approx(600, abs=5), "no place stays empty for it"
+    assert minute.given_up.total() <= 0.1 * minute.placed.total(), "who is let in gets a place"
+
+
+def test_those_who_all_want_more_than_there_is_get_the_same() -> None:
+    flood = {f"t{number}": Clients(10.0 * (number + 1), b"%d" % number) for number in range(4)}
+    placed = Minute(default_room(), flood).placed
+    assert max(placed.values()) <= 1.15 * min(placed.values())
+
+
+def test_a_past_of_much_use_while_there_was_room_is_held_against_nobody() -> None:
+    room = default_room()
+    for number in range(5000):
+        room.placed(query(str(number), b"old"), 0.0)
+    minute = Minute(room, {"old": Clients(2, b"old"), "new": Clients(30, b"new")})
+    assert minute.placed["old"] >= 0.95 * minute.asked["old"]
+
+
+def test_a_past_without_any_use_is_worth_nothing() -> None:
+    room = default_room()
+    for number in range(5000):
+        room.placed(query(str(number), b"old"), 0.0)
+    placed = Minute(room, {"old": Clients(30, b"old"), "new": Clients(30, b"new")}).placed
+    assert placed["new"] == pytest.approx(placed["old"], rel=0.1)
+
+
+@pytest.mark.parametrize(("high", "low"), [(DEFAULT, BATCH), (INTERACTIVE, BATCH), (INTERACTIVE, DEFAULT)])
+def test_no_priority_starves_under_a_flood_of_a_higher_one(high: Priority, low: Priority) -> None:
+    minute = Minute(default_room(), {"high": Clients(30, priority=high), "low": Clients(2, priority=low)})
+    share = minute.placed["low"] / minute.placed.total()
+    assert 0.75 * TURN_SHARE <= share <= 1.1 * TURN_SHARE
+    assert minute.given_up["low"] <= 0.1 * minute.placed["low"]
+
+
+def test_a_lower_priority_gets_no_more_than_its_turns_however_much_it_asks_for() -> None:
+    flood = {
+        "interactive": Clients(30, priority=INTERACTIVE),
+        "default": Clients(30, priority=DEFAULT),
+        "batch": Clients(300, priority=BATCH),
+    }
+    placed = Minute(default_room(), flood).placed
+    for name in ("default", "batch"):
+        assert placed[name] / placed.total() == pytest.approx(TURN_SHARE, rel=0.1)
+
+
+def test_within_a_lower_priority_tenants_are_served_fairly_as_well() -> None:
+    flood = {
+        "default": Clients(30),
+        "many": Clients(30, b"many", BATCH),
+        "few": Clients(0.4, b"few", BATCH),
+    }
+    placed = Minute(default_room(), flood).placed
+    assert placed["few"] >= 0.25 * placed["many"], "a fortieth of the requests"
+
+
+def candidates(room: WaitingRoom, now: float) -> Sequence[tuple[str, Priority]]:
+    return [(waiter.query.key.request_id, priority) for waiter, priority in room.candidates(now)]
+
+
+def test_a_turn_comes_after_a_wait_counts_as_the_usual_priority_and_is_paid_for_afterwards() -> None:
+    room = default_room()
+    room.enter(query("batch", priority=BATCH), 0.0, BUSY)
+    room.enter(query("default"), 0.0, BUSY)
+    assert candidates(room, 0.0) == [("default", DEFAULT)]
+    waited = TURN_WAIT_SHARE * QUEUE_SECONDS
+    assert candidates(room, waited) == [("batch", DEFAULT), ("default", DEFAULT)]
+    room.placed(query("another batch", priority=BATCH), waited)
+    assert candidates(room, waited) == [("default", DEFAULT)]
+    for number in range(round(1 / TURN_SHARE) - 1):
+        assert candidates(room, waited)[0][0] == "default"
+        room.placed(query(f"default {number}"), waited)
+    assert candidates(room, waited)[0][0] == "batch"
+
+
+def test_one_tenant_leaves_places_for_others_in_a_small_room() -> None:
+    room = default_room(8)
+    for number in range(5):
+        room.enter(query(str(number), b"one"), 0.0, BUSY)
+    with pytest.raises(Overloaded):
+        room.enter(query("too many", b"one"), 0.0, BUSY)
+    for name in (b"two", b"two", b"three"):
+        room.enter(query(name.decode(), name), 0.0, BUSY)
+    with pytest.raises(Overloaded):
+        room.enter(query("full", b"four"), 0.0, BUSY)
