@@ -11,7 +11,7 @@ from weft.errors import Incompatible, InvalidRequest, NotFound
 from weft.metrics import WORKERS
 from weft.request import WorkerRole
 from weft_services.scheduler.speed import DEFAULT_DECODE_RATE, DEFAULT_PREFILL_RATE
-from weft_services.scheduler.state import Load, Served, Worker, WorkerInfo, WorkerReport
+from weft_services.scheduler.state import NEVER, Load, Served, Worker, WorkerInfo, WorkerReport
 
 logger = logging.getLogger(__name__)
 # a worker that a request has just failed on is left alone for so long, if there is another
@@ -119,15 +119,17 @@ class Fleet:
             served.utilization += NEWEST_SHARE * ((fmean(busy) if busy else 0.0) - served.utilization)
 
     def suspect(self, worker_id: str, now: float) -> None:
-        """A request has failed on it: others go elsewhere for a while, for longer each time in a row."""
-        if (worker := self._workers.get(worker_id)) is not None:
+        """A request has failed on it: others go elsewhere for a while, for longer each time in a row. What fails while
+        they do was there before, and died of the same."""
+        worker = self._workers.get(worker_id)
+        if worker is not None and now >= worker.suspect_until:
             worker.suspect_until = now + min(SUSPECT_SECONDS * 2.0**worker.num_faults, MAX_SUSPECT_SECONDS)
             worker.num_faults = min(worker.num_faults + 1, MAX_COUNTED_FAULTS)
 
     def trust(self, worker_id: str) -> None:
-        """A request has ended well on it."""
+        """A request has ended well on it: it is as good as any."""
         if (worker := self._workers.get(worker_id)) is not None:
-            worker.num_faults = 0
+            worker.num_faults, worker.suspect_until = 0, NEVER
 
     def drain(self, worker_id: str, wish: bool) -> None:
         """Ask a worker to take no new work, or to take it again. Raises NotFound when no such worker is live."""

@@ -1,5 +1,6 @@
 """Which holder probably has which prefix: block keys, by holder, least recently used out first. A guess that costs
-nobody an answer: what is wrong here makes a prompt's prefix be computed again.
+nobody an answer: what is wrong here makes a prompt's prefix be computed again. Where there are more keys than may be
+remembered, whoever has most of them loses its oldest, so that a newcomer gets its part.
 
 Two sources write it: what this scheduler dispatched itself, and what holders say of themselves. Keys are chained, so
 that whoever holds a key holds all before it. Of a long prompt not every key is kept, but those of a grid that gets
@@ -8,7 +9,7 @@ coarser with depth, and the last: the same depths for everyone, so that prompts 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Generic, TypeVar
@@ -37,6 +38,9 @@ class PrefixIndex(Generic[HolderT]):
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._holders: dict[bytes, tuple[HolderT, ...]] = {}
         self._held: dict[HolderT, _Held] = {}
+        # all of `_held` in turn, and who had most keys of those looked at
+        self._ring: deque[HolderT] = deque()
+        self._largest: HolderT | None = None
         self._num_keys = 0
         self._max_keys = max_keys
 
@@ -61,7 +65,9 @@ class PrefixIndex(Generic[HolderT]):
 
         What it holds of them becomes its newest, the beginning newest of all. What is over `capacity` blocks goes.
         """
-        mine = self._held.setdefault(holder, _Held())
+        if (mine := self._held.get(holder)) is None:
+            mine = self._held[holder] = _Held()
+            self._ring.append(holder)
         known = mine.keys
         depths = _grid(len(keys))
         for index in range(len(depths) - 1, -1, -1):
@@ -76,6 +82,9 @@ class PrefixIndex(Generic[HolderT]):
                 self._num_keys += 1
                 self._holders[key] = (*self._holders.get(key, ()), holder)
         self.trim(holder, capacity)
+        self._compare(holder)
+        while self._num_keys > self._max_keys:
+            self._drop_one()
 
     def remove(self, holder: HolderT, keys: Sequence[bytes]) -> None:
         """The holder has said that it holds these no more."""
@@ -86,7 +95,7 @@ class PrefixIndex(Generic[HolderT]):
     def trim(self, holder: HolderT, capacity: int) -> None:
         """It holds no more than so many blocks: the oldest are gone."""
         mine = self._held.get(holder)
-        while mine is not None and mine.keys and (mine.blocks > capacity or self._num_keys > self._max_keys):
+        while mine is not None and mine.keys and mine.blocks > capacity:
             self._drop(holder, mine, next(iter(mine.keys)))
 
     def forget(self, holder: HolderT) -> None:
@@ -94,6 +103,22 @@ class PrefixIndex(Generic[HolderT]):
         if (mine := self._held.pop(holder, None)) is not None:
             for key in list(mine.keys):
                 self._drop(holder, mine, key)
+            self._ring.remove(holder)
+            self._largest = None if holder == self._largest else self._largest
+
+    def _drop_one(self) -> None:
+        """The oldest key of who has most. Who comes to have most by others' losses may be found late, but not by much:
+        with every key that goes one more holder is looked at, and nobody looks at all of them."""
+        self._ring.rotate(-1)
+        largest = self._compare(self._ring[0])
+        if keys := self._held[largest].keys:
+            self._drop(largest, self._held[largest], next(iter(keys)))
+
+    def _compare(self, holder: HolderT) -> HolderT:
+        """Who has most, as far as is known, this one included."""
+        if self._largest is None or len(self._held[holder].keys) > len(self._held[self._largest].keys):
+            self._largest = holder
+        return self._largest
 
     def _drop(self, holder: HolderT, mine: _Held, key: bytes) -> None:
         stood_for = mine.keys.pop(key, None)

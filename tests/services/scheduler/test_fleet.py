@@ -143,15 +143,32 @@ def test_who_was_given_least_of_late_is_next_and_a_newcomer_is_given_no_more_tha
 def test_faults_in_a_row_keep_others_away_for_longer_until_one_request_ends_well() -> None:
     fleet = Fleet(5.0)
     worker, _ = fleet.join(INFO, 0.0)
-    pauses = []
+    pauses, now = [], 100.0
     for _ in range(8):
-        fleet.suspect("d0", 100.0)
-        pauses.append(worker.suspect_until - 100.0)
+        fleet.suspect("d0", now)
+        pauses.append(worker.suspect_until - now)
+        now = worker.suspect_until
     assert pauses[:3] == [2.0, 4.0, 8.0]
     assert pauses[-1] == 60.0
     fleet.trust("d0")
-    fleet.suspect("d0", 200.0)
-    assert worker.suspect_until == 202.0
+    fleet.suspect("d0", now)
+    assert worker.suspect_until == now + 2.0
+
+
+def test_streams_that_are_lost_with_one_connection_are_one_fault() -> None:
+    fleet = Fleet(5.0)
+    worker, _ = fleet.join(INFO, 0.0)
+    for number in range(64):
+        fleet.suspect("d0", 100.0 + number / 100)
+    assert (worker.suspect_until, worker.num_faults) == (102.0, 1)
+
+
+def test_a_request_that_ends_well_ends_the_suspicion() -> None:
+    fleet = Fleet(5.0)
+    worker, _ = fleet.join(INFO, 0.0)
+    fleet.suspect("d0", 100.0)
+    fleet.trust("d0")
+    assert worker.suspect_until < 100.0
 
 
 def test_a_drained_worker_takes_nothing_from_the_moment_it_is_asked() -> None:

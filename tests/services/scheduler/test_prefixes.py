@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,6 +64,29 @@ def test_over_all_holders_it_is_bounded() -> None:
         index.add(f"w{number % 4}", chain(str(number), 7), 0, 1000)
         assert len(index) <= 50
     assert index.match(chain("39", 7)) == {"w3": 7}
+
+
+def test_a_newcomer_gets_its_part_of_a_full_index() -> None:
+    index: PrefixIndex[str] = PrefixIndex(max_keys=600)
+    for number in range(200):
+        index.add("big", chain(f"big {number}", 6), 0, 10_000)
+        index.add(f"small-{number % 8}", chain(f"small {number}", 2), 0, 10_000)
+    for number in range(8):
+        index.add("new", chain(f"new {number}", 6), 0, 10_000)
+    assert len(index) == 600
+    assert all(index.match(chain(f"new {number}", 6)) == {"new": 6} for number in range(8))
+    assert all(index.match(chain(f"small {number}", 2)) for number in range(200)), "none of the small ones lost a key"
+
+
+def test_over_the_bound_holders_come_to_hold_the_same() -> None:
+    index: PrefixIndex[str] = PrefixIndex(max_keys=700)
+    for number in range(3000):
+        index.add("often" if number % 10 else f"seldom-{number % 60 // 10}", chain(str(number), 5), 0, 10_000)
+        if number == 2000:
+            index.forget("often")
+    held = Counter(holder for number in range(3000) for holder in index.match(chain(str(number), 5)))
+    assert len(held) == 7
+    assert max(held.values()) <= 1.3 * min(held.values())
 
 
 EVENTS = st.lists(
