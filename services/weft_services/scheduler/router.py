@@ -158,7 +158,9 @@ class Router:
         if progress.stage is Stage.FINISHED:
             self.fleet.trust(booking.prefill_id)
             self.fleet.trust(booking.decode.worker.worker_id)
-            self._lengths.learn(booking.query.model, progress.generated_tokens or 0)
+            # an answer that was moved is as long as all its parts
+            if progress.generated_tokens is not None:
+                self._lengths.learn(booking.query.model, booking.query.resumed_tokens + progress.generated_tokens)
         if progress.stage is Stage.FAILED and progress.failed_id:
             self.fleet.suspect(progress.failed_id, now)
         return booking

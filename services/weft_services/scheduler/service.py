@@ -204,6 +204,7 @@ def _query(request: pb.RouteRequest) -> RouteQuery:
         priority=_PRIORITIES.get(request.priority, Priority.DEFAULT),
         tenant=request.tenant,
         reject_if_busy=request.reject_if_busy,
+        resumed_tokens=request.resumed_tokens,
     )
 
 

@@ -212,7 +212,8 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RouteQuery:
-    """A request, as much of it as routing needs. `remaining_seconds`: how long its client waits for the end."""
+    """A request, as much of it as routing needs. `remaining_seconds`: how long its client waits for the end;
+    `resumed_tokens`: how much of the prompt is the answer's own, by earlier attempts."""
 
     key: RequestKey
     model: str
@@ -226,6 +227,7 @@ class RouteQuery:
     priority: Priority = Priority.DEFAULT
     tenant: bytes = b""
     reject_if_busy: bool = False
+    resumed_tokens: int = 0
 
     def excludes(self, worker: Worker) -> bool:
         """Has the request failed on this worker, or on this boot of it."""

@@ -54,9 +54,11 @@ async def test_a_stream_goes_on_with_the_next_token(bench: MakeBench, num_said: 
         assert second.sampling == first.sampling, "the same seed, and max_tokens still counts from the prompt's end"
         assert b.scheduler.routed[1].prompt_tokens == len(second.token_ids)
         assert b.scheduler.routed[1].max_tokens == 100 - num_said
+        assert [routed.resumed_tokens for routed in b.scheduler.routed] == [0, num_said]
         assert list(b.scheduler.routed[1].excluded_boot_ids) == ["boot-0"]
         await b.scheduler.until(lambda: b.scheduler.stages(1) == ["first_token", "finished"])
         assert b.scheduler.stages(0) == ["first_token", "failed"]
+        assert b.scheduler.settled[-1].generated_tokens == len(answer) - num_said
 
 
 async def test_usage_is_that_of_the_clients_prompt_and_of_one_answer(bench: MakeBench) -> None:

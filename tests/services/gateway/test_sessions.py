@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft_services.gateway.mesh.sessions import HEADERS, Session, session_of
+from weft_services.gateway.mesh.sessions import HEADERS, PARENT_HEADERS, Session, session_of
 
 
 @pytest.mark.parametrize("position", range(len(HEADERS)))
@@ -17,6 +17,14 @@ def test_every_header_counts_before_those_after_it_and_before_the_body(position:
 def test_a_header_that_cannot_be_used_is_passed_over() -> None:
     headers = [("x-session-affinity", "x" * 257), ("x-session-id", ""), ("session-id", "s")]
     assert session_of(headers).hint == "s"
+
+
+@pytest.mark.parametrize("name", PARENT_HEADERS)
+def test_a_session_that_another_was_started_from_counts_where_none_is_named(name: str) -> None:
+    parent = Session(hint="main").digest("")
+    assert session_of([(name, "main")]).digest("") == parent
+    assert session_of([(name, "main")]).digest("own") == Session(hint="own").digest("")
+    assert session_of([(name, "main"), ("x-session-id", "own")]).digest("") == Session(hint="own").digest("")
 
 
 def test_without_a_session_there_is_no_digest() -> None:

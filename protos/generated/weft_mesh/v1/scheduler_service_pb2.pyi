@@ -67,6 +67,7 @@ class RouteRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     REJECT_IF_BUSY_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    RESUMED_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Served model name."""
     prompt_tokens: _builtins.int
@@ -85,6 +86,8 @@ class RouteRequest(_message.Message):
     """Rather an answer at once than a wait for room."""
     traceparent: _builtins.str
     """Trace context of the request, as W3C writes it; empty: not traced."""
+    resumed_tokens: _builtins.int
+    """Of prompt_tokens, how many are the answer's own: what earlier attempts generated."""
     @_builtins.property
     def key(self) -> _common_pb2.RequestKey:
         """Which attempt this places."""
@@ -117,10 +120,11 @@ class RouteRequest(_message.Message):
         tenant: _builtins.bytes = ...,
         reject_if_busy: _builtins.bool = ...,
         traceparent: _builtins.str = ...,
+        resumed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "excluded_boot_ids", b"excluded_boot_ids", "excluded_worker_ids", b"excluded_worker_ids", "key", b"key", "max_tokens", b"max_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "reject_if_busy", b"reject_if_busy", "remaining_ms", b"remaining_ms", "session", b"session", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "excluded_boot_ids", b"excluded_boot_ids", "excluded_worker_ids", b"excluded_worker_ids", "key", b"key", "max_tokens", b"max_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "reject_if_busy", b"reject_if_busy", "remaining_ms", b"remaining_ms", "resumed_tokens", b"resumed_tokens", "session", b"session", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -396,7 +400,7 @@ class Settlement(_message.Message):
     failed_worker_id: _builtins.str
     """With STAGE_FAILED: who failed, if known. With STAGE_FIRST_TOKEN: a prefill worker that was asked and did not deliver."""
     generated_tokens: _builtins.int
-    """With STAGE_FINISHED: tokens generated. Teaches how long answers are."""
+    """With STAGE_FINISHED: tokens that this attempt generated. Teaches how long answers are, with those of attempts before."""
     @_builtins.property
     def key(self) -> _common_pb2.RequestKey:
         """The attempt that was routed."""

@@ -215,6 +215,7 @@ class Flight:
             priority=standing.priority,
             # whose answer has begun would rather wait than lose it
             reject_if_busy=self._shared.prepared.generation.reject_if_busy and self.num_attempts == 0,
+            num_resumed_tokens=num_generated,
         )
         # booked before the call: if it breaks half-way, the scheduler is told in any case
         self._booking = Booking(self.key, self._mesh.settler)

@@ -9,7 +9,8 @@ from weft.request import KEEP, RequestKey, Retention, SamplingParams, WorkerAddr
 
 @dataclass(frozen=True, slots=True)
 class RouteQuery:
-    """What routing needs to know of one attempt. `priority` as engines count: higher goes first."""
+    """What routing needs to know of one attempt. `priority` as engines count: higher goes first; `num_resumed_tokens` of
+    the prompt's are what earlier attempts generated."""
 
     key: RequestKey
     model: str
@@ -21,6 +22,7 @@ class RouteQuery:
     tenant: bytes = b""
     priority: int = 0
     reject_if_busy: bool = False
+    num_resumed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,7 @@ def query_to_wire(query: RouteQuery, remaining_seconds: float) -> pb.RouteReques
         tenant=query.tenant,
         reject_if_busy=query.reject_if_busy,
         traceparent=trace.traceparent(),
+        resumed_tokens=query.num_resumed_tokens,
     )
 
 

@@ -8,7 +8,7 @@ tenant. Headers that name a worker, as some routers take them, are not read at a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from weft_services.gateway.access.visitor import Visitor
@@ -23,6 +23,8 @@ HEADERS = (
     "x-dynamo-session-id",
     "x-smg-routing-key",
 )
+# a request that names no session of its own belongs to that of whoever started it
+PARENT_HEADERS = ("x-parent-session-id", "x-dynamo-parent-session-id")
 # where keys are not checked, whoever shows the same one is taken for the same tenant
 CREDENTIALS = ("authorization", "x-api-key")
 MAX_HINT_CHARS = 256
@@ -39,13 +41,14 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What came beside a request: whose it is, the session it names (both may be empty), how urgent it is, and how
-    urgent it may be at most; lower is sooner."""
+    """What came beside a request: whose it is, the session it names, how urgent it is, how urgent it may be at most
+    (lower is sooner), and the session that it was started from. All names may be empty."""
 
     tenant: str = ""
     hint: str = ""
     urgency: Urgency = UNSAID
     most_urgent: int = -MAX_PRIORITY
+    parent: str = ""
 
     def of(self, whose: Visitor) -> Session:
         """With what is known of the client by its key, which counts more than what it says."""
@@ -60,7 +63,7 @@ class Session:
 
     def digest(self, own_hint: str) -> bytes:
         """What the scheduler is told; `own_hint` is the request's own, which comes second. Empty without a session."""
-        hint = self.hint or own_hint
+        hint = self.hint or own_hint or self.parent
         if not 1 <= len(hint) <= MAX_HINT_CHARS:
             return b""
         tenant_key = hashlib.blake2b(self.tenant.encode(), digest_size=32, person=b"weft-tenant").digest()
@@ -77,10 +80,13 @@ def session_of(headers: Iterable[tuple[str | bytes, str | bytes]]) -> Session:
     given: dict[str, str] = {}
     for name, value in headers:
         given.setdefault(_text(name), _text(value))
-    hints = (given.get(name, "") for name in HEADERS)
     tenant = next((given[name] for name in CREDENTIALS if given.get(name)), "")
-    hint = next((hint for hint in hints if 1 <= len(hint) <= MAX_HINT_CHARS), "")
-    return Session(tenant, hint, urgency_of(given))
+    return Session(tenant, _first(HEADERS, given), urgency_of(given), parent=_first(PARENT_HEADERS, given))
+
+
+def _first(names: Iterable[str], given: Mapping[str, str]) -> str:
+    hints = (given.get(name, "") for name in names)
+    return next((hint for hint in hints if 1 <= len(hint) <= MAX_HINT_CHARS), "")
 
 
 def _text(value: str | bytes) -> str:
