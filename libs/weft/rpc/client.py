@@ -5,15 +5,19 @@ A grpc.aio stream that is merely dropped keeps running on the server, so every s
 
 from __future__ import annotations
 
+import logging
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 import grpc
 
+from weft.config import ConfigError
 from weft.rpc.status import raise_as_weft
 from weft.rpc.tls import MESH_NAME, channel_credentials
 
+logger = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -41,15 +45,38 @@ def open_channel(address: str) -> grpc.aio.Channel:
     """A channel to a peer at host:port; connects lazily. The caller closes it. With the mesh's certificate where there
     is one; raises ConfigError when that cannot be read.
 
-    Several IP addresses by commas are one service: calls go to the first that answers, and to another when it is gone.
+    Several by commas are one service: calls go to the first that answers, and to another when it is gone. gRPC looks a
+    single name up by itself, and again when it has lost it; of several, names are looked up here, once. Raises
+    ConfigError when nothing is found.
     """
-    target = f"ipv4:{address.replace(' ', '')}" if "," in address else address
+    target = _one_target(address) if "," in address else address
     options: list[tuple[str, int | str]] = list(CHANNEL_OPTIONS)
     credentials = channel_credentials()
     if credentials is None:
         return grpc.aio.insecure_channel(target, options=options)
     options.append(("grpc.ssl_target_name_override", MESH_NAME))
     return grpc.aio.secure_channel(target, credentials, options=options)
+
+
+def _one_target(addresses: str) -> str:
+    """All of them as gRPC takes several: as IP addresses, of one kind."""
+    found: dict[int, list[str]] = {socket.AF_INET: [], socket.AF_INET6: []}
+    for address in addresses.split(","):
+        host, _, port = address.strip().rpartition(":")
+        try:
+            infos = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            # known again later, perhaps: the others are what several are for
+            logger.warning("passed over, cannot be looked up: %s (%s)", address, error)
+            continue
+        for family, *_, where in infos:
+            if family in found:
+                ip = f"[{where[0]}]" if family == socket.AF_INET6 else where[0]
+                found[family].append(f"{ip}:{port}")
+    for family, scheme in ((socket.AF_INET, "ipv4"), (socket.AF_INET6, "ipv6")):
+        if found[family]:
+            return f"{scheme}:{','.join(dict.fromkeys(found[family]))}"
+    raise ConfigError(f"none of {addresses!r} can be looked up")
 
 
 @asynccontextmanager

@@ -34,8 +34,8 @@ class Config:
 
     def __post_init__(self) -> None:
         self._check_models()
-        if ":" not in self.scheduler_addr:
-            raise ConfigError(f"WEFT_SCHEDULER_ADDR={self.scheduler_addr!r}: expected host:port")
+        if not all(":" in address for address in self.scheduler_addr.split(",")):
+            raise ConfigError(f"WEFT_SCHEDULER_ADDR={self.scheduler_addr!r}: expected host:port, several by commas")
         if not (self.keys or self.open or is_loopback(self.host)):
             raise ConfigError(
                 f"WEFT_HOST={self.host}: whoever reaches it could use the model. Name API keys with WEFT_KEYS "

@@ -1,9 +1,11 @@
-"""Two scheduler processes behind one address, with workers that join both and a gateway's client: either is killed."""
+"""Two scheduler processes behind one address, with workers that join both and a gateway's client: either is killed,
+and one freezes."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -49,6 +51,9 @@ class Pair:
         self._processes[index].kill()
         self._processes[index].wait()
 
+    def freeze(self, index: int) -> None:
+        self._processes[index].send_signal(signal.SIGSTOP)
+
     def restart(self, index: int) -> None:
         self._processes[index] = self._start(self.ports[index])
 
@@ -79,8 +84,15 @@ class Client:
         self._number += 1
         key = RequestKey(f"r{self._number}")
         placement = await self._scheduler.route(RouteQuery(key, MODEL, 100, 10, session, ()), 20.0)
-        await self._scheduler.settle([Settlement(key, end, generated_tokens=10)])
+        await self._settle(Settlement(key, end, generated_tokens=10))
         return placement
+
+    async def _settle(self, settlement: Settlement) -> None:
+        """Until somebody has taken it, as the gateway's settler does."""
+        while True:
+            with suppress(WeftError):
+                return await self._scheduler.settle([settlement])
+            await asyncio.sleep(0.1)
 
     async def until_back(self, session: bytes, there: Placement) -> None:
         """The session is placed there again. A lookup that Valkey has no time for binds nothing anew here."""
@@ -128,7 +140,7 @@ async def until_known(port: int, loads: dict[str, EngineLoad]) -> None:
         await scheduler.close()
 
 
-async def test_either_of_two_schedulers_is_killed_and_no_request_fails() -> None:
+async def test_either_of_two_schedulers_is_killed_or_freezes_and_no_request_fails() -> None:
     loads = dict.fromkeys(WORKERS, IDLE)
     with ValkeyServer() as valkey:
         pair = Pair(valkey.connection_url)
@@ -151,6 +163,11 @@ async def test_either_of_two_schedulers_is_killed_and_no_request_fails() -> None
                     loads["decode-0"] = IDLE
                     pair.restart(index)
                     await until_known(pair.ports[index], loads)
+                # the second was killed last, so that the first is asked
+                pair.freeze(0)
+                async with asyncio.timeout(20):
+                    for _ in range(4):
+                        await client.route()
                 assert not stream.done()
                 stream.cancel()
                 # what one bound, the other finds

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from weft.cli.health import grpc_serves
+from weft.config import ConfigError
 from weft.rpc.client import open_channel
 from weft.rpc.server import RpcServer
 
@@ -25,3 +28,45 @@ async def test_a_proxy_in_the_environment_is_not_for_the_mesh(monkeypatch: pytes
         assert await grpc_serves(address)
     finally:
         await rpc.stop(0)
+
+
+async def _check(channel: grpc.aio.Channel) -> Any:
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    return await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+
+
+@pytest.mark.parametrize("hosts", [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("localhost", "localhost")])
+async def test_of_several_addresses_that_answers_which_can_whether_they_are_names_or_numbers(
+    hosts: tuple[str, str],
+) -> None:
+    rpc = RpcServer([])
+    port = (await rpc.start("127.0.0.1", 0)).rpartition(":")[2]
+    await rpc.set_ready(True)
+    try:
+        for ports in ((1, port), (port, 1)):
+            addresses = ", ".join(f"{host}:{each}" for host, each in zip(hosts, ports, strict=True))
+            async with open_channel(addresses) as channel:
+                assert (await _check(channel)).status == health_pb2.HealthCheckResponse.SERVING
+    finally:
+        await rpc.stop(0)
+
+
+async def test_a_name_that_nobody_knows_is_passed_over_while_another_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    look_up = socket.getaddrinfo
+
+    def without_b(host: str, *more: Any, **named: Any) -> Any:
+        if host.startswith("b."):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return look_up(host, *more, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", without_b)
+    rpc = RpcServer([])
+    port = (await rpc.start("127.0.0.1", 0)).rpartition(":")[2]
+    await rpc.set_ready(True)
+    try:
+        async with open_channel(f"b.mesh:{port},localhost:{port}") as channel:
+            assert (await _check(channel)).status == health_pb2.HealthCheckResponse.SERVING
+    finally:
+        await rpc.stop(0)
+    with pytest.raises(ConfigError, match=r"b\.one:1,b\.two:1"):
+        open_channel("b.one:1,b.two:1")
