@@ -1,10 +1,11 @@
 """Does any stream get lost? Many at once, a worker killed or frozen at a random moment, every answer compared.
 
-    python -m loadtest.streams                    64 streams, 50 rounds, two prefill and two decode workers
+    python -m loadtest.streams                    64 streams, 50 rounds of each fault, two prefill, two decode workers
     python -m loadtest.streams --rounds 10 --streams 16 --faults kill-decode
 
 Starts a mesh of its own, asks everything once undisturbed, then again in every round while a worker is hit. Prints a
-line for each kind of fault: streams lost, answers that differ, and the longest silence of each stream.
+line for each kind of fault: streams lost, answers that differ, and the longest silence of each stream. For a stream of
+which nothing had come when the fault struck, that is also the time from there to its first token.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NONE = "undisturbed"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to do. One round is all streams at once and one fault."""
+    """What to do. One round is all streams at once and one fault; `rounds` is of each fault."""
 
     model: str
     streams: int
@@ -58,8 +59,10 @@ class Tally:
     gaps: list[float] = field(default_factory=list)
     firsts: list[float] = field(default_factory=list)
 
-    def add(self, asks: Sequence[Ask], expected: Sequence[Answer], answers: Sequence[Answer]) -> None:
-        """One round."""
+    def add(
+        self, asks: Sequence[Ask], expected: Sequence[Answer], answers: Sequence[Answer], struck: float = float("inf")
+    ) -> None:
+        """One round, in which the fault struck so many seconds after all had been asked."""
         self.rounds += 1
         for each, reference, answer in zip(asks, expected, answers, strict=True):
             self.streams += 1
@@ -68,8 +71,14 @@ class Tally:
                 continue
             if difference_found := difference(reference, answer):
                 self.wrong.append(f"{each.name}: {difference_found}")
-            self.gaps.append(answer.longest_gap)
-            self.firsts.append(answer.first_seconds)
+            if answer.first_seconds:  # not of an answer that comes in one piece
+                self.gaps.append(stall(answer, struck))
+                self.firsts.append(answer.first_seconds)
+
+
+def stall(answer: Answer, struck: float) -> float:
+    """Its longest silence since it began to speak, or since the fault if it had not begun by then."""
+    return max(answer.longest_gap, answer.first_seconds - struck)
 
 
 async def run_all(client: httpx.AsyncClient, asks: Sequence[Ask]) -> tuple[list[Answer], float]:
@@ -89,27 +98,32 @@ async def measure(mesh: LocalMesh, asks: Sequence[Ask], options: Options) -> dic
             raise MeshTrouble(f"undisturbed streams fail: {broken[0]}")
         again, seconds = await run_all(client, asks)
         tallies[NONE].add(asks, expected, again)
-        for number in range(options.rounds):
+        num_rounds = options.rounds * len(options.faults)
+        for number in range(num_rounds):
             fault = options.faults[number % len(options.faults)]
             moves = await mesh.moves(client)
             async with asyncio.TaskGroup() as group:
+                began = time.perf_counter()
                 running = group.create_task(run_all(client, asks))
                 await asyncio.sleep(dice.uniform(0, 0.9 * seconds))
-                victim = mesh.hit(fault, dice)
+                victim, struck = mesh.hit(fault, dice), time.perf_counter() - began
             answers, took = running.result()
-            tallies[fault].add(asks, expected, answers)
+            tallies[fault].add(asks, expected, answers, struck)
             tallies[fault].moved += await mesh.moves(client) - moves
             await mesh.heal()
-            stall = max(answer.longest_gap for answer in answers)
+            longest = max(stall(answer, struck) for answer in answers)
             ends = f"lost {len(tallies[fault].lost)}, wrong {len(tallies[fault].wrong)}"
-            state = f"longest stall {stall:.2f} s, {ends}, {took:.1f} s"
-            print(f"round {number + 1} of {options.rounds}: {fault} {victim}, {state}", file=sys.stderr)
+            state = f"longest stall {longest:.2f} s, {ends}, {took:.1f} s"
+            print(f"round {number + 1} of {num_rounds}: {fault} {victim}, {state}", file=sys.stderr)
     return dict(tallies)
 
 
 def render(tallies: dict[str, Tally], options: Options) -> Table:
     """One line for each kind of fault."""
-    title = f"{options.streams} streams of up to {options.tokens} tokens; longest silence of a stream in seconds"
+    title = (
+        f"{options.streams} streams of up to {options.tokens} tokens; longest silence of a stream in seconds, "
+        "where the fault struck before its first token also from there to that"
+    )
     table = Table(title=title, box=None, padding=(0, 1))
     headings = ("fault", "rounds", "streams", "moved", "lost", "wrong", "stall p50", "p99", "max", "TTFT p99", "max")
     for heading in headings:
@@ -127,7 +141,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(description="Kill workers under streams and compare what clients get.")
     parser.add_argument("--model", default="", help="a checkpoint; default the shipped one")
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=50, help="of each fault")
     parser.add_argument("--tokens", type=int, default=64, help="an answer's most")
     parser.add_argument("--prompt-words", type=int, default=60)
     parser.add_argument("--faults", default=",".join(FAULTS), help="taken in turn")

@@ -1,0 +1,31 @@
+"""What the stream test counts: silences, and whose."""
+
+from __future__ import annotations
+
+from loadtest.answers import Answer, Ask, Choice
+from loadtest.streams import Tally, parse_options
+
+ASK = Ask("a", {})
+
+
+def answer(first_seconds: float, longest_gap: float) -> Answer:
+    return Answer({0: Choice("x")}, first_seconds=first_seconds, longest_gap=longest_gap)
+
+
+def test_silence_before_the_first_token_counts_from_the_fault_on() -> None:
+    answers = [answer(1.5, 0.2), answer(0.3, 0.2), answer(0.3, 0.9), answer(0.0, 0.0)]
+    tally = Tally()
+    tally.add([ASK] * 4, answers, answers, struck=0.5)
+    assert tally.gaps == [1.0, 0.2, 0.9], "the last came in one piece"
+    assert (tally.streams, tally.firsts, tally.wrong) == (4, [1.5, 0.3, 0.3], [])
+
+
+def test_undisturbed_only_silences_between_tokens_count() -> None:
+    tally = Tally()
+    tally.add([ASK], [answer(1.5, 0.2)], [answer(1.5, 0.2)])
+    assert tally.gaps == [0.2]
+
+
+def test_unless_told_otherwise_every_fault_has_its_fifty_rounds() -> None:
+    options = parse_options([])
+    assert (options.rounds, len(options.faults)) == (50, 4)
