@@ -93,6 +93,7 @@ class Pipeline:
         if self.is_draining:
             raise PeerLost("the gateway is shutting down")
         if self.num_in_flight >= self._max_requests:
+            # no better figure than a second is known here: of so many some end within it, whatever the fleet is like
             raise Overloaded(f"{self._max_requests} requests are under way already")
         self.num_in_flight += 1
         self._idle.clear()
