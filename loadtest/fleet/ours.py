@@ -14,8 +14,16 @@ from weft.lifetime import Stage
 from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
 from weft.tally import Tallies, WorkTally
 from weft_services.scheduler.planner import RolePlanner
-from weft_services.scheduler.router import STORE_BLOCKS, Progress, Router
-from weft_services.scheduler.state import NO_PREFERENCE, Preference, RouteQuery, Worker, WorkerInfo, WorkerReport
+from weft_services.scheduler.router import Progress, Router
+from weft_services.scheduler.state import (
+    NO_PREFERENCE,
+    Located,
+    Preference,
+    RouteQuery,
+    Worker,
+    WorkerInfo,
+    WorkerReport,
+)
 
 MODEL = "model"
 MAX_CONTEXT_TOKENS = 1_000_000
@@ -83,7 +91,8 @@ class Weft:
         """Settle, and what the store would say."""
         self._router.settle(Progress(_key(job), Stage.DECODING), now)
         if self._signals.store:
-            self._router.stored.add(self._router.fingerprint(MODEL), job.request.keys, 0, STORE_BLOCKS)
+            stored = Located(num_stored=len(job.request.keys), num_in_memory=len(job.request.keys))
+            self._router.learn(self._router.fingerprint(MODEL), job.request.keys, stored)
 
     def ended(self, job: Job, now: float) -> None:
         """Settle, and bind the session."""

@@ -28,7 +28,8 @@ class KvStore:
             request = pb.LocateRequest(fingerprint=fingerprint, keys=keys)
             answer = await self._stub.Locate(request, timeout=CALL_SECONDS, metadata=trace.outgoing())
         workers = tuple(Holding(match.worker_id, match.boot_id, match.num_blocks) for match in answer.workers)
-        return Located(workers, len(answer.store))
+        on_disk = (number for number, tier in enumerate(answer.store) if tier == pb.STORE_TIER_NVME)
+        return Located(workers, len(answer.store), next(on_disk, len(answer.store)))
 
     async def describe(self) -> StoreUse:
         """How full the store is. Raises WeftError."""

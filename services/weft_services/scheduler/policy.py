@@ -31,8 +31,10 @@ MAX_CARE = 64.0
 # costs this close are noise: a session stays where it is, others are spread. A share of what the request itself takes
 TIE_SHARE = 0.06
 TIE_SECONDS = 0.005
-# a token that the store holds has to be fetched: what that saves of computing it
-STORE_CREDIT = 0.75
+# a token that the store holds has to be fetched: what that saves of computing it. From disk it takes 1.9 times as long
+# as from memory (docs/results/kv-cache.md: times to the first token, less that of a hit in the worker's own pool)
+MEMORY_CREDIT = 0.75
+DISK_CREDIT = 1 - 1.9 * (1 - MEMORY_CREDIT)
 # a session's own word on where its cache is counts less than what was dispatched there
 CLAIM_CREDIT = 0.5
 # moving blocks to another worker: a part of what computing them takes, and a round trip
@@ -85,8 +87,17 @@ def uncached_tokens(demand: Demand, worker: Worker) -> int:
 
 
 def _uncomputed(demand: Demand, held: int) -> int:
-    stored = max(min(demand.prefixes.stored_tokens, demand.query.prompt_tokens - 1) - held, 0)
-    return demand.query.prompt_tokens - held - int(STORE_CREDIT * stored)
+    return demand.query.prompt_tokens - held - int(_store_saves(demand, held))
+
+
+def _store_saves(demand: Demand, held: int) -> float:
+    """How many tokens' worth of computing, where so many are held already."""
+    prefixes = demand.prefixes
+    end = min(prefixes.stored_tokens, demand.query.prompt_tokens - 1)
+    if end <= held:
+        return 0.0
+    on_disk = max(end - max(prefixes.stored_tokens - prefixes.disk_tokens, held), 0)
+    return MEMORY_CREDIT * (end - held - on_disk) + DISK_CREDIT * on_disk
 
 
 def _prefill_cost(worker: Worker, own: int, weight: float) -> float:
@@ -145,7 +156,7 @@ class _View:
         demand, prefixes = self.demand, self.demand.prefixes
         total = demand.query.prompt_tokens
         common = max(prefixes.common_tokens - held, 0)
-        stored = STORE_CREDIT * max(min(prefixes.stored_tokens, total - 1) - held, 0)
+        stored = _store_saves(demand, held)
         own = total - max(held, prefixes.common_tokens) - max(stored - common, 0.0)
         return self.care * own + max(common - stored, 0.0)
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weft.kv.tiers import Tier
 from weft.lifetime import Stage
 from weft.request import RequestKey
 from weft_services.scheduler.bookings import Booking, Bookings
@@ -26,6 +27,7 @@ from weft_services.scheduler.state import (
     Preference,
     Prefixes,
     RouteQuery,
+    Served,
     Worker,
     WorkerInfo,
     WorkerReport,
@@ -64,8 +66,9 @@ class Router:
         self._planner = planner
         self.fleet = Fleet(silence_seconds)
         self.prefixes: PrefixIndex[Worker] = PrefixIndex(max_keys)
-        # the store is one holder for each model's fingerprint: of its blocks all workers of that model can fetch
-        self.stored: PrefixIndex[bytes] = PrefixIndex(max_keys)
+        # the store is two holders for each model's fingerprint, whose workers can fetch from it: of beginnings of
+        # prompts that are in its memory, and of those that end on its disk
+        self._stored: PrefixIndex[tuple[bytes, Tier]] = PrefixIndex(max_keys)
         self._bookings = Bookings()
         self._lengths = OutputLengths()
 
@@ -113,9 +116,16 @@ class Router:
         held = self._held(query)
         common = heapq.nlargest(FEW_HOLDERS + 1, held.values())[-1] if len(held) > FEW_HOLDERS else 0
         served = self.fleet.models.get(query.model)
-        stored = self.stored.match(query.block_keys).get(served.fingerprint, 0) if served and self.stored else 0
-        prefixes = Prefixes(held, stored * served.block_tokens if served else 0, common)
+        stored, on_disk = self._stored_tokens(query, served) if served and self._stored else (0, 0)
+        prefixes = Prefixes(held, stored, on_disk, common)
         return Demand(query, prefixes, preference, self._lengths.expected(query.model, query.max_tokens))
+
+    def _stored_tokens(self, query: RouteQuery, served: Served) -> tuple[int, int]:
+        """All, and those of them that are on disk only."""
+        matched = self._stored.match(query.block_keys)
+        in_memory = matched.get((served.fingerprint, Tier.DRAM), 0)
+        stored = max(matched.get((served.fingerprint, Tier.NVME), 0), in_memory)
+        return stored * served.block_tokens, (stored - in_memory) * served.block_tokens
 
     def fingerprint(self, model: str) -> bytes:
         """What the store calls that model's blocks by; empty while no worker serves it."""
@@ -137,15 +147,23 @@ class Router:
 
     def learn(self, fingerprint: bytes, keys: Sequence[bytes], located: Located) -> None:
         """What others know of where a prompt's blocks lie. What workers have been given since is not denied by it."""
-        num_stored = located.num_stored
-        self.stored.remove(fingerprint, keys[num_stored:])
-        if num_stored:
-            self.stored.add(fingerprint, keys[:num_stored], 0, STORE_BLOCKS)
-        known = self.prefixes.match(keys)
+        in_memory = keys[: located.num_in_memory]
+        with_disk = keys[: located.num_stored] if located.num_stored > located.num_in_memory else ()
+        self._stored.remove((fingerprint, Tier.DRAM), keys[located.num_in_memory :])
+        self._stored.remove((fingerprint, Tier.NVME), keys[located.num_stored :])
+        for tier, held in ((Tier.DRAM, in_memory), (Tier.NVME, with_disk)):
+            if held:
+                self._stored.add((fingerprint, tier), held, 0, STORE_BLOCKS)
+        known = self.prefixes.match(keys) if located.workers else {}
         for holding in located.workers:
             worker = self.fleet.find(holding.worker_id, holding.boot_id)
             if worker is not None and holding.num_blocks > known.get(worker, 0):
                 self.prefixes.add(worker, keys[: holding.num_blocks], known.get(worker, 0), worker.info.num_blocks)
+
+    def forget_store(self, fingerprint: bytes) -> None:
+        """Nobody answers for it any more."""
+        for tier in (Tier.DRAM, Tier.NVME):
+            self._stored.forget((fingerprint, tier))
 
     def settle(self, progress: Progress, now: float) -> Booking | None:
         """A booked request has come this far; late, repeated and unknown ones change nothing. Returns its booking at

@@ -237,13 +237,15 @@ class RouteQuery:
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """What is known of where a prompt's prefix lies: tokens by worker, and in the store that all share.
+    """What is known of where a prompt's prefix lies: tokens by worker, and in the store that all share, the last
+    `disk_tokens` of those on its disk only.
 
     `common_tokens`: the part that more than a few workers hold, such as a system prompt. Another copy of it pays
     off."""
 
     held: Mapping[Worker, int] = field(default_factory=dict)
     stored_tokens: int = 0
+    disk_tokens: int = 0
     common_tokens: int = 0
 
 
@@ -261,10 +263,12 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Who holds leading blocks of a prompt, as kvstore says: workers, and so many of them the store."""
+    """Who holds leading blocks of a prompt, as kvstore says: workers, and so many of them the store; of these the first
+    `num_in_memory` need no disk."""
 
     workers: tuple[Holding, ...] = ()
     num_stored: int = 0
+    num_in_memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)

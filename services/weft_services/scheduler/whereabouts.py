@@ -82,7 +82,7 @@ class Whereabouts:
             self._rest(str(error))
             if isinstance(error, PeerLost):
                 # with it went what it held
-                router.stored.forget(fingerprint)
+                router.forget_store(fingerprint)
             return
         LOCATES.labels("answered").inc()
         router.learn(fingerprint, keys, located)

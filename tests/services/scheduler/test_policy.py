@@ -10,7 +10,7 @@ from tests.services.scheduler.choosing import BOTH, DECODE, NOW, PREFILL, decide
 from tests.services.scheduler.fakes import MODEL, ready_worker, worker_info
 from weft.request import RequestKey
 from weft_services.scheduler.bookings import Bookings
-from weft_services.scheduler.policy import choose
+from weft_services.scheduler.policy import DISK_CREDIT, choose
 from weft_services.scheduler.router import Router
 from weft_services.scheduler.state import (
     MAX_WAIT_RATIO,
@@ -145,6 +145,18 @@ def test_what_the_store_holds_makes_all_workers_nearly_alike() -> None:
     held = {workers[1]: 800}
     assert place(workers, query(900), prefixes=Prefixes(held))[0] == "p1"
     assert place(workers, query(900), prefixes=Prefixes(held, stored_tokens=800))[0] == "p0"
+
+
+def test_what_the_store_has_on_disk_saves_less_than_what_it_has_in_memory() -> None:
+    def computed(stored_tokens: int, disk_tokens: int) -> int:
+        return decide(four(), query(801), prefixes=Prefixes({}, stored_tokens, disk_tokens)).prefill_tokens
+
+    in_memory, half, on_disk = (computed(800, disk) for disk in (0, 400, 800))
+    assert computed(0, 0) > on_disk > half > in_memory
+    assert computed(400, 0) - half == 400 * DISK_CREDIT
+    workers = four()
+    held = {workers[0]: 400}
+    assert decide(workers, query(801), prefixes=Prefixes(held, 800, 600)).prefill_tokens == 401 - 400 * DISK_CREDIT
 
 
 def test_what_another_models_workers_hold_is_not_known_of_this_one() -> None:

@@ -29,7 +29,7 @@ from weft_services.scheduler.whereabouts import MAX_ASKED, MAX_LATE, PAUSE_SECON
 
 DIGEST = fingerprint_digest(FINGERPRINT)
 KEYS = tuple(block_keys(range(320), 16))
-ALL = Located((Holding("both-0", "both-0-boot", 4), Holding("both-1", "another-boot", 20)), 12)
+ALL = Located((Holding("both-0", "both-0-boot", 4), Holding("both-1", "another-boot", 20)), 12, 10)
 
 
 def query(number: int = 0, keys: Sequence[bytes] = KEYS) -> RouteQuery:
@@ -81,11 +81,19 @@ async def test_what_kvstore_says_is_known_to_the_next_decision() -> None:
     prefixes = router.demand(query()).prefixes
     # the other start of both-1 is not this one
     assert {worker.worker_id: tokens for worker, tokens in prefixes.held.items()} == {"both-0": 64}
-    assert prefixes.stored_tokens == 192
-    router.learn(DIGEST, KEYS, Located(num_stored=8))
-    assert router.demand(query()).prefixes.stored_tokens == 128
-    router.learn(b"another model", KEYS, Located(num_stored=20))
-    assert router.demand(query()).prefixes.stored_tokens == 128
+    assert (prefixes.stored_tokens, prefixes.disk_tokens) == (192, 32)
+
+
+@pytest.mark.parametrize(("num_stored", "num_in_memory"), [(8, 8), (8, 3), (8, 0), (16, 16), (16, 12), (0, 0)])
+def test_the_latest_word_on_the_store_counts_by_tier_and_for_one_model(num_stored: int, num_in_memory: int) -> None:
+    router = fleet()
+    for before in (ALL, Located((), 20, 20), Located((), 20, 0)):
+        router.learn(DIGEST, KEYS, before)
+        router.learn(DIGEST, KEYS, Located((), num_stored, num_in_memory))
+        router.learn(b"another model", KEYS, Located((), 20, 10))
+        prefixes = router.demand(query()).prefixes
+        assert prefixes.stored_tokens == 16 * num_stored
+        assert prefixes.disk_tokens == 16 * (num_stored - num_in_memory)
 
 
 async def test_a_request_goes_where_kvstore_says_its_prefix_lies() -> None:

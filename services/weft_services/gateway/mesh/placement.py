@@ -9,8 +9,8 @@ from weft.request import KEEP, RequestKey, Retention, SamplingParams, WorkerAddr
 
 @dataclass(frozen=True, slots=True)
 class RouteQuery:
-    """What routing needs to know of one attempt. `priority` as engines count: higher goes first; `num_resumed_tokens` of
-    the prompt's are what earlier attempts generated."""
+    """What routing needs to know of one attempt. `priority` as engines count: higher goes first;
+    `num_resumed_tokens` of the prompt's are what earlier attempts generated."""
 
     key: RequestKey
     model: str
