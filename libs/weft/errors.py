@@ -6,6 +6,7 @@ WeftError
   Forbidden          the API key may not do this
   NotFound           no such model, lease or file
   BadCheckpoint      a model directory is incomplete or damaged; the message names file or tensor
+  Unreadable         storage did not answer, or not well: the same may work later
   Incompatible       two peers do not run the same model, layout or boot
   Overloaded         no room now, try later; `retry_after_seconds`
     RateLimited      this caller has had its share; `kind` says of what
@@ -71,6 +72,13 @@ class BadCheckpoint(WeftError):
     """A checkpoint that cannot be served."""
 
     code = 9
+
+
+class Unreadable(WeftError):
+    """A disk or an object store that fails at the moment; says nothing of what is stored there."""
+
+    code = 14
+    http_status = 503
 
 
 class Incompatible(WeftError):

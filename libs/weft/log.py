@@ -14,6 +14,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 MARK = re.compile(r"startup (?P<phase>.+) at=(?P<at>\d+\.\d+)")
 """What `mark` writes."""
+PROGRESS = re.compile(r"progress (?P<what>.+): (?P<done>\d+) of (?P<total>\d+) MiB")
+"""What `progress` writes."""
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
@@ -44,3 +46,8 @@ def setup(service: str) -> None:
 def mark(phase: str) -> None:
     """A phase of this process' start is over; `weft up --timeline` draws them."""
     logger.info("startup %s at=%.3f", phase, time.time())
+
+
+def progress(what: str, done_bytes: int, total_bytes: int) -> None:
+    """A long phase of this process' start moves on; `weft up` gives it more time."""
+    logger.info("progress %s: %d of %d MiB", what, done_bytes >> 20, total_bytes >> 20)

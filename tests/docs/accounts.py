@@ -27,7 +27,7 @@ BUNDLES: dict[str, list[str]] = {
     "verify": ["--threads", "1"],
     "inspect": [],
 }
-TWO_NODES = "services/weights/test_two_nodes.py::test_the_second_node_loads_over_the_network_and_reads_no_disk"
+TWO_NODES = "services/weights/test_two_nodes.py::test_the_second_node_loads_over_the_network_and_samples_its_disk"
 # the options of `weft up`, and what starts a mesh with them, or tries what they ask for
 UP: dict[str, str] = {
     "--model": "mesh/conftest.py::mesh",

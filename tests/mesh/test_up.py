@@ -88,6 +88,8 @@ def test_a_broken_checkpoint_ends_it_with_the_reason_and_status_2(tmp_path: Path
         log = mesh.log()
     assert "model.safetensors" in log
     assert "giving up" in log
+    assert {line.split()[0] for line in log.splitlines() if " | " in line and "cannot start" in line} == {"weights"}
+    assert "Traceback" not in log
     assert status == 2
 
 

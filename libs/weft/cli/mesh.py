@@ -26,8 +26,9 @@ STANDBY_COMMAND = (
 )
 # what Mooncake says at every start, as an error, of a thing that it then goes on to make
 HARMLESS = re.compile("Logging before InitGoogleLogging|Local segment descriptor not found")
-# reading and verifying a large checkpoint takes its time
+# beside reading weights, which says how far it is; and with it, where the log is too quiet for that
 WORKER_START_SECONDS = 900.0
+BLIND_START_SECONDS = 4 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,14 +195,19 @@ def _model_setting(models: Mapping[str, Path]) -> dict[str, str]:
     return {"WEFT_MODEL": ",".join(f"{name}={path}" for name, path in models.items()), "WEFT_MODEL_NAME": ""}
 
 
-def _service(name: str, address: str, environ: Mapping[str, str], start_seconds: float = 60.0) -> ChildSpec:
+def _patient(options: MeshOptions, spec: ChildSpec) -> ChildSpec:
+    """The same, of a process that is not ready before weights have been read."""
+    is_seen = options.log_level in ("debug", "info")
+    return replace(spec, start_seconds=WORKER_START_SECONDS if is_seen else BLIND_START_SECONDS, heeds_progress=True)
+
+
+def _service(name: str, address: str, environ: Mapping[str, str]) -> ChildSpec:
     host, _, port = address.rpartition(":")
     return ChildSpec(
         name=name,
         command=(sys.executable, "-m", f"weft_services.{name}"),
         environ={**os.environ, **environ, "WEFT_HOST": host, "WEFT_PORT": port, "WEFT_METRICS_PORT": "0"},
         probe=functools.partial(grpc_serves, address),
-        start_seconds=start_seconds,
     )
 
 
@@ -211,7 +217,7 @@ _ROLES = {"prefill": "prefill", "decode": "decode", "worker": "both"}
 def _weights(options: MeshOptions, at: Addresses) -> ChildSpec:
     # reading is waiting: the number of threads has nothing to do with cores
     own = {**_common(options, at), "WEFT_THREADS": "0", "WEFT_WEIGHTS_FROM": options.weights_from}
-    spec = _service("weights", at.weights, own, WORKER_START_SECONDS)
+    spec = _patient(options, _service("weights", at.weights, own))
     listen_host = options.weights_listen.rpartition(":")[0]
     return replace(spec, environ={**spec.environ, "WEFT_HOST": listen_host}) if listen_host else spec
 
@@ -224,17 +230,18 @@ def _worker(options: MeshOptions, at: Addresses, name: str, model: str, share: M
     environ = {**os.environ, **worker_waits(os.environ), **_common(options, at), **own}
     # both roles' services in one process, so that `weft role` can change which one it is given work for
     module = "weft_services.worker"
-    return ChildSpec(
+    spec = ChildSpec(
         name=name,
         command=(sys.executable, "-m", module),
         environ=environ,
         probe=functools.partial(grpc_serves, address),
-        after=("scheduler", "kvstore", "weights") if options.has_store else ("scheduler", "weights"),
+        # for weights it waits itself: its imports and theirs are done at the same time
+        after=("scheduler", "kvstore") if options.has_store else ("scheduler",),
         tier=1,
-        start_seconds=WORKER_START_SECONDS,
         order=json.dumps({"module": module, "environ": environ}).encode() + b"\n",
         leads_session=True,
     )
+    return _patient(options, spec)
 
 
 def _gateway(options: MeshOptions, at: Addresses, name: str) -> ChildSpec:
@@ -251,15 +258,15 @@ def _gateway(options: MeshOptions, at: Addresses, name: str) -> ChildSpec:
         probed = f"{LOOPBACK}:{at.gateways[name]}"
     if len(at.gateways) > 1:
         own["WEFT_SHARE_PORTS"] = "1"
-    return ChildSpec(
+    spec = ChildSpec(
         name=name,
         command=(sys.executable, "-m", "weft_services.gateway"),
         environ={**os.environ, **_common(options, at), **own},
         probe=functools.partial(http_answers, f"http://{probed}/ready"),
         after=("scheduler",),
         tier=2,
-        start_seconds=WORKER_START_SECONDS,
     )
+    return _patient(options, spec)
 
 
 def _valkey(at: Addresses) -> ChildSpec:

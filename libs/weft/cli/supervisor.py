@@ -18,6 +18,7 @@ from typing import Protocol
 
 from weft.cli.child import Child, describe_exit
 from weft.cli.nursery import Nursery
+from weft.log import PROGRESS
 
 MAX_PROBE_SECONDS = 0.25
 # of the 5 s that Ctrl-C may take
@@ -61,7 +62,9 @@ class RestartPolicy:
 class ChildSpec:
     """How to run one child. `probe` returns False until the child can be used.
 
-    It starts when all named in `after` are ready, and is stopped before those of a lower `tier`. `order` is the line
+    It starts when all named in `after` are ready, and is stopped before those of a lower `tier`. It is ended when it is
+    not ready after `start_seconds`, counted anew whenever a child says how far it has come if it `heeds_progress`: one
+    may wait for what another one does. `order` is the line
     for which the standby process forks this child, where it can do that. One that `leads_session` has its cores dealt
     out beside the others', where the kernel does that by session; forked ones always have.
     """
@@ -73,6 +76,7 @@ class ChildSpec:
     after: tuple[str, ...] = ()
     tier: int = 0
     start_seconds: float = 60.0
+    heeds_progress: bool = False
     order: bytes = b""
     leads_session: bool = False
 
@@ -126,9 +130,18 @@ class Supervisor:
         self._listener = listener
         self._policy = policy or RestartPolicy()
         self._ready = {spec.name: asyncio.Event() for spec in specs}
+        self._start_seconds = {spec.name: spec.start_seconds for spec in specs}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._children: dict[str, Child] = {}
+        # of those that heed progress and are not ready, until when; and how far each child has come, in its own words
+        self._patience: dict[str, asyncio.Timeout] = {}
+        self._progress: dict[str, str] = {}
         self._stopping = False
+
+    @property
+    def was_ready(self) -> bool:
+        """Every child has been, once."""
+        return all(event.is_set() for event in self._ready.values())
 
     async def wait_ready(self) -> None:
         """Until every child has been ready once."""
@@ -224,7 +237,7 @@ class Supervisor:
         self._children[spec.name] = child
         try:
             async with asyncio.TaskGroup() as group:
-                reader = group.create_task(child.read_lines(lambda line: self._listener.on_line(spec.name, line)))
+                reader = group.create_task(child.read_lines(lambda line: self._on_line(spec.name, line)))
                 prober = group.create_task(self._probe(spec, child))
                 code = await child.wait()
                 prober.cancel()
@@ -236,19 +249,36 @@ class Supervisor:
             await child.wait()
             del self._children[spec.name]
         overdue = not prober.cancelled() and prober.result() is None
-        how = f"not ready after {spec.start_seconds:g} s" if overdue else describe_exit(code)
+        how = (
+            f"not ready after {spec.start_seconds:g} s{' without progress' * spec.heeds_progress}"
+            if overdue
+            else describe_exit(code)
+        )
         ready_at = None if prober.cancelled() else prober.result()
         ready_seconds = None if ready_at is None else time.monotonic() - ready_at
         return _Life(how, code, tuple(child.last_lines), ready_seconds)
 
+    def _on_line(self, name: str, line: str) -> None:
+        """One that stands still may say the same again."""
+        if (found := PROGRESS.search(line)) and self._progress.get(name) != found[0]:
+            self._progress[name] = found[0]
+            for waiting, patience in self._patience.items():
+                if not patience.expired():
+                    patience.reschedule(asyncio.get_running_loop().time() + self._start_seconds[waiting])
+        self._listener.on_line(name, line)
+
     async def _probe(self, spec: ChildSpec, child: Child) -> float | None:
         """When the child became ready; None after its time was over, and it with it."""
         try:
-            async with asyncio.timeout(spec.start_seconds):
+            async with asyncio.timeout(spec.start_seconds) as patience:
+                if spec.heeds_progress:
+                    self._patience[spec.name] = patience
                 await _until(spec.probe)
         except TimeoutError:
             child.signal_group(signal.SIGKILL)
             return None
+        finally:
+            self._patience.pop(spec.name, None)
         self._ready[spec.name].set()
         self._listener.on_state(spec.name, State.READY, "")
         return time.monotonic()

@@ -16,6 +16,7 @@ from weft.log import MARK
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#edc948", "#76b7b2", "#e15759", "#9c755f")
 CHART_WIDTH, ROW_HEIGHT, LABEL_WIDTH, MARGIN = 900, 26, 110, 20
 LAST_PHASE = "until ready"
+BROKEN_OFF = "broken off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,12 @@ class _Row:
     begin: float
     marks: list[tuple[str, float]] = field(default_factory=list)
     ready: float | None = None
+    died: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """The start is, well or not."""
+        return self.ready is not None or self.died is not None
 
 
 class Timeline:
@@ -47,7 +54,7 @@ class Timeline:
     def on_line(self, name: str, line: str) -> None:
         """A child wrote a line; marks are kept."""
         row, mark = self._rows.get(name), MARK.search(line)
-        if mark and row is not None and row.ready is None:
+        if mark and row is not None and not row.is_over:
             row.marks.append((mark["phase"], float(mark["at"])))
         self._inner.on_line(name, line)
 
@@ -55,19 +62,28 @@ class Timeline:
         """A child has come to this state; only its first life is drawn."""
         if state is State.STARTING:
             self._rows.setdefault(name, _Row(self._clock()))
-        elif state is State.READY and self._rows[name].ready is None:
+        elif state is State.READY and not self._rows[name].is_over:
             self._rows[name].ready = self._clock()
+        elif state in (State.FAILED, State.STOPPED):
+            self._end(name)
         self._inner.on_state(name, state, detail)
 
     def on_death(self, name: str, how: str, last_lines: Sequence[str], retry_seconds: float) -> None:
-        """Passed on."""
+        """What is drawn of a child that was never ready ends here."""
+        self._end(name)
         self._inner.on_death(name, how, last_lines, retry_seconds)
 
+    def _end(self, name: str) -> None:
+        row = self._rows.get(name)
+        if row is not None and not row.is_over:
+            row.died = self._clock()
+
     def phases(self) -> dict[str, list[Phase]]:
-        """Of every process that was started, in order."""
+        """Of every process that was started, in order; until now, of those that are not ready yet."""
         found = {}
         for name, row in self._rows.items():
-            ends = [*row.marks, (LAST_PHASE, row.ready)] if row.ready is not None else row.marks
+            last = (LAST_PHASE, row.ready) if row.ready is not None else (BROKEN_OFF, row.died or self._clock())
+            ends = [*row.marks, last]
             begin, phases = row.begin, []
             for phase, at in ends:
                 # a process is probed now and then, and may say so after it was found ready

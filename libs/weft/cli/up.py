@@ -32,7 +32,7 @@ from weft.cli.record import MeshRecord, recorded
 from weft.cli.supervisor import ChildFailed, Supervisor
 from weft.cli.timeline import Timeline
 from weft.config import ConfigError, is_loopback, read_models
-from weft.errors import BadCheckpoint
+from weft.errors import BadCheckpoint, Unreadable
 from weft.model.config import read_config
 from weft.weights.objects import is_url, local_model, with_local_model
 
@@ -76,7 +76,7 @@ def _usual_models(name: str) -> dict[str, Path]:
         try:
             setting = with_local_model({"WEFT_MODEL": setting})["WEFT_MODEL"]
             models = read_models(setting, name or os.environ.get("WEFT_MODEL_NAME", ""))
-        except (ConfigError, BadCheckpoint) as error:
+        except (ConfigError, BadCheckpoint, Unreadable) as error:
             raise UsageError(str(error)) from error
         return {served: _checked(str(path), f"WEFT_MODEL={path}") for served, path in models.items()}
     # in a checkout the shipped model lies beside libs/
@@ -89,7 +89,7 @@ def _usual_models(name: str) -> dict[str, Path]:
 def _checked(place: str, given: str) -> Path:
     try:
         path = local_model(place) if is_url(place) else Path(place)
-    except BadCheckpoint as error:
+    except (BadCheckpoint, Unreadable) as error:
         raise UsageError(str(error)) from error
     if (path / "config.json").is_file():
         return path.resolve()
@@ -122,15 +122,7 @@ def mooncake_trouble() -> str:
 def up(options: MeshOptions, picture: Path | None = None) -> int:
     """Run the mesh until a signal ends it, with a picture of its start if wanted; returns the exit status."""
     began = time.time()
-    if picture is not None and options.log_level not in ("debug", "info"):
-        raise UsageError(f"--timeline is drawn from lines that --log-level {options.log_level} leaves out")
-    if not (options.keys or options.is_open or is_loopback(options.host)):
-        what = f"--host {options.host}: whoever reaches it could use the model"
-        raise UsageError(f"{what}; name API keys with --keys (`weft keys add NAME` makes one), or say --open")
-    if not options.num_both and not (options.num_prefill and options.num_decode):
-        raise UsageError("a model needs --prefill 1 and --decode 1 at least, or --both 1")
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise UsageError(f"{' and '.join(missing)} must be installed: pip install 'weft[engine,local]', or make serve")
+    _check_options(options, picture)
     trouble = mooncake_trouble()
     if trouble and options.transport == "mooncake":
         raise UsageError(f"--transport mooncake: {trouble}")
@@ -147,20 +139,38 @@ def up(options: MeshOptions, picture: Path | None = None) -> int:
         display.say(f"{trouble}; KV blocks move over gRPC, and there is no shared store")
     url = f"{'https' if options.has_tls else 'http'}://{reachable(options.host)}:{options.port}"
     note = MeshRecord(os.getpid(), time.time(), options.port, url, at.scheduler, _services(options, at))
+    timeline = Timeline(display, began)
+
+    def announce() -> None:
+        display.end_start()
+        display.say(f"ready after {display.seconds:.1f} s")
+        _draw(timeline, picture, display)
+        display.show(_banner(options, url))
+
     with recorded(note):
-        timeline = Timeline(display, began)
-
-        def announce() -> None:
-            display.end_start()
-            display.say(f"ready after {display.seconds:.1f} s")
-            if picture is not None:
+        supervisor = Supervisor(specs, timeline, standby_command=STANDBY_COMMAND)
+        try:
+            return asyncio.run(_supervise(supervisor, display, announce))
+        finally:
+            if not supervisor.was_ready:  # a start that fails or takes too long is the one to look at
                 _draw(timeline, picture, display)
-            display.show(_banner(options, url))
-
-        return asyncio.run(_supervise(Supervisor(specs, timeline, standby_command=STANDBY_COMMAND), display, announce))
 
 
-def _draw(timeline: Timeline, picture: Path, display: Display) -> None:
+def _check_options(options: MeshOptions, picture: Path | None) -> None:
+    if picture is not None and options.log_level not in ("debug", "info"):
+        raise UsageError(f"--timeline is drawn from lines that --log-level {options.log_level} leaves out")
+    if not (options.keys or options.is_open or is_loopback(options.host)):
+        what = f"--host {options.host}: whoever reaches it could use the model"
+        raise UsageError(f"{what}; name API keys with --keys (`weft keys add NAME` makes one), or say --open")
+    if not options.num_both and not (options.num_prefill and options.num_decode):
+        raise UsageError("a model needs --prefill 1 and --decode 1 at least, or --both 1")
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise UsageError(f"{' and '.join(missing)} must be installed: pip install 'weft[engine,local]', or make serve")
+
+
+def _draw(timeline: Timeline, picture: Path | None, display: Display) -> None:
+    if picture is None:
+        return
     try:
         picture.write_text(timeline.svg(f"weft up, {time.strftime('%d %B %Y %H:%M')}"), encoding="utf-8")
     except OSError as error:

@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from weft.config import CannotListen, ConfigError
-from weft.errors import BadCheckpoint
+from weft.errors import BadCheckpoint, Unreadable
 from weft.rpc.client import CHANNEL_OPTIONS
 from weft.rpc.status import StatusInterceptor
 from weft.rpc.tls import peer_credentials
@@ -107,7 +107,7 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """asyncio.run under uvloop where it is installed.
 
     A wrong setting or checkpoint ends the process with status 2 and one line: starting it again would not help. A port
-    that is taken ends it with status 1 and one line.
+    that is taken, or storage that fails, ends it with status 1 and one line.
     """
     try:
         _runner()(main())
@@ -115,7 +115,7 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         for error in _leaves(group):
             logger.error("cannot start: %s", error)
         sys.exit(CONFIG_EXIT_CODE)
-    except* CannotListen as group:
+    except* (CannotListen, Unreadable) as group:
         logger.error("cannot start: %s", next(iter(_leaves(group))))
         sys.exit(1)
 

@@ -11,10 +11,17 @@ import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from weft.errors import BadCheckpoint
+from weft.errors import BadCheckpoint, Unreadable
 
 SECTOR_BYTES = 4096  # direct reads begin and end at multiples of this, in the file and in memory
 LARGE_PAGE_BYTES = 2 * 1024 * 1024
+TRANSIENT = {
+    *(errno.EIO, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
+    # of a file system on a network
+    *(errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOTCONN, errno.EHOSTDOWN),
+    *(errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EREMOTEIO, errno.ENOLINK),
+}
+"""What says nothing of the file: asked for again, it may be read."""
 
 
 def fresh_memory(size: int) -> mmap.mmap:
@@ -47,7 +54,7 @@ class Blob(ABC):
 
     @abstractmethod
     def read(self, offset: int, size: int, scratch: Scratch) -> memoryview:
-        """These bytes, in `scratch` or elsewhere. Raises BadCheckpoint naming the file."""
+        """These bytes, in `scratch` or elsewhere. Raises BadCheckpoint naming the file, or Unreadable."""
 
     @abstractmethod
     def close(self) -> None:
@@ -61,7 +68,10 @@ class WeightsFile(ABC):
 
     @abstractmethod
     def open(self, cached: bool = False) -> Blob:
-        """For reading all of it once; `cached`: for a few bytes that will be asked for again. Raises BadCheckpoint."""
+        """For reading all of it once; `cached`: for a few bytes that will be asked for again.
+
+        Raises BadCheckpoint, Unreadable.
+        """
 
     @abstractmethod
     def stamp(self) -> tuple[str, ...]:
@@ -118,13 +128,13 @@ class FileBlob(Blob):
             return os.preadv(self._fd, [target], offset)
         except OSError as error:
             if error.errno != errno.EINVAL:
-                raise BadCheckpoint(f"{self._path}: not readable at byte {offset}: {error.strerror}") from error
+                raise _told(error, f"{self._path}: not readable at byte {offset}") from error
         # larger sectors than ours, or the rest of a read that was cut short
         fd = _open(self._path, 0)
         try:
             return os.preadv(fd, [target], offset)
         except OSError as error:
-            raise BadCheckpoint(f"{self._path}: not readable at byte {offset}: {error.strerror}") from error
+            raise _told(error, f"{self._path}: not readable at byte {offset}") from error
         finally:
             os.close(fd)
 
@@ -157,9 +167,13 @@ class MappedBlob(MemoryBlob):
             size = os.fstat(fd).st_size
             super().__init__(str(path), mmap.mmap(fd, 0, access=mmap.ACCESS_READ) if size else b"")
         except OSError as error:
-            raise BadCheckpoint(f"{path}: not readable: {error.strerror}") from error
+            raise _told(error, f"{path}: not readable") from error
         finally:
             os.close(fd)
+
+
+def _told(error: OSError, what: str) -> BadCheckpoint | Unreadable:
+    return (Unreadable if error.errno in TRANSIENT else BadCheckpoint)(f"{what}: {error.strerror}")
 
 
 def _open(path: Path, flags: int) -> int:
@@ -170,4 +184,4 @@ def _open(path: Path, flags: int) -> int:
     except OSError as error:
         if flags and error.errno == errno.EINVAL:
             return _open(path, 0)  # a file system that knows no direct reads
-        raise BadCheckpoint(f"{path}: not readable: {error.strerror}") from error
+        raise _told(error, f"{path}: not readable") from error

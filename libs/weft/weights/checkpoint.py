@@ -87,7 +87,7 @@ def _find_tensors(directory: Path, origin: Origin) -> dict[str, TensorSource]:
 
 
 def _read_shards(index: Path, origin: Origin) -> dict[str, TensorSource]:
-    weight_map = _read_weight_map(index)
+    weight_map = read_weight_map(index)
     names = origin.names()
     tensors = _read_files([origin.file(_stored_name(name, names)) for name in sorted(set(weight_map.values()))])
     for name, file in weight_map.items():
@@ -96,7 +96,8 @@ def _read_shards(index: Path, origin: Origin) -> dict[str, TensorSource]:
     return tensors
 
 
-def _read_weight_map(index: Path) -> dict[str, str]:
+def read_weight_map(index: Path) -> dict[str, str]:
+    """The file of every tensor, as the index has it. Raises BadCheckpoint."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:

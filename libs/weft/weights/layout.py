@@ -19,6 +19,8 @@ FORMAT = "weft-image-2"
 PIECE_BYTES = 2 * 1024 * 1024
 """Of a tensor: read, checked and reported at once, and the leaves of the hash tree. A multiple of a bundle's chunks."""
 LEAF_BYTES = 16
+SAMPLE_BYTES = 4096
+MAX_SAMPLES = 1024
 Leaves = list[list[bytes]]
 """XXH3-128 of every piece of every tensor, in the order of the image."""
 
@@ -91,6 +93,17 @@ class ImageLayout:
             for number in range(num_pieces(source.entry)):
                 size = min(PIECE_BYTES, source.entry.size_bytes - number * PIECE_BYTES)
                 yield source, Part(index, number, source.entry, size)
+
+    def samples(self) -> list[Run]:
+        """A sector out of the midst of every tensor, or of every so many where there are very many: other weights of
+        the same shapes differ there."""
+        places = [(source, index) for index, source in enumerate(self.tensors) if source.entry.size_bytes]
+        runs = []
+        for source, index in places[:: -(-len(places) // MAX_SAMPLES) or 1]:
+            number = num_pieces(source.entry) // 2
+            size = min(SAMPLE_BYTES, source.entry.size_bytes - number * PIECE_BYTES)
+            runs.append(Run(source.file, 0, (Part(index, number, source.entry, size),)))
+        return runs
 
     def header(self, weights_hash: str, leaves: Leaves) -> bytes:
         """The image's first bytes, always `data_start` of them."""

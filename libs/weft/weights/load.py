@@ -9,17 +9,20 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
 import xxhash
 
-from weft.errors import BadCheckpoint, Incompatible, Overloaded, PeerLost
+from weft.errors import BadCheckpoint, Incompatible, Overloaded, PeerLost, Unreadable
 from weft.weights.layout import LEAF_BYTES, ImageLayout, Leaves, Run, num_pieces
 from weft.weights.source import ReadingMemory, Source, open_source
 
@@ -28,6 +31,8 @@ Report = Callable[[int, str], None]
 """Hears from reading threads how many more bytes are done, and of which file; what it raises ends the reading."""
 RUNS_AHEAD = 256
 """Waiting for a thread; the plan of a large model is long."""
+PAUSES_SECONDS = (0.1, 0.5, 2.0)
+"""Before a run is asked for again of storage that failed; then the whole load fails, and may be begun anew."""
 
 
 class RunReader(Protocol):
@@ -39,7 +44,7 @@ class RunReader(Protocol):
 
 @contextmanager
 def files_reader(layout: ImageLayout) -> Iterator[RunReader]:
-    """Reads from the checkpoint's own files. Raises BadCheckpoint."""
+    """Reads from the checkpoint's own files. Raises BadCheckpoint, Unreadable."""
     with ExitStack() as stack:
         sources: dict[str, Source] = {}
         for tensor in layout.tensors:
@@ -47,9 +52,19 @@ def files_reader(layout: ImageLayout) -> Iterator[RunReader]:
                 sources[tensor.file.name] = stack.enter_context(closing(open_source(tensor.file)))
 
         def read(run: Run, memory: ReadingMemory) -> memoryview:
-            return sources[run.file.name].read(run, memory)
+            return _tried_again(lambda: sources[run.file.name].read(run, memory))
 
         yield read
+
+
+def _tried_again(read: Callable[[], memoryview]) -> memoryview:
+    for pause in PAUSES_SECONDS:
+        try:
+            return read()
+        except Unreadable as error:
+            logger.warning("trying again: %s", error)
+            time.sleep(pause * random.uniform(0.5, 1.5))  # not all threads of all nodes at once
+    return read()
 
 
 class PeerFirst:
@@ -77,6 +92,22 @@ class PeerFirst:
         data = self._files(run, memory)
         check_leaves(run, data, self._leaves)
         return data
+
+
+def check_samples(layout: ImageLayout, theirs: RunReader, ours: RunReader, num_threads: int) -> None:
+    """Raises Incompatible naming a tensor that another node has otherwise, as far as samples of it tell."""
+    samples = layout.samples()
+    parts = tuple(part for run in samples for part in run.parts)
+    asked = theirs(Run(samples[0].file, 0, parts), ReadingMemory())
+    places = list(accumulate((run.size for run in samples), initial=0))
+
+    def compare(run: Run, place: int) -> None:
+        if ours(run, ReadingMemory()) != asked[place : place + run.size]:
+            raise Incompatible(f"tensor {run.parts[0].entry.name} is another one in these files")
+
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as threads:
+        for _ in threads.map(compare, samples, places):
+            pass
 
 
 def check_leaves(run: Run, data: memoryview, leaves: Mapping[str, bytes]) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
+from datetime import timedelta
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.errors import BadCheckpoint
+from weft.errors import BadCheckpoint, Unreadable, WeftError
 from weft.weights.blobs import Blob, Scratch, WeightsFile
 from weft.weights.origin import LocalOrigin, Origin
 
@@ -30,6 +32,10 @@ WEIGHTS_SUFFIXES = (".safetensors", ".weft", ".bin", ".pt", ".pth", ".ckpt", ".g
 MAX_SMALL_BYTES = 64 * 1024 * 1024
 """Of a file that is copied here; the largest tokenizers have 30 MB."""
 REQUEST_SECONDS = "60s"
+STORE_RETRIES = 4
+STORE_PATIENCE = timedelta(seconds=20)
+"""Of the client itself, over broken connections and a store's own trouble; then our callers may try again."""
+_REFUSED = re.compile(r"status code: 4(?!08|29)\d\d")  # neither "timeout" nor "slow down"
 
 
 def is_url(model: str) -> bool:
@@ -38,7 +44,7 @@ def is_url(model: str) -> bool:
 
 
 def with_local_model(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
-    """The settings, with a directory in WEFT_MODEL wherever it has a URL. Raises BadCheckpoint."""
+    """The settings, with a directory in WEFT_MODEL wherever it has a URL. Raises BadCheckpoint, Unreadable."""
     setting = environ.get("WEFT_MODEL", "")
     if "://" not in setting:
         return environ
@@ -50,9 +56,10 @@ def with_local_model(environ: Mapping[str, str] = os.environ) -> Mapping[str, st
 
 
 def local_model(url: str, cache: Path | None = None) -> Path:
-    """A directory with the small files of the checkpoint at `url`, as they are there now. Raises BadCheckpoint.
+    """A directory with the small files of the checkpoint at `url`, as they are there now.
 
-    It has the name that the URL ends with, and ORIGIN_FILE, which says where the weights are.
+    It has the name that the URL ends with, and ORIGIN_FILE, which says where the weights are. Raises BadCheckpoint,
+    Unreadable.
     """
     origin = ObjectOrigin(url)
     name = url.rstrip("/").rpartition("/")[2]
@@ -114,7 +121,11 @@ class ObjectOrigin(Origin):
         self._url = url.rstrip("/")
         is_plain = any(os.environ.get(name, "").startswith("http://") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
         with _said(url):
-            self._store = from_url(self._url, client_options={"timeout": REQUEST_SECONDS, "allow_http": is_plain})
+            self._store = from_url(
+                self._url,
+                client_options={"timeout": REQUEST_SECONDS, "allow_http": is_plain},
+                retry_config={"max_retries": STORE_RETRIES, "retry_timeout": STORE_PATIENCE},
+            )
         self._files: dict[str, ObjectFile] = {}
 
     def files(self) -> list[ObjectFile]:
@@ -158,7 +169,7 @@ class ObjectFile(WeightsFile):
         return ObjectBlob(self._store, str(self), self.name, self._size, self._tag)
 
     def content(self) -> bytes:
-        """All of it. Raises BadCheckpoint."""
+        """All of it. Raises BadCheckpoint, Unreadable."""
         if self._size > MAX_SMALL_BYTES:
             raise BadCheckpoint(f"{self}: {self._size} bytes are too many for a file that is not weights")
         return bytes(self.open().read(0, self._size, Scratch())) if self._size else b""
@@ -194,7 +205,7 @@ class ObjectBlob(Blob):
                 options["if_match"] = self._tag
             data = memoryview(get(self._store, self._path, options=options).bytes())
         if len(data) != size:
-            raise BadCheckpoint(f"{self._where}: {len(data)} bytes came where {size} were asked for")
+            raise Unreadable(f"{self._where}: {len(data)} bytes came where {size} were asked for")
         return data
 
 
@@ -207,4 +218,12 @@ def _said(where: str) -> Iterator[None]:
         yield
     except (BaseError, ValueError, OSError) as error:
         line = str(error).strip().partition("\n")[0]
-        raise BadCheckpoint(f"{where}: {line}") from error
+        raise _kind(error)(f"{where}: {line}") from error
+
+
+def _kind(error: Exception) -> type[WeftError]:
+    """A store that answers says what is wrong with the request; all else is the network, or the store itself."""
+    from obstore.exceptions import GenericError
+
+    is_answer = isinstance(error, (FileNotFoundError, PermissionError)) or _REFUSED.search(str(error))
+    return Unreadable if isinstance(error, (GenericError, OSError)) and not is_answer else BadCheckpoint

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from weft.errors import BadCheckpoint
+from weft.errors import BadCheckpoint, Unreadable
 from weft.weights.blobs import Blob, Scratch, WeightsFile
 from weft.weights.bundle.layout import SUFFIX
 from weft.weights.bundle.unpack import BundleFile, Wanted
@@ -26,7 +26,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, run: Run, memory: ReadingMemory) -> memoryview:
-        """The run's bytes; they last until the next read. Raises BadCheckpoint naming what is wrong."""
+        """The run's bytes; they last until the next read. Raises BadCheckpoint naming what is wrong, or Unreadable."""
 
     @abstractmethod
     def close(self) -> None:
@@ -57,8 +57,8 @@ class PlainSource(Source):
     def read(self, run: Run, memory: ReadingMemory) -> memoryview:
         try:
             return self._blob.read(run.parts[0].offset, run.size, memory.stored)
-        except BadCheckpoint as error:
-            raise BadCheckpoint(f"{error} (tensor {run.parts[0].entry.name})") from error
+        except (BadCheckpoint, Unreadable) as error:
+            raise type(error)(f"{error} (tensor {run.parts[0].entry.name})") from error
 
 
 class BundleSource(Source):

@@ -30,7 +30,7 @@ from weft.engine.graphs import static_bytes
 from weft.engine.manners import CPU_NICENESS
 from weft.engine.messages import StepOutput
 from weft.engine.runner import DTYPES
-from weft.errors import PeerLost
+from weft.errors import Overloaded, PeerLost
 from weft.kv.groups import Paging
 from weft.model.config import ModelConfig, read_config
 from weft.model.decoder import Decoder
@@ -98,7 +98,7 @@ async def load_weights(address: str, model: str) -> weights_service_pb2.LoadRead
             while True:
                 try:
                     return await _follow_load(channel, model, patience)
-                except PeerLost as error:
+                except (PeerLost, Overloaded) as error:
                     logger.info("waiting for the weights service at %s: %s", address, error)
                 await asyncio.sleep(RETRY_SECONDS)
     except TimeoutError:
@@ -122,7 +122,7 @@ async def _follow_load(
             if loop.time() - told_at >= 1.0:
                 told_at = loop.time()
                 progress = response.progress
-                logger.info("weights: %d of %d MiB read", progress.read_bytes >> 20, progress.total_bytes >> 20)
+                log.progress("weights", progress.read_bytes, progress.total_bytes)
     raise PeerLost("the weights service ended the call early")
 
 
@@ -140,11 +140,13 @@ def _build(
     num_blocks = _num_blocks(config, room, limits, machine, size)
     image, device = open_image(ready.shm_name, ready.size_bytes), torch.device(machine.device)
     decoder = Decoder(model, image, DTYPES[machine.dtype], device, machine.is_resident)
+    log.mark("copying and packing" if machine.is_resident else "copying")
     if machine.device == "cuda":
         held = torch.cuda.memory_reserved(decoder.device) + RUNTIME_BYTES  # and what libraries have beside torch
         free = own_bytes(free_bytes(decoder.device), _total_bytes(), config.gpu_share, held)
         identity = identity_of(ready.weights_hash, limits, machine.dtype, decoder.device) | {"form": config.weights}
         peak = remembered(identity, lambda: measure_peak(decoder, limits, machine.dtype, decoder.device))
+        log.mark("largest step")
         logger.info("engine: the largest step takes %d MiB", peak >> 20)
         room = measured_room(room, free, peak + static_bytes(limits, size))
         num_blocks = _num_blocks(config, room, limits, machine, size)

@@ -5,15 +5,18 @@ import logging
 
 from weft import log, metrics
 from weft.config import ConfigError, describe, read_config
-from weft.errors import Overloaded
+from weft.errors import Overloaded, Unreadable
 from weft.rpc.server import RpcServer, run, until_signal
 from weft.weights.objects import with_local_model
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
 from weft_services.weights.config import Config
-from weft_services.weights.fetch import WeightLoader
+from weft_services.weights.fetch import Progress, WeightLoader
 from weft_services.weights.peers import WeightsPeer
 from weft_services.weights.room import Room
 from weft_services.weights.service import SERVICE_NAME, WeightServicer
+
+RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
+TELL_SECONDS = 5.0
 
 
 async def serve(config: Config) -> None:
@@ -44,15 +47,32 @@ async def serve(config: Config) -> None:
 
 
 async def _preload(name: str, loader: WeightLoader, limit_bytes: int) -> None:
-    """One that has no place beside those before it is loaded when a worker asks for it, where there is a limit."""
-    if limit_bytes and not await loader.fits():
-        logging.info("the model %r has no place beside the others now: it is loaded when it is asked for", name)
-        return
-    try:
-        async for _ in loader.load(is_ahead=True):
-            pass
-    except Overloaded as error:
-        raise ConfigError(f"the model {name!r} does not fit: {error}") from error
+    """One that has no place beside those before it is loaded when a worker asks for it, where there is a limit.
+
+    Storage that fails is asked again for as long as this process is let live.
+    """
+    pause = RETRY_SECONDS
+    while True:
+        try:
+            if limit_bytes and not await loader.fits():
+                logging.info("the model %r has no place beside the others now: it is loaded when it is asked for", name)
+                return
+            return await _load(name, loader)
+        except Overloaded as error:
+            raise ConfigError(f"the model {name!r} does not fit: {error}") from error
+        except Unreadable as error:
+            logging.warning("the model %r is loaded anew in %g s: %s", name, pause, error)
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, MAX_RETRY_SECONDS)
+
+
+async def _load(name: str, loader: WeightLoader) -> None:
+    clock = asyncio.get_running_loop().time
+    told_at = clock()
+    async for event in loader.load(is_ahead=True):
+        if isinstance(event, Progress) and clock() - told_at >= TELL_SECONDS:
+            told_at = clock()
+            log.progress(f"weights of {name}", event.read_bytes, event.total_bytes)
 
 
 async def main() -> None:

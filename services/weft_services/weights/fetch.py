@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weft.errors import Cancelled, Incompatible, WeftError
+from weft.errors import Cancelled, Incompatible, PeerLost, WeftError
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.image import Around, Image, find_image, remove_stale, write_image
 from weft.weights.layout import image_layout
-from weft.weights.load import PeerFirst, RunReader
+from weft.weights.load import PeerFirst, RunReader, check_samples
 from weft_services.weights.peers import PeerImage, WeightsPeer
 from weft_services.weights.room import Room
 
@@ -75,7 +75,7 @@ class WeightLoader:
     async def load(self, is_ahead: bool = False) -> AsyncIterator[Progress | Loaded]:
         """Progress while it is read, Loaded last; `is_ahead` of anybody who would map it.
 
-        Raises BadCheckpoint, or Overloaded when shared memory is full.
+        Raises BadCheckpoint, Unreadable, or Overloaded when shared memory is full.
         """
         if not is_ahead:
             self._room.touch(self)
@@ -145,13 +145,18 @@ class WeightLoader:
             readers: list[PeerFirst] = []
 
             def around(files: RunReader) -> RunReader:
-                readers.append(PeerFirst(peer.reader(theirs), theirs.leaves, files))
+                """What is published here as these files is what they hold, not what the other node's do."""
+                read = peer.reader(theirs)
+                check_samples(image_layout(checkpoint), read, files, self._num_readers)
+                readers.append(PeerFirst(read, theirs.leaves, files))
                 return readers[0]
 
             try:
                 image = await self._write(checkpoint, around)
             except Incompatible as error:
                 logger.warning("%s holds other weights than %s: %s", peer.address, self._directory, error)
+            except PeerLost as error:
+                logger.warning("weights do not come from %s: %s", peer.address, error)
             else:
                 return image, FILES if readers[0].trouble else peer.address
         return await self._write(checkpoint, None), FILES

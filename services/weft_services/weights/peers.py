@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from dataclasses import dataclass
 
 import grpc
 
-from weft.errors import Incompatible, PeerLost, WeftError
+from weft.errors import Incompatible, Overloaded, PeerLost, WeftError
 from weft.rpc.client import open_channel, owned, translated
 from weft.weights.layout import LEAF_BYTES, PIECE_BYTES, ImageLayout, Run, num_pieces
 from weft.weights.load import RunReader
@@ -17,6 +18,9 @@ from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
 
 DESCRIBE_SECONDS = 10.0
 READ_SECONDS = 30.0
+TURN_SECONDS = 60.0
+"""Until another node that lends to very many must have had time for a run."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,19 @@ class WeightsPeer:
         return read
 
     async def _read(self, weights_hash: str, run: Run, target: memoryview) -> None:
+        """When it is our turn: it reads for so many at a time. Raises PeerLost."""
+        deadline, pause = self._loop.time() + TURN_SECONDS, FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return await self._read_once(weights_hash, run, target)
+            except Overloaded as error:
+                if self._loop.time() + pause > deadline:
+                    raise PeerLost(f"{self.address} has been busy for {TURN_SECONDS:g} s: {error}") from error
+            await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # those who were refused together come back apart
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    async def _read_once(self, weights_hash: str, run: Run, target: memoryview) -> None:
+        """Raises PeerLost, Overloaded."""
         parts = [pb2.TensorPart(tensor=part.entry.name, first=part.first, size=part.size) for part in run.parts]
         request = pb2.ReadImageRequest(model=self._model, weights_hash=weights_hash, parts=parts)
         done = 0
@@ -77,6 +94,8 @@ class WeightsPeer:
                 async for response in call:
                     target[done : done + len(response.data)] = response.data
                     done += len(response.data)
+        except Overloaded:
+            raise
         except (WeftError, ValueError, grpc.aio.UsageError) as error:
             raise PeerLost(f"{self.address}: {error}") from error
         if done != run.size:

@@ -25,8 +25,8 @@ PATIENCE_SECONDS = 20.0
 
 
 @asynccontextmanager
-async def serving(directory: Path, peer_address: str = "") -> AsyncIterator[grpc.aio.Channel]:
-    """The service, which may have a peer, and a channel to it."""
+async def listening(directory: Path, peer_address: str = "") -> AsyncIterator[str]:
+    """The service, which may have a peer; its address."""
     rpc = RpcServer([SERVICE_NAME])
     peer = WeightsPeer(peer_address, MODEL) if peer_address else None
     async with asyncio.TaskGroup() as tasks:
@@ -34,13 +34,19 @@ async def serving(directory: Path, peer_address: str = "") -> AsyncIterator[grpc
         pb2_grpc.add_WeightServiceServicer_to_server(WeightServicer({MODEL: loader}), rpc.server)
         address = await rpc.start("127.0.0.1", 0)
         try:
-            async with open_channel(address) as channel:
-                yield channel
+            yield address
         finally:
             await rpc.stop(0)
             loader.release()
             if peer is not None:
                 await peer.close()
+
+
+@asynccontextmanager
+async def serving(directory: Path, peer_address: str = "") -> AsyncIterator[grpc.aio.Channel]:
+    """The same, and a channel to it."""
+    async with listening(directory, peer_address) as address, open_channel(address) as channel:
+        yield channel
 
 
 async def load(

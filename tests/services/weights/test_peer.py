@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import pytest
 
-from tests.services.weights.service import MODEL, PATIENCE_SECONDS, line_with, load, serving, start
+from tests.services.weights.service import MODEL, PATIENCE_SECONDS, line_with, listening, load, serving, start
 from tests.weft.weights.checkpoints import CONFIG, random_tensors, safetensors_bytes
 from weft.errors import InvalidRequest, NotFound, Overloaded
-from weft.rpc.client import owned
+from weft.rpc.client import open_channel, owned
 from weft.weights import image as image_module
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.image import Around, Image, write_image
+from weft.weights.layout import image_layout
 from weft.weights.load import Report
 from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
-from weft_services.weights import fetch, lending
+from weft_services.weights import fetch, lending, peers
+from weft_services.weights import service as service_module
 
 
 @pytest.fixture
@@ -43,12 +46,17 @@ def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Path
 
 
 def wipe(directory: Path) -> None:
-    """Zeros where the weights were: whoever reads them notices."""
+    """Zeros where the weights were, but for the samples by which two nodes find that they have the same: whoever reads
+    them notices."""
     path = directory / "model.safetensors"
-    header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
-    with path.open("r+b") as file:
-        file.seek(header)
-        file.write(bytes(path.stat().st_size - header))
+    content = path.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    wiped = bytearray(content[:header].ljust(len(content), b"\0"))
+    for run in image_layout(read_checkpoint(directory)).samples():
+        place = slice(run.parts[0].offset, run.parts[0].offset + run.size)
+        wiped[place] = content[place]
+    assert wiped.count(0) > len(content) // 2
+    path.write_bytes(wiped)
 
 
 @asynccontextmanager
@@ -76,6 +84,57 @@ async def test_the_second_node_reads_from_the_first_and_not_from_its_files(nodes
         assert ready.source == address
         assert not ready.read_from_disk
         assert ready.weights_hash == await hash_of(one)
+
+
+async def test_a_node_with_another_fine_tune_of_the_same_shape_is_passed_over(
+    nodes: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its weights must not become what these files are known by: a later start would find them."""
+    one, two = nodes
+    content = bytearray((two / "model.safetensors").read_bytes())
+    trained = next(entry for entry in image_layout(read_checkpoint(two)).entries if "o_proj" in entry.name)
+    content[trained.offset : trained.offset + trained.size_bytes] = os.urandom(trained.size_bytes)
+    (two / "model.safetensors").write_bytes(content)
+    async with first_node(one) as (_, address):
+        async with serving(two, address) as channel:
+            ready = (await load(channel))[-1].ready
+            assert ready.source == "files"
+        assert "holds other weights than" in caplog.text
+        assert "is another one in these files" in caplog.text
+        assert ready.weights_hash == await hash_of(two) != await hash_of(one)
+
+
+async def test_a_node_that_lends_to_many_is_asked_until_it_is_our_turn(
+    nodes: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = nodes
+    wipe(two)
+    refused = 0
+
+    class CountingLender(lending.Lender):
+        async def read(self, weights_hash: str, slices: Sequence[lending.Slice]) -> AsyncIterator[bytes]:
+            nonlocal refused
+            try:
+                async for data in super().read(weights_hash, slices):
+                    yield data
+            except Overloaded:
+                refused += 1
+                raise
+
+    monkeypatch.setattr(service_module, "Lender", CountingLender)
+    monkeypatch.setattr(lending, "MAX_READS", 1)
+    async with listening(one) as address:
+        async with open_channel(address) as channel:
+            held = (await load(channel))[-1].ready.weights_hash
+        async with serving(two, address) as second:
+            ready = (await load(second))[-1].ready
+        assert (ready.source, ready.weights_hash) == (address, held)
+        assert refused > 0
+        monkeypatch.setattr(lending, "MAX_READS", 0)
+        monkeypatch.setattr(peers, "TURN_SECONDS", 0.2)
+        async with serving(two, address) as second:
+            assert (await load(second))[-1].ready.source == "files"
+    assert "has been busy for 0.2 s" in caplog.text
 
 
 async def test_a_second_process_says_where_its_weights_are_from(nodes: tuple[Path, Path]) -> None:

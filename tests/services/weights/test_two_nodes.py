@@ -1,5 +1,5 @@
-"""Two nodes with a network between them: the second loads over it and reads no disk, and goes on from its own when the
-first dies or the cable is pulled. Network namespaces and a slow link; needs root."""
+"""Two nodes with a network between them: the second loads over it and reads a sample of its own disk, and goes on from
+that when the first dies or the cable is pulled. Network namespaces and a slow link; needs root."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ import pytest
 from tests.services.weights.service import MODEL, PATIENCE_SECONDS, line_with
 from tests.weft.weights.checkpoints import CONFIG, random_tensors, safetensors_bytes
 from weft.weights import image as image_module
+from weft.weights.blobs import SECTOR_BYTES
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.header import read_header
 from weft.weights.image import image_name
+from weft.weights.layout import image_layout
 
 PORT = "9100"
 LINK = "weft0"
@@ -129,7 +131,7 @@ def on_disk(node: Node) -> dict[str, bytes]:
     return {each.name: content[each.offset : each.offset + each.size_bytes] for each in tensors}
 
 
-def test_the_second_node_loads_over_the_network_and_reads_no_disk(nodes: tuple[Node, Node]) -> None:
+def test_the_second_node_loads_over_the_network_and_samples_its_disk(nodes: tuple[Node, Node]) -> None:
     one, two = nodes
     with one.serving() as first:
         line_with(first, "weights from files")
@@ -137,7 +139,8 @@ def test_the_second_node_loads_over_the_network_and_reads_no_disk(nodes: tuple[N
         with two.serving(f"{one.address}:{PORT}") as second:
             before = disk_bytes(second)
             assert f"weights from {one.address}:{PORT} " in line_with(second, "weights from")
-            assert disk_bytes(second) - before < CODE_BYTES
+            samples = image_layout(read_checkpoint(two.directory)).samples()
+            assert disk_bytes(second) - before < CODE_BYTES + len(samples) * 2 * SECTOR_BYTES < two.num_bytes // 10
             assert two.received_bytes() > two.num_bytes
             assert held(two) == held(one)
             assert held(two)[1] == on_disk(one)

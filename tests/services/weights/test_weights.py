@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.services.weights.service import MODEL, PATIENCE_SECONDS, line_with, load, serving, start
 from tests.weft.weights.checkpoints import make_checkpoint
-from weft.errors import BadCheckpoint, NotFound
+from weft import log
+from weft.errors import BadCheckpoint, NotFound, Unreadable
 from weft.rpc.client import owned
 from weft.weights import image as image_module
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
@@ -21,6 +22,7 @@ from weft.weights.load import Report
 from weft.weights.shared import open_image
 from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
+from weft_services.weights import __main__ as main_module
 from weft_services.weights import fetch
 
 
@@ -150,6 +152,34 @@ async def test_a_bad_checkpoint_is_said_and_can_be_mended(directory: Path) -> No
             await load(channel)
         file.write_bytes(good)
         assert (await load(channel))[-1].ready.read_from_disk
+
+
+class Stumbling:
+    """A loader whose storage fails so many times."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.num_failures = num_failures
+
+    async def load(self, is_ahead: bool) -> AsyncIterator[fetch.Progress]:
+        yield fetch.Progress(100 << 20, 300 << 20, "model.safetensors")
+        self.num_failures -= 1
+        if self.num_failures >= 0:
+            raise Unreadable("s3://models/tiny/model.safetensors: connection reset")
+
+
+async def test_storage_that_fails_is_asked_again_until_it_answers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(main_module, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(main_module, "TELL_SECONDS", 0.0)
+    loader = Stumbling(3)
+    with caplog.at_level("INFO"):
+        await main_module._preload("tiny", loader, 0)  # type: ignore[arg-type]
+    assert loader.num_failures == -1
+    assert caplog.text.count("the model 'tiny' is loaded anew in") == 3
+    found = log.PROGRESS.search(caplog.text)
+    assert found is not None
+    assert found.groups() == ("weights of tiny", "100", "300")
 
 
 async def test_an_image_that_somebody_removed_is_read_again(directory: Path) -> None:

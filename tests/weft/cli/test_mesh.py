@@ -203,6 +203,6 @@ def test_a_taken_port_is_refused() -> None:
 def test_without_mooncake_there_is_no_store_and_nobody_waits_for_one() -> None:
     specs = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE, has_store=False), AT)}
     assert "kvstore" not in specs
-    assert specs["prefill-0"].after == ("scheduler", "weights")
+    assert specs["prefill-0"].after == ("scheduler",)
     assert specs["prefill-0"].environ["WEFT_KVSTORE_ADDR"] == ""
     assert specs["scheduler"].environ["WEFT_KVSTORE_ADDR"] == ""

@@ -173,6 +173,38 @@ async def test_a_child_that_is_not_ready_in_time_is_ended_and_tried_again() -> N
     assert recorder.deaths[0][1] == "not ready after 0.2 s"
 
 
+ADVANCING = """
+import time
+for done in range({count}):
+    print(f"I weights progress weights: {{done * {step}}} of 100 MiB", flush=True)
+    time.sleep(0.1)
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+async def test_a_start_that_says_how_far_it_is_has_all_the_time_it_needs_and_so_have_those_that_wait_for_it() -> None:
+    recorder = Recorder()
+    waiting = {"probe": recorder.has_said("loads", "up"), "start_seconds": 0.5, "heeds_progress": True}
+    specs = [
+        spec(recorder, "loads", ADVANCING.format(count=12, step=1), **waiting),
+        spec(recorder, "waits", FOREVER, **waiting),
+    ]
+    supervisor = Supervisor(specs, recorder, QUICK)
+    async with running(supervisor):
+        await recorder.until(lambda: supervisor.was_ready or bool(recorder.deaths))
+    assert recorder.deaths == []
+
+
+async def test_a_start_that_stands_still_is_ended_whatever_it_says() -> None:
+    recorder = Recorder()
+    program = ADVANCING.format(count=100, step=0)
+    specs = [spec(recorder, "stuck", program, start_seconds=0.5, heeds_progress=True)]
+    async with running(Supervisor(specs, recorder, QUICK)):
+        await recorder.until(lambda: bool(recorder.deaths))
+    assert recorder.deaths[0][1] == "not ready after 0.5 s without progress"
+
+
 async def test_a_command_that_does_not_exist_ends_everything() -> None:
     recorder = Recorder()
     missing = ChildSpec("ghost", ("/nonexistent/program",), os.environ, recorder.has_said("ghost", "up"))

@@ -49,7 +49,10 @@ def test_phases_are_what_the_processes_said_and_the_probes_saw() -> None:
     timeline.on_state("one", State.STARTING, "")
     timeline.on_line("one", "12:00:10 I one startup imports at=111.000")
     found = {name: [(p.name, p.begin, p.end) for p in phases] for name, phases in timeline.phases().items()}
-    assert found == {"one": [("imports", 0.5, 1.5), ("weights", 1.5, 3.0), ("until ready", 3.0, 3.5)], "two": []}
+    assert found == {
+        "one": [("imports", 0.5, 1.5), ("weights", 1.5, 3.0), ("until ready", 3.0, 3.5)],
+        "two": [("broken off", 1.0, 10.0)],
+    }
     assert len(ears.heard) == 9
     picture = ElementTree.fromstring(timeline.svg("a & b"))
     bars = picture.findall(f"{SVG}g")
@@ -57,10 +60,33 @@ def test_phases_are_what_the_processes_said_and_the_probes_saw() -> None:
         "imports: 1.00 s",
         "weights: 1.50 s",
         "until ready: 0.50 s",
+        "broken off: 9.00 s",
     ]
     widths = [float(str(rect.get("width"))) for bar in bars for rect in bar.findall(f"{SVG}rect")]
     assert widths[1] == pytest.approx(1.5 * widths[0], abs=0.2)
     assert {"a & b", "one", "two"} <= {text.text for text in picture.findall(f"{SVG}text")}
+
+
+def test_a_start_that_fails_is_drawn_until_its_end() -> None:
+    now = [0.0]
+    timeline = Timeline(Ears(), 0.0, lambda: now[0])
+    for name in ("dies", "fails", "waits"):
+        timeline.on_state(name, State.STARTING, "")
+    timeline.on_line("dies", "startup imports at=1.000")
+    now[0] = 2.0
+    timeline.on_death("dies", "killed", (), 0.5)
+    timeline.on_state("dies", State.STARTING, "")
+    timeline.on_line("dies", "startup imports at=2.500")
+    now[0] = 3.0
+    timeline.on_state("dies", State.READY, "")
+    timeline.on_state("fails", State.FAILED, "exit code 2")
+    now[0] = 4.0
+    found = {name: [(p.name, p.end) for p in phases] for name, phases in timeline.phases().items()}
+    assert found == {
+        "dies": [("imports", 1.0), ("broken off", 2.0)],
+        "fails": [("broken off", 3.0)],
+        "waits": [("broken off", 4.0)],
+    }
 
 
 def test_marks_are_written_as_they_are_read(capsys: pytest.CaptureFixture[str]) -> None:

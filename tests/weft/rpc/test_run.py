@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from weft.config import ConfigError
-from weft.errors import BadCheckpoint, EngineFailed
+from weft.errors import BadCheckpoint, EngineFailed, Unreadable
 from weft.metrics import expose
 from weft.rpc.server import NUM_YOUNG_OBJECTS, RpcServer, run, settle_heap
 
@@ -37,6 +37,18 @@ def test_what_another_start_cannot_mend_ends_with_status_2_and_one_line(
         run(main)
     assert ended.value.code == 2
     assert [record.getMessage() for record in caplog.records] == [f"cannot start: {error}"]
+
+
+def test_storage_that_fails_ends_it_with_status_1_so_that_it_is_started_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        raise Unreadable("s3://models/one: timed out")
+
+    with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as ended:
+        run(main)
+    assert ended.value.code == 1
+    assert [record.getMessage() for record in caplog.records] == ["cannot start: s3://models/one: timed out"]
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from weft.errors import BadCheckpoint
 from weft.weights.blobs import MappedBlob, Scratch
 from weft.weights.bundle import convert, layout, pack
 from weft.weights.bundle.inspection import picture, rows_of
+from weft.weights.bundle.making import NOTE, making
 from weft.weights.bundle.unpack import BundleFile
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.image import write_image
@@ -136,10 +137,51 @@ def test_a_broken_off_run_goes_on(checkpoint: Path, tmp_path: Path, monkeypatch:
     with pytest.raises(OSError, match=r"No space left on device.*model-00002-of-00002\.weft"):
         convert.compress(checkpoint, tmp_path / "bundle", 1, nothing)
     assert not (tmp_path / "bundle").exists()
-    assert [path.name for path in (tmp_path / "bundle.partial").iterdir()] == ["model-00001-of-00002.weft"]
+    assert {path.name for path in (tmp_path / "bundle.partial").iterdir()} == {"model-00001-of-00002.weft", NOTE}
     monkeypatch.setattr(convert, "pack_file", real)
     assert convert.compress(checkpoint, tmp_path / "bundle", 1, nothing).num_kept == 1
     assert convert.verify(tmp_path / "bundle", 1, nothing).num_files == 2
+    assert not (tmp_path / "bundle" / NOTE).exists()
+
+
+def test_what_was_begun_of_another_model_is_begun_anew(checkpoint: Path, tmp_path: Path) -> None:
+    one_file = tmp_path / "other" / "model.safetensors"
+    one_file.parent.mkdir()
+    save_file({"weight": torch.zeros(64, 64)}, one_file)
+    (one_file.parent / "stray.txt").write_text("x")
+    with suppress(KeyboardInterrupt), making([one_file], tmp_path / "bundle", ()) as place:
+        (place / "model.weft").write_bytes(b"of another model")
+        (place / "stray.txt").write_text("copied already")
+        raise KeyboardInterrupt
+    assert convert.compress(checkpoint, tmp_path / "bundle", 1, nothing).num_kept == 0
+    small = {path.name for path in checkpoint.iterdir() if path.suffix == ".json"}
+    assert set(files_of(tmp_path / "bundle")) == {*small, "model-00001-of-00002.weft", "model-00002-of-00002.weft"}
+
+
+def test_a_directory_that_happens_to_be_called_so_is_not_worked_in(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "bundle.partial").mkdir()
+    (tmp_path / "bundle.partial" / "thesis.txt").write_text("all of it")
+    with pytest.raises(BadCheckpoint, match=r"bundle\.partial: lies in the way"):
+        convert.compress(checkpoint, tmp_path / "bundle", 1, nothing)
+    assert files_of(tmp_path / "bundle.partial") == {"thesis.txt": b"all of it"}
+
+
+@pytest.mark.parametrize("work", ["compress", "decompress", "verify"])
+def test_what_the_index_names_must_be_there(checkpoint: Path, bundle: Path, tmp_path: Path, work: str) -> None:
+    directory = checkpoint if work == "compress" else bundle
+    rest = () if work == "verify" else (tmp_path / "out",)
+    index = directory / "model.safetensors.index.json"
+    fields = json.loads(index.read_text())
+    moved = {**fields["weight_map"], "model.norm.weight": "model-00001-of-00002.safetensors"}
+    other = {**fields["weight_map"], "model.norm.weight": "model-00002-of-00002.safetensors"}
+    index.write_text(json.dumps({**fields, "weight_map": moved if moved != fields["weight_map"] else other}))
+    with pytest.raises(BadCheckpoint, match=r"-of-00002\.\w+: tensor model\.norm\.weight is not in it"):
+        getattr(convert, work)(directory, *rest, 1, nothing)
+    index.write_text(json.dumps(fields))
+    next(directory.glob("*-00002-*")).unlink()
+    with pytest.raises(BadCheckpoint, match=r"model-00002-of-00002\.\w+: no such file; model\.safetensors\.index"):
+        getattr(convert, work)(directory, *rest, 1, nothing)
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_one_at_a_time_and_never_over_something(checkpoint: Path, bundle: Path, tmp_path: Path) -> None:
@@ -149,7 +191,8 @@ def test_one_at_a_time_and_never_over_something(checkpoint: Path, bundle: Path, 
         convert.compress(checkpoint, checkpoint / "inside", 1, nothing)
     with pytest.raises(BadCheckpoint, match=r"there is no \.weft file in it"):
         convert.verify(checkpoint, 1, nothing)
-    with convert._making(checkpoint, tmp_path / "other"), pytest.raises(BadCheckpoint, match="another process"):
+    files = convert.weight_files(checkpoint, ".safetensors")
+    with making(files, tmp_path / "other", ()), pytest.raises(BadCheckpoint, match="another process"):
         convert.compress(checkpoint, tmp_path / "other", 1, nothing)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -13,8 +14,10 @@ import pytest
 from loadtest.weights.loader import PeakMemory
 
 from tests.weft.weights.checkpoints import make_checkpoint, safetensors_bytes
-from weft.errors import BadCheckpoint
+from weft.errors import BadCheckpoint, Unreadable
+from weft.weights import image as image_module
 from weft.weights import layout
+from weft.weights import load as load_module
 from weft.weights.blobs import Blob, FileBlob, LocalFile, MappedBlob, Scratch
 from weft.weights.checkpoint import TensorSource, read_checkpoint
 from weft.weights.header import TensorEntry, header_bytes
@@ -70,6 +73,33 @@ def test_runs_are_the_bytes_of_their_tensors(tmp_path: Path) -> None:
         for run in planned.runs():
             expected = b"".join(tensors[part.entry.name][2][part.first : part.first + part.size] for part in run.parts)
             assert bytes(read(run, memory)) == expected
+
+
+@pytest.mark.parametrize("num_failures", [0, 2, 1000])
+def test_a_disk_that_fails_for_a_moment_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_failures: int
+) -> None:
+    """And one that goes on failing says nothing against the checkpoint."""
+    make_checkpoint(tmp_path / "model")
+    checkpoint = read_checkpoint(tmp_path / "model")
+    asked = 0
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal asked
+        asked += 1
+        if asked <= num_failures:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, buffers, offset)
+
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(load_module, "PAUSES_SECONDS", (0.0, 0.0))
+    if num_failures > 2:
+        with pytest.raises(Unreadable, match=r"model\.safetensors: not readable at byte \d+: Input/output error"):
+            write_image(checkpoint, lambda *_: None, 1)
+        assert not list(image_module.SHARED_MEMORY.glob(f"weft-weights-{checkpoint.directory_id}-*"))
+    else:
+        write_image(checkpoint, lambda *_: None, 1).release()
 
 
 def test_two_loaders_at_once_end_up_with_one_image(tmp_path: Path) -> None:

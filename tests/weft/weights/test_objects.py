@@ -16,7 +16,7 @@ import torch
 from obstore.store import from_url
 
 from tests.weft.weights.checkpoints import make_checkpoint
-from weft.errors import BadCheckpoint
+from weft.errors import BadCheckpoint, Unreadable
 from weft.weights import objects
 from weft.weights.bundle import convert
 from weft.weights.checkpoint import read_checkpoint
@@ -120,6 +120,21 @@ def test_settings_with_urls_become_settings_with_directories(store: str, tmp_pat
     assert several == f"a={alone['WEFT_MODEL']},b=/somewhere"
     untouched = {"WEFT_MODEL": "/somewhere"}
     assert with_local_model(untouched) is untouched
+
+
+def test_a_store_that_does_not_answer_says_nothing_of_the_checkpoint(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "STORE_RETRIES", 0)
+    make_checkpoint(tmp_path / "model")
+    before = read_checkpoint(local_model(upload(tmp_path / "model", "away")))
+    with socket.socket() as silent:  # a port that nobody listens at
+        silent.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(Unreadable, match="s3://models/away: "):
+            local_model(f"s3://{BUCKET}/away")
+        with pytest.raises(Unreadable, match="s3://models/away: "):
+            read_checkpoint(before.directory)
 
 
 def test_what_is_not_there_is_said(store: str, monkeypatch: pytest.MonkeyPatch) -> None:

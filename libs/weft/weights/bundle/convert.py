@@ -1,14 +1,12 @@
 """Whole directories: a checkpoint into a bundle and back, and a check of every chunk. Atomic; a broken-off run goes on.
 
-Work goes on in `<target>.partial`, which takes the target's name when all of it is there.
+Work goes on in a directory of its own, which takes the target's name when all of it is there (`making.py`).
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -20,11 +18,14 @@ import xxhash
 
 from weft.errors import BadCheckpoint
 from weft.weights.bundle.layout import SUFFIX, BundleHeader, read_bundle_header
+from weft.weights.bundle.making import making
 from weft.weights.bundle.pack import pack_file
 from weft.weights.bundle.unpack import BundleFile, Bytes
+from weft.weights.checkpoint import INDEX_FILE, read_weight_map
 from weft.weights.header import read_header
 
 WEIGHTS_SUFFIX = ".safetensors"
+SUFFIXES = WEIGHTS_SUFFIX, SUFFIX
 PIECE_BYTES = 4 * 1024 * 1024
 PIECES_AHEAD = 64
 """Decoded or being decoded before they are written: 256 MiB."""
@@ -52,11 +53,36 @@ def weight_files(directory: Path, suffix: str) -> list[Path]:
     return files
 
 
+def check_index(files: Sequence[Path]) -> None:
+    """Raises BadCheckpoint where the index beside these files, if there is one, names others, or tensors that are not
+    in them."""
+    index = files[0].parent / INDEX_FILE
+    if not index.is_file():
+        return
+    by_stem = {file.stem: file for file in files}
+    held = {stem: _tensor_names(file) for stem, file in by_stem.items()}
+    for name, listed in read_weight_map(index).items():
+        stem = Path(listed).stem
+        if stem not in by_stem:
+            raise BadCheckpoint(f"{files[0].with_stem(stem)}: no such file; {INDEX_FILE} says that {name} is in it")
+        if name not in held[stem]:
+            raise BadCheckpoint(f"{by_stem[stem]}: tensor {name} is not in it; {INDEX_FILE} says that it is")
+
+
+def _tensor_names(file: Path) -> set[str]:
+    tensors = read_bundle_header(file).tensors if file.suffix == SUFFIX else read_header(file).tensors
+    return {tensor.name for tensor in tensors}
+
+
 def compress(source: Path, target: Path, num_threads: int, report: Report) -> Outcome:
     """Make the bundle `target` of the checkpoint `source`. Raises BadCheckpoint, OSError (disk full names the file)."""
     files = weight_files(source, WEIGHTS_SUFFIX)
+    check_index(files)
     headers, kept = [], 0
-    with _making(source, target) as place, ThreadPoolExecutor(num_threads, thread_name_prefix="compress") as threads:
+    with (
+        making(files, target, SUFFIXES) as place,
+        ThreadPoolExecutor(num_threads, thread_name_prefix="compress") as threads,
+    ):
         for file in files:
             made = place / (file.stem + SUFFIX)
             if header := _finished(made, file):
@@ -73,8 +99,12 @@ def compress(source: Path, target: Path, num_threads: int, report: Report) -> Ou
 def decompress(source: Path, target: Path, num_threads: int, report: Report) -> Outcome:
     """Make the checkpoint that `source` was made of, byte for byte. Raises BadCheckpoint, OSError."""
     files = weight_files(source, SUFFIX)
+    check_index(files)
     original_bytes = kept = 0
-    with _making(source, target) as place, ThreadPoolExecutor(num_threads, thread_name_prefix="decompress") as threads:
+    with (
+        making(files, target, SUFFIXES) as place,
+        ThreadPoolExecutor(num_threads, thread_name_prefix="decompress") as threads,
+    ):
         for file in files:
             with closing(BundleFile.map(file)) as bundle:
                 made = place / _original_name(bundle)
@@ -89,8 +119,12 @@ def decompress(source: Path, target: Path, num_threads: int, report: Report) -> 
 
 
 def verify(source: Path, num_threads: int, report: Report) -> Outcome:
-    """Decode every chunk and compare the checksums. Raises BadCheckpoint naming file, tensor and chunk."""
+    """Decode every chunk and compare the checksums, and the files with the index.
+
+    Raises BadCheckpoint naming file, tensor and chunk.
+    """
     files = weight_files(source, SUFFIX)
+    check_index(files)
     original_bytes = 0
     with ThreadPoolExecutor(num_threads, thread_name_prefix="verify") as threads:
         for file in files:
@@ -177,27 +211,3 @@ def _original_name(bundle: BundleFile) -> str:
     if Path(name).name != name or not name.endswith(WEIGHTS_SUFFIX):
         raise BadCheckpoint(f"{bundle.path}: {name!r} is not the name of a safetensors file")
     return name
-
-
-@contextmanager
-def _making(source: Path, target: Path) -> Iterator[Path]:
-    """A directory to work in, kept when the work breaks off; it becomes `target`, with all that is not weights."""
-    if target.exists():
-        raise BadCheckpoint(f"{target}: is there already; choose another place or remove it")
-    if source.resolve() in target.resolve().parents:
-        raise BadCheckpoint(f"{target}: lies inside {source}")
-    place = target.with_name(target.name + ".partial")
-    place.mkdir(parents=True, exist_ok=True)
-    lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BadCheckpoint(f"{place}: another process is at work there") from None
-        yield place
-        for path in sorted(source.iterdir()):
-            if path.is_file() and path.suffix not in (WEIGHTS_SUFFIX, SUFFIX):
-                shutil.copy2(path, place / path.name)
-        os.replace(place, target)
-    finally:
-        os.close(lock)

@@ -1,0 +1,72 @@
+"""A directory that is made whole or not at all: work goes on in `<target>.partial`, which a broken-off run leaves for
+the next one of the same source, and takes the target's name at the end. Knows no format."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from weft.errors import BadCheckpoint
+
+NOTE = ".weft-made-of.json"
+"""In the directory at work: what it is made of, so that nothing of another source ever stays in it."""
+
+
+@contextmanager
+def making(files: Sequence[Path], target: Path, left_out: Sequence[str]) -> Iterator[Path]:
+    """A directory to work in on `files` of one directory; it becomes `target`, with all files that lie beside them and
+    have none of the suffixes `left_out`. Raises BadCheckpoint."""
+    source = files[0].parent
+    if target.exists():
+        raise BadCheckpoint(f"{target}: is there already; choose another place or remove it")
+    if source.resolve() in target.resolve().parents:
+        raise BadCheckpoint(f"{target}: lies inside {source}")
+    place = target.with_name(target.name + ".partial")
+    place.mkdir(parents=True, exist_ok=True)
+    lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadCheckpoint(f"{place}: another process is at work there") from None
+        _begin(place, files)
+        yield place
+        for path in sorted(source.iterdir()):
+            if path.is_file() and path.suffix not in left_out:
+                shutil.copy2(path, place / path.name)
+        os.replace(place, target)
+        (target / NOTE).unlink()
+    finally:
+        os.close(lock)
+
+
+def _begin(place: Path, files: Sequence[Path]) -> None:
+    """Keep what an earlier run made of these very files; what one made of others goes."""
+    stats = [(path.name, path.stat()) for path in files]
+    note = {
+        "source": str(files[0].parent.resolve()),
+        "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+    }
+    found = [path for path in place.iterdir() if not path.name.startswith(NOTE)]
+    before = _read(place / NOTE)
+    if found and before is None:
+        raise BadCheckpoint(f"{place}: lies in the way, and does not say what it was made of; remove it")
+    if before != note:
+        for path in found:
+            path.unlink()
+        part = place / f"{NOTE}.part"
+        part.write_text(json.dumps(note))
+        os.replace(part, place / NOTE)
+
+
+def _read(note: Path) -> Any:
+    try:
+        return json.loads(note.read_text())
+    except (OSError, ValueError):
+        return None
