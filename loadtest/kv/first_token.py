@@ -72,7 +72,11 @@ class Asker:
 
 
 async def measure_ttft(mesh: LocalMesh, lengths: Sequence[int], rounds: int, vocab_size: int) -> list[Row]:
-    """A row a length; in turn, each way first as often as the other, after one of each that does not count."""
+    """A row a length; in turn, each way first as often as the other, after one of each that does not count.
+
+    Before that, prompts until both workers have used all of their pools: memory that is written for the first time
+    costs the kernel microseconds a page, once where one worker computes and twice where two take part.
+    """
     workers = {address.worker_id: address for address in mesh.addresses()}
     prefill, decode = workers["prefill-0"], workers["decode-0"]
     channel = open_channel(decode.address)
@@ -80,6 +84,9 @@ async def measure_ttft(mesh: LocalMesh, lengths: Sequence[int], rounds: int, voc
     try:
         async with owned(decode_service_pb2_grpc.DecodeServiceStub(channel).Attach()) as stream:
             asker = Asker(stream, decode, vocab_size)
+            for _ in range(mesh.pool_tokens() // max(lengths) + 1):
+                for lender in (None, prefill):
+                    await asker.ask(max(lengths), lender)
             for length in lengths:
                 row = Row(length, [], [])
                 ways = [(row.alone, None), (row.paired, prefill)]

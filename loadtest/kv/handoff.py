@@ -44,6 +44,7 @@ SIZES = ((24 * 1024, 256), (64 * 1024, 128), (256 * 1024, 64), (MIB, 32), (4 * M
 LEAST_BANDWIDTH = 0.9  # of Transfer Engine's
 MEMORY_BYTES = 2 * 32 * MIB
 PROMPTS, CONTEXT_TOKENS = (512, 1024, 2048, 4096), 8192
+POOL_BLOCKS = 1024  # four of the longest prompts: soon used, and used again
 
 
 async def bandwidth(rounds: int) -> Table:
@@ -165,7 +166,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             model = stretched(Path(options.model) if options.model else ROOT / "models" / "weft-nano", Path(folder))
             vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-            with LocalMesh(str(model), num_prefill=1, num_decode=1) as mesh:
+            pool = {"WEFT_NUM_BLOCKS": str(POOL_BLOCKS)}
+            with LocalMesh(str(model), num_prefill=1, num_decode=1, environment=pool) as mesh:
                 rows = asyncio.run(measure_ttft(mesh, PROMPTS, options.rounds, vocab_size))
         console.print(ttft_table(rows))
 

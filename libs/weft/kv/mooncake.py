@@ -8,8 +8,10 @@ was seen to land 30 seconds later, when a frozen peer went on.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -30,9 +32,10 @@ MAX_RUN_BYTES = 16 * 1024 * 1024
 MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
 # between two questions: what the bytes under way will take at the best; nothing is learned earlier, and whoever asks
 # takes the processor from the library's own thread. After a second in which nothing has moved there is no hurry
-SHORTEST_NAP_SECONDS, LONGEST_NAP_SECONDS, BEST_BYTES_PER_SECOND = 0.00001, 0.002, 8e9
+SHORTEST_NAP_SECONDS, LONGEST_NAP_SECONDS, BEST_BYTES_PER_SECOND = 0.000002, 0.002, 8e9
 LONG_NAP_SECONDS, LONG_AFTER_SECONDS = 0.01, 1.0
 MAX_LANES = 64
+PR_SET_TIMERSLACK = 29
 SUCCEEDED, FAILED = 1, -1
 _ENVIRONMENT = {
     # seconds without a byte until the library closes the connection of a transfer and it has ended
@@ -125,8 +128,14 @@ class _Lane:
     """The threads that read from one peer: one that hangs holds up its own, and nobody else's."""
 
     def __init__(self) -> None:
-        self.threads = ThreadPoolExecutor(PULLS_PER_PEER, thread_name_prefix="mooncake")
+        self.threads = ThreadPoolExecutor(PULLS_PER_PEER, thread_name_prefix="mooncake", initializer=_wake_in_time)
         self.num_users = 0
+
+
+def _wake_in_time() -> None:
+    """Have this thread's naps end when they should: Linux adds up to 50 us, as long as a small transfer takes."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000)
 
 
 class Pull:

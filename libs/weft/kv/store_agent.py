@@ -19,6 +19,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from weft.kv.store_child import copy_session_manners
+
 logger = logging.getLogger(__name__)
 MAX_PENDING = 256
 MAX_LINE_BYTES = 1024 * 1024
@@ -193,7 +195,7 @@ async def _process(spec: StoreSpec) -> AsyncIterator[tuple[socket.socket, mmap.m
 def _spawn(spec: StoreSpec, theirs: socket.socket, files: dict[str, int]) -> subprocess.Popen[bytes]:
     """By subprocess, which forks without running gRPC's fork handlers."""
     arguments = {"parent_pid": os.getpid(), **dataclasses.asdict(spec), **files}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "weft.kv.store_process", json.dumps(arguments)],
         stdin=theirs.fileno(),
         stdout=theirs.fileno(),
@@ -203,3 +205,5 @@ def _spawn(spec: StoreSpec, theirs: socket.socket, files: dict[str, int]) -> sub
         # a Ctrl-C in the terminal is for the parent to act on
         start_new_session=True,
     )
+    copy_session_manners(process.pid)
+    return process

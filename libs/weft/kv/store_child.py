@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 
@@ -20,6 +22,17 @@ def die_with_parent(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         sys.exit("the parent has ended")
+
+
+def copy_session_manners(pid: int) -> None:
+    """A child that leads a session of its own lets others pass as much as our session does.
+
+    Where the kernel deals out cores by session first (sched_autogroup), what a worker's store client copies in the
+    background would else go before the steps of its worker. Elsewhere nothing happens.
+    """
+    with contextlib.suppress(OSError):
+        ours = Path("/proc/self/autogroup").read_text()  # as in "/autogroup-17 nice 10"
+        Path(f"/proc/{pid}/autogroup").write_text(ours.split()[-1])
 
 
 if __name__ == "__main__":
