@@ -76,7 +76,7 @@ def _one_target(addresses: str) -> str:
     for family, scheme in ((socket.AF_INET, "ipv4"), (socket.AF_INET6, "ipv6")):
         if found[family]:
             return f"{scheme}:{','.join(dict.fromkeys(found[family]))}"
-    raise ConfigError(f"none of {addresses!r} can be looked up")
+    raise ConfigError(f"none of {addresses!r} can be looked up; is WEFT_SCHEDULER_ADDR right?")
 
 
 @asynccontextmanager

@@ -44,8 +44,8 @@ class Pair:
 
     @property
     def address(self) -> str:
-        """As WEFT_SCHEDULER_ADDR has it."""
-        return ",".join(f"127.0.0.1:{port}" for port in self.ports)
+        """As WEFT_SCHEDULER_ADDR has it: by number and by name."""
+        return f"127.0.0.1:{self.ports[0]},localhost:{self.ports[1]}"
 
     def kill(self, index: int) -> None:
         self._processes[index].kill()
