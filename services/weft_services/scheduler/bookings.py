@@ -135,6 +135,11 @@ class Bookings:
         share.take()
         return share
 
+    def find(self, key: RequestKey) -> Booking | None:
+        """That of this very attempt, while it is under way."""
+        booking = self._booked.get(key.request_id)
+        return booking if booking is not None and booking.key == key else None
+
     def settle(self, key: RequestKey, stage: Stage) -> Booking | None:
         """A stage was reached: DECODING gives prefill load back, a terminal one everything. Late and repeated calls
         change nothing. Returns the request's booking when this is the first word of this attempt's end; it may be a

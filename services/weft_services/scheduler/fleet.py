@@ -122,14 +122,26 @@ class Fleet:
         """A request has failed on it: others go elsewhere for a while, for longer each time in a row. What fails while
         they do was there before, and died of the same."""
         worker = self._workers.get(worker_id)
-        if worker is not None and now >= worker.suspect_until:
-            worker.suspect_until = now + min(SUSPECT_SECONDS * 2.0**worker.num_faults, MAX_SUSPECT_SECONDS)
+        if worker is not None and (now >= worker.suspect_until or worker.is_probed):
             worker.num_faults = min(worker.num_faults + 1, MAX_COUNTED_FAULTS)
+            worker.suspect_until, worker.is_probed = now + _pause(worker.num_faults), False
+
+    def probe(self, worker: Worker, now: float) -> None:
+        """A request has been placed there. If that is the first after a fault, the others wait for what becomes of it,
+        and after a while for what becomes of the next."""
+        if NEVER < worker.suspect_until <= now:
+            worker.suspect_until, worker.is_probed = now + _pause(worker.num_faults), True
+
+    def heard(self, worker_id: str) -> None:
+        """A request has had its first token there: where that was waited for, the others may come."""
+        worker = self._workers.get(worker_id)
+        if worker is not None and worker.is_probed:
+            worker.suspect_until, worker.is_probed = NEVER, False
 
     def trust(self, worker_id: str) -> None:
         """A request has ended well on it: it is as good as any."""
         if (worker := self._workers.get(worker_id)) is not None:
-            worker.num_faults, worker.suspect_until = 0, NEVER
+            worker.num_faults, worker.suspect_until, worker.is_probed = 0, NEVER, False
 
     def drain(self, worker_id: str, wish: bool) -> None:
         """Ask a worker to take no new work, or to take it again. Raises NotFound when no such worker is live."""
@@ -164,6 +176,11 @@ class Fleet:
     def silent(self, now: float) -> list[Worker]:
         """Workers that have not reported for too long."""
         return [worker for worker in self._workers.values() if now - worker.reported_at > self._silence_seconds]
+
+
+def _pause(num_faults: int) -> float:
+    """How long nobody goes there, after so many faults in a row."""
+    return min(SUSPECT_SECONDS * 2.0 ** (num_faults - 1), MAX_SUSPECT_SECONDS)
 
 
 def playing(worker: Worker) -> WorkerRole:

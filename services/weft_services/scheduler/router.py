@@ -109,6 +109,7 @@ class Router:
         for worker in {placement.decode, placement.prefill or placement.decode}:
             held = demand.prefixes.held.get(worker, 0) // worker.info.fingerprint.block_tokens
             self.prefixes.add(worker, query.block_keys, held, worker.info.num_blocks)
+            self.fleet.probe(worker, now)
         return placement
 
     def demand(self, query: RouteQuery, preference: Preference = NO_PREFERENCE) -> Demand:
@@ -168,9 +169,9 @@ class Router:
     def settle(self, progress: Progress, now: float) -> Booking | None:
         """A booked request has come this far; late, repeated and unknown ones change nothing. Returns its booking at
         the first word of its end."""
+        if progress.stage is Stage.DECODING:
+            self._hear(progress, now)
         booking = self._bookings.settle(progress.key, progress.stage)
-        if progress.stage is Stage.DECODING and progress.failed_id:
-            self.fleet.suspect(progress.failed_id, now)  # the prompt was computed all the same, but not there
         if booking is None:
             return None
         if progress.stage is Stage.FINISHED:
@@ -182,6 +183,14 @@ class Router:
         if progress.stage is Stage.FAILED and progress.failed_id:
             self.fleet.suspect(progress.failed_id, now)
         return booking
+
+    def _hear(self, progress: Progress, now: float) -> None:
+        """The first token is there: the prompt was computed, but not by who was asked for it if that is named."""
+        if progress.failed_id:
+            self.fleet.suspect(progress.failed_id, now)
+        if (booking := self._bookings.find(progress.key)) is not None:
+            for worker_id in {booking.prefill_id, booking.decode.worker.worker_id} - {progress.failed_id}:
+                self.fleet.heard(worker_id)
 
     def sweep(self, now: float) -> list[Worker]:
         """Once a second: give up workers that are silent and bookings that nobody will settle, and let workers play

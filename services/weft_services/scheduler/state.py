@@ -109,6 +109,7 @@ class Worker:
     speed: Speed = field(default_factory=Speed)
     idle_since: float | None = None
     suspect_until: float = NEVER
+    is_probed: bool = False  # a request is there to find out whether it should be suspected still
     num_faults: int = 0
     drain_wish: bool | None = None
     role_wish: WorkerRole | None = None

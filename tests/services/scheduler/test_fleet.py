@@ -163,6 +163,35 @@ def test_streams_that_are_lost_with_one_connection_are_one_fault() -> None:
     assert (worker.suspect_until, worker.num_faults) == (102.0, 1)
 
 
+def test_after_a_fault_one_request_goes_ahead_and_the_others_follow_when_it_has_spoken() -> None:
+    fleet = Fleet(5.0)
+    worker, _ = fleet.join(INFO, 0.0)
+    fleet.suspect("d0", 100.0)
+    fleet.probe(worker, 101.0)
+    fleet.heard("d0")
+    assert worker.suspect_until == 102.0, "placed there because there is no other, and what spoke was there before"
+    fleet.probe(worker, 102.0)
+    assert worker.suspect_until == 104.0
+    fleet.heard("d0")
+    fleet.probe(worker, 103.0)
+    assert worker.suspect_until < 103.0
+    fleet.suspect("d0", 110.0)
+    assert worker.suspect_until == 114.0, "it has spoken, but nothing has ended well"
+
+
+def test_a_probe_that_fails_is_a_new_fault_and_after_one_that_says_nothing_comes_another() -> None:
+    fleet = Fleet(5.0)
+    worker, _ = fleet.join(INFO, 0.0)
+    fleet.suspect("d0", 100.0)
+    fleet.probe(worker, 102.0)
+    fleet.suspect("d0", 103.0)
+    assert (worker.num_faults, worker.suspect_until) == (2, 107.0)
+    fleet.probe(worker, 107.0)
+    assert worker.suspect_until == 111.0
+    fleet.probe(worker, 112.0)
+    assert worker.suspect_until == 116.0
+
+
 def test_a_request_that_ends_well_ends_the_suspicion() -> None:
     fleet = Fleet(5.0)
     worker, _ = fleet.join(INFO, 0.0)

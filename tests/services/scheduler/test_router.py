@@ -1,4 +1,4 @@
-"""What the router learns from the ends of requests."""
+"""What the router learns of workers and answers as requests go on and end."""
 
 from __future__ import annotations
 
@@ -20,3 +20,22 @@ def test_an_answer_that_was_moved_is_as_long_as_all_its_parts() -> None:
         router.place(query, NO_PREFERENCE, 0.0)
         router.settle(Progress(query.key, Stage.FINISHED, generated_tokens=10), 0.0)
     assert router.demand(RouteQuery(RequestKey("next"), MODEL, 20, 4096)).output_tokens == usual
+
+
+def test_after_a_fault_one_request_tries_the_worker_for_all() -> None:
+    router = Router(1000.0)
+    for name in ("both-0", "both-1"):
+        worker = router.join(worker_info(name, WorkerRole.BOTH, num_blocks=1000), 0.0)
+        router.report(worker, WorkerReport(ready=True, free_blocks=1000), 0.0)
+
+    def placed(name: str, now: float) -> str:
+        query = RouteQuery(RequestKey(name), MODEL, 20, 10)
+        return router.place(query, NO_PREFERENCE, now).decode.worker_id
+
+    failed = placed("first", 0.0)
+    router.settle(Progress(RequestKey("first"), Stage.FAILED, failed), 0.0)
+    names = {f"{now}/{number}": placed(f"{now}/{number}", now) for now in (1.0, 3.0) for number in range(8)}
+    (probe,) = (name for name, worker in names.items() if worker == failed)
+    assert probe.startswith("3.0")
+    router.settle(Progress(RequestKey(probe), Stage.DECODING), 3.5)
+    assert failed in {placed(f"after/{number}", 3.5) for number in range(8)}
