@@ -74,7 +74,7 @@ class Share:
 class Booking:
     """A placed request. `prefill` is None from the first token on, and when the decode worker computes the prompt.
 
-    `prefill_id` keeps the name for the session's sake.
+    `prefill_id` keeps the name of who computed it, for the session's sake.
     """
 
     query: RouteQuery

@@ -189,7 +189,10 @@ class Router:
         if progress.failed_id:
             self.fleet.suspect(progress.failed_id, now)
         if (booking := self._bookings.find(progress.key)) is not None:
-            for worker_id in {booking.prefill_id, booking.decode.worker.worker_id} - {progress.failed_id}:
+            decode_id = booking.decode.worker.worker_id
+            if progress.failed_id == booking.prefill_id:
+                booking.prefill_id = decode_id  # where the prompt is; what ends well now says nothing for the other
+            for worker_id in {booking.prefill_id, decode_id}:
                 self.fleet.heard(worker_id)
 
     def sweep(self, now: float) -> list[Worker]:

@@ -39,3 +39,17 @@ def test_after_a_fault_one_request_tries_the_worker_for_all() -> None:
     assert probe.startswith("3.0")
     router.settle(Progress(RequestKey(probe), Stage.DECODING), 3.5)
     assert failed in {placed(f"after/{number}", 3.5) for number in range(8)}
+
+
+def test_an_answer_that_ends_well_says_nothing_for_the_prefill_worker_that_failed_it() -> None:
+    router = Router(1000.0)
+    for name, role in (("prefill-0", WorkerRole.PREFILL), ("decode-0", WorkerRole.DECODE)):
+        worker = router.join(worker_info(name, role), 0.0)
+        router.report(worker, WorkerReport(ready=True, free_blocks=100), 0.0)
+    placed = router.place(RouteQuery(RequestKey("r"), MODEL, 500, 10), NO_PREFERENCE, 0.0)
+    assert placed.prefill is not None
+    router.settle(Progress(RequestKey("r"), Stage.DECODING, "prefill-0"), 1.0)
+    booking = router.settle(Progress(RequestKey("r"), Stage.FINISHED, generated_tokens=5), 1.5)
+    assert placed.prefill.suspect_until == 3.0
+    assert booking is not None
+    assert booking.prefill_id == "decode-0", "where the session's cache is"
