@@ -47,7 +47,6 @@ class MessageFrames:
 
     def __init__(self, prepared: Prepared, fingerprint: str | None) -> None:
         self._answer = Answers(prepared).of(0)
-        self._stops = prepared.generation.stop
         self._num_prompt_tokens = prepared.num_prompt_tokens
         self._message: dict[str, Any] = {
             "id": f"msg_{new_id()}",
@@ -55,17 +54,16 @@ class MessageFrames:
             "role": "assistant",
             "model": prepared.generation.model,
         }
-        self._is_special = prepared.model.codec.is_special
         self._is_begun = False
         self._open: PartKind | None = None
         self._index = -1
-        self._last_token: int | None = None
+        self._stop: str | None = None
 
     def frames(self, piece: Piece) -> bytes:
         """What is new, as deltas of the block that is open; a block of another kind opens where one is due."""
         out = b"" if self._is_begun else self._begin()
         self._is_begun = True
-        self._last_token = piece.token_ids[-1] if piece.token_ids else self._last_token
+        self._stop = piece.stop
         for part in self._answer.take(piece):
             out += self._delta(part)
         return out
@@ -84,7 +82,7 @@ class MessageFrames:
     def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The whole message."""
         piece = choices[0].whole()
-        self._last_token = piece.token_ids[-1] if piece.token_ids else None
+        self._stop = piece.stop
         content = blocks_of(self._answer.take(piece))
         reason, stop = self._reason()
         ends = {"stop_reason": reason, "stop_sequence": stop, "usage": usage_of(usage)}
@@ -115,10 +113,8 @@ class MessageFrames:
 
     def _reason(self) -> tuple[str, str | None]:
         reason = self._answer.finish_reason or FinishReason.STOP
-        if reason is FinishReason.STOP and self._stops and not self._is_special(self._last_token):
-            # the scanner does not say which of several it was
-            return "stop_sequence", self._stops[0] if len(self._stops) == 1 else None
-        return REASONS[reason], None
+        is_told = reason is FinishReason.STOP and self._stop is not None
+        return "stop_sequence" if is_told else REASONS[reason], self._stop if is_told else None
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:

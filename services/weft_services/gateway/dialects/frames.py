@@ -51,17 +51,19 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop: str | None = None
 
     def add(self, piece: Piece) -> None:
         """The next piece of it."""
         self.texts.append(piece.text)
         self.token_ids.extend(piece.token_ids)
         self.logprobs.extend(piece.logprobs)
-        self.finish_reason = piece.finish_reason
+        self.finish_reason, self.stop = piece.finish_reason, piece.stop
 
     def whole(self) -> Piece:
         """All of it at once."""
-        return Piece(self.index, "".join(self.texts), tuple(self.token_ids), tuple(self.logprobs), self.finish_reason)
+        tokens, logprobs = tuple(self.token_ids), tuple(self.logprobs)
+        return Piece(self.index, "".join(self.texts), tokens, logprobs, self.finish_reason, self.stop)
 
 
 def error_frame(error: WeftError) -> bytes:

@@ -13,13 +13,15 @@ from weft_services.gateway.text.stopping import StopScanner
 
 @dataclass(slots=True)  # not frozen: there is one a token
 class Piece:
-    """What a batch of deltas added to choice `index`. The last piece has a finish reason."""
+    """What a batch of deltas added to choice `index`. The last piece has a finish reason, and the stop string if that
+    was it."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...]
     finish_reason: FinishReason | None
+    stop: str | None = None
 
 
 class Sequence:
@@ -32,6 +34,7 @@ class Sequence:
         self.index = index
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self._stop: str | None = None
         self._max_tokens = max_tokens
         self._detokenizer = codec.detokenizer()
         self._scanner = StopScanner(stops) if stops else None
@@ -49,7 +52,7 @@ class Sequence:
             if delta.logprobs:
                 logprobs.extend(delta.logprobs[: len(self.token_ids) - num_before])
         tokens = tuple(self.token_ids[start:])
-        return Piece(self.index, "".join(texts), tokens, tuple(logprobs), self.finish_reason)
+        return Piece(self.index, "".join(texts), tokens, tuple(logprobs), self.finish_reason, self._stop)
 
     def _accept_one(self, delta: Delta) -> str:
         room = self._max_tokens - len(self.token_ids)
@@ -73,9 +76,9 @@ class Sequence:
         """Token by token: the one that completes a stop string must be told from those after it."""
         texts: list[str] = []
         for token_id in ids:
-            text, stopped = scanner.push(self._speak((token_id,)))
+            text, self._stop = scanner.push(self._speak((token_id,)))
             texts.append(text)
-            if stopped:
+            if self._stop is not None:
                 self.finish_reason = FinishReason.STOP
                 break
         return "".join(texts)
@@ -85,7 +88,8 @@ class Sequence:
         self.finish_reason = reason
         if self._scanner is None:
             return rest
-        text, stopped = self._scanner.push(rest)
-        if stopped:
-            self.finish_reason = FinishReason.STOP
-        return text if stopped else text + self._scanner.flush()
+        text, self._stop = self._scanner.push(rest)
+        if self._stop is None:
+            return text + self._scanner.flush()
+        self.finish_reason = FinishReason.STOP
+        return text

@@ -12,16 +12,17 @@ class StopScanner:
         self._stops = tuple(stops)
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """The text that may be sent, and whether a stop string was met; nothing may follow after that."""
+    def push(self, text: str) -> tuple[str, str | None]:
+        """The text that may be sent, and the stop string that was met, if one was; nothing may follow after that."""
         text = self._held + text
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at, place) for place, stop in enumerate(self._stops) if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)], True
+            at, place = min(found)
+            return text[:at], self._stops[place]
         held = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
-        return text[: len(text) - held], False
+        return text[: len(text) - held], None
 
     def flush(self) -> str:
         """What was held back, when the sequence ends without a stop string."""
