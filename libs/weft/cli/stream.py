@@ -101,12 +101,15 @@ async def served_model(client: httpx.AsyncClient) -> str:
 async def _check(response: httpx.Response) -> None:
     if response.status_code == 200:
         return
-    raw = await response.aread()
+    raise MeshError(f"refused ({response.status_code}): {message_of(response, await response.aread())}")
+
+
+def message_of(response: httpx.Response, body: bytes) -> str:
+    """What a refusal says: OpenAI's message, or the beginning of whatever it is."""
     try:
-        message = json.loads(raw)["error"]["message"]
+        return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):
-        message = raw.decode(errors="replace")[:500] or response.reason_phrase
-    raise MeshError(f"refused ({response.status_code}): {message}")
+        return body.decode(errors="replace")[:500] or response.reason_phrase
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:

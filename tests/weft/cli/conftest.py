@@ -28,6 +28,7 @@ class Gateway:
     def __init__(self) -> None:
         self.scripts: list[list[Any]] = []
         self.status = 200
+        self.unknown_fields: set[str] = set()
         self.released = threading.Event()
         self.asked: list[tuple[str, dict[str, Any], str | None]] = []
         gateway = self
@@ -39,6 +40,9 @@ class Gateway:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 gateway.asked.append((self.path, body, self.headers.get("x-session-affinity")))
+                if unknown := gateway.unknown_fields & body.keys():
+                    self._send(400, json.dumps({"error": {"message": f"unknown parameter: {', '.join(unknown)}"}}))
+                    return
                 if gateway.status != 200:
                     self._send(gateway.status, json.dumps({"error": {"message": "model: no such model"}}))
                     return
@@ -48,6 +52,9 @@ class Gateway:
                     if event is HOLD:
                         gateway.released.wait(30)
                         return
+                    if isinstance(event, bytes):
+                        self.wfile.write(event)
+                        continue
                     text = event if isinstance(event, str) else json.dumps(event)
                     self.wfile.write(f"data: {text}\n\n".encode())
 

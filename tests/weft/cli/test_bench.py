@@ -176,4 +176,26 @@ def test_a_server_that_refuses_is_told_and_no_run(gateway: Gateway) -> None:
     gateway.status = 500
     result = runner.invoke(app, ["bench", "--url", gateway.url])
     assert result.exit_code == 1
-    assert "HTTP 500" in result.output
+    assert "HTTP 500: model: no such model" in result.output
+
+
+def test_a_server_that_knows_openais_fields_alone_is_measured_without_the_others(gateway: Gateway) -> None:
+    gateway.unknown_fields = {"ignore_eos"}
+    gateway.scripts = [list(HELLO) for _ in range(3)]
+    result = runner.invoke(app, ["bench", "--chat", "--url", gateway.url, "--requests", "2"])
+    assert result.exit_code == 0, result.output
+    assert "2 of 2 answered" in result.output
+    assert "does not take ignore_eos" in result.output
+    assert ["ignore_eos" in body for _, body, _ in gateway.asked] == [True, False, False, False]
+    gateway.unknown_fields = {"stream_options"}
+    result = runner.invoke(app, ["bench", "--chat", "--url", gateway.url, "--requests", "2"])
+    assert result.exit_code == 1
+    assert "HTTP 400: unknown parameter: stream_options" in result.output
+
+
+def test_events_may_have_names_comments_and_any_line_ends(gateway: Gateway) -> None:
+    text = [json.dumps(event) for event in HELLO[:-1]]
+    named = [f"event: chunk\r\nid: 7\r\ndata: {each}\r\n\r\n".encode() for each in text]
+    gateway.scripts = [list(HELLO), [b": waiting\n\n", *named, b"event: end\ndata: [DONE]\n\n"]]
+    result = runner.invoke(app, ["bench", "--chat", "--url", gateway.url, "--requests", "1"])
+    assert "1 of 1 answered" in result.output, result.output

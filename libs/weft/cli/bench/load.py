@@ -6,17 +6,19 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 
 from weft.cli.bench.workload import Job
-from weft.cli.stream import MeshError, open_client, served_model
+from weft.cli.stream import MeshError, message_of, open_client, served_model
 
 CALIBRATION = Job(None, (("calibration", 200),), 1)
 GUESSED_CHARS_PER_TOKEN = 4.5
 OUT_OF_TIME = "out of time"
+MAX_ERROR_CHARS = 200
+REFUSED = ("HTTP 400", "HTTP 422")
 # path and body
 Request = tuple[str, bytes]
 
@@ -54,6 +56,7 @@ class Target:
     model: str
     is_chat: bool
     chars_per_token: float = GUESSED_CHARS_PER_TOKEN
+    ignores_end: bool = True
 
     def request(self, job: Job) -> Request:
         """The job in OpenAI's words."""
@@ -63,30 +66,40 @@ class Target:
             **prompt,
             "model": self.model,
             "max_tokens": job.output_tokens,
-            "ignore_eos": True,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if self.ignores_end:
+            body["ignore_eos"] = True
         return "/v1/chat/completions" if self.is_chat else "/v1/completions", json.dumps(body).encode()
 
 
 async def open_target(url: str, model: str, api_key: str, is_chat: bool) -> Target:
-    """Find the model, and how long its tokens are in our words. Raises MeshError."""
+    """Find the model, how long its tokens are in our words, and whether answers can be made as long as they are to be:
+    `ignore_eos` is not OpenAI's, and strict servers refuse it. Raises MeshError."""
     client = open_client(url, api_key, httpx.Limits(max_connections=None, max_keepalive_connections=None))
     client.headers["content-type"] = "application/json"
     client.headers["accept-encoding"] = "identity"
     try:
         target = Target(client, model or await served_model(client), is_chat)
-        record = Record(0.0)
-        await _fill(target, target.request(CALIBRATION), record, time.perf_counter())
+        record = await _calibrate(target)
+        if record.error.startswith(REFUSED):
+            target = replace(target, ignores_end=False)
+            record = await _calibrate(target)
         if record.error:
             raise MeshError(f"{url}: {record.error}")
     except BaseException:
         await client.aclose()
         raise
     measured = len(CALIBRATION.text(GUESSED_CHARS_PER_TOKEN)) / max(record.prompt_tokens, 1)
-    return Target(client, target.model, is_chat, measured if record.prompt_tokens else GUESSED_CHARS_PER_TOKEN)
+    return replace(target, chars_per_token=measured) if record.prompt_tokens else target
+
+
+async def _calibrate(target: Target) -> Record:
+    record = Record(0.0)
+    await _fill(target, target.request(CALIBRATION), record, time.perf_counter())
+    return record
 
 
 async def run(
@@ -135,8 +148,8 @@ async def _fill(target: Target, request: Request, record: Record, began: float) 
     try:
         async with target.client.stream("POST", path, content=body) as response:
             if response.status_code != httpx.codes.OK:
-                await response.aread()
-                record.error = f"HTTP {response.status_code}"
+                said = message_of(response, await response.aread())
+                record.error = f"HTTP {response.status_code}: {said[:MAX_ERROR_CHARS]}"
             else:
                 async for event in _events(response):
                     _take(event, record, time.perf_counter() - began)
@@ -150,18 +163,19 @@ async def _fill(target: Target, request: Request, record: Record, began: float) 
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The data of events, whatever else they say of themselves. An event of several lines of data is not OpenAI's."""
     rest = b""
     async for piece in response.aiter_raw():
-        *whole, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
-        for event in whole:
-            data = event.removeprefix(b"data:").strip()
-            if event.startswith(b"data:") and data != b"[DONE]":
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            data = line.removeprefix(b"data:").strip()
+            if line.startswith(b"data:") and data != b"[DONE]":
                 yield json.loads(data)
 
 
 def _take(event: dict[str, Any], record: Record, now: float) -> None:
-    if "error" in event:
-        record.error = str(event["error"].get("code") or event["error"].get("message"))
+    if error := event.get("error"):
+        record.error = str(error.get("message") or error.get("code") if isinstance(error, dict) else error)
     if usage := event.get("usage"):
         record.prompt_tokens, record.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

@@ -76,6 +76,8 @@ async def _measure(options: BenchOptions) -> list[Record]:
     if first is None:
         raise BadTrace(f"{options.trace}: no requests")
     target = await open_target(options.url, options.model, options.api_key, options.is_chat)
+    if not target.ignores_end:
+        print(f"{options.url} does not take ignore_eos: answers end when the model does", file=sys.stderr)
     is_watched = sys.stderr.isatty()
 
     def tell(ended: int) -> None:
