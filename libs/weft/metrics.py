@@ -56,7 +56,12 @@ TTFT = Histogram(
 ITL = LoopHistogram(
     "weft_inter_token_latency_seconds", "Between two tokens", buckets=LATENCY_BUCKETS, registry=REGISTRY
 )
-E2E = Histogram("weft_request_duration_seconds", "Received to end", buckets=LATENCY_BUCKETS, registry=REGISTRY)
+E2E = Histogram(
+    "weft_request_duration_seconds",
+    "Received to end, of those that finished",
+    buckets=LATENCY_BUCKETS,
+    registry=REGISTRY,
+)
 MOVES = Counter(
     "weft_sequence_moves", "Sequences taken to another worker: lost, full, failed", ["cause"], registry=REGISTRY
 )

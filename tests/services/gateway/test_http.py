@@ -16,6 +16,7 @@ import pytest
 from tests.services.gateway.conftest import CONTEXT, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import LENGTH, SequenceDelta, speaking
 from tests.services.gateway.test_disconnect import connect
+from weft.metrics import REGISTRY
 from weft_services.gateway.front import http_server
 from weft_services.gateway.front.exchange import MAX_BODY_BYTES
 from weft_services.gateway.front.http_server import MAX_HEAD_BYTES, MAX_HEADERS
@@ -151,6 +152,17 @@ async def test_metrics_count_what_was_served(bench: MakeBench) -> None:
         text = (await b.http.get("/metrics")).text
         assert 'weft_requests_total{endpoint="completions",outcome="finished"}' in text
         assert "weft_requests_in_flight 0.0" in text
+
+
+async def test_durations_are_of_requests_that_finished(bench: MakeBench) -> None:
+    def count() -> float:
+        return REGISTRY.get_sample_value("weft_request_duration_seconds_count") or 0.0
+
+    async with bench() as b:
+        before = count()
+        for prompt, expected in (("x", 1), ("", 1), ("x", 2)):
+            await b.http.post("/v1/completions", json={"model": MODEL_NAME, "prompt": prompt})
+            assert count() - before == expected
 
 
 async def test_more_requests_than_allowed_are_turned_away(bench: MakeBench) -> None:

@@ -92,7 +92,8 @@ class Account:
         if self._span is not None:
             self._end(self._span, str(outcome), usage, error)
         metrics.REQUESTS.labels(self._endpoint, str(outcome)).inc()
-        metrics.E2E.observe(now - self._received)
+        if outcome == Stage.FINISHED:  # refusals take no time, and would make everything look quick
+            metrics.E2E.observe(now - self._received)
         metrics.PROMPT_TOKENS.inc(usage.prompt_tokens)
         metrics.CACHED_TOKENS.inc(usage.cached_tokens)
         metrics.COMPLETION_TOKENS.inc(usage.completion_tokens)
