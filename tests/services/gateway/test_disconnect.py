@@ -131,3 +131,26 @@ async def test_a_long_silence_is_bridged_by_comments(bench: MakeBench, monkeypat
         await reader.readuntil(b": keep-alive\n\n")
         await reader.readuntil(b": keep-alive\n\n")
         writer.close()
+
+
+async def test_tokens_that_nobody_hears_of_are_bridged_too(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "IDLE_SECONDS", 0.05)
+    async with bench(tool_format="hermes") as b:
+        call, letter = b.ids('<tool_call>{"name": "'), b.ids("n")
+
+        async def naming(start: Start) -> AsyncIterator[SequenceDelta]:
+            for number in range(400):  # a name that does not end: the parser holds it back
+                await asyncio.sleep(0.005)
+                yield SequenceDelta(key=start.key, token_ids=letter if number else call)
+
+        b.decode.script = naming
+        tool = {"type": "function", "function": {"name": "n"}}
+        body = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "x"}], "tools": [tool], "stream": True}
+        num_heard = num_bridged = 0
+        async with b.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                num_heard += line.startswith("data: ")
+                num_bridged += line == ": keep-alive"
+                if num_bridged == 2:
+                    break
+        assert (num_heard, num_bridged) == (1, 2), "the role, and then nothing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -114,13 +115,22 @@ class GenerationEndpoint:
 
 
 async def _stream(run: Run, frames: Frames, reply: Reply, telling: Telling) -> None:
-    """The status is decided by the first token, so that early failures are plain HTTP errors."""
+    """The status is decided by the first token, so that early failures are plain HTTP errors.
+
+    Tokens need not be heard of: a parser may hold them all back, and proxies lose patience all the same.
+    """
     account = telling.account
-    while (pieces := await run.next(IDLE_SECONDS)) is not None:
+    last_written = time.monotonic()
+    while (pieces := await run.next(IDLE_SECONDS - (time.monotonic() - last_written))) is not None:
         account.tokens(pieces)
         if not reply.is_begun:
             await reply.begin_stream(frames.failure)
-        await reply.stream(b"".join(map(frames.frames, pieces)) if pieces else frames.keep_alive)
+        out = b"".join(map(frames.frames, pieces))
+        if not out and time.monotonic() - last_written >= IDLE_SECONDS:
+            out = frames.keep_alive
+        if out:
+            await reply.stream(out)
+            last_written = time.monotonic()
     usage = account.usage()
     told = event(account.timeline()) if telling.wants_timeline else b""
     account.close(Stage.FINISHED)
