@@ -12,7 +12,9 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import grpc
 import psutil
 import uvloop
 
@@ -22,16 +24,20 @@ from loadtest.gateway.stacks import MODEL, Stack, weft
 MIB = 1024 * 1024
 ANSWER_SECONDS, PROBE_SECONDS = 60.0, 0.02
 PATH = b"/v1/chat/completions"
+SERVICE = "/weft_mesh.v1.InferenceService"
+INVALID_ARGUMENT = 3
 JSON = b"content-type: application/json\r\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """What is written on a connection; `expected` is the status that should come back."""
+    """What is written on a connection, or sent as the message of a gRPC call of `method`; `expected` is the status that
+    should come back."""
 
     name: str
     expected: int
     make: Callable[[], bytes]
+    method: str = ""
 
 
 @dataclass(slots=True)
@@ -45,9 +51,15 @@ class Outcome:
     left: int = 0
 
 
-def post(body: bytes, head: bytes = JSON) -> bytes:
+def post(body: bytes, path: bytes = PATH) -> bytes:
     """A POST with its length."""
-    return b"POST %b HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n%b" % (PATH, head, len(body), body)
+    return b"POST %b HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n%b" % (path, JSON, len(body), body)
+
+
+def many(path: bytes, field: bytes, each: bytes) -> bytes:
+    """A POST with a million of these in a list of that name."""
+    listed = (b"%b," % each * 10**6)[:-1]
+    return post(b'{"model":"%b","max_tokens":1,"%b":[%b]}' % (MODEL.name.encode(), field, listed), path)
 
 
 def chunked(body: bytes) -> bytes:
@@ -60,6 +72,12 @@ def chunked(body: bytes) -> bytes:
 def chat(content: bytes, more: bytes = b"") -> bytes:
     """A chat with this JSON as its only message's content, and further fields."""
     return b'{"model":"%b","messages":[{"role":"user","content":%b}]%b}' % (MODEL.name.encode(), content, more)
+
+
+def ids(count: int) -> bytes:
+    """A DetokenizeRequest with so many token ids of one byte, packed."""
+    length = bytes([count >> shift & 0x7F | 0x80 for shift in (0, 7, 14)]) + bytes([count >> 21])
+    return b"\x12" + length + b"\1" * count
 
 
 def head(fields: bytes) -> bytes:
@@ -82,6 +100,20 @@ ATTACKS = [
     Attack("10^6 stop strings", 400, lambda: post(chat(b'""', b',"stop":[%b]' % (b'"x",' * 10**6)[:-1]))),
     Attack("lists in lists, 10^6 deep", 400, lambda: post(chat(b"[" * 10**6))),
     Attack("objects in objects, a field nobody knows", 400, lambda: post(chat(b'""', b',"x":' + b'{"a":' * 10**6))),
+    Attack("10^6 empty messages, Anthropic's", 400, lambda: many(b"/v1/messages", b"messages", b"{}")),
+    Attack("10^6 messages to be counted", 400, lambda: many(b"/v1/messages/count_tokens", b"messages", b'{"a":1}')),
+    Attack("10^6 items of /v1/responses", 400, lambda: many(b"/v1/responses", b"input", b'{"a":1}')),
+    Attack(
+        "10^6 objects in a call's arguments",
+        400,
+        lambda: post(
+            b'{"model":"%b","messages":[{"role":"assistant","tool_calls":[{"type":"function","function":'
+            b'{"name":"f","arguments":"[%b]"}}]}]}' % (MODEL.name.encode(), (b"{}," * 10**6)[:-1])
+        ),
+    ),
+    Attack("4 x 10^6 empty messages over gRPC", INVALID_ARGUMENT, lambda: b"\x12\0" * 4 * 10**6, "Chat"),
+    Attack("4 x 10^6 empty inputs over gRPC", INVALID_ARGUMENT, lambda: b"\x12\0" * 4 * 10**6, "Embed"),
+    Attack("8 x 10^6 token ids over gRPC", INVALID_ARGUMENT, lambda: ids(8 * 10**6), "Detokenize"),
     Attack("a number of 10^6 digits", 400, lambda: post(chat(b'""', b',"max_tokens":' + b"9" * 10**6))),
     Attack("invalid UTF-8", 400, lambda: post(chat(b'"\xff\xfe\xc3"'))),
     Attack("half a surrogate pair", 400, lambda: post(chat(rb'"\ud800"'))),
@@ -91,6 +123,18 @@ ATTACKS = [
     Attack("a path of 8 MB", 400, lambda: b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n" % (b"x" * 8 * MIB)),
     Attack("no HTTP", 400, lambda: b"\x16\x03\x01\x02\0\x01" * 1000),
 ]
+
+
+async def call(stack: Stack, method: str, message: bytes) -> int:
+    """How a gRPC call ends."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{stack.grpc_port}") as channel:
+        try:
+            ask: Any = channel.unary_stream(f"{SERVICE}/{method}")
+            async for _ in ask(message, timeout=ANSWER_SECONDS):
+                pass
+        except grpc.aio.AioRpcError as error:
+            return int(error.code().value[0])
+    return 0
 
 
 async def strike(stack: Stack, data: bytes) -> int:
@@ -128,7 +172,8 @@ async def attack(stack: Stack, what: Attack, times: int) -> Outcome:
 
     async def again() -> None:
         began = time.perf_counter()
-        outcome.statuses.add(await strike(stack, data))
+        ended = call(stack, what.method, data) if what.method else strike(stack, data)
+        outcome.statuses.add(await ended)
         outcome.slowest = max(outcome.slowest, (time.perf_counter() - began) * 1000)
 
     for _ in range(0, times, 4):

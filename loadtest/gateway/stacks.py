@@ -51,7 +51,7 @@ general_settings: {{dangerously_permit_weak_or_unset_master_key: true}}
 class Stack:
     """Something that answers at `port`; `measured` is what its CPU is counted of, `beside` what works with it by name,
     `client_cores` where clients are to stay; none: anywhere. `private_ports`: where each of Weft's gateways counts;
-    `source_port`: where the worker without a model does."""
+    `source_port`: where the worker without a model does; `grpc_port`: Weft's other face."""
 
     port: int
     model: str
@@ -61,6 +61,7 @@ class Stack:
     client_cores: Set[int] = frozenset()
     private_ports: Sequence[int] = ()
     source_port: int = 0
+    grpc_port: int = 0
 
 
 Starter = Callable[[Processes, float], Stack]
@@ -81,6 +82,7 @@ def weft(num_gateways: int = 1, gateway_cores: Sequence[int] = (), other_cores: 
         source += ["--metrics-port", str(source_port), *([] if steps_per_second else ["--at-once", str(AT_ONCE)])]
         working = processes.start(source, cores=other_cores)
         stack = Stack(port, MODEL.name, scheduler=scheduler, client_cores=other_cores, source_port=source_port)
+        stack.grpc_port = grpc_port
         stack.beside = {"scheduler": [placing], "worker": [working]}
         for place, private in enumerate(private_ports):
             own = {

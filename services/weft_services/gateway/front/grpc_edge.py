@@ -39,7 +39,8 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """The handler as one that is given a stream of messages, of which it takes the first once it is admitted."""
+        """The handler as one that is given a stream of messages, of which it takes the first once it is admitted: as
+        bytes, for what they hold is not known yet."""
         handler = await continuation(handler_call_details)
         if handler is None or not str(handler_call_details.method).startswith(self._prefix):
             return handler
@@ -47,10 +48,10 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore
             admitted, make = self._admitted(handler.unary_stream), grpc.stream_stream_rpc_method_handler
         else:
             admitted, make = self._admitted(handler.unary_unary), grpc.stream_unary_rpc_method_handler
-        return make(admitted, handler.request_deserializer, handler.response_serializer)
+        return make(admitted, None, handler.response_serializer)
 
-    def _admitted(self, method: Any) -> Callable[[AsyncIterator[Any], Any], Awaitable[Any]]:
-        async def handle(requests: AsyncIterator[Any], context: Any) -> Any:
+    def _admitted(self, method: Any) -> Callable[[AsyncIterator[bytes], Any], Awaitable[Any]]:
+        async def handle(requests: AsyncIterator[bytes], context: Any) -> Any:
             visitor.set(self._door.enter(context.invocation_metadata() or ()))
             with self._pipeline.admitted():
                 return await method(await _only(requests), context)
@@ -58,7 +59,7 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore
         return handle
 
 
-async def _only(requests: AsyncIterator[Any]) -> Any:
+async def _only(requests: AsyncIterator[bytes]) -> bytes:
     try:
         async with asyncio.timeout(BODY_SECONDS):
             request = await anext(aiter(requests), None)

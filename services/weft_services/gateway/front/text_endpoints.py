@@ -17,6 +17,7 @@ from weft_services.gateway.dialects.responses_requests import parse_responses
 from weft_services.gateway.dialects.tokenize_requests import parse_detokenize, parse_tokenize
 from weft_services.gateway.error_body import error_body
 from weft_services.gateway.front.exchange import ErrorWords, Reply, read_json_body
+from weft_services.gateway.generation import Tokenizing
 from weft_services.gateway.mesh.pipeline import Pipeline
 from weft_services.gateway.mesh.prepare import check_ids, tokenize
 
@@ -47,11 +48,11 @@ async def count_response(pipeline: Pipeline, body: bytes) -> Fields:
     return {"object": "response.input_tokens", "input_tokens": prepared.num_prompt_tokens}
 
 
-async def tokens_of(pipeline: Pipeline, body: bytes) -> Fields:
+async def tokens_of(pipeline: Pipeline, body: bytes, parse: Callable[[bytes], Tokenizing] = parse_tokenize) -> Fields:
     """vLLM's /tokenize."""
 
     def work() -> Fields:
-        asked = parse_tokenize(body)
+        asked = parse(body)
         model = pipeline.models.meant(asked.model)
         limit = pipeline.max_context_tokens(model)
         ids = tokenize(asked, model, limit)
@@ -61,11 +62,13 @@ async def tokens_of(pipeline: Pipeline, body: bytes) -> Fields:
     return await pipeline.do(work)
 
 
-async def text_of(pipeline: Pipeline, body: bytes) -> Fields:
+async def text_of(
+    pipeline: Pipeline, body: bytes, parse: Callable[[bytes], tuple[str, list[int]]] = parse_detokenize
+) -> Fields:
     """vLLM's /detokenize: special tokens are part of the text."""
 
     def work() -> Fields:
-        name, ids = parse_detokenize(body)
+        name, ids = parse(body)
         model = pipeline.models.meant(name)
         check_ids(ids, "tokens", model)
         return {"prompt": model.codec.whole_text(ids)}

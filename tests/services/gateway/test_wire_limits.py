@@ -1,0 +1,168 @@
+"""What is counted in a message's bytes is what protobuf finds there, and nothing of it is read on the event loop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
+from weft.errors import InvalidRequest
+from weft_mesh.v1 import inference_service_pb2 as pb
+from weft_services.gateway.dialects import wire_limits
+from weft_services.gateway.dialects.wire_limits import MAX_FIELDS, check_message
+from weft_services.gateway.front import messages
+
+SERVICE = "/weft_mesh.v1.InferenceService"
+TEXT = st.text("ab\0", max_size=3)
+IDS = st.lists(st.sampled_from([0, 127, 128, 2**32 - 1]), max_size=4)
+OPTIONS = st.builds(
+    pb.GenerationOptions,
+    max_tokens=st.integers(0, 300),
+    temperature=st.floats(0, 2, width=32),
+    stop=st.lists(TEXT, max_size=3),
+    stop_token_ids=IDS,
+    logit_bias=st.dictionaries(st.integers(0, 200), st.just(1.5), max_size=3),
+)
+MESSAGES = st.builds(pb.ChatMessage, role=TEXT, content=TEXT)
+CHATS = st.builds(
+    pb.ChatRequest, model=TEXT, messages=st.lists(MESSAGES, max_size=4), tools_json=st.lists(TEXT), options=OPTIONS
+)
+REQUESTS: st.SearchStrategy[Message] = st.one_of(
+    CHATS,
+    st.builds(pb.TokenizeRequest, model=TEXT, chat=CHATS, add_special_tokens=st.booleans()),
+    st.builds(pb.GenerateRequest, token_ids=st.builds(pb.TokenIds, ids=IDS), options=OPTIONS),
+    st.builds(pb.DetokenizeRequest, token_ids=IDS),
+)
+
+
+def count(message: Message) -> tuple[int, int]:
+    """Fields, a packed list being one, and 32-bit numbers; an entry of a map is a message of a number and a float."""
+    fields = numbers = 0
+    for field, value in message.ListFields():
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            fields, numbers = fields + 3 * len(value), numbers + len(value)
+        elif field.message_type is not None:
+            for each in value if field.is_repeated else [value]:
+                inner = count(each)
+                fields, numbers = fields + 1 + inner[0], numbers + inner[1]
+        elif field.type == field.TYPE_UINT32:
+            fields, numbers = fields + 1, numbers + (len(value) if field.is_repeated else 1)
+        else:
+            fields += len(value) if field.is_repeated else 1
+    return fields, numbers
+
+
+@given(request_=REQUESTS, max_fields=st.integers(0, 12), max_numbers=st.integers(0, 6))
+def test_a_message_is_refused_when_it_has_more_than_it_may(
+    request_: Message, max_fields: int, max_numbers: int
+) -> None:
+    fields, numbers = count(request_)
+    raw = request_.SerializeToString()
+    is_looked_at = len(raw) // 2 > max_fields
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire_limits, "MAX_FIELDS", max_fields)
+        patch.setattr(wire_limits, "MAX_NUMBERS", max_numbers)
+        if is_looked_at and (fields > max_fields or numbers > max_numbers):
+            with pytest.raises(InvalidRequest, match="more than"):
+                check_message(raw, type(request_))
+        else:
+            assert fields <= max_fields
+            check_message(raw, type(request_))
+
+
+@given(st.binary(min_size=4, max_size=40), st.integers(0, 40))
+def test_bytes_that_are_no_message_are_refused_and_nothing_worse(noise: bytes, cut: int) -> None:
+    whole = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="x" * 20)] * 3).SerializeToString()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire_limits, "MAX_FIELDS", 1)
+        for raw in (noise, whole[:cut] + noise):
+            with suppress(InvalidRequest):
+                check_message(raw, pb.ChatRequest)
+
+
+@asynccontextmanager
+async def channel_to(b: Bench) -> AsyncIterator[Any]:
+    """For calls whose messages are bytes."""
+    async with grpc.aio.insecure_channel(b.gateway.grpc_address) as channel:
+        yield channel
+
+
+EMPTY = b"\x12\x00" * (MAX_FIELDS + 1)
+
+
+@pytest.mark.parametrize(
+    ("method", "raw"),
+    [
+        ("Chat", EMPTY),
+        ("Chat", pb.ChatRequest(options=pb.GenerationOptions(stop=[""] * (MAX_FIELDS + 1))).SerializeToString()),
+        ("Generate", b"\x22\x00" * (MAX_FIELDS + 1)),
+        ("Embed", EMPTY),
+        ("Tokenize", pb.TokenizeRequest(chat=pb.ChatRequest.FromString(EMPTY)).SerializeToString()),
+        ("Detokenize", b"\x10\x01" * (MAX_FIELDS + 1)),
+    ],
+    ids=["messages", "stops", "options", "inputs", "chat", "unpacked"],
+)
+async def test_a_message_of_too_many_fields_is_refused_before_it_is_read(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch, method: str, raw: bytes
+) -> None:
+    async with bench() as b, channel_to(b) as channel:
+        call = channel.unary_stream(f"{SERVICE}/{method}")(raw, timeout=10)
+        with pytest.raises(grpc.aio.AioRpcError, match=f"more than {MAX_FIELDS} fields") as refusal:
+            async for _ in call:
+                pass
+        assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        broken = channel.unary_stream(f"{SERVICE}/{method}")(b"\x12\xff", timeout=10)
+        with pytest.raises(grpc.aio.AioRpcError, match="the message is no") as refusal:
+            async for _ in broken:
+                pass
+        assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_long_message_is_read_in_a_thread(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def watched(raw: bytes, kind: Any) -> None:
+        seen.append(threading.current_thread().name)
+        check_message(raw, kind)
+
+    monkeypatch.setattr(messages, "check_message", watched)
+    chat = pb.ChatRequest(model=MODEL_NAME, messages=[pb.ChatMessage(role="user", content="x " * 2000)])
+    requests = {
+        "Chat": chat,
+        "Generate": pb.GenerateRequest(text="x " * 2000),
+        "Embed": pb.EmbedRequest(inputs=[pb.EmbedInput(text="x " * 2000)]),
+        "Tokenize": pb.TokenizeRequest(chat=chat),
+        "Detokenize": pb.DetokenizeRequest(token_ids=[5] * 4000),
+    }
+    async with bench() as b, channel_to(b) as channel:
+        for method, request in requests.items():
+            call = channel.unary_stream(f"{SERVICE}/{method}")(request.SerializeToString(), timeout=10)
+            with suppress(grpc.aio.AioRpcError):  # it is longer than the context
+                async for _ in call:
+                    pass
+    assert len(seen) == len(requests)
+    assert all(name.startswith("text") for name in seen)
+
+
+async def test_json_in_a_message_is_counted_before_it_is_read(bench: MakeBench) -> None:
+    half = "[" + ",".join(["{}"] * (MAX_FIELDS // 2 + 1)) + "]"
+    called = pb.ChatMessage(role="assistant", tool_calls_json=half)
+    formats = pb.GenerationOptions(response_format_json=half, structured_outputs_json=half)
+    async with bench() as b, channel_to(b) as channel:
+        for request in (
+            pb.ChatRequest(tools_json=[half, half]),
+            pb.ChatRequest(messages=[called], tool_choice_json=half),
+            pb.ChatRequest(options=formats),
+        ):
+            call = channel.unary_stream(f"{SERVICE}/Chat")(request.SerializeToString(), timeout=10)
+            with pytest.raises(grpc.aio.AioRpcError, match="the body has 65538 objects"):
+                async for _ in call:
+                    pass
