@@ -249,3 +249,10 @@ def test_what_an_assistant_once_refused_is_text() -> None:
     (conversation,) = chat(messages=[{"role": "assistant", "content": said}]).prompts
     assert isinstance(conversation, Conversation)
     assert conversation.messages[0]["content"] == "No. Never."
+
+
+def test_thoughts_are_read_under_either_name() -> None:
+    for given in ({"reasoning": "hm"}, {"reasoning_content": "hm"}, {"reasoning_content": "hm", "reasoning": "no"}):
+        (prompt,) = chat(messages=[USER, {"role": "assistant", "content": "x", **given}, USER]).prompts
+        assert isinstance(prompt, Conversation)
+        assert prompt.messages[1] == {"role": "assistant", "content": "x", "reasoning_content": "hm"}

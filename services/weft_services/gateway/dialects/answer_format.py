@@ -11,7 +11,8 @@ from typing import Any
 import orjson
 
 from weft.errors import InvalidRequest
-from weft_services.gateway.dialects.schema_limits import complaint
+from weft_services.gateway.dialects.body_limits import check_body
+from weft_services.gateway.dialects.schema_limits import MAX_BYTES, complaint
 from weft_services.gateway.generation import AnswerFormat, FormatKind
 
 MAX_REGEX_CHARS = 4 * 1024
@@ -52,6 +53,8 @@ def read_format(response_format: Any, extra: dict[str, Any]) -> AnswerFormat | N
 def check_schema(schema: Any, field: str) -> dict[str, Any]:
     """A JSON schema within the limits, as a value or as text; true fits all. Raises InvalidRequest naming `field`."""
     if isinstance(schema, str):
+        if len(schema) > MAX_BYTES:
+            raise InvalidRequest(f"{field}: the schema has more than {MAX_BYTES} bytes", field)
         try:
             schema = orjson.loads(schema)
         except orjson.JSONDecodeError as error:
@@ -138,6 +141,7 @@ def _choices(value: Any, field: str) -> tuple[str, ...]:
 def _tags(value: Any, field: str) -> tuple[dict[str, Any], ...]:
     """vLLM's structural tags: after a trigger, a begin, a JSON value by a schema, and an end."""
     if isinstance(value, str):
+        check_body(value.encode(errors="replace"))
         try:
             value = orjson.loads(value)
         except orjson.JSONDecodeError as error:

@@ -9,18 +9,18 @@ MAX_OBJECTS = 65_536
 MAX_STRINGS = 262_144
 
 
-def check_body(body: bytes) -> None:
-    """Raises InvalidRequest. Numbers are not counted: a prompt may be a million token ids."""
-    if _most(body) <= MAX_OBJECTS and body.count(b'"') <= 2 * MAX_STRINGS:
+def check_body(*texts: bytes) -> None:
+    """JSON texts of one request. Raises InvalidRequest. Numbers do not count: a prompt may be a million token ids."""
+    if sum(map(_most, texts)) <= MAX_OBJECTS and sum(text.count(b'"') for text in texts) <= 2 * MAX_STRINGS:
         return  # as nearly every body
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    _refuse(plain.count(b'"') // 2, MAX_STRINGS, "strings")
+    plain = [text.replace(b"\\\\", b"").replace(b'\\"', b"") for text in texts]
+    _refuse(sum(text.count(b'"') // 2 for text in plain), MAX_STRINGS, "strings")
     # braces may be what somebody talks about
-    _refuse(_most(b"".join(plain.split(b'"')[::2])), MAX_OBJECTS, "objects or lists")
+    _refuse(sum(_most(b"".join(text.split(b'"')[::2])) for text in plain), MAX_OBJECTS, "objects or lists")
 
 
-def _most(body: bytes) -> int:
-    return max(body.count(b"{"), body.count(b"["))
+def _most(text: bytes) -> int:
+    return max(text.count(b"{"), text.count(b"["))
 
 
 def _refuse(count: int, limit: int, name: str) -> None:

@@ -163,12 +163,17 @@ def check_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    """An assistant's earlier call. Arguments that are a JSON object become one, as chat templates expect."""
+    """An assistant's earlier call."""
     function = _check_name(call.get("function"))
-    arguments = function.get("arguments", "")
-    if not isinstance(arguments, str | dict):
+    if not isinstance(function.get("arguments", ""), str | dict):
         raise ValueError("function.arguments must be a string")
-    return {**call, "function": {**function, "arguments": _parse_arguments(arguments)}}
+    return call
+
+
+def templated_call(call: dict[str, Any]) -> dict[str, Any]:
+    """A checked call with arguments that are a JSON object as one, as chat templates expect."""
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": _parse_arguments(function.get("arguments", ""))}}
 
 
 def _parse_arguments(arguments: str | dict[str, Any]) -> str | dict[str, Any]:

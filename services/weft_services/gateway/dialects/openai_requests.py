@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -21,6 +22,7 @@ from weft_services.gateway.dialects.openai_fields import (
     check_tool_call,
     flatten_content,
     session_hint,
+    templated_call,
     unsupported_field,
 )
 from weft_services.gateway.dialects.tool_choice import read_tool_use
@@ -72,6 +74,7 @@ class Message(Lenient):
     tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_TOOLS)] = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same in the words of newer vLLMs and of OpenRouter
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
@@ -81,9 +84,28 @@ class Message(Lenient):
 
     def for_template(self) -> dict[str, Any]:
         """Role and content are always there, the rest only where it was given."""
-        rest = {name: getattr(self, name) for name in ("name", "tool_calls", "tool_call_id", "reasoning_content")}
+        thoughts = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        calls = None if self.tool_calls is None else [templated_call(call) for call in self.tool_calls]
+        rest = {
+            "name": self.name,
+            "tool_calls": calls,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": thoughts,
+        }
         given = {name: value for name, value in rest.items() if value is not None}
         return {"role": self.role, "content": self.content or "", **given}
+
+    @property
+    def argument_texts(self) -> list[str]:
+        """JSON within JSON."""
+        arguments = [call["function"].get("arguments") for call in self.tool_calls or ()]
+        return [each for each in arguments if isinstance(each, str)]
+
+
+def for_template(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
+    """As chat templates take them. Raises InvalidRequest for calls whose arguments hold too much together."""
+    check_body(*(text.encode(errors="replace") for message in messages for text in message.argument_texts))
+    return tuple(message.for_template() for message in messages)
 
 
 class _Body(Lenient):
@@ -172,7 +194,7 @@ class ChatBody(_Body):
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
         tool_use = read_tool_use(self.tools or [], self.tool_choice, self.parallel_tool_calls is not False)
         tools = tool_use.tools if tool_use else ()
-        messages = tuple(message.for_template() for message in self.messages)
+        messages = for_template(self.messages)
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         conversation = Conversation(messages, tools, effort | self.chat_template_kwargs)
         fields = self.common() | {"tool_use": tool_use}

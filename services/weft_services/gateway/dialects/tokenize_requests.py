@@ -8,7 +8,14 @@ from pydantic import Field
 
 from weft.errors import InvalidRequest
 from weft_services.gateway.dialects.openai_fields import MAX_TOOLS, unsupported_field
-from weft_services.gateway.dialects.openai_requests import Lenient, Message, TemplateKwargs, Tool, parse_body
+from weft_services.gateway.dialects.openai_requests import (
+    Lenient,
+    Message,
+    TemplateKwargs,
+    Tool,
+    for_template,
+    parse_body,
+)
 from weft_services.gateway.generation import Conversation, Prompt, Tokenizing
 
 MAX_TOKENS = 1_000_000
@@ -37,8 +44,7 @@ class TokenizeBody(Lenient):
             raise InvalidRequest("prompt: either it or messages are needed", "prompt")
         prompt: Prompt = self.prompt or ""
         if self.messages is not None:
-            messages = tuple(message.for_template() for message in self.messages)
-            kwargs = self.chat_template_kwargs
+            messages, kwargs = for_template(self.messages), self.chat_template_kwargs
             prompt = Conversation(messages, tuple(self.tools or ()), kwargs, self.add_generation_prompt)
         is_special = self.messages is None if self.add_special_tokens is None else self.add_special_tokens
         field = "prompt" if self.messages is None else "messages"
