@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import pytest
 from anthropic import AsyncAnthropic
+from pydantic import BaseModel
 
-from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
+from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench, tiny_tokenizer, write_model
 from tests.services.gateway.fakes import LENGTH, SequenceDelta, Start, deltas, failing, speaking
 
 USER: Any = {"role": "user", "content": "weather?"}
@@ -93,6 +95,92 @@ async def test_why_it_ended(bench: MakeBench) -> None:
         b.decode.script = speaking([*b.ids("hello STOP more"), END])
         stopped = await sdk.messages.create(**asked, stop_sequences=["STOP"])
         assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "STOP")
+        several = {**asked, "stop_sequences": ["never", "more", "STOP"]}
+        stopped = await sdk.messages.create(**several)
+        assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "STOP"), "which of them it was"
+        async with sdk.messages.stream(**several) as stream:
+            streamed = await stream.get_final_message()
+        assert (streamed.stop_reason, streamed.stop_sequence) == ("stop_sequence", "STOP")
+        b.decode.script = speaking([*b.ids("hello"), END])
+        ended = await sdk.messages.create(**several)
+        assert (ended.stop_reason, ended.stop_sequence) == ("end_turn", None)
+
+
+SCHEMA: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+async def test_an_output_format_binds_the_answer_as_response_format_does(bench: MakeBench) -> None:
+    async with bench() as b, client(b) as sdk:
+        asked: Any = {"model": MODEL_NAME, "max_tokens": 99, "messages": [USER]}
+        wanted: Any = {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}
+        b.decode.script = speaking([*b.ids('{"city": "Oslo"}'), END])
+        await sdk.messages.create(**asked, output_config=wanted)
+        chat_format: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+        await b.client.chat.completions.create(model=MODEL_NAME, messages=[USER], response_format=chat_format)
+        by_anthropic, by_openai = (start.sampling.grammar.text for start in b.decode.started)
+        assert by_anthropic == by_openai != ""
+
+
+class City(BaseModel):
+    """What the SDK turns into a schema."""
+
+    city: str
+
+
+async def test_the_sdk_parses_an_answer_into_its_class(bench: MakeBench) -> None:
+    async with bench() as b, client(b) as sdk:
+        b.decode.script = speaking([*b.ids('{"city": "Oslo"}'), END])
+        answer = await sdk.messages.parse(model=MODEL_NAME, max_tokens=99, messages=[USER], output_format=City)
+        assert answer.parsed_output == City(city="Oslo")
+        assert b.decode.started[0].sampling.HasField("grammar")
+
+
+async def test_a_template_is_told_whether_to_think(bench: MakeBench, tmp_path: Path) -> None:
+    template = "{{ messages[0].content }} {{ enable_thinking }} {{ reasoning_effort }}"
+    model = str(write_model(tmp_path, tiny_tokenizer(), template))
+    async with bench(model=model) as b, client(b) as sdk:
+        asked: Any = {"model": MODEL_NAME, "max_tokens": 9, "messages": [USER]}
+        kinds: list[Any] = [
+            {"type": "disabled"},
+            {"type": "enabled", "budget_tokens": 1024},
+            {"type": "adaptive", "display": "omitted"},
+        ]
+        for kind in kinds:
+            await sdk.messages.create(**asked, thinking=kind, output_config={"effort": "high"})
+        prompts = [b.tokenizer.decode(list(start.token_ids)) for start in b.decode.started]
+        assert [prompt.split()[1:] for prompt in prompts] == [["False", "high"], ["True", "high"], ["True", "high"]]
+
+
+async def test_what_an_agent_sends_habitually_is_taken(bench: MakeBench) -> None:
+    async with bench() as b:
+        body = {
+            "model": MODEL_NAME,
+            "max_tokens": 9,
+            "messages": [USER],
+            "mcp_servers": [],
+            "metadata": {"user_id": "u"},
+            "service_tier": "auto",
+            "speed": "fast",
+            "thinking": {"type": "adaptive"},
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            "tools": [{**TOOLS[0], "type": None, "eager_input_streaming": True}],
+        }
+        response = await b.http.post("/v1/messages?beta=true", json=body)
+        assert response.status_code == 200, response.text
+        counted = await b.http.post("/v1/messages/count_tokens?beta=true", json=body)
+        assert counted.json()["input_tokens"] == len(b.decode.started[0].token_ids)
+
+
+async def test_the_sdk_finds_the_requests_id(bench: MakeBench) -> None:
+    async with bench() as b, client(b) as sdk:
+        asked: Any = {"model": MODEL_NAME, "max_tokens": 9, "messages": [USER]}
+        answer = await sdk.messages.create(**asked, extra_headers={"x-request-id": "mine-1"})
+        assert answer._request_id == "mine-1"
+        with pytest.raises(anthropic.NotFoundError) as missing:
+            await sdk.messages.create(**{**asked, "model": "other"})
+        assert missing.value.request_id
+        assert missing.value.request_id == missing.value.response.headers["x-request-id"]
+        assert "request-id" not in (await b.http.get("/v1/models")).headers
 
 
 async def test_errors_are_what_the_sdk_raises(bench: MakeBench) -> None:
@@ -150,6 +238,19 @@ async def test_errors_have_anthropics_names_whole_and_in_a_stream(
         ({"stop_sequences": ["a"] * 9}, "stop_sequences"),
         ({"tools": [{"type": "bash"}]}, "tools.0"),
         ({"tools": TOOLS, "tool_choice": {"type": "all"}}, "tool_choice.type"),
+        ({"container": "c"}, "container"),
+        ({"compaction": {}}, "compaction"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits.0"),
+        ({"mcp_servers": [{"type": "url", "url": "https://x", "name": "y"}]}, "mcp_servers"),
+        ({"output_config": []}, "output_config"),
+        ({"output_config": {"effort": 5}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema"),
+        ({"output_format": {"type": "json_schema", "schema": {}}}, "output_format"),
+        ({"thinking": {"type": "deep"}}, "thinking.type"),
+        ({"thinking": "adaptive"}, "thinking"),
+        ({"thread": {"type": "create"}}, "thread"),
     ],
 )
 async def test_a_bad_field_is_named(bench: MakeBench, fields: dict[str, Any], named: str) -> None:

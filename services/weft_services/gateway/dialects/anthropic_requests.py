@@ -11,13 +11,39 @@ from typing import Any
 
 from weft.errors import InvalidRequest
 from weft.request import KEEP, Retention
-from weft_services.gateway.dialects.translation import Fields, check_chat, place_of, read_object
+from weft_services.gateway.dialects.openai_fields import unsupported_field
+from weft_services.gateway.dialects.translation import (
+    Fields,
+    check_chat,
+    object_of,
+    place_of,
+    read_object,
+    renamed,
+)
 from weft_services.gateway.generation import Generation
 
 # the same under both names
 SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 RENAMED = {"stop_sequences": "stop"}
+RENAMED_PATHS = (
+    ("stop", "stop_sequences"),
+    ("response_format.json_schema", "output_config.format"),
+    ("reasoning_effort", "output_config.effort"),
+)
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# what would change the answer, or is asked for to be kept: any value but these is refused. The rest that Anthropic's
+# clients send is harmless here: who pays, how urgently, where, and what models that refuse fall back to
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "compaction": (),
+    "container": (),
+    "mcp_servers": ([],),
+    "output_format": (),  # an older name of output_config.format
+    "thread": (),
+}
+# whether templates that can be told let the model think; how much it does is its own affair
+THINKING = {"enabled": True, "adaptive": True, "disabled": False}
+# of context_management: templates leave out old thoughts anyway
+CLEAR_THINKING = "clear_thinking_"
 # of a cache_control; one that names none is kept as long as the store has room
 TTLS = {None: 0, "5m": 300, "1h": 3600}
 
@@ -36,13 +62,52 @@ def parse_count(body: bytes) -> Generation:
 
 
 def _generation(fields: Fields) -> Generation:
+    if (field := unsupported_field(fields, NEUTRAL_VALUES)) is not None:
+        raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
+    _check_edits(fields)
     chat = {name: fields[name] for name in SAME if fields.get(name) is not None}
     chat |= {new: fields[name] for name, new in RENAMED.items() if fields.get(name) is not None}
     messages, sources = _messages(fields)
     metadata = fields.get("metadata")
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
-    chat |= {"messages": messages, "user": user, **_tools(fields)}
-    return replace(check_chat(chat, lambda path: _own_path(path, sources)), retention=_retention(fields))
+    chat |= {"messages": messages, "user": user, **_tools(fields), **_output(fields), **_thinking(fields)}
+    generation = check_chat(chat, lambda path: _own_path(path, sources))
+    answer = generation.answer_format
+    named = answer and replace(answer, field=_own_path(answer.field, sources))
+    return replace(generation, retention=_retention(fields), answer_format=named)
+
+
+def _check_edits(fields: Fields) -> None:
+    """What is to be cut out of the conversation before the model sees it: nothing but what is cut out anyway."""
+    edits = object_of(fields, "context_management").get("edits") or []
+    if not isinstance(edits, list):
+        raise InvalidRequest("context_management.edits: expected a list", "context_management.edits")
+    for place, edit in enumerate(edits):
+        if not isinstance(edit, dict) or not str(edit.get("type")).startswith(CLEAR_THINKING):
+            path = f"context_management.edits.{place}"
+            raise InvalidRequest(f"{path}: only thoughts can be cleared here", path, "unsupported_parameter")
+
+
+def _output(fields: Fields) -> Fields:
+    """What the answer must look like, and how much is to be thought for it."""
+    config = object_of(fields, "output_config")
+    out = {} if config.get("effort") is None else {"reasoning_effort": config["effort"]}
+    wanted = config.get("format")
+    if wanted is None:
+        return out
+    if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+        raise InvalidRequest("output_config.format.type: json_schema is known", "output_config.format.type")
+    return {**out, "response_format": {"type": "json_schema", "json_schema": wanted}}
+
+
+def _thinking(fields: Fields) -> Fields:
+    config = object_of(fields, "thinking")
+    if not config:
+        return {}
+    kind = config.get("type")
+    if not isinstance(kind, str) or kind not in THINKING:
+        raise InvalidRequest(f"thinking.type: {', '.join(THINKING)} are known", "thinking.type")
+    return {"chat_template_kwargs": {"enable_thinking": THINKING[kind]}}
 
 
 def _retention(fields: Fields) -> Retention:
@@ -76,7 +141,7 @@ def _cache_controls(fields: Fields) -> Iterator[tuple[str, Any]]:
 def _own_path(path: str, sources: list[str]) -> str:
     if (place := place_of(path, "messages")) is not None:
         return sources[place]
-    return "stop_sequences" if path.split(".")[0] == "stop" else path
+    return renamed(path, RENAMED_PATHS)
 
 
 def _messages(fields: Fields) -> tuple[list[Fields], list[str]]:
@@ -160,7 +225,7 @@ def _tools(fields: Fields) -> Fields:
 
 
 def _tool(tool: Any, path: str) -> Fields:
-    if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
+    if not isinstance(tool, dict) or (tool.get("type") or "custom") != "custom":
         raise InvalidRequest(f"{path}: only tools with a name and an input_schema are known", path)
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
     optional = {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}

@@ -12,7 +12,14 @@ from weft.errors import InvalidRequest
 from weft_services.gateway.dialects.openai_fields import unsupported_field
 from weft_services.gateway.dialects.responses_items import Conversation, read_input
 from weft_services.gateway.dialects.responses_tools import Tools, read_tools
-from weft_services.gateway.dialects.translation import Fields, check_chat, place_of, read_object
+from weft_services.gateway.dialects.translation import (
+    Fields,
+    check_chat,
+    object_of,
+    place_of,
+    read_object,
+    renamed,
+)
 from weft_services.gateway.generation import Generation
 
 # the same under both names, those of other servers' clients included
@@ -32,6 +39,13 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "truncation": ("disabled",),
 }
+RENAMED_PATHS = (
+    ("messages", "input"),
+    ("max_tokens", "max_output_tokens"),
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("reasoning_effort", "reasoning.effort"),
+)
 LOGPROBS = "message.output_text.logprobs"
 # of whom and of what, as the client has it; the answer repeats them
 NAMES = ("prompt_cache_key", "safety_identifier", "user")
@@ -45,7 +59,7 @@ def parse_responses(body: bytes) -> Generation:
         raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
     conversation = read_input(fields.get("input"), fields.get("instructions"))
     tools = read_tools(fields.get("tools"))
-    text, reasoning = _object(fields, "text"), _object(fields, "reasoning")
+    text, reasoning = object_of(fields, "text"), object_of(fields, "reasoning")
     chat = {name: fields[name] for name in SAME if fields.get(name) is not None}
     chat |= {"messages": conversation.messages, "max_tokens": fields.get("max_output_tokens")}
     chat |= {"tools": tools.functions or None, "tool_choice": tools.choice(fields.get("tool_choice"))}
@@ -78,26 +92,7 @@ class _OwnPaths:
         if (place := place_of(path, "tools")) is not None:
             rest = path.split(".")[2:]
             return ".".join([self._tools[place], *(step for step in rest if step != "function")])
-        for theirs, ours in _RENAMED:
-            if path == theirs or path.startswith(f"{theirs}."):
-                return ours + path.removeprefix(theirs)
-        return path
-
-
-_RENAMED = (
-    ("messages", "input"),
-    ("max_tokens", "max_output_tokens"),
-    ("response_format.json_schema", "text.format"),
-    ("response_format", "text.format"),
-    ("reasoning_effort", "reasoning.effort"),
-)
-
-
-def _object(fields: Fields, name: str) -> Fields:
-    value = fields.get(name)
-    if not isinstance(value, dict | None):
-        raise InvalidRequest(f"{name}: expected an object", name)
-    return value or {}
+        return renamed(path, RENAMED_PATHS)
 
 
 def _include(value: Any) -> list[Any]:
@@ -118,7 +113,7 @@ def _format(value: Any) -> Any:
 
 def _echo(fields: Fields, tools: Tools) -> Fields:
     """What the answer repeats. The tools are those that the model was shown."""
-    reasoning, text = _object(fields, "reasoning"), _object(fields, "text")
+    reasoning, text = object_of(fields, "reasoning"), object_of(fields, "text")
     same = ("instructions", "max_output_tokens", "max_tool_calls", "prompt_cache_retention")
     return {
         **{name: fields.get(name) for name in same},

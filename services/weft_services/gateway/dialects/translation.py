@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
 
 from weft.errors import InvalidRequest
+from weft_services.gateway.dialects.body_limits import check_body
 from weft_services.gateway.dialects.openai_requests import parse_chat
 from weft_services.gateway.generation import Generation
 
@@ -16,6 +17,7 @@ Fields = dict[str, Any]
 
 def read_object(body: bytes) -> Fields:
     """A JSON object. Raises InvalidRequest."""
+    check_body(body)
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -40,3 +42,19 @@ def place_of(path: str, name: str) -> int | None:
     """5 for `messages.5` and what lies below it, when the name is messages."""
     steps = path.split(".")
     return int(steps[1]) if len(steps) > 1 and steps[0] == name and steps[1].isdecimal() else None
+
+
+def object_of(fields: Fields, name: str) -> Fields:
+    """A field that is an object, empty where it is not there. Raises InvalidRequest."""
+    value = fields.get(name)
+    if not isinstance(value, dict | None):
+        raise InvalidRequest(f"{name}: expected an object", name)
+    return value or {}
+
+
+def renamed(path: str, names: Sequence[tuple[str, str]]) -> str:
+    """The client's own path, by the first pair of a chat completion's name and theirs that fits it."""
+    for theirs, ours in names:
+        if path == theirs or path.startswith(f"{theirs}."):
+            return ours + path.removeprefix(theirs)
+    return path

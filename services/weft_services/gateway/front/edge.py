@@ -27,7 +27,8 @@ ACCEPTABLE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 
 
 class RequestIds:
-    """x-request-id: the client's own where it is harmless, else a new one. Never used inside the mesh."""
+    """x-request-id: the client's own where it is harmless, else a new one. Never used inside the mesh. Anthropic's
+    clients look for it under a name of their own."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -40,11 +41,13 @@ class RequestIds:
         given = header(scope, b"x-request-id")
         chosen = given if ACCEPTABLE_ID.fullmatch(given) else new_id()
         request_id.set(chosen)
-        field = (b"x-request-id", chosen.encode())
+        fields = [(b"x-request-id", chosen.encode())]
+        if _is_anthropic(scope["path"]):
+            fields.append((b"request-id", chosen.encode()))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), field]
+                message["headers"] = [*message.get("headers", ()), *fields]
             await send(message)
 
         await self._app(scope, receive, send_with_id)
@@ -66,7 +69,7 @@ class Doorkeeper:
         if path in OPEN_PATHS or path.startswith(PAGE_FILES):
             await self._app(scope, receive, send)
             return
-        is_anthropic = path == MESSAGES or path.startswith(f"{MESSAGES}/")
+        is_anthropic = _is_anthropic(path)
         try:
             found = self._door.enter(scope["headers"])
             if not (path.startswith(API) or found.is_operator):
@@ -76,6 +79,10 @@ class Doorkeeper:
             return
         visitor.set(found)
         await self._app(scope, receive, _with_limits(send, found, is_anthropic) if found.has_limits else send)
+
+
+def _is_anthropic(path: str) -> bool:
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
 def _with_limits(send: Send, found: Visitor, is_anthropic: bool) -> Send:
