@@ -93,17 +93,19 @@ async def scene_of(tiny: Tiny, event: str, hurt: Hurt, lease_seconds: float) -> 
         rpc = RpcServer([])
         prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(relay, rpc.server)
         lender = WorkerAddress("prefill-0", pair.prefill.address.boot_id, await rpc.start("127.0.0.1", 0))
-        async with background() as tasks:
-            gateway = Gateway(pair.decode.address, tasks)
-            _, bystander = await pair.gateway.start(OTHER, sampling=ENDLESS)
-            await bystander.has_begun.wait()
-            scene = Scene(pair, relay, hurt, lender, gateway)
-            yield scene
-            scene.open()
-            async with asyncio.timeout(20):
-                await bystander.has_ended.wait()
-            await _expect_nothing_amiss(pair, bystander)
-            await gateway.leave()
+        try:
+            async with background() as tasks:
+                gateway = Gateway(pair.decode.address, tasks)
+                _, bystander = await pair.gateway.start(OTHER, sampling=ENDLESS)
+                await bystander.has_begun.wait()
+                scene = Scene(pair, relay, hurt, lender, gateway)
+                yield scene
+                scene.open()
+                async with asyncio.timeout(20):
+                    await bystander.has_ended.wait()
+                await _expect_nothing_amiss(pair, bystander)
+                await gateway.leave()
+        finally:
             await rpc.stop(0)
 
 
