@@ -73,8 +73,9 @@ async def prefill_restarts(scene: Scene) -> None:
         stale = await scene.pair.gateway.generate(token_ids, scene.pair.prefill.address)
         assert stale.tokens == scene.pair.expected(token_ids)
         async with asyncio.timeout(20):
-            seeds = count(32)  # prompts that nobody has in a cache
-            while not await _is_lent(scene, worker.address, prompt(33, next(seeds))):
+            for seed in count(32):  # prompts that nobody has in a cache
+                if await _is_lent(scene, worker.address, prompt(33, seed)):
+                    break
                 await asyncio.sleep(0.1)  # a channel that was refused a moment ago tries again within a second
 
 
