@@ -14,7 +14,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -49,13 +49,17 @@ class StoreSpec:
 
 
 class StoreAgent:
-    """A running store process. Not restarted: after StoreLost or TimeoutError leave its scope and enter another."""
+    """A running store process. Not restarted: after StoreLost or TimeoutError leave its scope and enter another.
+
+    Calls of one operation go one after the other, those of different ones beside each other.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, staging: mmap.mmap | None) -> None:
         self._reader = reader
         self._writer = writer
         self._staging = staging
-        self._pending: deque[asyncio.Future[list[int]]] = deque()
+        # by operation: each has a line of its own
+        self._pending: defaultdict[str, deque[asyncio.Future[list[int]]]] = defaultdict(deque)
         self._lost = ""
 
     @classmethod
@@ -64,7 +68,7 @@ class StoreAgent:
         """An agent for the length of a scope, which no transfer outlives. Raises StoreLost."""
         async with _process(spec) as (ours, staging):
             agent = cls(*await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES), staging)
-            ready = agent._expect()
+            ready = agent._expect("setup")
             listening = asyncio.create_task(agent._listen())
             try:
                 await agent._until(ready, spec.master)
@@ -91,7 +95,7 @@ class StoreAgent:
         Raises StoreLost, also when the master does not answer, or TimeoutError.
         """
         async with asyncio.timeout(timeout_seconds):
-            codes = await self._call({"op": "exist", "keys": list(keys)})
+            codes = await self._call("exist", {"keys": list(keys)})
         if any(code < 0 for code in codes):
             raise StoreLost(f"the store's master does not answer: {min(codes)}")
         return [code == 1 for code in codes]
@@ -101,7 +105,7 @@ class StoreAgent:
 
         Raises StoreLost; slow when the store is frozen.
         """
-        return await self._call({"op": "remove", "keys": list(keys)})
+        return await self._call("remove", {"keys": list(keys)})
 
     async def put(self, keys: Sequence[str], offsets: Sequence[int], size: int, from_pool: bool = False) -> list[int]:
         """Store what lies at these offsets of the staging area, or of the pool; one code a key, 0 is success.
@@ -110,14 +114,14 @@ class StoreAgent:
         bytes may be read.
         """
         area = "pool" if from_pool else "staging"
-        return await self._call({"op": "put", "area": area, "keys": list(keys), "offsets": list(offsets), "size": size})
+        return await self._call("put", {"area": area, "keys": list(keys), "offsets": list(offsets), "size": size})
 
     def get(self, keys: Sequence[str], offsets: Sequence[int], size: int) -> asyncio.Future[list[int]]:
         """Copy into the staging area; one code a key, `size` is success, or StoreLost; slow when the store is frozen.
 
         Begun at once, and not to be cancelled: until the reply is here, these parts of the area may be written.
         """
-        return self._ask({"op": "get", "keys": list(keys), "offsets": list(offsets), "size": size})
+        return self._ask("get", {"keys": list(keys), "offsets": list(offsets), "size": size})
 
     async def _until(self, ready: asyncio.Future[list[int]], master: str) -> None:
         try:
@@ -126,41 +130,42 @@ class StoreAgent:
         except TimeoutError:
             raise StoreLost(f"the store at {master} did not answer in {START_SECONDS:.0f} s") from None
 
-    async def _call(self, request: dict[str, object]) -> list[int]:
+    async def _call(self, operation: str, request: dict[str, object]) -> list[int]:
         # a caller that leaves must not take the place of its reply out of the row
-        return await asyncio.shield(self._ask(request))
+        return await asyncio.shield(self._ask(operation, request))
 
-    def _ask(self, request: dict[str, object]) -> asyncio.Future[list[int]]:
-        if len(self._pending) >= MAX_PENDING:
+    def _ask(self, operation: str, request: dict[str, object]) -> asyncio.Future[list[int]]:
+        if len(self._pending[operation]) >= MAX_PENDING:
             raise StoreLost("too many calls are waiting for the store")
-        reply = self._expect()
+        reply = self._expect(operation)
         if not reply.done():
-            self._writer.write(json.dumps(request).encode() + b"\n")
+            self._writer.write(json.dumps({"op": operation, **request}).encode() + b"\n")
         return reply
 
-    def _expect(self) -> asyncio.Future[list[int]]:
+    def _expect(self, operation: str) -> asyncio.Future[list[int]]:
         reply: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         # nobody may be left to hear of a failure
         reply.add_done_callback(lambda done: done.exception())
         if self._lost:
             reply.set_exception(StoreLost(self._lost))
         else:
-            self._pending.append(reply)
+            self._pending[operation].append(reply)
         return reply
 
     async def _listen(self) -> None:
-        """Replies come in the order of the requests."""
+        """Replies to one operation come in the order of its requests."""
         try:
             while line := await self._reader.readline():
                 message = json.loads(line)
                 if "error" in message:
                     self._lost = message["error"]
                     break
-                self._pending.popleft().set_result(message["codes"])
+                self._pending[message["op"]].popleft().set_result(message["codes"])
         finally:
             self._lost = self._lost or "the store process has ended"
-            while self._pending:
-                self._pending.popleft().set_exception(StoreLost(self._lost))
+            for waiting in self._pending.values():
+                while waiting:
+                    waiting.popleft().set_exception(StoreLost(self._lost))
 
 
 @asynccontextmanager

@@ -3,6 +3,9 @@
 Not in the worker's process because the library's setup and close hold the GIL, for 20 s and more when the master is
 frozen or dead, and because a read that timed out may still be written: here that can only hit the staging area, and
 ending the process ends every transfer for certain. A worker's pool is put from as it lies, and never written.
+
+Each operation has a thread of its own, so that a look-up does not wait for a put: the library's object is made for
+calls from several threads, and lets the GIL go in each.
 """
 
 from __future__ import annotations
@@ -10,6 +13,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Lock
 from typing import Any, TextIO
 
 from weft.kv.shared import map_file
@@ -70,7 +78,7 @@ def execute(store: Any, areas: Areas, request: dict[str, Any]) -> list[int]:
 
 
 def main() -> None:
-    """Set up, say so, then answer line by line until stdin ends."""
+    """Set up, say so, then answer until stdin ends: calls of one operation in their order."""
     spec = json.loads(sys.argv[1])
     die_with_parent(spec["parent_pid"])
     replies = os.fdopen(os.dup(1), "w", buffering=1)
@@ -80,9 +88,27 @@ def main() -> None:
     except (RuntimeError, OSError) as error:
         _reply(replies, {"error": str(error)})
         return
-    _reply(replies, {"codes": []})
+    _reply(replies, {"op": "setup", "codes": []})
+    lanes: defaultdict[str, ThreadPoolExecutor] = defaultdict(partial(ThreadPoolExecutor, 1))
+    is_writing = Lock()
     for line in sys.stdin:
-        _reply(replies, {"codes": execute(store, areas, json.loads(line))})
+        request = json.loads(line)
+        lanes[request["op"]].submit(_answer, store, areas, request, partial(_reply_alone, is_writing, replies))
+
+
+def _answer(store: Any, areas: Areas, request: dict[str, Any], reply: Callable[[dict[str, Any]], None]) -> None:
+    try:
+        codes = execute(store, areas, request)
+    except Exception as error:
+        # whoever waits for this call, or for one behind it, must hear of it
+        reply({"error": f"{request['op']}: {error!r}"})
+    else:
+        reply({"op": request["op"], "codes": codes})
+
+
+def _reply_alone(is_writing: Lock, replies: TextIO, reply: dict[str, Any]) -> None:
+    with is_writing:
+        _reply(replies, reply)
 
 
 def _reply(replies: TextIO, reply: dict[str, Any]) -> None:
