@@ -9,12 +9,36 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from weft.kv.tiers import Tier
 
 DECAY = 0.9  # weight of what was known, at each new measurement
 PROBE_BLOCKS = 8
 SKIPS_BEFORE_PROBE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What stands in a fetch's way: so many others of this worker, whose batches take turns with its own, the seconds
+    that they all still need, and those of the line before the store's disk."""
+
+    num_others: int = 0
+    others_seconds: float = 0.0
+    disk_seconds: float = 0.0
+
+
+FREE = Line()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """So many leading blocks to fetch now; how long that takes with nothing in the way, infinite if nobody knows; and
+    how long it may wait besides, all in all, before computing would have been quicker."""
+
+    num_blocks: int
+    seconds: float = math.inf
+    patience_seconds: float = math.inf
 
 
 class CostLine:
@@ -76,59 +100,77 @@ class FetchEstimate:
         """So many blocks came from there in one go."""
         self._fetch[tier].observe(num_blocks, seconds)
 
-    def is_worth_asking(self, num_blocks: int, whole_tokens: int = 0) -> bool:
+    def fetch_seconds(self, tier: Tier, num_blocks: int) -> float:
+        """Of one batch with nothing in its way; infinite if nobody knows."""
+        line = self._fetch[tier]
+        return line.seconds(num_blocks) if line.is_known else math.inf
+
+    def is_worth_asking(self, num_blocks: int, whole_tokens: int = 0, line: Line = FREE) -> bool:
         """Could the store win at all, if it had all of these in its fastest tier."""
         if not (self._compute.is_known and self._ask.is_known and self._fetch[Tier.DRAM].is_known):
             return True
-        best = self._ask.seconds(1) + self._fetch[Tier.DRAM].seconds(num_blocks)
-        return best < self._compute_seconds(whole_tokens or num_blocks * self._block_tokens) or self._is_due()
+        best = self._ask.seconds(1) + self._cost(Counter({Tier.DRAM: num_blocks}), line)
+        return best < self._compute_seconds(whole_tokens or num_blocks * self._block_tokens) or self._is_due(line)
 
-    def num_worthwhile(self, tiers: Sequence[Tier], whole_tokens: int = 0) -> int:
+    def plan(self, tiers: Sequence[Tier], whole_tokens: int = 0, line: Line = FREE) -> Plan:
         """How many leading blocks, lying in these tiers, to fetch now: a probe of a tier that was never measured.
 
         The rest is computed, or asked about again after the probe. With `whole_tokens` it is all or nothing: only
         together they save the computing of so many tokens.
         """
         if not tiers or not self._compute.is_known:
-            return len(tiers)
+            return Plan(len(tiers))
         unknown = [index for index, tier in enumerate(tiers) if not self._fetch[tier].is_known]
-        if unknown:
-            return min(len(tiers), unknown[0] or PROBE_BLOCKS)
-        best = self._whole(tiers, whole_tokens) if whole_tokens else self._best(tiers)
-        if not best and self._is_due():
-            return min(PROBE_BLOCKS, len(tiers))
-        return best
+        if unknown and (whole_tokens or not unknown[0]):
+            return _probe(tiers[: unknown[0] or PROBE_BLOCKS])
+        known = tiers[: unknown[0]] if unknown else tiers
+        best = self._whole(known, whole_tokens, line) if whole_tokens else self._best(known, line)
+        if not best:
+            return _probe(tiers[:PROBE_BLOCKS] if self._is_due(line) else ())
+        seconds = self._cost(Counter(tiers[:best]), FREE)
+        return Plan(best, seconds, self._compute_seconds(whole_tokens or best * self._block_tokens) - seconds)
 
-    def _whole(self, tiers: Sequence[Tier], num_tokens: int) -> int:
-        return len(tiers) if self._fetch_seconds(Counter(tiers)) < self._compute_seconds(num_tokens) else 0
+    def _whole(self, tiers: Sequence[Tier], num_tokens: int, line: Line) -> int:
+        return len(tiers) if self._cost(Counter(tiers), line) < self._compute_seconds(num_tokens) else 0
 
-    def _best(self, tiers: Sequence[Tier]) -> int:
+    def _best(self, tiers: Sequence[Tier], line: Line) -> int:
         best, saved, counts = 0, 0.0, Counter[Tier]()
         for count, tier in enumerate(tiers, start=1):
             counts[tier] += 1
-            gain = self._compute_seconds(count * self._block_tokens) - self._fetch_seconds(counts)
+            gain = self._compute_seconds(count * self._block_tokens) - self._cost(counts, line)
             if gain > saved:
                 best, saved = count, gain
         return best
 
-    def _is_due(self) -> bool:
+    def _is_due(self, line: Line) -> bool:
+        """Of those that would have been served at once."""
+        if line != FREE:
+            return False
         self._num_skips += 1
         return self._num_skips % SKIPS_BEFORE_PROBE == 0
 
     def _compute_seconds(self, num_tokens: int) -> float:
         return self._compute.seconds(num_tokens, math.ceil(num_tokens / self._chunk_tokens))
 
-    def _fetch_seconds(self, counts: Mapping[Tier, int]) -> float:
-        return sum(self._fetch[tier].seconds(count) for tier, count in counts.items())
+    def _cost(self, counts: Mapping[Tier, int], line: Line) -> float:
+        own = sum(self._fetch[tier].seconds(count) for tier, count in counts.items())
+        # each of the others has a batch for each of one's own, as long as it needs any
+        waiting = min(line.num_others * own, line.others_seconds)
+        return own + waiting + (line.disk_seconds if counts.get(Tier.NVME) else 0.0)
 
 
 class AlwaysFetch(FetchEstimate):
     """Takes every hit, for those to whom computing less matters more than time."""
 
-    def is_worth_asking(self, num_blocks: int, whole_tokens: int = 0) -> bool:
+    def is_worth_asking(self, num_blocks: int, whole_tokens: int = 0, line: Line = FREE) -> bool:
         """Always."""
         return True
 
-    def num_worthwhile(self, tiers: Sequence[Tier], whole_tokens: int = 0) -> int:
+    def plan(self, tiers: Sequence[Tier], whole_tokens: int = 0, line: Line = FREE) -> Plan:
         """All of them."""
-        return len(tiers)
+        return Plan(len(tiers))
+
+
+def _probe(tiers: Sequence[Tier]) -> Plan:
+    """To learn what it costs: waits for nobody."""
+    return Plan(len(tiers), patience_seconds=0.0)

@@ -1,7 +1,8 @@
 """A worker's use of the node's shared store: fetch blocks of a prompt, offer blocks that became full.
 
 A store that is away, frozen, full or wrong costs a request nothing but one short wait: after the first failure it is
-left alone until the background has found it answering again.
+left alone until the background has found it answering again. A slow look-up costs no more than that; a transfer that
+fails costs the connection.
 """
 
 from __future__ import annotations
@@ -93,7 +94,10 @@ class StoreClient:
         try:
             await self._reader.fetch(link, wanted, fetched, stall_seconds)
         except (StoreLost, WeftError, TimeoutError) as error:
-            link.give_up(f"a fetch failed: {error or 'no answer in time'}")
+            if isinstance(error, WeftError):
+                link.doubt(f"a look-up failed: {error}")
+            else:
+                link.give_up(f"a fetch failed: {error or 'no answer in time'}")
             metrics.STORE_BLOCKS.labels("failed").inc(len(wanted.keys) - fetched.num_blocks)
         metrics.STORE_BLOCKS.labels("got").inc(fetched.num_blocks)
         self._writer.came_from_store(link, wanted.keys[: fetched.num_blocks])
@@ -110,8 +114,8 @@ class StoreClient:
                 are_there = [
                     each for at in parts for each in await link.find(self._fingerprint, keys[at : at + MAX_FIND_KEYS])
                 ]
-        except (StoreLost, WeftError, TimeoutError) as error:
-            link.give_up(f"a look-up failed: {error or 'no answer in time'}")
+        except (WeftError, TimeoutError) as error:
+            link.doubt(f"a look-up failed: {error or 'no answer in time'}")
             return set()
         return {key for key, is_there in zip(keys, are_there, strict=False) if is_there}
 

@@ -2,6 +2,7 @@
 
 Blocks come in batches through a staging area and reach the pool only when they are complete and their checksums are
 right, so a late write can hit nothing but the staging area. While one batch is got, the next comes up from the disk.
+Fetches take turns with it, batch by batch; whoever would have to wait longer than it is worth computes instead.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -19,13 +20,14 @@ from weft.kv.memory import BlockBytes
 from weft.kv.store_keys import store_key
 from weft.kv.tiers import Tier
 from weft.worker.estimate import FetchEstimate
+from weft.worker.patience import Patience
 from weft.worker.staging import unstage
 from weft.worker.store_link import Match, StoreLink
 
 logger = logging.getLogger(__name__)
 # Mooncake's codes from here down: transfers or the master have failed; above: this object is not to be had
 TROUBLE_CODE = -800
-TURN_SECONDS = 1.0
+PROMOTE_SECONDS = 2.0
 
 
 @dataclass(slots=True)
@@ -63,6 +65,16 @@ class Batch:
         return self.first + len(self.matches)
 
 
+@dataclass(slots=True)
+class Errand:
+    """A fetch under way: nothing of it may take longer than `stall_seconds`, nor wait longer than it is worth."""
+
+    link: StoreLink
+    wanted: Wanted
+    stall_seconds: float
+    patience: Patience = field(default_factory=lambda: Patience(0.0, 0.0))
+
+
 class StoreReader:
     """The reading half of a StoreClient: everything belongs to the event loop."""
 
@@ -75,38 +87,37 @@ class StoreReader:
     async def fetch(self, link: StoreLink, wanted: Wanted, fetched: Fetched, stall_seconds: float) -> None:
         """Fill leading blocks and count them in `fetched` at once.
 
-        Raises StoreLost, WeftError or TimeoutError; nothing is written to the pool after it has ended.
+        Raises StoreLost, WeftError where it cannot be learned what there is, or TimeoutError; nothing is written to the
+        pool after it has ended.
         """
-        if not self._estimate.is_worth_asking(len(wanted.keys), wanted.whole_tokens):
+        if not self._estimate.is_worth_asking(len(wanted.keys), wanted.whole_tokens, link.line()):
             return
         started = time.perf_counter()
-        matches = await link.match(self._fingerprint, wanted.keys)
+        matches, disk_seconds = await link.match(self._fingerprint, wanted.keys)
         self._estimate.asked(time.perf_counter() - started)
-        if not await _acquired(link.reading):
-            return
         try:
-            async with asyncio.timeout(stall_seconds) as patience:
-                await self._take(link, wanted, matches, fetched, lambda: _extend(patience, stall_seconds))
+            await self._take(Errand(link, wanted, stall_seconds), matches, fetched, disk_seconds)
         finally:
-            link.end_reading(stall_seconds)
             self._tell_decisions(matches, fetched)
 
-    async def _take(
-        self, link: StoreLink, wanted: Wanted, matches: Sequence[Match], fetched: Fetched, on_batch: Callable[[], None]
-    ) -> None:
+    async def _take(self, errand: Errand, matches: Sequence[Match], fetched: Fetched, disk_seconds: float) -> None:
         """More than one round only to go on after the probe of a tier that was never measured."""
+        wanted, link = errand.wanted, errand.link
         if wanted.whole_tokens and len(matches) < len(wanted.keys):
             return
         while left := matches[fetched.num_blocks :]:
-            count = self._estimate.num_worthwhile([match.tier for match in left], wanted.whole_tokens)
-            goal = fetched.num_blocks + count
-            batches = self._batches(left[:count], fetched.num_blocks)
-            async for batch, num_good, seconds in self._get(link, wanted, batches):
-                fetched.num_blocks += num_good
-                fetched.by_tier[batch.tier] = fetched.by_tier.get(batch.tier, 0) + num_good
-                self._measure(batch.tier, num_good, seconds)
-                on_batch()
-            if not count or fetched.num_blocks < goal:
+            tiers = [match.tier for match in left]
+            plan = self._estimate.plan(tiers, wanted.whole_tokens, link.line(disk_seconds))
+            goal = fetched.num_blocks + plan.num_blocks
+            batches = self._batches(left[: plan.num_blocks], fetched.num_blocks)
+            errand.patience = Patience(plan.patience_seconds, errand.stall_seconds)
+            with link.fetching(plan.seconds) as fetching:
+                async for batch, num_good, seconds in self._get(errand, batches):
+                    fetched.num_blocks += num_good
+                    fetched.by_tier[batch.tier] = fetched.by_tier.get(batch.tier, 0) + num_good
+                    self._measure(batch.tier, num_good, seconds)
+                    fetching.left_seconds = max(0.0, fetching.left_seconds - seconds)
+            if not plan.num_blocks or fetched.num_blocks < goal:
                 break
 
     def _batches(self, matches: Sequence[Match], first: int) -> list[Batch]:
@@ -119,51 +130,67 @@ class StoreReader:
                 first += len(part)
         return batches
 
-    async def _get(
-        self, link: StoreLink, wanted: Wanted, batches: Sequence[Batch]
-    ) -> AsyncIterator[tuple[Batch, int, float]]:
-        """Each batch with how many leading blocks of it came, and in how many seconds; ends with the first gap."""
-        promotion: asyncio.Task[int] | None = None
+    async def _get(self, errand: Errand, batches: Sequence[Batch]) -> AsyncIterator[tuple[Batch, int, float]]:
+        """Each batch with how many leading blocks of it came, and in how many seconds beside those that it waited for
+        others; ends with the first gap."""
+        promotion: asyncio.Task[tuple[int, float]] | None = None
         try:
             for number, batch in enumerate(batches):
-                started = time.perf_counter()
-                promotion = promotion or self._promotion(link, wanted, batch)
-                num_there = await promotion if promotion is not None else len(batch.matches)
+                promotion = promotion or self._promotion(errand, batch)
+                num_there, up_seconds = await self._arrival(errand, batch, promotion)
                 following = batches[number + 1] if number + 1 < len(batches) else None
-                promotion = self._promotion(link, wanted, following) if following is not None else None
-                num_good = await self._get_batch(link, wanted, batch, num_there)
-                yield batch, num_good, time.perf_counter() - started
+                promotion = self._promotion(errand, following) if following is not None else None
+                num_good, get_seconds = await self._get_batch(errand, batch, num_there)
+                yield batch, num_good, up_seconds + get_seconds
                 if num_good < len(batch.matches):
                     break
         finally:
             if promotion is not None:
                 promotion.cancel()
 
-    def _promotion(self, link: StoreLink, wanted: Wanted, batch: Batch) -> asyncio.Task[int] | None:
+    def _promotion(self, errand: Errand, batch: Batch) -> asyncio.Task[tuple[int, float]] | None:
         """The batch on its way up from the disk; None when it is in memory already."""
         if batch.tier is not Tier.NVME:
             return None
-        return asyncio.create_task(self._promoted(link, wanted.keys[batch.first : batch.end]))
+        return asyncio.create_task(self._promoted(errand, errand.wanted.keys[batch.first : batch.end]))
 
-    async def _promoted(self, link: StoreLink, keys: Sequence[bytes]) -> int:
+    async def _promoted(self, errand: Errand, keys: Sequence[bytes]) -> tuple[int, float]:
         """A disk that is busy or away is no reason to give up the store."""
         try:
-            return await link.promote(self._fingerprint, keys)
+            return await errand.link.promote(self._fingerprint, keys, min(PROMOTE_SECONDS, errand.stall_seconds))
         except WeftError as error:
             logger.info("store: nothing from its disk: %s", error)
-            return 0
+            return 0, 0.0
 
-    async def _get_batch(self, link: StoreLink, wanted: Wanted, batch: Batch, num_there: int) -> int:
-        """How many leading blocks of the batch came and were right."""
-        matches = batch.matches[:num_there]
-        if not matches:
-            return 0
-        part = slice(batch.first, batch.first + len(matches))
-        named = zip(wanted.keys[part], matches, strict=True)
-        names = [store_key(self._fingerprint, key, match.checksum) for key, match in named]
-        codes = await link.get(names, self._memory.block_bytes)
-        check_codes(link, codes)
-        return await self._accept(link, codes, wanted.blocks[part], matches)
+    async def _arrival(
+        self, errand: Errand, batch: Batch, promotion: asyncio.Task[tuple[int, float]] | None
+    ) -> tuple[int, float]:
+        """How many leading blocks of the batch are in memory now, and for how long that had to be waited for, less
+        what others took before the disk."""
+        if promotion is None:
+            return len(batch.matches), 0.0
+        started = time.perf_counter()
+        own_seconds = self._estimate.fetch_seconds(batch.tier, len(batch.matches))
+        num_there, waited_seconds = await errand.patience.spend(promotion, own_seconds) or (0, 0.0)
+        return num_there, max(0.0, time.perf_counter() - started - waited_seconds)
+
+    async def _get_batch(self, errand: Errand, batch: Batch, num_there: int) -> tuple[int, float]:
+        """How many leading blocks of the batch came and were right, and in how many seconds."""
+        link, matches = errand.link, batch.matches[:num_there]
+        if not matches or not await errand.patience.spend(link.reading.acquire()):
+            return 0, 0.0
+        started = time.perf_counter()
+        try:
+            part = slice(batch.first, batch.first + len(matches))
+            named = zip(errand.wanted.keys[part], matches, strict=True)
+            names = [store_key(self._fingerprint, key, match.checksum) for key, match in named]
+            async with asyncio.timeout(errand.stall_seconds):
+                codes = await link.get(names, self._memory.block_bytes)
+            check_codes(link, codes)
+            num_good = await self._accept(link, codes, errand.wanted.blocks[part], matches)
+        finally:
+            link.end_reading(errand.stall_seconds)
+        return num_good, time.perf_counter() - started
 
     async def _accept(
         self, link: StoreLink, codes: Sequence[int], blocks: Sequence[int], matches: Sequence[Match]
@@ -191,19 +218,6 @@ class StoreReader:
             metrics.TIER_DECISIONS.labels(tier, "fetch").inc(num_taken)
             num_found = sum(match.tier is tier for match in matches)
             metrics.TIER_DECISIONS.labels(tier, "compute").inc(num_found - num_taken)
-
-
-async def _acquired(lock: asyncio.Lock) -> bool:
-    """One read at a time; whoever waits too long for its turn computes instead, and blames nobody."""
-    try:
-        async with asyncio.timeout(TURN_SECONDS):
-            return await lock.acquire()
-    except TimeoutError:
-        return False
-
-
-def _extend(patience: asyncio.Timeout, seconds: float) -> None:
-    patience.reschedule(asyncio.get_running_loop().time() + seconds)
 
 
 def check_codes(link: StoreLink, codes: Sequence[int]) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from weft import trace
@@ -17,6 +17,7 @@ from weft.errors import WeftError
 from weft.kv.store_agent import StoreAgent, StoreLost, StoreSpec
 from weft.kv.tiers import Tier
 from weft.rpc.client import open_channel, translated
+from weft.worker.estimate import Line
 from weft_mesh.v1 import kvstore_service_pb2 as pb2
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 
@@ -24,7 +25,6 @@ logger = logging.getLogger(__name__)
 DESCRIBE_SECONDS = 1.0
 MATCH_SECONDS = 0.5
 PUBLISH_SECONDS = 2.0
-PROMOTE_SECONDS = 2.0
 TIERS = {pb2.STORE_TIER_UNSPECIFIED: Tier.DRAM, pb2.STORE_TIER_DRAM: Tier.DRAM, pb2.STORE_TIER_NVME: Tier.NVME}
 WATCH_INTERVAL_SECONDS = 1.0
 MAX_FAILED_WATCHES = 2
@@ -38,6 +38,13 @@ class Match:
 
     checksum: int
     tier: Tier
+
+
+@dataclass(eq=False, slots=True)
+class Fetching:
+    """A fetch under way, and what it still needs."""
+
+    left_seconds: float
 
 
 class StoreLink:
@@ -54,6 +61,8 @@ class StoreLink:
         self.trouble = ""
         # one read at a time: it has the staging area's first half to itself
         self.reading = asyncio.Lock()
+        self._fetches: set[Fetching] = set()
+        self._is_doubted = False
         self._last_read: asyncio.Future[list[int]] | None = None
         self._stub = stub
         self._tasks = tasks
@@ -62,14 +71,37 @@ class StoreLink:
 
     @property
     def is_usable(self) -> bool:
-        """Has nobody given it up."""
-        return not self._broken.is_set()
+        """Has nobody given it up, and kvstore answered when it was last asked."""
+        return not (self._broken.is_set() or self._is_doubted)
 
     def give_up(self, trouble: str) -> None:
         """Use it no more."""
         if not self._broken.is_set():
             self.trouble = trouble
             self._broken.set()
+
+    def doubt(self, trouble: str) -> None:
+        """Kvstore was slow to answer: leave it alone until it has been found answering again."""
+        logger.info("store: left alone for a moment: %s", trouble)
+        self._is_doubted = True
+
+    def trust(self) -> None:
+        """Kvstore answers."""
+        self._is_doubted = False
+
+    def line(self, disk_seconds: float = 0.0) -> Line:
+        """What a fetch that begins now finds in its way, with so much of a line before the disk."""
+        return Line(len(self._fetches), sum(each.left_seconds for each in self._fetches), disk_seconds)
+
+    @contextmanager
+    def fetching(self, seconds: float) -> Iterator[Fetching]:
+        """One that needs so long on its own is under way, for the length of a scope."""
+        fetching = Fetching(seconds)
+        self._fetches.add(fetching)
+        try:
+            yield fetching
+        finally:
+            self._fetches.remove(fetching)
 
     def end(self) -> None:
         """Its agent is gone."""
@@ -100,21 +132,26 @@ class StoreLink:
         else:
             self._tasks.create_task(self._outlive(self._last_read, stall_seconds))
 
-    async def match(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[Match]:
-        """The longest leading run of keys that is in the store. Raises WeftError."""
+    async def match(self, fingerprint: bytes, keys: Sequence[bytes]) -> tuple[list[Match], float]:
+        """The longest leading run of keys that is in the store, and how many seconds a promotion would wait there.
+
+        Raises WeftError.
+        """
         with translated():
             request = pb2.MatchRequest(fingerprint=fingerprint, keys=keys)
             response = await self._stub.Match(request, timeout=MATCH_SECONDS, metadata=trace.outgoing())
         # a kvstore that names no tiers has only one
         tiers = response.tiers or [pb2.STORE_TIER_DRAM] * len(response.checksums)
-        return [Match(sum_, TIERS[tier]) for sum_, tier in zip(response.checksums, tiers, strict=True)]
+        matches = [Match(sum_, TIERS[tier]) for sum_, tier in zip(response.checksums, tiers, strict=True)]
+        return matches, response.promote_wait_ms / 1000
 
-    async def promote(self, fingerprint: bytes, keys: Sequence[bytes]) -> int:
-        """Bring blocks from the store's disk into its memory; how many leading ones came. Raises WeftError."""
+    async def promote(self, fingerprint: bytes, keys: Sequence[bytes], timeout_seconds: float) -> tuple[int, float]:
+        """Bring blocks from the store's disk into its memory: how many leading ones came, and how many seconds they
+        waited for others. Raises WeftError."""
         with translated():
             request = pb2.PromoteRequest(fingerprint=fingerprint, keys=keys)
-            response = await self._stub.Promote(request, timeout=PROMOTE_SECONDS, metadata=trace.outgoing())
-        return response.num_promoted
+            response = await self._stub.Promote(request, timeout=timeout_seconds, metadata=trace.outgoing())
+        return response.num_promoted, response.waited_ms / 1000
 
     async def find(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[bool]:
         """Which of the keys are in the store. Raises WeftError."""
@@ -211,6 +248,7 @@ class LinkKeeper:
                     raise StoreLost(f"kvstore does not answer: {error}") from error
                 continue
             failures = 0
+            link.trust()
             if not link.agent.is_running:
                 raise StoreLost("the store process has ended")
             if store.boot_id != link.boot_id:

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,16 @@ MAX_BATCH_BYTES = 16 * 1024 * 1024
 MAX_BATCH_BLOCKS = 128
 MAX_SPILLS = 16_384  # blocks that wait for the disk; more are left out
 MAX_PROMOTIONS = 16
+NEWEST_SHARE = 0.2  # of a measurement, in what is expected
 NO_SPACE_PAUSES = (0.02, 0.05, *(0.1,) * 8)  # Mooncake evicts in the background, when it is asked for room
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """So many leading blocks are in memory now; so long they waited for others."""
+
+    num_blocks: int = 0
+    waited_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,8 @@ class Mover:
         self._is_idle.set()
         self._promoting = asyncio.Lock()
         self._num_promotions = 0
+        self._num_promoting = 0  # blocks that are asked for
+        self._block_seconds = 0.0  # what one took of late
         self._moves: set[asyncio.Task[int]] = set()
 
     def spill(self, fingerprint: bytes, blocks: Sequence[StoredBlock]) -> None:
@@ -70,6 +82,11 @@ class Mover:
             self._is_idle.clear()
             self._has_spills.set()
 
+    @property
+    def promote_wait_seconds(self) -> float:
+        """How long blocks that are asked for now would wait for those that were asked for before."""
+        return self._num_promoting * self._block_seconds
+
     async def until_spilled(self) -> None:
         """Nothing waits to go down."""
         await self._is_idle.wait()
@@ -84,15 +101,18 @@ class Mover:
                 continue
             await self._whole(self._spill_batch(self._next_batch()))
 
-    async def promote(self, fingerprint: bytes, keys: Sequence[bytes]) -> int:
-        """Bring leading blocks up; returns how many are in memory now. Raises Overloaded or StoreLost."""
+    async def promote(self, fingerprint: bytes, keys: Sequence[bytes]) -> Promotion:
+        """Bring leading blocks up, one call after the other; whoever leaves before its turn costs nobody anything.
+
+        Raises Overloaded or StoreLost.
+        """
         if self._num_promotions >= MAX_PROMOTIONS:
             raise Overloaded("too many workers wait for the disk")
-        self._num_promotions += 1
-        try:
-            return await self._whole(self._promote(fingerprint, keys))
-        finally:
-            self._num_promotions -= 1
+        asked = time.monotonic()
+        with self._in_line(len(keys)):
+            await self._promoting.acquire()
+        waited_seconds = time.monotonic() - asked
+        return Promotion(await self._whole(self._promote(fingerprint, keys)), waited_seconds)
 
     async def _whole(self, move: Coroutine[Any, Any, int]) -> int:
         """Run to the end, whoever waits for it."""
@@ -104,18 +124,42 @@ class Mover:
         return await asyncio.shield(task)
 
     async def _promote(self, fingerprint: bytes, keys: Sequence[bytes]) -> int:
-        num_done = 0
-        async with self._promoting:
-            while num_done < len(keys):
-                headers = self._headers(fingerprint, keys[num_done:])
-                if not headers:
-                    break
-                num_up = await self._promote_batch(headers)
-                num_done += num_up
-                if num_up < len(headers):
-                    break
+        began = time.monotonic()
+        try:
+            with self._in_line(len(keys)):
+                num_done = await self._promote_run(fingerprint, keys)
+        finally:
+            self._promoting.release()
+        self._measure(num_done, time.monotonic() - began)
         metrics.TIER_MOVES.labels("promoted").inc(num_done)
         return num_done
+
+    async def _promote_run(self, fingerprint: bytes, keys: Sequence[bytes]) -> int:
+        num_done = 0
+        while num_done < len(keys):
+            headers = self._headers(fingerprint, keys[num_done:])
+            if not headers:
+                break
+            num_up = await self._promote_batch(headers)
+            num_done += num_up
+            if num_up < len(headers):
+                break
+        return num_done
+
+    @contextmanager
+    def _in_line(self, num_blocks: int) -> Iterator[None]:
+        self._num_promotions += 1
+        self._num_promoting += num_blocks
+        try:
+            yield
+        finally:
+            self._num_promotions -= 1
+            self._num_promoting -= num_blocks
+
+    def _measure(self, num_blocks: int, seconds: float) -> None:
+        if num_blocks:
+            each = seconds / num_blocks
+            self._block_seconds += NEWEST_SHARE * (each - self._block_seconds) if self._block_seconds else each
 
     def _headers(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[RecordHeader]:
         """Leading blocks on disk that fit into one batch; all of one model, and so of one size."""

@@ -57,16 +57,17 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
             found = await find(request.fingerprint, request.keys)
             if span is not None:
                 span.set({"weft.keys": len(request.keys), "weft.found": sum(block is not None for block in found)})
-        return match_to_wire(found)
+        return match_to_wire(found, self._store.promote_wait_seconds)
 
     async def Promote(self, request: pb2.PromoteRequest, context: Any) -> pb2.PromoteResponse:
         """Bring blocks from the disk into the store's memory."""
         _check(request.fingerprint, request.keys, MAX_PROMOTE_KEYS, "keys")
         with trace.served("promote", trace.incoming(context.invocation_metadata())) as span:
-            num_promoted = await self._store.promote(request.fingerprint, request.keys)
+            promotion = await self._store.promote(request.fingerprint, request.keys)
             if span is not None:
-                span.set({"weft.keys": len(request.keys), "weft.promoted": num_promoted})
-        return pb2.PromoteResponse(num_promoted=num_promoted)
+                span.set({"weft.keys": len(request.keys), "weft.promoted": promotion.num_blocks})
+        waited_ms = round(1000 * promotion.waited_seconds)
+        return pb2.PromoteResponse(num_promoted=promotion.num_blocks, waited_ms=waited_ms)
 
     async def Publish(self, request: pb2.PublishRequest, context: Any) -> pb2.PublishResponse:
         """These blocks have been put."""
@@ -121,11 +122,12 @@ def report_from_wire(request: pb2.ReportBlocksRequest) -> Report:
     )
 
 
-def match_to_wire(found: Sequence[Found | None]) -> pb2.MatchResponse:
+def match_to_wire(found: Sequence[Found | None], promote_wait_seconds: float) -> pb2.MatchResponse:
     """0 and no tier for what is not there."""
     return pb2.MatchResponse(
         checksums=[block.checksum if block else 0 for block in found],
         tiers=[TIERS[block.tier] if block else pb2.STORE_TIER_UNSPECIFIED for block in found],
+        promote_wait_ms=round(1000 * promote_wait_seconds),
     )
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.kv.tiers import Tier
-from weft.worker.estimate import PROBE_BLOCKS, SKIPS_BEFORE_PROBE, CostLine, FetchEstimate
+from weft.worker.estimate import PROBE_BLOCKS, SKIPS_BEFORE_PROBE, AlwaysFetch, CostLine, FetchEstimate, Line
 
 BLOCK, CHUNK = 16, 512
 
@@ -48,12 +48,12 @@ def test_the_newest_measurements_count_most() -> None:
 def test_nothing_is_assumed_before_it_was_measured() -> None:
     estimate = FetchEstimate(BLOCK, CHUNK)
     assert estimate.is_worth_asking(1)
-    assert estimate.num_worthwhile([Tier.NVME] * 100) == 100, "computing may cost anything"
+    assert estimate.plan([Tier.NVME] * 100).num_blocks == 100, "computing may cost anything"
     estimate.computed(512, 0.5)
-    assert estimate.num_worthwhile([Tier.NVME] * 100) == PROBE_BLOCKS
-    assert estimate.num_worthwhile([Tier.DRAM] * 3) == 3
+    assert estimate.plan([Tier.NVME] * 100).num_blocks == PROBE_BLOCKS
+    assert estimate.plan([Tier.DRAM] * 3).num_blocks == 3
     estimate.fetched(Tier.DRAM, 8, 0.001)
-    assert estimate.num_worthwhile([Tier.DRAM] * 20 + [Tier.NVME] * 9) == 20, "first what is known"
+    assert estimate.plan([Tier.DRAM] * 20 + [Tier.NVME] * 9).num_blocks == 20, "first what is known"
 
 
 @given(
@@ -68,7 +68,7 @@ def test_what_is_fetched_is_never_slower_than_computing_it(
 ) -> None:
     estimate = learned(compute, dram, nvme)
     tiers = [Tier.DRAM] * num_dram + [Tier.NVME] * num_nvme
-    count = estimate.num_worthwhile(tiers)
+    count = estimate.plan(tiers).num_blocks
     taken = tiers[:count]
     cost = sum(
         line[0] + line[1] * taken.count(tier) for tier, line in ((Tier.DRAM, dram), (Tier.NVME, nvme)) if tier in taken
@@ -85,7 +85,7 @@ def saving(compute: float, dram: tuple[float, float], nvme: tuple[float, float],
 
 def test_a_store_that_loses_is_tried_again_now_and_then() -> None:
     estimate = learned(1e-6, (0.1, 0.1), (0.1, 0.1))
-    counts = [estimate.num_worthwhile([Tier.DRAM] * 50) for _ in range(3 * SKIPS_BEFORE_PROBE)]
+    counts = [estimate.plan([Tier.DRAM] * 50).num_blocks for _ in range(3 * SKIPS_BEFORE_PROBE)]
     assert counts.count(PROBE_BLOCKS) == 3
     assert counts.count(0) == len(counts) - 3
 
@@ -94,3 +94,34 @@ def test_nobody_is_asked_when_even_the_best_answer_would_lose() -> None:
     estimate = learned(1e-4, (0.002, 0.0001), (0.01, 0.001))
     assert not estimate.is_worth_asking(1)
     assert estimate.is_worth_asking(10)
+
+
+def test_what_stands_in_the_way_counts_as_much_as_it_can_cost() -> None:
+    # 50 blocks: 80 ms to compute, 20 ms to fetch from memory, 60 ms from the disk
+    estimate = learned(1e-4, (0.0, 0.0004), (0.0, 0.0012))
+    dram, nvme = [Tier.DRAM] * 50, [Tier.NVME] * 50
+    assert estimate.plan(dram, line=Line(2, 10.0)).num_blocks == 50, "three in turn: 60 ms"
+    assert estimate.plan(dram, line=Line(4, 10.0)).num_blocks == 0, "five in turn: 100 ms"
+    assert estimate.plan(dram, line=Line(4, 0.02)).num_blocks == 50, "which are nearly done"
+    assert estimate.plan(nvme, line=Line(disk_seconds=0.01)).num_blocks == 50
+    assert estimate.plan(nvme, line=Line(disk_seconds=0.03)).num_blocks == 0
+    assert estimate.plan(dram, line=Line(disk_seconds=9.0)).num_blocks == 50, "they lie in memory"
+    assert estimate.is_worth_asking(50, line=Line(2, 10.0))
+    assert not estimate.is_worth_asking(50, line=Line(4, 10.0))
+
+
+def test_patience_is_what_would_be_won() -> None:
+    estimate = learned(1e-4, (0.0, 0.0004), (0.0, 0.0012))
+    plan = estimate.plan([Tier.DRAM] * 50)
+    assert plan.seconds == pytest.approx(0.02, rel=0.05)
+    assert plan.patience_seconds == pytest.approx(0.06, rel=0.05)
+    assert AlwaysFetch(BLOCK, CHUNK).plan([Tier.DRAM] * 50).patience_seconds == float("inf")
+
+
+def test_a_probe_waits_for_nobody_and_nothing_known_to_lose_is_fetched_for_it() -> None:
+    estimate = FetchEstimate(BLOCK, CHUNK)
+    estimate.computed(512, 0.0512)
+    probe = estimate.plan([Tier.DRAM] * 20)
+    assert (probe.num_blocks, probe.patience_seconds) == (PROBE_BLOCKS, 0.0)
+    estimate.fetched(Tier.DRAM, 8, 0.8)
+    assert estimate.plan([Tier.DRAM] * 20 + [Tier.NVME] * 9).num_blocks == 0

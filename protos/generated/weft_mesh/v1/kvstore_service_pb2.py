@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from weft_mesh.v1 import common_pb2 as weft__mesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"weft_mesh/v1/kvstore_service.proto\x12\x0cweft_mesh.v1\x1a\x19weft_mesh/v1/common.proto\"\x11\n\x0f\x44\x65scribeRequest\"\xd2\x01\n\x10\x44\x65scribeResponse\x12\x16\n\x0emaster_address\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x15\n\rsegment_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\x04\x12\x10\n\x08protocol\x18\x05 \x01(\t\x12\x17\n\x0fnum_disk_blocks\x18\x06 \x01(\x04\x12\x12\n\nused_bytes\x18\x07 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x08 \x01(\x04\x12\x17\n\x0f\x64isk_used_bytes\x18\t \x01(\x04\"?\n\x0cMatchRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x0c\n\x04\x65\x61\x63h\x18\x03 \x01(\x08\"J\n\rMatchResponse\x12\x11\n\tchecksums\x18\x01 \x03(\x06\x12&\n\x05tiers\x18\x02 \x03(\x0e\x32\x17.weft_mesh.v1.StoreTier\"3\n\x0ePromoteRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\"\'\n\x0fPromoteResponse\x12\x14\n\x0cnum_promoted\x18\x01 \x01(\r\"P\n\x0ePublishRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12)\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x19.weft_mesh.v1.StoredBlock\"|\n\x0bStoredBlock\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x06\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06tenant\x18\x04 \x01(\x0c\x12*\n\tretention\x18\x05 \x01(\x0b\x32\x17.weft_mesh.v1.Retention\"\x11\n\x0fPublishResponse\"\x96\x01\n\x13ReportBlocksRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x13\n\x0bis_snapshot\x18\x05 \x01(\x08\x12\x0e\n\x06stored\x18\x06 \x03(\x0c\x12\x0f\n\x07removed\x18\x07 \x03(\x0c\"*\n\x14ReportBlocksResponse\x12\x12\n\nmust_begin\x18\x01 \x01(\x08\"2\n\rLocateRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\"E\n\x0bWorkerMatch\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"d\n\x0eLocateResponse\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.weft_mesh.v1.WorkerMatch\x12&\n\x05store\x18\x02 \x03(\x0e\x32\x17.weft_mesh.v1.StoreTier*Q\n\tStoreTier\x12\x1a\n\x16STORE_TIER_UNSPECIFIED\x10\x00\x12\x13\n\x0fSTORE_TIER_DRAM\x10\x01\x12\x13\n\x0fSTORE_TIER_NVME\x10\x02\x32\xc9\x03\n\x0eKvStoreService\x12I\n\x08\x44\x65scribe\x12\x1d.weft_mesh.v1.DescribeRequest\x1a\x1e.weft_mesh.v1.DescribeResponse\x12@\n\x05Match\x12\x1a.weft_mesh.v1.MatchRequest\x1a\x1b.weft_mesh.v1.MatchResponse\x12\x46\n\x07Promote\x12\x1c.weft_mesh.v1.PromoteRequest\x1a\x1d.weft_mesh.v1.PromoteResponse\x12\x46\n\x07Publish\x12\x1c.weft_mesh.v1.PublishRequest\x1a\x1d.weft_mesh.v1.PublishResponse\x12U\n\x0cReportBlocks\x12!.weft_mesh.v1.ReportBlocksRequest\x1a\".weft_mesh.v1.ReportBlocksResponse\x12\x43\n\x06Locate\x12\x1b.weft_mesh.v1.LocateRequest\x1a\x1c.weft_mesh.v1.LocateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"weft_mesh/v1/kvstore_service.proto\x12\x0cweft_mesh.v1\x1a\x19weft_mesh/v1/common.proto\"\x11\n\x0f\x44\x65scribeRequest\"\xd2\x01\n\x10\x44\x65scribeResponse\x12\x16\n\x0emaster_address\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x15\n\rsegment_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\x04\x12\x10\n\x08protocol\x18\x05 \x01(\t\x12\x17\n\x0fnum_disk_blocks\x18\x06 \x01(\x04\x12\x12\n\nused_bytes\x18\x07 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x08 \x01(\x04\x12\x17\n\x0f\x64isk_used_bytes\x18\t \x01(\x04\"?\n\x0cMatchRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x0c\n\x04\x65\x61\x63h\x18\x03 \x01(\x08\"c\n\rMatchResponse\x12\x11\n\tchecksums\x18\x01 \x03(\x06\x12&\n\x05tiers\x18\x02 \x03(\x0e\x32\x17.weft_mesh.v1.StoreTier\x12\x17\n\x0fpromote_wait_ms\x18\x03 \x01(\r\"3\n\x0ePromoteRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\":\n\x0fPromoteResponse\x12\x14\n\x0cnum_promoted\x18\x01 \x01(\r\x12\x11\n\twaited_ms\x18\x02 \x01(\r\"P\n\x0ePublishRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12)\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x19.weft_mesh.v1.StoredBlock\"|\n\x0bStoredBlock\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x06\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06tenant\x18\x04 \x01(\x0c\x12*\n\tretention\x18\x05 \x01(\x0b\x32\x17.weft_mesh.v1.Retention\"\x11\n\x0fPublishResponse\"\x96\x01\n\x13ReportBlocksRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x13\n\x0bis_snapshot\x18\x05 \x01(\x08\x12\x0e\n\x06stored\x18\x06 \x03(\x0c\x12\x0f\n\x07removed\x18\x07 \x03(\x0c\"*\n\x14ReportBlocksResponse\x12\x12\n\nmust_begin\x18\x01 \x01(\x08\"2\n\rLocateRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\"E\n\x0bWorkerMatch\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"d\n\x0eLocateResponse\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.weft_mesh.v1.WorkerMatch\x12&\n\x05store\x18\x02 \x03(\x0e\x32\x17.weft_mesh.v1.StoreTier*Q\n\tStoreTier\x12\x1a\n\x16STORE_TIER_UNSPECIFIED\x10\x00\x12\x13\n\x0fSTORE_TIER_DRAM\x10\x01\x12\x13\n\x0fSTORE_TIER_NVME\x10\x02\x32\xc9\x03\n\x0eKvStoreService\x12I\n\x08\x44\x65scribe\x12\x1d.weft_mesh.v1.DescribeRequest\x1a\x1e.weft_mesh.v1.DescribeResponse\x12@\n\x05Match\x12\x1a.weft_mesh.v1.MatchRequest\x1a\x1b.weft_mesh.v1.MatchResponse\x12\x46\n\x07Promote\x12\x1c.weft_mesh.v1.PromoteRequest\x1a\x1d.weft_mesh.v1.PromoteResponse\x12\x46\n\x07Publish\x12\x1c.weft_mesh.v1.PublishRequest\x1a\x1d.weft_mesh.v1.PublishResponse\x12U\n\x0cReportBlocks\x12!.weft_mesh.v1.ReportBlocksRequest\x1a\".weft_mesh.v1.ReportBlocksResponse\x12\x43\n\x06Locate\x12\x1b.weft_mesh.v1.LocateRequest\x1a\x1c.weft_mesh.v1.LocateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weft_mesh.v1.kvstore_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STORETIER']._serialized_start=1195
-  _globals['_STORETIER']._serialized_end=1276
+  _globals['_STORETIER']._serialized_start=1239
+  _globals['_STORETIER']._serialized_end=1320
   _globals['_DESCRIBEREQUEST']._serialized_start=79
   _globals['_DESCRIBEREQUEST']._serialized_end=96
   _globals['_DESCRIBERESPONSE']._serialized_start=99
@@ -41,27 +41,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MATCHREQUEST']._serialized_start=311
   _globals['_MATCHREQUEST']._serialized_end=374
   _globals['_MATCHRESPONSE']._serialized_start=376
-  _globals['_MATCHRESPONSE']._serialized_end=450
-  _globals['_PROMOTEREQUEST']._serialized_start=452
-  _globals['_PROMOTEREQUEST']._serialized_end=503
-  _globals['_PROMOTERESPONSE']._serialized_start=505
-  _globals['_PROMOTERESPONSE']._serialized_end=544
-  _globals['_PUBLISHREQUEST']._serialized_start=546
-  _globals['_PUBLISHREQUEST']._serialized_end=626
-  _globals['_STOREDBLOCK']._serialized_start=628
-  _globals['_STOREDBLOCK']._serialized_end=752
-  _globals['_PUBLISHRESPONSE']._serialized_start=754
-  _globals['_PUBLISHRESPONSE']._serialized_end=771
-  _globals['_REPORTBLOCKSREQUEST']._serialized_start=774
-  _globals['_REPORTBLOCKSREQUEST']._serialized_end=924
-  _globals['_REPORTBLOCKSRESPONSE']._serialized_start=926
-  _globals['_REPORTBLOCKSRESPONSE']._serialized_end=968
-  _globals['_LOCATEREQUEST']._serialized_start=970
-  _globals['_LOCATEREQUEST']._serialized_end=1020
-  _globals['_WORKERMATCH']._serialized_start=1022
-  _globals['_WORKERMATCH']._serialized_end=1091
-  _globals['_LOCATERESPONSE']._serialized_start=1093
-  _globals['_LOCATERESPONSE']._serialized_end=1193
-  _globals['_KVSTORESERVICE']._serialized_start=1279
-  _globals['_KVSTORESERVICE']._serialized_end=1736
+  _globals['_MATCHRESPONSE']._serialized_end=475
+  _globals['_PROMOTEREQUEST']._serialized_start=477
+  _globals['_PROMOTEREQUEST']._serialized_end=528
+  _globals['_PROMOTERESPONSE']._serialized_start=530
+  _globals['_PROMOTERESPONSE']._serialized_end=588
+  _globals['_PUBLISHREQUEST']._serialized_start=590
+  _globals['_PUBLISHREQUEST']._serialized_end=670
+  _globals['_STOREDBLOCK']._serialized_start=672
+  _globals['_STOREDBLOCK']._serialized_end=796
+  _globals['_PUBLISHRESPONSE']._serialized_start=798
+  _globals['_PUBLISHRESPONSE']._serialized_end=815
+  _globals['_REPORTBLOCKSREQUEST']._serialized_start=818
+  _globals['_REPORTBLOCKSREQUEST']._serialized_end=968
+  _globals['_REPORTBLOCKSRESPONSE']._serialized_start=970
+  _globals['_REPORTBLOCKSRESPONSE']._serialized_end=1012
+  _globals['_LOCATEREQUEST']._serialized_start=1014
+  _globals['_LOCATEREQUEST']._serialized_end=1064
+  _globals['_WORKERMATCH']._serialized_start=1066
+  _globals['_WORKERMATCH']._serialized_end=1135
+  _globals['_LOCATERESPONSE']._serialized_start=1137
+  _globals['_LOCATERESPONSE']._serialized_end=1237
+  _globals['_KVSTORESERVICE']._serialized_start=1323
+  _globals['_KVSTORESERVICE']._serialized_end=1780
 # @@protoc_insertion_point(module_scope)

@@ -157,6 +157,9 @@ class MatchResponse(_message.Message):
 
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
+    PROMOTE_WAIT_MS_FIELD_NUMBER: _builtins.int
+    promote_wait_ms: _builtins.int
+    """How long a Promote that is called now would wait for others, in milliseconds: an estimate."""
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """xxh3_64 of each matched block, from the first key on; its length is the length of the match, or that of the keys."""
@@ -170,10 +173,11 @@ class MatchResponse(_message.Message):
         *,
         checksums: _abc.Iterable[_builtins.int] | None = ...,
         tiers: _abc.Iterable[Global___StoreTier.ValueType] | None = ...,
+        promote_wait_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "promote_wait_ms", b"promote_wait_ms", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -214,16 +218,20 @@ class PromoteResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_PROMOTED_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
     num_promoted: _builtins.int
     """So many leading keys are in memory now, under the checksums that Match gave."""
+    waited_ms: _builtins.int
+    """So long it waited for others, in milliseconds."""
     def __init__(
         self,
         *,
         num_promoted: _builtins.int = ...,
+        waited_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_promoted", b"num_promoted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_promoted", b"num_promoted", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
