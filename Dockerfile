@@ -28,7 +28,9 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends libibverbs1 librdmacm1 libnuma1 libcurl4 liburing2 \
         $([ "$MOONCAKE" = cpu ] || echo gcc libc6-dev) \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --system --uid 10001 --create-home weft
+    && useradd --system --uid 10001 --create-home weft \
+    # a new volume takes over whose this is
+    && install -d -o weft -g weft -m 700 /kv
 COPY --from=build /opt/weft /opt/weft
 ENV PATH=/opt/weft/bin:$PATH WEFT_KERNEL_CACHE=/opt/weft/kernels PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER weft

@@ -5,7 +5,8 @@
 
 Starts a mesh of its own and asks everything once undisturbed: those answers are the oracle. Then clients ask at random,
 a fifth of them leaves midway, and one worker after the other is killed or frozen, for less or for more than its lease.
-Ends with status 1 when a token was wrong, a request hung, or a block is missing on a worker once all is quiet.
+Ends with status 1 when a token was wrong, a request hung, more than 1 in 1,000 failed, or a block is missing on a
+worker once all is quiet.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ LONGEST_STAY_SECONDS = 2.0
 # a request may wait for a worker to be noticed, started again and filled; after this long it never will end
 HUNG_SECONDS = 180.0
 LEASE_SECONDS = 3.0
+# for a moment no worker of a role may be known to live: a 503
+MAX_FAILED_SHARE = 0.001
+BAR = "0 wrong, 0 hung, 0 blocks lost, 1 in 1,000 failed at most"
 # a frozen worker wakes within its lease, or long after everybody has given it up
 FREEZE_SECONDS = (0.5, 1.5, 8.0, 15.0)
 
@@ -154,8 +158,9 @@ async def run(mesh: LocalMesh, options: Options) -> tuple[Tally, dict[str, int]]
 
 
 def is_sound(tally: Tally, missing: dict[str, int]) -> bool:
-    """Nothing wrong, nothing stuck, nothing lost."""
-    return not (tally.wrong or tally.hung or missing)
+    """Nothing wrong, nothing stuck, nothing lost, and hardly anybody sent away: one that was gets no token."""
+    has_served = tally.ends["failed"] <= MAX_FAILED_SHARE * tally.num_ended and tally.ends["right"] > 0
+    return has_served and not (tally.wrong or tally.hung or missing)
 
 
 def render(tally: Tally, missing: dict[str, int], seconds: float) -> Table:
@@ -166,7 +171,7 @@ def render(tally: Tally, missing: dict[str, int], seconds: float) -> Table:
     table.add_row("wrong answers", str(len(tally.wrong)))
     table.add_row("requests that hung", str(len(tally.hung)))
     table.add_row("blocks missing when all is quiet", str(sum(missing.values())))
-    table.add_row("in sum", verdict(is_sound(tally, missing), "0 wrong, 0 hung, 0 blocks lost"))
+    table.add_row("in sum", verdict(is_sound(tally, missing), BAR))
     for error, count in tally.errors.most_common(8):
         table.add_row("error", f"{count} x {error}")
     for wrong in tally.wrong[:8]:

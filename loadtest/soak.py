@@ -5,7 +5,8 @@
 
 Measures first how many requests a second the mesh answers, then sends half as many, a tenth of them left midway. The
 slope is a straight line through the last two thirds of the samples: before that, caches fill and libraries warm up.
-Flat is what grows by less than a hundredth of itself or 1 MiB an hour; less than an hour shows caches that fill.
+Flat is what grows by less than a hundredth of itself or 1 MiB an hour; less than an hour shows caches that fill. Ends
+with status 1 when a process grew, a request failed, or a block is missing on a worker once all is quiet.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ LEAVING_SHARE = 0.1
 SAMPLE_SECONDS = 5.0
 MAX_IN_FLIGHT = 64
 FLAT_SHARE, FLAT_MIB, TELLING_MINUTES = 0.01, 1.0, 60.0
+LEAST_SAMPLES = 6  # of a process, to have a slope
 MIB = 2**20
 Samples = dict[str, list[tuple[float, float]]]
 
@@ -103,6 +105,22 @@ def slope(samples: Sequence[tuple[float, float]]) -> float:
     return 3600 * sum((x - mean_x) * (y - mean_y) for x, y in tail) / spread if spread else 0.0
 
 
+def is_flat(samples: Sequence[tuple[float, float]]) -> bool:
+    """Grows by no more than the bar an hour."""
+    return slope(samples) < max(FLAT_MIB, FLAT_SHARE * samples[-1][1])
+
+
+def troubles(samples: Samples, counts: dict[str, int], missing: dict[str, int], minutes: float) -> list[str]:
+    """What is not as it should be; of memory only where there was time to tell."""
+    found = [f"blocks are missing: {missing}"] if missing else []
+    if counts["failed"] or not counts["answered"]:
+        found.append(f"{counts['failed']} requests failed, {counts['answered']} were answered")
+    if minutes >= TELLING_MINUTES:
+        long_lived = {name: values for name, values in samples.items() if len(values) >= LEAST_SAMPLES}
+        found += [f"{name} grows" for name, values in sorted(long_lived.items()) if not is_flat(values)]
+    return found
+
+
 def render(samples: Samples, counts: dict[str, int], minutes: float) -> Table:
     """A row a process."""
     told = ", ".join(f"{count} {end}" for end, count in sorted(counts.items()))
@@ -110,10 +128,10 @@ def render(samples: Samples, counts: dict[str, int], minutes: float) -> Table:
     for heading in ("process", "MiB at a third", "MiB at the end", "slope, MiB an hour", "an hour, % of itself", ""):
         table.add_column(heading, justify="left" if heading == "process" else "right")
     for name, values in sorted(samples.items()):
-        if len(values) < 6:
+        if len(values) < LEAST_SAMPLES:
             continue
         begin, end, rise = values[len(values) // 3][1], values[-1][1], slope(values)
-        told = verdict(rise < max(FLAT_MIB, FLAT_SHARE * end), "flat") if minutes >= TELLING_MINUTES else ""
+        told = verdict(is_flat(values), "flat") if minutes >= TELLING_MINUTES else ""
         table.add_row(name, f"{begin:.1f}", f"{end:.1f}", f"{rise:+.2f}", f"{100 * rise / end:+.2f}", told)
     return table
 
@@ -149,8 +167,8 @@ def main() -> None:
     Console(width=None if sys.stdout.isatty() else 120).print(render(samples, counts, options.minutes))
     if options.out:
         Path(options.out).write_text(json.dumps(samples))
-    if missing:
-        sys.exit(f"blocks are missing: {missing}")
+    if found := troubles(samples, counts, missing, options.minutes):
+        sys.exit(f"soak: {'; '.join(found)}")
 
 
 if __name__ == "__main__":

@@ -155,6 +155,12 @@ TIER_EVICTIONS = Counter(
     ["tier", "reason"],
     registry=REGISTRY,
 )
+DISK_FAILURES = Counter(
+    "weft_kv_disk_failures",
+    "Failures of the disk tier: scan (a segment that cannot be read at the start), write",
+    ["what"],
+    registry=REGISTRY,
+)
 INDEX_BLOCKS = Gauge("weft_kv_index_blocks", "Blocks in the index of workers' pools", registry=REGISTRY)
 INDEX_RESYNCS = Counter("weft_kv_index_resyncs", "Workers told to begin anew with a snapshot", registry=REGISTRY)
 

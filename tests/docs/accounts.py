@@ -42,6 +42,8 @@ UP: dict[str, str] = {
     "--port": "mesh/conftest.py::mesh",
     "--host": "weft/cli/test_main.py::test_up_opens_no_listener_to_others_without_keys",
     "--open": "services/gateway/test_keys.py::test_a_listener_that_others_can_reach_wants_keys",
+    "--disk": "weft/cli/test_mesh.py::test_the_store_is_told_of_its_disk",
+    "--disk-gib": "weft/cli/test_mesh.py::test_the_store_is_told_of_its_disk",
     "--weights-from": TWO_NODES,
     "--weights-listen": TWO_NODES,
 }

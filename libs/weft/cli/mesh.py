@@ -53,6 +53,8 @@ class MeshOptions:
     keys: str = ""
     is_open: bool = False
     has_tls: bool = False
+    disk: Path | None = None
+    disk_gib: int = 8
     weights_from: str = ""
     weights_listen: str = ""
     log_level: str = "info"
@@ -147,7 +149,7 @@ def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
     """The children of `weft up`, in the order in which people think of them."""
     stores = [_valkey(at), _service("scheduler", at.scheduler, _common(options, at))]
     if options.has_store:
-        own = {**_common(options, at), "WEFT_MASTER_PORT": str(at.master_port)}
+        own = {**_common(options, at), **_disk(options), "WEFT_MASTER_PORT": str(at.master_port)}
         stores.append(_service("kvstore", at.kvstore, own))
     stores.append(_weights(options, at))
     workers = [
@@ -199,6 +201,13 @@ def _patient(options: MeshOptions, spec: ChildSpec) -> ChildSpec:
     """The same, of a process that is not ready before weights have been read."""
     is_seen = options.log_level in ("debug", "info")
     return replace(spec, start_seconds=WORKER_START_SECONDS if is_seen else BLIND_START_SECONDS, heeds_progress=True)
+
+
+def _disk(options: MeshOptions) -> dict[str, str]:
+    """Nothing where it is not asked for: variables of the user's own hold then."""
+    if options.disk is None:
+        return {}
+    return {"WEFT_DISK_PATH": str(options.disk.resolve()), "WEFT_DISK_BYTES": str(options.disk_gib << 30)}
 
 
 def _service(name: str, address: str, environ: Mapping[str, str]) -> ChildSpec:

@@ -124,8 +124,8 @@ def up(options: MeshOptions, picture: Path | None = None) -> int:
     began = time.time()
     _check_options(options, picture)
     trouble = mooncake_trouble()
-    if trouble and options.transport == "mooncake":
-        raise UsageError(f"--transport mooncake: {trouble}")
+    if trouble and (wanting := _wanting_mooncake(options)):
+        raise UsageError(f"{wanting}: {trouble}")
     options = replace(options, has_store=not trouble, gpus=usable_gpus(os.environ))
     try:
         at = pick_addresses(options)
@@ -166,6 +166,13 @@ def _check_options(options: MeshOptions, picture: Path | None) -> None:
         raise UsageError("a model needs --prefill 1 and --decode 1 at least, or --both 1")
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise UsageError(f"{' and '.join(missing)} must be installed: pip install 'weft[engine,local]', or make serve")
+
+
+def _wanting_mooncake(options: MeshOptions) -> str:
+    """The option that cannot be had without; empty when there is none."""
+    if options.transport == "mooncake":
+        return "--transport mooncake"
+    return f"--disk {options.disk}" if options.disk is not None else ""
 
 
 def _draw(timeline: Timeline, picture: Path | None, display: Display) -> None:

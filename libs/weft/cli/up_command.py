@@ -70,6 +70,10 @@ def up(
     threads: Annotated[int, typer.Option(min=0, help="torch threads a worker; 0 shares the cores.")] = 0,
     keys: Annotated[str, typer.Option(envvar="WEFT_KEYS", help="API keys that are asked for; see `weft keys`.")] = "",
     is_open: Annotated[bool, typer.Option("--open", help="Without keys, whoever may reach it.")] = False,
+    disk: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Cached blocks are kept there, too, over restarts.")
+    ] = None,
+    disk_gib: Annotated[int, typer.Option(min=1, help="What they may take of it.")] = 8,
     weights_from: Annotated[str, typer.Option(help="HOST:PORT of a mesh that may hold the weights in memory.")] = "",
     weights_listen: Annotated[str, typer.Option(help="HOST:PORT where other meshes may read the weights.")] = "",
     timeline: Annotated[Path | None, typer.Option(help="Write a picture (SVG) of how the start went here.")] = None,
@@ -97,6 +101,8 @@ def up(
             keys=keys,
             is_open=is_open,
             has_tls=bool(os.environ.get("WEFT_TLS_CERT")),
+            disk=disk,
+            disk_gib=disk_gib,
             weights_from=weights_from,
             weights_listen=weights_listen,
             log_level=log_level,

@@ -8,7 +8,8 @@ from weft.config import ConfigError, describe, read_config
 from weft.rpc.server import RpcServer, run, until_signal
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 from weft_services.kvstore.config import Config
-from weft_services.kvstore.disk import DiskLimits, DiskTier
+from weft_services.kvstore.disk import DiskTier
+from weft_services.kvstore.disk_index import DiskLimits
 from weft_services.kvstore.node import NodeStore, Place
 from weft_services.kvstore.places import PlaceIndex
 from weft_services.kvstore.service import SERVICE_NAME, KvStoreServicer
@@ -31,16 +32,17 @@ async def main() -> None:
     metrics_port = metrics.expose(config.host, config.metrics_port)
     logging.info("listening at=%s metrics=%d", await rpc.start(config.host, config.port), metrics_port)
     try:
-        await until_signal(store.run(), _sweep(places))
+        await until_signal(store.run(), _sweep(places, store))
         await rpc.stop(grace_seconds=0.5)
     finally:
         if disk is not None:
             await asyncio.to_thread(disk.close)
 
 
-async def _sweep(places: PlaceIndex) -> None:
-    """Forget workers that fell silent, and let the loop have its turn."""
+async def _sweep(places: PlaceIndex, store: NodeStore) -> None:
+    """Forget workers that fell silent and some of the blocks that are too old, and let the loop have its turn."""
     while True:
+        store.sweep()
         for _ in places.sweep():
             await asyncio.sleep(0)
         await asyncio.sleep(SWEEP_SECONDS)

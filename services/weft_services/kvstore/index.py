@@ -11,6 +11,7 @@ from weft import metrics
 from weft.request import KEEP, Retention
 
 MAX_BLOCKS = 262_144  # about 100 MB
+SWEEP_BLOCKS = 4096
 Name = tuple[bytes, bytes]  # of a block: the digest of its model's fingerprint, its key
 
 
@@ -49,6 +50,7 @@ class BlockIndex:
         self._used_at: dict[Name, float] = {}  # of those whose idle time counts
         self._tenant_bytes: Counter[bytes] = Counter()
         self._tenant_names: dict[bytes, OrderedDict[Name, None]] = {}  # only where tenants are limited
+        self._to_sweep: list[Name] = []
         self.used_bytes = 0
 
     def __len__(self) -> int:
@@ -94,6 +96,19 @@ class BlockIndex:
             if self._blocks.get((fingerprint, block.key)) == block:
                 self._evict((fingerprint, block.key), "gone")
         self._tell()
+
+    def sweep(self) -> list[tuple[bytes, StoredBlock]]:
+        """Forget what is too old among the next few thousand blocks, which is returned; call it now and then."""
+        if not self._to_sweep and (self._used_at or self._limits.ttl_seconds):
+            self._to_sweep = list(self._blocks)
+        gone = [
+            self._evict(name, "expired")
+            for name in self._to_sweep[-SWEEP_BLOCKS:]
+            if (block := self._blocks.get(name)) is not None and self._is_too_old(name, block)
+        ]
+        del self._to_sweep[-SWEEP_BLOCKS:]
+        self._tell()
+        return gone
 
     def clear(self) -> None:
         """The store has been started anew."""

@@ -19,7 +19,7 @@ from weft.kv.tiers import Tier
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.index import BlockIndex, IndexLimits, StoredBlock
 from weft_services.kvstore.master import Master
-from weft_services.kvstore.mover import STAGING_BYTES, Mover
+from weft_services.kvstore.mover import STAGING_BYTES, Mover, Promotion
 from weft_services.kvstore.remover import Remover
 
 logger = logging.getLogger(__name__)
@@ -132,15 +132,28 @@ class NodeStore:
             running.mover.spill(fingerprint, blocks)
         running.remover.remove(self.index.add(fingerprint, blocks))
 
-    async def promote(self, fingerprint: bytes, keys: Sequence[bytes]) -> int:
-        """Bring blocks up from the disk; how many leading ones are in memory now. Raises PeerLost, Overloaded."""
+    @property
+    def promote_wait_seconds(self) -> float:
+        """How long blocks that are to come up from the disk would wait for others."""
+        mover = self._running.mover if self._running is not None else None
+        return mover.promote_wait_seconds if mover is not None else 0.0
+
+    async def promote(self, fingerprint: bytes, keys: Sequence[bytes]) -> Promotion:
+        """Bring blocks up from the disk. Raises PeerLost, Overloaded."""
         mover = self.running.mover
         if mover is None:
-            return 0
+            return Promotion()
         try:
             return await mover.promote(fingerprint, keys)
         except StoreLost as error:
             raise PeerLost(f"the store does not answer: {error}") from error
+
+    def sweep(self) -> None:
+        """Let go of some blocks that are too old, in memory and on disk; call it now and then."""
+        if self._running is not None:
+            self._running.remover.remove(self.index.sweep())
+        if self.disk is not None:
+            self.disk.sweep()
 
     def known_run(self, fingerprint: bytes, keys: Sequence[bytes]) -> Iterator[Tier]:
         """Where the leading blocks should be; the store itself is not asked."""
@@ -165,7 +178,9 @@ class NodeStore:
             for block, is_there in zip(known, exist, strict=True)
             if is_there
         }
-        return [in_memory.get(key) or self._on_disk(fingerprint, key) for key in keys]
+        # the disk is asked about all: what is used in memory is used there, too
+        on_disk = [self._on_disk(fingerprint, key) for key in keys]
+        return [in_memory.get(key) or below for key, below in zip(keys, on_disk, strict=True)]
 
     def _on_disk(self, fingerprint: bytes, key: bytes) -> Found | None:
         header = self.disk.find(fingerprint, key) if self.disk is not None else None

@@ -10,6 +10,7 @@ import xxhash
 # magic, fingerprint, tenant, length of the key, key, 3 bytes of padding, idle seconds, size, checksum, time of storing
 _FIELDS = struct.Struct("<8s16s8sB64s3xIQQd")
 _SUM = struct.Struct("<Q")
+FINGERPRINT_BYTES = 16
 HEADER_BYTES = _FIELDS.size + _SUM.size
 _MAGIC = b"weftkv01"
 

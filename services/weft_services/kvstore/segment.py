@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import xxhash
 from weft_services.kvstore.record import HEADER_BYTES, RecordHeader, pack, unpack
 
 SUFFIX = ".kvlog"
+NAME = re.compile(rf"[0-9a-f]{{16}}{SUFFIX}")
 
 
 class Segment:
@@ -95,9 +97,9 @@ class Segment:
         return xxhash.xxh3_64_intdigest(body) == header.checksum
 
 
-def open_segments(directory: Path) -> list[Segment]:
-    """All segments of a directory, the oldest first. Raises OSError."""
-    return [Segment(path) for path in sorted(directory.glob("*" + SUFFIX))]
+def segment_paths(directory: Path) -> list[Path]:
+    """Of all segments in a directory, the oldest first. Raises OSError."""
+    return sorted(path for path in directory.glob("*" + SUFFIX) if NAME.fullmatch(path.name))
 
 
 def new_segment(directory: Path, number: int) -> Segment:

@@ -7,7 +7,7 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weft_services.kvstore.disk import DiskLimits, DiskTier
+from weft import metrics
+from weft_services.kvstore.disk import DiskTier
+from weft_services.kvstore.disk_index import DiskIndex, DiskLimits
 from weft_services.kvstore.record import HEADER_BYTES, RecordHeader, pack, unpack
 
 MODEL = b"m" * 16
@@ -234,12 +236,100 @@ async def test_a_block_with_a_time_of_its_own_ages_from_its_last_use_and_over_a_
     again.close()
 
 
-async def test_a_tenant_over_its_quota_loses_its_own_oldest_blocks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_others", [1, 5])
+async def test_a_tenant_over_its_quota_loses_its_own_oldest_blocks_and_nobody_else_any(
+    tmp_path: Path, num_others: int
+) -> None:
     disk = await opened(tmp_path, max_bytes=200 * RECORD, tenant_share=0.1)
-    assert await disk.write([record(number, b"small") for number in range(5)]) == 5
-    assert await disk.write([record(number, b"greedy") for number in range(100, 160)]) == 60
-    assert there(disk, range(5)) == [*range(5)]
-    assert there(disk, range(100, 160)) == [*range(140, 160)]
+    for number in range(20 * num_others):
+        # of five and more, no two records in a row are one tenant's
+        assert await disk.write([record(number, b"small %d" % (number % num_others))]) == 1
+        assert await disk.write([record(1000 + number, b"greedy")]) == 1
+    for number in range(2000, 3000):
+        assert await disk.write([record(number, b"greedy")]) == 1
+    for again in range(2):
+        assert there(disk, range(20 * num_others)) == [*range(20 * num_others)]
+        assert there(disk, range(1000, 3000)) == [*range(2980, 3000)], "forgotten ones stay so over a restart"
+        assert await read(disk, [*range(20 * num_others)]) == 20 * num_others
+        assert sum(file.stat().st_size for file in files(tmp_path)) == disk.used_bytes <= 200 * RECORD
+        disk.close()
+        if not again:
+            disk = await opened(tmp_path, max_bytes=200 * RECORD, tenant_share=0.1)
+
+
+async def test_what_the_books_take_does_not_grow_with_what_was_forgotten(tmp_path: Path) -> None:
+    disk = await opened(tmp_path, max_bytes=600 * RECORD, tenant_share=0.02)
+    sizes = []
+    for lap in range(6):
+        for number in range(2000):
+            tenant = b"%d" % (number % 50)
+            await disk.write([record(2000 * lap + number, tenant)])
+        sizes.append(num_held(disk._index))
+    assert len(disk) <= 600
+    assert max(sizes) <= 1.2 * sizes[0]
+    disk.close()
+
+
+def num_held(index: DiskIndex) -> int:
+    """Everything in all of its books."""
+    books: tuple[Sized, ...] = (index._blocks, index._names_of, index._tenant_names, index._tenant_bytes, index._shared)
+    return sum(map(len, books)) + sum(
+        len(inner) for book in (index._names_of, index._tenant_names) for inner in book.values()
+    )
+
+
+async def test_the_index_is_bounded_in_blocks_also_at_the_start(tmp_path: Path) -> None:
+    disk = await opened(tmp_path, max_bytes=160 * RECORD)
+    await written(disk, range(120))
+    disk.close()
+    disk = await opened(tmp_path, max_bytes=160 * RECORD, max_blocks=50)
+    assert 0 < len(disk) <= 50
+    await written(disk, range(200, 300))
+    assert 0 < len(disk) <= 50
+    assert there(disk, [299]) == [299], "the newest are kept"
+    assert await read(disk, there(disk, range(300))) == len(disk)
+    disk.close()
+
+
+async def test_a_segment_that_cannot_be_read_is_dropped_and_the_others_serve_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = await opened(tmp_path, max_bytes=160 * RECORD)
+    await written(disk, range(30))
+    disk.close()
+    bad = sorted(files(tmp_path))[1]
+    real, inode = os.pread, bad.stat().st_ino
+
+    def broken(fd: int, length: int, offset: int) -> bytes:
+        if os.fstat(fd).st_ino == inode and offset > 2 * RECORD:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, length, offset)
+
+    failures = metrics.DISK_FAILURES.labels("scan")._value
+    before = failures.get()
+    monkeypatch.setattr(os, "pread", broken)
+    disk = await opened(tmp_path, max_bytes=160 * RECORD)
+    assert there(disk, range(30)) == [*range(10), *range(20, 30)]
+    assert failures.get() == before + 1
+    assert bad.name in caplog.text
+    assert not bad.exists()
+    await written(disk, range(40, 60))
+    assert await read(disk, [0, 9, 20, 29, 40, 59]) == 6
+    disk.close()
+
+
+async def test_what_is_too_old_is_forgotten_also_when_nobody_asks(tmp_path: Path) -> None:
+    now = 1000.0
+    disk = DiskTier(tmp_path, DiskLimits(MIB), clock=lambda: now)
+    await disk.open()
+    for number in range(20):
+        header, data = record(number)
+        await disk.write([(replace(header, idle_seconds=60 * (number % 2)), data)])
+    disk.sweep()
+    assert len(disk) == 20
+    now += 61
+    disk.sweep()
+    assert len(disk) == 10
     disk.close()
 
 

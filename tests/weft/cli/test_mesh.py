@@ -15,6 +15,7 @@ from weft.cli.ports import INTERNAL_PORTS, PortTaken, check_port, free_ports
 from weft.cli.supervisor import ChildSpec
 from weft.config import read_config, read_models
 from weft.worker.config import WeightsForm, WorkerConfig
+from weft_services.kvstore.config import Config
 
 ONE = {"m": Path("/m")}
 AT = Addresses(
@@ -55,6 +56,18 @@ def test_peers_are_told_each_others_addresses() -> None:
     assert worker["WEFT_KVSTORE_ADDR"] == AT.kvstore
     assert specs["scheduler"].environ["WEFT_KVSTORE_ADDR"] == AT.kvstore
     assert specs["scheduler"].environ["WEFT_REDIS_URL"] == "redis://127.0.0.1:1/0"
+
+
+def test_the_store_is_told_of_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(options: MeshOptions) -> Config:
+        specs = {spec.name: spec for spec in mesh_specs(options, AT)}
+        return read_config(Config, specs["kvstore"].environ)
+
+    options = MeshOptions(ONE, disk=tmp_path / "kv", disk_gib=3)
+    assert (told(options).disk_path, told(options).disk_bytes) == (tmp_path / "kv", 3 << 30)
+    assert told(MeshOptions(ONE)).disk_path is None
+    monkeypatch.setenv("WEFT_DISK_PATH", str(tmp_path))
+    assert told(MeshOptions(ONE)).disk_path == tmp_path, "the user's own variable"
 
 
 def test_workers_are_told_how_weights_stay_in_memory() -> None:

@@ -15,7 +15,7 @@ from tests.weft.worker.pool import BLOCK_BYTES, Worker, content, key, working
 from weft.kv.tiers import Tier
 from weft.request import Retention
 from weft.worker.store_get import Fetched, Wanted
-from weft_services.kvstore.segment import open_segments
+from weft_services.kvstore.segment import Segment, segment_paths
 
 SECONDS = 10.0
 NUMBERS = [*range(40)]
@@ -89,7 +89,7 @@ async def test_what_must_stay_in_memory_never_goes_to_the_disk_and_what_has_its_
         await until("the others are on disk", lambda: disk_bytes(tmp_path) >= 5 * BLOCK_BYTES)
         assert (await fetch(worker, NUMBERS[:10])).by_tier == {Tier.DRAM: 10}
         copy = shutil.copytree(tmp_path / "disk", tmp_path / "copy")
-        headers = [header for segment in open_segments(copy) for _, header in segment.records()]
+        headers = [header for path in segment_paths(copy) for _, header in Segment(path).records()]
         assert [(header.key, header.idle_seconds) for header in headers] == [(key(n), 3600) for n in NUMBERS[5:10]]
 
 

@@ -1,0 +1,54 @@
+"""What long runs say of themselves: a run that went badly never ends well."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import pytest
+from loadtest.chaos import Tally, is_sound
+from loadtest.soak import Samples, troubles
+
+MISSING = {"decode-0": 1}
+
+
+@pytest.mark.parametrize(
+    ("ends", "missing", "expected"),
+    [
+        ({"right": 9_000, "left": 1_000}, {}, True),
+        ({"right": 9_990, "failed": 10}, {}, True),
+        ({"right": 9_989, "failed": 11}, {}, False),
+        ({"failed": 10_000}, {}, False),
+        ({"left": 10_000}, {}, False),
+        ({}, {}, False),
+        ({"right": 10_000}, MISSING, False),
+    ],
+)
+def test_chaos_is_met_only_where_requests_were_answered(
+    ends: dict[str, int], missing: dict[str, int], expected: bool
+) -> None:
+    assert is_sound(Tally(ends=Counter(ends)), missing) is expected
+
+
+def test_a_wrong_or_a_hung_request_is_never_sound() -> None:
+    ends = Counter({"right": 10_000})
+    assert not is_sound(Tally(ends=ends, wrong=["one"]), {})
+    assert not is_sound(Tally(ends=ends, hung=["one"]), {})
+
+
+def grown(mib_an_hour: float, num_samples: int = 100) -> Samples:
+    hour = 3600 / num_samples
+    values = [(hour * number, 300 + mib_an_hour * number / num_samples) for number in range(num_samples)]
+    return defaultdict(list, {"gateway": values, "short-lived": values[:3]})
+
+
+def test_a_soak_tells_of_memory_that_grows_once_it_was_long_enough() -> None:
+    counts = defaultdict(int, answered=1000, left=100)
+    assert troubles(grown(2.0), counts, {}, 120) == []
+    assert troubles(grown(20.0), counts, {}, 120) == ["gateway grows"]
+    assert troubles(grown(20.0), counts, {}, 15) == []
+
+
+def test_a_soak_tells_of_failures_and_of_blocks_that_are_missing() -> None:
+    assert troubles(grown(0), defaultdict(int, answered=9, failed=1), {}, 120) == ["1 requests failed, 9 were answered"]
+    assert troubles(grown(0), defaultdict(int), {}, 15) == ["0 requests failed, 0 were answered"]
+    assert troubles(grown(0), defaultdict(int, answered=9), MISSING, 15) == ["blocks are missing: {'decode-0': 1}"]

@@ -1,0 +1,131 @@
+"""The node's store without Mooncake: an agent that has every block, a real disk, a clock set by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.services.kvstore.test_disk import MODEL, SIZE, key, record
+from weft.kv.tiers import Tier
+from weft.request import Retention
+from weft_services.kvstore.disk import DiskTier
+from weft_services.kvstore.disk_index import DiskLimits
+from weft_services.kvstore.index import BlockIndex, StoredBlock
+from weft_services.kvstore.mover import STAGING_BYTES, Mover
+from weft_services.kvstore.node import NodeStore, Place, Running
+from weft_services.kvstore.remover import Remover
+
+
+class Agent:
+    """Has everything; puts are held while `may_put` is not set."""
+
+    def __init__(self) -> None:
+        self.staging = memoryview(bytearray(STAGING_BYTES))
+        self.may_put = asyncio.Event()
+        self.put_names: list[str] = []
+        self.removed: list[str] = []
+
+    async def exist(self, names: Sequence[str], _: float) -> list[bool]:
+        return [True] * len(names)
+
+    async def put(self, names: Sequence[str], offsets: Sequence[int], size: int) -> list[int]:
+        await self.may_put.wait()
+        self.put_names += names
+        return [0] * len(names)
+
+    async def remove(self, names: Sequence[str]) -> list[int]:
+        self.removed += names
+        return [0] * len(names)
+
+
+class Scene:
+    """A store that runs."""
+
+    def __init__(self, directory: Path) -> None:
+        self.now = 1000.0
+        agent: Any = Agent()
+        self.agent: Any = agent
+        self.disk = DiskTier(directory, DiskLimits(1 << 22), clock=lambda: self.now)
+        self.store = NodeStore(Place("", "", 0, 1 << 20), self._announce, self.disk)
+        self.store.index = BlockIndex(clock=lambda: self.now)
+        self.mover = Mover(agent, self.disk, self.store._promoted)
+        remover = Remover(agent, self.store.index, self.mover.until_spilled)
+        master: Any = None
+        self.store._running = Running("boot", master, agent, remover, self.mover)
+
+    async def _announce(self, ready: bool) -> None:
+        raise AssertionError("nothing starts or ends")
+
+    async def tiers(self, numbers: Sequence[int]) -> list[Tier]:
+        return [found.tier for found in await self.store.match(MODEL, [key(number) for number in numbers])]
+
+
+@pytest.fixture
+async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+    scene = Scene(tmp_path)
+    await scene.disk.open()
+    yield scene
+    scene.disk.close()
+
+
+async def test_a_use_in_memory_begins_the_time_on_disk_anew(scene: Scene) -> None:
+    retention = Retention(60)
+    header, data = record(1, stored_at=scene.now)
+    header = type(header)(MODEL, b"", header.key, SIZE, header.checksum, scene.now, retention.idle_seconds)
+    assert await scene.disk.write([(header, data)]) == 1
+    scene.store.index.add(MODEL, [StoredBlock(key(1), header.checksum, SIZE, retention=retention)])
+    for _ in range(3):
+        scene.now += 50
+        assert await scene.tiers([1]) == [Tier.DRAM]
+    scene.store.index.clear()
+    assert await scene.tiers([1]) == [Tier.NVME], "the store was started anew"
+    scene.now += 61
+    assert await scene.tiers([1]) == []
+
+
+async def test_what_is_too_old_leaves_memory_also_when_nobody_asks(scene: Scene) -> None:
+    blocks = [StoredBlock(key(number), 7, SIZE, retention=Retention(60 * (number % 2))) for number in range(10)]
+    scene.store.index.add(MODEL, blocks)
+    removing = asyncio.create_task(scene.store.running.remover.run())
+    scene.store.sweep()
+    assert len(scene.store.index) == 10
+    scene.now += 61
+    scene.store.sweep()
+    assert len(scene.store.index) == 5
+    async with asyncio.timeout(5):
+        while len(scene.agent.removed) < 5:  # noqa: ASYNC110 (the task beside this one brings it about)
+            await asyncio.sleep(0)
+    removing.cancel()
+
+
+async def test_who_waits_for_the_disk_is_told_how_long_and_may_leave_the_line(scene: Scene) -> None:
+    await scene.disk.write([record(number) for number in range(40)])
+    assert scene.store.promote_wait_seconds == 0
+    scene.agent.may_put.set()
+    assert (await scene.store.promote(MODEL, [key(number) for number in range(10)])).num_blocks == 10
+    scene.agent.may_put.clear()
+
+    def promoting(first: int) -> asyncio.Task[Any]:
+        return asyncio.create_task(scene.store.promote(MODEL, [key(number) for number in range(first, first + 10)]))
+
+    running, waiting, leaving = (promoting(first) for first in (10, 20, 30))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    three = scene.store.promote_wait_seconds
+    assert three > 0
+    leaving.cancel()
+    await asyncio.wait({leaving})
+    assert scene.store.promote_wait_seconds == pytest.approx(three * 2 / 3)
+    running.cancel()
+    await asyncio.wait({running})
+    assert scene.store.promote_wait_seconds == pytest.approx(three * 2 / 3), "what has begun is done to the end"
+    scene.agent.may_put.set()
+    promotion = await waiting
+    assert (promotion.num_blocks, promotion.waited_seconds > 0) == (10, True)
+    assert scene.store.promote_wait_seconds == 0
+    assert await scene.tiers(range(30)) == [Tier.DRAM] * 30
+    assert await scene.tiers(range(30, 40)) == [Tier.NVME] * 10
