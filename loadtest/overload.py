@@ -85,7 +85,7 @@ class Step:
     @property
     def refused(self) -> list[Record]:
         """By a 429."""
-        return [record for record in self.records if record.error == REFUSED]
+        return [record for record in self.records if record.error.startswith(REFUSED)]
 
     def good(self, slo: Promise) -> list[Record]:
         """Answered as promised."""
@@ -93,7 +93,7 @@ class Step:
 
     def late(self, deadline: float) -> list[Record]:
         """Not refused, and not answered by their deadline, or not at all."""
-        rest = [record for record in self.records if record.error != REFUSED]
+        rest = [record for record in self.records if not record.error.startswith(REFUSED)]
         return [record for record in rest if record.error or record.ended - record.due > deadline]
 
 

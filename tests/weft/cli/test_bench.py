@@ -88,6 +88,12 @@ RECORDS = [
 ]
 
 
+def test_errors_of_one_kind_are_told_once() -> None:
+    said = ("HTTP 429: back in 1.25 s", "HTTP 503: no worker", "HTTP 429: back in 2.5 s", "ReadTimeout")
+    records = [Record(0.0, 0.0, [], 1.0, error=error) for error in said]
+    assert summarize(records, Promise()).errors == {said[0]: 2, said[1]: 1, said[3]: 1}
+
+
 def test_figures_are_what_one_computes_by_hand() -> None:
     figures = summarize(RECORDS, Promise(first_token=1.0, per_token=3.0))
     assert (figures.requests, figures.answered, figures.errors) == (3, 2, {"HTTP 429": 1})

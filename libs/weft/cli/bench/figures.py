@@ -66,7 +66,7 @@ def summarize(records: Sequence[Record], promise: Promise) -> Figures:
     return Figures(
         requests=len(records),
         answered=len(done),
-        errors=dict(Counter(record.error for record in records if record.error)),
+        errors=_errors(records),
         seconds=seconds,
         request_rate=len(done) / seconds,
         prompt_rate=prompt_tokens / seconds,
@@ -81,6 +81,17 @@ def summarize(records: Sequence[Record], promise: Promise) -> Figures:
             "whole answer": _latency([record.ended - record.due for record in done]),
         },
     )
+
+
+def _errors(records: Sequence[Record]) -> dict[str, int]:
+    """How many of each kind, in the words of the first one: the others may name other times, rates or ids."""
+    words: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for record in records:
+        if record.error:
+            kind = record.error.partition(":")[0]
+            counts[words.setdefault(kind, record.error)] += 1
+    return dict(counts)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
