@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from loadtest.overload import Step
+
 from weft.cli.bench.load import Record
 
 RECORDS = [
