@@ -55,13 +55,13 @@ MAKE: dict[str, str] = {
     "help": "prints",
     "protos": "tests/contract/test_generated.py compiles them",
     "client-test": ".ci/run",
-    "page-test": "wants a browser; its tests are in tests/page",
+    "page-test": ".ci/run, by its script",
     "agents": "installs 1 GB of other people's agents; its tests are in tests/agents",
     "soak": "half an hour; the same for some hundreds of steps is in make test",
     "chaos": "minutes; one round is in make test",
 }
 OTHERS: dict[str, str] = {
-    "docker": "wants a daemon; tests/contract/test_compose.py starts what compose.yaml starts, as processes",
+    "docker": "wants a daemon; tests/contract/test_compose.py starts what the compose files start, as processes",
     "curl": "tests/mesh/test_readme.py",
     "grpcurl": "its calls by its own way, reflection: tests/mesh/test_readme.py",
     "pip": "installs; `make serve` installs the same from constraints.txt",
