@@ -23,6 +23,7 @@ from weft_services.scheduler.config import Config as SchedulerConfig
 from weft_services.weights.config import Config as WeightsConfig
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+LINK_TEXT = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 OTHERS_PAGES = {"https://github.com/kvcache-ai/Mooncake"}
 CONFIGS = (GatewayConfig, SchedulerConfig, WorkerConfig, KvStoreConfig, WeightsConfig)
 SETTING = re.compile(r"\bWEFT_[A-Z0-9_]+\b")
@@ -33,8 +34,29 @@ def test_links_lead_somewhere(page: Path) -> None:
     links = LINK.findall(page.read_text())
     # a test has no network
     assert {link for link in links if "://" in link} <= OTHERS_PAGES
-    own = [link.partition("#")[0] for link in links if "://" not in link]
-    assert not [link for link in own if link and not (page.parent / link).exists()]
+    for link in (link for link in links if "://" not in link):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors_of(target), link
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them: letters, digits and hyphens, and a number where there are several."""
+    headings = re.findall(r"^#+ +(.+?) *$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
+    plain = (re.sub(r"[^\w\- ]", "", LINK_TEXT.sub(r"\1", heading).lower()).replace(" ", "-") for heading in headings)
+    seen: dict[str, int] = {}
+    found = set()
+    for name in plain:
+        found.add(f"{name}-{seen[name]}" if name in seen else name)
+        seen[name] = seen.get(name, 0) + 1
+    return found
+
+
+def test_anchors_are_made_as_github_makes_them(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Ports, and `who` [listens](x.md)\n```\n# no heading\n```\n## What's new\n## What's new\n")
+    assert anchors_of(page) == {"ports-and-who-listens", "whats-new", "whats-new-1"}
 
 
 def test_every_weft_command_and_option_exists() -> None:
