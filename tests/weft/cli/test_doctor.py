@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from prometheus_client import CollectorRegistry, Counter, start_http_server
+from tests.weft.cli.test_status import ListOnly
 from typer.testing import CliRunner
 
 from weft.cli.certs import make_certs
 from weft.cli.doctor import machine, model
 from weft.cli.doctor.finding import Finding, Level, Subject
+from weft.cli.doctor.mesh import check_running
 from weft.cli.doctor.secrets import check_certificates, check_keys
 from weft.cli.gpus import Card
 from weft.cli.main import app
+from weft.cli.record import MeshRecord, recorded
+from weft.keys import Key, digest_of, dump_keys, make_secret
+from weft_mesh.v1 import scheduler_service_pb2 as pb
+from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 
 SHIPPED = Path(__file__).parents[3] / "models/weft-nano"
 MODELS = {"weft-nano": SHIPPED}
@@ -158,3 +169,58 @@ def test_an_old_library_and_a_missing_one_are_named(monkeypatch: pytest.MonkeyPa
     assert found["libraries"].level is Level.FAILURE
     assert "is older than 999.1" in found["libraries"].says
     assert "no-such-thing is missing" in found["libraries"].says
+
+
+@contextmanager
+def running(transports: list[str], metrics_address: str) -> Iterator[None]:
+    """A mesh of this user with such workers."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    hellos = [pb.WorkerHello(metrics_address=metrics_address, transport=each) for each in transports]
+    fleet = ListOnly([[pb.WorkerStatus(hello=hello) for hello in hellos]])
+    pb_grpc.add_FleetServiceServicer_to_server(fleet, server)
+    scheduler = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        with recorded(MeshRecord(os.getpid(), 1.0, 8000, "http://127.0.0.1:8000", scheduler, {})):
+            yield
+    finally:
+        server.stop(None).wait()
+
+
+def test_a_mesh_that_runs_is_asked_which_way_its_blocks_go() -> None:
+    registry = CollectorRegistry()
+    pulled = Counter("weft_kv_transfer_bytes", "x", ["transport"], registry=registry)
+    metrics, thread = start_http_server(0, "127.0.0.1", registry)
+    assert list(check_running(Subject(MODELS))) == []
+    for transports, way, megabytes, level, word in (
+        (["mooncake"], "shared", 0, Level.OK, "no block was handed over yet; to other machines mooncake"),
+        (["grpc", "mooncake"], "shared", 1, Level.WARNING, "2.0 MiB by shared; to other machines grpc and mooncake"),
+        (["grpc"], "grpc", 3, Level.OK, "3.0 MiB by grpc, 1.0 MiB by shared; to other machines grpc"),
+        (["mooncake"], "mooncake", 2, Level.WARNING, "3.0 MiB by grpc, 2.0 MiB by mooncake, 1.0 MiB by shared"),
+    ):
+        pulled.labels(way).inc(megabytes << 20)
+        with running(transports, f"127.0.0.1:{metrics.server_port}"):
+            (finding,) = check_running(Subject(MODELS))
+        assert (finding.check, finding.level) == ("mesh", level)
+        assert word in finding.says
+    metrics.shutdown()
+    metrics.server_close()
+    thread.join()
+
+
+def test_a_mesh_that_does_not_answer_is_told() -> None:
+    port, _ = free_ports()
+    with recorded(MeshRecord(os.getpid(), 1.0, 8000, "http://127.0.0.1:8000", f"127.0.0.1:{port}", {})):
+        (finding,) = check_running(Subject(MODELS))
+    assert finding.level is Level.WARNING
+    assert "no scheduler answers" in finding.says
+
+
+def test_keys_in_the_clear_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text(dump_keys([Key("me", digest_of(make_secret()))]))
+    monkeypatch.setenv("WEFT_KEYS", str(path))
+    assert [each.level for each in check_keys(Subject(MODELS))] == [Level.OK]
+    assert [each.level for each in check_keys(Subject(MODELS, host="10.0.0.5"))] == [Level.OK, Level.WARNING]
+    monkeypatch.setenv("WEFT_TLS_CERT", "cert.pem")
+    assert [each.level for each in check_keys(Subject(MODELS, host="10.0.0.5"))] == [Level.OK]

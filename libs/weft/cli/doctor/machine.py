@@ -101,7 +101,7 @@ def check_gpu(subject: Subject) -> Iterator[Finding]:
 
 
 def check_transport(subject: Subject) -> Iterator[Finding]:
-    """What KV blocks would move through."""
+    """What KV blocks would move through, in a mesh that is started now."""
     if trouble := mooncake_trouble():
         says = f"gRPC, and no shared store: {trouble.partition(':')[0]}"
         yield Finding("transport", Level.WARNING, says, trouble.rpartition(": ")[2])

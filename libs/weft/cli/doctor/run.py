@@ -11,6 +11,7 @@ from rich.text import Text
 
 from weft.cli.doctor.finding import Finding, Level, Subject
 from weft.cli.doctor.machine import check_clock, check_cores, check_gpu, check_ports, check_transport, check_versions
+from weft.cli.doctor.mesh import check_running
 from weft.cli.doctor.model import check_memory, check_model, check_shared_memory
 from weft.cli.doctor.secrets import check_certificates, check_keys
 
@@ -19,6 +20,7 @@ CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     check_versions,
     check_gpu,
     check_transport,
+    check_running,
     check_cores,
     check_clock,
     check_ports,
