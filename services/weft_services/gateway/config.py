@@ -17,6 +17,7 @@ class Config:
     model_name: str = ""
     tool_format: str = "auto"
     host: str = "127.0.0.1"
+    publish_host: str = ""
     keys: str = ""
     open: bool = False
     redis_url: str = ""
@@ -53,6 +54,11 @@ class Config:
         for name in ("request_timeout_seconds", "move_seconds", "grace_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name)}: expected more than 0")
+
+    @property
+    def shows_keys(self) -> bool:
+        """Do API keys cross a network in the clear, unless somebody else sees to it."""
+        return bool(self.keys) and self.tls_cert is None and not is_loopback(self.publish_host or self.host)
 
     def _check_models(self) -> None:
         for name, directory in self.models.items():

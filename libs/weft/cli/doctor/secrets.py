@@ -29,6 +29,10 @@ def check_keys(subject: Subject) -> Iterator[Finding]:
             yield Finding("keys", Level.FAILURE, f"WEFT_KEYS: {error}", "weft keys add NAME --keys FILE makes one")
         else:
             yield Finding("keys", Level.OK, f"{number} API keys")
+            if not is_loopback(subject.host) and not os.environ.get("WEFT_TLS_CERT"):
+                says = f"without TLS they would cross the network to {subject.host} in the clear"
+                advice = "WEFT_TLS_CERT and WEFT_TLS_KEY, or a proxy that has a certificate"
+                yield Finding("keys", Level.WARNING, says, advice)
     elif not is_loopback(subject.host) and os.environ.get("WEFT_OPEN") != "1":
         advice = "weft keys add NAME --keys FILE, then WEFT_KEYS=FILE; or WEFT_OPEN=1"
         yield Finding("keys", Level.FAILURE, f"none: the gateway does not listen on {subject.host}", advice)
