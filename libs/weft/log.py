@@ -12,6 +12,8 @@ from contextvars import ContextVar
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
+# `weft.cli.display` reads it
+FORMAT = "%(asctime)s %(levelname).1s %(service)s %(message)s%(request)s"
 MARK = re.compile(r"startup (?P<phase>.+) at=(?P<at>\d+\.\d+)")
 """What `mark` writes."""
 PROGRESS = re.compile(r"progress (?P<what>.+): (?P<done>\d+) of (?P<total>\d+) MiB")
@@ -21,7 +23,7 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 class _Formatter(logging.Formatter):
     def __init__(self, service: str) -> None:
-        super().__init__("%(asctime)s %(levelname).1s %(service)s %(message)s%(request)s", "%H:%M:%S")
+        super().__init__(FORMAT, "%Y-%m-%dT%H:%M:%S%z")
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:

@@ -22,43 +22,69 @@ REGISTRY = CollectorRegistry()
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
-class LoopHistogram(Collector):
-    """For what one thread alone observes, once a token: a tenth of what the library's histogram takes."""
+class LoopSeries:
+    """Of a LoopHistogram, for one value of its label."""
 
-    def __init__(self, name: str, documentation: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
-        self._name, self._documentation = name, documentation
-        self._bounds = tuple(buckets)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
-        registry.register(self)
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
 
     def observe(self, value: float) -> None:
         """Count it."""
         self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+        self.sum += value
+
+    @property
+    def buckets(self) -> list[tuple[str, float]]:
+        """As Prometheus reads them: they hold what lies below them too."""
+        names = (*map(floatToGoString, self._bounds), "+Inf")
+        return list(zip(names, map(float, accumulate(self._counts)), strict=True))
+
+
+class LoopHistogram(Collector):
+    """For what one thread alone observes, once a token: a tenth of what the library's histogram takes."""
+
+    def __init__(
+        self, name: str, documentation: str, label: str, buckets: Sequence[float], registry: CollectorRegistry
+    ) -> None:
+        self._name, self._documentation = name, documentation
+        self._labelnames = (label,)
+        self._bounds = tuple(buckets)
+        self._series: dict[str, LoopSeries] = {}
+        registry.register(self)
+
+    def of(self, value: str) -> LoopSeries:
+        """Those of one value of the label; to be kept by who observes."""
+        if value not in self._series:
+            self._series[value] = LoopSeries(self._bounds)
+        return self._series[value]
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """As Prometheus reads it: buckets hold what lies below them too."""
-        names = (*map(floatToGoString, self._bounds), "+Inf")
-        buckets = list(zip(names, map(float, accumulate(self._counts)), strict=True))
-        yield HistogramMetricFamily(self._name, self._documentation, buckets=buckets, sum_value=self._sum)
+        """All of them."""
+        family = HistogramMetricFamily(self._name, self._documentation, labels=self._labelnames)
+        for value, series in list(self._series.items()):
+            family.add_metric([value], series.buckets, series.sum)
+        yield family
 
 
 # gateway
-REQUESTS = Counter("weft_requests", "Requests by endpoint and end", ["endpoint", "outcome"], registry=REGISTRY)
+# a model is one that is served, or empty where it was not clear which
+REQUESTS = Counter("weft_requests", "Requests by endpoint and end", ["endpoint", "outcome", "model"], registry=REGISTRY)
 IN_FLIGHT = Gauge("weft_requests_in_flight", "Requests being served", registry=REGISTRY)
-PROMPT_TOKENS = Counter("weft_prompt_tokens", "Prompt tokens received", registry=REGISTRY)
-CACHED_TOKENS = Counter("weft_cached_prompt_tokens", "Prompt tokens served from a cache", registry=REGISTRY)
-COMPLETION_TOKENS = Counter("weft_completion_tokens", "Tokens sent to clients", registry=REGISTRY)
+PROMPT_TOKENS = Counter("weft_prompt_tokens", "Prompt tokens received", ["model"], registry=REGISTRY)
+CACHED_TOKENS = Counter("weft_cached_prompt_tokens", "Prompt tokens served from a cache", ["model"], registry=REGISTRY)
+COMPLETION_TOKENS = Counter("weft_completion_tokens", "Tokens sent to clients", ["model"], registry=REGISTRY)
 TTFT = Histogram(
-    "weft_time_to_first_token_seconds", "Received to first token", buckets=LATENCY_BUCKETS, registry=REGISTRY
+    "weft_time_to_first_token_seconds", "Received to first token", ["model"], buckets=LATENCY_BUCKETS, registry=REGISTRY
 )
 ITL = LoopHistogram(
-    "weft_inter_token_latency_seconds", "Between two tokens", buckets=LATENCY_BUCKETS, registry=REGISTRY
+    "weft_inter_token_latency_seconds", "Between two tokens", "model", buckets=LATENCY_BUCKETS, registry=REGISTRY
 )
 E2E = Histogram(
     "weft_request_duration_seconds",
     "Received to end, of those that finished",
+    ["model"],
     buckets=LATENCY_BUCKETS,
     registry=REGISTRY,
 )

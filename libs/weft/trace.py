@@ -44,6 +44,11 @@ class Span:
         context = self._inner.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
+    @property
+    def trace_id(self) -> str:
+        """What a trace is looked for by."""
+        return f"{self._inner.get_span_context().trace_id:032x}"
+
     def rename(self, name: str) -> None:
         """What it is about is known better now."""
         self._inner.update_name(name)

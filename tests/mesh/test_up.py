@@ -72,7 +72,7 @@ def test_one_command_serves_a_chat_and_ctrl_c_ends_it_within_five_seconds(tmp_pa
     assert mesh.process.returncode == 0
     assert list((tmp_path / "weft").iterdir()) == []
     assert f"Weft serves weft-nano at {mesh.url}" in log
-    assert re.search(r"^decode-0  \| \d\d:\d\d:\d\d I ", log, re.MULTILINE)
+    assert re.search(r"^decode-0  \| \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\S+ I ", log, re.MULTILINE)
     seconds = re.search(r"all services have ended after (\S+) s", log)
     assert seconds is not None
     assert float(seconds[1]) < 5

@@ -8,16 +8,16 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from weft.metrics import LATENCY_BUCKETS, LoopHistogram
 
+TIMES = st.one_of(st.sampled_from(LATENCY_BUCKETS), st.floats(0, 100))
 
-@given(st.lists(st.one_of(st.sampled_from(LATENCY_BUCKETS), st.floats(0, 100))))
-def test_a_loop_histogram_is_exposed_as_the_librarys(values: list[float]) -> None:
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b"]), TIMES)))
+def test_a_loop_histogram_is_exposed_as_the_librarys(values: list[tuple[str, float]]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    histograms = (
-        LoopHistogram("x", "y", LATENCY_BUCKETS, ours),
-        Histogram("x", "y", buckets=LATENCY_BUCKETS, registry=theirs),
-    )
-    for value in values:
-        for histogram in histograms:
-            histogram.observe(value)
+    own = LoopHistogram("x", "y", "model", LATENCY_BUCKETS, ours)
+    librarys = Histogram("x", "y", ["model"], buckets=LATENCY_BUCKETS, registry=theirs)
+    for model, value in values:
+        own.of(model).observe(value)
+        librarys.labels(model).observe(value)
     lines = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
     assert generate_latest(ours).decode().splitlines() == lines

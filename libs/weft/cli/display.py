@@ -21,7 +21,9 @@ from weft.cli.supervisor import State
 COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "bright_cyan", "bright_magenta", "bright_green", "bright_blue")
 SPEAKER = "weft up"
 # what weft.log writes: time, level, process, message
-_RECORD = re.compile(r"(?P<time>\d\d:\d\d:\d\d) (?P<level>[DIWEC]) (?P<process>\S+) (?P<message>.*)")
+_RECORD = re.compile(
+    r"(?P<when>\d{4}-\d\d-\d\dT(?P<time>\d\d:\d\d:\d\d)\S*) (?P<level>[DIWEC]) (?P<process>\S+) (?P<message>.*)"
+)
 _LEVEL_STYLES = {"D": "dim", "I": "", "W": "yellow", "E": "red", "C": "bold red"}
 
 
@@ -74,7 +76,7 @@ class Display:
         self._speaker = name
         record = _RECORD.fullmatch(line)
         if not self._console.is_terminal:
-            text = f"{record['time']} {record['level']} {record['message']}" if record else line
+            text = f"{record['when']} {record['level']} {record['message']}" if record else line
             self._print(Text(f"{name:<{self._width}} | {text}"))
         elif record:
             head = (f"{record['time']} ", "dim"), (f"{name:<{self._width}} ", self._colours[name])

@@ -16,6 +16,7 @@ from weft.rpc.server import RpcServer, settle_heap, until_signal
 from weft_services.gateway.access.door import Door
 from weft_services.gateway.catalog import load_catalog
 from weft_services.gateway.config import Config
+from weft_services.gateway.front.accounting import expect
 from weft_services.gateway.front.listeners import Listeners
 from weft_services.gateway.mesh.embedding import Embeddings
 from weft_services.gateway.mesh.fleet import POLL_INTERVAL_SECONDS, FleetWatch
@@ -75,6 +76,7 @@ def _return_memory() -> None:
 async def running(config: Config) -> AsyncIterator[Gateway]:
     """A gateway that listens inside the block and has drained behind it. Raises BadCheckpoint, CannotListen."""
     models = await asyncio.to_thread(load_catalog, config.models, config.tool_formats)
+    expect(models.names)
     for model in models:
         logger.info("model=%s context=%d defaults=%s", model.name, model.max_context_tokens, model.defaults)
         tools = model.tool_format.name if model.tool_format else "none"

@@ -190,7 +190,7 @@ async def test_the_same_session_under_another_key_is_another_session(bench: Make
 
 async def test_the_time_to_the_first_token_is_the_clients_whatever_the_mesh_did_before(bench: MakeBench) -> None:
     def observed(part: str) -> float:
-        return REGISTRY.get_sample_value(f"weft_time_to_first_token_seconds_{part}") or 0.0
+        return REGISTRY.get_sample_value(f"weft_time_to_first_token_seconds_{part}", {"model": MODEL_NAME}) or 0.0
 
     async with bench() as b:
         has_arrived = asyncio.Event()

@@ -150,13 +150,13 @@ async def test_metrics_count_what_was_served(bench: MakeBench) -> None:
         b.decode.script = speaking(b.ids("hello"), cached=1)
         await b.client.completions.create(model=MODEL_NAME, prompt="x")
         text = (await b.http.get("/metrics")).text
-        assert 'weft_requests_total{endpoint="completions",outcome="finished"}' in text
+        assert 'weft_requests_total{endpoint="completions",model="tiny",outcome="finished"}' in text
         assert "weft_requests_in_flight 0.0" in text
 
 
 async def test_durations_are_of_requests_that_finished(bench: MakeBench) -> None:
     def count() -> float:
-        return REGISTRY.get_sample_value("weft_request_duration_seconds_count") or 0.0
+        return REGISTRY.get_sample_value("weft_request_duration_seconds_count", {"model": MODEL_NAME}) or 0.0
 
     async with bench() as b:
         before = count()

@@ -10,7 +10,7 @@ from rich.console import Console
 from weft.cli.display import Display
 from weft.cli.supervisor import State
 
-RECORD = "09:01:02 I decode-0 joined the fleet"
+RECORD = "2026-11-22T09:01:02+0100 I decode-0 joined the fleet"
 
 
 def display(is_terminal: bool) -> tuple[Display, io.StringIO]:
@@ -24,7 +24,7 @@ def test_plain_lines_carry_a_prefix_of_one_width() -> None:
     shown.on_line("decode-0", RECORD)
     shown.on_line("valkey", "E there is nothing to worry about")
     shown.on_line("valkey", "# [bold]warning[/]")
-    assert file.getvalue() == "decode-0 | 09:01:02 I joined the fleet\nvalkey   | # [bold]warning[/]\n"
+    assert file.getvalue() == "decode-0 | 2026-11-22T09:01:02+0100 I joined the fleet\nvalkey   | # [bold]warning[/]\n"
 
 
 def test_a_terminal_sees_time_name_and_message() -> None:

@@ -39,15 +39,15 @@ def test_phases_are_what_the_processes_said_and_the_probes_saw() -> None:
     for name, begin in (("one", 100.5), ("two", 101.0)):
         now[0] = begin
         timeline.on_state(name, State.STARTING, "")
-    timeline.on_line("one", "12:00:00 I one startup imports at=101.500")
-    timeline.on_line("one", "12:00:00 I one something else at=101.600")
-    timeline.on_line("one", "12:00:00 I one startup weights at=103.000")
+    timeline.on_line("one", "2026-11-22T12:00:00+0000 I one startup imports at=101.500")
+    timeline.on_line("one", "2026-11-22T12:00:00+0000 I one something else at=101.600")
+    timeline.on_line("one", "2026-11-22T12:00:00+0000 I one startup weights at=103.000")
     now[0] = 103.5
     timeline.on_state("one", State.READY, "")
     timeline.on_death("one", "killed", (), 0.5)
     now[0] = 110.0
     timeline.on_state("one", State.STARTING, "")
-    timeline.on_line("one", "12:00:10 I one startup imports at=111.000")
+    timeline.on_line("one", "2026-11-22T12:00:10+0000 I one startup imports at=111.000")
     found = {name: [(p.name, p.begin, p.end) for p in phases] for name, phases in timeline.phases().items()}
     assert found == {
         "one": [("imports", 0.5, 1.5), ("weights", 1.5, 3.0), ("until ready", 3.0, 3.5)],

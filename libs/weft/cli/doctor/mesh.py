@@ -13,6 +13,7 @@ import httpx
 from weft.cli.doctor.finding import Finding, Level, Subject
 from weft.cli.record import MeshRecord, running_meshes
 from weft.cli.status import explain
+from weft.config import ConfigError
 from weft.rpc.client import open_channel
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
@@ -28,8 +29,8 @@ def check_running(subject: Subject) -> Iterator[Finding]:
     for mesh in running_meshes():
         try:
             yield _way(mesh)
-        except (grpc.aio.AioRpcError, httpx.HTTPError) as error:
-            why = explain(mesh.scheduler, error) if isinstance(error, grpc.aio.AioRpcError) else f"its workers: {error}"
+        except (grpc.aio.AioRpcError, httpx.HTTPError, ConfigError) as error:
+            why = explain(mesh.scheduler, error) if isinstance(error, grpc.aio.AioRpcError) else str(error)
             says, _, advice = f"at {mesh.url}: {why}".partition("\n")
             yield Finding("mesh", Level.WARNING, says, advice)
 

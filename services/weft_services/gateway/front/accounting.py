@@ -1,10 +1,10 @@
-"""One client request's times and counts: metrics as they happen, one access-log line at the end."""
+"""One client request's times and counts: metrics as they happen, its part of the access log and its span at the end."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from weft import metrics, trace
@@ -12,12 +12,12 @@ from weft.lifetime import Stage
 from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.dialects.frames import Usage
 from weft_services.gateway.front import genai
+from weft_services.gateway.front.access_log import note
 from weft_services.gateway.front.timeline import timeline
 from weft_services.gateway.mesh.placement import Forecast
 from weft_services.gateway.mesh.run import Run
 from weft_services.gateway.mesh.sequence import Piece
 
-logger = logging.getLogger(__name__)
 REJECTED = "rejected"  # refused before it was placed; not a stage of life
 
 
@@ -28,6 +28,10 @@ class Account:
         """`traceparent`: of the client's own trace, which goes on here."""
         self._endpoint = endpoint
         self._span = trace.begin(genai.operation(endpoint), traceparent)
+        if self._span is not None:
+            self._span.set(genai.begun(endpoint))
+        self._model = ""
+        self._between_tokens: metrics.LoopSeries
         self._received = time.monotonic()
         self._received_at = time.time()
         self._stages: dict[str, float] = {}
@@ -47,9 +51,17 @@ class Account:
     def watch(self, run: Run) -> None:
         """The run whose counts go into the books."""
         self._run = run
+        self.about(run.prepared.model.name)
         if self._span is not None:
-            self._span.rename(f"{genai.operation(self._endpoint)} {run.prepared.generation.model}")
-            self._span.set(genai.request(self._endpoint, run.prepared.generation))
+            self._span.set(genai.request(run.prepared.generation))
+
+    def about(self, model: str) -> None:
+        """Which of the served models is meant; nothing but their names becomes a label."""
+        self._model = model
+        self._between_tokens = metrics.ITL.of(model)
+        if self._span is not None:
+            self._span.rename(f"{genai.operation(self._endpoint)} {model}")
+            self._span.set({"gen_ai.request.model": model})
 
     def tokens(self, pieces: Sequence[Piece]) -> None:
         """Latency of what has just arrived; tokens of one batch share the time since the last one."""
@@ -61,9 +73,9 @@ class Account:
         now = time.monotonic()
         if self._last_token is None:
             self.reached("first_token")
-            metrics.TTFT.observe(now - self._received)
+            metrics.TTFT.labels(self._model).observe(now - self._received)
         else:
-            metrics.ITL.observe((now - self._last_token) / count)
+            self._between_tokens.observe((now - self._last_token) / count)
             self._worst_gap = max(self._worst_gap, now - self._last_token)
         self._last_token = now
 
@@ -91,14 +103,14 @@ class Account:
         now = time.monotonic()
         if self._span is not None:
             self._end(self._span, str(outcome), usage, error)
-        metrics.REQUESTS.labels(self._endpoint, str(outcome)).inc()
+        metrics.REQUESTS.labels(self._endpoint, str(outcome), self._model).inc()
         if outcome == Stage.FINISHED:  # refusals take no time, and would make everything look quick
-            metrics.E2E.observe(now - self._received)
-        metrics.PROMPT_TOKENS.inc(usage.prompt_tokens)
-        metrics.CACHED_TOKENS.inc(usage.cached_tokens)
-        metrics.COMPLETION_TOKENS.inc(usage.completion_tokens)
-        level = logging.WARNING if outcome == Stage.FAILED else logging.INFO
-        logger.log(level, "%s", self._line(str(outcome), usage, now, error))
+            metrics.E2E.labels(self._model).observe(now - self._received)
+        if self._model:
+            metrics.PROMPT_TOKENS.labels(self._model).inc(usage.prompt_tokens)
+            metrics.CACHED_TOKENS.labels(self._model).inc(usage.cached_tokens)
+            metrics.COMPLETION_TOKENS.labels(self._model).inc(usage.completion_tokens)
+        note(self._told(str(outcome), usage, error), logging.WARNING if outcome == Stage.FAILED else logging.INFO)
 
     def _end(self, span: trace.Span, outcome: str, usage: Usage, error: Exception | None) -> None:
         began = round(self._received_at * 1e9)
@@ -109,35 +121,57 @@ class Account:
         if self._run is not None:
             first = self._stages.get("first_token")
             span.set(genai.response(self._run, usage, first - self._received if first else None))
+        elif self.prompt_tokens:
+            span.set({"gen_ai.response.model": self._model, "gen_ai.usage.input_tokens": self.prompt_tokens})
         if error is not None and outcome == Stage.FAILED:
             span.fail(error)
+        elif error is not None:
+            span.set({"error.type": type(error).__name__})
         span.end()
 
-    def _line(self, outcome: str, usage: Usage, now: float, error: Exception | None) -> str:
-        pairs = [f"endpoint={self._endpoint} outcome={outcome} total_ms={self._since(now)}"]
-        if self._visitor.name:
-            pairs.append(f"key={self._visitor.name}")
-        pairs += [f"{stage}_ms={self._since(moment)}" for stage, moment in self._stages.items()]
+    def _told(self, outcome: str, usage: Usage, error: Exception | None) -> dict[str, Any]:
+        """For the access log."""
+        pairs: dict[str, Any] = {"endpoint": self._endpoint, "outcome": outcome, "model": self._model}
+        pairs |= {f"{stage}_ms": self._since(moment) for stage, moment in self._stages.items()}
         if self._run is not None:
             prompt = self._run.worst_prompt
-            pairs.append(f"id={self._run.request_id} prompt={usage.prompt_tokens} cached={usage.cached_tokens}")
-            pairs.append(f"completion={usage.completion_tokens} attempts={self._run.num_attempts}")
-            pairs.append(f"queue_ms={prompt.queue_ms} compute_ms={prompt.compute_ms}")
-            pairs.append(f"transfer_ms={prompt.exposed_transfer_ms} transfer_bytes={prompt.transferred_bytes}")
-            pairs += _forecast_pairs(self._run.forecast)
-        if error is not None:
-            pairs.append(f"error={type(error).__name__}: {error}")
-        return " ".join(pairs)
+            pairs |= {"id": self._run.request_id, "prefill": prompt.prefill_worker_id, "decode": self._run.decode_id}
+            pairs |= {"prompt": usage.prompt_tokens, "cached": usage.cached_tokens}
+            pairs |= {"completion": usage.completion_tokens, "attempts": self._run.num_attempts}
+            pairs |= {"queue_ms": prompt.queue_ms, "compute_ms": prompt.compute_ms}
+            pairs |= {"transfer_ms": prompt.exposed_transfer_ms, "transfer_bytes": prompt.transferred_bytes}
+            pairs |= _forecast_pairs(self._run.forecast)
+        elif self.prompt_tokens:
+            pairs["prompt"] = self.prompt_tokens
+        pairs["trace"] = self._span.trace_id if self._span is not None else ""
+        pairs["error"] = f"{type(error).__name__}: {error}" if error is not None else ""
+        return pairs
 
     def _since(self, moment: float) -> int:
         return round((moment - self._received) * 1000)
 
 
-def _forecast_pairs(forecast: Forecast | None) -> list[str]:
+def _forecast_pairs(forecast: Forecast | None) -> dict[str, int]:
     """Beside what came of it: first_token_ms is counted from the request's arrival, the forecast from its placement."""
     if forecast is None:
-        return []
-    return [
-        f"predicted_ttft_ms={forecast.ttft_ms} predicted_itl_ms={forecast.itl_ms}",
-        f"predicted_cached={forecast.cached_tokens} waited_ms={forecast.waited_ms}",
-    ]
+        return {}
+    return {
+        "predicted_ttft_ms": forecast.ttft_ms,
+        "predicted_itl_ms": forecast.itl_ms,
+        "predicted_cached": forecast.cached_tokens,
+        "waited_ms": forecast.waited_ms,
+    }
+
+
+def expect(models: Iterable[str]) -> None:
+    """So that graphs begin at zero with the process, and not with a model's first request."""
+    for model in models:
+        metrics.ITL.of(model)
+        for metric in (
+            metrics.TTFT,
+            metrics.E2E,
+            metrics.PROMPT_TOKENS,
+            metrics.CACHED_TOKENS,
+            metrics.COMPLETION_TOKENS,
+        ):
+            metric.labels(model)

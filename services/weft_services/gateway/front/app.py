@@ -26,7 +26,7 @@ from weft_services.gateway.dialects.openai_requests import parse_chat, parse_com
 from weft_services.gateway.dialects.responses_frames import ResponseFrames
 from weft_services.gateway.dialects.responses_requests import parse_responses
 from weft_services.gateway.error_body import HttpError, error_body, status_of
-from weft_services.gateway.front.edge import Doorkeeper, RequestIds
+from weft_services.gateway.front.edge import Doorkeeper, Exchanges
 from weft_services.gateway.front.embeddings import EmbeddingEndpoint
 from weft_services.gateway.front.endpoints import Api, GenerationEndpoint
 from weft_services.gateway.front.live import FleetEvents
@@ -66,13 +66,13 @@ def build_app(pipeline: Pipeline, door: Door, timeout_seconds: float, is_alone: 
         *_health_routes(pages),
         *(_operator_routes(pages) if is_alone else []),
     ]
-    return _application(routes, [Middleware(RequestIds), Middleware(Doorkeeper, door=door)])
+    return _application(routes, [Middleware(Exchanges), Middleware(Doorkeeper, door=door)])
 
 
 def build_private_app(pipeline: Pipeline) -> Starlette:
     """What operators and their tools see on a listener of its own, where no keys are asked for."""
     pages = _Pages(pipeline)
-    return _application([*_health_routes(pages), *_operator_routes(pages)], [Middleware(RequestIds)])
+    return _application([*_health_routes(pages), *_operator_routes(pages)], [Middleware(Exchanges)])
 
 
 def _health_routes(pages: _Pages) -> list[Route]:

@@ -1,5 +1,5 @@
-"""What every HTTP exchange has: a request id in the header and in the log, a key that is checked before anything else
-is looked at, and the key's limits in the answer. Pure ASGI, around the whole application."""
+"""What every HTTP exchange has: a request id in the header and in the log, a line in the access log, a key that is
+checked before anything else is looked at, and the key's limits in the answer. Pure ASGI, around all of it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from weft_services.gateway.access.visitor import Visitor, visitor
 from weft_services.gateway.dialects.anthropic_frames import message_error
 from weft_services.gateway.dialects.rate_headers import anthropic_headers, openai_headers
 from weft_services.gateway.error_body import error_body
+from weft_services.gateway.front.access_log import note, opened
 from weft_services.gateway.front.exchange import Reply, header
 
 MESSAGES = "/v1/messages"
@@ -23,12 +24,16 @@ API = ("/v1/", "/tokenize", "/detokenize")
 # the page is the same for everybody, and asks for the key itself
 OPEN_PATHS = frozenset({"/health", "/ready", "/"})
 PAGE_FILES = "/weft/page/"
+# asked every few seconds by machines
+PROBES, METRICS = ("/health", "/ready"), "/metrics"
+# in the log, as nginx has it: who asked did not wait for an answer
+CLIENT_LEFT = 499
 ACCEPTABLE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 
 
-class RequestIds:
+class Exchanges:
     """x-request-id: the client's own where it is harmless, else a new one. Never used inside the mesh. Anthropic's
-    clients look for it under a name of their own."""
+    clients look for it under a name of their own. And a line in the log when the exchange is over."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -44,13 +49,24 @@ class RequestIds:
         fields = [(b"x-request-id", chosen.encode())]
         if _is_anthropic(scope["path"]):
             fields.append((b"request-id", chosen.encode()))
+        status = CLIENT_LEFT
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *fields]
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        entry = opened(scope["method"], scope["path"])
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            status = 500  # answered further out
+            raise
+        finally:
+            if _is_worth_a_line(scope["path"], status):
+                entry.write(status)
 
 
 class Doorkeeper:
@@ -78,7 +94,15 @@ class Doorkeeper:
             await Reply(send, message_error if is_anthropic else error_body).fail(error)
             return
         visitor.set(found)
+        note({"key": found.name})
         await self._app(scope, receive, _with_limits(send, found, is_anthropic) if found.has_limits else send)
+
+
+def _is_worth_a_line(path: str, status: int) -> bool:
+    """Neither probes nor, as long as all is well, what is scraped and the page's own files."""
+    if path in PROBES:
+        return False
+    return status >= 400 or not (path == METRICS or path.startswith(PAGE_FILES))
 
 
 def _is_anthropic(path: str) -> bool:

@@ -24,6 +24,7 @@ async def embed(
     """What was asked, a vector for each input, and how many tokens that took."""
     prepared = await pipeline.prepare_embedding(parse)
     account.reached("prepared")
+    account.about(prepared.asked.model)
     asked, account.prompt_tokens = prepared.asked, prepared.num_tokens
     priority = session.standing(asked.session, asked.priority).priority
     return asked, await pipeline.embeddings.embed(prepared, priority, seconds), prepared.num_tokens

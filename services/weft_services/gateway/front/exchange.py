@@ -9,6 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from weft.errors import Cancelled, WeftError
 from weft_services.gateway.error_body import HttpError, error_body, retry_headers, status_of
+from weft_services.gateway.front.access_log import note_error
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 BODY_SECONDS = 30.0
@@ -111,6 +112,7 @@ class Reply:
 
     async def fail(self, error: WeftError) -> None:
         """An error body, or an error frame where the stream has begun."""
+        note_error(error)
         if self.is_begun:
             await self.end_stream(self._error_words(error))
             return

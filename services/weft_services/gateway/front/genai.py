@@ -25,12 +25,18 @@ def operation(endpoint: str) -> str:
     return OTHERS.get(endpoint, "chat")
 
 
-def request(endpoint: str, generation: Generation) -> dict[str, Any]:
-    """What the client asked for; what it left open is left out."""
+def begun(endpoint: str) -> dict[str, Any]:
+    """What is known before anything of the request is, and stays true of one that is refused."""
     return {
         "gen_ai.operation.name": operation(endpoint),
         "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.model": generation.model,
+        "weft.endpoint": endpoint,
+    }
+
+
+def request(generation: Generation) -> dict[str, Any]:
+    """What the client asked for; what it left open is left out."""
+    return {
         "gen_ai.request.max_tokens": generation.max_tokens,
         "gen_ai.request.temperature": generation.temperature,
         "gen_ai.request.top_p": generation.top_p,
@@ -41,7 +47,6 @@ def request(endpoint: str, generation: Generation) -> dict[str, Any]:
         "gen_ai.request.choice.count": generation.n if generation.n > 1 else None,
         "gen_ai.request.stop_sequences": generation.stop,
         "gen_ai.request.stream": generation.stream,
-        "weft.endpoint": endpoint,
     }
 
 

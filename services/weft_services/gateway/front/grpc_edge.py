@@ -6,17 +6,21 @@ Until a handler asks for the message, gRPC takes no more of it than one flow-con
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
 
 from weft.errors import DeadlineExceeded, InvalidRequest
+from weft.rpc.status import as_weft_error
 from weft_services.gateway.access.door import Door
 from weft_services.gateway.access.visitor import visitor
+from weft_services.gateway.front.access_log import note, opened
 from weft_services.gateway.front.exchange import BODY_SECONDS, MAX_BODY_BYTES
 from weft_services.gateway.mesh.pipeline import Pipeline
 
+CODES = {code.value[0]: code for code in grpc.StatusCode}
 # strangers' networks are slower than ours, and a laptop may sleep
 LISTENER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_BODY_BYTES),
@@ -44,19 +48,39 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore
         handler = await continuation(handler_call_details)
         if handler is None or not str(handler_call_details.method).startswith(self._prefix):
             return handler
+        path = str(handler_call_details.method)
         if handler.response_streaming:
-            admitted, make = self._admitted(handler.unary_stream), grpc.stream_stream_rpc_method_handler
+            admitted, make = self._admitted(path, handler.unary_stream), grpc.stream_stream_rpc_method_handler
         else:
-            admitted, make = self._admitted(handler.unary_unary), grpc.stream_unary_rpc_method_handler
+            admitted, make = self._admitted(path, handler.unary_unary), grpc.stream_unary_rpc_method_handler
         return make(admitted, None, handler.response_serializer)
 
-    def _admitted(self, method: Any) -> Callable[[AsyncIterator[bytes], Any], Awaitable[Any]]:
+    def _admitted(self, path: str, method: Any) -> Callable[[AsyncIterator[bytes], Any], Awaitable[Any]]:
         async def handle(requests: AsyncIterator[bytes], context: Any) -> Any:
-            visitor.set(self._door.enter(context.invocation_metadata() or ()))
-            with self._pipeline.admitted():
-                return await method(await _only(requests), context)
+            with _logged(path):
+                found = self._door.enter(context.invocation_metadata() or ())
+                visitor.set(found)
+                note({"key": found.name})
+                with self._pipeline.admitted():
+                    return await method(await _only(requests), context)
 
         return handle
+
+
+@contextmanager
+def _logged(path: str) -> Iterator[None]:
+    """A line in the access log when the call is over."""
+    entry, status = opened("grpc", path), "CANCELLED"
+    try:
+        yield
+        status = "OK"
+    except Exception as error:
+        known = as_weft_error(error)
+        status = CODES[known.code].name
+        entry.fail(known)
+        raise
+    finally:
+        entry.write(status)
 
 
 async def _only(requests: AsyncIterator[bytes]) -> bytes:

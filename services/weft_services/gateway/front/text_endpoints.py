@@ -16,6 +16,7 @@ from weft_services.gateway.dialects.anthropic_requests import parse_count
 from weft_services.gateway.dialects.responses_requests import parse_responses
 from weft_services.gateway.dialects.tokenize_requests import parse_detokenize, parse_tokenize
 from weft_services.gateway.error_body import error_body
+from weft_services.gateway.front.access_log import note
 from weft_services.gateway.front.exchange import ErrorWords, Reply, read_json_body
 from weft_services.gateway.generation import Tokenizing
 from weft_services.gateway.mesh.pipeline import Pipeline
@@ -39,12 +40,14 @@ def text_routes(pipeline: Pipeline) -> list[Route]:
 async def count_message(pipeline: Pipeline, body: bytes) -> Fields:
     """Anthropic's count_tokens."""
     prepared = await pipeline.prepare(parse_count, body, is_run=False)
+    note({"model": prepared.model.name, "prompt": prepared.num_prompt_tokens})
     return {"input_tokens": prepared.num_prompt_tokens}
 
 
 async def count_response(pipeline: Pipeline, body: bytes) -> Fields:
     """The same for the Responses API."""
     prepared = await pipeline.prepare(parse_responses, body, is_run=False)
+    note({"model": prepared.model.name, "prompt": prepared.num_prompt_tokens})
     return {"object": "response.input_tokens", "input_tokens": prepared.num_prompt_tokens}
 
 
@@ -54,6 +57,7 @@ async def tokens_of(pipeline: Pipeline, body: bytes, parse: Callable[[bytes], To
     def work() -> Fields:
         asked = parse(body)
         model = pipeline.models.meant(asked.model)
+        note({"model": model.name})
         limit = pipeline.max_context_tokens(model)
         ids = tokenize(asked, model, limit)
         texts = model.codec.entries(ids) if asked.wants_texts else None
@@ -70,6 +74,7 @@ async def text_of(
     def work() -> Fields:
         name, ids = parse(body)
         model = pipeline.models.meant(name)
+        note({"model": model.name})
         check_ids(ids, "tokens", model)
         return {"prompt": model.codec.whole_text(ids)}
 
