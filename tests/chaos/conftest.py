@@ -14,6 +14,12 @@ from tests.weft.tiny_llama import Tiny, make_tiny
 
 # as on one machine, and as between two
 TRANSPORTS = ["auto", "mooncake"]
+# cells inside one process: what tests call them, all of them, the quick ones
+IN_PROCESS = [
+    ("cell", "CELLS", "QUICK"),
+    ("far_cell", "FAR_CELLS", "FAR_QUICK"),
+    ("shortage", "SHORTAGES", "SHORTAGES"),
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,7 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "strike" in metafunc.fixturenames:
         metafunc.parametrize("strike", [*module.FAULTS] * ((rounds + 1) // 2) or module.QUICK)
         metafunc.parametrize("chaos_mesh", TRANSPORTS if rounds else TRANSPORTS[:1], indirect=True)
-    for name, once, quick in (("cell", "CELLS", "QUICK"), ("shortage", "SHORTAGES", "SHORTAGES")):
+    for name, once, quick in IN_PROCESS:
         if name in metafunc.fixturenames:
             cells = [*getattr(module, once)] * rounds or getattr(module, quick)
             metafunc.parametrize(name, cells, ids=[f"{fault}-{state}" for fault, state in cells])
@@ -39,8 +45,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(autouse=True)
 def _noted(request: pytest.FixtureRequest) -> None:
     """Each cell's place in the table."""
-    for name in {"cell", "shortage"}.intersection(request.fixturenames):
-        request.node.user_properties.append(("cell", request.getfixturevalue(name)))
+    for name in {name for name, _, _ in IN_PROCESS}.intersection(request.fixturenames):
+        fault, state = request.getfixturevalue(name)
+        way = ", Mooncake" if name == "far_cell" else ""
+        request.node.user_properties.append(("cell", (fault + way, state)))
     if "strike" in request.fixturenames:
         fault, states = request.getfixturevalue("strike"), request.module.STATES
         request.node.user_properties.extend(("cell", (fault, state)) for state in states)

@@ -84,9 +84,11 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene_of(tiny: Tiny, event: str, hurt: Hurt, lease_seconds: float) -> AsyncIterator[Scene]:
+async def scene_of(
+    tiny: Tiny, event: str, hurt: Hurt, lease_seconds: float, transport: str = "grpc"
+) -> AsyncIterator[Scene]:
     """Held where prefill says `event`, or by the transport. At the end: the bystander's tokens, and every block."""
-    async with start_pair(tiny, meddler=hurt, num_blocks=NUM_BLOCKS, lease_seconds=lease_seconds) as pair:
+    async with start_pair(tiny, transport, hurt, num_blocks=NUM_BLOCKS, lease_seconds=lease_seconds) as pair:
         hurt.victim = pair.decode
         channel = pair.decode.place.channels.get(pair.prefill.address.address)
         relay = Relay(prefill_service_pb2_grpc.PrefillServiceStub(channel), event, hurt.has_begun)
@@ -104,6 +106,7 @@ async def scene_of(tiny: Tiny, event: str, hurt: Hurt, lease_seconds: float) -> 
                 async with asyncio.timeout(20):
                     await bystander.has_ended.wait()
                 await _expect_nothing_amiss(pair, bystander)
+                assert (hurt.num_canaries > 0) == (hurt.num_pulls > 0)
                 await gateway.leave()
         finally:
             await rpc.stop(0)

@@ -106,6 +106,30 @@ async def message_doubled(scene: Scene) -> None:
     await scene.expect_text()
 
 
+async def said_once_more_or_never(scene: Scene) -> None:
+    """What decode says; the relay sees to that."""
+    await scene.expect_text()
+    assert scene.answer is not None
+    assert scene.answer.usage is not None
+    is_lent = all(scene.relay.said.values())
+    assert scene.answer.usage.prefill_worker_id == ("prefill-0" if is_lent else "decode-0")
+
+
+async def renewals_lost(scene: Scene) -> None:
+    """Prefill takes its blocks back, while they are being read."""
+    await said_once_more_or_never(scene)
+    scene.open()
+
+
+async def renewals_doubled(scene: Scene) -> None:
+    """The pull takes as long as several of them."""
+    async with asyncio.timeout(20):
+        while scene.relay.num_said["renewal"] < 2:  # noqa: ASYNC110 (they come by the clock)
+            await asyncio.sleep(0.01)
+    scene.open()
+    await said_once_more_or_never(scene)
+
+
 async def pull_ends(scene: Scene) -> None:
     """As the transport was told."""
     scene.open()
@@ -140,9 +164,28 @@ PULLED: dict[str, tuple[str, Strike]] = {
     "transfer damages": ("damages", pull_ends),
     "transfer fails, lands late": ("lands late", pull_lands_late),
 }
+# what decode says: how often what is said is passed on, and in which state
+SENT: dict[str, tuple[dict[str, int], str, Strike]] = {
+    "order lost": ({"start": 0}, "asking", said_once_more_or_never),
+    "order doubled": ({"start": 2}, "asking", said_once_more_or_never),
+    "renewals lost": ({"renewal": 0}, "first pull", renewals_lost),
+    "renewals doubled": ({"renewal": 2}, "first pull", renewals_doubled),
+    "done lost": ({"done": 0}, "returning", said_once_more_or_never),
+    "done doubled": ({"done": 2}, "returning", said_once_more_or_never),
+}
 CELLS = [
     *((fault, state) for fault in ANYWHERE for state in (*EVENTS, *PULLS, "decoding")),
     *((fault, state) for fault in SAID for state in EVENTS),
+    *((fault, state) for fault in PULLED for state in PULLS),
+    *((fault, state) for fault, (_, state, _) in SENT.items()),
+]
+# through Mooncake's Transfer Engine, as between two machines
+FAR_CELLS = [
+    ("client gone", "first pull"),
+    ("deadline", "second pull"),
+    ("prefill dies", "second pull"),
+    ("message doubled", "prefilling"),
+    ("renewals lost", "first pull"),
     *((fault, state) for fault in PULLED for state in PULLS),
 ]
 SIDES = {"decode out of blocks": "num_blocks", "prefill out of blocks": "prefill_blocks"}
@@ -160,7 +203,11 @@ QUICK = [
     ("transfer fails", "second pull"),
     ("transfer damages", "first pull"),
     ("transfer fails, lands late", "first pull"),
+    ("order doubled", "asking"),
+    ("renewals lost", "first pull"),
+    ("done lost", "returning"),
 ]
+FAR_QUICK = [("client gone", "first pull"), ("transfer fails, lands late", "second pull")]
 
 
 @pytest.fixture(autouse=True)
@@ -170,21 +217,36 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_hand_off(tiny: Tiny, cell: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    await _hurt(tiny, cell, "grpc", monkeypatch)
+
+
+async def test_hand_off_through_mooncake(
+    tiny: Tiny, far_cell: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await _hurt(tiny, far_cell, "mooncake", monkeypatch)
+
+
+async def _hurt(tiny: Tiny, cell: tuple[str, str], transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault, state = cell
     transfer_fault, strike = PULLED.get(fault, ("", ANYWHERE.get(fault) or SAID.get(fault)))
+    said: dict[str, int] = {}
+    if fault in SENT:
+        said, _, strike = SENT[fault]
     assert strike is not None
     if fault == "transfer fails, lands late":
         monkeypatch.setattr(reception, "PULL_SECONDS", 0.3)
         monkeypatch.setattr(borrow, "PATIENCE_SECONDS", 0.0)
     fields: dict[str, Any] = {"remaining_ms": DEADLINE_MS} if fault == "deadline" else {}
-    lease_seconds = SHORT_LEASE_SECONDS if fault in SAID else LEASE_SECONDS
+    lease_seconds = SHORT_LEASE_SECONDS if fault in SAID or fault in SENT else LEASE_SECONDS
     hurt = Hurt(transfer_fault, PULLS.get(state, 0))
-    async with scene_of(tiny, EVENTS.get(state, ""), hurt, lease_seconds) as scene:
+    async with scene_of(tiny, EVENTS.get(state, ""), hurt, lease_seconds, transport) as scene:
+        scene.relay.said = said
         await scene.start(**fields)
         if state == "decoding":
             await _strike_while_decoding(scene, strike)
             return
-        await scene.reached(scene.relay.hold if state in EVENTS else scene.hurt.hold)
+        if state in EVENTS or state in PULLS:
+            await scene.reached(scene.relay.hold if state in EVENTS else scene.hurt.hold)
         await strike(scene)
 
 
@@ -206,6 +268,7 @@ async def test_either_side_is_out_of_blocks(tiny: Tiny, shortage: tuple[str, str
     hurt = Hurt("", 1)
     sizes: dict[str, Any] = {SIDES[side]: 20}
     async with start_pair(tiny, meddler=hurt, lease_seconds=LEASE_SECONDS, **sizes) as pair:
+        hurt.victim = pair.decode
         _, first = await pair.gateway.start(prompt(70, seed=51), pair.prefill.address)
         await hurt.hold.is_reached.wait()
         fields: dict[str, Any] = {"remaining_ms": DEADLINE_MS} if fault == "deadline" else {}

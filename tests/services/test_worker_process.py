@@ -17,11 +17,12 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.services.attach import GREEDY, Gateway, prompt
+from tests.services.scheduler.fakes import serving
 from tests.weft.tiny_llama import Tiny
 from weft.engine.runner import ModelRunner
 from weft.errors import EngineFailed
 from weft.model.config import read_config
-from weft.request import WorkerAddress
+from weft.request import SamplingParams, WorkerAddress
 from weft.rpc.client import open_channel
 from weft.rpc.server import SERVING, RpcServer
 from weft.weights.checkpoint import read_checkpoint
@@ -30,11 +31,14 @@ from weft.worker.config import TransportChoice, WeightsForm, WorkerConfig
 from weft.worker.process import Post, serve_worker
 from weft.worker.tasks import background
 from weft_kernels.packed import F12, pack_f12
-from weft_mesh.v1 import common_pb2, scheduler_service_pb2_grpc, weights_service_pb2_grpc
+from weft_mesh.v1 import common_pb2, prefill_service_pb2_grpc, scheduler_service_pb2_grpc, weights_service_pb2_grpc
 from weft_mesh.v1 import scheduler_service_pb2 as fleet_pb2
 from weft_mesh.v1 import weights_service_pb2 as weights_pb2
 from weft_services.decode.service import POST as DECODE
+from weft_services.gateway.mesh.fleet import FleetWatch
+from weft_services.gateway.mesh.peers import Scheduler
 from weft_services.prefill.service import POST as PREFILL
+from weft_services.scheduler.affinity import Affinity
 
 
 class Peers(scheduler_service_pb2_grpc.FleetServiceServicer, weights_service_pb2_grpc.WeightServiceServicer):
@@ -111,9 +115,9 @@ class Process:
 
 @asynccontextmanager
 async def start_process(
-    tiny: Tiny, grace_seconds: float = 10.0, posts: Sequence[Post] = (DECODE,), name: str = "decode-7", **more: Any
+    tiny: Tiny, posts: Sequence[Post] = (DECODE,), name: str = "decode-7", scheduler: str = "", **more: Any
 ) -> AsyncIterator[Process]:
-    """`more`: of the worker's settings."""
+    """`more`: of the worker's settings. `scheduler`: another one that it joins."""
     checkpoint = read_checkpoint(tiny.directory)
     image = write_image(checkpoint, lambda *progress: None, 1)
     peers, rpc = Peers(image, checkpoint.config_json), RpcServer([])
@@ -125,14 +129,13 @@ async def start_process(
         stack.push_async_callback(rpc.stop, 0)
         config = WorkerConfig(
             worker_id=name,
-            scheduler_addr=address,
+            scheduler_addr=f"{address},{scheduler}" if scheduler else address,
             weights_addr=address,
             model_name="tiny",
             num_blocks=32,
             block_tokens=4,
             transport=TransportChoice.GRPC,
-            grace_seconds=grace_seconds,
-            **more,
+            **{"grace_seconds": 10.0, **more},
         )
         task = asyncio.create_task(serve_worker(config, *posts))
         async with asyncio.timeout(20):
@@ -188,6 +191,64 @@ def as_bfloat16(tiny: Tiny, directory: Path) -> Tiny:
     oracle = type(tiny.oracle).from_pretrained(directory, dtype=torch.float32)
     oracle.eval()
     return Tiny(oracle, directory, read_config(directory))
+
+
+class Silent(prefill_service_pb2_grpc.PrefillServiceServicer):
+    """A prefill worker that takes orders and never says a word."""
+
+    async def Prefill(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield
+
+    async def Embed(self, request: Any, context: Any) -> Any:
+        raise AssertionError("nobody asks")
+
+    async def ReadBlocks(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        raise AssertionError("nobody asks")
+        yield
+
+
+@asynccontextmanager
+async def silent_prefill() -> AsyncIterator[WorkerAddress]:
+    """One that listens."""
+    rpc = RpcServer([])
+    prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(Silent(), rpc.server)
+    try:
+        yield WorkerAddress("prefill-0", "boot", await rpc.start("127.0.0.1", 0))
+    finally:
+        await rpc.stop(0)
+
+
+async def test_an_exhausted_pool_is_told_to_probes_and_by_way_of_the_scheduler_to_the_gateway(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.worker.vitals.EXHAUSTED_SECONDS", 0.1)
+    monkeypatch.setattr("weft.worker.process.WATCH_SECONDS", 0.05)
+    async with serving(Affinity("", 60)) as scheduler, silent_prefill() as silent, background() as tasks:
+        # what the gateway answers to /ready
+        watch = FleetWatch(Scheduler(scheduler.address), ["tiny"])
+        options: dict[str, Any] = {"posts": (PREFILL, DECODE), "scheduler": scheduler.address, "lease_seconds": 30.0}
+        async with start_process(tiny, **options) as process:
+            await process.until_serving()
+            await until_watched(watch, is_ready=True)
+            gateway = Gateway(process.address, tasks)
+            # all 32 blocks, held for blocks that never come
+            key, _ = await gateway.start(prompt(127), silent, sampling=SamplingParams(max_tokens=1))
+            await until_watched(watch, is_ready=False)
+            assert set(watch.reasons) == {"no prefill worker is ready", "no decode worker is ready"}
+            assert await process.health() != SERVING
+            await gateway.cancel(key)
+            await until_watched(watch, is_ready=True)
+            assert await process.health() == SERVING
+            await gateway.leave()
+
+
+async def until_watched(watch: FleetWatch, is_ready: bool) -> None:
+    """As the gateway sees it."""
+    async with asyncio.timeout(20):
+        while watch.is_ready != is_ready:
+            await asyncio.sleep(0.02)
+            await watch.poll()
 
 
 async def test_sigterm_says_goodbye_and_lets_what_lives_end(tiny: Tiny) -> None:

@@ -1,0 +1,89 @@
+"""Blocks move while the next chunk is computed, so that only the last chunk's are waited for. Nothing here is timed:
+prefill computes a chunk when all blocks before it have arrived, which they would never do after it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.services.attach import prompt
+from tests.services.workers import BLOCK_TOKENS, CHUNK_TOKENS, Meddler, Pair, start_pair
+from tests.weft.tiny_llama import Tiny
+from weft.kv.transport import Run
+from weft_services.decode import reception
+
+NUM_CHUNKS, CHUNK_BLOCKS = 5, CHUNK_TOKENS // BLOCK_TOKENS
+PATIENCE_SECONDS = 10.0
+PROMPT = prompt(NUM_CHUNKS * CHUNK_TOKENS)
+
+
+class Arrivals(Meddler):
+    """Counts blocks that have arrived; the engine's thread may wait for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_blocks = 0
+        self._changed = threading.Condition()
+
+    async def after(self, runs: Sequence[Run]) -> None:
+        with self._changed:
+            self.num_blocks += len(runs)
+            self._changed.notify_all()
+
+    def until(self, num_blocks: int) -> bool:
+        """For a thread: so many are here; False when they do not come."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.num_blocks >= num_blocks, PATIENCE_SECONDS)
+
+
+def compute_after_arrivals(pair: Pair, arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Chunks that prefill began, as the number of blocks that were there by then; one that waits in vain ends it."""
+    runner = pair.prefill.engine._loop._runner
+    launch, begun = runner.launch, list[int]()
+
+    def held(works: Any) -> Any:
+        assert arrivals.until(CHUNK_BLOCKS * len(begun)), f"chunk {len(begun)} waited in vain for the blocks before it"
+        begun.append(arrivals.num_blocks)
+        return launch(works)
+
+    monkeypatch.setattr(runner, "launch", held)
+    return begun
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shared", "mooncake"])
+async def test_blocks_are_pulled_while_the_next_chunk_is_computed(
+    tiny: Tiny, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrivals = Arrivals()
+    async with start_pair(tiny, transport, arrivals) as pair:
+        begun = compute_after_arrivals(pair, arrivals, monkeypatch)
+        answer = await pair.gateway.generate(PROMPT, pair.prefill.address)
+        assert answer.tokens == pair.expected(PROMPT)
+        assert begun == [CHUNK_BLOCKS * number for number in range(NUM_CHUNKS)]
+        assert arrivals.num_blocks == CHUNK_BLOCKS * NUM_CHUNKS, "the last chunk's alone were left"
+
+
+async def test_what_a_client_waits_for_beyond_the_computing_is_the_last_chunks_way(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    class Slow(Arrivals):
+        """Every pull takes seven seconds, by the reception's clock."""
+
+        async def before(self) -> None:
+            nonlocal now
+            now += 7.0
+
+    arrivals = Slow()
+    monkeypatch.setattr(reception, "time", SimpleNamespace(perf_counter=lambda: now))
+    async with start_pair(tiny, meddler=arrivals) as pair:
+        compute_after_arrivals(pair, arrivals, monkeypatch)
+        answer = await pair.gateway.generate(PROMPT, pair.prefill.address)
+        assert answer.usage is not None
+        assert arrivals.num_pulls == NUM_CHUNKS
+        assert answer.usage.exposed_transfer_ms == 7000
