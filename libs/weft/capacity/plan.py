@@ -13,7 +13,7 @@ from weft.capacity.layout import GIB, Demand, Layout, Stage, on_stage, share
 from weft.capacity.limits import Limits
 from weft.kv.groups import Paging
 from weft.model.kv_layout import kv_groups
-from weft.model.spec import ModelConfig
+from weft.model.spec import WORKSPACE_BYTES, ModelConfig
 
 # CUDA context, libraries' workspaces, captured graphs; and buffers of NCCL where there are several GPUs.
 RUNTIME_BYTES = int(1.0 * GIB)
@@ -98,7 +98,8 @@ def _activations(config: ModelConfig, layout: Layout, demand: Demand) -> int:
         each = 2 * hidden + 3 * config.experts.size * layout.ep // layout.stage_gpus
         width = max(width, config.experts.top_k * each // layout.ep * layout.replicas)
     logits = 2 * 4 * demand.batch * config.vocab_size // layout.tp
-    return tokens * item * (4 * hidden + max(3 * heads, width)) + logits + _scratch(config, layout, demand)
+    beside = _scratch(config, layout, demand) + _made_keys(config, layout, demand)
+    return tokens * item * (4 * hidden + max(3 * heads, width)) + logits + beside
 
 
 def _scratch(config: ModelConfig, layout: Layout, demand: Demand) -> int:
@@ -107,3 +108,16 @@ def _scratch(config: ModelConfig, layout: Layout, demand: Demand) -> int:
         return 0
     widest = max(2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
     return ITEM_BYTES[demand.dtype] * config.hidden_size * widest // layout.tp
+
+
+def _made_keys(config: ModelConfig, layout: Layout, demand: Demand) -> int:
+    """Latent attention of a long prompt, at its longest: the vectors of its context, and keys and values of some heads,
+    first by head and then by block; one prompt at a time. See `weft.model.expansion`."""
+    latent = config.latent
+    if latent is None or demand.chunk_tokens < latent.min_expanded_rows:
+        return 0
+    item, tokens = ITEM_BYTES[demand.dtype], -(-config.max_positions // demand.block_tokens) * demand.block_tokens
+    head = 2 * tokens * latent.made_dim * item
+    workspace = min(config.num_heads // layout.tp * head, max(WORKSPACE_BYTES, head))
+    products = workspace * (latent.nope_dim + latent.value_dim) // (2 * latent.made_dim)
+    return workspace + products + tokens * (latent.kv_rank + latent.rope_dim) * item

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import prod
 
 import torch
 from torch import Tensor
@@ -17,15 +18,13 @@ from weft.model.spec import Latent
 from weft_kernels.paged_attention import PagedBatch
 from weft_kernels.upload import upload
 
-# Heads are taken together as long as their keys and values of one sequence fit.
-WORKSPACE_BYTES = 128 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
     """One sequence: its rows, its blocks [B] in the real pool, and a batch over the workspace for some of the heads.
 
-    The workspace is [B, heads, 1, 2, block_tokens, max(key, value dim)]; all layers and groups of heads use it in turn.
+    The workspace is [B, heads, 1, 2, block_tokens, max(key, value dim)]; all sequences, layers and groups of heads use
+    the same memory in turn.
     """
 
     rows: slice
@@ -41,24 +40,18 @@ class LatentPlan:
     expanded: tuple[Expansion, ...] = ()
 
 
-def min_expanded_rows(latent: Latent) -> int:
-    """From so many rows on, expanding costs fewer multiplications, whatever the context."""
-    absorbed = 2 * latent.kv_rank + latent.rope_dim
-    plain = 2 * max(latent.nope_dim + latent.rope_dim, latent.value_dim)
-    expansion = latent.kv_rank * (latent.nope_dim + latent.value_dim)
-    return expansion // (absorbed - plain) + 1 if absorbed > plain else 1 << 62
-
-
 def plan_latent(latent: Latent, batch: PagedBatch) -> LatentPlan:
     """Made once for a batch, used by every layer."""
     starts = batch.query_starts
     counts = [end - start for start, end in pairwise(starts)]
-    least = min_expanded_rows(latent)
-    if max(counts) < least:
+    few = [index for index, count in enumerate(counts) if count < latent.min_expanded_rows]
+    many = [index for index, count in enumerate(counts) if count >= latent.min_expanded_rows]
+    if not many:
         return LatentPlan((torch.arange(starts[-1], device=batch.pool.device), batch))
-    few = [index for index, count in enumerate(counts) if count < least]
-    many = [index for index, count in enumerate(counts) if count >= least]
-    return LatentPlan(_absorbed(batch, few) if few else None, tuple(_expansion(latent, batch, index) for index in many))
+    shapes = [_workspace_shape(latent, batch, index) for index in many]
+    memory = batch.pool.new_zeros(max(map(prod, shapes)))
+    expanded = tuple(_expansion(batch, index, memory, shape) for index, shape in zip(many, shapes, strict=True))
+    return LatentPlan(_absorbed(batch, few) if few else None, expanded)
 
 
 def _absorbed(batch: PagedBatch, indices: Sequence[int]) -> tuple[Tensor, PagedBatch]:
@@ -69,15 +62,17 @@ def _absorbed(batch: PagedBatch, indices: Sequence[int]) -> tuple[Tensor, PagedB
     return upload(torch.cat(rows), batch.pool.device), PagedBatch(batch.pool, batch.num_heads, starts, lens, tables)
 
 
-def _expansion(latent: Latent, batch: PagedBatch, index: int) -> Expansion:
+def _workspace_shape(latent: Latent, batch: PagedBatch, index: int) -> tuple[int, ...]:
+    block_tokens = batch.pool.shape[4]
+    num_blocks = -(-batch.context_lens[index] // block_tokens)
+    num_heads = latent.made_heads(batch.num_heads, num_blocks * block_tokens, batch.pool.itemsize)
+    return num_blocks, num_heads, 1, 2, block_tokens, latent.made_dim
+
+
+def _expansion(batch: PagedBatch, index: int, memory: Tensor, shape: tuple[int, ...]) -> Expansion:
     start, end = batch.query_starts[index], batch.query_starts[index + 1]
-    context, block_tokens = batch.context_lens[index], batch.pool.shape[4]
-    num_blocks = -(-context // block_tokens)
-    blocks = upload(torch.tensor(batch.block_tables[index][:num_blocks]), batch.pool.device)
-    dim = max(latent.nope_dim + latent.rope_dim, latent.value_dim)
-    head_bytes = num_blocks * 2 * block_tokens * dim * batch.pool.itemsize
-    fitting = max(1, min(batch.num_heads, WORKSPACE_BYTES // head_bytes))
-    num_heads = next(count for count in range(fitting, 0, -1) if batch.num_heads % count == 0)
-    workspace = batch.pool.new_zeros(num_blocks, num_heads, 1, 2, block_tokens, dim)
+    num_blocks, num_heads = shape[:2]
+    blocks = upload(torch.tensor(batch.block_tables[index][:num_blocks]), memory.device)
+    workspace, context = memory[: prod(shape)].view(shape), batch.context_lens[index]
     whole = PagedBatch(workspace, num_heads, [0, end - start], [context], [range(num_blocks)])
     return Expansion(slice(start, end), blocks, whole)

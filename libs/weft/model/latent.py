@@ -97,6 +97,7 @@ class LatentAttention:
         num_blocks, num_heads, block_tokens, dim = keys.shape
         vectors = pool[expansion.blocks, 0, self.index, 0]
         keys[..., latent.nope_dim : latent.nope_dim + latent.rope_dim] = vectors[:, None, :, latent.kv_rank :]
+        keys[..., latent.nope_dim + latent.rope_dim :] = 0  # another sequence may have had values there
         compressed = vectors[..., : latent.kv_rank].flatten(0, 1)
         # the attention's own factor is that of the workspace's width
         q = functional.pad(q * (latent.scale * dim**0.5), (0, dim - q.shape[-1]))

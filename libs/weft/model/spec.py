@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+# Latent attention makes keys and values of as many heads at a time as fit, for one sequence.
+WORKSPACE_BYTES = 128 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:
@@ -58,6 +61,23 @@ class Latent:
     rope_dim: int
     value_dim: int
     scale: float
+
+    @property
+    def min_expanded_rows(self) -> int:
+        """From so many rows on, making keys and values costs fewer multiplications, whatever the context."""
+        absorbed = 2 * self.kv_rank + self.rope_dim
+        expansion = self.kv_rank * (self.nope_dim + self.value_dim)
+        return expansion // (absorbed - 2 * self.made_dim) + 1 if absorbed > 2 * self.made_dim else 1 << 62
+
+    @property
+    def made_dim(self) -> int:
+        """Numbers of a key, and of a value, of one head where they are made: those of the wider one."""
+        return max(self.nope_dim + self.rope_dim, self.value_dim)
+
+    def made_heads(self, num_heads: int, num_tokens: int, item_bytes: int) -> int:
+        """Heads whose keys and values of so long a context are made at a time: what fits, of equal parts."""
+        fitting = max(1, WORKSPACE_BYTES // (2 * num_tokens * self.made_dim * item_bytes))
+        return next(count for count in range(min(num_heads, fitting), 0, -1) if num_heads % count == 0)
 
 
 class Scoring(StrEnum):

@@ -11,8 +11,9 @@ import torch
 
 from tests.weft.engine.harness import Driver, hand_over, prefill
 from tests.weft.tiny_families import FAMILIES, TinyFamily
-from weft.model import expansion
+from weft.model import spec
 from weft.model.kv_layout import kv_groups
+from weft.model.spec import Latent
 
 LENGTHS = [1, 7, 16, 17, 40]
 NUM_NEW, FEW_NEW = 64, 24
@@ -59,7 +60,7 @@ def test_tokens_are_exact_in_mixed_batches_with_prefix_hits_and_preemption(name:
 def test_blocks_that_held_nan_do_not_spoil_their_next_owners(
     name: str, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expansion, "min_expanded_rows", lambda latent: 9)
+    monkeypatch.setattr(Latent, "min_expanded_rows", 9)
     tiny, prompts, expected = cases(name)
     with Driver(tiny, num_blocks=10 * len(kv_groups(tiny.config).reaches), chunk_tokens=16) as driver:
         memory = driver.engine.pool_memory
@@ -74,8 +75,8 @@ def test_blocks_that_held_nan_do_not_spoil_their_next_owners(
 def test_tokens_are_exact_with_keys_made_for_long_chunks(
     name: str, workspace_bytes: int, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expansion, "WORKSPACE_BYTES", workspace_bytes)
-    monkeypatch.setattr(expansion, "min_expanded_rows", lambda latent: 3)
+    monkeypatch.setattr(spec, "WORKSPACE_BYTES", workspace_bytes)
+    monkeypatch.setattr(Latent, "min_expanded_rows", 3)
     tiny, prompts, expected = cases(name)
     with Driver(tiny, chunk_tokens=13) as driver:
         keys = [driver.submit(str(i), prompt, FEW_NEW) for i, prompt in enumerate(prompts)]
