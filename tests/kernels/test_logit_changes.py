@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsPro
 
 from weft_kernels.logit_changes import LogitChanges, change
 from weft_kernels.logit_changes.reference import change_reference
+from weft_kernels.logit_changes.sparse import MASKED_ROWS, unpack_bits
 
 ROWS, VOCAB = 4, 45
 
@@ -39,6 +41,24 @@ def test_the_sparse_form_means_what_the_loop_says(data: Any, seed: int) -> None:
     before = logits.clone()
     assert torch.equal(change(logits, changes), change_reference(logits, changes))
     assert torch.equal(logits, before), "logprobs are still to be read from it"
+
+
+def test_masks_of_many_rows_are_applied_piece_by_piece() -> None:
+    rows = 2 * MASKED_ROWS + 3
+    logits = torch.randn(rows + 2, VOCAB)
+    masks = torch.randint(-(2**31), 2**31, (rows, 2), dtype=torch.int32)
+    changes = LogitChanges(mask_rows=torch.randperm(rows + 2)[:rows], masks=masks)
+    assert torch.equal(change(logits, changes), change_reference(logits, changes))
+
+
+def test_what_a_gpu_unpacks_is_what_numpy_does() -> None:
+    masks = torch.randint(-(2**31), 2**31, (5, 3), dtype=torch.int32)
+    with torch.profiler.profile(profile_memory=True) as measured:
+        bits = unpack_bits(masks)
+    bytes_taken = sum(event.self_cpu_memory_usage for event in measured.events() if event.self_cpu_memory_usage > 0)
+    assert bits.numel() <= bytes_taken < bits.numel() + 256, "a byte for each bit, and hardly anything beside them"
+    expected = np.unpackbits(masks.numpy().view(np.uint8), axis=-1, bitorder="little").astype(bool)
+    assert torch.equal(bits, torch.from_numpy(expected))
 
 
 def test_repetition_penalty_and_bias_are_those_of_transformers() -> None:

@@ -67,6 +67,7 @@ def test_every_family_has_a_largest_step(
 
     def watched(self: ModelRunner, works: list[object]) -> object:
         launched.append([(each.start, each.num_tokens) for each in works])  # type: ignore[attr-defined]
+        assert all(each.sequence.spec.constraint for each in works), "masks take memory"  # type: ignore[attr-defined]
         return launch(self, works)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ModelRunner, "launch", watched)
