@@ -15,6 +15,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from weft.errors import BadCheckpoint, InvalidRequest
+from weft.tokenizer import read_tokenizer
 
 MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_CACHED = 64
@@ -97,11 +98,7 @@ def hash_tokenizer(tokenizer_json: bytes) -> str:
 
 def load_grammars(directory: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
     """For the tokenizer of a checkpoint. Raises BadCheckpoint."""
-    path = directory / "tokenizer.json"
-    try:
-        return Grammars(path.read_bytes(), vocab_size, eos_token_ids)
-    except OSError as error:
-        raise BadCheckpoint(f"{path}: {error.strerror}") from error
+    return Grammars(read_tokenizer(directory), vocab_size, eos_token_ids)
 
 
 def _reason(matcher: LLMatcher) -> str:

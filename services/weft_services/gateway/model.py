@@ -13,7 +13,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders
 
 from weft.errors import BadCheckpoint
-from weft.grammar import Grammars, load_grammars
+from weft.grammar import Grammars
+from weft.tokenizer import SETTINGS, TOKENIZER, byte_letters, read_tokenizer
 from weft_services.gateway.generation import SamplingDefaults
 from weft_services.gateway.text.assistant import END_THINK, THINK
 from weft_services.gateway.text.chat_template import ChatTemplate
@@ -110,15 +111,7 @@ def spell(piece: str) -> bytes:
         return piece.encode()
 
 
-def _byte_letters() -> dict[str, int]:
-    """Byte-level vocabularies spell each byte as one printable letter: itself, or the next one from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in printable]
-    letters = {chr(byte): byte for byte in printable}
-    return letters | {chr(0x100 + position): byte for position, byte in enumerate(hidden)}
-
-
-_BYTE_OF_LETTER = _byte_letters()
+_BYTE_OF_LETTER = byte_letters()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +141,11 @@ def load_model(directory: Path, name: str, tool_format: str = "auto") -> ServedM
     """Read what the gateway needs of a checkpoint. Raises BadCheckpoint naming the file or setting at fault."""
     config = _read_json(directory / "config.json", required=True)
     text_config = config.get("text_config", config)
-    tokenizer_file = directory / "tokenizer.json"
+    content = read_tokenizer(directory)
     try:
-        codec = Codec(Tokenizer.from_file(str(tokenizer_file)))
+        codec = Codec(Tokenizer.from_buffer(content))
     except Exception as error:  # the library raises bare Exception
-        raise BadCheckpoint(f"{tokenizer_file}: {error}") from error
+        raise BadCheckpoint(f"{directory / TOKENIZER}: {error}") from error
     vocabulary_size = _positive_int(text_config, "vocab_size", directory)
     template = _load_template(directory)
     source = template.source if template else ""
@@ -167,7 +160,7 @@ def load_model(directory: Path, name: str, tool_format: str = "auto") -> ServedM
         defaults=_load_defaults(directory),
         vocabulary_size=vocabulary_size,
         max_context_tokens=_positive_int(text_config, "max_position_embeddings", directory),
-        grammars=load_grammars(directory, vocabulary_size, _end_tokens(text_config)),
+        grammars=Grammars(content, vocabulary_size, _end_tokens(text_config)),
         chat_codec=codec.speaking(marks.values()),
         chats=codec.segmented(source),
         tool_format=chosen,
@@ -204,7 +197,7 @@ def _end_tokens(config: dict[str, Any]) -> list[int]:
 
 
 def _load_template(directory: Path) -> ChatTemplate | None:
-    settings = _read_json(directory / "tokenizer_config.json")
+    settings = _read_json(directory / SETTINGS)
     path = directory / "chat_template.jinja"
     source = path.read_text(encoding="utf-8") if path.exists() else settings.get("chat_template")
     if isinstance(source, list):  # several named templates

@@ -1,0 +1,119 @@
+"""A checkpoint's tokenizer.json: as it was published, or made from tiktoken.model, which Kimi K2 and K2.5 have instead.
+
+Made anew by whoever needs it, always the same to the byte, so that all agree on its hash. No code of a model's is run.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.errors import BadCheckpoint
+
+TOKENIZER, RANKS, SETTINGS = "tokenizer.json", "tiktoken.model", "tokenizer_config.json"
+# How the published code of these models cuts text: runs of Han characters, words without any, up to three digits, ...
+NO_HAN = "&&[^\\p{Han}]]"
+FIRST, REST = (f"[\\p{{L{case}}}\\p{{Lm}}\\p{{Lo}}\\p{{M}}{NO_HAN}" for case in ("u}\\p{Lt", "l"))
+ENDING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+PATTERN = "|".join(
+    (
+        "[\\p{Han}]+",
+        f"[^\\r\\n\\p{{L}}\\p{{N}}]?{FIRST}*{REST}+{ENDING}",
+        f"[^\\r\\n\\p{{L}}\\p{{N}}]?{FIRST}+{REST}*{ENDING}",
+        "\\p{N}{1,3}",
+        " ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*",
+        "\\s*[\\r\\n]+",
+        "\\s+(?!\\S)",
+        "\\s+",
+    )
+)
+# special tokens behind the ranks, most of them without a name
+NUM_RESERVED = 256
+
+
+def read_tokenizer(directory: Path) -> bytes:
+    """The content of tokenizer.json. Raises BadCheckpoint naming the file at fault."""
+    check_tokenizer(directory)
+    path = directory / TOKENIZER
+    try:
+        if path.is_file():
+            return path.read_bytes()
+        ranks = _read_ranks(directory / RANKS)
+        settings = directory / SETTINGS
+        named = json.loads(settings.read_bytes()).get("added_tokens_decoder", {}) if settings.is_file() else {}
+        return json.dumps(_converted(ranks, {int(number): token for number, token in named.items()})).encode()
+    except (OSError, ValueError, AttributeError) as error:
+        raise BadCheckpoint(f"{directory}: {TOKENIZER} cannot be read, nor made from {RANKS}: {error}") from error
+
+
+def check_tokenizer(directory: Path) -> None:
+    """Is there any. Raises BadCheckpoint."""
+    if not any((directory / name).is_file() for name in (TOKENIZER, RANKS)):
+        what = "copy the one that was published with the model beside its config.json"
+        raise BadCheckpoint(f"{directory} has neither {TOKENIZER} nor {RANKS}; {what}")
+
+
+def byte_letters() -> dict[str, int]:
+    """Byte-level vocabularies spell each byte as one printable letter: itself, or the next one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(0x100 + position): byte for position, byte in enumerate(hidden)}
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    """Each line: a token's bytes in base64, and its rank, which is its id."""
+    pairs = (line.split() for line in path.read_bytes().splitlines() if line.strip())
+    ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise ValueError(f"{path.name}: ranks are not 0 to {len(ranks) - 1}, each once")
+    return ranks
+
+
+def _converted(ranks: Mapping[bytes, int], named: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    letter_of = {byte: letter for letter, byte in byte_letters().items()}
+    spelled = {token: "".join(letter_of[byte] for byte in token) for token in ranks}
+    model = {
+        "type": "BPE",
+        "vocab": {spelled[token]: rank for token, rank in ranks.items()},
+        "merges": [[spelled[part] for part in pair] for pair in _merges(ranks)],
+        # a piece that is a token as a whole is not put together
+        "ignore_merges": True,
+    }
+    split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
+    letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return {
+        "version": "1.0",
+        "added_tokens": _added(len(ranks), named),
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, letters]},
+        "decoder": letters,
+        "model": model,
+    }
+
+
+def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """Every pair that makes a token, in the order of the tokens' ranks: tiktoken joins what makes the lowest one first.
+
+    Of a token's pairs one alone can ever lie side by side, that in which its own bytes end up: the others do no harm.
+    """
+    found = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        pairs = ((token[:at], token[at:]) for at in range(1, len(token)))
+        found += [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
+    return found
+
+
+def _added(num_base: int, named: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Without gaps: the library gives out ids by counting."""
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    end = max(num_base + NUM_RESERVED, *(number + 1 for number in named), 0)
+    added = []
+    for number in range(num_base, end):
+        token = named.get(number, {})
+        content = token.get("content", f"<|reserved_token_{number}|>")
+        fields = {flag: bool(token.get(flag)) for flag in flags}
+        added.append({"id": number, "content": content, **fields, "special": bool(token.get("special", True))})
+    return added
