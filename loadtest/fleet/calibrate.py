@@ -219,7 +219,7 @@ def main() -> None:
     options, path = parse_options()
     with tempfile.TemporaryDirectory() as folder:
         model = str(make_checkpoint(Path(folder) / "llama-30M"))
-        environment = {"WEFT_CHUNK_TOKENS": str(CHUNK_TOKENS)}
+        environment = {"WEFT_CHUNK_TOKENS": str(CHUNK_TOKENS), "WEFT_MIXED_TOKENS": str(CHUNK_TOKENS)}
         with LocalMesh(model, options.prefill, options.decode, environment) as mesh:
             machine, runs = asyncio.run(measure(mesh, options))
     if path is not None:

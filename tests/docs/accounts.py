@@ -36,6 +36,7 @@ UP: dict[str, str] = {
     "--keys": "clients/conftest.py::whole_mesh",
     "--timeline": "clients/conftest.py::whole_mesh",
     "--weights": "clients/conftest.py::whole_mesh",
+    "--max-seqs": "weft/cli/test_mesh.py::test_workers_are_told_how_many_sequences_a_step_may_have",
     "--dtype": "mesh/conftest.py::mesh",
     "--prefill": "mesh/test_planner.py::planned",
     "--decode": "mesh/test_planner.py::planned",

@@ -78,7 +78,7 @@ def test_one_command_serves_a_chat_and_ctrl_c_ends_it_within_five_seconds(tmp_pa
     assert float(seconds[1]) < 5
 
 
-def test_a_broken_checkpoint_ends_it_with_the_reason_and_status_2(tmp_path: Path) -> None:
+def test_weights_that_were_cut_short_are_told_before_anything_starts(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(MODEL, model)
     weights = model / "model.safetensors"
@@ -86,9 +86,20 @@ def test_a_broken_checkpoint_ends_it_with_the_reason_and_status_2(tmp_path: Path
     with mesh_of(tmp_path, model) as mesh:
         status = mesh.process.wait(60)
         log = mesh.log()
-    assert "model.safetensors" in log
+    assert re.fullmatch(r"weft up: \S+/model\.safetensors: truncated: .*\n", log)
+    assert status == 2
+
+
+def test_a_service_that_cannot_start_ends_it_with_the_reason_and_status_2(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    (model / "tokenizer.json").write_text("{")
+    with mesh_of(tmp_path, model) as mesh:
+        status = mesh.process.wait(60)
+        log = mesh.log()
+    assert "tokenizer.json" in log
     assert "giving up" in log
-    assert {line.split()[0] for line in log.splitlines() if " | " in line and "cannot start" in line} == {"weights"}
+    assert {line.split()[0] for line in log.splitlines() if " | " in line and "cannot start" in line} == {"gateway"}
     assert "Traceback" not in log
     assert status == 2
 

@@ -5,9 +5,7 @@ By the figures of `weft plan` before anything is loaded; where the largest step 
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from weft.capacity.footprint import ITEM_BYTES, footprint
 from weft.capacity.gpus import Gpu
@@ -18,8 +16,6 @@ from weft.model.spec import ModelConfig
 
 # workers share a machine's memory with one another and with everything else
 CPU_POOL_SHARE = 0.25
-# prompt tokens of a step where nobody says otherwise: enough for the products with weights to be multiplied, not read
-CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
 # of a GPU: what libraries and captured graphs take beside torch's own memory, which is what is measured
 SLACK_BYTES = GIB // 2
 
@@ -83,13 +79,3 @@ def default_num_blocks(room: Room, is_cpu: bool, block_bytes: int, least: int, m
     """As many as there is room for, between `least` and `most`; of a machine's own memory, a share."""
     pool = min(room.left, int(room.free * CPU_POOL_SHARE)) if is_cpu else room.left
     return max(least, min(most, pool // block_bytes))
-
-
-def available_bytes() -> int:
-    """Memory that can be had without swapping, as Linux counts it; elsewhere half of all there is."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -50,6 +50,7 @@ class MeshOptions:
     weights: str = "plain"
     transport: str = "auto"
     threads: int = 0
+    max_seqs: int = 0
     keys: str = ""
     is_open: bool = False
     has_tls: bool = False
@@ -186,6 +187,7 @@ def _common(options: MeshOptions, at: Addresses) -> dict[str, str]:
         "WEFT_WEIGHTS": options.weights,
         "WEFT_TRANSPORT": options.transport,
         "WEFT_THREADS": str(options.worker_threads),
+        "WEFT_MAX_SEQS": str(options.max_seqs),
     }
 
 

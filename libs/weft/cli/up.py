@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from weft.cli.display import Display
+from weft.cli.fit import check_fit
 from weft.cli.gpus import usable_gpus
 from weft.cli.mesh import (
     HARMLESS,
@@ -34,6 +35,7 @@ from weft.cli.timeline import Timeline
 from weft.config import ConfigError, is_loopback, read_models
 from weft.errors import BadCheckpoint, Unreadable
 from weft.model.config import read_config
+from weft.tokenizer import check_tokenizer
 from weft.weights.objects import is_url, local_model, with_local_model
 
 MOONCAKE_SECONDS = 30.0
@@ -97,15 +99,15 @@ def _checked(place: str, given: str) -> Path:
     raise UsageError(f"{given} {what}; it must be a checkpoint as Hugging Face ships them")
 
 
-def _check_models(models: Mapping[str, Path]) -> None:
-    """What can be told before a minute of starting: an architecture that there is, and a tokenizer."""
-    for directory in models.values():
-        try:
+def _check_models(options: MeshOptions) -> None:
+    """What can be told before a minute of starting: an architecture that there is, a tokenizer, and room for it all."""
+    try:
+        for directory in options.models.values():
             read_config(directory)
-        except BadCheckpoint as error:
-            raise UsageError(str(error)) from error
-        if not (directory / "tokenizer.json").is_file():
-            raise UsageError(f"{directory} has no tokenizer.json; copy the model's own beside its config.json")
+            check_tokenizer(directory)
+        check_fit(options, os.environ)
+    except (BadCheckpoint, ConfigError) as error:
+        raise UsageError(str(error)) from error
 
 
 def mooncake_trouble() -> str:
@@ -131,7 +133,7 @@ def up(options: MeshOptions, picture: Path | None = None) -> int:
         at = pick_addresses(options)
     except PortTaken as error:
         raise UsageError(str(error)) from error
-    _check_models(options.models)
+    _check_models(options)
     console = Console(soft_wrap=True)
     specs = mesh_specs(options, at)
     display = Display(console, [spec.name for spec in specs], _title(options), HARMLESS)

@@ -68,6 +68,9 @@ def up(
         Transport, typer.Option(help="Of KV blocks; auto: shared memory, Mooncake, gRPC.")
     ] = Transport.AUTO,
     threads: Annotated[int, typer.Option(min=0, help="torch threads a worker; 0 shares the cores.")] = 0,
+    max_seqs: Annotated[
+        int, typer.Option(min=0, envvar="WEFT_MAX_SEQS", help="Sequences of a step; 0: 64 on a CPU, 256 on a GPU.")
+    ] = 0,
     keys: Annotated[str, typer.Option(envvar="WEFT_KEYS", help="API keys that are asked for; see `weft keys`.")] = "",
     is_open: Annotated[bool, typer.Option("--open", help="Without keys, whoever may reach it.")] = False,
     disk: Annotated[
@@ -98,6 +101,7 @@ def up(
             weights=weights,
             transport=transport,
             threads=threads,
+            max_seqs=max_seqs,
             keys=keys,
             is_open=is_open,
             has_tls=bool(os.environ.get("WEFT_TLS_CERT")),

@@ -13,16 +13,10 @@ import grpc
 import torch
 
 from weft import log
+from weft.capacity.memory import available_bytes
 from weft.capacity.plan import RUNTIME_BYTES
-from weft.capacity.room import (
-    CHUNK_TOKENS,
-    Machine,
-    Room,
-    available_bytes,
-    default_num_blocks,
-    measure_room,
-    measured_room,
-)
+from weft.capacity.room import Room, default_num_blocks, measured_room
+from weft.capacity.sizes import Sizes, choose
 from weft.engine.build import assemble
 from weft.engine.config import EngineConfig
 from weft.engine.core import Engine
@@ -31,28 +25,24 @@ from weft.engine.manners import CPU_NICENESS
 from weft.engine.messages import StepOutput
 from weft.engine.runner import DTYPES
 from weft.errors import Overloaded, PeerLost
-from weft.kv.groups import Paging
 from weft.model.config import ModelConfig, read_config
 from weft.model.decoder import Decoder
-from weft.model.kv_layout import block_bytes, kv_groups, layout_name
+from weft.model.kv_layout import block_bytes, layout_name
 from weft.request import ModelFingerprint
 from weft.rpc.client import open_channel, owned
 from weft.weights.shared import open_image
-from weft.worker.config import Dtype, WeightsForm, WorkerConfig
+from weft.worker.config import Dtype, WorkerConfig
 from weft.worker.cpus import let_sessions_pass, pin
 from weft.worker.heap import keep_heap
 from weft.worker.peak import free_bytes, identity_of, measure_peak, remembered
+from weft_kernels.native import best_isa
 from weft_mesh.v1 import weights_service_pb2, weights_service_pb2_grpc
 
 logger = logging.getLogger(__name__)
 WEIGHTS_WAIT_SECONDS = 120.0
 RETRY_SECONDS = 0.5
-CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS = 16, 64
 # by default a pool holds so many sequences of full length, memory permitting
 FULL_SEQUENCES = 32
-# a worker that holds less than this of one sequence is no use
-LEAST_CONTEXT_TOKENS = 1024
-CPU_MAX_SEQS, GPU_MAX_SEQS = 64, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +61,24 @@ async def boot(config: WorkerConfig, listener: Callable[[StepOutput], None]) -> 
     num_cores = pin(config.cpus) if config.cpus else 0
     if config.threads or num_cores:
         torch.set_num_threads(config.threads or num_cores)
-    machine = choose_machine(config, torch.cuda.is_available())
-    if machine.device == "cpu":
+    sizes = choose(config.wanted, torch.cuda.is_available())
+    if sizes.machine.device == "cpu":
         let_sessions_pass(CPU_NICENESS)
+    if config.model and (config.model / "config.json").is_file():
+        # before somebody reads a checkpoint that nobody can use; the one that counts comes with the weights
+        await asyncio.to_thread(checked_room, read_config(config.model), sizes, config.gpu_share)
     ready = await load_weights(config.weights_addr, config.served_name)
     log.mark("weights")
-    booted = await asyncio.to_thread(_build, config, machine, ready, listener)
+    booted = await asyncio.to_thread(_build, config, sizes, ready, listener)
     log.mark("engine")
     return booted
 
 
-def choose_machine(config: WorkerConfig, has_cuda: bool) -> Machine:
-    """Fill in what the settings leave open."""
-    dtype = config.dtype
-    if dtype is Dtype.AUTO:
-        dtype = Dtype.BFLOAT16 if has_cuda else Dtype.FLOAT32
-    block_tokens = config.block_tokens or (GPU_BLOCK_TOKENS if has_cuda else CPU_BLOCK_TOKENS)
-    return Machine("cuda" if has_cuda else "cpu", dtype, block_tokens, config.weights is WeightsForm.RESIDENT)
+def checked_room(model: ModelConfig, sizes: Sizes, gpu_share: float) -> Room:
+    """What there is and what the model takes of it. Raises BadCheckpoint where not even a small pool is left."""
+    room = sizes.room(model, _free_bytes(sizes, gpu_share))
+    room.check(*sizes.least(model))
+    return room
 
 
 async def load_weights(address: str, model: str) -> weights_service_pb2.LoadReady:
@@ -128,16 +119,14 @@ async def _follow_load(
 
 def _build(
     config: WorkerConfig,
-    machine: Machine,
+    sizes: Sizes,
     ready: weights_service_pb2.LoadReady,
     listener: Callable[[StepOutput], None],
 ) -> Booted:
-    model = parse_config(ready.config_json)
-    size, limits = block_bytes(model, machine.dtype, machine.block_tokens), _limits(config, machine, model)
-    room = measure_room(
-        model, machine, limits.chunk_tokens, limits.max_num_seqs, _free_bytes(machine, config.gpu_share)
-    )
-    num_blocks = _num_blocks(config, room, limits, machine, size)
+    model, machine = parse_config(ready.config_json), sizes.machine
+    size, limits = block_bytes(model, machine.dtype, machine.block_tokens), _limits(config, sizes, model)
+    room = checked_room(model, sizes, config.gpu_share)
+    _tell_dtype(config, sizes, model)
     image, device = open_image(ready.shm_name, ready.size_bytes), torch.device(machine.device)
     decoder = Decoder(model, image, DTYPES[machine.dtype], device, machine.is_resident)
     log.mark("copying and packing" if machine.is_resident else "copying")
@@ -149,7 +138,9 @@ def _build(
         log.mark("largest step")
         logger.info("engine: the largest step takes %d MiB", peak >> 20)
         room = measured_room(room, free, peak + static_bytes(limits, size))
-        num_blocks = _num_blocks(config, room, limits, machine, size)
+        room.check(*sizes.least(model))
+    least = sizes.least(model)[0] // size
+    num_blocks = sizes.num_blocks or default_num_blocks(room, machine.device == "cpu", size, least, limits.num_blocks)
     engine_config = replace(limits, num_blocks=num_blocks, max_pinned=0)
     engine = assemble(decoder, machine.dtype, engine_config, listener)
     logger.info(
@@ -160,19 +151,28 @@ def _build(
     return Booted(engine, machine.device, fingerprint, engine_config)
 
 
-def _limits(config: WorkerConfig, machine: Machine, model: ModelConfig) -> EngineConfig:
+def _tell_dtype(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> None:
+    """Where the model is not computed in what it was published in, or could be sooner."""
+    machine = sizes.machine
+    if model.dtype == "float16":
+        lost = "without loss" if machine.dtype == "float32" else "3 bits of each weight are lost; float32 keeps them"
+        logger.warning("the checkpoint is float16, computed in %s (WEFT_DTYPE): %s", machine.dtype, lost)
+    is_free = config.dtype is Dtype.AUTO and machine.device == "cpu" and model.dtype == "bfloat16"
+    if is_free and best_isa() == "avx512_bf16":
+        logger.info("computed in float32; this processor multiplies bfloat16: WEFT_DTYPE=bfloat16 is quicker")
+
+
+def _limits(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> EngineConfig:
     """With as many blocks as there is any use for."""
-    is_gpu = machine.device == "cuda"
-    chunk_tokens = config.chunk_tokens or CHUNK_TOKENS[machine.device]
-    paging = Paging(kv_groups(model).reaches, machine.block_tokens, chunk_tokens * (2 if is_gpu else 1))
+    is_gpu, paging = sizes.machine.device == "cuda", sizes.paging(model)
     return EngineConfig(
         num_blocks=FULL_SEQUENCES * paging.max_pages(model.max_positions),
-        block_tokens=machine.block_tokens,
+        block_tokens=sizes.machine.block_tokens,
         vocab_size=model.vocab_size,
         max_context_tokens=model.max_positions,
-        chunk_tokens=chunk_tokens,
-        mixed_tokens=config.mixed_tokens,
-        max_num_seqs=GPU_MAX_SEQS if is_gpu else CPU_MAX_SEQS,
+        chunk_tokens=sizes.chunk_tokens,
+        mixed_tokens=sizes.mixed_tokens,
+        max_num_seqs=sizes.max_seqs,
         eos_token_ids=model.eos_token_ids,
         reaches=paging.reaches,
         steps_ahead=int(is_gpu),
@@ -189,17 +189,6 @@ def parse_config(config_json: str) -> ModelConfig:
         return read_config(Path(directory))
 
 
-def _num_blocks(config: WorkerConfig, room: Room, limits: EngineConfig, machine: Machine, size: int) -> int:
-    """What was asked for, or what there is room for. Raises BadCheckpoint where that is too little."""
-    if config.num_blocks:
-        room.check(config.num_blocks * size, f"{config.num_blocks} blocks of KV (WEFT_NUM_BLOCKS)")
-        return config.num_blocks
-    num_tokens = min(limits.max_context_tokens, LEAST_CONTEXT_TOKENS)
-    least = limits.paging.max_pages(num_tokens)
-    room.check(least * size, f"KV of {num_tokens} tokens")
-    return default_num_blocks(room, machine.device == "cpu", size, least, limits.num_blocks)
-
-
 def own_bytes(free: int, total: int, share: float, held: int) -> int:
     """Of a GPU's free bytes those that a worker may still take, where others take theirs at the same time.
 
@@ -212,5 +201,6 @@ def _total_bytes() -> int:
     return torch.cuda.mem_get_info()[1]
 
 
-def _free_bytes(machine: Machine, share: float) -> int:
-    return available_bytes() if machine.device == "cpu" else own_bytes(*torch.cuda.mem_get_info(), share, 0)
+def _free_bytes(sizes: Sizes, share: float) -> int:
+    is_cpu = sizes.machine.device == "cpu"
+    return available_bytes() if is_cpu else own_bytes(*torch.cuda.mem_get_info(), share, 0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 
+from weft.capacity.sizes import Wanted
 from weft.config import WILDCARD_HOSTS, ConfigError
 from weft.kv.handoff import LEASE_SECONDS
 from weft.request import WorkerRole
@@ -62,7 +63,7 @@ class StoreFetch(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Zero means: choose for me (ports, block size, blocks from memory, all cores).
+    """Zero means: choose for me (ports, block size, blocks from memory, tokens and sequences of a step, all cores).
 
     `role`: what a worker that serves both begins with.
     """
@@ -82,7 +83,8 @@ class WorkerConfig:
     block_tokens: int = 0
     num_blocks: int = 0
     chunk_tokens: int = 0
-    mixed_tokens: int = 512
+    mixed_tokens: int = 0
+    max_seqs: int = 0
     cuda_graphs: bool = True
     gpu_share: float = 1.0
     transport: TransportChoice = TransportChoice.AUTO
@@ -96,15 +98,14 @@ class WorkerConfig:
     role: WorkerRole = WorkerRole.BOTH
 
     def __post_init__(self) -> None:
-        for name in ("port", "metrics_port", "block_tokens", "num_blocks", "chunk_tokens", "threads"):
+        for name in ("port", "metrics_port", "threads"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name)}: expected 0 or more")
         if self.lease_seconds < MIN_LEASE_SECONDS:
             raise ConfigError(f"WEFT_LEASE_SECONDS={self.lease_seconds:g}: expected at least {MIN_LEASE_SECONDS:g}")
+        _ = self.wanted
         if self.cpus:
             parse_cpus(self.cpus)
-        if self.mixed_tokens < 1:
-            raise ConfigError(f"WEFT_MIXED_TOKENS={self.mixed_tokens}: expected at least 1")
         if not 0 < self.gpu_share <= 1:
             raise ConfigError(f"WEFT_GPU_SHARE={self.gpu_share:g}: expected above 0 and at most 1")
         if not self.served_name:
@@ -117,6 +118,11 @@ class WorkerConfig:
         if self.kv_checksums is Checksums.AUTO:
             return transport != "mooncake" or self.mooncake_protocol is MooncakeProtocol.TCP
         return self.kv_checksums is Checksums.ON
+
+    @property
+    def wanted(self) -> Wanted:
+        """What of it decides what the worker takes. Raises ConfigError."""
+        return Wanted(**{field.name: getattr(self, field.name) for field in fields(Wanted)})
 
     @property
     def served_name(self) -> str:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+from weft.capacity.memory import available_bytes
 from weft.errors import Overloaded
 from weft.weights.image import SHARED_MEMORY, Image, remove_abandoned
 from weft.weights.load import free_bytes
@@ -59,7 +60,7 @@ class Room:
         promised = size + sum(self._promised.values())
         if self._limit and sum(image.size_bytes for _, image in self._held()) + promised > self._limit:
             return False
-        while free_bytes(SHARED_MEMORY) < promised:
+        while _free_bytes() < promised:
             if not (name := await asyncio.to_thread(remove_abandoned)):
                 return False
             logger.info("making room: %s goes, which no service holds", name)
@@ -84,7 +85,9 @@ class Room:
             held = self._held()
             if not (held or self._promised) or loop.time() >= deadline:
                 names = ", ".join(f"{each.name!r} {image.size_bytes}" for each, image in held) or "nothing"
-                raise Overloaded(f"no room in {SHARED_MEMORY} for the {size} bytes of {holder.name!r}; held: {names}")
+                free = f"{free_bytes(SHARED_MEMORY)} free there, {available_bytes()} of memory"
+                what = f"no room in {SHARED_MEMORY} for the {size} bytes of {holder.name!r}: {free}"
+                raise Overloaded(f"{what}; held: {names}")
             await asyncio.sleep(LOOK_SECONDS)
 
     def _held(self) -> list[tuple[Holder, Image]]:
@@ -101,3 +104,8 @@ class Room:
                 await asyncio.to_thread(image.release)
                 return True
         return False
+
+
+def _free_bytes() -> int:
+    """Of shared memory, as far as there is memory behind it: a control group may have less than the file system."""
+    return min(free_bytes(SHARED_MEMORY), available_bytes())

@@ -100,7 +100,7 @@ async def test_what_a_process_maps_stays(models: dict[str, Path], monkeypatch: p
             assert "a" in there(models)
         second = (await load(channel, "b"))[-1].ready
         others = open_image(second.shm_name, second.size_bytes)
-        with pytest.raises(Overloaded, match=r"no room .* of 'c'; held: 'a' .*, 'b' "):
+        with pytest.raises(Overloaded, match=r"no room .* of 'c': .*; held: 'a' .*, 'b' "):
             await load(channel, "c")
         monkeypatch.setattr(room, "WAIT_SECONDS", 10.0)
         waiting = asyncio.create_task(load(channel, "c"))
@@ -135,6 +135,17 @@ async def test_what_a_killed_service_left_goes_when_memory_is_short(
         await load(channel, "b")
         assert not abandoned.path.exists()
         assert there(models) == {"a", "b"}
+
+
+async def test_shared_memory_without_memory_behind_it_is_no_room(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container: the file system would take what the control group will not give."""
+    monkeypatch.setattr(room, "available_bytes", lambda: size_of(models["a"]) - 1)
+    async with serving(models, 0) as channel:
+        with pytest.raises(Overloaded, match=rf"no room .* of 'a': \d+ free there, {size_of(models['a']) - 1} of"):
+            await load(channel, "a")
+        assert there(models) == set()
 
 
 async def test_a_model_beyond_the_limit_is_refused_at_once(models: dict[str, Path]) -> None:

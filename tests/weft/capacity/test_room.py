@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from tests.weft.capacity.test_allocation import held_bytes
 from tests.weft.tiny_families import FAMILIES, TinyFamily
 
-from weft.capacity.room import Machine, Room, available_bytes, default_num_blocks, measure_room, measured_room
+from weft.capacity.room import Machine, Room, default_num_blocks, measure_room, measured_room
 from weft.errors import BadCheckpoint
 from weft.model.decoder import Decoder
 from weft.model.spec import HeadNorm
@@ -66,7 +65,3 @@ def test_the_pool_is_bounded_by_need_and_by_memory() -> None:
     assert default_num_blocks(room, True, 1000, least=2, most=500) == 25
     assert default_num_blocks(room, False, 1000, least=2, most=50) == 50
     assert default_num_blocks(room, True, 60_000, least=1, most=50) == 1
-
-
-def test_memory_that_is_available_is_a_part_of_the_machines() -> None:
-    assert 2**20 < available_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

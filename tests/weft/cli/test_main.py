@@ -69,7 +69,7 @@ def test_a_model_that_is_none_is_refused_before_anything_starts(tmp_path: Path, 
     [
         ("{", "config.json: not readable as JSON"),
         ('{"architectures": ["NoSuchModel"]}', "NoSuchModel is not supported; supported: LlamaForCausalLM"),
-        ((SHIPPED / "config.json").read_text(), "has no tokenizer.json"),
+        ((SHIPPED / "config.json").read_text(), "has neither tokenizer.json nor tiktoken.model"),
     ],
 )
 def test_a_model_that_nothing_could_serve_is_refused_in_one_line(tmp_path: Path, config: str, reason: str) -> None:

@@ -77,6 +77,12 @@ def test_workers_are_told_how_weights_stay_in_memory() -> None:
         assert read_config(WorkerConfig, settings).weights is weights
 
 
+def test_workers_are_told_how_many_sequences_a_step_may_have() -> None:
+    worker = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE, max_seqs=12), AT)}["decode-0"]
+    settings = {name: value for name, value in worker.environ.items() if name.startswith("WEFT_")}
+    assert read_config(WorkerConfig, settings).max_seqs == 12
+
+
 @pytest.mark.parametrize(
     ("gpus", "found"),
     [

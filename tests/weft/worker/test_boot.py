@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,12 +13,13 @@ from typing import Any
 import pytest
 
 from weft.capacity.room import Machine
+from weft.capacity.sizes import Sizes, choose
 from weft.config import ConfigError, read_config
 from weft.errors import BadCheckpoint, NotFound, PeerLost
 from weft.rpc.server import RpcServer
 from weft.worker import boot
-from weft.worker.boot import choose_machine, load_weights, parse_config
-from weft.worker.config import Dtype, WorkerConfig
+from weft.worker.boot import load_weights, parse_config
+from weft.worker.config import WorkerConfig
 from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc
 
@@ -26,6 +28,15 @@ MINIMUM = {
     "WEFT_SCHEDULER_ADDR": "s:1",
     "WEFT_WEIGHTS_ADDR": "w:1",
     "WEFT_MODEL": "/models/nano",
+}
+FIELDS: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 10,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "torch_dtype": "float32",
 }
 READY = pb2.LoadResponse(ready=pb2.LoadReady(shm_name="image", size_bytes=7, weights_hash="cafe"))
 
@@ -50,7 +61,8 @@ def test_peers_use_the_host_unless_another_is_advertised() -> None:
         ({"DTYPE": "float16"}, "WEFT_DTYPE"),
         ({"TRANSPORT": "pigeon"}, "WEFT_TRANSPORT"),
         ({"CHUNK_TOKENS": "-1"}, "WEFT_CHUNK_TOKENS"),
-        ({"MIXED_TOKENS": "0"}, "WEFT_MIXED_TOKENS"),
+        ({"MIXED_TOKENS": "-1"}, "WEFT_MIXED_TOKENS"),
+        ({"MAX_SEQS": "-1"}, "WEFT_MAX_SEQS"),
         ({"NUM_BLOCKS": "-1"}, "WEFT_NUM_BLOCKS"),
         ({"CPUS": "all"}, "WEFT_CPUS"),
         ({"GPU_SHARE": "0"}, "WEFT_GPU_SHARE"),
@@ -74,19 +86,18 @@ def test_workers_that_share_a_gpu_leave_each_other_their_part() -> None:
 
 
 def test_what_settings_leave_open_follows_the_device() -> None:
-    assert choose_machine(config(), has_cuda=False) == Machine("cpu", Dtype.FLOAT32, 16)
-    assert choose_machine(config(), has_cuda=True) == Machine("cuda", Dtype.BFLOAT16, 64)
-    assert choose_machine(config(DTYPE="bfloat16", BLOCK_TOKENS="32"), has_cuda=False) == Machine(
-        "cpu", Dtype.BFLOAT16, 32
-    )
+    cpu, gpu = Machine("cpu", "float32", 16), Machine("cuda", "bfloat16", 64)
+    assert choose(config().wanted, has_cuda=False) == Sizes(cpu, 512, 128, 64, 0)
+    assert choose(config().wanted, has_cuda=True) == Sizes(gpu, 2048, 512, 256, 0)
+    more = {"CHUNK_TOKENS": "9", "MIXED_TOKENS": "8", "MAX_SEQS": "7", "NUM_BLOCKS": "6", "WEIGHTS": "resident"}
+    said = choose(config(DTYPE="bfloat16", BLOCK_TOKENS="32", **more).wanted, has_cuda=False)
+    assert said == Sizes(Machine("cpu", "bfloat16", 32, is_resident=True), 9, 8, 7, 6)
 
 
 def test_the_models_config_comes_over_the_wire(tmp_path: Path) -> None:
-    fields: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "vocab_size": 10, "hidden_size": 8}
-    fields |= {"intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "eos_token_id": [3, 4]}
-    assert parse_config(json.dumps(fields)).eos_token_ids == (3, 4)
+    assert parse_config(json.dumps({**FIELDS, "eos_token_id": [3, 4]})).eos_token_ids == (3, 4)
     with pytest.raises(BadCheckpoint, match="vocab_size"):
-        parse_config(json.dumps({**fields, "vocab_size": -1}))
+        parse_config(json.dumps({**FIELDS, "vocab_size": -1}))
 
 
 @pytest.mark.parametrize(("more", "what"), [({}, "KV of 1024 tokens"), ({"NUM_BLOCKS": "7"}, "WEFT_NUM_BLOCKS")])
@@ -94,11 +105,55 @@ def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_opened(
     more: dict[str, str], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(boot, "available_bytes", lambda: 1000)
-    fields: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "vocab_size": 10, "hidden_size": 8}
-    fields |= {"intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "torch_dtype": "float32"}
-    there = pb2.LoadReady(config_json=json.dumps(fields), shm_name="no such image", size_bytes=7)
+    there = pb2.LoadReady(config_json=json.dumps(FIELDS), shm_name="no such image", size_bytes=7)
     with pytest.raises(BadCheckpoint, match=f"the model does not fit: .*{what}"):
-        boot._build(config(**more), Machine("cpu", "float32", 16), there, lambda output: None)
+        boot._build(config(**more), choose(config(**more).wanted, False), there, lambda output: None)
+
+
+async def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boot, "available_bytes", lambda: 1000)
+    for name in ("keep_heap", "let_sessions_pass"):  # of this process, which goes on
+        monkeypatch.setattr(boot, name, lambda *_: None)
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS))
+    with pytest.raises(BadCheckpoint, match="the model does not fit"):
+        await boot.boot(config(MODEL=str(tmp_path), WEIGHTS_ADDR="nobody:1"), lambda output: None)
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "isa", "says"),
+    [
+        ("float16", "auto", "avx2", "float16, computed in float32 .*: without loss"),
+        ("float16", "bfloat16", "avx2", "float16, computed in bfloat16 .*: 3 bits of each weight are lost"),
+        ("bfloat16", "auto", "avx512_bf16", "WEFT_DTYPE=bfloat16 is quicker"),
+        ("bfloat16", "float32", "avx512_bf16", None),
+        ("bfloat16", "auto", "avx512", None),
+        ("float32", "auto", "avx512_bf16", None),
+    ],
+)
+def test_what_becomes_of_the_checkpoints_numbers_is_told_once(
+    stored: str,
+    wanted: str,
+    isa: str,
+    says: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(boot, "best_isa", lambda: isa)
+    settings = config(DTYPE=wanted)
+    with caplog.at_level("INFO"):
+        boot._tell_dtype(
+            settings, choose(settings.wanted, False), parse_config(json.dumps({**FIELDS, "dtype": stored}))
+        )
+    assert len(caplog.messages) == (says is not None)
+    assert says is None or re.search(says, caplog.messages[0])
+
+
+def test_sequences_at_a_time_are_a_setting() -> None:
+    model = parse_config(json.dumps(FIELDS))
+    settings = config(MAX_SEQS="7")
+    assert boot._limits(settings, choose(settings.wanted, False), model).max_num_seqs == 7
 
 
 Answer = Callable[[pb2.LoadRequest], AsyncIterator[pb2.LoadResponse]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,23 +10,23 @@ from contextlib import suppress
 from pathlib import Path
 
 from weft.capacity.layout import GIB
-from weft.capacity.room import CHUNK_TOKENS, Machine, Room, available_bytes, measure_room
+from weft.capacity.memory import available_bytes
+from weft.capacity.room import Room
+from weft.capacity.sizes import Sizes, Wanted, choose
 from weft.cli.doctor.finding import Finding, Level, Subject
+from weft.cli.fit import SHARED_MEMORY, shared_memory
 from weft.cli.gpus import cards
 from weft.errors import BadCheckpoint
-from weft.kv.groups import Paging
 from weft.model.config import read_config
-from weft.model.kv_layout import block_bytes, kv_groups
+from weft.model.kv_layout import block_bytes
 from weft.model.spec import ModelConfig
+from weft.tokenizer import check_tokenizer
 from weft.weights.bundle.layout import SUFFIX
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
 
-SHARED_MEMORY = Path("/dev/shm")
 MOUNTS = Path("/proc/self/mounts")
 LARGE_PAGES_PAY = GIB
 VERIFY_SECONDS = 3600.0
-CPU, GPU = Machine("cpu", "float32", 16), Machine("cuda", "bfloat16", 64)
-CPU_SEQUENCES, GPU_SEQUENCES = 64, 256
 MIB = 1 << 20
 
 
@@ -44,9 +43,11 @@ def check_model(subject: Subject) -> Iterator[Finding]:
         yield Finding("model", Level.OK, f"{says}; sizes and offsets agree")
         if any(file.endswith(SUFFIX) for file in files):
             yield _verified(name, directory, subject.is_deep)
-        if not (directory / "tokenizer.json").is_file():
-            advice = "copy the model's tokenizer.json beside its config.json"
-            yield Finding("tokenizer", Level.FAILURE, f"{name}: no tokenizer.json: the gateway does not start", advice)
+        try:
+            check_tokenizer(directory)
+        except BadCheckpoint as error:
+            says, _, advice = str(error).partition("; ")
+            yield Finding("tokenizer", Level.FAILURE, f"{name}: {says}: the gateway does not start", advice)
         if not _has_template(directory):
             yield Finding("template", Level.WARNING, f"{name}: no chat template: only /v1/completions answers")
 
@@ -79,8 +80,7 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
     needed = sum(checkpoint.total_bytes for checkpoint in _readable(subject).values())
     if not needed or not SHARED_MEMORY.is_dir():
         return
-    found = os.statvfs(SHARED_MEMORY)
-    free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    free, total = shared_memory()
     says = f"{_size(free)} of {_size(total)} free in {SHARED_MEMORY}, the weights take {_size(needed)}"
     if free < needed:
         size = needed // GIB + 1
@@ -100,23 +100,24 @@ def _in_large_pages(mounts: str) -> bool:
 
 
 def check_memory(subject: Subject) -> Iterator[Finding]:
-    """What each worker adds up before it allocates anything."""
-    if found := cards():
-        machine, free = GPU, min(card.free_bytes for card in found) // math.ceil(subject.num_workers / len(found))
+    """What each worker adds up before it allocates anything, beside the weights in shared memory."""
+    checkpoints = _readable(subject)
+    found = cards()
+    sizes = choose(Wanted(chunk_tokens=subject.chunk_tokens), has_cuda=bool(found))
+    if found:
+        free = min(card.free_bytes for card in found) // math.ceil(subject.num_workers / len(found))
     else:
-        machine, free = CPU, available_bytes() // subject.num_workers
-    for name, checkpoint in _readable(subject).items():
-        chunk_tokens = subject.chunk_tokens or CHUNK_TOKENS[machine.device]
-        yield _room(name, chunk_tokens, read_config(checkpoint.directory), machine, free)
+        images = sum(checkpoint.total_bytes for checkpoint in checkpoints.values())
+        free = max(0, available_bytes() - images) // subject.num_workers
+    for name, checkpoint in checkpoints.items():
+        yield _room(name, read_config(checkpoint.directory), sizes, free)
 
 
-def _room(name: str, chunk_tokens: int, config: ModelConfig, machine: Machine, free: int) -> Finding:
-    sequences = CPU_SEQUENCES if machine is CPU else GPU_SEQUENCES
-    room = measure_room(config, machine, chunk_tokens, sequences, free)
-    paging = Paging(kv_groups(config).reaches, machine.block_tokens, chunk_tokens)
+def _room(name: str, config: ModelConfig, sizes: Sizes, free: int) -> Finding:
+    machine, room = sizes.machine, sizes.room(config, free)
     pages = max(0, room.left) // block_bytes(config, machine.dtype, machine.block_tokens)
-    longest = paging.longest(pages, config.max_positions)
-    says = f"{name}: {_sum(room, machine)}"
+    longest = sizes.paging(config).longest(pages, config.max_positions)
+    says = f"{name}: {_sum(room, machine.dtype)}"
     if room.left <= 0 or longest < 1:
         advice = "`weft plan` says what it needs; fewer workers, a smaller WEFT_CHUNK_TOKENS, or more memory"
         return Finding("memory", Level.FAILURE, f"{says}: the model does not fit", advice)
@@ -126,11 +127,9 @@ def _room(name: str, chunk_tokens: int, config: ModelConfig, machine: Machine, f
     return Finding("memory", Level.OK, f"{says}: sequences of {config.max_positions:,} tokens fit")
 
 
-def _sum(room: Room, machine: Machine) -> str:
+def _sum(room: Room, dtype: str) -> str:
     parts = f"{_size(room.weights)} of weights and {_size(room.activations)} of activations"
-    return (
-        f"each worker has {_size(room.free)} and needs {parts} in {machine.dtype}, {_size(room.left)} are left for KV"
-    )
+    return f"each worker has {_size(room.free)} and needs {parts} in {dtype}, {_size(room.left)} are left for KV"
 
 
 def _readable(subject: Subject) -> dict[str, Checkpoint]:

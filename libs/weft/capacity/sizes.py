@@ -1,0 +1,84 @@
+"""A worker's sizes: what its settings leave open, chosen by the machine; and the least that it takes with a model.
+
+The worker itself, `weft up` and `weft doctor` go by it, so that all say the same. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from weft.capacity.room import Machine, Room, measure_room
+from weft.config import ConfigError, variable_name
+from weft.kv.groups import Paging
+from weft.model.kv_layout import block_bytes, kv_groups
+from weft.model.spec import ModelConfig
+
+BLOCK_TOKENS = {"cpu": 16, "cuda": 64}
+# prompt tokens of a step where nobody says otherwise: enough for the products with weights to be multiplied, not read
+CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
+# where others generate they wait for that step: some 0.15 s on two cores (860 tokens a second of a 200M model)
+MIXED_TOKENS = {"cpu": 128, "cuda": 512}
+MAX_SEQS = {"cpu": 64, "cuda": 256}
+# a worker that holds less than this of one sequence is no use
+LEAST_CONTEXT_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The settings of a worker that decide what it takes, called as its WEFT_* variables; 0 and auto: it chooses."""
+
+    dtype: str = "auto"
+    weights: str = "plain"
+    block_tokens: int = 0
+    num_blocks: int = 0
+    chunk_tokens: int = 0
+    mixed_tokens: int = 0
+    max_seqs: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and value < 0:
+                raise ConfigError(f"{variable_name(field.name)}={value}: expected 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Chosen. `num_blocks` 0: as many as there is room for."""
+
+    machine: Machine
+    chunk_tokens: int
+    mixed_tokens: int
+    max_seqs: int
+    num_blocks: int
+
+    def paging(self, model: ModelConfig) -> Paging:
+        """How the model's sequences lie in the pool. On a GPU a step is planned beside the one under way."""
+        steps = 1 if self.machine.device == "cpu" else 2
+        return Paging(kv_groups(model).reaches, self.machine.block_tokens, self.chunk_tokens * steps)
+
+    def least(self, model: ModelConfig) -> tuple[int, str]:
+        """Bytes of the smallest pool that is of use, and what it would hold."""
+        num_blocks, what = self.num_blocks, f"{self.num_blocks} blocks of KV (WEFT_NUM_BLOCKS)"
+        if not num_blocks:
+            num_tokens = min(model.max_positions, LEAST_CONTEXT_TOKENS)
+            num_blocks, what = self.paging(model).max_pages(num_tokens), f"KV of {num_tokens} tokens"
+        return num_blocks * block_bytes(model, self.machine.dtype, self.machine.block_tokens), what
+
+    def room(self, model: ModelConfig, free: int) -> Room:
+        """For this model, with so many bytes free before anything is loaded; not checked."""
+        return measure_room(model, self.machine, self.chunk_tokens, self.max_seqs, free)
+
+
+def choose(wanted: Wanted, has_cuda: bool) -> Sizes:
+    """Fill in what the settings leave open."""
+    device = "cuda" if has_cuda else "cpu"
+    dtype = {"cpu": "float32", "cuda": "bfloat16"}[device] if wanted.dtype == "auto" else wanted.dtype
+    block_tokens = wanted.block_tokens or BLOCK_TOKENS[device]
+    return Sizes(
+        machine=Machine(device, dtype, block_tokens, wanted.weights == "resident"),
+        chunk_tokens=wanted.chunk_tokens or CHUNK_TOKENS[device],
+        mixed_tokens=wanted.mixed_tokens or MIXED_TOKENS[device],
+        max_seqs=wanted.max_seqs or MAX_SEQS[device],
+        num_blocks=wanted.num_blocks,
+    )

@@ -1,0 +1,118 @@
+"""Does a mesh fit into this machine, by the figures of `weft plan`: told before anything of it is started.
+
+What cannot be known yet (what others will take meanwhile, or leave) is told by the services themselves.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.capacity.footprint import footprint
+from weft.capacity.layout import GIB
+from weft.capacity.memory import available_bytes
+from weft.capacity.sizes import Sizes, Wanted, choose
+from weft.cli.gpus import VISIBLE, Card, cards
+from weft.cli.mesh import MeshOptions
+from weft.config import read_config as read_settings
+from weft.errors import BadCheckpoint
+from weft.model.config import ModelConfig, read_config
+from weft.weights.checkpoint import read_checkpoint
+from weft.weights.objects import is_remote
+
+SHARED_MEMORY = Path("/dev/shm")
+ADVICE = "take fewer workers (--both 1), a smaller WEFT_CHUNK_TOKENS or more memory; `weft plan` shows the arithmetic"
+
+
+def check_fit(options: MeshOptions, environ: Mapping[str, str]) -> None:
+    """Raises BadCheckpoint for what does not fit or is not whole, ConfigError for a setting that cannot be."""
+    said = {"WEFT_DTYPE": options.dtype, "WEFT_WEIGHTS": options.weights, "WEFT_MAX_SEQS": str(options.max_seqs)}
+    wanted = read_settings(Wanted, {**environ, **said})
+    sizes = choose(wanted, bool(options.gpus) and not is_for_cpus_only())
+    models = {name: read_config(directory) for name, directory in options.models.items()}
+    total = sum(_image_bytes(directory, models[name]) for name, directory in options.models.items())
+    images = min(total, read_settings(Limits, environ).weights_bytes or total)
+    there = _held_bytes()
+    if SHARED_MEMORY.is_dir() and images > (free := shared_memory()[0] + there):
+        what = f"the weights take {_gib(images)} of shared memory, and {SHARED_MEMORY} has {_gib(free)}"
+        raise BadCheckpoint(f"{what}: mount -o remount,size={images // GIB + 1}G {SHARED_MEMORY}")
+    if sizes.machine.device == "cuda":
+        _check_cards(options, models, sizes)
+    else:
+        _check_memory(options, models, sizes, images, available_bytes() + there)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the images of all models may take together; 0: as much as there is."""
+
+    weights_bytes: int = 0
+
+
+def shared_memory() -> tuple[int, int]:
+    """Bytes that are free, and all."""
+    found = os.statvfs(SHARED_MEMORY)
+    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+
+def is_for_cpus_only() -> bool:
+    """A build of torch that sees no GPU, told without importing it."""
+    return importlib.metadata.version("torch").endswith("+cpu")
+
+
+def _check_memory(
+    options: MeshOptions, models: Mapping[str, ModelConfig], sizes: Sizes, images: int, free: int
+) -> None:
+    """Each worker holds its weights once more, in the order in which its kernels read them."""
+    needed = images
+    for model in options.workers.values():
+        room = sizes.room(models[model], free)
+        needed += room.weights + room.activations + sizes.least(models[model])[0]
+    if needed > free:
+        what = f"{options.num_workers} workers, and the weights in shared memory ({_gib(images)}),"
+        raise BadCheckpoint(f"{', '.join(models)}: {what} take {_gib(needed)}, and {_gib(free)} are free: {ADVICE}")
+
+
+def _check_cards(options: MeshOptions, models: Mapping[str, ModelConfig], sizes: Sizes) -> None:
+    """Each worker on the card that it is given, beside those who share it."""
+    found = cards()
+    for index, (name, model) in enumerate(options.workers.items()):
+        share = options.worker_share(index)
+        card = _card(found, share[VISIBLE])
+        part = float(share["WEFT_GPU_SHARE"])
+        free = card.free_bytes if part == 1 else min(card.free_bytes, int(part * card.total_bytes))
+        try:
+            sizes.room(models[model], free).check(*sizes.least(models[model]))
+        except BadCheckpoint as error:
+            raise BadCheckpoint(f"{model}: {name} on {card.name}: {error}: {ADVICE}") from None
+
+
+def _card(found: list[Card], name: str) -> Card:
+    """By its number; one that is called otherwise may be the largest."""
+    if name.isdigit() and int(name) < len(found):
+        return found[int(name)]
+    return max(found, key=lambda card: card.free_bytes)
+
+
+def _held_bytes() -> int:
+    """Of images that are there already: they are used again, or go when there is no room."""
+    found = 0
+    for path in SHARED_MEMORY.glob("weft-weights-*"):
+        with suppress(FileNotFoundError):
+            found += path.stat().st_blocks * 512
+    return found
+
+
+def _image_bytes(directory: Path, config: ModelConfig) -> int:
+    """What files say that are here; of those that are not, what the config says."""
+    if is_remote(directory):
+        return sum(each.size_bytes for each in footprint(config).values())
+    return read_checkpoint(directory).total_bytes
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

@@ -1,0 +1,125 @@
+"""`weft up` refuses what does not fit, before it starts anything, in one line that says what to do."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from weft.capacity.layout import GIB
+from weft.capacity.sizes import Wanted, choose
+from weft.cli import fit
+from weft.cli.fit import check_fit
+from weft.cli.gpus import Card
+from weft.cli.main import app
+from weft.cli.mesh import MeshOptions
+from weft.config import ConfigError
+from weft.errors import BadCheckpoint
+from weft.model.config import read_config
+from weft.weights.checkpoint import read_checkpoint
+
+SHIPPED = Path(__file__).parents[3] / "models" / "weft-nano"
+OPTIONS = MeshOptions({"nano": SHIPPED})
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with room, and nobody else's weights in it."""
+    set_memory(monkeypatch, 64 * GIB)
+    set_shared(monkeypatch, 64 * GIB)
+    monkeypatch.setattr(fit, "_held_bytes", lambda: 0)
+
+
+def set_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(fit, "available_bytes", lambda: size)
+
+
+def set_shared(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(fit, "shared_memory", lambda: (size, size))
+
+
+def needed_bytes(options: MeshOptions, num_blocks: int = 0) -> int:
+    """Added up by hand: the image once, and what each worker takes of its own."""
+    config, sizes = read_config(SHIPPED), choose(Wanted(num_blocks=num_blocks), False)
+    room = sizes.room(config, 64 * GIB)
+    own = room.weights + room.activations + sizes.least(config)[0]
+    return len(options.models) * read_checkpoint(SHIPPED).total_bytes + options.num_workers * own
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        OPTIONS,
+        replace(OPTIONS, num_decode=3),
+        replace(OPTIONS, num_prefill=0, num_decode=0, num_both=1),
+        replace(OPTIONS, models={"a": SHIPPED, "b": SHIPPED}),
+    ],
+)
+@pytest.mark.parametrize("num_blocks", [0, 900])
+def test_all_workers_and_the_weights_in_shared_memory_must_fit(
+    options: MeshOptions, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed, environ = needed_bytes(options, num_blocks), {"WEFT_NUM_BLOCKS": str(num_blocks)}
+    set_memory(monkeypatch, needed)
+    check_fit(options, environ)
+    set_memory(monkeypatch, needed - 1)
+    with pytest.raises(BadCheckpoint, match=rf"take {needed / GIB:.2f} GiB, .*--both 1"):
+        check_fit(options, environ)
+
+
+def test_weights_that_lie_in_shared_memory_already_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = read_checkpoint(SHIPPED).total_bytes
+    set_memory(monkeypatch, needed_bytes(OPTIONS) - image)
+    set_shared(monkeypatch, 0)
+    monkeypatch.setattr(fit, "_held_bytes", lambda: image)
+    check_fit(OPTIONS, {})
+
+
+def test_shared_memory_that_is_too_small_is_told_with_the_command_that_mends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_shared(monkeypatch, MIB)
+    with pytest.raises(BadCheckpoint, match=r"mount -o remount,size=1G /dev/shm"):
+        check_fit(OPTIONS, {})
+    with pytest.raises(BadCheckpoint, match="remount"):
+        check_fit(replace(OPTIONS, models={"a": SHIPPED, "b": SHIPPED}), {"WEFT_WEIGHTS_BYTES": str(2 * MIB)})
+    set_shared(monkeypatch, 2 * MIB)
+    check_fit(replace(OPTIONS, models={"a": SHIPPED, "b": SHIPPED}), {"WEFT_WEIGHTS_BYTES": str(2 * MIB)})
+
+
+def test_each_worker_must_fit_on_the_card_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "is_for_cpus_only", lambda: False)
+    there = [Card("H100", 80 * GIB, 79 * GIB, "570"), Card("GTX", 2 * GIB, GIB, "570")]
+    monkeypatch.setattr(fit, "cards", lambda: there)
+    check_fit(replace(OPTIONS, gpus=("0",)), {})
+    with pytest.raises(BadCheckpoint, match=r"nano: decode-0 on GTX: the model does not fit: .* for KV of 1024"):
+        check_fit(replace(OPTIONS, gpus=("0", "1")), {})
+    with pytest.raises(BadCheckpoint, match=r"prefill-0 on H100: .*WEFT_NUM_BLOCKS"):
+        check_fit(replace(OPTIONS, gpus=("0",)), {"WEFT_NUM_BLOCKS": "1000000"})
+
+
+def test_a_setting_that_cannot_be_is_named() -> None:
+    with pytest.raises(ConfigError, match="WEFT_CHUNK_TOKENS=-1"):
+        check_fit(OPTIONS, {"WEFT_CHUNK_TOKENS": "-1"})
+    with pytest.raises(ConfigError, match="WEFT_WEIGHTS_BYTES='lots'"):
+        check_fit(OPTIONS, {"WEFT_WEIGHTS_BYTES": "lots"})
+
+
+def test_up_says_it_in_one_line_and_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.cli.up.mooncake_trouble", lambda: "")
+    monkeypatch.setattr("weft.cli.up.usable_gpus", lambda environ: ())
+    set_memory(monkeypatch, MIB)
+    ports = []
+    for _ in range(2):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            ports.append(str(probe.getsockname()[1]))
+    result = CliRunner().invoke(app, ["up", "--model", str(SHIPPED), "--port", ports[0], "--grpc-port", ports[1]])
+    assert result.exit_code == 2
+    assert "weft-nano: 2 workers" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "kvstore" not in result.output, "nothing had been started"
