@@ -73,8 +73,9 @@ def _check_memory(
         room = sizes.room(models[model], free)
         needed += room.weights + room.activations + sizes.least(models[model])[0]
     if needed > free:
-        what = f"{options.num_workers} workers, and the weights in shared memory ({_gib(images)}),"
-        raise BadCheckpoint(f"{', '.join(models)}: {what} take {_gib(needed)}, and {_gib(free)} are free: {ADVICE}")
+        what = f"{options.num_workers} workers and the weights in shared memory ({_gib(images)})"
+        names = " and ".join(models)
+        raise BadCheckpoint(f"no room for {names}: {what} take {_gib(needed)}, and {_gib(free)} are free: {ADVICE}")
 
 
 def _check_cards(options: MeshOptions, models: Mapping[str, ModelConfig], sizes: Sizes) -> None:

@@ -126,6 +126,18 @@ def test_too_little_memory_is_told_with_the_figures_of_the_plan(monkeypatch: pyt
     assert levels[-1] is Level.OK
 
 
+def test_memory_is_added_up_by_the_settings_that_workers_will_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "cards", list)
+    monkeypatch.setattr(model, "available_bytes", lambda: 1 << 30)
+    levels = []
+    for chunk_tokens in ("0", "1000000", "-1"):
+        monkeypatch.setenv("WEFT_CHUNK_TOKENS", chunk_tokens)
+        (finding,) = model.check_memory(Subject(MODELS, num_workers=1))
+        levels.append(finding.level)
+    assert levels == [Level.OK, Level.FAILURE, Level.FAILURE]
+    assert "WEFT_CHUNK_TOKENS=-1" in finding.says
+
+
 def test_a_gpu_that_torch_cannot_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card("NVIDIA H200", 140 << 30, 139 << 30, "570.1")
     monkeypatch.setattr(machine, "cards", lambda: [card])

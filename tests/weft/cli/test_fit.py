@@ -120,6 +120,6 @@ def test_up_says_it_in_one_line_and_starts_nothing(monkeypatch: pytest.MonkeyPat
             ports.append(str(probe.getsockname()[1]))
     result = CliRunner().invoke(app, ["up", "--model", str(SHIPPED), "--port", ports[0], "--grpc-port", ports[1]])
     assert result.exit_code == 2
-    assert "weft-nano: 2 workers" in result.stderr
+    assert "no room for weft-nano: 2 workers" in result.stderr
     assert result.stderr.count("\n") == 1
     assert "kvstore" not in result.output, "nothing had been started"

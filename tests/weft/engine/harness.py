@@ -58,6 +58,8 @@ class Driver:
         self.tiny = tiny
         self.heard: dict[RequestKey, Heard] = {}
         self.sealed: list[SealedBlock] = []
+        # what a test does at a step's end, on the engine's own thread: before the next step, whatever else runs
+        self.react: Callable[[StepOutput], None] = lambda output: None
         self.load = EngineLoad(free_blocks=self.config.num_blocks)
         self._outputs: queue.Queue[StepOutput] = queue.Queue()
         self.engine = build_engine(
@@ -66,7 +68,7 @@ class Driver:
             dtype=dtype,
             device=device,
             engine_config=self.config,
-            listener=self._outputs.put,
+            listener=self._listen,
         )
 
     def __enter__(self) -> Driver:
@@ -79,13 +81,18 @@ class Driver:
 
     def submit(self, name: str, prompt: list[int], num_tokens: int = 1, **changes: Any) -> RequestKey:
         """`changes` are fields of SequenceSpec or of SamplingParams."""
+        spec = self.specify(name, prompt, num_tokens, **changes)
+        self.engine.submit(spec)
+        return spec.key
+
+    def specify(self, name: str, prompt: list[int], num_tokens: int = 1, **changes: Any) -> SequenceSpec:
+        """The same, to be submitted by whoever asked."""
         key = RequestKey(name, changes.pop("generation", 0))
         fields = {name: changes.pop(name) for name in list(changes) if name in SequenceSpec.__slots__}
         sampling = SamplingParams(num_tokens, **{"ignore_eos": True, **changes})
         spec: dict[str, Any] = {"mode": SequenceMode.GENERATE, **fields}
         self.heard[key] = Heard()
-        self.engine.submit(SequenceSpec(key, tuple(prompt), sampling, **spec))
-        return key
+        return SequenceSpec(key, tuple(prompt), sampling, **spec)
 
     def generate(self, prompt: list[int], num_tokens: int, name: str = "one", **changes: Any) -> Heard:
         """Submit and wait for the end."""
@@ -120,6 +127,10 @@ class Driver:
         self.wait(lambda: self.load.active_tokens == 0 and self.load.active_blocks == 0)
         assert self.load.free_blocks + self.load.cached_blocks == self.config.num_blocks
         assert (self.load.num_running, self.load.num_waiting, self.load.queued_prefill_tokens) == (0, 0, 0)
+
+    def _listen(self, output: StepOutput) -> None:
+        self._outputs.put(output)
+        self.react(output)
 
     def _hear(self, output: StepOutput) -> None:
         self.load = output.load

@@ -17,13 +17,14 @@ from weft.engine.graphs import static_bytes
 from weft.engine.runner import ModelRunner
 from weft.errors import BadCheckpoint
 from weft.model.decoder import Decoder
-from weft.model.kv_layout import kv_groups
-from weft.model.spec import Layer
+from weft.model.kv_layout import block_bytes, kv_groups
 from weft.model.tensors import expected_tensors
 from weft.worker.peak import identity_of, measure_peak, remembered
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
+# no two of these are made of the same parts
+WIDE = ["llama2", "mistral-window", "qwen3", "smollm3", "mixtral", "qwen3-moe", "llama4", "deepseek"]
 
 
 def limits_of(tiny: TinyFamily, chunk_tokens: int = 64, max_num_seqs: int = 6) -> EngineConfig:
@@ -40,20 +41,23 @@ def limits_of(tiny: TinyFamily, chunk_tokens: int = 64, max_num_seqs: int = 6) -
 
 def wide_model(tiny: TinyFamily, device: torch.device) -> Decoder:
     """Activations of megabytes, beside which nothing else counts."""
-    config = replace(tiny.config, layers=(Layer(),) * 2, hidden_size=256, intermediate_size=1024, vocab_size=4000)
-    config = replace(config, max_positions=4096)
+    config = replace(tiny.config, hidden_size=256, intermediate_size=1024, vocab_size=4000, max_positions=4096)
+    if config.experts is not None:
+        shared = 256 if config.experts.shared_size else 0
+        config = replace(config, experts=replace(config.experts, size=256, shared_size=shared))
     weights = {name: torch.randn(shape) / 16 for name, shape in expected_tensors(config).items()}
     return Decoder(config, weights, torch.float32, device)
 
 
-@pytest.mark.parametrize("chunk_tokens", [512, 2048])
-def test_the_peak_is_near_the_plans(chunk_tokens: int, family_of: Callable[[str], TinyFamily]) -> None:
-    """Above it: the plan counts neither what a CPU's products rearrange nor every step of choosing tokens."""
-    tiny = family_of("llama2")
+@pytest.mark.parametrize(("name", "chunk_tokens"), [("llama2", 512), *((name, 2048) for name in WIDE)])
+def test_the_peak_is_near_the_plans(name: str, chunk_tokens: int, family_of: Callable[[str], TinyFamily]) -> None:
+    """Above it, and the more so the shorter the chunk: what choosing tokens takes on a CPU is not counted."""
+    tiny = family_of(name)
     model = wide_model(tiny, CPU)
     limits = replace(limits_of(replace(tiny, config=model.config), chunk_tokens=chunk_tokens), max_pinned=0)
     planned = measure_room(model.config, Machine("cpu", "float32", 16), chunk_tokens, 6, 1 << 40).activations
-    assert planned < measure_peak(model, limits, "float32", CPU) < 4 * planned
+    most = 2.0 if chunk_tokens == 2048 else 3.0
+    assert 0.9 * planned < measure_peak(model, limits, "float32", CPU) < most * planned
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -154,7 +158,7 @@ def test_on_a_gpu_it_is_at_least_what_was_allocated(
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     peak = measure_peak(model, limits, "float32", CUDA)
-    size = 2 * 2 * limits.block_tokens * model.config.num_kv_heads * model.config.head_dim * 4
+    size = block_bytes(model.config, "float32", limits.block_tokens)
     pool = limits.paging.max_pages(2048) * size
     assert peak >= torch.cuda.max_memory_allocated() - before - pool - static_bytes(limits, size)
     assert peak >= measure_room(model.config, Machine("cuda", "float32", 16), 2048, 6, 1 << 40).activations

@@ -28,13 +28,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a mesh on this machine would be made of: models by name, workers in all. `chunk_tokens` 0: as a worker
-    chooses. `is_deep`: files are read to their end."""
+    """What a mesh on this machine would be made of: models by name, workers in all. `is_deep`: files are read to
+    their end."""
 
     models: Mapping[str, Path]
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int = 9000
     num_workers: int = 2
-    chunk_tokens: int = 0
     is_deep: bool = False

@@ -14,8 +14,10 @@ from weft.capacity.memory import available_bytes
 from weft.capacity.room import Room
 from weft.capacity.sizes import Sizes, Wanted, choose
 from weft.cli.doctor.finding import Finding, Level, Subject
-from weft.cli.fit import SHARED_MEMORY, shared_memory
+from weft.cli.fit import SHARED_MEMORY, is_for_cpus_only, shared_memory
 from weft.cli.gpus import cards
+from weft.config import ConfigError
+from weft.config import read_config as read_settings
 from weft.errors import BadCheckpoint
 from weft.model.config import read_config
 from weft.model.kv_layout import block_bytes
@@ -101,10 +103,15 @@ def _in_large_pages(mounts: str) -> bool:
 
 def check_memory(subject: Subject) -> Iterator[Finding]:
     """What each worker adds up before it allocates anything, beside the weights in shared memory."""
+    try:
+        wanted = read_settings(Wanted)
+    except ConfigError as error:
+        yield Finding("memory", Level.FAILURE, str(error), "set it anew, or not at all")
+        return
     checkpoints = _readable(subject)
     found = cards()
-    sizes = choose(Wanted(chunk_tokens=subject.chunk_tokens), has_cuda=bool(found))
-    if found:
+    sizes = choose(wanted, has_cuda=bool(found) and not is_for_cpus_only())
+    if sizes.machine.device == "cuda":
         free = min(card.free_bytes for card in found) // math.ceil(subject.num_workers / len(found))
     else:
         images = sum(checkpoint.total_bytes for checkpoint in checkpoints.values())
