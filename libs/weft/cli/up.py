@@ -106,7 +106,7 @@ def _check_models(options: MeshOptions) -> None:
             read_config(directory)
             check_tokenizer(directory)
         check_fit(options, os.environ)
-    except (BadCheckpoint, ConfigError) as error:
+    except (BadCheckpoint, ConfigError, Unreadable) as error:
         raise UsageError(str(error)) from error
 
 
