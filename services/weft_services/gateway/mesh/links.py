@@ -23,7 +23,7 @@ class DecodeLinks:
         self._group = group
         self._links: dict[str, DecodeLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._opening: dict[str, asyncio.Lock] = {}
+        self._opening: dict[str, asyncio.Task[DecodeLink | PeerLost]] = {}
         self._lost = asyncio.Event()
         self._delivery = Delivery()
         self.is_closed = False
@@ -36,11 +36,16 @@ class DecodeLinks:
             return link
         if self.is_closed:
             raise PeerLost("the gateway is shutting down")
-        async with self._opening.setdefault(boot, asyncio.Lock()):
-            link = self._links.get(boot)
-            if link is None or link.is_closed:
-                link = await self._open(worker)
-            return link
+        # who comes while a peer is called shares the outcome: one after the other they would wait for a frozen one each
+        if (opening := self._opening.get(boot)) is None:
+            opening = self._opening[boot] = self._begin_opening(worker)
+        await asyncio.wait((opening,))
+        if opening.cancelled():
+            raise PeerLost("the gateway is shutting down")
+        outcome = opening.result()
+        if isinstance(outcome, PeerLost):
+            raise PeerLost(str(outcome), outcome.worker_id)
+        return outcome
 
     def keep_only(self, boot_ids: Iterable[str]) -> None:
         """Close streams to workers that have left the fleet and owe us nothing any more."""
@@ -48,13 +53,11 @@ class DecodeLinks:
         for boot in set(self._links) - alive:
             if self._links[boot].num_sequences == 0:
                 self._tasks[boot].cancel()
-        for boot in [boot for boot, lock in self._opening.items() if boot not in alive and not lock.locked()]:
-            del self._opening[boot]
 
     def close(self) -> None:
         """End all streams, which cancels what still runs on them, and open no more."""
         self.is_closed = True
-        for task in self._tasks.values():
+        for task in (*self._opening.values(), *self._tasks.values()):
             task.cancel()
 
     async def until_lost(self, seconds: float) -> None:
@@ -64,16 +67,22 @@ class DecodeLinks:
                 await self._lost.wait()
         self._lost.clear()
 
-    async def _open(self, worker: WorkerAddress) -> DecodeLink:
-        link = DecodeLink(worker, self._delivery)
-        await link.connect()
-        self._links[worker.boot_id] = link
-        own_context = (
-            contextvars.Context()
-        )  # it outlives the request that opened it, and its log lines are not that one's
-        self._tasks[worker.boot_id] = self._group.create_task(
-            self._run(link), name=f"attach {worker.worker_id}", context=own_context
+    def _begin_opening(self, worker: WorkerAddress) -> asyncio.Task[DecodeLink | PeerLost]:
+        # it outlives the request that began it, as the stream does, and their log lines are not that one's
+        task = self._group.create_task(
+            self._open(worker), name=f"open {worker.worker_id}", context=contextvars.Context()
         )
+        task.add_done_callback(lambda _: self._opening.pop(worker.boot_id, None))
+        return task
+
+    async def _open(self, worker: WorkerAddress) -> DecodeLink | PeerLost:
+        link = DecodeLink(worker, self._delivery)
+        try:
+            await link.connect()
+        except PeerLost as error:
+            return error
+        self._links[worker.boot_id] = link
+        self._tasks[worker.boot_id] = self._group.create_task(self._run(link), name=f"attach {worker.worker_id}")
         return link
 
     async def _run(self, link: DecodeLink) -> None:
