@@ -28,6 +28,7 @@ from weft.cli.doctor.secrets import check_certificates, check_keys
 from weft.cli.gpus import Card
 from weft.cli.main import app
 from weft.cli.record import MeshRecord, recorded
+from weft.errors import Unreadable
 from weft.keys import Key, digest_of, dump_keys, make_secret
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
@@ -102,6 +103,17 @@ def test_a_model_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
     assert found["model"].level == Level.FAILURE
     assert "model.safetensors" in found["model"].says
     assert found["model"].advice
+
+
+def test_storage_that_does_not_answer_is_no_fault_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Path) -> None:
+        raise Unreadable("/mnt/models/model.safetensors: Input/output error")
+
+    monkeypatch.setattr(model, "read_checkpoint", fails)
+    status, found = run("--model", str(SHIPPED))
+    assert status == 1
+    assert "Input/output error" in found["model"].says
+    assert "try again" in found["model"].advice
 
 
 def test_a_taken_port_is_a_failure_that_names_its_flag() -> None:

@@ -18,7 +18,7 @@ from weft.cli.fit import SHARED_MEMORY, is_for_cpus_only, shared_memory
 from weft.cli.gpus import cards
 from weft.config import ConfigError
 from weft.config import read_config as read_settings
-from weft.errors import BadCheckpoint
+from weft.errors import BadCheckpoint, Unreadable
 from weft.model.config import read_config
 from weft.model.kv_layout import block_bytes
 from weft.model.spec import ModelConfig
@@ -39,6 +39,10 @@ def check_model(subject: Subject) -> Iterator[Finding]:
             checkpoint = read_checkpoint(directory)
         except BadCheckpoint as error:
             yield Finding("model", Level.FAILURE, f"{name}: {error}", "fetch the files again, or name another: --model")
+            continue
+        except Unreadable as error:
+            advice = "look at the disk, mount or network that the files are on, then try again"
+            yield Finding("model", Level.FAILURE, f"{name}: {error}", advice)
             continue
         files = {tensor.file.name for tensor in checkpoint.tensors}
         says = f"{name}: {len(checkpoint.tensors)} tensors, {_size(checkpoint.total_bytes)}, files: {len(files)}"
@@ -143,7 +147,7 @@ def _readable(subject: Subject) -> dict[str, Checkpoint]:
     """What is wrong with the others has been said by then."""
     found = {}
     for name, directory in subject.models.items():
-        with suppress(BadCheckpoint):
+        with suppress(BadCheckpoint, Unreadable):
             found[name] = read_checkpoint(directory)
     return found
 
