@@ -2,6 +2,7 @@
 the router knows, and time between tokens of two workers that do both against the same two split.
 
     python -m loadtest.fleet hits --trace mooncake_conversation.jsonl --workers 8,64,1000 --load 0.95 --out docs/results
+    python -m loadtest.fleet hits --trace mooncake_conversation.jsonl --workers 8,64 --cache 0.3,1,4 --load 0.95 ...
     python -m loadtest.split --out docs/results
     python -m loadtest.headlines
 
@@ -45,16 +46,31 @@ def hits_parts(text: str) -> list[str]:
             "for every eight workers. Ideal: what one cache without end would find."
         ),
     ]
-    by_signal: dict[str, list[float | None]] = {}
-    sizes = [place.partition("/")[0] for place in figures]
-    for number, (place, rows) in enumerate(figures.items()):
-        size, _, cache = place.partition("/")
+    places = [(*place.split("/"),) for place in figures]
+    for (size, cache), rows in zip(places, figures.values(), strict=True):
         parts.append(page.text(f"{size} workers, {cache} million tokens of cache on each"))
         parts.append(page.table(*_hits_table(rows)))
-        for row in rows:
-            by_signal.setdefault(row["policy"], [None] * len(sizes))[number] = 100 * row["of_ideal"]
-    parts.append(page.lines("hits by what the router knows", ("workers", "% of ideal hits"), sizes, by_signal))
+    for cache in dict.fromkeys(cache for _, cache in places):
+        sizes = [size for size, each in places if each == cache]
+        title = f"hits by what the router knows, {cache} million tokens of cache on each"
+        parts += _hits_lines(title, "workers", sizes, [figures[f"{size}/{cache}"] for size in sizes])
+    for size in dict.fromkeys(size for size, _ in places):
+        caches = sorted((cache for each, cache in places if each == size), key=float)
+        title = f"hits by what the router knows, {size} workers"
+        rows_by_cache = [figures[f"{size}/{cache}"] for cache in caches]
+        parts += _hits_lines(title, "million tokens of cache on each", caches, rows_by_cache)
     return parts
+
+
+def _hits_lines(title: str, axis: str, ticks: list[str], rows: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Over fleets or caches, where there is more than one."""
+    if len(ticks) < 2:
+        return []
+    by_signal: dict[str, list[float | None]] = {}
+    for number, each in enumerate(rows):
+        for row in each:
+            by_signal.setdefault(row["policy"], [None] * len(ticks))[number] = 100 * row["of_ideal"]
+    return [page.lines(title, (axis, "% of ideal hits"), ticks, by_signal)]
 
 
 def _hits_table(rows: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], list[list[str]]]:

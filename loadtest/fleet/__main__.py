@@ -6,8 +6,8 @@ decode or not, or the simulator's speed.
     python -m loadtest.fleet split   --trace mooncake_conversation.jsonl --workers 64 --loads 0.3,0.5,0.7,0.9
     python -m loadtest.fleet speed   --trace mooncake_conversation.jsonl
 
-Prints a table; `--out DIR` writes it as JSON and as a page with plots. Everything is a simulation of workers; the
-routing is the scheduler's own code. Same trace, same options, same figures.
+Prints a table; `--out DIR` writes it as JSON, of `hits` beside what is there already, and as a page with plots.
+Everything is a simulation of workers; the routing is the scheduler's own code. Same trace, same options, same figures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -61,9 +61,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         name = f"fleet-{options.experiment}"
-        record = {"trace": options.trace.name, "machine": options.machine, "load": options.load, "figures": figures}
+        of = {"trace": options.trace.name, "machine": options.machine, "load": options.load}
+        if options.experiment == "hits":
+            figures = _with_earlier(options.out / f"{name}.json", of, figures)
+        record = {**of, "figures": figures}
         (options.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
         (options.out / f"{name}.html").write_text(page(f"Weft fleet simulation: {options.experiment}", parts))
+
+
+def _with_earlier(file: Path, of: Mapping[str, object], figures: object) -> object:
+    """What is there already of the same conditions stays: other fleets and caches are added to it."""
+    if not file.exists() or not isinstance(figures, dict):
+        return figures
+    record = json.loads(file.read_text())
+    return {**record["figures"], **figures} if {key: record.get(key) for key in of} == of else figures
 
 
 if __name__ == "__main__":

@@ -35,6 +35,20 @@ def test_the_page_holds_both_experiments_and_needs_nothing_else(tmp_path: Path) 
     assert not re.search(r"<(script|link|img|iframe)|src=|href=", page)
 
 
+def test_hits_are_drawn_over_fleets_of_one_cache_and_over_caches_of_one_fleet(tmp_path: Path) -> None:
+    figures = {place: [simulated("weft", 0.9)] for place in ("8/32", "64/32", "8/4", "8/0.5")}
+    record = {"trace": "t.jsonl", "machine": "m", "load": 0.95, "figures": figures}
+    (tmp_path / HITS).write_text(json.dumps(record))
+    main(["--folder", str(tmp_path)])
+    page = (tmp_path / PAGE).read_text()
+    assert page.count("<svg") == 2
+    assert "32 million tokens of cache on each</" in page
+    ticks = [
+        page.index(f">{tick}<", page.index("hits by what the router knows, 8 workers")) for tick in ("0.5", "4", "32")
+    ]
+    assert ticks == sorted(ticks)
+
+
 def test_the_committed_page_is_made_of_the_committed_figures(tmp_path: Path) -> None:
     for name in (HITS, SPLIT):
         if (FOLDER / name).exists():
