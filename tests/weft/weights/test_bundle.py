@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,13 +20,17 @@ from safetensors.torch import save_file
 from tests.weft.weights.checkpoints import nothing
 from weft.errors import BadCheckpoint
 from weft.weights.blobs import MappedBlob, Scratch
+from weft.weights.bundle import __main__ as program
 from weft.weights.bundle import convert, layout, pack
-from weft.weights.bundle.inspection import picture, rows_of
+from weft.weights.bundle.inspection import picture, rows_of, total_entropy
 from weft.weights.bundle.making import NOTE, making
 from weft.weights.bundle.unpack import BundleFile
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.image import write_image
 from weft.weights.shared import open_image
+
+NANO = Path(__file__).parents[3] / "models/weft-nano"
+ZIPNN_SHARE = 0.6701  # of the same file, by ZipNN 0.5.4: docs/results/bundles.md
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -233,8 +238,50 @@ def test_the_commands(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_inspection_shows_the_bound(bundle: Path) -> None:
-    rows = list(rows_of(bundle))
+    heard: list[int] = []
+    rows = list(rows_of(bundle, lambda name, size: heard.append(size)))
+    assert heard == [row.original_bytes for row in rows]
     coded = [row for row in rows if row.codec == "rans"]
     assert coded
     assert all(row.entropy is not None and row.share < row.entropy + 0.03 for row in coded)
+    assert all(row.entropy is not None for row in rows), "small ones, which stay as they are, have a bound too"
+    assert max(row.entropy or 0 for row in rows) > total_entropy(rows) > 0.6
     assert picture("a <bundle>", rows).count("<rect") == 2 * len(rows)
+
+
+def test_the_programs_say_how_it_went(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*words: str | Path) -> tuple[int | str | None, str, str]:
+        monkeypatch.setattr(sys, "argv", ["bundle", *map(str, words)])
+        monkeypatch.setattr(program.console, "width", 200)
+        try:
+            status: int | str | None = program.main()
+        except SystemExit as ended:
+            status = ended.code
+        return status, *capsys.readouterr()
+
+    status, said, _ = run("verify", bundle, "--threads", "1")
+    assert (status, "2 files" in said, "all as they were" in said) == (0, True, True)
+    status, said, _ = run("inspect", bundle)
+    share, bound = re.findall(r"(\d+\.\d\d) %", next(line for line in said.splitlines() if " all " in line))
+    assert (status, 60 < float(bound) < float(share) < 70) == (0, True)
+    next(bundle.glob("*-00002-*")).unlink()
+    status, said, wrong = run("verify", bundle)
+    assert (status, said) == (2, "")
+    assert wrong.splitlines()[-1].endswith("is in it")
+
+
+def test_the_shipped_model_takes_less_than_66_hundredths_and_less_than_zipnn_makes_of_it(tmp_path: Path) -> None:
+    outcome = convert.compress(NANO, tmp_path / "bundle", 1, nothing)
+    share = outcome.stored_bytes / outcome.original_bytes
+    assert share <= 0.66
+    assert share <= ZIPNN_SHARE - 0.003
+
+
+def test_what_zipnn_makes_of_the_shipped_model_is_what_was_written_down() -> None:
+    zipnn = pytest.importorskip("zipnn")
+    content = bytearray((NANO / "model.safetensors").read_bytes())
+    size = len(content)
+    coded = zipnn.ZipNN(bytearray_dtype="bfloat16", threads=1).compress(content)
+    assert len(coded) / size == pytest.approx(ZIPNN_SHARE, abs=0.0005)

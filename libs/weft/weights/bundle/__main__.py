@@ -17,7 +17,7 @@ from rich.table import Table
 
 from weft.errors import WeftError
 from weft.weights.bundle import convert
-from weft.weights.bundle.inspection import Row, picture, rows_of
+from weft.weights.bundle.inspection import Row, picture, rows_of, total_entropy
 from weft.weights.bundle.layout import SUFFIX, read_bundle_header
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -52,7 +52,8 @@ def inspect(
     bundle: Path, plot: Annotated[Path | None, typer.Option(help="Write a picture (SVG) here.")] = None
 ) -> None:
     """Show what every tensor takes, beside the entropy of its weights."""
-    rows = list(rows_of(bundle))
+    with _progress(bundle, SUFFIX) as report:
+        rows = list(rows_of(bundle, report))
     console.print(_table(rows))
     if plot:
         plot.write_text(picture(str(bundle), rows), encoding="utf-8")
@@ -97,7 +98,8 @@ def _table(rows: list[Row]) -> Table:
         shape = "x".join(map(str, row.shape))
         table.add_row(row.name, row.dtype, shape, row.codec, str(row.stored_bytes), f"{100 * row.share:.2f} %", bound)
     stored, original = sum(row.stored_bytes for row in rows), sum(row.original_bytes for row in rows)
-    table.add_row("all", "", "", "", str(stored), f"{100 * stored / max(1, original):.2f} %", "")
+    bound = f"{100 * total_entropy(rows):.2f} %"
+    table.add_row("all", "", "", "", str(stored), f"{100 * stored / max(1, original):.2f} %", bound)
     return table
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from weft.weights.bundle.convert import weight_files
+from weft.weights.bundle.convert import Report, weight_files
 from weft.weights.bundle.layout import SUFFIX
 from weft.weights.bundle.unpack import BundleFile
 from weft_kernels import rans
@@ -20,7 +20,8 @@ BAR_WIDTH, ROW_HEIGHT, LABEL_WIDTH, VALUE_WIDTH = 520, 18, 420, 150
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A tensor; `entropy` is the share that its 16-bit patterns would need if each were drawn by itself."""
+    """A tensor; `entropy` is the share that its 16-bit patterns would need if each were drawn by itself, None where its
+    elements are others."""
 
     file: str
     name: str
@@ -36,20 +37,27 @@ class Row:
         return self.stored_bytes / max(1, self.original_bytes)
 
 
-def rows_of(directory: Path) -> Iterator[Row]:
-    """Reads every coded tensor. Raises BadCheckpoint."""
+def rows_of(directory: Path, report: Report) -> Iterator[Row]:
+    """Reads every tensor of 16-bit numbers. Raises BadCheckpoint."""
     for path in weight_files(directory, SUFFIX):
         with closing(BundleFile.map(path)) as bundle:
             for tensor in bundle.header.tensors:
                 entropy = None
-                if tensor.codec == "rans":
+                if tensor.dtype in ("BF16", "F16") and tensor.original_bytes:
                     values = np.empty(tensor.original_bytes, np.uint8)
                     bundle.read_into(tensor.name, 0, values)
                     entropy = rans.entropy_bits(values.view(np.uint16)) / 16
+                report(path.name, tensor.original_bytes)
                 yield Row(
                     path.name, tensor.name, tensor.dtype, tensor.shape, tensor.codec,
                     tensor.original_bytes, tensor.size_bytes, entropy,
                 )  # fmt: skip
+
+
+def total_entropy(rows: Sequence[Row]) -> float:
+    """Of all tensors together; one that has none counts as it is stored."""
+    needed = sum(row.stored_bytes if row.entropy is None else row.entropy * row.original_bytes for row in rows)
+    return needed / max(1, sum(row.original_bytes for row in rows))
 
 
 def picture(title: str, rows: list[Row]) -> str:
