@@ -97,6 +97,10 @@ def test_logits_on_resident_weights_are_those_of_transformers(tmp_path: Path, mo
         assert isinstance(model.embedding, F12)
         assert isinstance(model.head.data, F12)
         assert isinstance(model.layers[0].attention.output.data, F12)
+        layer = model.layers[0].as_dense()
+        assert layer is not None
+        linears = (layer.qkv, layer.output, layer.gate_up, layer.down, model.head)
+        assert {each.shape for each in model.packed} == {(each.num_outputs, each.num_inputs) for each in linears}
         return model
 
     for module in (loading, packed):

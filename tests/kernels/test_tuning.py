@@ -17,7 +17,8 @@ from triton.runtime.errors import OutOfResources
 
 from weft_kernels.packed import linear as packed_linear
 from weft_kernels.packed import pack_f12
-from weft_kernels.packed.linear import gemm, tune
+from weft_kernels.packed.linear import gemm, tiles_table, tune
+from weft_kernels.packed.tune_all import tune_all
 from weft_kernels.packed.tuning import Tiles, TuningTable, candidates, table_of
 
 IDENTITY = {"device": "one", "triton": "3"}
@@ -54,6 +55,33 @@ def test_the_quickest_is_kept_for_its_shape_and_device(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [table.path.name]
 
 
+def test_tables_that_are_saved_at_the_same_time_keep_each_others_tiles(tmp_path: Path) -> None:
+    one, two = TuningTable(tmp_path, IDENTITY), TuningTable(tmp_path, IDENTITY)
+    one.tune(SHAPE, [QUICK], seconds)
+    two.tune(("F12", 5, 5, 5), [SLOW], seconds)
+    one.save()
+    two.save()
+    assert two.of(*SHAPE) == QUICK
+    both = TuningTable(tmp_path, IDENTITY)
+    assert (both.of(*SHAPE), both.of("F12", 5, 5, 5), both.digest) == (QUICK, SLOW, two.digest)
+    one.tune(SHAPE, [SLOW], seconds)
+    one.save()
+    assert TuningTable(tmp_path, IDENTITY).of(*SHAPE) == SLOW, "what was found last"
+
+
+def test_one_process_measures_at_a_time_and_the_next_one_knows_what_it_found(tmp_path: Path) -> None:
+    one, two = TuningTable(tmp_path, IDENTITY), TuningTable(tmp_path, IDENTITY)
+    with one.alone(0.0) as is_alone:
+        assert is_alone
+        with two.alone(0.0) as is_second:
+            assert not is_second
+        one.tune(SHAPE, [QUICK], seconds)
+        one.save()
+    with two.alone(0.0) as is_alone:
+        assert is_alone
+        assert two.of(*SHAPE) == QUICK
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"identity": {}}', '{"identity": {}, "tiles": {"a": {"b": "c"}}}'])
 def test_a_damaged_table_is_an_empty_one(tmp_path: Path, content: str) -> None:
     TuningTable(tmp_path, IDENTITY).path.write_text(content)
@@ -82,3 +110,42 @@ def test_a_product_is_the_same_in_the_tiles_that_were_tuned(monkeypatch: pytest.
     monkeypatch.setattr(packed_linear, "tiles_of", lambda *sizes: pytest.fail("what was tuned is not used"))
     for each in (*tried, gemm(x, packed)):
         close(each.sum(0) if each.ndim == 3 else each, x @ weight.float().T, factor=30)
+
+
+@pytest.mark.usefixtures("own_tables")
+def test_all_shapes_of_a_model_are_tuned_few_rows_first_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(2)
+    sizes = (70, 512), (70, 512), (40, 256)
+    weights = [pack_f12(torch.randn(size, generator=generator).bfloat16().to(DEVICE)) for size in sizes]
+    monkeypatch.setattr(packed_linear, "candidates", lambda num_rows: [SLOW, QUICK])
+    timed: list[tuple[int, int]] = []
+
+    def timer(call: Callable[[], Tensor]) -> float:
+        out = call()
+        timed.append((out.shape[-2], out.shape[-1]))
+        return float(len(timed) % 2)  # the second of each two is quicker
+
+    assert tune_all(weights, (1, 3, 16, 20), timer, 60.0) == 4
+    assert timed == [(16, 70)] * 2 + [(16, 40)] * 2 + [(32, 70)] * 2 + [(32, 40)] * 2
+    table_of.cache_clear()  # as the next start does
+    assert tiles_table(weights[0].device).of("F12", 40, 256, 17) == QUICK
+    assert tune_all(weights, (1, 32), timer, 60.0) == 0
+    assert len(timed) == 8
+
+
+@pytest.mark.usefixtures("own_tables")
+def test_when_the_time_is_over_what_was_tried_to_its_end_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [pack_f12(torch.randn(size, 256).bfloat16().to(DEVICE)) for size in (40, 70)]
+    monkeypatch.setattr(packed_linear, "candidates", lambda num_rows: [SLOW, QUICK])
+    now = [0.0]
+    monkeypatch.setattr("weft_kernels.packed.tune_all.time.monotonic", lambda: now[0])
+
+    def timer(call: Callable[[], Tensor]) -> float:
+        now[0] += 1.0
+        return now[0]
+
+    assert tune_all(weights, (16,), timer, 3.0) == 1
+    table_of.cache_clear()
+    table = tiles_table(weights[0].device)
+    assert (table.of("F12", 40, 256, 16), table.of("F12", 70, 256, 16)) == (SLOW, None)
+    assert tune_all([], (16,), timer, 60.0) == 0

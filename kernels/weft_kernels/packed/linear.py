@@ -19,7 +19,7 @@ from weft_kernels.packed import F12, Fp8, Int4
 from weft_kernels.packed.f12_tiles import f12_column, f12_pair, f12_row, f12_scale
 from weft_kernels.packed.product import form_constants, operands, product
 from weft_kernels.packed.registers import LEFT_SCALE
-from weft_kernels.packed.tuning import Tiles, candidates, table_of
+from weft_kernels.packed.tuning import Tiles, TuningTable, candidates, table_of
 from weft_kernels.packed.unpack import unpack_rows
 
 # Unpacking writes and reads 2 bytes a weight; so many rows multiply for longer than that takes (derived for an H200).
@@ -85,6 +85,16 @@ def tune(x: Tensor, weight: F12 | Fp8 | Int4, seconds: Callable[[Callable[[], Te
     """Find the quickest tiles for this matrix and as many rows as x has, and use them from now on."""
     tried = candidates(len(x))
     return table_of(_device(x)).tune(_shape(x, weight), tried, lambda tiles: seconds(partial(gemm, x, weight, tiles)))
+
+
+def is_tuned(x: Tensor, weight: F12 | Fp8 | Int4) -> bool:
+    """Has that been done, here or by another process before."""
+    return _tuned(x, weight) is not None
+
+
+def tiles_table(device: torch.device) -> TuningTable:
+    """Where that is kept."""
+    return table_of(_device(torch.empty(0, device=device)))
 
 
 def _tuned(x: Tensor, weight: F12 | Fp8 | Int4) -> Tiles | None:

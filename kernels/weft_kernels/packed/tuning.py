@@ -4,11 +4,14 @@ with the same GPU and versions can share. Where nothing was tried, the launcher'
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +22,7 @@ logger = logging.getLogger(__name__)
 Tiles = dict[str, int]
 LEAST_ROWS, MOST_ROWS = 16, 1024
 DIRECTORY = "WEFT_TUNING_CACHE"
+LOOK_SECONDS = 0.1
 
 
 class TuningTable:
@@ -29,6 +33,7 @@ class TuningTable:
         self.path = directory / f"{digest}.json"
         self._identity = dict(identity)
         self._tiles = self._read()
+        self._found: dict[str, Tiles] = {}
 
     def of(self, form: str, outputs: int, inputs: int, num_rows: int) -> Tiles | None:
         """What was quickest for so many rows, rounded up to a power of two; nothing where it was not tried."""
@@ -50,7 +55,7 @@ class TuningTable:
         if not found:
             return None
         _, best = min(found, key=lambda each: each[0])
-        self._tiles[_key(*shape)] = best
+        self._tiles[_key(*shape)] = self._found[_key(*shape)] = best
         return best
 
     @property
@@ -59,11 +64,46 @@ class TuningTable:
         return hashlib.blake2b(json.dumps(self._tiles, sort_keys=True).encode(), digest_size=10).hexdigest()
 
     def save(self) -> None:
-        """Whole or not at all; another process' table of the same device is replaced. Raises OSError."""
+        """What was found here goes beside what other processes have saved meanwhile. Raises OSError."""
+        with self._locked(self._directory()):
+            self._tiles = self._read() | self._found
+            partial = self.path.with_suffix(f".{os.getpid()}")
+            partial.write_text(json.dumps({"identity": self._identity, "tiles": self._tiles}, indent=1))
+            partial.replace(self.path)
+
+    @contextmanager
+    def alone(self, wait_seconds: float) -> Iterator[bool]:
+        """Does nobody else on this machine measure, and what they have saved is known here; False where one goes on
+        doing so for that long. Two that measure at a time would find each other's load. Raises OSError."""
+        busy, deadline = self._directory() / f"{self.path.stem}.busy", time.monotonic() + wait_seconds
+        busy.touch(mode=0o600)
+        with self._locked(busy, deadline) as is_alone:
+            self._tiles = self._read() | self._found
+            yield is_alone
+
+    def _directory(self) -> Path:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial = self.path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps({"identity": self._identity, "tiles": self._tiles}, indent=1))
-        partial.replace(self.path)
+        return self.path.parent
+
+    @staticmethod
+    @contextmanager
+    def _locked(path: Path, deadline: float | None = None) -> Iterator[bool]:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while deadline is not None:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        yield False
+                        return
+                    time.sleep(LOOK_SECONDS)
+            else:
+                fcntl.flock(fd, fcntl.LOCK_EX)  # held for as long as writing a small file takes
+            yield True
+        finally:
+            os.close(fd)
 
     def _read(self) -> dict[str, Tiles]:
         try:
@@ -111,6 +151,15 @@ def candidates(num_rows: int) -> list[Tiles]:
     ]
 
 
+def row_classes(rows: Iterable[int]) -> list[int]:
+    """The largest of all that share tiles with these, the fewest first."""
+    return sorted({_rounded(each) for each in rows})
+
+
+def _rounded(num_rows: int) -> int:
+    power: int = triton.next_power_of_2(num_rows)
+    return min(MOST_ROWS, max(LEAST_ROWS, power))
+
+
 def _key(form: str, outputs: int, inputs: int, num_rows: int) -> str:
-    rows = min(MOST_ROWS, max(LEAST_ROWS, triton.next_power_of_2(num_rows)))
-    return f"{form} {outputs}x{inputs} {rows}"
+    return f"{form} {outputs}x{inputs} {_rounded(num_rows)}"

@@ -19,7 +19,7 @@ from weft.model.rotary import cos_sin, inverse_frequencies
 from weft.model.spec import ModelConfig
 from weft.model.step import Rows, Step
 from weft_kernels.dense_layers import DenseLayer, dense_layers
-from weft_kernels.linear import linear, pack
+from weft_kernels.linear import linear
 from weft_kernels.packed import rows_of
 from weft_kernels.paged_attention import PagedBatch
 from weft_kernels.rms_norm import add_rms_norm, rms_norm
@@ -87,11 +87,12 @@ class Decoder:
         self.embedding = loader.table(config.prefix + "model.embed_tokens.weight")
         self.layers = [DecoderLayer(config, index, loader) for index in range(config.num_layers)]
         self.norm = loader.tensor(config.prefix + "model.norm.weight")
-        self.head = pack(self.embedding, dtype) if config.is_tied else loader.linear(config.prefix + "lm_head")
+        self.head = loader.pack(self.embedding) if config.is_tied else loader.linear(config.prefix + "lm_head")
         layers = [layer.as_dense() for layer in self.layers]
         self.dense = dense_layers(layers, self.norm, config.num_heads, config.rms_norm_eps)
         self.frequencies = inverse_frequencies(config.rope, config.rotated_dim).to(device).repeat(2)  # of both halves
         loader.finish()
+        self.packed = tuple(loader.packed.values())
 
     def forward(self, rows: Rows, batches: Sequence[PagedBatch], out: Tensor | None = None) -> Tensor:
         """[R, vocab] float32 logits, in `out` if given. Writes the KV of all rows into the pool at `rows.slots`."""

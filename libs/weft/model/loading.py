@@ -15,7 +15,7 @@ from weft.model.quantization import INT4_PER_WORD, stored_dtypes
 from weft.model.spec import ModelConfig, Packing
 from weft.model.tensors import expected_tensors, is_ignored
 from weft_kernels.linear import PackedWeight, pack
-from weft_kernels.packed import F12, Stored, held, read_fp8, read_int4, resident, stack
+from weft_kernels.packed import F12, Fp8, Int4, Matrix, Stored, held, read_fp8, read_int4, resident, stack
 
 Tensors = Mapping[str, Tensor]
 DTYPE_NAMES = {
@@ -55,6 +55,7 @@ class Loader:
         self.dtype = dtype
         self.device = device
         self.is_resident = is_resident
+        self.packed: dict[tuple[type, int, int], F12 | Fp8 | Int4] = {}  # one of each shape that linear layers multiply
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """One tensor as it is, in the dtype that the model runs in, or in another."""
@@ -75,8 +76,12 @@ class Loader:
 
     def linear(self, *names: str, order: Tensor | None = None) -> PackedWeight:
         """Linear modules as one, their outputs one after the other, or in another `order`."""
-        weight = stack([self.stored(name) for name in names], order)
-        return pack(held(weight, self.dtype, self.is_resident), self.dtype)
+        return self.pack(held(stack([self.stored(name) for name in names], order), self.dtype, self.is_resident))
+
+    def pack(self, weight: Matrix) -> PackedWeight:
+        """For a linear layer."""
+        self.packed |= {} if isinstance(weight, Tensor) else {(type(weight), *weight.shape): weight}
+        return pack(weight, self.dtype)
 
     def stored(self, name: str) -> Stored:
         """The weight of a linear module as the checkpoint has it, packed or not; see `matrix` for its dtype."""

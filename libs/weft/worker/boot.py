@@ -20,7 +20,7 @@ from weft.capacity.sizes import Sizes, choose
 from weft.engine.build import assemble
 from weft.engine.config import EngineConfig
 from weft.engine.core import Engine
-from weft.engine.graphs import static_bytes
+from weft.engine.graphs import graph_sizes, static_bytes
 from weft.engine.manners import CPU_NICENESS
 from weft.engine.messages import StepOutput
 from weft.engine.runner import DTYPES
@@ -35,6 +35,7 @@ from weft.worker.config import Dtype, WorkerConfig
 from weft.worker.cpus import let_sessions_pass, pin
 from weft.worker.heap import keep_heap
 from weft.worker.peak import free_bytes, identity_of, measure_peak, remembered
+from weft.worker.tiles import tune_tiles
 from weft_kernels.native import best_isa
 from weft_mesh.v1 import weights_service_pb2, weights_service_pb2_grpc
 
@@ -131,6 +132,9 @@ def _build(
     decoder = Decoder(model, image, DTYPES[machine.dtype], device, machine.is_resident)
     log.mark("copying and packing" if machine.is_resident else "copying")
     if machine.device == "cuda":
+        if config.tune_seconds and decoder.packed:
+            tune_tiles(decoder, graph_sizes(limits.max_num_seqs), config.tune_seconds)
+            log.mark("tuning")
         held = torch.cuda.memory_reserved(decoder.device) + RUNTIME_BYTES  # and what libraries have beside torch
         free = own_bytes(free_bytes(decoder.device), _total_bytes(), config.gpu_share, held)
         identity = identity_of(ready.weights_hash, limits, machine.dtype, decoder.device) | {"form": config.weights}

@@ -87,6 +87,7 @@ class WorkerConfig:
     max_seqs: int = 0
     cuda_graphs: bool = True
     gpu_share: float = 1.0
+    tune_seconds: float = 0.0
     transport: TransportChoice = TransportChoice.AUTO
     mooncake_protocol: MooncakeProtocol = MooncakeProtocol.TCP
     kv_checksums: Checksums = Checksums.AUTO
@@ -106,6 +107,8 @@ class WorkerConfig:
         _ = self.wanted
         if self.cpus:
             parse_cpus(self.cpus)
+        if self.tune_seconds < 0:
+            raise ConfigError(f"WEFT_TUNE_SECONDS={self.tune_seconds:g}: expected 0 or more")
         if not 0 < self.gpu_share <= 1:
             raise ConfigError(f"WEFT_GPU_SHARE={self.gpu_share:g}: expected above 0 and at most 1")
         if not self.served_name:

@@ -66,6 +66,7 @@ def test_peers_use_the_host_unless_another_is_advertised() -> None:
         ({"NUM_BLOCKS": "-1"}, "WEFT_NUM_BLOCKS"),
         ({"CPUS": "all"}, "WEFT_CPUS"),
         ({"GPU_SHARE": "0"}, "WEFT_GPU_SHARE"),
+        ({"TUNE_SECONDS": "-1"}, "WEFT_TUNE_SECONDS"),
         ({"GPU_SHARE": "50"}, "WEFT_GPU_SHARE"),
         ({"HOST": "0.0.0.0"}, "WEFT_ADVERTISE_HOST"),
         ({"MODEL": ""}, "WEFT_MODEL"),

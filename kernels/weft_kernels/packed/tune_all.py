@@ -1,0 +1,52 @@
+"""Tries tiles for all the packed matrices of a model, as long as that may take. Knows no model and no clock of a GPU.
+
+What was tried is kept, so that the next start goes on where this one stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from weft_kernels.packed import F12, Fp8, Int4
+from weft_kernels.packed.linear import is_tuned, tiles_table, tune
+from weft_kernels.packed.tuning import row_classes
+
+logger = logging.getLogger(__name__)
+Timer = Callable[[Callable[[], Tensor]], float]
+
+
+class _TimeIsOver(Exception):
+    """In the midst of a shape, which is left as it was."""
+
+
+def tune_all(weights: Iterable[F12 | Fp8 | Int4], rows: Iterable[int], seconds: Timer, max_seconds: float) -> int:
+    """Each distinct shape among `weights`, of one device, with as many rows as `rows` has, the fewest first: those are
+    the steps there are most of. `seconds` times a call. Returns how many were tuned now; raises OSError."""
+    deadline = time.monotonic() + max_seconds
+    shapes = {(type(weight), *weight.shape): weight for weight in weights}
+    if not shapes:
+        return 0
+
+    def timed(call: Callable[[], Tensor]) -> float:
+        if time.monotonic() >= deadline:
+            raise _TimeIsOver
+        return seconds(call)
+
+    table, num_tuned = tiles_table(next(iter(shapes.values())).device), 0
+    with table.alone(max_seconds) as is_alone:
+        try:
+            for num_rows in row_classes(rows) if is_alone else ():
+                for weight in shapes.values():
+                    x = torch.randn(num_rows, weight.shape[1], device=weight.device).to(torch.bfloat16)
+                    if not is_tuned(x, weight):
+                        num_tuned += tune(x, weight, timed) is not None
+        except _TimeIsOver:
+            logger.info("tiles: the time for trying is over; the next start goes on")
+        if num_tuned:
+            table.save()
+    return num_tuned
