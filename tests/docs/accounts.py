@@ -11,6 +11,8 @@ ON_A_MESH: dict[str, list[str]] = {
     "drain": [],
     "undrain": [],
     "role": [],
+    "park": [],
+    "wake": [],
     "bench": ["--requests", "4", "--prompt-tokens", "32", "--output-tokens", "4"],
 }
 # run by tests/docs/test_commands.py

@@ -60,6 +60,9 @@ class Peers(scheduler_service_pb2_grpc.FleetServiceServicer, weights_service_pb2
     async def SetRole(self, request: Any, context: Any) -> Any:
         raise AssertionError("workers do not ask")
 
+    async def Park(self, request: Any, context: Any) -> fleet_pb2.ParkResponse:
+        raise AssertionError("workers do not ask")
+
     async def ListWorkers(self, request: Any, context: Any) -> fleet_pb2.ListWorkersResponse:
         raise AssertionError("workers do not ask")
 

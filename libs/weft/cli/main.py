@@ -136,6 +136,28 @@ def undrain(worker: Worker, scheduler: Scheduler = "") -> None:
 
 
 @app.command()
+def park(
+    worker: Worker,
+    scheduler: Scheduler = "",
+    even_last: Annotated[
+        bool, typer.Option("--even-last", help="Also where no other ready worker does what it does.")
+    ] = False,
+) -> None:
+    """Let a worker finish what it has and give back its memory, weights and pool; its process stays."""
+    from weft.cli.steer import park as ask_to_park
+
+    ask_to_park(_scheduler("park", scheduler), worker, even_last)
+
+
+@app.command()
+def wake(worker: Worker, scheduler: Scheduler = "") -> None:
+    """Have a parked worker load its model again."""
+    from weft.cli.steer import wake as ask_to_wake
+
+    ask_to_wake(_scheduler("wake", scheduler), worker)
+
+
+@app.command()
 def role(
     worker: Worker,
     role: Annotated[Role, typer.Argument(help="What new work it is to be given.")],

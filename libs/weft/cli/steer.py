@@ -1,5 +1,5 @@
-"""`weft drain`, `weft undrain` and `weft role`: asks the scheduler to tell a worker what to take on. Knows nothing of
-meshes."""
+"""`weft drain`, `undrain`, `park`, `wake` and `role`: asks the scheduler to tell a worker what to take on, and what to
+hold. Knows nothing of meshes."""
 
 from __future__ import annotations
 
@@ -26,6 +26,20 @@ def drain(scheduler: str, worker_id: str, undo: bool) -> None:
     _steer("undrain" if undo else "drain", scheduler, lambda fleet: fleet.Drain(request, timeout=DEADLINE_SECONDS))
     what = "takes requests again" if undo else "finishes what it has and is given nothing new"
     typer.echo(f"{worker_id} {what}; `weft status --watch` shows it")
+
+
+def park(scheduler: str, worker_id: str, even_last: bool) -> None:
+    """Raises typer.Exit(1) after saying on stderr what is wrong."""
+    request = pb.ParkRequest(worker_id=worker_id, even_last=even_last)
+    _steer("park", scheduler, lambda fleet: fleet.Park(request, timeout=DEADLINE_SECONDS))
+    typer.echo(f"{worker_id} finishes what it has and gives back its memory; `weft wake {worker_id}` has it load again")
+
+
+def wake(scheduler: str, worker_id: str) -> None:
+    """Raises typer.Exit(1) after saying on stderr what is wrong."""
+    request = pb.ParkRequest(worker_id=worker_id, undo=True)
+    _steer("wake", scheduler, lambda fleet: fleet.Park(request, timeout=DEADLINE_SECONDS))
+    typer.echo(f"{worker_id} loads its model again; `weft status --watch` shows when it is ready")
 
 
 def set_role(scheduler: str, worker_id: str, role: str) -> None:

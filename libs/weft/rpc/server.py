@@ -7,7 +7,7 @@ import gc
 import logging
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -82,17 +82,32 @@ class RpcServer:
         await self.server.stop(grace_seconds)
 
 
-async def until_signal(*background: Coroutine[Any, Any, None]) -> None:
-    """Run the background until SIGTERM or SIGINT; a coroutine that fails ends the process with its error."""
+async def until_signal(
+    *background: Coroutine[Any, Any, None], or_when: Callable[[], Awaitable[None]] | None = None
+) -> bool:
+    """Run the background until SIGTERM or SIGINT; a coroutine that fails ends the process with its error.
+
+    False when `or_when` came first: signals then do again what they do by themselves.
+    """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(coroutine) for coroutine in background]
-        await stop.wait()
-        for task in tasks:
+        signalled = group.create_task(stop.wait())
+        other = [group.create_task(_awaited(or_when))] if or_when else []
+        await asyncio.wait([signalled, *other], return_when=asyncio.FIRST_COMPLETED)
+        for task in (*tasks, signalled, *other):
             task.cancel()
+    if not stop.is_set():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+    return stop.is_set()
+
+
+async def _awaited(come: Callable[[], Awaitable[None]]) -> None:
+    await come()
 
 
 def settle_heap() -> None:

@@ -1,7 +1,7 @@
 """A worker's place in the fleet: hello, then reports at each scheduler's pace, for as long as the process lives.
 
-A scheduler that is away is waited for; a worker without one goes on with what it has. Draining and a changed role are
-remembered here, so that all schedulers hear of them, also one that comes later.
+A scheduler that is away is waited for; a worker without one goes on with what it has. Draining, parking and a changed
+role are remembered here, so that all schedulers hear of them, also one that comes later.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.engine.messages import EngineLoad
 from weft.errors import WeftError
@@ -70,13 +70,16 @@ class Membership:
         load: Callable[[], EngineLoad],
         is_able: Callable[[], bool],
         tallies: Callable[[], Tallies] = Tallies,
+        is_parked: bool = False,
     ) -> None:
-        """`schedulers`: host:port, several by commas."""
+        """`schedulers`: host:port, several by commas. `is_parked`: it begins so."""
         self._introduction = introduction
         self._load = load
         self._is_able = is_able
         self._tallies = tallies
         self._is_draining = False
+        self._is_parked = is_parked
+        self._park_changes = asyncio.Event()
         self._role = introduction.role
         self._has_joined = asyncio.Event()
         self._is_leaving = asyncio.Event()
@@ -85,6 +88,20 @@ class Membership:
     async def until_joined(self) -> None:
         """A scheduler has answered once."""
         await self._has_joined.wait()
+
+    @property
+    def is_parked(self) -> bool:
+        """As it was asked last."""
+        return self._is_parked
+
+    async def until_park_changes(self) -> None:
+        """A scheduler has asked it to park; or, if it is parked, to wake."""
+        await self._park_changes.wait()
+
+    @property
+    def introduction(self) -> Introduction:
+        """As it would join now."""
+        return replace(self._introduction, role=self._role)
 
     async def leave(self, timeout_seconds: float) -> None:
         """Take no more work: wait until every scheduler has been told, or the time is over."""
@@ -127,6 +144,10 @@ class Membership:
                 "%s, says the scheduler at %s", "draining" if response.drain else "back in service", link.address
             )
             self._is_draining = response.drain
+        if response.HasField("park") and response.park != self._is_parked:
+            logger.info("%s, says the scheduler at %s", "parking" if response.park else "waking", link.address)
+            self._is_parked = response.park
+            self._park_changes.set()
         if response.role != common_pb2.WORKER_ROLE_UNSPECIFIED:
             self._change_role(role_from_wire(response.role), link)
         if not link.has_joined:
@@ -166,8 +187,9 @@ class Membership:
             cached_blocks=load.cached_blocks,
             active_blocks=load.active_blocks,
             quarantined_blocks=load.quarantined_blocks,
-            ready=self._is_able() and has_room and not is_leaving and not self._is_draining,
+            ready=self._is_able() and has_room and not (is_leaving or self._is_draining or self._is_parked),
             draining=self._is_draining,
+            parked=self._is_parked,
             role=role_to_wire(self._role),
             generated_tokens=load.generated_tokens,
             computed_prompt_tokens=load.computed_prompt_tokens,

@@ -1,4 +1,8 @@
-"""A worker's process, the same for either role and for both: boot, listen, join, watch the engine, drain, leave."""
+"""A worker's process, the same for either role and for both: boot, listen, join, watch the engine, drain, leave.
+
+boot -> serving -> draining -> gone
+ ^                    \\-> parked -> boot
+"""
 
 from __future__ import annotations
 
@@ -31,6 +35,7 @@ from weft.worker.estimate import AlwaysFetch, FetchEstimate
 from weft.worker.grammars import GrammarDesk
 from weft.worker.health import Health
 from weft.worker.membership import Introduction, Membership
+from weft.worker.parking import Parked, give_back, sleep
 from weft.worker.places import PlaceReporter
 from weft.worker.runtime import EngineFeed
 from weft.worker.store import StoreClient
@@ -43,6 +48,8 @@ logger = logging.getLogger(__name__)
 WATCH_SECONDS = 0.25
 GOODBYE_SECONDS = 0.5
 CUT_OFF_SECONDS = 0.2
+# what lives when a worker is parked may take so long to its end, or what a signal leaves it if that is more
+PARK_GRACE_SECONDS = 60.0
 
 
 class Desk(Protocol):
@@ -90,21 +97,34 @@ async def serve_worker(config: WorkerConfig, *posts: Post) -> None:
     """Serve one role, or both and begin with `config.role`, until SIGTERM. Raises when the engine dies, so that the
     process ends and is started again."""
     logger.info(describe(config))
-    trace.setup(_role(config, posts), config.worker_id)
+    role = posts[0].role if len(posts) == 1 else config.role
+    trace.setup(role, config.worker_id)
     log.mark("imports")
+    config = replace(config, role=role, metrics_port=metrics.expose(config.host, config.metrics_port))
+    parked = await _live(config, posts)
+    while parked is not None:
+        give_back()
+        if not await sleep(config.scheduler_addr, parked):
+            return
+        parked = await _live(replace(config, role=parked.introduction.role), posts)
+
+
+async def _live(config: WorkerConfig, posts: Sequence[Post]) -> Parked | None:
+    """From weights and a pool until they are given back, or the process is to end."""
     feed = EngineFeed()
     booted = await boot(config, feed.listener)
     booted.engine.start()
     try:
         async with background() as tasks:
-            await _serve(config, posts, booted, feed, tasks)
+            return await _serve(config, posts, booted, feed, tasks)
     finally:
         await asyncio.to_thread(booted.engine.stop)
+        feed.forget()
 
 
 async def _serve(
     config: WorkerConfig, posts: Sequence[Post], booted: Booted, feed: EngineFeed, tasks: asyncio.TaskGroup
-) -> None:
+) -> Parked | None:
     rpc = RpcServer([post.service_name for post in posts])
     place = await _furnish(config, booted, feed, tasks)
     log.mark("transport and store")
@@ -123,16 +143,15 @@ async def _serve(
     )
     keeping = tasks.create_task(membership.keep())
     try:
-        await until_signal(_announce(membership, health), _watch(engine, health), feed.until_broken())
-        await _drain(config.grace_seconds, desks, membership, rpc)
+        watches = _announce(membership, health), _watch(engine, health), feed.until_broken()
+        is_ending = await until_signal(*watches, or_when=membership.until_park_changes)
+        grace = config.grace_seconds if is_ending else max(PARK_GRACE_SECONDS, config.grace_seconds)
+        await _drain(grace, desks, membership, rpc)
+        return None if is_ending else Parked(membership.introduction, membership.is_parked)
     finally:
         keeping.cancel()
         await rpc.stop(CUT_OFF_SECONDS)
         await _clear(place)
-
-
-def _role(config: WorkerConfig, posts: Sequence[Post]) -> WorkerRole:
-    return posts[0].role if len(posts) == 1 else config.role
 
 
 async def _furnish(config: WorkerConfig, booted: Booted, feed: EngineFeed, tasks: asyncio.TaskGroup) -> Workplace:
@@ -181,11 +200,11 @@ def _introduction(
     config: WorkerConfig, posts: Sequence[Post], place: Workplace, booted: Booted, bound: str
 ) -> Introduction:
     address = f"{config.peer_host}:{bound.rpartition(':')[2]}"
-    metrics_address = f"{config.peer_host}:{metrics.expose(config.host, config.metrics_port)}"
+    metrics_address = f"{config.peer_host}:{config.metrics_port}"
     logger.info("listening at=%s metrics=%s boot=%s", address, metrics_address, place.boot_id)
     return Introduction(
         worker=WorkerAddress(place.worker_id, place.boot_id, address),
-        role=_role(config, posts),
+        role=config.role,
         model=config.served_name,
         fingerprint=place.fingerprint,
         num_blocks=booted.engine_config.num_blocks,

@@ -59,12 +59,13 @@ class EngineFeed:
         self._measure(before, load, output.step_seconds)
         metrics.ENGINE_TOKENS.labels("prompt").inc(load.computed_prompt_tokens - before.computed_prompt_tokens)
         metrics.ENGINE_TOKENS.labels("generated").inc(load.generated_tokens - before.generated_tokens)
-        metrics.SEQUENCES.labels("running").set(load.num_running)
-        metrics.SEQUENCES.labels("waiting").set(load.num_waiting)
-        metrics.BLOCKS.labels("free").set(load.free_blocks)
-        metrics.BLOCKS.labels("cached").set(load.cached_blocks)
-        metrics.BLOCKS.labels("active").set(load.active_blocks)
-        metrics.BLOCKS.labels("quarantined").set(load.quarantined_blocks)
+        _show(load)
+
+    def forget(self) -> None:
+        """The engine and its consumers are gone: nothing here keeps them, or counts what they held."""
+        self._consumers.clear()
+        self.on_computed = None
+        _show(EngineLoad())
 
     def _measure(self, before: EngineLoad, load: EngineLoad, seconds: float) -> None:
         num_tokens = load.computed_prompt_tokens - before.computed_prompt_tokens
@@ -73,3 +74,12 @@ class EngineFeed:
             self.work = self.work.add(num_tokens, num_generated, seconds)
         if self.on_computed and seconds and num_tokens and not num_generated:
             self.on_computed(num_tokens, seconds)
+
+
+def _show(load: EngineLoad) -> None:
+    metrics.SEQUENCES.labels("running").set(load.num_running)
+    metrics.SEQUENCES.labels("waiting").set(load.num_waiting)
+    metrics.BLOCKS.labels("free").set(load.free_blocks)
+    metrics.BLOCKS.labels("cached").set(load.cached_blocks)
+    metrics.BLOCKS.labels("active").set(load.active_blocks)
+    metrics.BLOCKS.labels("quarantined").set(load.quarantined_blocks)

@@ -82,6 +82,10 @@ class Dispatcher:
         """Ask a worker to take no new work, or to take it again. Raises NotFound when no such worker is live."""
         self._router.fleet.drain(worker_id, wish)
 
+    def park(self, worker_id: str, wish: bool, even_last: bool) -> None:
+        """Ask a worker to give back its memory, or to load again. Raises NotFound, InvalidRequest."""
+        self._router.fleet.park(worker_id, wish, even_last)
+
     @property
     def num_waiting(self) -> int:
         """Requests that wait for room."""

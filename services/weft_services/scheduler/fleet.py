@@ -102,6 +102,8 @@ class Fleet:
         worker.fresh, worker.returned = Load(), Load()
         if worker.drain_wish == report.is_draining:
             worker.drain_wish = None  # granted
+        if worker.park_wish == report.is_parked:
+            worker.park_wish = None
         if report.role not in (None, worker.info.role):
             self._recast(worker, report.role)
         if worker.role_wish is worker.info.role:
@@ -145,20 +147,34 @@ class Fleet:
 
     def drain(self, worker_id: str, wish: bool) -> None:
         """Ask a worker to take no new work, or to take it again. Raises NotFound when no such worker is live."""
-        worker = self._workers.get(worker_id)
-        if worker is None:
-            raise NotFound(f"no worker {worker_id!r} is live")
+        worker = self._live(worker_id)
         worker.drain_wish = wish
         worker.refresh()
 
+    def park(self, worker_id: str, wish: bool, even_last: bool = False) -> None:
+        """Ask a worker to give back its memory, or to load again. Raises NotFound, or InvalidRequest for one without
+        which a role would have no able worker, unless `even_last`."""
+        worker = self._live(worker_id)
+        others = [each for each in self._models[worker.info.model].workers if each is not worker and _is_able(each)]
+        for needed in (WorkerRole.PREFILL, WorkerRole.DECODE) if wish and not even_last else ():
+            if playing(worker).can(needed) and not any(playing(each).can(needed) for each in others):
+                what = f"the last {needed} worker of {worker.info.model!r} that is ready"
+                raise InvalidRequest(f"{worker_id} is {what}", "worker_id")
+        worker.park_wish = wish
+        worker.refresh()
+
+    def _live(self, worker_id: str) -> Worker:
+        if (worker := self._workers.get(worker_id)) is None:
+            raise NotFound(f"no worker {worker_id!r} is live")
+        return worker
+
     def set_role(self, worker_id: str, role: WorkerRole) -> None:
         """Ask a worker to play another role. Raises NotFound, or InvalidRequest where it cannot or must not."""
-        worker = self._workers.get(worker_id)
-        if worker is None:
-            raise NotFound(f"no worker {worker_id!r} is live")
+        worker = self._live(worker_id)
         if not worker.info.can_change_role:
             raise InvalidRequest(f"{worker_id} runs as {worker.info.role} only", "worker_id")
         others = [each for each in self._models[worker.info.model].workers if each is not worker]
+        others = [each for each in others if not each.report.is_parked and each.park_wish is not True]
         for needed in (WorkerRole.PREFILL, WorkerRole.DECODE):
             if not role.can(needed) and not any(playing(each).can(needed) for each in others):
                 raise InvalidRequest(f"{worker_id} is the last {needed} worker of {worker.info.model!r}", "worker_id")
@@ -181,6 +197,11 @@ class Fleet:
 def _pause(num_faults: int) -> float:
     """How long nobody goes there, after so many faults in a row."""
     return min(SUSPECT_SECONDS * 2.0 ** (num_faults - 1), MAX_SUSPECT_SECONDS)
+
+
+def _is_able(worker: Worker) -> bool:
+    """It takes requests, and nobody has asked it to stop that."""
+    return worker.report.ready and True not in (worker.drain_wish, worker.park_wish)
 
 
 def playing(worker: Worker) -> WorkerRole:

@@ -65,7 +65,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
                 if message.WhichOneof("message") != "report":
                     raise InvalidRequest("only reports may follow hello", "report")
                 self._dispatcher.report(worker, _report(message.report))
-                if worker.drain_wish is not None or worker.role_wish is not None:
+                if any(wish is not None for wish in (worker.drain_wish, worker.role_wish, worker.park_wish)):
                     yield self._wishes(worker)
             why = "said goodbye"
         except TimeoutError:
@@ -106,9 +106,18 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         self._dispatcher.set_role(request.worker_id, role_from_wire(request.role))
         return pb.SetRoleResponse()
 
+    async def Park(
+        self, request: pb.ParkRequest, context: grpc.aio.ServicerContext[pb.ParkRequest, pb.ParkResponse]
+    ) -> pb.ParkResponse:
+        """See the proto."""
+        _at_most("worker_id", len(request.worker_id), MAX_NAME_CHARS)
+        self._dispatcher.park(request.worker_id, not request.undo, request.even_last)
+        return pb.ParkResponse()
+
     def _wishes(self, worker: Worker) -> pb.JoinResponse:
         role = role_to_wire(worker.role_wish) if worker.role_wish else common_pb2.WORKER_ROLE_UNSPECIFIED
-        return pb.JoinResponse(report_interval_ms=self._report_interval_ms, drain=worker.drain_wish, role=role)
+        interval_ms, drain, park = self._report_interval_ms, worker.drain_wish, worker.park_wish
+        return pb.JoinResponse(report_interval_ms=interval_ms, drain=drain, park=park, role=role)
 
     async def _next(self, requests: AsyncIterator[pb.JoinRequest]) -> pb.JoinRequest | None:
         async with asyncio.timeout(self._silence_seconds):
@@ -154,6 +163,7 @@ def _report(report: pb.WorkerReport) -> WorkerReport:
         generated_tokens=report.generated_tokens,
         computed_prompt_tokens=report.computed_prompt_tokens,
         is_draining=report.draining,
+        is_parked=report.parked,
         tallies=tallies_from_wire(report),
         role=role_from_wire(report.role) if report.role != common_pb2.WORKER_ROLE_UNSPECIFIED else None,
     )
@@ -189,6 +199,7 @@ def _status(worker: Worker, age_seconds: float) -> pb.WorkerStatus:
             generating_seconds=report.tallies.work.generating_seconds,
             computing_seconds=report.tallies.work.computing_seconds,
             draining=report.is_draining,
+            parked=report.is_parked,
             prefix=prefix_to_wire(report.tallies.prefix),
             hand_offs=hand_offs_to_wire(report.tallies.hand_offs),
             role=role_to_wire(report.role) if report.role else common_pb2.WORKER_ROLE_UNSPECIFIED,

@@ -58,6 +58,7 @@ class WorkerReport:
     generated_tokens: int = 0
     computed_prompt_tokens: int = 0
     is_draining: bool = False
+    is_parked: bool = False
     tallies: Tallies = NO_TALLIES
     role: WorkerRole | None = None
 
@@ -112,6 +113,7 @@ class Worker:
     is_probed: bool = False  # a request is there to find out whether it should be suspected still
     num_faults: int = 0
     drain_wish: bool | None = None
+    park_wish: bool | None = None
     role_wish: WorkerRole | None = None
     dispatched_tokens: float = 0.0
     pressure_seconds: float = INFINITE
@@ -157,7 +159,7 @@ class Worker:
 
     def refresh(self) -> None:
         """Work out what the policy reads, after any change above."""
-        if not self.report.ready or self.drain_wish is True:
+        if not self.report.ready or True in (self.drain_wish, self.park_wish):
             self.pressure_seconds = self.decode_seconds = INFINITE
             return
         use = self.kv_use

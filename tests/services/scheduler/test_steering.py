@@ -39,6 +39,39 @@ async def test_a_worker_is_told_to_drain_until_it_says_that_it_does(scheduler: S
         assert code is grpc.StatusCode.NOT_FOUND
 
 
+async def test_a_worker_is_told_to_park_until_it_says_that_it_does_and_the_last_of_its_role_is_not(
+    scheduler: Scheduler,
+) -> None:
+    async with AsyncExitStack() as stack:
+        await join(stack, scheduler, "prefill-0", "decode-0")
+        code, said = await code_of(scheduler.fleet.Park(pb.ParkRequest(worker_id="decode-0")))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "decode-0 is the last decode worker of 'weft-nano' that is ready" in said
+        worker = await stack.enter_async_context(FakeWorker(scheduler, hello("decode-1", "decode", "d1-boot")))
+        await scheduler.fleet.Park(pb.ParkRequest(worker_id="decode-1"))
+        for number in range(4):
+            assert (await scheduler.route(f"r{number}", prompt_tokens=5)).decode.worker_id == "decode-0"
+        await worker.report()
+        told = await worker.call.read()
+        assert isinstance(told, pb.JoinResponse)
+        assert told.park
+        await worker.report(ready=False, parked=True)
+        code, _ = await code_of(scheduler.fleet.Park(pb.ParkRequest(worker_id="decode-0")))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT, "who is parked does nothing"
+        await scheduler.fleet.Park(pb.ParkRequest(worker_id="decode-0", even_last=True))
+        await scheduler.fleet.Park(pb.ParkRequest(worker_id="decode-0", undo=True))
+        await scheduler.fleet.Park(pb.ParkRequest(worker_id="decode-1", undo=True))
+        await worker.report(ready=False, parked=True)
+        told = await worker.call.read()
+        assert isinstance(told, pb.JoinResponse)
+        assert (told.HasField("park"), told.park) == (True, False)
+        await worker.report()
+        chosen = {(await scheduler.route(f"s{number}", prompt_tokens=5)).decode.worker_id for number in range(4)}
+        assert "decode-1" in chosen
+        code, _ = await code_of(scheduler.fleet.Park(pb.ParkRequest(worker_id="nobody")))
+        assert code is grpc.StatusCode.NOT_FOUND
+
+
 async def test_a_worker_plays_another_role_from_its_next_report_on_and_keeps_what_it_has(scheduler: Scheduler) -> None:
     async with AsyncExitStack() as stack:
         await join(stack, scheduler, "prefill-0", "decode-0")

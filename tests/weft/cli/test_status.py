@@ -68,6 +68,13 @@ class ListOnly(pb_grpc.FleetServiceServicer):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{request.worker_id} is the last decode worker of 'm'")
         return pb.SetRoleResponse()
 
+    def Park(self, request: Any, context: Any) -> Any:
+        if request.worker_id != "decode-0":
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no worker {request.worker_id!r} is live")
+        if not (request.undo or request.even_last):
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "decode-0 is the last decode worker of 'm' that is ready")
+        return pb.ParkResponse()
+
     def ListWorkers(self, request: Any, context: Any) -> Any:
         workers = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         return pb.ListWorkersResponse(workers=workers)
@@ -210,6 +217,23 @@ def test_role_says_what_it_did_and_why_it_cannot(address: str) -> None:
     assert refused.exit_code == 1
     assert refused.stderr == "weft role: decode-0 is the last decode worker of 'm'\n"
     assert CliRunner().invoke(app, ["role", "decode-0", "idle", "--scheduler", address]).exit_code == 2
+
+
+def test_park_and_wake_say_what_they_did_and_why_they_cannot(address: str) -> None:
+    refused = CliRunner().invoke(app, ["park", "decode-0", "--scheduler", address])
+    assert refused.exit_code == 1
+    assert refused.stderr == "weft park: decode-0 is the last decode worker of 'm' that is ready\n"
+    asked = CliRunner().invoke(app, ["park", "decode-0", "--even-last", "--scheduler", address])
+    assert (asked.exit_code, "`weft wake decode-0` has it load again" in asked.stdout) == (0, True)
+    assert CliRunner().invoke(app, ["wake", "decode-0", "--scheduler", address]).exit_code == 0
+    unknown = CliRunner().invoke(app, ["wake", "nobody", "--scheduler", address])
+    assert unknown.stderr == "weft wake: no worker 'nobody' is live; `weft status` lists them\n"
+
+
+def test_a_parked_worker_is_shown_as_such() -> None:
+    parked = worker("decode-0", ready=False)
+    parked.report.parked = True
+    assert "parked" in shown([parked])
 
 
 def test_a_draining_worker_is_shown_as_such() -> None:

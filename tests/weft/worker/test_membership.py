@@ -54,6 +54,9 @@ class Fleet(scheduler_service_pb2_grpc.FleetServiceServicer):
     async def SetRole(self, request: Any, context: Any) -> Any:
         raise AssertionError("workers do not ask")
 
+    async def Park(self, request: Any, context: Any) -> pb2.ParkResponse:
+        raise AssertionError("workers do not ask")
+
     async def until_draining(self, is_draining: bool) -> pb2.WorkerReport:
         """Reports go on until one says so."""
         while (report := await self.next("report")).draining != is_draining:
@@ -146,6 +149,35 @@ async def test_two_schedulers_hear_the_same_and_draining_on_one_is_told_to_both(
         await membership.leave(5)
         for fleet in (one, two):
             await fleet.until_not_ready()
+
+
+async def test_parking_and_waking_are_told_to_all_and_awaited() -> None:
+    async with start_fleet() as (one, first), start_fleet() as (two, second), background() as tasks:
+        awake = Membership(f"{first},{second}", INTRODUCTION, lambda: LOAD, lambda: True)
+        tasks.create_task(awake.keep())
+        for fleet in (one, two):
+            await fleet.next("hello")
+            assert (await fleet.next("report")).ready
+        one.wish = pb2.JoinResponse(report_interval_ms=10, park=True)
+        async with asyncio.timeout(10):
+            await awake.until_park_changes()
+        for fleet in (one, two):
+            while not (report := await fleet.next("report")).parked:
+                pass
+            assert not report.ready
+    async with start_fleet() as (fleet, address), background() as tasks:
+        asleep = Membership(address, INTRODUCTION, lambda: LOAD, lambda: True, is_parked=True)
+        tasks.create_task(asleep.keep())
+        await fleet.next("hello")
+        report = await fleet.next("report")
+        assert (report.parked, report.ready) == (True, False)
+        fleet.wish = pb2.JoinResponse(report_interval_ms=10, park=True)  # it is already
+        await fleet.next("report")
+        await fleet.next("report")
+        fleet.wish = pb2.JoinResponse(report_interval_ms=10, park=False)
+        async with asyncio.timeout(10):
+            await asleep.until_park_changes()
+        assert not asleep.is_parked
 
 
 async def test_one_scheduler_of_two_is_enough() -> None:

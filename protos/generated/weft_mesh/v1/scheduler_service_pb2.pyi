@@ -554,6 +554,7 @@ class WorkerReport(_message.Message):
     GENERATING_STEPS_FIELD_NUMBER: _builtins.int
     GENERATING_SECONDS_FIELD_NUMBER: _builtins.int
     COMPUTING_SECONDS_FIELD_NUMBER: _builtins.int
+    PARKED_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sequences in the batch."""
     num_waiting: _builtins.int
@@ -585,6 +586,8 @@ class WorkerReport(_message.Message):
     generating_seconds: _builtins.float
     computing_seconds: _builtins.float
     """Time since its start that computing prompts took; of a step with both, its share by tokens."""
+    parked: _builtins.bool
+    """It has been asked to hold neither weights nor a pool; `ready` is false then."""
     @_builtins.property
     def prefix(self) -> Global___PrefixTally:
         """What its caches were worth since its start."""
@@ -614,10 +617,11 @@ class WorkerReport(_message.Message):
         generating_steps: _builtins.int = ...,
         generating_seconds: _builtins.float = ...,
         computing_seconds: _builtins.float = ...,
+        parked: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "active_tokens", b"active_tokens", "cached_blocks", b"cached_blocks", "computed_prompt_tokens", b"computed_prompt_tokens", "computing_seconds", b"computing_seconds", "draining", b"draining", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "generating_seconds", b"generating_seconds", "generating_steps", b"generating_steps", "hand_offs", b"hand_offs", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefix", b"prefix", "quarantined_blocks", b"quarantined_blocks", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "active_tokens", b"active_tokens", "cached_blocks", b"cached_blocks", "computed_prompt_tokens", b"computed_prompt_tokens", "computing_seconds", b"computing_seconds", "draining", b"draining", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "generating_seconds", b"generating_seconds", "generating_steps", b"generating_steps", "hand_offs", b"hand_offs", "num_running", b"num_running", "num_waiting", b"num_waiting", "parked", b"parked", "prefix", b"prefix", "quarantined_blocks", b"quarantined_blocks", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -700,26 +704,35 @@ class JoinResponse(_message.Message):
     REPORT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    PARK_FIELD_NUMBER: _builtins.int
     report_interval_ms: _builtins.int
     """How often to report, in milliseconds."""
     drain: _builtins.bool
     """Take no new work (true), or take it again (false); absent: no change."""
     role: _common_pb2.WorkerRole.ValueType
     """Play this role from here on; unspecified: no change."""
+    park: _builtins.bool
+    """Give back weights and pool (true), or load again (false); absent: no change."""
     def __init__(
         self,
         *,
         report_interval_ms: _builtins.int = ...,
         drain: _builtins.bool | None = ...,
         role: _common_pb2.WorkerRole.ValueType = ...,
+        park: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_drain", b"_drain", "drain", b"drain"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drain", b"_drain", "_park", b"_park", "drain", b"drain", "park", b"park"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain", b"_drain", "drain", b"drain", "report_interval_ms", b"report_interval_ms", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain", b"_drain", "_park", b"_park", "drain", b"drain", "park", b"park", "report_interval_ms", b"report_interval_ms", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drain: _TypeAlias = _typing.Literal["drain"]  # noqa: Y015
     _WhichOneofArgType__drain: _TypeAlias = _typing.Literal["_drain", b"_drain"]  # noqa: Y015
+    _WhichOneofReturnType__park: _TypeAlias = _typing.Literal["park"]  # noqa: Y015
+    _WhichOneofArgType__park: _TypeAlias = _typing.Literal["_park", b"_park"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__drain) -> _WhichOneofReturnType__drain | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__park) -> _WhichOneofReturnType__park | None: ...
 
 Global___JoinResponse: _TypeAlias = JoinResponse  # noqa: Y015
 
@@ -941,3 +954,50 @@ class SetRoleResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetRoleResponse: _TypeAlias = SetRoleResponse  # noqa: Y015
+
+@_typing.final
+class ParkRequest(_message.Message):
+    """Whom to park."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    UNDO_FIELD_NUMBER: _builtins.int
+    EVEN_LAST_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Its stable name."""
+    undo: _builtins.bool
+    """Let it load again instead."""
+    even_last: _builtins.bool
+    """Also where nobody else that is ready does what it does: requests are refused until it is back."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        undo: _builtins.bool = ...,
+        even_last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["even_last", b"even_last", "undo", b"undo", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParkRequest: _TypeAlias = ParkRequest  # noqa: Y015
+
+@_typing.final
+class ParkResponse(_message.Message):
+    """Nothing to say; the worker's reports do."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParkResponse: _TypeAlias = ParkResponse  # noqa: Y015

@@ -221,6 +221,11 @@ class FleetServiceStub:
                 request_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.SetRoleRequest.SerializeToString,
                 response_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.SetRoleResponse.FromString,
                 _registered_method=True)
+        self.Park = channel.unary_unary(
+                '/weft_mesh.v1.FleetService/Park',
+                request_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.ParkRequest.SerializeToString,
+                response_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.ParkResponse.FromString,
+                _registered_method=True)
 
 
 class FleetServiceServicer:
@@ -257,6 +262,14 @@ class FleetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Park(self, request, context):
+        """Let a worker finish what it has and give back its memory, weights and KV pool, without ending its process; or have it load again.
+        NOT_FOUND when no such worker is live, INVALID_ARGUMENT when nobody else would be able to do what it does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -279,6 +292,11 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.SetRole,
                     request_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.SetRoleRequest.FromString,
                     response_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.SetRoleResponse.SerializeToString,
+            ),
+            'Park': grpc.unary_unary_rpc_method_handler(
+                    servicer.Park,
+                    request_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.ParkRequest.FromString,
+                    response_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.ParkResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -390,6 +408,33 @@ class FleetService:
             '/weft_mesh.v1.FleetService/SetRole',
             weft__mesh_dot_v1_dot_scheduler__service__pb2.SetRoleRequest.SerializeToString,
             weft__mesh_dot_v1_dot_scheduler__service__pb2.SetRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Park(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft_mesh.v1.FleetService/Park',
+            weft__mesh_dot_v1_dot_scheduler__service__pb2.ParkRequest.SerializeToString,
+            weft__mesh_dot_v1_dot_scheduler__service__pb2.ParkResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -112,6 +112,10 @@ class FleetServiceStub:
     """Ask a worker to play another role from here on; what it has begun it finishes. It remembers, and says so to every scheduler.
     NOT_FOUND when no such worker is live, INVALID_ARGUMENT when it has one role only or is the last of its role.
     """
+    Park: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.ParkRequest, _scheduler_service_pb2.ParkResponse]
+    """Let a worker finish what it has and give back its memory, weights and KV pool, without ending its process; or have it load again.
+    NOT_FOUND when no such worker is live, INVALID_ARGUMENT when nobody else would be able to do what it does.
+    """
 
 @_typing.type_check_only
 class FleetServiceAsyncStub(FleetServiceStub):
@@ -129,6 +133,10 @@ class FleetServiceAsyncStub(FleetServiceStub):
     SetRole: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.SetRoleRequest, _scheduler_service_pb2.SetRoleResponse]  # type: ignore[assignment]
     """Ask a worker to play another role from here on; what it has begun it finishes. It remembers, and says so to every scheduler.
     NOT_FOUND when no such worker is live, INVALID_ARGUMENT when it has one role only or is the last of its role.
+    """
+    Park: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.ParkRequest, _scheduler_service_pb2.ParkResponse]  # type: ignore[assignment]
+    """Let a worker finish what it has and give back its memory, weights and KV pool, without ending its process; or have it load again.
+    NOT_FOUND when no such worker is live, INVALID_ARGUMENT when nobody else would be able to do what it does.
     """
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -168,6 +176,16 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_scheduler_service_pb2.SetRoleResponse, _abc.Awaitable[_scheduler_service_pb2.SetRoleResponse]]:
         """Ask a worker to play another role from here on; what it has begun it finishes. It remembers, and says so to every scheduler.
         NOT_FOUND when no such worker is live, INVALID_ARGUMENT when it has one role only or is the last of its role.
+        """
+
+    @_abc_1.abstractmethod
+    def Park(
+        self,
+        request: _scheduler_service_pb2.ParkRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_service_pb2.ParkResponse, _abc.Awaitable[_scheduler_service_pb2.ParkResponse]]:
+        """Let a worker finish what it has and give back its memory, weights and KV pool, without ending its process; or have it load again.
+        NOT_FOUND when no such worker is live, INVALID_ARGUMENT when nobody else would be able to do what it does.
         """
 
 def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -70,15 +70,21 @@ def _failure(error: WeftError) -> bytes:
     return _event("error", error_fields(error))
 
 
+def _state(worker: Worker) -> str:
+    if worker.is_parked:
+        return "parked"
+    return "draining" if worker.is_draining else "ready" if worker.is_ready else "not ready"
+
+
 def _worker_fields(worker: Worker) -> dict[str, Any]:
-    work, state = worker.work, "ready" if worker.is_ready else "not ready"
+    work = worker.work
     return {
         "id": worker.address.worker_id,
         "boot": worker.address.boot_id,
         "role": worker.role,
         "can_change_role": worker.can_change_role,
         "model": worker.model,
-        "state": "draining" if worker.is_draining else state,
+        "state": _state(worker),
         "transport": worker.transport,
         "blocks": {
             "total": work.num_blocks,

@@ -129,6 +129,7 @@ def _worker_from_wire(status: scheduler_pb.WorkerStatus) -> Worker:
         max_context_tokens=hello.max_context_tokens,
         weights_hash=hello.fingerprint.weights_hash,
         is_draining=status.report.draining,
+        is_parked=status.report.parked,
         can_change_role=hello.can_change_role,
         transport=hello.transport,
         work=_work_from_wire(status),

@@ -43,6 +43,7 @@ class Worker:
     max_context_tokens: int
     weights_hash: str
     is_draining: bool = False
+    is_parked: bool = False
     can_change_role: bool = False
     transport: str = ""
     work: Work = NO_WORK

@@ -1,0 +1,45 @@
+"""A worker that has given back its memory: joined and never able, until somebody wakes it. Knows no engine."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from weft.engine.messages import EngineLoad
+from weft.rpc.server import until_signal
+from weft.worker.membership import Introduction, Membership
+from weft.worker.tasks import background
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """As it last introduced itself; not `is_asleep` when it was woken while it finished what it had."""
+
+    introduction: Introduction
+    is_asleep: bool
+
+
+def give_back() -> None:
+    """What nobody refers to any more goes to the device and the system, and not to this process' next use of it."""
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
+async def sleep(schedulers: str, parked: Parked) -> bool:
+    """Until it is woken; False for a signal that ends the process."""
+    if not parked.is_asleep:
+        return True
+    membership = Membership(schedulers, parked.introduction, EngineLoad, lambda: False, is_parked=True)
+    logger.info("parked: weights and pool are given back")
+    async with background() as tasks:
+        tasks.create_task(membership.keep())
+        return not await until_signal(or_when=membership.until_park_changes)
