@@ -99,7 +99,7 @@ async def mesh(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 @pytest.fixture
 def access_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    with caplog.at_level(logging.INFO, "weft_services.gateway.front.accounting"):
+    with caplog.at_level(logging.INFO, "weft_services.gateway.front.access_log"):
         yield caplog
 
 
@@ -212,6 +212,9 @@ async def test_the_access_log_says_what_was_expected(mesh: Mesh, access_log: pyt
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
         await mesh.worker.report()
+    async with asyncio.timeout(10):
+        while "waited_ms" not in access_log.text:  # noqa: ASYNC110 - the line is written behind the answer
+            await asyncio.sleep(0.01)
     said = re.search(
         r"predicted_ttft_ms=(\d+) predicted_itl_ms=\d+ predicted_cached=0 waited_ms=(\d+)", access_log.text
     )
