@@ -27,8 +27,7 @@ STANDBY_COMMAND = (
 # what Mooncake says at every start, as an error, of a thing that it then goes on to make
 HARMLESS = re.compile("Logging before InitGoogleLogging|Local segment descriptor not found")
 # beside reading weights, which says how far it is; and with it, where the log is too quiet for that
-WORKER_START_SECONDS = 900.0
-BLIND_START_SECONDS = 4 * 3600.0
+WORKER_START_SECONDS, BLIND_START_SECONDS = 900.0, 4 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,12 +289,7 @@ def _valkey(at: Addresses) -> ChildSpec:
     bounded = ("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
     return ChildSpec(
         name="valkey",
-        command=(
-            *(str(get_binary_path()), "--bind", host, "--port", port),
-            *quiet,
-            *nothing_on_disk,
-            *bounded,
-        ),
+        command=(str(get_binary_path()), "--bind", host, "--port", port, *quiet, *nothing_on_disk, *bounded),
         environ=os.environ,
         probe=functools.partial(redis_answers, host, int(port)),
         start_seconds=20.0,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.services.kvstore.test_disk import MODEL, SIZE, key, record
+from tests.services.kvstore.disk_records import MODEL, SIZE, key, record
 from weft.kv.tiers import Tier
 from weft.request import Retention
 from weft_services.kvstore.disk import DiskTier

@@ -1,0 +1,127 @@
+"""What the disk tier gives up, and whose: its size, its age, each tenant's share, and the bounds of its books."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.services.kvstore.disk_records import MIB, RECORD, files, opened, read, record, there, written
+from weft_services.kvstore.disk import DiskTier
+from weft_services.kvstore.disk_index import DiskIndex, DiskLimits
+
+
+async def test_the_limit_holds_and_what_was_read_outlives_what_was_not(tmp_path: Path) -> None:
+    disk = await opened(tmp_path, max_bytes=64 * RECORD)
+    for number in range(200):
+        await written(disk, [number])
+        if number % 10 == 0:
+            assert await read(disk, [0]) == 1
+        assert sum(file.stat().st_size for file in files(tmp_path)) <= 64 * RECORD
+    assert there(disk, [0, 1, 2, 198, 199]) == [0, 198, 199]
+    assert len(disk) >= 48
+    assert await read(disk, [0]) == 1
+    disk.close()
+
+
+async def test_blocks_age_also_while_no_process_runs(tmp_path: Path) -> None:
+    now = 1000.0
+    disk = DiskTier(tmp_path, DiskLimits(MIB, ttl_seconds=60), clock=lambda: now)
+    await disk.open()
+    assert await disk.write([record(1, stored_at=990), record(2, stored_at=1000)]) == 2
+    disk.close()
+    now = 1055.0
+    again = DiskTier(tmp_path, DiskLimits(MIB, ttl_seconds=60), clock=lambda: now)
+    await again.open()
+    assert there(again, [1, 2]) == [2]
+    again.close()
+
+
+async def test_a_block_with_a_time_of_its_own_ages_from_its_last_use_and_over_a_restart_from_when_it_was_stored(
+    tmp_path: Path,
+) -> None:
+    now = 1000.0
+    disk = DiskTier(tmp_path, DiskLimits(MIB), clock=lambda: now)
+    await disk.open()
+    header, data = record(1, stored_at=1000)
+    assert await disk.write([(replace(header, idle_seconds=60), data), record(2, stored_at=1000)]) == 2
+    for moment in (1050.0, 1110.0):
+        now = moment
+        assert there(disk, [1, 2]) == [1, 2]
+    disk.close()
+    again = DiskTier(tmp_path, DiskLimits(MIB), clock=lambda: now)
+    await again.open()
+    assert there(again, [1, 2]) == [2]
+    again.close()
+
+
+@pytest.mark.parametrize("num_others", [1, 5])
+async def test_a_tenant_over_its_quota_loses_its_own_oldest_blocks_and_nobody_else_any(
+    tmp_path: Path, num_others: int
+) -> None:
+    disk = await opened(tmp_path, max_bytes=200 * RECORD, tenant_share=0.1)
+    for number in range(20 * num_others):
+        # of five and more, no two records in a row are one tenant's
+        assert await disk.write([record(number, b"small %d" % (number % num_others))]) == 1
+        assert await disk.write([record(1000 + number, b"greedy")]) == 1
+    for number in range(2000, 3000):
+        assert await disk.write([record(number, b"greedy")]) == 1
+    for again in range(2):
+        assert there(disk, range(20 * num_others)) == [*range(20 * num_others)]
+        assert there(disk, range(1000, 3000)) == [*range(2980, 3000)], "forgotten ones stay so over a restart"
+        assert await read(disk, [*range(20 * num_others)]) == 20 * num_others
+        assert sum(file.stat().st_size for file in files(tmp_path)) == disk.used_bytes <= 200 * RECORD
+        disk.close()
+        if not again:
+            disk = await opened(tmp_path, max_bytes=200 * RECORD, tenant_share=0.1)
+
+
+async def test_what_the_books_take_does_not_grow_with_what_was_forgotten(tmp_path: Path) -> None:
+    disk = await opened(tmp_path, max_bytes=600 * RECORD, tenant_share=0.02)
+    sizes = []
+    for lap in range(6):
+        for number in range(2000):
+            tenant = b"%d" % (number % 50)
+            await disk.write([record(2000 * lap + number, tenant)])
+        sizes.append(num_held(disk._index))
+    assert len(disk) <= 600
+    assert max(sizes) <= 1.2 * sizes[0]
+    disk.close()
+
+
+def num_held(index: DiskIndex) -> int:
+    """Everything in all of its books."""
+    books: tuple[Sized, ...] = (index._blocks, index._names_of, index._tenant_names, index._tenant_bytes, index._shared)
+    return sum(map(len, books)) + sum(
+        len(inner) for book in (index._names_of, index._tenant_names) for inner in book.values()
+    )
+
+
+async def test_the_index_is_bounded_in_blocks_also_at_the_start(tmp_path: Path) -> None:
+    disk = await opened(tmp_path, max_bytes=160 * RECORD)
+    await written(disk, range(120))
+    disk.close()
+    disk = await opened(tmp_path, max_bytes=160 * RECORD, max_blocks=50)
+    assert 0 < len(disk) <= 50
+    await written(disk, range(200, 300))
+    assert 0 < len(disk) <= 50
+    assert there(disk, [299]) == [299], "the newest are kept"
+    assert await read(disk, there(disk, range(300))) == len(disk)
+    disk.close()
+
+
+async def test_what_is_too_old_is_forgotten_also_when_nobody_asks(tmp_path: Path) -> None:
+    now = 1000.0
+    disk = DiskTier(tmp_path, DiskLimits(MIB), clock=lambda: now)
+    await disk.open()
+    for number in range(20):
+        header, data = record(number)
+        await disk.write([(replace(header, idle_seconds=60 * (number % 2)), data)])
+    disk.sweep()
+    assert len(disk) == 20
+    now += 61
+    disk.sweep()
+    assert len(disk) == 10
+    disk.close()
