@@ -63,9 +63,9 @@ class WaitingRoom:
         wait."""
         left = self._max_waiting - self._num
         is_full = left <= 0 or self._lines[query.priority].num_of(query.tenant) > left
-        is_late = self.expected_seconds(query, now) > SURE_SHARE * self._longest(query)
-        if query.reject_if_busy or is_full or is_late:
-            raise Overloaded(str(busy), self.retry_after(query, now, busy.retry_after_seconds))
+        expected = self.expected_seconds(query, now)
+        if query.reject_if_busy or is_full or expected > SURE_SHARE * self._longest(query):
+            raise Overloaded(str(busy), _later(expected, busy.retry_after_seconds))
 
     def leave(self, waiter: Waiter, now: float) -> None:
         """It has been placed, or waits no more. Idempotent."""
@@ -116,7 +116,7 @@ class WaitingRoom:
 
     def retry_after(self, query: RouteQuery, now: float, least: float) -> float:
         """When it is worth another try: after those who wait now, and never sooner than the fleet itself says."""
-        return min(max(self.expected_seconds(query, now), least, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+        return _later(self.expected_seconds(query, now), least)
 
     def _has_turn(self, priority: Priority, now: float) -> bool:
         has_waited = now - self._lines[priority].since() >= TURN_WAIT_SHARE * self._max_seconds
@@ -132,3 +132,7 @@ class WaitingRoom:
             self._busy_tokens *= kept
             self._busy_seconds = kept * self._busy_seconds + (1 - kept) * RATE_SECONDS
         self._looked_at = now
+
+
+def _later(expected: float, least: float) -> float:
+    return min(max(expected, least, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
