@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+OUR_SESSION = Path("/proc/self/autogroup")
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -28,11 +29,12 @@ def copy_session_manners(pid: int) -> None:
     """A child that leads a session of its own lets others pass as much as our session does.
 
     Where the kernel deals out cores by session first (sched_autogroup), what a worker's store client copies in the
-    background would else go before the steps of its worker. Elsewhere nothing happens.
+    background would else go before the steps of its worker. Elsewhere nothing happens, nor where no session was ever
+    made, as for what a container starts first: the file is empty there.
     """
     with contextlib.suppress(OSError):
-        ours = Path("/proc/self/autogroup").read_text()  # as in "/autogroup-17 nice 10"
-        Path(f"/proc/{pid}/autogroup").write_text(ours.split()[-1])
+        if ours := OUR_SESSION.read_text().split():  # as in "/autogroup-17 nice 10"
+            Path(f"/proc/{pid}/autogroup").write_text(ours[-1])
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -69,9 +70,15 @@ class KvStoreProcess:
         command = [sys.executable, "-m", "weft_services.kvstore"]
         self._process = psutil.Popen(command, env=environment, stdin=subprocess.DEVNULL)
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not self.is_ready():
-            assert time.monotonic() < deadline, "the kvstore does not become ready"
-            time.sleep(POLL_SECONDS)
+        try:
+            while not self.is_ready():
+                assert self._process.poll() is None, f"the kvstore ended with {self._process.poll()}"
+                assert time.monotonic() < deadline, "the kvstore does not become ready"
+                time.sleep(POLL_SECONDS)
+        except BaseException:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.kill()  # else other tests, which have nothing to do with it, are told that it was left behind
+            raise
 
     def is_ready(self) -> bool:
         """What grpc.health.v1 says."""

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from weft.kv import store_child
+
 AUTOGROUP = Path("/proc/self/autogroup")
 # a worker in a nice session starts a child that leads a session of its own, as store clients do
 WORKER = """
@@ -32,3 +34,18 @@ def test_a_store_client_is_as_nice_as_its_worker() -> None:
 def test_a_process_that_has_ended_is_no_error() -> None:
     code = "from weft.kv.store_child import copy_session_manners as c; c(2**22 - 1)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("text", ["", "\n"])
+def test_a_process_of_no_session_starts_its_children_all_the_same(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = tmp_path / "autogroup"
+    ours.write_text(text)
+    monkeypatch.setattr(store_child, "OUR_SESSION", ours)
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        store_child.copy_session_manners(child.pid)
+    finally:
+        child.kill()
+        child.wait()
