@@ -42,13 +42,15 @@ class Offers:
 
     def answered(self, blocks: Iterable[int]) -> list[SealedBlock]:
         """These were copied or declined, unknown ones are left alone; returns whose turn it is now."""
+        done = []
         for block in blocks:
             if self._pinned[block]:
                 self._pinned[block] -= 1
                 self._num_pinned -= 1
-                self._pool.release((block,))
+                done.append(block)
             if not self._pinned[block]:
                 del self._pinned[block]
+        self._pool.release(done)  # together: of a prefix that nobody else holds the end is to go first
         return self._pin()
 
     def _pin(self) -> list[SealedBlock]:

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from weft.kv.tiers import Tier
 
 DECAY = 0.9  # weight of what was known, at each new measurement
+RETRIED_DECAY = (
+    0.3  # where it is tried again although it lost: one slow moment shall not count for thousands of prompts
+)
 PROBE_BLOCKS = 8
 SKIPS_BEFORE_PROBE = 32
 
@@ -53,13 +56,13 @@ class CostLine:
         """Has anything been measured."""
         return self._weight > 0
 
-    def observe(self, amount: int, seconds: float) -> None:
+    def observe(self, amount: int, seconds: float, decay: float = DECAY) -> None:
         """One measurement, of `amount` > 0."""
-        self._weight = DECAY * self._weight + 1
-        self._x = DECAY * self._x + amount
-        self._y = DECAY * self._y + seconds
-        self._xx = DECAY * self._xx + amount * amount
-        self._xy = DECAY * self._xy + amount * seconds
+        self._weight = decay * self._weight + 1
+        self._x = decay * self._x + amount
+        self._y = decay * self._y + seconds
+        self._xx = decay * self._xx + amount * amount
+        self._xy = decay * self._xy + amount * seconds
         self._fit()
 
     def seconds(self, amount: int, times: int = 1) -> float:
@@ -87,6 +90,8 @@ class FetchEstimate:
         self._ask = CostLine()
         self._fetch: Mapping[Tier, CostLine] = {tier: CostLine() for tier in (Tier.DRAM, Tier.NVME)}
         self._num_skips = 0
+        self._owes_probe = False  # somebody was let through to ask, so that something may be tried again
+        self._retried: set[Tier] = set()  # what is being tried again
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """A step of prompt tokens took so long."""
@@ -94,11 +99,12 @@ class FetchEstimate:
 
     def asked(self, seconds: float) -> None:
         """To learn what the store has took so long."""
-        self._ask.observe(1, seconds)
+        self._ask.observe(1, seconds, RETRIED_DECAY if self._owes_probe else DECAY)
 
     def fetched(self, tier: Tier, num_blocks: int, seconds: float) -> None:
         """So many blocks came from there in one go."""
-        self._fetch[tier].observe(num_blocks, seconds)
+        self._fetch[tier].observe(num_blocks, seconds, RETRIED_DECAY if tier in self._retried else DECAY)
+        self._retried.discard(tier)
 
     def fetch_seconds(self, tier: Tier, num_blocks: int) -> float:
         """Of one batch with nothing in its way; infinite if nobody knows."""
@@ -110,7 +116,11 @@ class FetchEstimate:
         if not (self._compute.is_known and self._ask.is_known and self._fetch[Tier.DRAM].is_known):
             return True
         best = self._ask.seconds(1) + self._cost(Counter({Tier.DRAM: num_blocks}), line)
-        return best < self._compute_seconds(whole_tokens or num_blocks * self._block_tokens) or self._is_due(line)
+        if best < self._compute_seconds(whole_tokens or num_blocks * self._block_tokens):
+            return True
+        is_due = self._is_due(line)
+        self._owes_probe |= is_due
+        return is_due
 
     def plan(self, tiers: Sequence[Tier], whole_tokens: int = 0, line: Line = FREE) -> Plan:
         """How many leading blocks, lying in these tiers, to fetch now: a probe of a tier that was never measured.
@@ -126,7 +136,7 @@ class FetchEstimate:
         known = tiers[: unknown[0]] if unknown else tiers
         best = self._whole(known, whole_tokens, line) if whole_tokens else self._best(known, line)
         if not best:
-            return _probe(tiers[:PROBE_BLOCKS] if self._is_due(line) else ())
+            return self._tried_again(tiers[:PROBE_BLOCKS]) if self._take_due(line) else _probe(())
         seconds = self._cost(Counter(tiers[:best]), FREE)
         return Plan(best, seconds, self._compute_seconds(whole_tokens or best * self._block_tokens) - seconds)
 
@@ -141,6 +151,16 @@ class FetchEstimate:
             if gain > saved:
                 best, saved = count, gain
         return best
+
+    def _tried_again(self, tiers: Sequence[Tier]) -> Plan:
+        self._retried.update(tiers)
+        return _probe(tiers)
+
+    def _take_due(self, line: Line) -> bool:
+        if line == FREE and self._owes_probe:
+            self._owes_probe = False
+            return True
+        return self._is_due(line)
 
     def _is_due(self, line: Line) -> bool:
         """Of those that would have been served at once."""

@@ -35,7 +35,8 @@ class StorePrefix:
         """How many tokens beyond the pool's own prefix were fetched from which tier and are in place now."""
         with trace.part("store fetch"):
             found = await self._fetch(token_ids, cache_salt, reserved)
-        self._tally.looked_up(len(token_ids), {Tier.POOL: reserved.num_hit_tokens, **found})
+        in_pool = reserved.num_hit_tokens + found.get(Tier.POOL, 0)
+        self._tally.looked_up(len(token_ids), {**found, Tier.POOL: in_pool})
         return found
 
     async def _fetch(self, token_ids: Sequence[int], cache_salt: bytes, reserved: Reserved) -> dict[Tier, int]:

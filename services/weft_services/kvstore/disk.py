@@ -51,6 +51,7 @@ class DiskTier:
         self._next_number = 0
         self._index = DiskIndex(limits, clock)
         self._retry_at = 0.0
+        self._writing = asyncio.Lock()
         self._lock_fd: int | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="weft-disk-write")
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="weft-disk-read")
@@ -113,6 +114,11 @@ class DiskTier:
 
         The memory must stay as it is until this returns; do not cancel it, shield it.
         """
+        # what an earlier start of the store still writes goes first: files have one writer
+        async with self._writing:
+            return await self._write(records)
+
+    async def _write(self, records: Sequence[tuple[RecordHeader, memoryview]]) -> int:
         if self._clock() < self._retry_at:
             return 0
         num_written = 0

@@ -194,8 +194,9 @@ class Mover:
         num_put = 0
         for pause in (*NO_SPACE_PAUSES, None):
             codes = await self._agent.put(names[num_put:], offsets[num_put:], size)
-            num_put += next((place for place, code in enumerate(codes) if code != 0), len(codes))
-            if num_put == len(names) or codes[-1] not in (0, NO_SPACE) or pause is None:
+            num_done = next((place for place, code in enumerate(codes) if code != 0), len(codes))
+            num_put += num_done
+            if num_put == len(names) or codes[num_done] != NO_SPACE or pause is None:
                 break
             await asyncio.sleep(pause)
         return num_put

@@ -228,7 +228,7 @@ class NodeStore:
         self.running.remover.remove(self.index.add(fingerprint, blocks))
 
     async def _keep(self, running: Running) -> None:
-        """Ends by StoreLost, with no move under way."""
+        """Ends by StoreLost. A move that waits for the disk then may end later: its staging area is its own."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 if running.mover is not None:

@@ -49,6 +49,15 @@ async def test_what_was_written_is_found_again_by_the_next_process(tmp_path: Pat
     again.close()
 
 
+async def test_two_who_write_at_once_write_one_after_the_other(tmp_path: Path) -> None:
+    disk = await opened(tmp_path)
+    await asyncio.gather(written(disk, range(4)), written(disk, range(4, 8)), written(disk, range(8, 12)))
+    assert len(files(tmp_path)) == 1
+    assert disk.used_bytes == 12 * RECORD
+    assert [number for number in range(12) if await read(disk, [number]) == 1] == [*range(12)]
+    disk.close()
+
+
 async def test_two_processes_never_share_a_directory(tmp_path: Path) -> None:
     disk = await opened(tmp_path)
     with pytest.raises(OSError, match="in use by another kvstore"):

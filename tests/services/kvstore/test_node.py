@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from tests.services.kvstore.disk_records import MODEL, SIZE, key, record
+from weft.kv.store_agent import NO_SPACE
 from weft.kv.tiers import Tier
 from weft.request import Retention
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskLimits
 from weft_services.kvstore.index import BlockIndex, StoredBlock
-from weft_services.kvstore.mover import STAGING_BYTES, Mover
+from weft_services.kvstore.mover import NO_SPACE_PAUSES, STAGING_BYTES, Mover
 from weft_services.kvstore.node import NodeStore, Place, Running
 from weft_services.kvstore.remover import Remover
 
@@ -27,6 +28,8 @@ class Agent:
         self.staging = memoryview(bytearray(STAGING_BYTES))
         self.may_put = asyncio.Event()
         self.put_names: list[str] = []
+        self.num_puts = 0
+        self.codes: dict[int, int] = {}  # of the n-th block of a put; 0 unless it is told here
         self.removed: list[str] = []
 
     async def exist(self, names: Sequence[str], _: float) -> list[bool]:
@@ -35,7 +38,8 @@ class Agent:
     async def put(self, names: Sequence[str], offsets: Sequence[int], size: int) -> list[int]:
         await self.may_put.wait()
         self.put_names += names
-        return [0] * len(names)
+        self.num_puts += 1
+        return [self.codes.get(place, 0) for place in range(len(names))]
 
     async def remove(self, names: Sequence[str]) -> list[int]:
         self.removed += names
@@ -129,3 +133,12 @@ async def test_who_waits_for_the_disk_is_told_how_long_and_may_leave_the_line(sc
     assert scene.store.promote_wait_seconds == 0
     assert await scene.tiers(range(30)) == [Tier.DRAM] * 30
     assert await scene.tiers(range(30, 40)) == [Tier.NVME] * 10
+
+
+@pytest.mark.parametrize(("code", "num_puts"), [(NO_SPACE, 1 + len(NO_SPACE_PAUSES)), (-1, 1)])
+async def test_room_is_asked_for_again_and_what_fails_otherwise_is_not(scene: Scene, code: int, num_puts: int) -> None:
+    await scene.disk.write([record(number) for number in range(10)])
+    scene.agent.may_put.set()
+    scene.agent.codes = {0: code}
+    assert (await scene.store.promote(MODEL, [key(number) for number in range(10)])).num_blocks == 0
+    assert scene.agent.num_puts == num_puts

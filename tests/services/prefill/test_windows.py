@@ -70,8 +70,12 @@ def first_turn(tiny: TinyFamily) -> tuple[list[int], dict[bytes, bytes], Paging]
 def fetched(store: PageStore, driver: Driver, key: RequestKey, tokens: list[int], reserved: Reserved) -> int:
     """Tokens that the store adds."""
     store.target = driver
-    prefix = StorePrefix(cast("StoreClient", store), driver.engine.paging, Tally())
-    return sum(asyncio.run(prefix.fetch(tokens, b"", reserved)).values())
+    tally = Tally()
+    prefix = StorePrefix(cast("StoreClient", store), driver.engine.paging, tally)
+    num_found = sum(asyncio.run(prefix.fetch(tokens, b"", reserved)).values())
+    counted = tally.read().prefix
+    assert counted.pool_tokens + counted.dram_tokens + counted.nvme_tokens == reserved.num_hit_tokens + num_found
+    return num_found
 
 
 @pytest.mark.parametrize("name", NAMES)

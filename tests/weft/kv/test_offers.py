@@ -43,6 +43,19 @@ def test_only_so_many_are_offered_and_the_next_ones_when_these_are_answered() ->
     assert pool.counts().active == 0
 
 
+def test_of_a_prefix_that_only_its_copies_kept_the_end_goes_first() -> None:
+    pool = BlockPool(NUM_BLOCKS)
+    offers = Offers(pool, NUM_BLOCKS)
+    blocks = pool.reserve(6)
+    for block, name in zip(blocks, "abcdef", strict=True):
+        pool.publish(block, name.encode())
+        offers.add(SealedBlock(name.encode(), block))
+    pool.release(blocks)
+    offers.answered(blocks)
+    pool.release(pool.reserve(4))
+    assert len(pool.match([name.encode() for name in "abcdef"])) == 4
+
+
 def test_who_was_evicted_while_it_waited_is_passed_over_and_comes_again_with_its_next_block() -> None:
     pool = BlockPool(NUM_BLOCKS)
     offers = Offers(pool, 1)

@@ -41,7 +41,8 @@ class Worker:
         near = HostBlocks(pool.data_ptr(), BLOCK_BYTES, num_blocks, shared.fd)
         memory: BlockBytes = TensorBlocks(pool) if is_far else near
         fingerprint = ModelFingerprint(model, "float32", 16, BLOCK_BYTES, "layout-1")
-        self.store = StoreClient(address, memory, fingerprint, self.unpinned.extend, FetchEstimate(16, 512))
+        self.estimate = FetchEstimate(16, 512)
+        self.store = StoreClient(address, memory, fingerprint, self.unpinned.extend, self.estimate)
 
     def write(self, block: int, data: bytes) -> None:
         """Fill a block."""

@@ -90,6 +90,35 @@ def test_a_store_that_loses_is_tried_again_now_and_then() -> None:
     assert counts.count(0) == len(counts) - 3
 
 
+def test_a_store_that_even_at_its_best_loses_is_asked_and_tried_again_now_and_then() -> None:
+    estimate = learned(1e-6, (0.1, 0.1), (0.1, 0.1))
+    asked = [estimate.is_worth_asking(50) and estimate.plan([Tier.DRAM] * 50) for _ in range(3 * SKIPS_BEFORE_PROBE)]
+    assert [plan.num_blocks for plan in asked if plan] == [PROBE_BLOCKS] * 3
+
+
+def test_one_slow_moment_does_not_count_for_long() -> None:
+    estimate = FetchEstimate(BLOCK, CHUNK)
+    estimate.computed(CHUNK, 0.03)
+    estimate.asked(1.0)
+    estimate.fetched(Tier.DRAM, PROBE_BLOCKS, 0.3)
+    for _ in range(8 * SKIPS_BEFORE_PROBE):
+        if not estimate.is_worth_asking(100):
+            continue
+        estimate.asked(0.001)
+        plan = estimate.plan([Tier.DRAM] * 100)
+        if plan.num_blocks == 100:
+            return
+        if plan.num_blocks:
+            estimate.fetched(Tier.DRAM, plan.num_blocks, 0.0001)
+    pytest.fail("it is not used again")
+
+
+def test_a_store_that_loses_and_has_nothing_is_asked_no_more_often() -> None:
+    estimate = learned(1e-6, (0.1, 0.1), (0.1, 0.1))
+    asked = [estimate.is_worth_asking(50) for _ in range(3 * SKIPS_BEFORE_PROBE)]
+    assert asked.count(True) == 3
+
+
 def test_nobody_is_asked_when_even_the_best_answer_would_lose() -> None:
     estimate = learned(1e-4, (0.002, 0.0001), (0.01, 0.001))
     assert not estimate.is_worth_asking(1)

@@ -16,6 +16,7 @@ from tests.weft.worker.pool import BLOCK_BYTES, Worker, content, key, working
 from weft import metrics
 from weft.kv.offers import SealedBlock
 from weft.kv.tiers import Tier
+from weft.worker.estimate import PROBE_BLOCKS, SKIPS_BEFORE_PROBE
 from weft.worker.store_get import Wanted
 from weft.worker.store_link import LinkKeeper
 
@@ -67,6 +68,19 @@ async def test_blocks_of_one_worker_are_fetched_by_another_up_to_the_first_gap(s
         assert fetched.by_tier == {Tier.DRAM: 45}
         assert all(other.read(10 + number) == content(number) for number in range(45))
         assert other.read(55) == other.read(56) == CANARY
+
+
+async def test_what_is_computed_sooner_is_not_fetched_but_tried_now_and_then(shared: KvStoreProcess) -> None:
+    numbers = [*range(20)]
+    async with working(Worker(shared.address, "sooner")) as worker:
+        await offered(worker, numbers)
+        for _ in range(60):
+            worker.estimate.computed(512, 1e-6)
+        counts = [await found(worker, numbers) for _ in range(3 * SKIPS_BEFORE_PROBE)]
+        assert [count for count in counts if count] == [PROBE_BLOCKS] * 3
+        for _ in range(60):
+            worker.estimate.computed(512, 10.0)
+        assert await found(worker, numbers) == 20
 
 
 async def test_models_do_not_share(shared: KvStoreProcess) -> None:
