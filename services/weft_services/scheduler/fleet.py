@@ -117,7 +117,7 @@ class Fleet:
                 worker.speed.fade()
                 worker.dispatched_tokens *= KEPT_SHARE
             _rate(served.workers)
-            busy = [min(worker.prefill_tokens, 1) for worker in served.prefills]
+            busy = [min(worker.prefill_tokens, 1) for worker in served.prefills if serves(worker)]
             served.utilization += NEWEST_SHARE * ((fmean(busy) if busy else 0.0) - served.utilization)
 
     def suspect(self, worker_id: str, now: float) -> None:
@@ -155,11 +155,9 @@ class Fleet:
         """Ask a worker to give back its memory, or to load again. Raises NotFound, or InvalidRequest for one without
         which a role would have no able worker, unless `even_last`."""
         worker = self._live(worker_id)
-        others = [each for each in self._models[worker.info.model].workers if each is not worker and _is_able(each)]
         for needed in (WorkerRole.PREFILL, WorkerRole.DECODE) if wish and not even_last else ():
-            if playing(worker).can(needed) and not any(playing(each).can(needed) for each in others):
-                what = f"the last {needed} worker of {worker.info.model!r} that is ready"
-                raise InvalidRequest(f"{worker_id} is {what}", "worker_id")
+            if playing(worker).can(needed):
+                self._check_others(worker, needed)
         worker.park_wish = wish
         worker.refresh()
 
@@ -173,12 +171,17 @@ class Fleet:
         worker = self._live(worker_id)
         if not worker.info.can_change_role:
             raise InvalidRequest(f"{worker_id} runs as {worker.info.role} only", "worker_id")
-        others = [each for each in self._models[worker.info.model].workers if each is not worker]
-        others = [each for each in others if not each.report.is_parked and each.park_wish is not True]
         for needed in (WorkerRole.PREFILL, WorkerRole.DECODE):
-            if not role.can(needed) and not any(playing(each).can(needed) for each in others):
-                raise InvalidRequest(f"{worker_id} is the last {needed} worker of {worker.info.model!r}", "worker_id")
+            if not role.can(needed):
+                self._check_others(worker, needed)
         worker.role_wish = role
+
+    def _check_others(self, worker: Worker, needed: WorkerRole) -> None:
+        """Raises InvalidRequest when nobody else serves its model in that role."""
+        others = (each for each in self._models[worker.info.model].workers if each is not worker and serves(each))
+        if not any(playing(each).can(needed) for each in others):
+            what = f"the last {needed} worker of {worker.info.model!r} that takes requests"
+            raise InvalidRequest(f"{worker.worker_id} is {what}", "worker_id")
 
     def _recast(self, worker: Worker, role: WorkerRole) -> None:
         """The worker says that it plays another role; what is booked on it stays."""
@@ -199,9 +202,11 @@ def _pause(num_faults: int) -> float:
     return min(SUSPECT_SECONDS * 2.0 ** (num_faults - 1), MAX_SUSPECT_SECONDS)
 
 
-def _is_able(worker: Worker) -> bool:
-    """It takes requests, and nobody has asked it to stop that."""
-    return worker.report.ready and True not in (worker.drain_wish, worker.park_wish)
+def serves(worker: Worker) -> bool:
+    """It takes requests, or would if its pool were not full, and nobody has asked it to stop that."""
+    report = worker.report
+    is_leaving = report.is_draining or report.is_parked or True in (worker.drain_wish, worker.park_wish)
+    return (report.ready or report.is_full) and not is_leaving
 
 
 def playing(worker: Worker) -> WorkerRole:

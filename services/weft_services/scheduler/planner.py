@@ -4,7 +4,8 @@ when somebody is short. The clock is passed in. Asks nobody; the router passes i
 Prefill is short when a new prompt would wait for longer than the limit before it is computed, decode when tokens come
 more slowly than the limit or its pools are nearly full. A strain of 1 is at the limit. A worker moves when one side has
 been short for a while and the other, without it, is still well within its own limit: where both are short, moving
-helps nobody. One worker of a model at a time, with a pause, and never one of the least that each role keeps.
+helps nobody. One worker of a model at a time, with a pause, and never one of the least that each role keeps. Workers
+that take no requests, such as drained ones, neither count nor move.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from statistics import fmean
 
 from weft.config import ConfigError
 from weft.request import WorkerRole
+from weft_services.scheduler.fleet import serves
 from weft_services.scheduler.state import INFINITE, NEVER, Served, Worker
 
 # a side is short when it has been over its limit for so much longer than it was not: queues come and go, and one look
@@ -47,7 +49,7 @@ class Move:
 
 def prefill_strain(served: Served, limits: Limits, without: int = 0) -> float:
     """How near prefill is to its limit, had it so many workers fewer."""
-    workers = served.prefills
+    workers = [worker for worker in served.prefills if serves(worker)]
     if len(workers) <= without:
         return INFINITE
     share = len(workers) / (len(workers) - without)
@@ -59,7 +61,7 @@ def prefill_strain(served: Served, limits: Limits, without: int = 0) -> float:
 
 def decode_strain(served: Served, limits: Limits, is_prefill_short: bool, without: int = 0) -> float:
     """The same for decode. Its pools fill up behind a slow prefill as well: then only what generates counts."""
-    workers = served.decodes
+    workers = [worker for worker in served.decodes if serves(worker)]
     if len(workers) <= without:
         return INFINITE
     share = len(workers) / (len(workers) - without)
@@ -92,14 +94,11 @@ def wanted(served: Served, limits: Limits) -> Move | None:
 
 def _spare(served: Served, role: WorkerRole, least: int) -> Worker | None:
     """The worker of that role with the least to do, if there are more than the least."""
-    playing = [worker for worker in served.workers if worker.info.role.can(role) and worker.report.ready]
+    playing = [worker for worker in served.workers if worker.info.role.can(role) and serves(worker)]
     able = [worker for worker in playing if worker.info.role is role and worker.info.can_change_role]
-    staying = [worker for worker in able if not worker.report.is_draining and worker.drain_wish is not True]
     if len(playing) <= least:
         return None
-    return min(
-        staying, key=lambda worker: (worker.prefill_tokens + worker.decode_tokens, worker.worker_id), default=None
-    )
+    return min(able, key=lambda worker: (worker.prefill_tokens + worker.decode_tokens, worker.worker_id), default=None)
 
 
 @dataclass(slots=True)

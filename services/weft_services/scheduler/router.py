@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weft.errors import InvalidRequest
 from weft.kv.tiers import Tier
 from weft.lifetime import Stage
 from weft.request import RequestKey
@@ -203,6 +204,9 @@ class Router:
             logger.warning("bookings given up, their gateway never settled them: count=%d", count)
         self.fleet.refresh()
         for move in self._planner.plan(self.fleet.models, now) if self._planner is not None else ():
-            logger.info("worker is to play %s id=%s: %s", move.role, move.worker.worker_id, move.why)
-            self.fleet.set_role(move.worker.worker_id, move.role)
+            try:
+                self.fleet.set_role(move.worker.worker_id, move.role)
+                logger.info("worker is to play %s id=%s: %s", move.role, move.worker.worker_id, move.why)
+            except InvalidRequest as error:  # a wish that cannot be granted must not end whoever sweeps
+                logger.warning("worker stays what it is id=%s: %s", move.worker.worker_id, error)
         return lost

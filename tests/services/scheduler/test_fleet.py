@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.services.scheduler.fakes import MODEL, worker_info
-from weft.errors import Incompatible, NotFound
+from weft.errors import Incompatible, InvalidRequest, NotFound
 from weft.request import WorkerAddress, WorkerRole
 from weft.tally import Tallies, WorkTally
 from weft_services.scheduler.fleet import MAX_MODELS, Fleet
@@ -215,6 +217,29 @@ def test_a_drained_worker_takes_nothing_from_the_moment_it_is_asked() -> None:
     assert (worker.drain_wish, worker.decode_seconds < 1) == (None, True)
     with pytest.raises(NotFound, match="'d9'"):
         fleet.drain("d9", True)
+
+
+@pytest.mark.parametrize("ask", [Fleet.drain, Fleet.park], ids=["drain", "park"])
+def test_the_last_worker_of_a_role_that_takes_requests_keeps_it(ask: Callable[[Fleet, str, bool], None]) -> None:
+    fleet = Fleet(5.0)
+    for name in ("d0", "d1"):
+        worker, _ = fleet.join(worker_info(name, WorkerRole.DECODE, can_change_role=True), 0.0)
+        fleet.report(worker, WorkerReport(ready=True), 1.0)
+    ask(fleet, "d1", True)
+    with pytest.raises(InvalidRequest, match="d0 is the last decode worker"):
+        fleet.set_role("d0", WorkerRole.PREFILL)
+    ask(fleet, "d1", False)
+    fleet.set_role("d0", WorkerRole.PREFILL)
+
+
+def test_how_busy_prefill_is_says_who_takes_requests() -> None:
+    fleet = Fleet(5.0)
+    for worker, queued in zip(two_prefills(fleet), (900, 0), strict=True):
+        fleet.report(worker, WorkerReport(ready=True, queued_prefill_tokens=queued), 1.0)
+    fleet.drain("p1", True)
+    for _ in range(100):
+        fleet.refresh()
+    assert fleet.models[MODEL].utilization == pytest.approx(1.0, abs=0.01)
 
 
 def test_a_worker_is_idle_since_its_first_report_without_sequences() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from weft_services.scheduler.planner import (
     PATIENCE_SECONDS,
     SPARE_STRAIN,
     Limits,
+    Move,
     RolePlanner,
     decode_strain,
     parse_limits,
@@ -83,17 +86,46 @@ def test_pools_full_of_prompts_that_wait_for_prefill_want_a_prefill_worker() -> 
     assert move.role is DECODE
 
 
-@pytest.mark.parametrize("reason", ["both roles", "fixed role", "draining", "asked to drain", "not ready"])
+def take_away(worker: Worker, how: str) -> None:
+    """Have it take no new requests."""
+    if how.startswith("asked"):
+        worker.drain_wish, worker.park_wish = how == "asked to drain", how == "asked to park"
+    else:
+        is_draining, is_parked = how == "draining", how == "parked"
+        worker.report = replace(worker.report, ready=False, is_draining=is_draining, is_parked=is_parked)
+
+
+AWAY = ["draining", "parked", "asked to drain", "asked to park", "not ready"]
+
+
+@pytest.mark.parametrize("reason", ["both roles", "fixed role", *AWAY])
 def test_who_cannot_or_should_not_change_is_passed_over(reason: str) -> None:
     other = decode("d0", 1, can_change_role=reason != "fixed role")
     if reason == "both roles":
         other = ready_worker("b0", BOTH, can_change_role=True)
-    if reason in ("draining", "not ready"):
-        other.report = WorkerReport(ready=reason == "draining", is_draining=reason == "draining")
-    if reason == "asked to drain":
-        other.drain_wish = True
+    if reason in AWAY:
+        take_away(other, reason)
     fixed = ready_worker("d1", DECODE)
     assert wanted(Served([prefill("p0", 1500), other, fixed]), LIMITS) is None
+
+
+@pytest.mark.parametrize("how", AWAY)
+def test_who_takes_no_requests_neither_hides_a_shortage_nor_counts_as_one_who_stays(how: str) -> None:
+    away = prefill("p1", 0)
+    take_away(away, how)
+    short = [prefill("p0", 1200), away, decode("d0", 1)]
+    assert prefill_strain(Served(short), LIMITS) == prefill_strain(Served([short[0]]), LIMITS) > 1
+    assert (move := wanted(Served([*short, decode("d1", 1)]), LIMITS)) is not None
+    assert move.role is PREFILL
+    last = decode("d1", 1)
+    take_away(last, how)
+    assert wanted(Served([*short, last]), LIMITS) is None
+
+
+def test_a_worker_is_not_away_because_its_pool_is_full() -> None:
+    full = decode("d0", 5, held=100)
+    take_away(full, "not ready")
+    assert decode_strain(Served([full, decode("d1", 5)]), LIMITS, False) > 0.5
 
 
 def test_a_move_takes_patience_and_the_next_one_a_pause() -> None:
@@ -126,20 +158,43 @@ def test_time_in_which_nothing_is_short_is_not_saved_up() -> None:
     assert [bool(moves) for moves in moved].index(True) == PATIENCE_SECONDS
 
 
-loads = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 100), st.integers(0, 100)), min_size=1, max_size=5)
+class Drawn(NamedTuple):
+    """A worker of either role; `away`: how it takes no requests."""
+
+    queued: int
+    running: int
+    held: int
+    away: str
+
+
+drawn = st.builds(
+    # a full pool is another reason to say "not ready"
+    Drawn,
+    st.integers(0, 5000),
+    st.integers(0, 100),
+    st.integers(0, 99),
+    st.sampled_from([""] * 6 + AWAY),
+)
+fleets = st.lists(drawn, min_size=1, max_size=5)
 
 
 @settings(deadline=None)
-@given(loads, loads, st.floats(0, 1), st.integers(1, 3))
+@given(fleets, fleets, st.floats(0, 1), st.integers(1, 3))
 def test_whatever_the_load_a_move_helps_one_side_and_leaves_the_other_well(
-    prefills: list[tuple[int, int, int]], decodes: list[tuple[int, int, int]], utilization: float, least: int
+    prefills: list[Drawn], decodes: list[Drawn], utilization: float, least: int
 ) -> None:
-    workers = [prefill(f"p{n}", queued) for n, (queued, _, _) in enumerate(prefills)]
-    workers += [decode(f"d{n}", running, held) for n, (_, running, held) in enumerate(decodes)]
-    for worker in workers:
+    workers = [prefill(f"p{n}", each.queued) for n, each in enumerate(prefills)]
+    workers += [decode(f"d{n}", each.running, each.held) for n, each in enumerate(decodes)]
+    away = [each.away for each in (*prefills, *decodes)]
+    for worker, how in zip(workers, away, strict=True):
+        if how:
+            take_away(worker, how)
         worker.refresh()
-    served, limits = Served(workers, utilization), Limits(0.5, 0.05, least)
-    move = wanted(served, limits)
+    limits = Limits(0.5, 0.05, least)
+    move = wanted(Served(workers, utilization), limits)
+    # as if those that take no requests were not there
+    served = Served([worker for worker, how in zip(workers, away, strict=True) if not how], utilization)
+    assert move == wanted(served, limits)
     if move is None:
         return
     prefill_now = prefill_strain(served, limits)
@@ -169,6 +224,18 @@ def test_the_router_asks_the_worker_and_waits_until_it_says_so() -> None:
     assert [worker.role_wish for worker in (first, spare)] == [PREFILL, None]
     router.report(first, WorkerReport(ready=True, role=PREFILL), 10.0)
     assert (first.info.role, first.role_wish) == (PREFILL, None)
+
+
+def test_a_wish_that_cannot_be_granted_changes_nothing_and_ends_nothing() -> None:
+    class Eager(RolePlanner):
+        def plan(self, models: Mapping[str, Served], now: float) -> list[Move]:
+            return [Move(worker, PREFILL, "eager") for worker in models[MODEL].decodes]
+
+    router = Router(float("inf"), planner=Eager(LIMITS))
+    only = router.join(decode("d0", 1).info, 0.0)
+    router.report(only, WorkerReport(ready=True), 0.0)
+    assert router.sweep(1.0) == []
+    assert only.role_wish is None
 
 
 def test_limits_are_read_or_named() -> None:

@@ -46,7 +46,7 @@ async def test_a_worker_is_told_to_park_until_it_says_that_it_does_and_the_last_
         await join(stack, scheduler, "prefill-0", "decode-0")
         code, said = await code_of(scheduler.fleet.Park(pb.ParkRequest(worker_id="decode-0")))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert "decode-0 is the last decode worker of 'weft-nano' that is ready" in said
+        assert "decode-0 is the last decode worker of 'weft-nano' that takes requests" in said
         worker = await stack.enter_async_context(FakeWorker(scheduler, hello("decode-1", "decode", "d1-boot")))
         await scheduler.fleet.Park(pb.ParkRequest(worker_id="decode-1"))
         for number in range(4):
