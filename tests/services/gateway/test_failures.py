@@ -16,6 +16,7 @@ import pytest
 
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import STOP, SequenceDelta, Stage, Start, deltas, failing, forever, speaking
+from weft_services.gateway.mesh import flight
 
 ROOT = Path(__file__).parents[3]
 FAILED = Stage.STAGE_FAILED
@@ -82,6 +83,21 @@ async def test_a_worker_that_cannot_be_reached_is_replaced(bench: MakeBench) -> 
         await b.decoders[0].kill()
         await b.client.completions.create(model=MODEL_NAME, prompt="x")
         assert len(b.decoders[1].started) == 1
+
+
+async def test_workers_that_cannot_be_reached_are_tried_for_as_long_as_a_move_may_take(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are more of them than are passed over, so that the scheduler always has another to name."""
+    monkeypatch.setattr(flight, "MAX_EXCLUDED", 2)
+    async with bench(num_decoders=3, move_seconds=1.0) as b:
+        for decoder in b.decoders:
+            await decoder.kill()
+        async with asyncio.timeout(15):
+            response = await b.http.post("/v1/completions", json={"model": MODEL_NAME, "prompt": "x"})
+        assert response.status_code == 503
+        newest = [list(query.excluded_boot_ids) for query in b.scheduler.routed[:5]]
+        assert newest == [[], ["boot-0"], ["boot-0", "boot-1"], ["boot-1", "boot-2"], ["boot-2", "boot-0"]]
 
 
 @pytest.mark.parametrize("code", [14, 9, 1], ids=["unavailable", "stale boot", "gave up"])

@@ -24,7 +24,9 @@ from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from weft_services.gateway.config import Config
+from weft_services.gateway.mesh import flight
 from weft_services.gateway.process import running
+from weft_services.scheduler import service
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.router import Router
 from weft_services.scheduler.state import NEVER, NO_PREFERENCE, Placement, Preference, Priority, RouteQuery
@@ -220,3 +222,7 @@ async def test_the_access_log_says_what_was_expected(mesh: Mesh, access_log: pyt
     )
     assert said is not None, access_log.text
     assert (int(said[1]) > 0, int(said[2]) >= 50) == (True, True)
+
+
+def test_a_gateway_names_no_more_failed_workers_than_a_scheduler_takes() -> None:
+    assert flight.MAX_EXCLUDED == service.MAX_EXCLUDED

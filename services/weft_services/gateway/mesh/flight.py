@@ -33,6 +33,8 @@ MAX_FRUITLESS = {PeerLost: 2, Overloaded: 2, EngineFailed: 1}
 MAX_MOVES = 32
 # for so long a process that failed a sequence is not asked for it again; another boot of the worker is
 SUSPECT_SECONDS = 3.0
+# processes that the scheduler is asked to pass over; it takes no longer list
+MAX_EXCLUDED = 64
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5
 _CAUSES: dict[type[WeftError], str] = {PeerLost: "lost", Overloaded: "full", EngineFailed: "failed"}
 
@@ -189,6 +191,8 @@ class Flight:
                 failed = failed or error
                 self._suspect(placement.decode)
                 self._try_again(Stage.FAILED, error.worker_id if isinstance(error, PeerLost) else "")
+                if loop.time() > give_up_at:  # there may always be another that cannot be reached
+                    raise failed from None
             else:
                 return
 
@@ -210,7 +214,7 @@ class Flight:
             max_tokens=self._sampling.max_tokens - num_generated,
             session=standing.session,
             block_keys=self._prompt.block_keys,
-            excluded_boot_ids=tuple(boot for boot, until in self._suspects.items() if now < until),
+            excluded_boot_ids=tuple(boot for boot, until in self._suspects.items() if now < until)[-MAX_EXCLUDED:],
             tenant=standing.tenant,
             priority=standing.priority,
             # whose answer has begun would rather wait than lose it
@@ -250,6 +254,7 @@ class Flight:
         self.key = RequestKey(self.key.request_id, self.key.generation + 1)
 
     def _suspect(self, worker: WorkerAddress) -> None:
+        self._suspects.pop(worker.boot_id, None)  # the newest are last
         self._suspects[worker.boot_id] = asyncio.get_running_loop().time() + SUSPECT_SECONDS
 
 
