@@ -5,6 +5,9 @@ Who is let in shall get a place: a refusal after a wait is worth less to a clien
 is to be expected has to be well below the longest. What is expected is each tenant's own: a flood of one tenant's
 requests fills its own line, and those who ask for less than their share are let in and served beside it.
 
+Who lost its place with a worker is let in and placed before all others: it was let in before, and its client may be
+reading its answer already.
+
 Nobody starves: while higher priorities wait, each lower one still has turns, a TURN_SHARE of the tokens. A turn is paid
 for afterwards, so that long prompts have theirs as well; one request takes it, whoever is next of that priority then.
 """
@@ -28,20 +31,23 @@ RATE_SECONDS = 5.0
 MIN_BUSY_SECONDS = 0.5
 # of the longest wait: more than this must not be expected by who is let in
 SURE_SHARE = 0.5
+# the line of those who lost their place, before those of all priorities
+MOVED = -1
 
 
 class WaitingRoom:
     """At most `max_waiting` requests, none of them longer than `max_seconds`; of one tenant's and priority no more than
-    one beyond the places that are left, so that there are always some for others."""
+    one beyond the places that are left, so that there are always some for others. Those who lost their place find as
+    many places again."""
 
     def __init__(self, max_waiting: int, max_seconds: float) -> None:
         self._max_waiting = max_waiting
         self._max_seconds = max_seconds
-        self._lines = {priority: Lines() for priority in Priority}
+        self._lines = {rank: Lines() for rank in (MOVED, *Priority)}
         self._num = 0
         self._placed_tokens = 0.0
-        # of each priority, how many tokens must have been placed before it has another turn
-        self._turn_at = dict.fromkeys(Priority, 0.0)
+        # of each line, how many tokens must have been placed before it has another turn
+        self._turn_at = dict.fromkeys(self._lines, 0.0)
         self._busy_tokens = 0.0
         self._busy_seconds = 0.0
         self._looked_at = 0.0
@@ -54,53 +60,60 @@ class WaitingRoom:
         self.check(query, now, busy)
         self._look(now)
         waiter = Waiter(query, now, now + self._longest(query))
-        self._lines[query.priority].append(waiter)
+        self._lines[_rank(query)].append(waiter)
         self._num += 1
         return waiter
 
     def check(self, query: RouteQuery, now: float, busy: Overloaded) -> None:
         """Raises Overloaded, saying when to come back, when waiting would take too long; `busy` says why it must
         wait."""
+        expected = self.expected_seconds(query, now)
+        if query.reject_if_busy or self._is_closed_to(query, expected):
+            raise Overloaded(str(busy), _later(expected, busy.retry_after_seconds))
+
+    def _is_closed_to(self, query: RouteQuery, expected: float) -> bool:
+        if _rank(query) == MOVED:
+            return self._num >= 2 * self._max_waiting
         left = self._max_waiting - self._num
         is_full = left <= 0 or self._lines[query.priority].num_of(query.tenant) > left
-        expected = self.expected_seconds(query, now)
-        if query.reject_if_busy or is_full or expected > SURE_SHARE * self._longest(query):
-            raise Overloaded(str(busy), _later(expected, busy.retry_after_seconds))
+        return is_full or expected > SURE_SHARE * self._longest(query)
 
     def leave(self, waiter: Waiter, now: float) -> None:
         """It has been placed, or waits no more. Idempotent."""
         self._look(now)
-        if self._lines[waiter.query.priority].remove(waiter):
+        if self._lines[_rank(waiter.query)].remove(waiter):
             self._num -= 1
 
     def candidates(self, now: float) -> list[tuple[Waiter, Priority]]:
         """Who is next, and with which priority it is placed. Before whom it would be usually a lower priority may have
         its turn, which then counts as the usual one; should there be no room for that, there may be for the other."""
-        waiting = [priority for priority, lines in self._lines.items() if lines]
-        in_turn = [priority for priority in waiting[1:] if self._has_turn(priority, now)][:1]
+        waiting = [rank for rank, lines in self._lines.items() if lines]
+        # but nobody's turn comes before those who lost their place
+        in_turn = [rank for rank in waiting[1:] if MOVED not in waiting and self._has_turn(rank, now)][:1]
         return [
-            (self._lines[priority].first(), priority if priority not in in_turn else Priority.DEFAULT)
-            for priority in (*in_turn, *waiting[:1])
+            (waiter := self._lines[rank].first(), Priority.DEFAULT if rank in in_turn else waiter.query.priority)
+            for rank in (*in_turn, *waiting[:1])
         ]
 
     def goes_first(self, query: RouteQuery) -> bool:
         """May a request that has just come be placed before all who wait."""
-        return all(query.priority < priority for priority, lines in self._lines.items() if lines)
+        return all(_rank(query) < rank for rank, lines in self._lines.items() if lines)
 
     def placed(self, query: RouteQuery, now: float) -> None:
         """A request got its place, with or without waiting: its tenant pays for it. Call `leave` afterwards."""
         tokens = cost_of(query)
         self._look(now)
         self._busy_tokens += tokens if self._num else 0
-        self._lines[query.priority].charge(query.tenant, tokens)
-        self._turn_at[query.priority] = self._placed_tokens + tokens / TURN_SHARE
+        self._lines[_rank(query)].charge(query.tenant, tokens)
+        self._turn_at[_rank(query)] = self._placed_tokens + tokens / TURN_SHARE
         self._placed_tokens += tokens
 
     def expected_seconds(self, query: RouteQuery, now: float) -> float:
         """How long until it has its place, if that goes as fast as it last went; 0 when nothing is known, and for who
         would be the first."""
-        above = sum(lines.tokens for priority, lines in self._lines.items() if priority < query.priority)
-        level = self._lines[query.priority].tokens_before(query.tenant)
+        own = _rank(query)
+        above = sum(lines.tokens for rank, lines in self._lines.items() if rank < own)
+        level = self._lines[own].tokens_before(query.tenant)
         self._look(now)
         if not above + level or self._busy_seconds < MIN_BUSY_SECONDS:
             return 0.0
@@ -111,16 +124,16 @@ class WaitingRoom:
         in_line = (above + level + cost_of(query)) / rate
         if not above:
             return in_line
-        until_turn = max(self._turn_at[query.priority] - self._placed_tokens, 0.0) + level / TURN_SHARE
+        until_turn = max(self._turn_at[own] - self._placed_tokens, 0.0) + level / TURN_SHARE
         return min(in_line, max((until_turn + cost_of(query)) / rate, TURN_WAIT_SHARE * self._max_seconds))
 
     def retry_after(self, query: RouteQuery, now: float, least: float) -> float:
         """When it is worth another try: after those who wait now, and never sooner than the fleet itself says."""
         return _later(self.expected_seconds(query, now), least)
 
-    def _has_turn(self, priority: Priority, now: float) -> bool:
-        has_waited = now - self._lines[priority].since() >= TURN_WAIT_SHARE * self._max_seconds
-        return has_waited and self._placed_tokens >= self._turn_at[priority]
+    def _has_turn(self, rank: int, now: float) -> bool:
+        has_waited = now - self._lines[rank].since() >= TURN_WAIT_SHARE * self._max_seconds
+        return has_waited and self._placed_tokens >= self._turn_at[rank]
 
     def _longest(self, query: RouteQuery) -> float:
         return min(self._max_seconds, query.remaining_seconds)
@@ -132,6 +145,11 @@ class WaitingRoom:
             self._busy_tokens *= kept
             self._busy_seconds = kept * self._busy_seconds + (1 - kept) * RATE_SECONDS
         self._looked_at = now
+
+
+def _rank(query: RouteQuery) -> int:
+    """An attempt after the first is of a request that had its place."""
+    return MOVED if query.key.generation > 0 else query.priority
 
 
 def _later(expected: float, least: float) -> float:

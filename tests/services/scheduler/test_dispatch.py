@@ -49,8 +49,8 @@ class Full:
             worker = self.dispatcher.join(info)
             self.dispatcher.report(worker, WorkerReport(ready=True, free_blocks=SEATS))
 
-    def ask(self, name: str, model: str = "full") -> asyncio.Task[Placement]:
-        query = RouteQuery(RequestKey(name), model, prompt_tokens=4, max_tokens=1)
+    def ask(self, name: str, model: str = "full", generation: int = 0) -> asyncio.Task[Placement]:
+        query = RouteQuery(RequestKey(name, generation), model, prompt_tokens=4, max_tokens=1)
         return asyncio.create_task(self.dispatcher.route(query))
 
     async def fill(self) -> asyncio.Task[Placement]:
@@ -71,6 +71,20 @@ async def test_who_is_refused_for_those_before_it_is_refused_before_anybody_is_a
         await full.ask("one too many")
     assert full.affinity.num_lookups == before
     waiting.cancel()
+
+
+async def test_a_stream_whose_worker_died_takes_the_next_place_of_a_full_model() -> None:
+    full = Full(max_waiting=1)
+    waiting = await full.fill()
+    moved = full.ask("moved", generation=1)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not moved.done(), "neither refused for those before it nor placed beyond what there is"
+    full.dispatcher.settle(Progress(RequestKey("0"), Stage.CANCELLED))
+    assert (await asyncio.wait_for(moved, 10)).decode.worker_id == "full-0"
+    assert not waiting.done()
+    full.dispatcher.settle(Progress(RequestKey("1"), Stage.CANCELLED))
+    await asyncio.wait_for(waiting, 10)
 
 
 async def test_a_full_model_keeps_nobody_from_another() -> None:

@@ -73,6 +73,36 @@ def test_who_has_just_come_goes_before_the_waiting_only_with_a_better_priority()
     assert not room.goes_first(query("d"))
 
 
+def moved(name: str, **more: object) -> RouteQuery:
+    """The next attempt of a request that had its place."""
+    return replace(query(name, **more), key=RequestKey(name, 1))  # type: ignore[arg-type]
+
+
+def test_who_lost_its_place_goes_before_all_who_wait_and_those_among_each_other_in_turn() -> None:
+    room = WaitingRoom(10, 4.0)
+    room.enter(query("a", priority=INTERACTIVE), 0.0, BUSY)
+    room.enter(query("b", priority=BATCH), 0.0, BUSY)
+    assert room.goes_first(moved("c", priority=BATCH))
+    room.enter(moved("c", priority=BATCH), 1.0, BUSY)
+    assert not room.goes_first(moved("d"))
+    assert not room.goes_first(query("e", priority=INTERACTIVE))
+    room.enter(moved("d", priority=INTERACTIVE), 2.0, BUSY)
+    # somebody of a lower priority has waited long enough for a turn, but not before these
+    assert [(waiter.query.key.request_id, priority) for waiter, priority in room.candidates(3.0)] == [("c", BATCH)]
+    assert names(room, 3.0)[:2] == ["c", "d"]
+
+
+def test_who_lost_its_place_is_let_in_however_long_the_wait_but_not_without_bound() -> None:
+    room = busy_room(2, 10.0)
+    with pytest.raises(Overloaded):
+        room.enter(query("new", tokens=900), 0.0, BUSY)
+    room.enter(query("last", tokens=1), 0.0, BUSY)
+    for name in ("a", "b"):
+        room.enter(moved(name, tokens=900), 0.0, BUSY)
+    with pytest.raises(Overloaded):
+        room.enter(moved("c", tokens=1), 0.0, BUSY)
+
+
 def busy_room(max_waiting: int, max_seconds: float) -> WaitingRoom:
     """At time 0 one waits in it, and a hundred tokens a second were placed of late."""
     room = WaitingRoom(max_waiting, max_seconds)
