@@ -7,6 +7,7 @@ Knows nothing of why a worker was chosen.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Set
 from dataclasses import dataclass
 
 from weft.errors import Cancelled
@@ -17,7 +18,7 @@ from weft_services.scheduler.state import Placement, RouteQuery, Worker
 
 # looking a label up takes longer than booking
 _BOOKED_PREFILL, _BOOKED_DECODE = BOOKED_TOKENS.labels("prefill"), BOOKED_TOKENS.labels("decode")
-# a gateway that dies never settles: its requests end with their own deadlines, and a moment for late settlements
+# what nobody settles ends with the request's own deadline, and a moment for late settlements
 GRACE_SECONDS = 10.0
 # a worker that has held no sequence for this long holds no booked request either
 MAX_ORPHAN_SECONDS = 30.0
@@ -163,9 +164,13 @@ class Bookings:
             elif booking.prefill is not None and booking.prefill.worker is worker:
                 _end_prefill(booking)
 
-    def sweep(self, now: float) -> int:
-        """End what nobody will settle any more; returns how many."""
-        overdue = [request_id for request_id, booking in self._booked.items() if _is_overdue(booking, now)]
+    def sweep(self, now: float, gone: Set[str] = frozenset()) -> int:
+        """End what nobody will settle any more, such as all of the gateways that are `gone`; returns how many."""
+        overdue = [
+            request_id
+            for request_id, booking in self._booked.items()
+            if booking.query.gateway_id in gone or _is_overdue(booking, now)
+        ]
         for request_id in overdue:
             self._end(request_id)
         return len(overdue)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from weft.errors import InvalidRequest, NotFound, Overloaded, PeerLost, WeftError
@@ -94,6 +95,15 @@ class Dispatcher:
     def set_role(self, worker_id: str, role: WorkerRole) -> None:
         """Ask a worker to play another role. Raises NotFound, or InvalidRequest where it cannot or must not."""
         self._router.fleet.set_role(worker_id, role)
+
+    @contextmanager
+    def attended(self, gateway_id: str) -> Iterator[None]:
+        """Meanwhile that gateway holds a stream; when it has held none for a while its bookings are given up."""
+        self._router.gateways.came(gateway_id)
+        try:
+            yield
+        finally:
+            self._router.gateways.left(gateway_id, self._clock())
 
     def workers(self) -> list[Worker]:
         """All live workers, sorted by id."""

@@ -16,6 +16,7 @@ from weft.lifetime import Stage
 from weft.request import RequestKey
 from weft_services.scheduler.bookings import Booking, Bookings
 from weft_services.scheduler.fleet import Fleet
+from weft_services.scheduler.gateways import Gateways
 from weft_services.scheduler.lengths import OutputLengths
 from weft_services.scheduler.planner import RolePlanner
 from weft_services.scheduler.policy import choose
@@ -66,6 +67,7 @@ class Router:
         self._targets = targets
         self._planner = planner
         self.fleet = Fleet(silence_seconds)
+        self.gateways = Gateways()
         self.prefixes: PrefixIndex[Worker] = PrefixIndex(max_keys)
         # the store is two holders for each model's fingerprint, whose workers can fetch from it: of beginnings of
         # prompts that are in its memory, and of those that end on its disk
@@ -200,7 +202,7 @@ class Router:
         """Once a second: give up workers that are silent and bookings that nobody will settle, and let workers play
         other roles where that is wanted; returns the workers that are lost."""
         lost = [worker for worker in self.fleet.silent(now) if self.leave(worker, "silent")]
-        if (count := self._bookings.sweep(now)) > 0:
+        if (count := self._bookings.sweep(now, self.gateways.gone(now))) > 0:
             logger.warning("bookings given up, their gateway never settled them: count=%d", count)
         self.fleet.refresh()
         for move in self._planner.plan(self.fleet.models, now) if self._planner is not None else ():

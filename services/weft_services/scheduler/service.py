@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import ExitStack
 
 import grpc
 
@@ -67,20 +68,25 @@ class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
     ) -> None:
         """See the proto. A coroutine that writes: a generator must not hold a task group over a yield."""
         asked = _Asked(self._route)
-        async with asyncio.TaskGroup() as group:
-            sending = group.create_task(asked.send(context.write))
-            async for batch in request_iterator:
-                _at_most("requests", len(batch.requests), MAX_ROUTES)
-                asked.withdraw(batch.withdrawn)
-                for request in batch.requests:
-                    asked.ask(group, request)
-            asked.end()
-            sending.cancel()
+        with ExitStack() as attendance:
+            async with asyncio.TaskGroup() as group:
+                sending = group.create_task(asked.send(context.write))
+                async for batch in request_iterator:
+                    _at_most("requests", len(batch.requests), MAX_ROUTES)
+                    if batch.gateway_id and not asked.gateway_id:
+                        _at_most("gateway_id", len(batch.gateway_id), MAX_NAME_CHARS)
+                        asked.gateway_id = batch.gateway_id
+                        attendance.enter_context(self._dispatcher.attended(batch.gateway_id))
+                    asked.withdraw(batch.withdrawn)
+                    for request in batch.requests:
+                        asked.ask(group, request)
+                asked.end()
+                sending.cancel()
 
-    async def _route(self, request: pb.RouteRequest) -> pb.RouteResponse:
+    async def _route(self, request: pb.RouteRequest, gateway_id: str = "") -> pb.RouteResponse:
         began = time.monotonic()
         with trace.served("route", request.traceparent) as span:
-            placement = await self._dispatcher.route(_query(request))
+            placement = await self._dispatcher.route(_query(request, gateway_id))
             if span is not None:
                 prefill_id = placement.prefill.worker_id if placement.prefill else ""
                 span.set({"weft.decode.worker": placement.decode.worker_id, "weft.prefill.worker": prefill_id})
@@ -105,9 +111,11 @@ class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
 
 
 class _Asked:
-    """The routes of one stream that are under way, and answers that are not sent yet."""
+    """The routes of one stream that are under way, and answers that are not sent yet. `gateway_id`: whose it is, once
+    that has been said."""
 
-    def __init__(self, route: Callable[[pb.RouteRequest], Awaitable[pb.RouteResponse]]) -> None:
+    def __init__(self, route: Callable[[pb.RouteRequest, str], Awaitable[pb.RouteResponse]]) -> None:
+        self.gateway_id = ""
         self._route = route
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._results: list[pb.RouteResult] = []
@@ -143,7 +151,7 @@ class _Asked:
 
     async def _place(self, request: pb.RouteRequest) -> None:
         try:
-            self._answer(pb.RouteResult(key=request.key, placed=await self._route(request)))
+            self._answer(pb.RouteResult(key=request.key, placed=await self._route(request, self.gateway_id)))
         except Exception as error:
             self._answer(_refused(request.key, as_weft_error(error)))
 
@@ -182,7 +190,7 @@ def _progress(settlement: pb.Settlement) -> Progress:
     return Progress(_key(settlement.key), _stage(settlement.stage), settlement.failed_worker_id, generated)
 
 
-def _query(request: pb.RouteRequest) -> RouteQuery:
+def _query(request: pb.RouteRequest, gateway_id: str) -> RouteQuery:
     _at_most("model", len(request.model), MAX_NAME_CHARS)
     _at_most("session", len(request.session), MAX_SESSION_BYTES)
     _at_most("tenant", len(request.tenant), MAX_SESSION_BYTES)
@@ -205,6 +213,7 @@ def _query(request: pb.RouteRequest) -> RouteQuery:
         tenant=request.tenant,
         reject_if_busy=request.reject_if_busy,
         resumed_tokens=request.resumed_tokens,
+        gateway_id=gateway_id,
     )
 
 

@@ -216,7 +216,7 @@ class Priority(IntEnum):
 @dataclass(frozen=True, slots=True)
 class RouteQuery:
     """A request, as much of it as routing needs. `remaining_seconds`: how long its client waits for the end;
-    `resumed_tokens`: how much of the prompt is the answer's own, by earlier attempts."""
+    `resumed_tokens`: how much of the prompt is the answer's own, by earlier attempts; `gateway_id`: who settles it."""
 
     key: RequestKey
     model: str
@@ -231,6 +231,7 @@ class RouteQuery:
     tenant: bytes = b""
     reject_if_busy: bool = False
     resumed_tokens: int = 0
+    gateway_id: str = ""
 
     def excludes(self, worker: Worker) -> bool:
         """Has the request failed on this worker, or on this boot of it."""
@@ -243,8 +244,7 @@ class Prefixes:
     """What is known of where a prompt's prefix lies: tokens by worker, and in the store that all share, the last
     `disk_tokens` of those on its disk only.
 
-    `common_tokens`: the part that more than a few workers hold, such as a system prompt. Another copy of it pays
-    off."""
+    `common_tokens`: the part that more than a few workers hold, such as a system prompt. Another copy pays off."""
 
     held: Mapping[Worker, int] = field(default_factory=dict)
     stored_tokens: int = 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 from tests.services.scheduler.fakes import MODEL, worker_info
 from weft.lifetime import Stage
 from weft.request import RequestKey, WorkerRole
+from weft_services.scheduler.gateways import ABSENT_SECONDS
 from weft_services.scheduler.lengths import DEFAULT_OUTPUT_TOKENS
 from weft_services.scheduler.router import Progress, Router
-from weft_services.scheduler.state import NO_PREFERENCE, RouteQuery, WorkerReport
+from weft_services.scheduler.state import NO_PREFERENCE, Load, RouteQuery, WorkerReport
 
 
 def test_an_answer_that_was_moved_is_as_long_as_all_its_parts() -> None:
@@ -39,6 +40,36 @@ def test_after_a_fault_one_request_tries_the_worker_for_all() -> None:
     assert probe.startswith("3.0")
     router.settle(Progress(RequestKey(probe), Stage.DECODING), 3.5)
     assert failed in {placed(f"after/{number}", 3.5) for number in range(8)}
+
+
+def test_what_a_gateway_that_died_had_booked_is_given_up_and_what_another_had_is_not() -> None:
+    router = Router(1000.0)
+    worker = router.join(worker_info("both-0", WorkerRole.BOTH), 0.0)
+    router.report(worker, WorkerReport(ready=True, num_running=2, free_blocks=100), 0.0)
+    for name in ("dies", "lives"):
+        router.gateways.came(name)
+        router.place(RouteQuery(RequestKey(name), MODEL, 100, 50, gateway_id=name), NO_PREFERENCE, 0.0)
+    router.gateways.left("lives", 20.0)  # its stream breaks, and the next one begins
+    router.gateways.left("dies", 20.0)
+    router.gateways.came("lives")
+    router.sweep(20.0 + ABSENT_SECONDS)
+    assert worker.booked.requests == 2
+    router.sweep(20.5 + ABSENT_SECONDS)
+    assert worker.booked.requests == 1
+    finished = Progress(RequestKey("lives"), Stage.FINISHED, generated_tokens=5)
+    assert router.settle(finished, 50.0) is not None
+    assert worker.booked == Load()
+
+
+def test_a_gateway_whose_broken_stream_ends_after_the_next_has_begun_is_there() -> None:
+    router = Router(1000.0)
+    router.gateways.came("lives")
+    router.gateways.came("lives")
+    router.gateways.left("lives", 0.0)
+    assert router.gateways.gone(1000.0) == set()
+    router.gateways.left("lives", 1000.0)
+    assert router.gateways.gone(2000.0) == {"lives"}
+    assert router.gateways.gone(3000.0) == set(), "remembered no longer"
 
 
 def test_an_answer_that_ends_well_says_nothing_for_the_prefill_worker_that_failed_it() -> None:

@@ -17,6 +17,7 @@ from weft.rpc.status import as_weft_error
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_services.gateway.mesh.routes import RouteStream, StreamLost
+from weft_services.scheduler import dispatch, gateways
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.waiting import WaitingRoom
 
@@ -110,6 +111,24 @@ async def test_one_that_waits_holds_up_nobody_and_leaves_the_room_when_it_is_wit
             await scheduler.settle("r0", CANCELLED)
             await stream.ask(route_request("next", prompt_tokens=400, max_tokens=1))
             assert await booked(scheduler) == before
+
+
+async def test_what_was_booked_over_a_stream_is_given_up_when_its_gateway_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gateways, "ABSENT_SECONDS", 0.0)
+    monkeypatch.setattr(dispatch, "SWEEP_SECONDS", 0.02)
+    async with serving(Affinity("", 60)) as scheduler, AsyncExitStack() as stack:
+        await join(stack, scheduler, "prefill-0", "decode-0")
+        async with stream_to(scheduler) as lives:
+            async with stream_to(scheduler) as dies:
+                await asyncio.gather(lives.ask(route_request("lives")), dies.ask(route_request("dies")))
+                await asyncio.sleep(0.1)  # some sweeps
+                assert await booked(scheduler) == 2
+            async with asyncio.timeout(10):
+                while await booked(scheduler) == 2:  # noqa: ASYNC110 - told by nobody
+                    await asyncio.sleep(0.01)
+            assert await booked(scheduler) == 1
 
 
 async def test_more_requests_in_a_message_than_allowed_end_the_stream(scheduler: Scheduler) -> None:

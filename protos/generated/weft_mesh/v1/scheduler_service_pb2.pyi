@@ -216,6 +216,11 @@ class RouteManyRequest(_message.Message):
 
     REQUESTS_FIELD_NUMBER: _builtins.int
     WITHDRAWN_FIELD_NUMBER: _builtins.int
+    GATEWAY_ID_FIELD_NUMBER: _builtins.int
+    gateway_id: _builtins.str
+    """Once a stream: who asks, the same on every stream of its process. What a gateway has booked is given up when it has held none for
+    a while; that of one which does not say who it is, when its requests' deadlines are over.
+    """
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteRequest]:
         """At most 1024."""
@@ -229,10 +234,11 @@ class RouteManyRequest(_message.Message):
         *,
         requests: _abc.Iterable[Global___RouteRequest] | None = ...,
         withdrawn: _abc.Iterable[_common_pb2.RequestKey] | None = ...,
+        gateway_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "withdrawn", b"withdrawn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "requests", b"requests", "withdrawn", b"withdrawn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ A stream is opened when somebody asks, and fails whoever waits when it breaks; a
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import TypeVar
@@ -34,6 +35,7 @@ class RouteStream:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = SchedulerServiceStub(channel)
+        self._gateway_id = uuid.uuid4().hex
         self._asked: deque[pb.RouteRequest] = deque()
         self._withdrawn: deque[common_pb2.RequestKey] = deque()
         self._waiting: dict[tuple[str, int], asyncio.Future[pb.RouteResponse]] = {}
@@ -72,6 +74,7 @@ class RouteStream:
             self._fail_all(error)
 
     async def _batches(self) -> AsyncIterator[pb.RouteManyRequest]:
+        yield pb.RouteManyRequest(gateway_id=self._gateway_id)
         while True:
             await self._has_news.wait()
             self._has_news.clear()
