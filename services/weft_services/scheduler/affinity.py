@@ -1,19 +1,24 @@
 """Session -> the workers that hold its cache, in Valkey. A hint: every failure here means "no preference", soon.
 
-Writes go through a bounded queue, so that nothing but a lookup of one deadline's length ever waits for Valkey.
+One batch is under way at a time: what is asked and written meanwhile is the next one, so that many requests cost
+Valkey and this process little more than one. A lookup waits for two batches at most, each no longer than Valkey's
+deadline; writes wait in a bounded queue, and nobody waits for them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from redis.asyncio import Redis
 
 from weft.rpc.valkey import DEADLINE_SECONDS, Valkey
 from weft_services.scheduler.state import NO_PREFERENCE, Preference
 
 MAX_QUEUED_WRITES = 1024
+MAX_BATCH = 256
 MAX_DIGITS = 10
 FOUND = "session affinity is back"
 LOST = "session affinity is off, requests go by load alone"
@@ -28,8 +33,25 @@ class _Write:
     failed_id: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A lookup that waits for `found`: what Valkey has, None for nothing."""
+
+    name: str
+    found: asyncio.Future[bytes | None]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What goes to Valkey together."""
+
+    reads: list[_Read] = field(default_factory=list)
+    binds: list[_Write] = field(default_factory=list)
+    drops: list[_Write] = field(default_factory=list)
+
+
 class Affinity:
-    """Sessions and their workers. Without a URL it knows nobody and writes nothing."""
+    """Sessions and their workers. Without a URL, or before `run`, it knows nobody and writes nothing."""
 
     def __init__(
         self,
@@ -41,13 +63,18 @@ class Affinity:
         self._valkey = Valkey(url, FOUND, LOST, clock, deadline_seconds) if url else None
         self._ttl_seconds = ttl_seconds
         self._writes: asyncio.Queue[_Write] = asyncio.Queue(MAX_QUEUED_WRITES)
+        self._reads: list[_Read] = []
+        self._has_news = asyncio.Event()
+        self._is_running = False
 
     async def lookup(self, model: str, session: bytes) -> Preference:
         """Where the session's cache is; no preference when it is not known or Valkey does not answer in time."""
-        if self._valkey is None or not session:
+        if self._valkey is None or not session or not self._is_running or self._valkey.is_resting:
             return NO_PREFERENCE
-        # reading a binding renews it
-        found = await self._valkey.ask(lambda redis: redis.getex(_name(model, session), ex=self._ttl_seconds))
+        read = _Read(_name(model, session), asyncio.get_running_loop().create_future())
+        self._reads.append(read)
+        self._has_news.set()
+        found = await read.found
         return _parse(found) if found else NO_PREFERENCE
 
     def bind(self, model: str, session: bytes, preference: Preference) -> None:
@@ -59,16 +86,21 @@ class Affinity:
         self._enqueue(session, _Write(_name(model, session), failed_id=failed_id))
 
     async def run(self) -> None:
-        """Carry the writes out, one after another, until cancelled; then close the connections."""
+        """Ask and write, one batch after another, until cancelled; then close the connections."""
         if self._valkey is None:
             return
         try:
             # the first lookup has no time to connect in as well
             await self._valkey.ask(lambda redis: redis.get(_name("", b"")))
+            self._is_running = True
             while True:
-                await self._write(self._valkey, await self._writes.get())
-                self._writes.task_done()
+                await self._has_news.wait()
+                self._has_news.clear()
+                while self._reads or not self._writes.empty():
+                    await self._carry_out(self._valkey, self._next_batch())
         finally:
+            self._is_running = False
+            _answer(self._reads, ())
             await self._valkey.close()
 
     async def flushed(self) -> None:
@@ -78,16 +110,52 @@ class Affinity:
     def _enqueue(self, session: bytes, write: _Write) -> None:
         if self._valkey is not None and session and not self._writes.full():
             self._writes.put_nowait(write)
+            self._has_news.set()
 
-    async def _write(self, valkey: Valkey, write: _Write) -> None:
-        if not write.failed_id:
-            value = _format(write.preference)
-            await valkey.ask(lambda redis: redis.set(write.name, value, ex=self._ttl_seconds))
-            return
+    def _next_batch(self) -> _Batch:
+        batch = _Batch(self._reads[:MAX_BATCH])
+        del self._reads[:MAX_BATCH]
+        for _ in range(min(self._writes.qsize(), MAX_BATCH)):
+            write = self._writes.get_nowait()
+            (batch.drops if write.failed_id else batch.binds).append(write)
+        return batch
+
+    async def _carry_out(self, valkey: Valkey, batch: _Batch) -> None:
+        """All that is read and bound at once; what failed is forgotten one by one, and not where it was bound anew."""
+        found: Sequence[bytes | None] = ()
+        try:
+            if batch.reads or batch.binds:
+                found = await valkey.ask(lambda redis: self._exchange(redis, batch)) or ()
+            for write in batch.drops:
+                await self._forget(valkey, write)
+        finally:
+            _answer(batch.reads, found)
+            for _ in (*batch.binds, *batch.drops):
+                self._writes.task_done()
+
+    async def _exchange(self, redis: Redis, batch: _Batch) -> list[bytes | None]:
+        """What is there for each read, and then what is written."""
+        async with redis.pipeline(transaction=False) as pipe:
+            for read in batch.reads:
+                # reading a binding renews it
+                pipe.getex(read.name, ex=self._ttl_seconds)
+            for write in batch.binds:
+                pipe.set(write.name, _format(write.preference), ex=self._ttl_seconds)
+            found: list[bytes | None] = await pipe.execute()
+        return found
+
+    async def _forget(self, valkey: Valkey, write: _Write) -> None:
         found = await valkey.ask(lambda redis: redis.get(write.name))
         preference = _parse(found) if found else NO_PREFERENCE
         if write.failed_id in (preference.prefill_id, preference.decode_id):
             await valkey.ask(lambda redis: redis.delete(write.name))
+
+
+def _answer(reads: Sequence[_Read], found: Sequence[bytes | None]) -> None:
+    """No preference where nothing was found."""
+    for place, read in enumerate(reads):
+        if not read.found.done():  # its request may have been given up
+            read.found.set_result(found[place] if place < len(found) else None)
 
 
 def _name(model: str, session: bytes) -> str:

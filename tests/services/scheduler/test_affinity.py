@@ -29,6 +29,9 @@ PATIENT_SECONDS = 5.0
 async def running(affinity: Affinity) -> AsyncIterator[Affinity]:
     task = asyncio.create_task(affinity.run())
     try:
+        async with asyncio.timeout(20):
+            while not (affinity._is_running or task.done()):  # noqa: ASYNC110 (it connects first, and ends without a URL)
+                await asyncio.sleep(0.001)
         yield affinity
     finally:
         task.cancel()
@@ -57,6 +60,37 @@ async def test_a_bound_session_is_found_again(valkey: ValkeyServer, clock: Clock
         assert await affinity.lookup(MODEL, SESSION) == THERE
         assert await affinity.lookup("another model", SESSION) == NO_PREFERENCE
         assert await affinity.lookup(MODEL, b"another session") == NO_PREFERENCE
+
+
+async def test_of_many_at_once_each_hears_of_its_own_session_whoever_leaves(valkey: ValkeyServer, clock: Clock) -> None:
+    async with running(Affinity(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity:
+        homes = {number.to_bytes(16): Preference(f"prefill-{number}", f"decode-{number}") for number in range(700)}
+        for session, home in homes.items():
+            affinity.bind(MODEL, session, home)
+        await affinity.flushed()
+        lookups = [asyncio.create_task(affinity.lookup(MODEL, session)) for session in homes]
+        await asyncio.sleep(0)
+        for lookup in lookups[::7]:
+            lookup.cancel()
+        found = await asyncio.gather(*lookups, return_exceptions=True)
+        stayed = [place for place in range(700) if place % 7]
+        assert [found[place] for place in stayed] == [list(homes.values())[place] for place in stayed]
+
+
+async def test_who_waits_when_it_ends_is_told(clock: Clock) -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(-1)
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+        affinity = Affinity(url, 60, clock, deadline_seconds=0.01)
+        async with running(affinity):
+            clock.now += PAUSE_SECONDS + 0.1
+            waiting = [asyncio.create_task(affinity.lookup(MODEL, SESSION)) for _ in range(3)]
+            await asyncio.sleep(0)
+        assert await asyncio.gather(*waiting) == [NO_PREFERENCE] * 3
+        assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
 
 
 async def test_a_binding_expires_and_every_use_renews_it(valkey: ValkeyServer, clock: Clock) -> None:
@@ -113,11 +147,11 @@ async def test_without_a_url_or_a_session_there_is_no_preference(clock: Clock) -
 async def test_an_absent_valkey_is_asked_once_a_second_and_reported_once(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    affinity = Affinity("redis://127.0.0.1:1/0", 60, clock)
     with caplog.at_level(logging.INFO, logger="weft.rpc.valkey"):
-        for _ in range(3):
-            assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
-            clock.now += PAUSE_SECONDS + 0.1
+        async with running(Affinity("redis://127.0.0.1:1/0", 60, clock)) as affinity:
+            for _ in range(3):
+                assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
+                clock.now += PAUSE_SECONDS + 0.1
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
@@ -195,9 +229,8 @@ async def test_while_valkey_is_down_only_one_lookup_at_a_time_tries(clock: Clock
 
     async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        affinity = Affinity(f"redis://127.0.0.1:{port}/0", 60, clock)
-        await affinity.lookup(MODEL, SESSION)
-        clock.now += PAUSE_SECONDS + 0.1
-        before = connections
-        await asyncio.gather(*(affinity.lookup(MODEL, SESSION) for _ in range(50)))
-        assert connections - before == 1
+        async with running(Affinity(f"redis://127.0.0.1:{port}/0", 60, clock)) as affinity:
+            clock.now += PAUSE_SECONDS + 0.1
+            before = connections
+            await asyncio.gather(*(affinity.lookup(MODEL, SESSION) for _ in range(50)))
+            assert connections - before == 1
