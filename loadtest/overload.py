@@ -12,7 +12,7 @@ Then the flood. Requests come by chance at a fixed rate, whatever becomes of tho
 A request is good when its first token and the mean time of the others keep the promise of `--slo`. Goodput counts good
 answers that ended in a step's time, less its first seconds, in which the mesh fills. What is refused is measured from
 sending to the end of the 429. The deadline is the mesh's own (WEFT_REQUEST_TIMEOUT_SECONDS): late is what was begun, or
-kept waiting, and not answered whole by then.
+kept waiting, and not answered whole by then. Ends with status 1 when a bar is not met.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from rich.table import Table
 from loadtest.fleet import page
 from loadtest.local_mesh import LocalMesh
 from loadtest.small_model import make_checkpoint
+from loadtest.verdict import verdict
 from weft.cli.bench.figures import Promise, percentile
 from weft.cli.bench.load import Record, Target, open_target, run
 from weft.cli.bench.workload import Recipe, from_recipe
@@ -41,6 +42,7 @@ REFUSED = "HTTP 429"
 # answered less than this share of what was asked: more is no use
 SATURATED_SHARE = 0.8
 MAX_RAMP_STEPS = 10
+LEAST_GOODPUT, MOST_REFUSAL_MS = 0.9, 50.0
 # plots and the least window: so many points over the flood
 NUM_BUCKETS = 15
 
@@ -183,17 +185,20 @@ async def measure(url: str, options: Options) -> tuple[list[Step], Step]:
     return steps[:-1], steps[-1]
 
 
-def verdict(ramp: Sequence[Figures], flood: Figures, deadline: float) -> list[str]:
-    """What the figures say, in words."""
+def verdicts(ramp: Sequence[Figures], flood: Figures, deadline: float) -> dict[str, bool]:
+    """What the figures say, in words, and whether that is what was promised."""
     best = max(figures.goodput for figures in ramp)
     capacity = max(figures.answered for figures in ramp)
-    return [
-        f"capacity {capacity:.2f} requests/s, best goodput {best:.2f}/s",
+    kept, quick = flood.goodput >= LEAST_GOODPUT * best, not flood.refusal_p99 > MOST_REFUSAL_MS
+    return {
+        f"capacity {capacity:.2f} requests/s, best goodput {best:.2f}/s": True,
         f"offered {flood.offered:.2f}/s, {flood.offered / capacity:.1f} times the capacity: goodput "
-        f"{flood.goodput:.2f}/s, {flood.goodput / best:.0%} of the best",
-        f"refusals: p99 {flood.refusal_p99:.0f} ms over {flood.refused}",
-        f"not refused and not answered whole within {deadline:g} s: {flood.late}",
-    ]
+        f"{flood.goodput:.2f}/s, {flood.goodput / best:.0%} of the best; {verdict(kept, f'{LEAST_GOODPUT:.0%}')}": kept,
+        f"refusals: p99 {flood.refusal_p99:.0f} ms over {flood.refused}; "
+        f"{verdict(quick, f'{MOST_REFUSAL_MS:g} ms')}": quick,
+        f"not refused and not answered whole within {deadline:g} s: {flood.late}; "
+        f"{verdict(not flood.late, '0')}": not flood.late,
+    }
 
 
 def over_time(flood: Step, options: Options) -> tuple[list[str], dict[str, list[float]]]:
@@ -221,7 +226,7 @@ def report(folder: Path, ramp: Sequence[Figures], flood: Step, options: Options)
         "good/s": [figures.goodput for figures in everything],
         "answered/s": [figures.answered for figures in everything],
     }
-    parts = [page.text(line) for line in (_conditions(options), *verdict(ramp, last, options.deadline))]
+    parts = [page.text(line) for line in (_conditions(options), *verdicts(ramp, last, options.deadline))]
     parts.append(page.table(HEADINGS, [figures.row() for figures in everything]))
     parts.append(page.lines("what is offered, what is answered", ("offered, requests/s", "requests/s"), rates, shown))
     parts.append(page.lines("through the flood", ("seconds", "requests/s"), ticks, series))
@@ -283,9 +288,11 @@ def main() -> None:
     for figures in (*ramp, last):
         table.add_row(*figures.row())
     Console(width=None if sys.stdout.isatty() else 140).print(table)
-    print("\n".join(verdict(ramp, last, options.deadline)))
+    said = verdicts(ramp, last, options.deadline)
+    print("\n".join(said))
     if out is not None:
         report(out, ramp, flood, options)
+    sys.exit(not all(said.values()))
 
 
 if __name__ == "__main__":

@@ -28,8 +28,10 @@ from rich.table import Table
 from loadtest.answers import Answer, Ask, ask, difference, make_asks
 from loadtest.local_mesh import FAULTS, LocalMesh, MeshTrouble
 from loadtest.mesh_bench import percentile, read_text
+from loadtest.verdict import verdict
 
 NONE = "undisturbed"
+MOST_STALL_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
 
 
 def main() -> None:
-    """Start a mesh, measure, print, write; status 1 when a stream was lost or wrong."""
+    """Start a mesh, measure, print, write; status 1 when a stream was lost or wrong, or stood still too long."""
     options = parse_options()
     asks = make_asks(read_text(""), options.streams, options.prompt_words, options.tokens, options.seed)
     try:
@@ -172,10 +174,13 @@ def main() -> None:
     bad = [line for tally in tallies.values() for line in (*tally.lost, *tally.wrong)]
     for line in bad[:20]:
         print(line)
+    is_met = {name: percentile(tally.gaps, 99) <= MOST_STALL_SECONDS for name, tally in tallies.items()}
+    for name, met in is_met.items():
+        print(f"{name}: stall p99, {verdict(met, f'{MOST_STALL_SECONDS:g} s')}")
     if options.out:
         record = {"options": asdict(options), "tallies": {name: asdict(tally) for name, tally in tallies.items()}}
         Path(options.out).write_text(json.dumps(record, indent=1))
-    sys.exit(bool(bad))
+    sys.exit(bool(bad) or not all(is_met.values()))
 
 
 if __name__ == "__main__":
