@@ -62,6 +62,16 @@ def test_biases_and_leading_dimensions_are_as_in_any_linear_layer() -> None:
     close(linear_packed(x[:1, :1], pack_f12(weight), bias), functional.linear(x[:1, :1], weight.float(), bias), 30)
 
 
+def test_no_rows_are_no_result() -> None:
+    weight, x = (
+        pack(pack_f12(make_weight(33, 100, escapes=9)), torch.float16),
+        torch.randn(2, 3, 100, device=DEVICE).half(),
+    )
+    for empty in (x[:0], x[:, :0], x[0, :0]):
+        found = linear(empty, weight, torch.randn(33, device=DEVICE))
+        assert (found.shape, found.dtype) == ((*empty.shape[:-1], 33), torch.float16)
+
+
 def test_many_rows_are_multiplied_in_tiles_of_their_own() -> None:
     weight, x = make_weight(33, 256, escapes=20, large=5.0), torch.randn(70, 256, device=DEVICE)
     close(linear_packed(x, pack_f12(weight)), x @ weight.float().T, factor=10)

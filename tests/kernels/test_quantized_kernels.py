@@ -108,6 +108,11 @@ def test_products_are_those_of_the_unpacked_matrix(
 
 
 @pytest.mark.parametrize("make", [lambda: make_fp8(40, 256, (32, 64)), lambda: int4(40, 256, 32)])
+def test_no_rows_are_no_result(make: Callable[[], Fp8 | Int4]) -> None:
+    assert linear_packed(torch.randn(3, 256, device=DEVICE)[:0], make()).shape == (0, 40)
+
+
+@pytest.mark.parametrize("make", [lambda: make_fp8(40, 256, (32, 64)), lambda: int4(40, 256, 32)])
 def test_many_rows_are_multiplied_in_tiles_of_their_own(make: Callable[[], Fp8 | Int4]) -> None:
     weight = make()
     x = torch.randn(70, 256, generator=torch.Generator().manual_seed(7)).to(DEVICE)

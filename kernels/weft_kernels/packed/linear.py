@@ -1,7 +1,7 @@
 """Linear layers whose weights stay packed in memory, and are unpacked in the registers of the product. Launchers.
 
-One row has a kernel without tiles; up to MAX_FUSED_ROWS are tiles of a product; a longer prompt pays for unpacking the
-weight once, and then is torch's own product of bfloat16, bit for bit.
+Rows are tiles of a product. With F12, one row alone has a kernel without tiles, and a prompt beyond MAX_FUSED_ROWS pays
+for unpacking the weight once, and then is torch's own product of bfloat16, bit for bit.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def linear_packed(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = Non
     rows = x.reshape(-1, x.shape[-1])
     assert rows.shape[1] == weight.shape[1]
     assert x.device == weight.device
+    if not len(rows):  # a chunk in the midst of its prompt has no logits
+        return x.new_empty(*x.shape[:-1], weight.shape[0])
     if isinstance(weight, F12) and len(rows) > MAX_FUSED_ROWS:
         return functional.linear(x, unpack_rows(weight).to(x.dtype), bias)
     rows = rows.contiguous()
