@@ -13,7 +13,7 @@ from tests.kernels.device import DEVICE, close
 
 pytest.importorskip("triton")
 
-from triton.runtime.errors import OutOfResources
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from weft_kernels.packed import linear as packed_linear
 from weft_kernels.packed import pack_f12
@@ -25,12 +25,15 @@ IDENTITY = {"device": "one", "triton": "3"}
 QUICK: Tiles = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128, "num_warps": 4, "num_stages": 2}
 SLOW: Tiles = {**QUICK, "num_stages": 4}
 REFUSED: Tiles = {**QUICK, "num_stages": 3}
+UNASSEMBLED: Tiles = {**QUICK, "num_warps": 8}
 SHAPE = ("F12", 33, 256, 17)
 
 
 def seconds(tiles: Tiles) -> float:
     if tiles is REFUSED:
         raise OutOfResources(2, 1, "shared memory")
+    if tiles is UNASSEMBLED:
+        raise PTXASError("too many registers")
     return 1.0 if tiles is QUICK else 2.0
 
 
@@ -44,8 +47,8 @@ def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 def test_the_quickest_is_kept_for_its_shape_and_device(tmp_path: Path) -> None:
     table = TuningTable(tmp_path, IDENTITY)
-    assert table.tune(SHAPE, [SLOW, REFUSED, QUICK], seconds) == QUICK
-    assert table.tune(("F12", 1, 1, 1), [REFUSED], seconds) is None
+    assert table.tune(SHAPE, [SLOW, REFUSED, UNASSEMBLED, QUICK], seconds) == QUICK
+    assert table.tune(("F12", 1, 1, 1), [REFUSED, UNASSEMBLED], seconds) is None
     table.save()
     again = TuningTable(tmp_path, IDENTITY)
     assert again.digest == table.digest != TuningTable(tmp_path / "elsewhere", IDENTITY).digest

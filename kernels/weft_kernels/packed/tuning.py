@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 import triton
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
 
 logger = logging.getLogger(__name__)
 Tiles = dict[str, int]
@@ -50,7 +52,7 @@ class TuningTable:
         for tiles in candidates:
             try:
                 found.append((seconds(tiles), tiles))
-            except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError) as error:
+            except (OutOfResources, CompilationError, PTXASError) as error:
                 logger.debug("%s: %s does not run: %s", shape, tiles, error)
         if not found:
             return None
