@@ -29,6 +29,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "top-k of one": {"temperature": 1.0, "top_k": 1},
     "top-k of all": {"temperature": 1.0, "top_k": 10**6},
     "top-p": {"temperature": 1.1, "top_p": 0.6},
+    "top-p of nearly all": {"temperature": 1.0, "top_p": 0.99999994},
     "tiny top-p": {"temperature": 1.0, "top_p": 1e-9},
     "min-p": {"temperature": 1.3, "min_p": 0.2},
     "all": {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
@@ -66,6 +67,14 @@ def test_tokens_that_tie_with_the_last_one_kept_stay(params: dict[str, Any]) -> 
     logits = torch.tensor([0.0, 3.0, 2.0, 2.0, -1.0]).expand(24, -1).contiguous()
     rows = make_rows([{"temperature": 1.0, **params}] * 24, [5] * 24, list(range(24)))
     assert set(run(logits, rows).tolist()) == {1, 2, 3}
+
+
+def test_a_top_p_just_below_one_keeps_a_flat_vocabulary_whole() -> None:
+    """Sums of single precision stay below so large a share of all."""
+    logits = torch.zeros(3, 20_000)
+    logits[:, 0] = 3.0
+    rows = make_rows([PARAMS["top-p of nearly all"]] * 3, [3] * 3, list(range(3)))
+    assert torch.equal(run(logits, rows), sample_reference(logits, rows))
 
 
 def test_forbidden_tokens_are_never_drawn_and_bad_logits_break_nothing() -> None:

@@ -92,7 +92,8 @@ def _threshold(
         digit = tl.minimum(tl.sum((b_reached < target).to(tl.int32), 0), 15)
         reached += tl.sum(tl.where(o_bin < digit, b_bins, 0.0), 0)
         found = found * 16 + digit
-    return found
+    # Sums round: where all together stay below the target, digits of 15 end beyond the limit, or beyond 31 bits.
+    return tl.where(found < 0, limit, tl.minimum(found, limit))
 
 
 @triton.jit
