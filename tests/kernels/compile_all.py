@@ -131,6 +131,8 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
     shape, windowed = Shape(0.1, num_splits=8), Shape(0.1, window=4096, num_splits=8)
     latent = torch.empty(4, 1, 2, 1, 64, 576, dtype=BF16)[:, :, 0, 0]
     latent_q, latent_out = torch.empty(2, 64, 576, dtype=BF16), torch.empty(2, 64, 512, dtype=BF16)
+    made = torch.empty(4, 8, 1, 2, 64, 192, dtype=BF16)[:, :, 0]  # MLA's keys of 128 + 64 and values, for a long chunk
+    made_q, made_out = torch.empty(2, 64, 8, 192, dtype=BF16)
     f32, f64, i64 = torch.float32, torch.float64, torch.int64
     names = {"temperature": f32, "top_k": i64, "top_p": f64, "min_p": f32, "seeds": i64, "positions": i64}
     columns = {name: torch.ones(2, dtype=dtype) for name, dtype in names.items()}
@@ -203,6 +205,11 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
             prefill,
             "_prefill",
             lambda: prefill.paged_attention_prefill(long_q, keys, values, long, windowed, long_q),
+        ),
+        "prefill, made keys": (
+            prefill,
+            "_prefill",
+            lambda: prefill.paged_attention_prefill(made_q, made[:, :, 0], made[:, :, 1], long, shape, made_out),
         ),
         "prefill, latent": (
             prefill,
