@@ -27,7 +27,7 @@ test: install-dev
 	@exec $(BIN)/python -m pytest $(ARGS)
 
 soak: install-dev
-	WEFT_SOAK_STEPS=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/weft/engine/test_soak.py tests/weft/engine/test_families.py $(ARGS)
+	WEFT_SOAK_STEPS=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/weft/engine/test_soak.py tests/weft/engine/test_families.py tests/services/decode/test_families.py $(ARGS)
 
 # --tb=native: Python 3.11 fails to show long tracebacks of nested groups
 chaos: install-dev

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,8 @@ from weft.worker.tasks import background
 from weft_services.decode.service import install
 
 LENGTHS = (1, 7, 24, 45)
-SAMPLING = SamplingParams(max_tokens=16, ignore_eos=True)
+# more under `make soak`
+SAMPLING = SamplingParams(max_tokens=64 if "WEFT_SOAK_STEPS" in os.environ else 16, ignore_eos=True)
 OVER_MOONCAKE = ("llama4", "deepseek")  # their caches are shaped least like a Llama's
 Family = Callable[[str], TinyFamily]
 
