@@ -16,6 +16,7 @@ import triton
 
 from loadtest.engine.gpu_parts import SHAPE, attention_loop, host_seconds, least_ms, parts_of, peer_seconds, plan_of
 from loadtest.kernels.packed_bounds import COPIED, ISSUED, MULTIPLIED
+from loadtest.made import made_at
 from weft.capacity.limits import TERA
 from weft_kernels.paged_attention import decode
 
@@ -87,6 +88,8 @@ def host_table(seconds: Mapping[int, float]) -> Iterator[str]:
 
 PAGE = """# The engine's H200 bars: derived bounds
 
+{made_at}.
+
 No GPU was at hand, and nothing on this page was measured on one. `python -m loadtest.engine.gpu_bounds` derives it,
 for {shape} shapes in bfloat16, from {copied:g} TB/s of a copy and {multiplied:g} TFLOP/s of a product, as both were
 measured on an H200. A step is no faster than its weights, keys and values are read and its products are multiplied;
@@ -141,6 +144,7 @@ def page() -> str:
     _, cached = parts_of(plan, plan.limits.decode_step(plan.stages[0], 32))
     num_kernels = LAYER_KERNELS * SHAPE.layers + 3  # embedding, last norm, head
     return PAGE.format(
+        made_at=made_at(),
         shape=SHAPE.name,
         layers=SHAPE.layers,
         context=CONTEXT,

@@ -24,6 +24,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from loadtest.made import made_at
 from weft_kernels.packed import F12, Fp8, Int4
 from weft_kernels.packed import linear as packed_linear
 from weft_kernels.packed.product import form_constants, operands
@@ -160,6 +161,8 @@ def main() -> None:
     out: Path | None = parser.parse_args().out
     text = [
         "# Packed weights on an H200: derived bounds",
+        "",
+        f"{made_at()}.",
         "",
         f"Not measured on a GPU. A matrix of {OUTPUTS:,} x {INPUTS:,}; {COPIED / 1e12:g} TB/s and {MULTIPLIED / 1e12:g}"
         f" TFLOP/s as measured on an H200, {ISSUED / 1e12:.1f} T lanes of instructions a second;",
