@@ -31,7 +31,10 @@ RESERVE_BYTES = 6 * GIB  # of a GPU, for activations and libraries
 
 @dataclass(frozen=True)
 class Settings:
-    """How the engine runs. `kv_gib` 0: what the GPU has left. `is_resident`: with F12 weights."""
+    """How the engine runs. `kv_gib` 0: what the GPU has left. `is_resident`: with F12 weights.
+
+    `mixed_tokens`: of a step in which others generate, 0: as many as of any.
+    """
 
     device: str
     dtype: str
@@ -40,6 +43,7 @@ class Settings:
     max_seqs: int
     kv_gib: float = 0.0
     is_resident: bool = False
+    mixed_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Bench:
             vocab_size=self.config.vocab_size,
             max_context_tokens=self.config.max_positions,
             chunk_tokens=settings.chunk_tokens,
+            mixed_tokens=settings.mixed_tokens,
             max_num_seqs=settings.max_seqs,
             max_waiting=2 * settings.max_seqs,
             reaches=reaches,

@@ -29,6 +29,7 @@ from loadtest.engine.shapes import SHAPES, Shape, weight_bytes
 from loadtest.engine.sweep import GPU_BATCHES, GPU_CONTEXTS, GPU_PROMPTS, Grid, Sweep, facts
 from weft.capacity.gpus import Gpu
 from weft.capacity.layout import GIB
+from weft.capacity.sizes import Wanted, choose
 
 FULL = Grid(GPU_BATCHES, GPU_CONTEXTS, GPU_PROMPTS, (8, 32), 24, 30.0)
 # layers of larger models: where bandwidth and arithmetic meet, not every corner
@@ -37,11 +38,11 @@ TINY = Grid((1, 4), (128, 1024), (300,), (2,), 6, 10.0)
 
 
 def settings_for(device: str, is_tiny: bool) -> Settings:
-    """As a worker would run."""
-    dtype, block_tokens = ("float32", 16) if device == "cpu" else ("bfloat16", 64)
-    if is_tiny:
-        return Settings(device, dtype, block_tokens, 512, 8, 0.05)
-    return Settings(device, dtype, block_tokens, 8192, max(GPU_BATCHES) + 1)
+    """As a worker would run whose settings say nothing; a tiny one has little KV."""
+    sizes = choose(Wanted(), has_cuda=device != "cpu")
+    machine, limits = sizes.machine, (sizes.chunk_tokens, sizes.max_seqs)
+    kv_gib = 0.05 if is_tiny else 0.0
+    return Settings(device, machine.dtype, machine.block_tokens, *limits, kv_gib, mixed_tokens=sizes.mixed_tokens)
 
 
 def run_shape(shape: Shape, settings: Settings, gpu: Gpu, grid: Grid, results: Results) -> None:

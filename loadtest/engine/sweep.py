@@ -146,6 +146,7 @@ def facts(settings: Settings, gpu: Gpu) -> dict[str, str | int | float]:
         "dtype": settings.dtype,
         "block_tokens": settings.block_tokens,
         "chunk_tokens": settings.chunk_tokens,
+        "mixed_tokens": settings.mixed_tokens,
         "bandwidth_gb_s": gpu.bandwidth_tb * 1e3,
         "tflops": gpu.tflops,
     }
