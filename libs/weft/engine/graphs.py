@@ -39,8 +39,8 @@ def static_bytes(config: EngineConfig, block_bytes: int) -> int:
     """What stays beside the pool, for graphs alone: scratch pages and block tables."""
     if not config.decode_graphs:
         return 0
-    width = aligned(config.paging.num_blocks(config.context_tokens))
-    tables = len(config.reaches) * graph_sizes(config.max_num_seqs)[-1] * width * torch.int32.itemsize
+    widths = [aligned(each) for each in config.paging.table_widths(config.context_tokens)]
+    tables = sum(widths) * graph_sizes(config.max_num_seqs)[-1] * torch.int32.itemsize
     return num_scratch_blocks(config) * block_bytes + tables
 
 
@@ -62,11 +62,11 @@ class DecodeGraphs:
         self._pages: Tables = [(int(slot) // config.block_tokens,) for slot in slots]
         # what lies in each row of the tables now: most rows are those of the step before
         self._held: list[Tables] = [[()] * largest for _ in range(num_groups)]
-        self._width = aligned(config.paging.num_blocks(config.context_tokens))
+        widths = [aligned(each) for each in config.paging.table_widths(config.context_tokens)]
         self._rows = link.upload(self._padding).clone()
         self._starts = torch.arange(largest + 1, dtype=torch.int32, device=link.device)
         self._lens = torch.ones(num_groups, aligned(largest), dtype=torch.int32, device=link.device)
-        self._tables = torch.zeros(num_groups, largest, self._width, dtype=torch.int32, device=link.device)
+        self._tables = [torch.zeros(largest, width, dtype=torch.int32, device=link.device) for width in widths]
         self._logit_rows = torch.arange(largest, device=link.device)
         self._logits = torch.zeros(largest, model.config.vocab_size, device=link.device)
         for group in range(num_groups):
@@ -114,16 +114,16 @@ class DecodeGraphs:
             self._fill_tables(group, tables + self._pages[num_rows:size])
 
     def _fill_tables(self, group: int, tables: Tables) -> None:
-        held = self._held[group]
+        held, buffer = self._held[group], self._tables[group]
         changed = [row for row, blocks in enumerate(tables) if blocks is not held[row]]
         if not changed:
             return
         # a table may go on with pages for tokens to come
-        fitting = [tables[row][: self._width] for row in changed]
+        fitting = [tables[row][: buffer.shape[1]] for row in changed]
         filled = np.zeros((len(changed), max(map(len, fitting))), dtype=np.int32)
         for line, blocks in zip(filled, fitting, strict=True):
             line[: len(blocks)] = blocks
-        target = self._tables[group, :, : filled.shape[1]]
+        target = buffer[:, : filled.shape[1]]
         target.index_copy_(0, self._link.upload(np.array(changed)), self._link.upload(filled))
         for row in changed:
             held[row] = tables[row]

@@ -103,11 +103,13 @@ class Paging:
 
     def max_pages(self, num_tokens: int) -> int:
         """What a sequence of so many tokens takes at any time of its life: as a prompt, found pages beside new ones."""
-        total, pages = self.num_blocks(num_tokens), 0
-        for group, reach in enumerate(self.reaches):
-            most = self._spanned(group, reach.width - 1) + self.most(group) if reach.width else total
-            pages += min(total, most)
-        return pages
+        return sum(self._most_held(group, num_tokens) for group in range(len(self.reaches)))
+
+    def table_widths(self, num_tokens: int) -> list[int]:
+        """Of each group, entries of such a sequence's block table at most: its pages behind those not left out."""
+        total = self.num_blocks(num_tokens)
+        periods = [reach.chunk // gcd(reach.chunk, self.block_tokens) if reach.chunk else 1 for reach in self.reaches]
+        return [min(total, self._most_held(group, num_tokens) + each - 1) for group, each in enumerate(periods)]
 
     def longest(self, num_pages: int, max_tokens: int) -> int:
         """Tokens of the longest sequence that so many pages can take through its life, `max_tokens` at most."""
@@ -151,6 +153,10 @@ class Paging:
         """Of the blocks before a run, those that attention need not count: without them no chunk's edge moves."""
         chunk = self.reaches[group].chunk
         return first - first % (chunk // gcd(chunk, self.block_tokens)) if chunk else first
+
+    def _most_held(self, group: int, num_tokens: int) -> int:
+        total, width = self.num_blocks(num_tokens), self.reaches[group].width
+        return min(total, self._spanned(group, width - 1) + self.most(group)) if width else total
 
     def _without_gap(self, keys: Sequence[bytes], is_known: Callable[[bytes], bool], num_blocks: int) -> int:
         """`num_blocks`, or, where a page is missing, the longest prefix for which that one is not looked at."""

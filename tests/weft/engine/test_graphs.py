@@ -18,7 +18,7 @@ from tests.weft.tiny_families import TinyFamily
 from tests.weft.tiny_llama import Tiny
 from weft.engine.config import EngineConfig
 from weft.engine.device import Link, Recorder
-from weft.engine.graphs import DecodeGraphs, graph_sizes, num_scratch_blocks
+from weft.engine.graphs import DecodeGraphs, graph_sizes, num_scratch_blocks, static_bytes
 from weft.kv.groups import Reach
 from weft.model.kv_layout import kv_groups
 
@@ -35,6 +35,8 @@ def sizes_run(monkeypatch: pytest.MonkeyPatch) -> Sizes:
 
     def watched(self: DecodeGraphs, packed: object, size: int) -> None:
         seen.append((packed.rows.shape[1], size))  # type: ignore[attr-defined]
+        for lens, buffer in zip(packed.lens, self._tables, strict=True):  # type: ignore[attr-defined]
+            assert max(lens) <= self._pool.shape[4] * buffer.shape[1]
         fill(self, packed, size)  # type: ignore[arg-type]
 
     monkeypatch.setattr(DecodeGraphs, "_fill", watched)
@@ -47,6 +49,15 @@ def test_sizes_are_dense_where_padding_costs_most() -> None:
     assert graph_sizes(64) == (1, 2, 4, 8, 16, 24, 32, 48, 64)
     assert graph_sizes(256)[-4:] == (160, 192, 224, 256)
     assert graph_sizes(1000) == graph_sizes(256)
+
+
+def test_tables_of_layers_that_see_a_chunk_are_no_wider_than_that_takes() -> None:
+    """With ten million positions, one table of the two is as wide as all of them."""
+    reaches = (Reach(), Reach(chunk=8192))
+    config = EngineConfig(200_000, 64, 100, 10_485_760, 2048, max_num_seqs=256, decode_graphs=True, reaches=reaches)
+    assert config.context_tokens == 10_485_760
+    whole = 256 * config.context_tokens // 64 * torch.int32.itemsize
+    assert whole < static_bytes(config, 0) < 1.01 * whole
 
 
 def test_every_row_has_a_scratch_slot() -> None:

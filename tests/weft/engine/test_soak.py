@@ -68,6 +68,7 @@ class Chaos:
             chunk_tokens=11,
             max_num_seqs=7,
             steps_ahead=Driver.steps_ahead,
+            decode_graphs=vars(build)["ModelRunner"] is LateRunner,  # and all else as on a GPU
             pin_sealed=True,
             max_pinned=3,
         )
