@@ -1,16 +1,19 @@
-"""The two places where a hand-off can be held and hurt: what prefill says, and the transport that moves the blocks."""
+"""Where a request can be held and hurt: what prefill says, the transport that moves the blocks, decode's engine."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from tests.services.workers import Meddler, Worker
+from weft.engine.messages import StepOutput
 from weft.kv.blocks import BlockPool
 from weft.kv.transport import Lender, Run, TransferFailed
+from weft.request import RequestKey
 from weft.rpc.client import owned
 from weft_mesh.v1 import prefill_service_pb2 as pb2
 from weft_mesh.v1 import prefill_service_pb2_grpc
@@ -27,6 +30,30 @@ class Hold:
         """Say so and wait."""
         self.is_reached.set()
         await self.opening.wait()
+
+
+class Halt:
+    """Decode's engine stops behind the step that gave the victim's second token, the first that is its own."""
+
+    def __init__(self) -> None:
+        self.is_reached = asyncio.Event()
+        self.opening = threading.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def watch(self, worker: Worker, key: RequestKey) -> None:
+        """From the engine's own thread: it gets no further, however slow the loop is to notice."""
+        engine_loop, tokens = worker.engine._loop, Counter[RequestKey]()
+        tell = engine_loop._listener
+
+        def listener(output: StepOutput) -> None:
+            tell(output)
+            for delta in output.deltas:
+                tokens[delta.key] += len(delta.token_ids)
+            if tokens[key] > 1 and not self.opening.is_set():
+                self._loop.call_soon_threadsafe(self.is_reached.set)
+                self.opening.wait(60)
+
+        engine_loop._listener = listener
 
 
 class Relay(prefill_service_pb2_grpc.PrefillServiceServicer):

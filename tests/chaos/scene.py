@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from tests.chaos.relay import Hold, Hurt, Relay
-from tests.services.attach import Answer, Gateway, prompt
+from tests.chaos.relay import Halt, Hold, Hurt, Relay
+from tests.services.attach import Answer, Gateway, new_key, prompt
 from tests.services.workers import Pair, Worker, start_pair, start_worker
 from tests.weft.tiny_llama import Tiny
 from weft.engine.messages import EngineLoad
+from weft.engine.sequence import State
 from weft.request import RequestKey, SamplingParams, WorkerAddress
 from weft.rpc.server import RpcServer
 from weft.worker.tasks import background
@@ -35,11 +36,24 @@ class Scene:
     gateway: Gateway
     key: RequestKey | None = None
     answer: Answer | None = None
+    halt: Halt = field(default_factory=Halt)
 
     async def start(self, **fields: Any) -> None:
         """The victim."""
         sampling = SamplingParams(max_tokens=VICTIM_TOKENS, ignore_eos=True)
         self.key, self.answer = await self.gateway.start(VICTIM, self.lender, sampling=sampling, **fields)
+
+    async def start_decoding(self, **fields: Any) -> None:
+        """The victim; decode's engine stands in the midst of its answer, until `open` or `forgotten`."""
+        key = new_key()
+        self.halt.watch(self.pair.decode, key)
+        await self.start(key=key, **fields)
+        await self.reached(self.halt)
+        assert self.answer is not None
+        assert not self.answer.has_ended.is_set()
+        sequence = self.pair.decode.engine._loop._planner.live[key]
+        assert sequence.state is State.RUNNING
+        assert len(sequence.token_ids) == len(VICTIM) + 2
 
     async def expect_text(self) -> None:
         """The victim ends well, with the tokens of an undisturbed one."""
@@ -59,17 +73,23 @@ class Scene:
 
     def open(self) -> None:
         """Whatever is held goes on."""
-        for hold in (self.relay.hold, self.hurt.hold):
+        for hold in (self.relay.hold, self.hurt.hold, self.halt):
             hold.opening.set()
 
-    async def reached(self, hold: Hold) -> None:
+    async def reached(self, hold: Hold | Halt) -> None:
         """The victim is where it is to be hurt."""
         async with asyncio.timeout(20):
             await hold.is_reached.wait()
 
     async def forgotten(self) -> None:
         """Decode has let go of the victim; the bystander may be over by then."""
-        live = self.pair.decode.engine._loop._planner.live
+        engine = self.pair.decode.engine
+        if self.halt.is_reached.is_set():
+            async with asyncio.timeout(20):
+                while not engine._inbox._items:  # noqa: ASYNC110 (until decode has told the engine, which stands)
+                    await asyncio.sleep(0.005)
+            self.halt.opening.set()
+        live = engine._loop._planner.live
         await self.pair.decode.until_load(lambda _: self.key not in live)
 
     @asynccontextmanager
@@ -102,8 +122,10 @@ async def scene_of(
                 _, bystander = await pair.gateway.start(OTHER, sampling=ENDLESS)
                 await bystander.has_begun.wait()
                 scene = Scene(pair, relay, hurt, lender, gateway)
-                yield scene
-                scene.open()
+                try:
+                    yield scene
+                finally:
+                    scene.open()
                 async with asyncio.timeout(20):
                     await bystander.has_ended.wait()
                 await _expect_nothing_amiss(pair, bystander)

@@ -12,7 +12,6 @@ import pytest
 from tests.chaos.relay import Hurt
 from tests.chaos.scene import Scene, scene_of
 from tests.services.attach import prompt
-from tests.services.decode.test_stalled import standing
 from tests.services.workers import start_pair
 from tests.weft.tiny_llama import Tiny
 from weft.errors import DeadlineExceeded
@@ -195,6 +194,7 @@ QUICK = [
     ("client gone", "computed"),
     ("stream broken", "prefilling"),
     ("deadline", "second pull"),
+    ("prefill dies", "decoding"),
     ("prefill dies", "closing"),
     ("prefill restarts, same port", "first pull"),
     ("silence", "prefilling"),
@@ -242,24 +242,12 @@ async def _hurt(tiny: Tiny, cell: tuple[str, str], transport: str, monkeypatch: 
     hurt = Hurt(transfer_fault, PULLS.get(state, 0))
     async with scene_of(tiny, EVENTS.get(state, ""), hurt, lease_seconds, transport) as scene:
         scene.relay.said = said
-        await scene.start(**fields)
         if state == "decoding":
-            await _strike_while_decoding(scene, strike)
-            return
+            await scene.start_decoding(**fields)
+        else:
+            await scene.start(**fields)
         if state in EVENTS or state in PULLS:
             await scene.reached(scene.relay.hold if state in EVENTS else scene.hurt.hold)
-        await strike(scene)
-
-
-async def _strike_while_decoding(scene: Scene, strike: Strike) -> None:
-    assert scene.answer is not None
-    await scene.answer.has_begun.wait()
-    if strike is deadline:
-        async with standing(scene.pair.decode):
-            await strike(scene)
-    elif strike in (client_gone, stream_broken) and scene.answer.has_ended.is_set():
-        scene.open()
-    else:
         await strike(scene)
 
 
