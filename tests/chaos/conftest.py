@@ -19,6 +19,7 @@ IN_PROCESS = [
     ("cell", "CELLS", "QUICK"),
     ("far_cell", "FAR_CELLS", "FAR_QUICK"),
     ("shortage", "SHORTAGES", "SHORTAGES"),
+    ("store_cell", "CELLS", "QUICK"),
 ]
 
 

@@ -128,18 +128,19 @@ async def scene_of(
                     scene.open()
                 async with asyncio.timeout(20):
                     await bystander.has_ended.wait()
-                await _expect_nothing_amiss(pair, bystander)
+                await expect_nothing_amiss(pair, bystander, VICTIM)
                 assert (hurt.num_canaries > 0) == (hurt.num_pulls > 0)
                 await gateway.leave()
         finally:
             await rpc.stop(0)
 
 
-async def _expect_nothing_amiss(pair: Pair, bystander: Answer) -> None:
+async def expect_nothing_amiss(pair: Pair, bystander: Answer, victim: tuple[int, ...]) -> None:
+    """The bystander's tokens, good blocks, and every one of them there."""
     assert bystander.failure is None
     assert bystander.tokens == pair.expected(OTHER, ENDLESS.max_tokens)
     # whoever comes next finds good blocks, in the cache and elsewhere
-    for token_ids in (VICTIM, prompt(40, seed=23)):
+    for token_ids in (victim, prompt(40, seed=23)):
         answer = await pair.gateway.generate(token_ids)
         assert answer.tokens == pair.expected(token_ids)
     for worker in (pair.prefill, pair.decode):

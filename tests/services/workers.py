@@ -24,7 +24,7 @@ from weft.request import ModelFingerprint, WorkerAddress
 from weft.rpc.blocks import GrpcTransport
 from weft.rpc.client import ChannelPool
 from weft.rpc.server import RpcServer
-from weft.worker.estimate import FetchEstimate
+from weft.worker.estimate import AlwaysFetch
 from weft.worker.process import Workplace
 from weft.worker.runtime import EngineFeed
 from weft.worker.store import StoreClient
@@ -140,11 +140,16 @@ async def start_worker(
     lease_seconds: float = LEASE_SECONDS,
     boot_id: str = "",
     port: int = 0,
+    kvstore_addr: str = "",
 ) -> AsyncIterator[Worker]:
-    """A worker on a port of its own, or on that one."""
+    """A worker on a port of its own, or on that one; `store` instead of a client of that kvstore."""
     feed = EngineFeed()
     reaches = kv_groups(tiny.config).reaches
-    config = EngineConfig(num_blocks, BLOCK_TOKENS, tiny.config.vocab_size, 200, CHUNK_TOKENS, reaches=reaches)
+    config = EngineConfig(
+        *(num_blocks, BLOCK_TOKENS, tiny.config.vocab_size, 200, CHUNK_TOKENS),
+        pin_sealed=bool(kvstore_addr),
+        reaches=reaches,
+    )
     engine = build_engine(
         tiny.config, tiny.weights, dtype="float32", device="cpu", engine_config=config, listener=feed.listener
     )
@@ -162,9 +167,13 @@ async def start_worker(
     if meddler is not None:
         meddler.inner = transports[0]
         transports[0] = meddler
+    estimate = AlwaysFetch(BLOCK_TOKENS, CHUNK_TOKENS)
+    client = StoreClient(kvstore_addr, memory, fingerprint_of(tiny), engine.unpin, estimate)
+    feed.subscribe(lambda output: client.offer(output.sealed))
     rpc = RpcServer([])
     engine.start()
     try:
+        await client.connect()
         async with background() as tasks:
             place = Workplace(
                 worker_id=name,
@@ -176,10 +185,7 @@ async def start_worker(
                 transports=tuple(transports),
                 endpoint=endpoint,
                 channels=channels,
-                store=store
-                or StoreClient(
-                    "", memory, fingerprint_of(tiny), engine.unpin, FetchEstimate(BLOCK_TOKENS, CHUNK_TOKENS)
-                ),
+                store=store or client,
                 tasks=tasks,
                 with_checksums=True,
                 lease_seconds=lease_seconds,
@@ -194,6 +200,7 @@ async def start_worker(
                     await each.close()
                 await channels.close()
     finally:
+        await client.close()
         await asyncio.to_thread(engine.stop)
 
 
@@ -225,12 +232,15 @@ async def start_pair(
     num_blocks: int = 64,
     prefill_blocks: int = 64,
     lease_seconds: float = LEASE_SECONDS,
+    kvstore_addr: str = "",
 ) -> AsyncIterator[Pair]:
-    """Both workers, speaking `transport`; the meddler is decode's, the store prefill's, `num_blocks` decode's."""
+    """Both workers, speaking `transport`; meddler and `num_blocks` are decode's, store and kvstore prefill's."""
     async with AsyncExitStack() as stack:
         prefill = await stack.enter_async_context(
             start_worker(
-                tiny, "prefill-0", install_prefill, transport, prefill_blocks, store, lease_seconds=lease_seconds
+                *(tiny, "prefill-0", install_prefill, transport, prefill_blocks, store),
+                lease_seconds=lease_seconds,
+                kvstore_addr=kvstore_addr,
             )
         )
         decode = await stack.enter_async_context(
