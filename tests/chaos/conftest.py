@@ -51,8 +51,8 @@ def _noted(request: pytest.FixtureRequest) -> None:
         way = ", Mooncake" if name == "far_cell" else ""
         request.node.user_properties.append(("cell", (fault + way, state)))
     if "strike" in request.fixturenames:
-        fault, states = request.getfixturevalue("strike"), request.module.STATES
-        request.node.user_properties.extend(("cell", (fault, state)) for state in states)
+        fault = request.getfixturevalue("strike")
+        request.node.user_properties.extend(("cell", (fault, state)) for state in request.module.states(fault))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

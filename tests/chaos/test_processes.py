@@ -1,6 +1,7 @@
 """Cells with real processes: a mesh of one prefill and two decode workers, hit by signals.
 
-Each fault strikes once, while a request is in each of the states and another one is generated beside them.
+Each fault strikes once, while a request is in each of the states and another one is generated beside them. Where it
+strikes kvstore, one more has just been asked whose prompt lies there alone.
 """
 
 from __future__ import annotations
@@ -27,17 +28,21 @@ NUM_WORKERS = 3
 SHORT_SECONDS, LONG_SECONDS = 1.0, 5.0
 # a state: tokens of prompt and answer
 STATES = {"finished": (150, 6), "decoding": (150, 600), "prefilling": (1900, 6), "queued": (150, 6)}
+STORED = "in the store"
+NUM_STORED_TOKENS, NUM_KEPT, NUM_TRIES, BLOCK_TOKENS = 320, 12, 5, 16
 BESIDE = (200, 300)
 NUM_SALTS = 1600
 _numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def chaos_mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
+def chaos_mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     """Small chunks, so that there is much hand-off over the transport that is the parameter; a short lease; time to
-    start again even on a busy machine."""
+    start again even on a busy machine. What the store has, in memory or on its disk, is always fetched."""
     environment = {"WEFT_CHUNK_TOKENS": "16", "WEFT_LEASE_SECONDS": str(LEASE_SECONDS), "WEFT_MOVE_SECONDS": "120"}
-    running = Mesh("--transport", request.param, "--decode", "2", environment=environment)
+    environment["WEFT_STORE_FETCH"] = "always"
+    disk = str(tmp_path_factory.mktemp("disk"))
+    running = Mesh("--transport", request.param, "--decode", "2", "--disk", disk, environment=environment)
     try:
         running.wait_ready()
         yield running
@@ -45,12 +50,62 @@ def chaos_mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
         running.stop()
 
 
+@pytest.fixture(scope="module")
+def shelf(chaos_mesh: Mesh) -> Shelf:
+    """The mesh's."""
+    return Shelf(chaos_mesh)
+
+
+class Shelf:
+    """Prompts whose blocks lie in the store and in no pool: the workers that computed them are gone."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._prompts: list[list[int]] = []
+
+    def take(self) -> list[int]:
+        """One of them; from now on it may be in pools, too."""
+        if not self._prompts:
+            self._fill()
+        return self._prompts.pop()
+
+    def expect_in_use(self) -> None:
+        """A prompt is really fetched. Workers that have just started may need a moment to find the store."""
+        tries = []
+        for _ in range(NUM_TRIES):
+            before, stream = self._num_fetched(), Stream(self._mesh, self.take(), 2)
+            stream.read()
+            stream.expect_right()
+            tries.append(self._num_fetched() - before)
+            if tries[-1] == (NUM_STORED_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS:
+                return
+            time.sleep(1.0)
+        raise AssertionError(f"tokens fetched from the store, of prompts of {NUM_STORED_TOKENS}: {tries}")
+
+    def _fill(self) -> None:
+        mesh = self._mesh
+        self._prompts = [fresh_prompt(NUM_STORED_TOKENS) for _ in range(NUM_KEPT)]
+        for prompt in self._prompts:
+            Stream(mesh, prompt, 1).read()
+        mesh.wait_idle()
+        mesh.kill_and_wait_for_return(*mesh.boots())
+
+    def _num_fetched(self) -> float:
+        name = "weft_prefix_cache_hit_tokens_total"
+        metric, workers = self._mesh.metric, self._mesh.workers()
+        return sum(metric(worker, name, tier=tier) for worker in workers for tier in ("dram", "nvme"))
+
+
 @dataclass
 class Scene:
-    """A request in each state, of one session, and one beside them. `decode_id`: where the one that decodes does so."""
+    """A request in each state, of one session, and one beside them. `decode_id`: where the one that decodes does so.
+
+    `stored`: the prompt of one that has just been asked, if there is to be such.
+    """
 
     mesh: Mesh
     threads: ThreadPoolExecutor
+    stored: list[int] = field(default_factory=list)
     victims: dict[str, Stream] = field(default_factory=dict)
     readings: list[Future[None]] = field(default_factory=list)
     decode_id: str = ""
@@ -72,6 +127,9 @@ class Scene:
         # its own tokens: those of the others may still be on the books
         wait_until("the prompt is placed", self._is_placed)
         self._read(self.victims["queued"])
+        if self.stored:
+            self.victims[STORED] = Stream(self.mesh, self.stored, 6)
+            self._read(self.victims[STORED])
 
     def too_far(self) -> list[str]:
         """Who has come further than is asked for."""
@@ -130,7 +188,7 @@ FAULTS: dict[str, Callable[[Scene], None]] = {
     "valkey frozen": lambda scene: _frozen(scene.mesh, "valkey", SHORT_SECONDS),
     "SIGSTOP prefill, long": lambda scene: _frozen(scene.mesh, "prefill-0", LONG_SECONDS),
     "SIGKILL decode": lambda scene: _killed(scene.mesh, scene.decode_id),
-    "kvstore dead, then empty": lambda scene: _killed(scene.mesh, "kvstore"),
+    "kvstore dead": lambda scene: _killed(scene.mesh, "kvstore"),
     "SIGSTOP decode, short": lambda scene: _frozen(scene.mesh, scene.decode_id, SHORT_SECONDS),
     "SIGSTOP decode, long": lambda scene: _frozen(scene.mesh, scene.decode_id, LONG_SECONDS),
     "SIGKILL prefill and decode": lambda scene: _killed(scene.mesh, "prefill-0", scene.decode_id),
@@ -145,14 +203,21 @@ MOVING = ("SIGKILL decode", "SIGKILL prefill and decode", "SIGSTOP decode, long"
 QUICK = ["SIGSTOP prefill, short", "SIGKILL decode"]
 
 
-def test_processes(chaos_mesh: Mesh, strike: str) -> None:
+def states(strike: str) -> list[str]:
+    """What is hurt by it."""
+    return [*STATES, STORED] if "kvstore" in strike else [*STATES]
+
+
+def test_processes(chaos_mesh: Mesh, shelf: Shelf, strike: str) -> None:
     mesh = chaos_mesh
     # the one before may have failed halfway
     wait_until("all workers are there", lambda: _is_whole(mesh), PATIENCE_SECONDS)
+    if STORED in states(strike):
+        shelf.expect_in_use()
     boots = mesh.boots()
     with witnessed(mesh) as streams:
-        with ThreadPoolExecutor(len(STATES) + 1) as threads:
-            scene = _staged(mesh, threads)
+        with ThreadPoolExecutor(len(states(strike)) + 1) as threads:
+            scene = _staged(mesh, threads, shelf if STORED in states(strike) else None)
             streams |= {**scene.victims, "beside": scene.beside}
             FAULTS[strike](scene)
             scene.end()
@@ -173,11 +238,11 @@ def _expect_right(scene: Scene, strike: str) -> None:
     assert scene.victims["decoding"].num_attempts > 1 or strike not in MOVING
 
 
-def _staged(mesh: Mesh, threads: ThreadPoolExecutor) -> Scene:
+def _staged(mesh: Mesh, threads: ThreadPoolExecutor, shelf: Shelf | None) -> Scene:
     """Requests come further while the next ones are placed; where one has come too far, all begin anew."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
-        scene = Scene(mesh, threads)
+        scene = Scene(mesh, threads, shelf.take() if shelf is not None else [])
         scene.begin()
         if not (too_far := scene.too_far()):
             return scene
