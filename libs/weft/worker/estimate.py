@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from weft.kv.tiers import Tier
 
 DECAY = 0.9  # weight of what was known, at each new measurement
-RETRIED_DECAY = (
-    0.3  # where it is tried again although it lost: one slow moment shall not count for thousands of prompts
-)
+# where something is tried again although it lost: one slow moment shall not count for thousands of prompts
+RETRIED_DECAY = 0.3
 PROBE_BLOCKS = 8
 SKIPS_BEFORE_PROBE = 32
 
