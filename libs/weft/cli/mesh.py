@@ -176,7 +176,7 @@ def _common(options: MeshOptions, at: Addresses) -> dict[str, str]:
         "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "ERROR"),
         "WEFT_LOG_LEVEL": options.log_level.upper(),
         # part of what Ctrl-C may take
-        "WEFT_GRACE_SECONDS": "1",
+        "WEFT_GRACE_SECONDS": os.environ.get("WEFT_GRACE_SECONDS", "1"),
         **_model_setting(options.models),
         "WEFT_REDIS_URL": f"redis://{at.valkey}/0",
         "WEFT_SCHEDULER_ADDR": at.scheduler,
