@@ -71,11 +71,12 @@ class Asker:
         return Times(moments[0], moments[1], usage.compute_ms, usage.exposed_transfer_ms)
 
 
-async def measure_ttft(mesh: LocalMesh, lengths: Sequence[int], rounds: int, vocab_size: int) -> list[Row]:
+async def measure_ttft(
+    mesh: LocalMesh, lengths: Sequence[int], rounds: int, vocab_size: int, in_new_pools: bool
+) -> list[Row]:
     """A row a length; in turn, each way first as often as the other, after one of each that does not count.
 
-    Before that, prompts until both workers have used all of their pools: memory that is written for the first time
-    costs the kernel microseconds a page, once where one worker computes and twice where two take part.
+    Unless pools are to be new, prompts before that until both workers have used all of theirs.
     """
     workers = {address.worker_id: address for address in mesh.addresses()}
     prefill, decode = workers["prefill-0"], workers["decode-0"]
@@ -84,7 +85,7 @@ async def measure_ttft(mesh: LocalMesh, lengths: Sequence[int], rounds: int, voc
     try:
         async with owned(decode_service_pb2_grpc.DecodeServiceStub(channel).Attach()) as stream:
             asker = Asker(stream, decode, vocab_size)
-            for _ in range(mesh.pool_tokens() // max(lengths) + 1):
+            for _ in range(0 if in_new_pools else mesh.pool_tokens() // max(lengths) + 1):
                 for lender in (None, prefill):
                     await asker.ask(max(lengths), lender)
             for length in lengths:

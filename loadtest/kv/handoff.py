@@ -2,6 +2,7 @@
 
     python -m loadtest.kv.handoff                     bandwidth at several sizes, then TTFT of 512 to 4,096 tokens
     python -m loadtest.kv.handoff --only bandwidth    --rounds 31
+    python -m loadtest.kv.handoff --only ttft --new-pools     no prompt goes where another has been
 
 Bandwidth: all read the same runs of the same memory of another process, in turn, into memory that was written just
 before; medians over the rounds, and the best round of each. Theirs is `batch_transfer_sync_read` with all runs of a
@@ -44,7 +45,7 @@ SIZES = ((24 * 1024, 256), (64 * 1024, 128), (256 * 1024, 64), (MIB, 32), (4 * M
 LEAST_BANDWIDTH = 0.9  # of Transfer Engine's
 MEMORY_BYTES = 2 * 32 * MIB
 PROMPTS, CONTEXT_TOKENS = (512, 1024, 2048, 4096), 8192
-POOL_BLOCKS = 1024  # four of the longest prompts: soon used, and used again
+BLOCK_TOKENS, POOL_BLOCKS = 16, 1024  # four of the longest prompts: soon used, and used again
 
 
 async def bandwidth(rounds: int) -> Table:
@@ -158,6 +159,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("bandwidth", "ttft"))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--model", default="", help="a checkpoint for TTFT; default weft-nano")
+    parser.add_argument("--new-pools", action="store_true", help="TTFT where no block has been used yet")
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 160)
     if options.only != "ttft":
@@ -166,9 +168,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             model = stretched(Path(options.model) if options.model else ROOT / "models" / "weft-nano", Path(folder))
             vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-            pool = {"WEFT_NUM_BLOCKS": str(POOL_BLOCKS)}
+            all_blocks = 2 * (options.rounds + 1) * sum(PROMPTS) // BLOCK_TOKENS
+            pool = {"WEFT_NUM_BLOCKS": str(POOL_BLOCKS + (all_blocks if options.new_pools else 0))}
             with LocalMesh(str(model), num_prefill=1, num_decode=1, environment=pool) as mesh:
-                rows = asyncio.run(measure_ttft(mesh, PROMPTS, options.rounds, vocab_size))
+                rows = asyncio.run(measure_ttft(mesh, PROMPTS, options.rounds, vocab_size, options.new_pools))
         console.print(ttft_table(rows))
 
 

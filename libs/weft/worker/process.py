@@ -35,6 +35,7 @@ from weft.worker.estimate import AlwaysFetch, FetchEstimate
 from weft.worker.grammars import GrammarDesk
 from weft.worker.health import Health
 from weft.worker.membership import Introduction, Membership
+from weft.worker.pages import PagesAhead
 from weft.worker.parking import Parked, give_back, sleep
 from weft.worker.places import PlaceReporter
 from weft.worker.runtime import EngineFeed
@@ -171,6 +172,7 @@ async def _furnish(config: WorkerConfig, booted: Booted, feed: EngineFeed, tasks
     places = PlaceReporter(config.kvstore_addr, config.worker_id, boot_id, booted.fingerprint)
     feed.subscribe(lambda output: places.changed(output.cache_changes))
     tasks.create_task(places.run())
+    tasks.create_task(PagesAhead(memory, lambda: engine.load).run())
     return Workplace(
         worker_id=config.worker_id,
         boot_id=boot_id,
