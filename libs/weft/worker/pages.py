@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import mmap
-import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,10 +17,10 @@ from weft.engine.messages import EngineLoad
 from weft.kv.memory import BlockBytes
 
 AHEAD_BYTES = 256 * 1024 * 1024
-# at a time: whoever wants another map of this process waits for so much
-STEP_BYTES = 1024 * 1024
+# at a time: whoever wants another map of this process waits for so much. That is why the thread is as urgent as any:
+# one that stood back on busy cores would stand there with the process' maps locked
+STEP_BYTES = 256 * 1024
 LOOK_SECONDS = 0.2
-NICENESS = 19
 # Linux 5.14; what is there already stays as it is
 MADV_POPULATE_WRITE = 23
 
@@ -41,7 +39,7 @@ class PagesAhead:
             return
         total = self._memory.num_blocks * self._memory.block_bytes
         loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(1, "weft-pages", initializer=_stand_back) as thread:
+        with ThreadPoolExecutor(1, "weft-pages") as thread:
             while self._made_bytes < total:
                 goal = min(self._num_used() * self._memory.block_bytes + AHEAD_BYTES, total)
                 if self._made_bytes >= goal:
@@ -61,11 +59,6 @@ class PagesAhead:
         address = ctypes.c_void_p(self._memory.address + start)
         error: int = _libc().madvise(address, ctypes.c_size_t(end - start), MADV_POPULATE_WRITE)
         return error == 0
-
-
-def _stand_back() -> None:
-    """Steps, and all that anybody waits for, go first."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _libc() -> ctypes.CDLL:
