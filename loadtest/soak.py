@@ -3,7 +3,8 @@
     python -m loadtest.soak                  two hours
     python -m loadtest.soak --minutes 15
 
-Measures first how many requests a second the mesh answers, then sends half as many, a tenth of them left midway. The
+Measures first how many requests a second the mesh answers, then sends half as many, a tenth of them left midway. What
+counts is memory that no file is behind. The
 slope is a straight line through the last two thirds of the samples: before that, caches fill and libraries warm up.
 Flat is what grows by less than a hundredth of itself or 1 MiB an hour; less than an hour shows caches that fill. Ends
 with status 1 when a process grew, a request failed, or a block is missing on a worker once all is quiet.
@@ -15,6 +16,7 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import sys
 import time
 from collections import defaultdict
@@ -23,7 +25,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
-import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -39,7 +40,6 @@ SAMPLE_SECONDS = 5.0
 MAX_IN_FLIGHT = 64
 FLAT_SHARE, FLAT_MIB, TELLING_MINUTES = 0.01, 1.0, 60.0
 LEAST_SAMPLES = 6  # of a process, to have a slope
-MIB = 2**20
 Samples = dict[str, list[tuple[float, float]]]
 
 
@@ -84,17 +84,22 @@ async def drive(client: httpx.AsyncClient, asks: Sequence[Ask], rate: float, cou
 
 
 async def watch(mesh: LocalMesh, samples: Samples) -> None:
-    """Resident memory of every process in MiB, for ever."""
+    """What every process has allocated, in MiB, for ever."""
     began = time.monotonic()
     while True:
         for name, process in (await asyncio.to_thread(mesh.processes)).items():
-            try:
-                info = process.memory_full_info()
-            except psutil.Error:  # it ends just now
-                continue
-            # what is its own: shared memory is counted by whoever made it
-            samples[name].append((time.monotonic() - began, info.uss / MIB))
+            if mib := allocated_mib(process.pid):
+                samples[name].append((time.monotonic() - began, mib))
         await asyncio.sleep(SAMPLE_SECONDS)
+
+
+def allocated_mib(pid: int) -> float:
+    """Memory that no file is behind, 0 of a process that ends just now. Pages of libraries, which count as a process'
+    own or not by who else runs them, are left out, and so are pools, whose size is settled at start."""
+    with suppress(OSError):
+        if found := re.search(r"^RssAnon:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.M):
+            return int(found[1]) / 1024
+    return 0.0
 
 
 def slope(samples: Sequence[tuple[float, float]]) -> float:
