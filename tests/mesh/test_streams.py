@@ -17,7 +17,7 @@ from tests.mesh.conftest import Mesh, wait_until
 from tests.mesh.oracle import TEXT
 
 pytestmark = pytest.mark.timeout(300)
-STREAMS, TOKENS = 16, 120
+STREAMS, TOKENS, TRIES = 16, 120, 4
 ASKS = make_asks(TEXT * 8, STREAMS, prompt_words=150, max_tokens=TOKENS, seed=4)
 
 
@@ -87,6 +87,15 @@ def check(asks: list[Ask], expected: list[Answer], answers: list[Answer]) -> Non
     ids=["decode killed", "decode frozen", "decode drained", "prefill killed", "prefill frozen", "prefill drained"],
 )
 async def test_every_stream_goes_on(fleet: Mesh, undisturbed: list[Answer], role: str, number: signal.Signals) -> None:
+    """A quick worker may have written all its answers before it is hit: then it is hit again."""
+    for _ in range(TRIES):
+        if await has_moved(fleet, undisturbed, role, number) or role == "prefill":
+            return
+    pytest.fail("nobody was on it, whenever it was hit")
+
+
+async def has_moved(fleet: Mesh, undisturbed: list[Answer], role: str, number: signal.Signals) -> bool:
+    """Hit one of the role's workers; every answer is right, and in the end all is as it was. Was a stream on it."""
     name, boots = f"{role}-{random.randrange(2)}", fleet.boots()
     # prompts are still being computed while the first pieces come; we read on after a worker has written its last one
     trigger = Trigger(fleet.child(name), number, random.randint(1, TOKENS if role == "decode" else 20))
@@ -95,8 +104,6 @@ async def test_every_stream_goes_on(fleet: Mesh, undisturbed: list[Answer], role
     try:
         check(ASKS, undisturbed, await ask_all(fleet, trigger))
         assert trigger.has_fired
-        if role == "decode":
-            assert fleet.log().count("goes on at worker") > moves, "somebody was on it"
     finally:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGCONT)
@@ -104,3 +111,4 @@ async def test_every_stream_goes_on(fleet: Mesh, undisturbed: list[Answer], role
         fleet.wait_for_return(boots, name)
     wait_until("all have joined again", lambda: len(fleet.workers()) == 4)
     fleet.wait_idle()
+    return fleet.log().count("goes on at worker") > moves
