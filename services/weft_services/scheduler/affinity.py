@@ -121,34 +121,37 @@ class Affinity:
         return batch
 
     async def _carry_out(self, valkey: Valkey, batch: _Batch) -> None:
-        """All that is read and bound at once; what failed is forgotten one by one, and not where it was bound anew."""
+        """One exchange, and one more where a failed worker is still what a session prefers."""
         found: Sequence[bytes | None] = ()
         try:
-            if batch.reads or batch.binds:
-                found = await valkey.ask(lambda redis: self._exchange(redis, batch)) or ()
-            for write in batch.drops:
-                await self._forget(valkey, write)
+            found = await valkey.ask(lambda redis: self._exchange(redis, batch)) or ()
         finally:
             _answer(batch.reads, found)
-            for _ in (*batch.binds, *batch.drops):
-                self._writes.task_done()
+        # what was there after all that was bound in this batch
+        preferred = found[-len(batch.drops) :] if batch.drops else ()
+        names = {write.name for write, value in zip(batch.drops, preferred, strict=False) if _prefers(value, write)}
+        if names:
+            await valkey.ask(lambda redis: redis.delete(*names))
+        for _ in (*batch.binds, *batch.drops):
+            self._writes.task_done()
 
     async def _exchange(self, redis: Redis, batch: _Batch) -> list[bytes | None]:
-        """What is there for each read, and then what is written."""
+        """What is there for each read, then what came of each bind, then what is there for each drop."""
         async with redis.pipeline(transaction=False) as pipe:
             for read in batch.reads:
                 # reading a binding renews it
                 pipe.getex(read.name, ex=self._ttl_seconds)
             for write in batch.binds:
                 pipe.set(write.name, _format(write.preference), ex=self._ttl_seconds)
+            for write in batch.drops:
+                pipe.get(write.name)
             found: list[bytes | None] = await pipe.execute()
         return found
 
-    async def _forget(self, valkey: Valkey, write: _Write) -> None:
-        found = await valkey.ask(lambda redis: redis.get(write.name))
-        preference = _parse(found) if found else NO_PREFERENCE
-        if write.failed_id in (preference.prefill_id, preference.decode_id):
-            await valkey.ask(lambda redis: redis.delete(write.name))
+
+def _prefers(value: bytes | None, write: _Write) -> bool:
+    preference = _parse(value) if value else NO_PREFERENCE
+    return write.failed_id in (preference.prefill_id, preference.decode_id)
 
 
 def _answer(reads: Sequence[_Read], found: Sequence[bytes | None]) -> None:

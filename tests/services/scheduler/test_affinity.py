@@ -118,6 +118,25 @@ async def test_a_failure_forgets_the_session_only_on_the_worker_that_failed(valk
         assert await affinity.lookup(MODEL, SESSION) == NO_PREFERENCE
 
 
+async def test_of_many_failures_at_once_only_what_prefers_the_failed_worker_is_forgotten(
+    valkey: ValkeyServer, clock: Clock
+) -> None:
+    async with running(Affinity(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity:
+        homes = {number.to_bytes(16): Preference("prefill-0", f"decode-{number % 3}") for number in range(300)}
+        for session, home in homes.items():
+            affinity.bind(MODEL, session, home)
+        await affinity.flushed()
+        for session in homes:
+            affinity.drop(MODEL, session, "decode-1")
+        # two of them are served elsewhere by now
+        for number in (1, 4):
+            affinity.bind(MODEL, number.to_bytes(16), Preference("prefill-0", "decode-2"))
+        await affinity.flushed()
+        left = {session: await affinity.lookup(MODEL, session) for session in homes}
+        gone = [int.from_bytes(session) for session, found in left.items() if found == NO_PREFERENCE]
+        assert gone == [number for number in range(300) if number % 3 == 1 and number not in (1, 4)]
+
+
 async def test_what_another_hand_wrote_there_is_no_preference_for_anybody_live(
     valkey: ValkeyServer, clock: Clock
 ) -> None:
