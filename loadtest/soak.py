@@ -4,10 +4,10 @@
     python -m loadtest.soak --minutes 15
 
 Measures first how many requests a second the mesh answers, then sends half as many, a tenth of them left midway. What
-counts is memory that no file is behind. The
-slope is a straight line through the last two thirds of the samples: before that, caches fill and libraries warm up.
-Flat is what grows by less than a hundredth of itself or 1 MiB an hour; less than an hour shows caches that fill. Ends
-with status 1 when a process grew, a request failed, or a block is missing on a worker once all is quiet.
+counts is memory that no file is behind. The slope is a straight line through the last two thirds of the samples: before
+that, caches fill and libraries warm up. Flat is what grows by less than a hundredth of itself or 1 MiB an hour; less
+than an hour shows caches that fill. Ends with status 1 when a process grew, a request failed, or a block is missing on
+a worker once all is quiet.
 """
 
 from __future__ import annotations
