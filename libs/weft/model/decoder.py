@@ -108,7 +108,7 @@ class Decoder:
         angles = cos_sin(rows.positions, self.frequencies, self.dtype, self.config.rope.attention_factor)
         stream, pending = rows_of(self.embedding, rows.token_ids).to(self.dtype), None
         if self.dense is not None and (normed := self.dense.forward(stream, angles, rows.slots, batches)) is not None:
-            return normed if len(rows.logit_rows) == len(normed) else normed[rows.logit_rows]
+            return normed.index_select(0, rows.logit_rows)
         latent = plan_latent(self.config.latent, batches[0]) if self.config.latent else None
         step = Step(rows.slots, batches, angles, self._temperature(rows.positions), latent)
         for layer in self.layers[:-1]:

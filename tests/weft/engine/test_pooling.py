@@ -64,6 +64,18 @@ def test_a_graph_step_is_not_taken_for_one_token_that_is_pooled(grouped: Tiny) -
         assert driver.wait_end(text).tokens == grouped.greedy(PROMPTS[1], 20)
 
 
+def test_as_many_rows_as_are_wanted_need_not_be_those(grouped: Tiny) -> None:
+    """The pooled prompt's last row is wanted twice, and the first of the other prompt's two not at all."""
+    driver = Driver(grouped, chunk_tokens=16)
+    text = driver.submit("text", [5, 9], 6)
+    key = driver.submit("a", PROMPTS[1], mode=SequenceMode.PREFILL, pools=True)
+    with driver:  # both are in its first step
+        torch.testing.assert_close(
+            pooled(driver, driver.heard[key]), expected(grouped, PROMPTS[1]), atol=2e-4, rtol=2e-3
+        )
+        assert driver.wait_end(text).tokens == grouped.greedy([5, 9], 6)
+
+
 @pytest.mark.parametrize("fields", [{"mode": SequenceMode.GENERATE}, {"wait_for_kv": True}])
 def test_only_a_prompt_that_is_computed_here_can_be_pooled(grouped: Tiny, fields: dict[str, Any]) -> None:
     with Driver(grouped) as driver, pytest.raises(InvalidRequest, match="hidden states"):
