@@ -75,7 +75,7 @@ class WeightsFile(ABC):
 
     @abstractmethod
     def stamp(self) -> tuple[str, ...]:
-        """Differs whenever the file was written anew."""
+        """Differs whenever the file was written anew. Raises BadCheckpoint, Unreadable."""
 
     @abstractmethod
     def __str__(self) -> str: ...
@@ -92,7 +92,10 @@ class LocalFile(WeightsFile):
         return FileBlob(self.path, direct=not cached)
 
     def stamp(self) -> tuple[str, ...]:
-        stat = self.path.stat()
+        try:
+            stat = self.path.stat()
+        except OSError as error:
+            raise told(error, f"{self.path}") from error
         return str(stat.st_size), str(stat.st_mtime_ns)
 
     def __str__(self) -> str:
@@ -128,13 +131,13 @@ class FileBlob(Blob):
             return os.preadv(self._fd, [target], offset)
         except OSError as error:
             if error.errno != errno.EINVAL:
-                raise _told(error, f"{self._path}: not readable at byte {offset}") from error
+                raise told(error, f"{self._path}: not readable at byte {offset}") from error
         # larger sectors than ours, or the rest of a read that was cut short
         fd = _open(self._path, 0)
         try:
             return os.preadv(fd, [target], offset)
         except OSError as error:
-            raise _told(error, f"{self._path}: not readable at byte {offset}") from error
+            raise told(error, f"{self._path}: not readable at byte {offset}") from error
         finally:
             os.close(fd)
 
@@ -167,12 +170,13 @@ class MappedBlob(MemoryBlob):
             size = os.fstat(fd).st_size
             super().__init__(str(path), mmap.mmap(fd, 0, access=mmap.ACCESS_READ) if size else b"")
         except OSError as error:
-            raise _told(error, f"{path}: not readable") from error
+            raise told(error, f"{path}: not readable") from error
         finally:
             os.close(fd)
 
 
-def _told(error: OSError, what: str) -> BadCheckpoint | Unreadable:
+def told(error: OSError, what: str) -> BadCheckpoint | Unreadable:
+    """The error of ours that a disk's is, with the same words."""
     return (Unreadable if error.errno in TRANSIENT else BadCheckpoint)(f"{what}: {error.strerror}")
 
 
@@ -184,4 +188,4 @@ def _open(path: Path, flags: int) -> int:
     except OSError as error:
         if flags and error.errno == errno.EINVAL:
             return _open(path, 0)  # a file system that knows no direct reads
-        raise _told(error, f"{path}: not readable") from error
+        raise told(error, f"{path}: not readable") from error

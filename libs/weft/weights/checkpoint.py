@@ -43,7 +43,8 @@ class Checkpoint:
     """Everything needed to read the weights.
 
     `config_json` is config.json with the end tokens of generation_config.json, the file that chat tuning updates.
-    `source_id` changes when a file is written anew; `directory_id` names the directory alone.
+    `source_id` changes when a file is written anew, and when config.json asks for other tensors; `directory_id` names
+    the directory alone.
     """
 
     directory: Path
@@ -65,11 +66,19 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         raise BadCheckpoint(f"{directory}: no such directory")
     config = read_config(directory)
     tensors = _select(directory, config, _find_tensors(directory, origin_of(directory)))
+    state = source_id(directory, tensors)
+    return Checkpoint(directory, _served_config(directory, config), tensors, _digest([str(directory)]), state)
+
+
+def source_id(directory: Path, tensors: Sequence[TensorSource]) -> str:
+    """Of the files as they are now. Raises BadCheckpoint, Unreadable."""
     files = {tensor.file.name: tensor.file for tensor in tensors}
     parts = [str(directory)]
     for name in sorted(files):
         parts += [name, *files[name].stamp()]
-    return Checkpoint(directory, _served_config(directory, config), tensors, _digest([str(directory)]), _digest(parts))
+    for tensor in tensors:
+        parts += [tensor.entry.name, tensor.entry.dtype, *map(str, tensor.entry.shape)]
+    return _digest(parts)
 
 
 def _find_tensors(directory: Path, origin: Origin) -> dict[str, TensorSource]:

@@ -1,30 +1,37 @@
 """One safetensors image of a checkpoint in host shared memory: found, written, held, removed.
 
-An image is written under another name and linked under its own when it is complete, so what can be found is whole.
-Whoever serves it holds a shared lock on it; only an image that nobody else holds is removed.
+An image is written to a file without a name, which gets its own when it is complete: what can be found is whole, and
+a writer that is killed leaves nothing. Whoever serves it holds a shared lock on it; only an image that nobody else
+holds is removed.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
 import re
+import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.errors import BadCheckpoint, NotFound, Overloaded
-from weft.weights.checkpoint import Checkpoint
+from weft.errors import BadCheckpoint, NotFound, Overloaded, Unreadable
+from weft.weights.checkpoint import Checkpoint, source_id
 from weft.weights.header import TensorEntry, read_header
 from weft.weights.layout import FORMAT, LEAF_BYTES, image_layout, num_pieces, root_hash
-from weft.weights.load import Report, RunReader, files_reader, fill, free_bytes, write_all
+from weft.weights.load import Report, RunReader, files_reader, fill, free_bytes, unwritable, write_all
 from weft.weights.users import is_used
 
 logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 Around = Callable[[RunReader], RunReader]
+PUBLISH_TRIES, PUBLISH_PAUSE_SECONDS = 10, 0.01
+"""Somebody who looks at a file of our name, or removes it, has it for microseconds."""
+NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 _NAME = re.compile(r"weft-weights-[0-9a-f]{16}-[0-9a-f]{16}-\d+\.safetensors")
 
 
@@ -49,7 +56,7 @@ class Image:
     def release(self) -> None:
         """Let go; the last holder removes the file. Mappings of it stay valid."""
         if _try_lock(self.fd, fcntl.LOCK_EX) and self.is_linked():
-            self.path.unlink()
+            self.path.unlink(missing_ok=True)
         os.close(self.fd)
 
 
@@ -110,24 +117,36 @@ def write_image(checkpoint: Checkpoint, report: Report, num_threads: int, around
     """Read the checkpoint into a new image and publish it; `around` may put another reader before that of the files.
 
     `report(num_bytes, file)` is called from reading threads after every piece; what it raises ends the reading.
-    Raises BadCheckpoint when a file changes underneath, Overloaded when shared memory is too small.
+    Raises BadCheckpoint, Unreadable when files change meanwhile, Overloaded when shared memory is too small.
     """
     layout = image_layout(checkpoint)
-    name, size = image_name(checkpoint), layout.size_bytes
-    with _partial_file(name, size) as (fd, partial):
+    with _unpublished(image_name(checkpoint), layout.size_bytes) as fd:
         with files_reader(layout) as read:
             leaves = fill(fd, layout, around(read) if around else read, report, num_threads)
+        if source_id(checkpoint.directory, checkpoint.tensors) != checkpoint.source_id:
+            raise Unreadable(f"{checkpoint.directory}: files were written anew while they were read")
         weights_hash = root_hash(layout.entries, leaves)
         write_all(fd, layout.header(weights_hash, leaves), 0)
-        fcntl.flock(fd, fcntl.LOCK_SH)
+        return _publish(fd, checkpoint, layout.size_bytes, weights_hash)
+
+
+def _publish(fd: int, checkpoint: Checkpoint, size: int, weights_hash: str) -> Image:
+    """Under its name, or the one that another process published first."""
+    path = image_path(image_name(checkpoint))
+    for _ in range(PUBLISH_TRIES):
         try:
-            os.link(partial, image_path(name))
+            # by the file that is open: whatever else may have been put in the place where it was made, if it has one
+            os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
         except FileExistsError:
-            logger.info("another process published %s first", name)
-            if (image := find_image(checkpoint)) is None:
-                raise BadCheckpoint(f"{image_path(name)} is in the way and is not an image of ours") from None
-            return image
-        return Image(name, size, weights_hash, os.dup(fd))
+            if (image := find_image(checkpoint)) is not None:
+                logger.info("another process published %s first", path.name)
+                return image
+            time.sleep(PUBLISH_PAUSE_SECONDS)
+        except OSError as error:
+            raise unwritable(error) from error
+        else:
+            return Image(path.name, size, weights_hash, os.dup(fd))
+    raise BadCheckpoint(f"{path} is in the way and is not an image of ours")
 
 
 def image_content(image: Image) -> tuple[tuple[TensorEntry, ...], dict[str, bytes]]:
@@ -150,20 +169,42 @@ def _read_hash(path: Path) -> str:
 
 
 @contextmanager
-def _partial_file(name: str, size: int) -> Iterator[tuple[int, Path]]:
-    """A file of this size that vanishes unless it was linked elsewhere; locked, so that nobody sweeps it away."""
-    path = SHARED_MEMORY / f"{name}.{os.getpid()}.partial"
-    path.unlink(missing_ok=True)  # of an earlier process with our id
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+def _unpublished(name: str, size: int) -> Iterator[int]:
+    """A file of this size that vanishes unless it was given a name; held, so that nobody sweeps it away."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        fd, partial = _new_file(name)
+    except OSError as error:
+        raise unwritable(error) from error
+    try:
         if (free := free_bytes(SHARED_MEMORY)) < size:
             raise Overloaded(f"{SHARED_MEMORY}: no room: {size} bytes needed, {free} free")
         os.truncate(fd, size)
-        yield fd, path
+        yield fd
     finally:
-        path.unlink(missing_ok=True)
+        if partial is not None:
+            partial.unlink(missing_ok=True)
         os.close(fd)
+
+
+def _new_file(name: str) -> tuple[int, Path | None]:
+    """Open, locked and empty; with a name of its own only where the file system knows no files without one."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    try:
+        fd = os.open(SHARED_MEMORY, os.O_TMPFILE | flags, 0o600)
+    except OSError as error:
+        if error.errno not in NO_UNNAMED_FILES:
+            raise
+    else:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        return fd, None
+    while True:
+        # not by our process' number: those of several containers are the same
+        path = SHARED_MEMORY / f"{name}.{secrets.token_hex(8)}.partial"
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | flags, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        if _is_same_file(path, fd):
+            return fd, path
+        os.close(fd)  # swept away before it was locked
 
 
 def _made_at(path: Path) -> float:
@@ -182,7 +223,7 @@ def _remove_unheld(path: Path, if_used: bool = True) -> bool:
         is_ours = os.fstat(fd).st_uid == os.geteuid()
         is_free = if_used or not is_used(fd)
         if is_ours and is_free and _try_lock(fd, fcntl.LOCK_EX) and _is_same_file(path, fd):
-            path.unlink()
+            path.unlink(missing_ok=True)
             return True
         return False
     finally:

@@ -162,9 +162,14 @@ def write_all(fd: int, data: memoryview | bytes, place: int) -> None:
         try:
             done += os.pwrite(fd, view[done:], place + done)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
-                raise BadCheckpoint(f"shared memory cannot be written: {error.strerror}") from error
-            raise Overloaded(f"shared memory is full: {error.strerror}") from error
+            raise unwritable(error) from error
+
+
+def unwritable(error: OSError) -> BadCheckpoint | Overloaded:
+    """What shared memory that gives this error is to those who wait for weights."""
+    if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+        return Overloaded(f"shared memory is full: {error.strerror}")
+    return BadCheckpoint(f"shared memory cannot be written: {error.strerror}")
 
 
 def free_bytes(directory: Path) -> int:

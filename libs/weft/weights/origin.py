@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Set
 from pathlib import Path
 
-from weft.weights.blobs import LocalFile, WeightsFile
+from weft.weights.blobs import LocalFile, WeightsFile, told
 
 
 class Origin(ABC):
@@ -14,7 +14,7 @@ class Origin(ABC):
 
     @abstractmethod
     def names(self) -> Set[str]:
-        """Of all files there, the index included."""
+        """Of all files there, the index included. Raises BadCheckpoint, Unreadable."""
 
     @abstractmethod
     def file(self, name: str) -> WeightsFile:
@@ -31,7 +31,10 @@ class LocalOrigin(Origin):
         self._directory = directory
 
     def names(self) -> Set[str]:
-        return {path.name for path in self._directory.iterdir()}
+        try:
+            return {path.name for path in self._directory.iterdir()}
+        except OSError as error:
+            raise told(error, f"{self._directory}: not readable") from error
 
     def file(self, name: str) -> WeightsFile:
         return LocalFile(self._directory / name)

@@ -8,7 +8,8 @@ import os
 import torch
 
 from weft.errors import NotFound
-from weft.weights.header import read_header
+from weft.weights.blobs import MemoryBlob
+from weft.weights.header import header_of
 from weft.weights.image import image_path
 from weft.weights.users import mark_used
 
@@ -42,7 +43,7 @@ def open_image(shm_name: str, size_bytes: int) -> dict[str, torch.Tensor]:
     finally:
         os.close(fd)
     tensors = {}
-    for entry in read_header(path).tensors:
+    for entry in header_of(str(path), MemoryBlob(str(path), memory)).tensors:  # the name may be gone by now
         dtype = TORCH_DTYPES[entry.dtype]
         count = entry.size_bytes // dtype.itemsize
         tensors[entry.name] = torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)

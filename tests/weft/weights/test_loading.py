@@ -19,7 +19,7 @@ from weft.weights import image as image_module
 from weft.weights import layout
 from weft.weights import load as load_module
 from weft.weights.blobs import Blob, FileBlob, LocalFile, MappedBlob, Scratch
-from weft.weights.checkpoint import TensorSource, read_checkpoint
+from weft.weights.checkpoint import TensorSource, read_checkpoint, source_id
 from weft.weights.header import TensorEntry, header_bytes
 from weft.weights.image import write_image
 from weft.weights.layout import image_layout
@@ -144,7 +144,8 @@ def test_a_load_takes_little_memory_beside_its_image(tmp_path: Path) -> None:
     entry = TensorEntry("large", "U8", (1 << 26,), 0, 1 << 26)
     path = tmp_path / "model" / "large.safetensors"
     path.write_bytes((head := header_bytes([entry], {})) + bytes(1 << 26))
-    large = replace(checkpoint, tensors=(TensorSource(LocalFile(path), replace(entry, offset=len(head))),))
+    tensors = (TensorSource(LocalFile(path), replace(entry, offset=len(head))),)
+    large = replace(checkpoint, tensors=tensors, source_id=source_id(checkpoint.directory, tensors))
     with PeakMemory() as memory:
         image = write_image(large, lambda *_: None, 8)
     image.release()

@@ -1,0 +1,166 @@
+"""How an image gets its name: whoever else writes, is killed, or changes the files meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.weft.weights.checkpoints import make_checkpoint
+from weft.errors import BadCheckpoint, Overloaded, Unreadable
+from weft.weights import image as image_module
+from weft.weights import shared
+from weft.weights.blobs import LocalFile
+from weft.weights.checkpoint import read_checkpoint
+from weft.weights.image import image_name, write_image
+from weft.weights.origin import LocalOrigin
+from weft.weights.shared import open_image
+
+PATIENCE_SECONDS = 20.0
+
+
+@pytest.fixture(autouse=True)
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory of the test's own, with nothing left in it at the end."""
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    monkeypatch.setattr(image_module, "SHARED_MEMORY", directory)
+    yield directory
+    assert list(directory.iterdir()) == []
+
+
+@pytest.fixture(params=["unnamed", "named"])
+def writing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """File systems that know files without a name, and others."""
+    real = os.open
+
+    def without(path: str, flags: int, *rest: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return real(path, flags, *rest)
+
+    if request.param == "named":
+        monkeypatch.setattr(os, "open", without)
+    return str(request.param)
+
+
+def when_first_called(act: Callable[[], object]) -> Callable[[int, str], None]:
+    """A report that acts when the first bytes are there."""
+    calls: list[int] = []
+
+    def report(num_bytes: int, file: str) -> None:
+        calls.append(num_bytes)
+        if len(calls) == 1:
+            act()
+
+    return report
+
+
+@pytest.mark.usefixtures("writing")
+def test_two_writers_in_one_process_do_not_take_each_others_file(tmp_path: Path) -> None:
+    """As when two models of a mesh are one directory: what the first one publishes is its own, and whole."""
+    tensors = make_checkpoint(tmp_path / "model")
+    checkpoint = read_checkpoint(tmp_path / "model")
+    is_at_work, may_go_on = threading.Event(), threading.Event()
+
+    def halt() -> None:
+        is_at_work.set()
+        assert may_go_on.wait(PATIENCE_SECONDS)
+
+    with ThreadPoolExecutor(1) as threads:
+
+        def begin_another() -> None:
+            others.append(threads.submit(write_image, checkpoint, when_first_called(halt), 1))
+            assert is_at_work.wait(PATIENCE_SECONDS)
+
+        others: list[object] = []
+        first = write_image(checkpoint, when_first_called(begin_another), 1)
+        opened = open_image(first.name, first.size_bytes)
+        may_go_on.set()
+    (second,) = (each.result() for each in others)  # type: ignore[attr-defined]
+    assert os.path.samestat(os.fstat(first.fd), os.fstat(second.fd))
+    for name, (_, _, data) in tensors.items():
+        assert opened[name].view(torch.uint8).numpy().tobytes() == data
+    first.release()
+    second.release()
+
+
+def test_a_writer_that_is_killed_leaves_nothing(tmp_path: Path, shared_memory: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    program = (
+        "import pathlib, sys; from weft.weights import checkpoint, image\n"
+        "image.SHARED_MEMORY = pathlib.Path(sys.argv[1])\n"
+        "def halt(size, file):\n    print('reading', flush=True); input()\n"
+        "image.write_image(checkpoint.read_checkpoint(pathlib.Path(sys.argv[2])), halt, 1)"
+    )
+    command = [sys.executable, "-c", program, str(shared_memory), str(tmp_path / "model")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "reading\n"
+        writer.kill()
+    assert list(shared_memory.iterdir()) == []
+
+
+@pytest.mark.usefixtures("writing")
+def test_a_checkpoint_that_is_written_anew_while_it_is_read_is_not_published(tmp_path: Path) -> None:
+    """Half of its bytes may be the old ones: read again, it is well."""
+    make_checkpoint(tmp_path / "model")
+    checkpoint = read_checkpoint(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    with pytest.raises(Unreadable, match=r"model: files were written anew while they were read"):
+        write_image(checkpoint, when_first_called(lambda: os.utime(file, (1, 1))), 1)
+    write_image(read_checkpoint(tmp_path / "model"), lambda *_: None, 1).release()
+
+
+def test_a_config_that_asks_for_other_tensors_has_an_image_of_its_own(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    before = read_checkpoint(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": True}))
+    after = read_checkpoint(tmp_path / "model")
+    assert len(after.tensors) == len(before.tensors) - 1
+    assert image_name(after) != image_name(before)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "words"),
+    [(errno.EACCES, BadCheckpoint, "cannot be written: Permission"), (errno.ENOSPC, Overloaded, "is full: No space")],
+)
+def test_shared_memory_that_takes_no_file_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception], words: str
+) -> None:
+    make_checkpoint(tmp_path / "model")
+    checkpoint = read_checkpoint(tmp_path / "model")
+    real = os.open
+
+    def refuse(path: str, flags: int, *rest: int) -> int:
+        if flags & (os.O_CREAT | os.O_TMPFILE) & ~os.O_DIRECTORY:
+            raise OSError(number, os.strerror(number))
+        return real(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(kind, match=words):
+        write_image(checkpoint, lambda *_: None, 1)
+
+
+def test_an_image_that_goes_while_it_is_mapped_is_mapped_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = make_checkpoint(tmp_path / "model")
+    image = write_image(read_checkpoint(tmp_path / "model"), lambda *_: None, 1)
+    monkeypatch.setattr(shared, "mark_used", lambda fd: image.release())
+    assert set(open_image(image.name, image.size_bytes)) == set(tensors)
+
+
+def test_files_that_go_while_they_are_looked_at_are_named(tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint, match=r"gone/model\.safetensors: No such file"):
+        LocalFile(tmp_path / "gone" / "model.safetensors").stamp()
+    with pytest.raises(BadCheckpoint, match="gone: not readable: No such file"):
+        LocalOrigin(tmp_path / "gone").names()
