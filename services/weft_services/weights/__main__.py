@@ -41,7 +41,7 @@ async def serve(config: Config) -> None:
         finally:
             await rpc.stop(grace_seconds=0.5)
             for loader in loaders.values():
-                loader.release()
+                await loader.close()
             for peer in peers.values():
                 await peer.close()
 

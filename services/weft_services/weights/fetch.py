@@ -71,6 +71,7 @@ class WeightLoader:
         self._progress = Progress(0, 0, "")
         self._progress_lock = threading.Lock()
         self._is_stopping = False
+        self._is_wanted = False
 
     async def load(self, is_ahead: bool = False) -> AsyncIterator[Progress | Loaded]:
         """Progress while it is read, Loaded last; `is_ahead` of anybody who would map it.
@@ -79,6 +80,7 @@ class WeightLoader:
         """
         if not is_ahead:
             self._room.touch(self)
+            self._is_wanted = True
         if self._loaded is not None and self._loaded.image.is_linked():
             yield replace(self._loaded, source=MEMORY)
             return
@@ -102,6 +104,13 @@ class WeightLoader:
     def drop(self) -> None:
         """Hold the image no more; whoever calls releases it."""
         self._loaded = None
+
+    async def close(self) -> None:
+        """End what is under way, and let go of the image. Nobody may ask any more."""
+        if self._flight is not None:
+            self._flight.cancel()
+            await asyncio.wait({self._flight})
+        self.release()
 
     def release(self) -> None:
         """Let go of the image; the last holder removes it."""
@@ -131,6 +140,8 @@ class WeightLoader:
             return error
         self.release()
         self._loaded = Loaded(image, checkpoint.config_json, source)
+        if self._is_wanted:
+            self._room.touch(self)  # reading may have taken long: the time to map it begins now
         logger.info(
             "weights from %s image=%s size_bytes=%d hash=%s",
             *(source, image.name, image.size_bytes, image.weights_hash),

@@ -48,10 +48,11 @@ class Lender:
 
     async def holding(self) -> Holding:
         """Raises NotFound while nothing is loaded."""
-        image = self._loader.image
-        if image is None:
-            raise NotFound("the model is not loaded here yet")
-        if self._holding is None or self._holding.image is not image:
+        while self._holding is None or self._holding.image is not self._loader.image:
+            image = self._loader.image
+            if image is None:
+                raise NotFound("the model is not loaded here yet")
+            # which may be let go of meanwhile, and its file's number be another's
             entries, leaves = await asyncio.to_thread(image_content, image)
             self._holding = Holding(image, {entry.name: entry for entry in entries}, leaves)
         return self._holding

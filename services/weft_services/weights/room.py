@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -42,8 +43,10 @@ class Holder(Protocol):
 class Room:
     """What the holders' images take together stays within `limit_bytes`; 0: as much as there is."""
 
-    def __init__(self, limit_bytes: int = 0) -> None:
+    def __init__(self, limit_bytes: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` tells when an image was asked for."""
         self._limit = limit_bytes
+        self._clock = clock
         self._asked_at: dict[Holder, float] = {}
         self._promised: dict[Holder, int] = {}
 
@@ -53,10 +56,12 @@ class Room:
 
     def touch(self, holder: Holder) -> None:
         """Its image has been asked for."""
-        self._asked_at[holder] = asyncio.get_running_loop().time()
+        self._asked_at[holder] = self._clock()
 
     async def fits(self, size: int) -> bool:
-        """As it is, without what no service holds."""
+        """As it is, without what no service holds. Raises Overloaded for what is more than the limit by itself."""
+        if 0 < self._limit < size:
+            raise Overloaded(f"an image of {size} bytes is by itself larger than WEFT_WEIGHTS_BYTES={self._limit}")
         promised = size + sum(self._promised.values())
         if self._limit and sum(image.size_bytes for _, image in self._held()) + promised > self._limit:
             return False
@@ -96,7 +101,7 @@ class Room:
         return [(holder, image) for holder in holders if (image := holder.image) is not None]
 
     async def _evict(self) -> bool:
-        now = asyncio.get_running_loop().time()
+        now = self._clock()
         for holder, image in self._held():
             if now - self._asked_at[holder] >= HAND_OVER_SECONDS and not is_used(image.fd):
                 logger.info("making room: the image of %r goes", holder.name)

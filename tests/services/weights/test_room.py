@@ -13,17 +13,18 @@ import grpc
 import pytest
 
 from tests.services.weights.service import load
-from tests.weft.weights.checkpoints import make_checkpoint
+from tests.weft.weights.checkpoints import make_checkpoint, random_tensors, safetensors_bytes, write_config
 from weft.errors import Overloaded
 from weft.rpc.client import open_channel
 from weft.rpc.server import RpcServer
 from weft.weights import image as image_module
-from weft.weights.checkpoint import read_checkpoint
+from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.image import image_name, remove_abandoned, write_image
 from weft.weights.layout import image_layout
+from weft.weights.load import Report
 from weft.weights.shared import open_image
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
-from weft_services.weights import room
+from weft_services.weights import fetch, room
 from weft_services.weights.fetch import WeightLoader
 from weft_services.weights.service import WeightServicer
 
@@ -148,10 +149,41 @@ async def test_shared_memory_without_memory_behind_it_is_no_room(
         assert there(models) == set()
 
 
-async def test_a_model_beyond_the_limit_is_refused_at_once(models: dict[str, Path]) -> None:
-    async with serving(models, size_of(models["a"]) - 1) as channel:
-        with pytest.raises(Overloaded, match="held: nothing"):
-            await load(channel, "a")
+async def test_a_model_beyond_the_limit_is_refused_at_once_and_nothing_goes_for_it(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    write_config(tmp_path / "c", vocab_size=128)
+    (tmp_path / "c" / "model.safetensors").write_bytes(safetensors_bytes(random_tensors(tmp_path / "c")))
+    async with serving(models, limit := size_of(models["c"]) - 1) as channel:
+        await load(channel, "a")
+        with pytest.raises(Overloaded, match=rf"by itself larger than WEFT_WEIGHTS_BYTES={limit}"):
+            await load(channel, "c")
+        assert there(models) == {"a"}
+
+
+async def test_the_time_to_map_begins_when_it_is_handed_out(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not before it was read, which takes minutes from a slow disk."""
+    monkeypatch.setattr(room, "HAND_OVER_SECONDS", 30.0)
+    now = 0.0
+
+    def slowly(checkpoint: Checkpoint, report: Report, num_threads: int, around: None) -> image_module.Image:
+        nonlocal now
+        now += 100
+        return write_image(checkpoint, report, num_threads)
+
+    monkeypatch.setattr(fetch, "write_image", slowly)
+    shared = room.Room(size_of(models["a"]), clock=lambda: now)
+    async with asyncio.TaskGroup() as tasks:
+        first, second = (WeightLoader(models[name], 1, tasks, room=shared) for name in ("a", "b"))
+        async for _ in first.load():
+            pass
+        with pytest.raises(Overloaded, match="no room"):
+            async for _ in second.load():
+                pass
+        assert there(models) == {"a"}
+        first.release()
 
 
 async def test_what_was_loaded_ahead_makes_room_at_once(

@@ -1,0 +1,89 @@
+"""Images that go at the wrong moment: while another node asks what they hold, and when the service ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.services.weights.service import MODEL, PATIENCE_SECONDS
+from tests.weft.weights.checkpoints import make_checkpoint
+from weft.errors import NotFound
+from weft.rpc.server import RpcServer
+from weft.weights import image as image_module
+from weft.weights.checkpoint import Checkpoint, read_checkpoint
+from weft.weights.header import TensorEntry
+from weft.weights.image import Around, Image, image_content, write_image
+from weft.weights.load import Report
+from weft_services.weights import fetch, lending, peers
+from weft_services.weights.__main__ import serve
+from weft_services.weights.config import Config
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    """A checkpoint whose images are all gone in the end."""
+    make_checkpoint(tmp_path / "model")
+    yield tmp_path / "model"
+    left = list(image_module.SHARED_MEMORY.glob(f"weft-weights-{read_checkpoint(tmp_path / 'model').directory_id}-*"))
+    for path in left:
+        path.unlink()
+    assert left == []
+
+
+async def test_an_image_that_goes_while_it_is_looked_at_is_not_lent(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of its file may be another file's by then."""
+
+    def then_gone(image: Image) -> tuple[tuple[TensorEntry, ...], dict[str, bytes]]:
+        content = image_content(image)
+        loader.release()
+        return content
+
+    monkeypatch.setattr(lending, "image_content", then_gone)
+    async with asyncio.TaskGroup() as tasks:
+        loader = fetch.WeightLoader(directory, 1, tasks)
+        async for _ in loader.load():
+            pass
+        assert loader.image is not None
+        lender, part = lending.Lender(loader), lending.Slice("model.norm.weight", 0, 4)
+        with pytest.raises(NotFound, match="not loaded here yet"):
+            assert [data async for data in lender.read(loader.image.weights_hash, [part])] == []
+
+
+async def test_weights_that_are_whole_when_the_service_ends_go_with_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the way to the other node is taken down the last byte may arrive."""
+    is_read, may_end = threading.Event(), threading.Event()
+
+    def slowly(checkpoint: Checkpoint, report: Report, num_threads: int, around: Around | None) -> Image:
+        image = write_image(checkpoint, report, num_threads)
+        is_read.set()
+        assert may_end.wait(PATIENCE_SECONDS)
+        return image
+
+    async def stop(rpc: RpcServer, grace_seconds: float) -> None:
+        await stop_listening(rpc, grace_seconds)
+        asyncio.get_running_loop().call_later(0.1, may_end.set)
+
+    async def close(peer: peers.WeightsPeer) -> None:
+        assert await asyncio.to_thread(may_end.wait, PATIENCE_SECONDS)
+        flights = {task for task in asyncio.all_tasks() if "WeightLoader._fetch" in repr(task.get_coro())}
+        if flights:
+            await asyncio.wait(flights)
+        await close_peer(peer)
+
+    stop_listening, close_peer = RpcServer.stop, peers.WeightsPeer.close
+    monkeypatch.setattr(fetch, "write_image", slowly)
+    monkeypatch.setattr(RpcServer, "stop", stop)
+    monkeypatch.setattr(peers.WeightsPeer, "close", close)
+    service = asyncio.create_task(serve(Config(str(directory), MODEL, weights_from="127.0.0.1:1")))
+    assert await asyncio.to_thread(is_read.wait, PATIENCE_SECONDS)
+    service.cancel()
+    await asyncio.wait({service})
+    assert service.cancelled()
