@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from weft_kernels.native import native
 from weft_kernels.rans import reference
 from weft_kernels.rans.choosing import Measured, measure
-from weft_kernels.rans.coding import ESCAPE, GRAIN, SYMBOLS, UNITS, Coding, entropy_bits
+from weft_kernels.rans.coding import ESCAPE, GRAIN, SYMBOLS, UNITS, Coding, entropy_bits, entropy_of
 from weft_kernels.rans.reference import GROUP, LANES, Words
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Piece",
     "decode",
     "entropy_bits",
+    "entropy_of",
     "measure",
     "rest_bytes",
     "tables_of",

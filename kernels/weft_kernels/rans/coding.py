@@ -115,6 +115,11 @@ def cost_bits(counts: NDArray[np.int64], shares: NDArray[np.uint16]) -> float:
 
 def entropy_bits(values: NDArray[np.uint16]) -> float:
     """Bits a weight would take at least if each were drawn by itself: the entropy of the 16-bit patterns."""
-    counts = np.bincount(values.reshape(-1), minlength=1 << 16)
+    return entropy_of(np.bincount(values.reshape(-1), minlength=1 << 16))
+
+
+def entropy_of(counts: NDArray[np.int64]) -> float:
+    """The same of how often each pattern occurs."""
     found = counts[counts > 0].astype(np.float64)
-    return math.log2(values.size) - float((found * np.log2(found)).sum()) / values.size
+    total = float(found.sum())
+    return math.log2(total) - float((found * np.log2(found)).sum()) / total

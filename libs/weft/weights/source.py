@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from weft.errors import BadCheckpoint, Unreadable
+from weft.errors import BadCheckpoint, Unreadable, WeftError
 from weft.weights.blobs import Blob, Scratch, WeightsFile
 from weft.weights.bundle.layout import SUFFIX
 from weft.weights.bundle.unpack import BundleFile, Wanted
@@ -40,7 +40,7 @@ def open_source(file: WeightsFile) -> Source:
         return PlainSource(blob)
     try:
         return BundleSource(BundleFile(str(file), blob))
-    except BadCheckpoint:
+    except WeftError:
         blob.close()
         raise
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -32,13 +32,22 @@ def a_coded_chunk(path: Path) -> tuple[str, int]:
     return tensor.name, tensor.offset + tensor.size_bytes // 2
 
 
-def with_a_base(path: Path, base: int) -> None:
-    """A header that says so of every tensor, and is whole."""
+def with_tensors(path: Path, change: Callable[[layout.PackedTensor], layout.PackedTensor], times: int = 1) -> None:
+    """A header that says so of every tensor, so many times, and is whole."""
     header = layout.read_bundle_header(path)
+    write_header(path, replace(header, tensors=tuple(change(tensor) for tensor in header.tensors) * times))
+
+
+def with_original(path: Path, **said: Any) -> None:
+    """A header that says so of the file that it was made of, and is whole."""
+    header = layout.read_bundle_header(path)
+    write_header(path, replace(header, original=replace(header.original, **said)))
+
+
+def write_header(path: Path, header: layout.BundleHeader) -> None:
     with path.open("r+b") as file:
         file.seek(0, os.SEEK_END)
-        tensors = tuple(replace(tensor, base=base) for tensor in header.tensors)
-        layout.write_header(file, replace(header, tensors=tensors))
+        layout.write_header(file, header)
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -47,7 +56,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another version": (lambda path: flip(path, 8), "a bundle of version 18; this program reads version 2"),
     "no bundle": (lambda path: flip(path, 0), "not a bundle"),
     "not finished": (lambda path: path.write_bytes(bytes(64)), "not finished"),
-    "an impossible base": (lambda path: with_a_base(path, 1 << 70), "no exponent is near base"),
+    "an impossible base": (
+        lambda path: with_tensors(path, lambda tensor: replace(tensor, base=1 << 70)),
+        "no exponent is near base",
+    ),
+    "no name": (lambda path: with_tensors(path, lambda tensor: replace(tensor, name=cast("str", ["a"]))), "is called"),
+    "twice": (lambda path: with_tensors(path, lambda tensor: tensor, 2), "names a tensor twice"),
+    "no size": (lambda path: with_original(path, size_bytes="all"), "made of is damaged"),
+    "a negative place": (lambda path: with_original(path, header_offset=-64), "made of is damaged"),
+    "no file's name": (lambda path: with_original(path, name=3), "made of is damaged"),
     "empty": (lambda path: path.write_bytes(b""), "not finished"),
 }
 

@@ -90,7 +90,9 @@ def compress(source: Path, target: Path, num_threads: int, report: Report) -> Ou
                 kept += 1
             else:
                 with _whole(made) as part:
+                    before = file.stat()
                     header = pack_file(file, part, threads, partial(report, file.name))
+                    _check_same(file, before)
             headers.append(header)
     stored = sum((target / (file.stem + SUFFIX)).stat().st_size for file in files)
     return Outcome(sum(header.original.size_bytes for header in headers), stored, len(files), kept)
@@ -189,11 +191,21 @@ def _whole(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
+def _check_same(file: Path, before: os.stat_result) -> None:
+    """Raises BadCheckpoint where a file was written anew since: what was made of it may be half old, half new."""
+    now = file.stat()
+    if (now.st_ino, now.st_size, now.st_mtime_ns) != (before.st_ino, before.st_size, before.st_mtime_ns):
+        raise BadCheckpoint(f"{file}: was written anew while it was read")
+
+
 def _finished(made: Path, source: Path) -> BundleHeader | None:
     """The header of a file that an earlier run made of `source` as it is now."""
     if not made.exists():
         return None
-    header, stat = read_bundle_header(made), source.stat()
+    try:
+        header, stat = read_bundle_header(made), source.stat()
+    except BadCheckpoint:
+        return None  # of another version, or damaged since
     is_same = (header.original.size_bytes, header.original.mtime_ns) == (stat.st_size, stat.st_mtime_ns)
     return header if is_same else None
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from weft.weights.bundle.convert import Report, weight_files
-from weft.weights.bundle.layout import SUFFIX
+from weft.weights.bundle.convert import PIECE_BYTES, Report, weight_files
+from weft.weights.bundle.layout import SUFFIX, PackedTensor
 from weft.weights.bundle.unpack import BundleFile
 from weft_kernels import rans
 
@@ -44,14 +45,24 @@ def rows_of(directory: Path, report: Report) -> Iterator[Row]:
             for tensor in bundle.header.tensors:
                 entropy = None
                 if tensor.dtype in ("BF16", "F16") and tensor.original_bytes:
-                    values = np.empty(tensor.original_bytes, np.uint8)
-                    bundle.read_into(tensor.name, 0, values)
-                    entropy = rans.entropy_bits(values.view(np.uint16)) / 16
-                report(path.name, tensor.original_bytes)
+                    entropy = _entropy(bundle, tensor, partial(report, path.name))
+                else:
+                    report(path.name, tensor.original_bytes)
                 yield Row(
                     path.name, tensor.name, tensor.dtype, tensor.shape, tensor.codec,
                     tensor.original_bytes, tensor.size_bytes, entropy,
                 )  # fmt: skip
+
+
+def _entropy(bundle: BundleFile, tensor: PackedTensor, report: Callable[[int], object]) -> float:
+    """Piece by piece: some tensors are larger than the memory of those who look at them."""
+    counts, memory = np.zeros(1 << 16, np.int64), np.empty(min(PIECE_BYTES, tensor.original_bytes), np.uint8)
+    for first in range(0, tensor.original_bytes, PIECE_BYTES):
+        piece = memory[: tensor.original_bytes - first]
+        bundle.read_into(tensor.name, first, piece)
+        counts += np.bincount(piece.view(np.uint16), minlength=len(counts))
+        report(len(piece))
+    return rans.entropy_of(counts) / 16
 
 
 def total_entropy(rows: Sequence[Row]) -> float:

@@ -10,6 +10,7 @@ import json
 import math
 import struct
 import zlib
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -137,12 +138,14 @@ def bundle_header_of(path: str, blob: Blob) -> BundleHeader:
         raise BadCheckpoint(f"{path}: the header is damaged: its checksum differs")
     try:
         content = json.loads(inflate(text, MAX_UNPACKED_BYTES))
-        original = Original(**content["original"])
+        original = _original(path, content["original"])
         tensors = tuple(_tensor(path, fields) for fields in content["tensors"])
     except (ValueError, KeyError, TypeError, RecursionError, zlib.error) as error:
         raise BadCheckpoint(f"{path}: the header is not one of format {VERSION}: {error}") from None
     for tensor in tensors:
         _check(path, tensor, offset)
+    if len({tensor.name for tensor in tensors}) != len(tensors):
+        raise BadCheckpoint(f"{path}: the header names a tensor twice")
     return BundleHeader(original, tensors)
 
 
@@ -173,12 +176,27 @@ def _read_prologue(path: str, blob: Blob, scratch: Scratch) -> tuple[int, int, i
     return int(offset), int(size), int(hashed)
 
 
+def _original(path: str, fields: dict[str, Any]) -> Original:
+    original = Original(**fields)
+    numbers = (original.size_bytes, original.header_offset, original.header_bytes)
+    is_text = isinstance(original.name, str) and isinstance(original.xxh3_128, str)
+    if not is_text or not _are_counts(numbers) or type(original.mtime_ns) is not int:
+        raise BadCheckpoint(f"{path}: what it says of the file that it was made of is damaged")
+    return original
+
+
+def _are_counts(numbers: Sequence[Any]) -> bool:
+    return all(type(number) is int and number >= 0 for number in numbers)
+
+
 def _tensor(path: str, fields: dict[str, Any]) -> PackedTensor:
     tensor = PackedTensor(**{**fields, "shape": tuple(fields["shape"])})
+    if not isinstance(tensor.name, str):
+        raise BadCheckpoint(f"{path}: a tensor is called {tensor.name!r}")
     numbers = (*tensor.shape, tensor.offset, tensor.size_bytes, tensor.shares_bytes, tensor.class_bits)
     if tensor.dtype not in DTYPE_BYTES or tensor.codec not in ("raw", "rans"):
         raise BadCheckpoint(f"{path}: tensor {tensor.name}: unknown dtype {tensor.dtype!r} or codec {tensor.codec!r}")
-    if not all(type(number) is int and number >= 0 for number in numbers) or type(tensor.base) is not int:
+    if not _are_counts(numbers) or type(tensor.base) is not int:
         raise BadCheckpoint(f"{path}: tensor {tensor.name}: a size is not a whole number")
     return tensor
 

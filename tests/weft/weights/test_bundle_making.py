@@ -1,0 +1,97 @@
+"""How a bundle is made: whole or not at all, going on where an earlier run stopped, never over something."""
+
+from __future__ import annotations
+
+import errno
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.weft.weights.checkpoints import nothing
+from weft.errors import BadCheckpoint
+from weft.weights.bundle import convert, layout, pack
+from weft.weights.bundle.making import NOTE, making
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_a_broken_off_run_goes_on(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = pack.pack_file
+
+    def fail_at_second(source: Path, *rest: Any) -> layout.BundleHeader:
+        if "00002-of" in source.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(source, *rest)
+
+    monkeypatch.setattr(convert, "pack_file", fail_at_second)
+    with pytest.raises(OSError, match=r"No space left on device.*model-00002-of-00002\.weft"):
+        convert.compress(checkpoint, tmp_path / "bundle", 1, nothing)
+    assert not (tmp_path / "bundle").exists()
+    assert {path.name for path in (tmp_path / "bundle.partial").iterdir()} == {"model-00001-of-00002.weft", NOTE}
+    monkeypatch.setattr(convert, "pack_file", real)
+    assert convert.compress(checkpoint, tmp_path / "bundle", 1, nothing).num_kept == 1
+    assert convert.verify(tmp_path / "bundle", 1, nothing).num_files == 2
+    assert not (tmp_path / "bundle" / NOTE).exists()
+
+
+def test_what_another_version_left_is_made_anew(checkpoint: Path, tmp_path: Path) -> None:
+    first, second = sorted(checkpoint.glob("*.safetensors"))
+    with suppress(KeyboardInterrupt), making([first, second], tmp_path / "bundle", ()) as place:
+        with ThreadPoolExecutor(1) as threads:
+            pack.pack_file(first, made := place / f"{first.stem}.weft", threads, lambda size: None)
+        content = bytearray(made.read_bytes())
+        content[8] = 1
+        made.write_bytes(content)
+        raise KeyboardInterrupt
+    assert convert.compress(checkpoint, tmp_path / "bundle", 1, nothing).num_kept == 0
+    assert convert.verify(tmp_path / "bundle", 1, nothing).num_files == 2
+
+
+def test_a_file_that_is_written_anew_while_it_is_compressed_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    """Half of its chunks may be the old ones, and only `verify` would tell."""
+    file = min(checkpoint.glob("*.safetensors"))
+    with pytest.raises(BadCheckpoint, match=r"model-00001-of-00002\.safetensors: was written anew while it was read"):
+        convert.compress(checkpoint, tmp_path / "bundle", 1, lambda name, size: os.utime(file, (1, 1)))
+    assert convert.compress(checkpoint, tmp_path / "bundle", 1, nothing).num_kept == 0
+
+
+def test_what_was_begun_of_another_model_is_begun_anew(checkpoint: Path, tmp_path: Path) -> None:
+    one_file = tmp_path / "other" / "model.safetensors"
+    one_file.parent.mkdir()
+    save_file({"weight": torch.zeros(64, 64)}, one_file)
+    (one_file.parent / "stray.txt").write_text("x")
+    with suppress(KeyboardInterrupt), making([one_file], tmp_path / "bundle", ()) as place:
+        (place / "model.weft").write_bytes(b"of another model")
+        (place / "stray.txt").write_text("copied already")
+        raise KeyboardInterrupt
+    assert convert.compress(checkpoint, tmp_path / "bundle", 1, nothing).num_kept == 0
+    small = {path.name for path in checkpoint.iterdir() if path.suffix == ".json"}
+    assert set(files_of(tmp_path / "bundle")) == {*small, "model-00001-of-00002.weft", "model-00002-of-00002.weft"}
+
+
+def test_a_directory_that_happens_to_be_called_so_is_not_worked_in(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "bundle.partial").mkdir()
+    (tmp_path / "bundle.partial" / "thesis.txt").write_text("all of it")
+    with pytest.raises(BadCheckpoint, match=r"bundle\.partial: lies in the way"):
+        convert.compress(checkpoint, tmp_path / "bundle", 1, nothing)
+    assert files_of(tmp_path / "bundle.partial") == {"thesis.txt": b"all of it"}
+
+
+def test_one_at_a_time_and_never_over_something(checkpoint: Path, bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint, match="is there already"):
+        convert.compress(checkpoint, bundle, 1, nothing)
+    with pytest.raises(BadCheckpoint, match="lies inside"):
+        convert.compress(checkpoint, checkpoint / "inside", 1, nothing)
+    with pytest.raises(BadCheckpoint, match=r"there is no \.weft file in it"):
+        convert.verify(checkpoint, 1, nothing)
+    files = convert.weight_files(checkpoint, ".safetensors")
+    with making(files, tmp_path / "other", ()), pytest.raises(BadCheckpoint, match="another process"):
+        convert.compress(checkpoint, tmp_path / "other", 1, nothing)
