@@ -77,7 +77,7 @@ class ImageLayout:
         place, start, held = self.data_start, self.data_start, list[Part]()
         file: WeightsFile | None = None
         for source, part in self._parts():
-            size = sum(each.size for each in held)
+            size = place - start
             is_near = source.file is file and held and held[-1].offset + held[-1].size == part.offset
             if held and file is not None and not (is_near and size + part.size <= PIECE_BYTES):
                 yield Run(file, start, tuple(held))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import BadCheckpoint, Unreadable, WeftError
-from weft.weights.blobs import Blob, Scratch, WeightsFile
+from weft.weights.blobs import Blob, Scratch, WeightsFile, told
 from weft.weights.origin import LocalOrigin, Origin
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def local_model(url: str, cache: Path | None = None) -> Path:
     origin = ObjectOrigin(url)
     name = url.rstrip("/").rpartition("/")[2]
     directory = (cache or MODEL_CACHE).expanduser() / blake2b(url.encode(), digest_size=8).hexdigest() / name
-    directory.mkdir(parents=True, exist_ok=True)
+    with _kept(directory):
+        directory.mkdir(parents=True, exist_ok=True)
     had = _stamps(directory)
     stamps = {}
     for file in origin.files():
@@ -104,9 +106,22 @@ def _stamps(directory: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_bytes(content)
-    os.replace(part, path)  # processes that start together fetch the same
+    # processes that start together fetch the same; in containers that share a cache they have the same number
+    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+    with _kept(path):
+        try:
+            part.write_bytes(content)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _kept(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise told(error, f"{path}: cannot be kept here") from error
 
 
 class ObjectOrigin(Origin):

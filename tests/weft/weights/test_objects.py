@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import subprocess
 import sys
@@ -108,6 +109,26 @@ def test_what_changes_in_the_store_changes_here(store: str, tmp_path: Path) -> N
     assert not (directory / "old.txt").exists()
     assert read_checkpoint(directory).source_id != before.source_id
     assert not list(Path("/dev/shm").glob(f"weft-weights-{before.directory_id}-*"))
+
+
+def test_a_place_that_cannot_keep_the_small_files_is_named(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path / "model")
+    url = upload(tmp_path / "model", "unkept")
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(BadCheckpoint, match=r"file/.*/unkept: cannot be kept here: Not a directory"):
+        local_model(url, tmp_path / "file")
+
+    def no_space(path: Path, content: bytes) -> int:
+        real(path, content[:1])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    real = Path.write_bytes
+    monkeypatch.setattr(Path, "write_bytes", no_space)
+    with pytest.raises(BadCheckpoint, match=r"unkept/config\.json: cannot be kept here: No space left on device"):
+        local_model(url, tmp_path / "cache")
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
 
 
 def test_settings_with_urls_become_settings_with_directories(store: str, tmp_path: Path) -> None:
