@@ -95,3 +95,27 @@ def test_one_at_a_time_and_never_over_something(checkpoint: Path, bundle: Path, 
     files = convert.weight_files(checkpoint, ".safetensors")
     with making(files, tmp_path / "other", ()), pytest.raises(BadCheckpoint, match="another process"):
         convert.compress(checkpoint, tmp_path / "other", 1, nothing)
+
+
+def test_all_of_it_is_on_disk_before_it_has_its_name(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power failure may leave the name, and files without their bytes."""
+    synced: set[Path] = set()
+    seen: list[set[str]] = []
+
+    def fsync(fd: int) -> None:
+        synced.add(Path(os.readlink(f"/proc/self/fd/{fd}")))
+
+    def replace(source: Path, target: Path) -> None:
+        if target == tmp_path / "bundle":
+            seen.append({path.name for path in synced})
+        real(source, target)
+
+    real = os.replace
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    convert.compress(checkpoint, tmp_path / "bundle", 1, nothing)
+    files = {f"{path.name}.part" if path.suffix == ".weft" else path.name for path in (tmp_path / "bundle").iterdir()}
+    assert seen[0] >= {*files, "bundle.partial"}
+    assert tmp_path in synced

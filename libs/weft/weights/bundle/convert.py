@@ -18,7 +18,7 @@ import xxhash
 
 from weft.errors import BadCheckpoint
 from weft.weights.bundle.layout import SUFFIX, BundleHeader, read_bundle_header
-from weft.weights.bundle.making import making
+from weft.weights.bundle.making import making, on_disk
 from weft.weights.bundle.pack import pack_file
 from weft.weights.bundle.unpack import BundleFile, Bytes
 from weft.weights.checkpoint import INDEX_FILE, read_weight_map
@@ -182,8 +182,7 @@ def _whole(path: Path) -> Iterator[Path]:
     part = path.with_name(path.name + ".part")
     try:
         yield part
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
+        on_disk(part)
         os.replace(part, path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error

@@ -3,6 +3,7 @@ the next one of the same source, and takes the target's name at the end. Knows n
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -40,10 +41,27 @@ def making(files: Sequence[Path], target: Path, left_out: Sequence[str]) -> Iter
         for path in sorted(source.iterdir()):
             if path.is_file() and path.suffix not in left_out:
                 shutil.copy2(path, place / path.name)
+                on_disk(place / path.name)
+        # a name that outlives a power failure must not stand for files that do not
+        on_disk(place)
         os.replace(place, target)
         (target / NOTE).unlink()
+        on_disk(target)
+        on_disk(target.parent)
     finally:
         os.close(lock)
+
+
+def on_disk(path: Path) -> None:
+    """Wait until what was written to a file, or which names a directory has, is kept."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems on a network keep names by themselves
+            raise
+    finally:
+        os.close(fd)
 
 
 def _begin(place: Path, files: Sequence[Path]) -> None:
