@@ -120,23 +120,22 @@ def write_image(checkpoint: Checkpoint, report: Report, num_threads: int, around
     Raises BadCheckpoint, Unreadable when files change meanwhile, Overloaded when shared memory is too small.
     """
     layout = image_layout(checkpoint)
-    with _unpublished(image_name(checkpoint), layout.size_bytes) as fd:
+    with _unpublished(image_name(checkpoint), layout.size_bytes) as (fd, place):
         with files_reader(layout) as read:
             leaves = fill(fd, layout, around(read) if around else read, report, num_threads)
         if source_id(checkpoint.directory, checkpoint.tensors) != checkpoint.source_id:
             raise Unreadable(f"{checkpoint.directory}: files were written anew while they were read")
         weights_hash = root_hash(layout.entries, leaves)
         write_all(fd, layout.header(weights_hash, leaves), 0)
-        return _publish(fd, checkpoint, layout.size_bytes, weights_hash)
+        return _publish(fd, place, checkpoint, weights_hash)
 
 
-def _publish(fd: int, checkpoint: Checkpoint, size: int, weights_hash: str) -> Image:
+def _publish(fd: int, place: Path, checkpoint: Checkpoint, weights_hash: str) -> Image:
     """Under its name, or the one that another process published first."""
     path = image_path(image_name(checkpoint))
     for _ in range(PUBLISH_TRIES):
         try:
-            # by the file that is open: whatever else may have been put in the place where it was made, if it has one
-            os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+            os.link(place, path, src_dir_fd=fd, follow_symlinks=True)  # only with a directory does Python follow
         except FileExistsError:
             if (image := find_image(checkpoint)) is not None:
                 logger.info("another process published %s first", path.name)
@@ -145,7 +144,7 @@ def _publish(fd: int, checkpoint: Checkpoint, size: int, weights_hash: str) -> I
         except OSError as error:
             raise unwritable(error) from error
         else:
-            return Image(path.name, size, weights_hash, os.dup(fd))
+            return Image(path.name, os.fstat(fd).st_size, weights_hash, os.dup(fd))
     raise BadCheckpoint(f"{path} is in the way and is not an image of ours")
 
 
@@ -169,8 +168,9 @@ def _read_hash(path: Path) -> str:
 
 
 @contextmanager
-def _unpublished(name: str, size: int) -> Iterator[int]:
-    """A file of this size that vanishes unless it was given a name; held, so that nobody sweeps it away."""
+def _unpublished(name: str, size: int) -> Iterator[tuple[int, Path]]:
+    """A file of this size that vanishes unless it was given a name, and by what else it can be opened; held, so that
+    nobody sweeps it away."""
     try:
         fd, partial = _new_file(name)
     except OSError as error:
@@ -179,7 +179,7 @@ def _unpublished(name: str, size: int) -> Iterator[int]:
         if (free := free_bytes(SHARED_MEMORY)) < size:
             raise Overloaded(f"{SHARED_MEMORY}: no room: {size} bytes needed, {free} free")
         os.truncate(fd, size)
-        yield fd
+        yield fd, partial or Path(f"/proc/self/fd/{fd}")
     finally:
         if partial is not None:
             partial.unlink(missing_ok=True)
