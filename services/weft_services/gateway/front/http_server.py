@@ -11,6 +11,7 @@ import ssl
 from collections.abc import Iterator
 from typing import Any
 
+import httptools
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -41,7 +42,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Count what belongs to a head; one read may end it and begin a body, so the bound is a little loose."""
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        rest = data
+        while rest:
+            rest = self._read(rest)
         if self._is_in_head and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
@@ -60,10 +64,17 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The rest is the application's to bound."""
+        if self.parser.should_upgrade():
+            return  # read again, without the offer
         self._disarm()
         self._is_in_head = False
         self._head_bytes = 0
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The body is there."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing to wait for any more; whoever waits to write goes on, and hears that the client has left."""
@@ -81,6 +92,30 @@ class GuardedProtocol(HttpToolsProtocol):
         """There is room again."""
         self._has_read()
         super().resume_writing()
+
+    def _read(self, data: bytes) -> bytes:
+        """Parse it; what is returned is to be parsed next."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserUpgrade as offer:
+            if self.parser.get_method() != b"CONNECT":
+                return self._without_offer() + data[offer.args[0] :]
+            self.send_400_response("Tunnels are not made here.")
+        return b""
+
+    def _without_offer(self) -> bytes:
+        """The head of a request that offers to go on in another protocol, as it would be without that.
+
+        Java's own client offers HTTP/2 with every first request. Whoever does not take an offer reads on as if there
+        had been none; the parser stops there instead, the body unread, and has to begin anew.
+        """
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's are
+        fields = [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(fields))
 
     def _expect_head(self) -> None:
         self._is_in_head = True
