@@ -1,16 +1,20 @@
-"""What is counted in a body's bytes is what a JSON parser finds there."""
+"""What is counted in a body's bytes is what a JSON parser finds there; and how deeply it may be nested."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import grpc
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.services.gateway.conftest import MODEL_NAME, MakeBench
 from weft.errors import InvalidRequest
+from weft_mesh.v1 import inference_service_pb2 as pb
+from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from weft_services.gateway.dialects import body_limits
 from weft_services.gateway.dialects.anthropic_requests import parse_count, parse_messages
 from weft_services.gateway.dialects.body_limits import MAX_OBJECTS, check_body
@@ -91,3 +95,50 @@ def test_json_within_json_counts_too() -> None:
     for field in ({"guided_json": OBJECTS.decode()}, {"structured_outputs": {"structural_tag": OBJECTS.decode()}}):
         with pytest.raises(InvalidRequest, match=r"more than 65536 bytes|the body has \d+ objects"):
             parse_chat(json.dumps({"model": "m", "messages": [user], **field}).encode())
+
+
+def nested(depth: int) -> Any:
+    """So many objects in one another."""
+    value: Any = {}
+    for _ in range(depth - 1):
+        value = {"a": value}
+    return value
+
+
+DEEP = nested(300)
+TOOL = {"type": "function", "function": {"name": "f", "parameters": DEEP}}
+USER = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": [USER], "tools": [TOOL]}),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 1, "tools": [{"name": "f", "input_schema": DEEP}]}),
+        ("/v1/messages/count_tokens", {"messages": [USER], "tools": [{"name": "f", "input_schema": DEEP}]}),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": DEEP}]}),
+        ("/v1/responses", {"input": "x", "text": {"later": DEEP}}),
+        ("/v1/responses/input_tokens", {"input": "x", "reasoning": {"summary": DEEP}}),
+    ],
+)
+async def test_what_is_nested_deeply_is_the_clients_fault(bench: MakeBench, path: str, fields: Any) -> None:
+    async with bench() as b:
+        answer = await b.http.post(path, json={"model": MODEL_NAME, **fields})
+        assert answer.status_code == 400, answer.text
+        assert "invalid_request_error" in answer.text
+        assert not b.decode.started
+
+
+async def test_deep_json_within_strings_reaches_the_template_as_text_and_grpc_refuses_it(bench: MakeBench) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": json.dumps(nested(90))}}
+    deep = {"type": "function", "function": {"name": "f", "arguments": json.dumps(nested(900))}}
+    async with bench(context=16_384) as b:
+        for each in (call, deep):
+            messages = [USER, {"role": "assistant", "tool_calls": [each]}, USER]
+            answer = await b.http.post("/v1/chat/completions", json={"model": MODEL_NAME, "messages": messages})
+            assert answer.status_code == 200, answer.text
+        async with grpc.aio.insecure_channel(b.gateway.grpc_address) as channel:
+            asked = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="x")], tools_json=[json.dumps(TOOL)])
+            with pytest.raises(grpc.aio.AioRpcError, match="tools_json: JSON nested 302 levels deep") as caught:
+                await anext(aiter(InferenceServiceStub(channel).Chat(asked)))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -7,6 +7,8 @@ import math
 import re
 from typing import Any
 
+from weft_services.gateway.dialects.body_limits import MAX_LEVELS, depth_of, may_be_deep
+
 MAX_PROMPTS = 64
 # both hold their text under their own name; a refusal is what an assistant once said
 TEXT_PARTS = ("text", "refusal")
@@ -185,6 +187,8 @@ def _parse_arguments(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments  # models do write broken JSON, and clients send it back
+    if may_be_deep(arguments) and depth_of(parsed) > MAX_LEVELS:
+        return arguments  # more than templates can walk through
     return parsed if isinstance(parsed, dict) else arguments
 
 

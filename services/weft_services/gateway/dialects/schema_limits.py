@@ -9,6 +9,8 @@ from typing import Any
 
 import orjson
 
+from weft_services.gateway.dialects.body_limits import depth_of
+
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 64  # of its JSON: a level of a schema is two of them, properties and the name
 MAX_OBJECTS = 2048
@@ -36,15 +38,6 @@ def complaint(schema: dict[str, Any]) -> str | None:
         if multiple > MAX_MULTIPLE:
             return f"has a multipleOf, or several that meet, above {MAX_MULTIPLE}"
     return None
-
-
-def depth_of(value: Any) -> int:
-    """Levels of objects and lists."""
-    depth, level = 0, [value]
-    while level := [each for each in level if isinstance(each, dict | list)]:
-        depth += 1
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
-    return depth
 
 
 def _objects(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from weft.errors import InvalidRequest
-from weft_services.gateway.dialects.body_limits import check_body
+from weft_services.gateway.dialects.body_limits import check_body, check_depth
 from weft_services.gateway.dialects.openai_requests import parse_chat
 from weft_services.gateway.generation import Generation
 
@@ -24,6 +24,7 @@ def read_object(body: bytes) -> Fields:
         raise InvalidRequest(f"the body is not JSON that can be read: {error}", None, "invalid_json") from error
     if not isinstance(fields, dict):
         raise InvalidRequest("the body must be a JSON object", None)
+    check_depth(body, fields)
     return fields
 
 

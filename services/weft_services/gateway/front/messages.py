@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from weft.errors import InvalidRequest
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_services.gateway.catalog import Catalog
-from weft_services.gateway.dialects.body_limits import check_body
+from weft_services.gateway.dialects.body_limits import check_body, check_depth
 from weft_services.gateway.dialects.embeddings import parse_embedding
 from weft_services.gateway.dialects.openai_requests import parse_chat, parse_completion
 from weft_services.gateway.dialects.tokenize_requests import parse_detokenize, parse_tokenize
@@ -123,9 +123,11 @@ def _message_fields(position: int, message: pb.ChatMessage) -> dict[str, Any]:
 
 def _json_field(text: str, field: str) -> Any:
     try:
-        return orjson.loads(text)
+        value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"{field}: not JSON: {error}", field) from error
+    check_depth(text, value, field)
+    return value
 
 
 def _option_fields(options: pb.GenerationOptions) -> dict[str, Any]:

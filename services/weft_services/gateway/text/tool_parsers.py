@@ -43,10 +43,15 @@ def hermes(feed: Feed, parts: Parts) -> Reading[None]:
 def mistral(feed: Feed, parts: Parts) -> Reading[None]:
     """Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, newer ones `[TOOL_CALLS]name[ARGS]{...}`."""
     while (yield from copy_until(feed, ("[TOOL_CALLS]",), parts.text)):
-        if (yield from next_letter(feed)) != "[":
-            yield from _named_call(feed, parts, ("[ARGS]",), _mistral_name)
+        if (yield from next_letter(feed)) == "{":  # without its list
+            yield from _object_or_text(feed, parts, "[TOOL_CALLS]")
+            continue
+        if feed.text[:1] != "[":
+            yield from _named_call(feed, parts, "[TOOL_CALLS]", ("[ARGS]",), _mistral_name)
             continue
         feed.take(1)
+        if (yield from next_letter(feed)) not in ("{", "]"):
+            parts.text("[TOOL_CALLS][")
         while (yield from next_letter(feed)) == "{":
             yield from _object_or_text(feed, parts, "")
             if (yield from next_letter(feed)) == ",":
@@ -73,7 +78,7 @@ def kimi(feed: Feed, parts: Parts) -> Reading[None]:
     )
     while mark := (yield from copy_until(feed, marks, parts.text)):
         if mark == marks[3]:
-            yield from _named_call(feed, parts, ("<|tool_call_argument_begin|>",), _kimi_name)
+            yield from _named_call(feed, parts, mark, ("<|tool_call_argument_begin|>",), _kimi_name)
 
 
 def llama(names: frozenset[str]) -> Parser:
@@ -89,6 +94,7 @@ def llama(names: frozenset[str]) -> Parser:
             if not (yield from _object_or_text(feed, parts, "", names)):
                 break
             yield from begins_with(feed, ";")
+        yield from begins_with(feed, "<|python_end|>")
         yield from copy_until(feed, (), parts.text)
 
     return parse
@@ -120,7 +126,8 @@ def _object(feed: Feed, parts: Parts, names: frozenset[str] | None) -> Reading[N
             feed.take(1)
             continue
         key = yield from _key(feed)
-        if key in ("arguments", "parameters") and "name" in fields and (yield from next_letter(feed)) == "{":
+        is_it = key in ("arguments", "parameters") and "name" in fields and not is_begun
+        if is_it and (yield from next_letter(feed)) == "{":
             parts.begin_call(fields["name"], str(fields.get("id", "")))
             is_begun = True
             yield from copy_json(feed, parts.arguments)
@@ -159,14 +166,14 @@ def _whole_call(parts: Parts, fields: dict[str, Any], written: dict[str, str]) -
 
 
 def _named_call(
-    feed: Feed, parts: Parts, separators: tuple[str, ...], read_name: Callable[[str], tuple[str, str]]
+    feed: Feed, parts: Parts, opening: str, separators: tuple[str, ...], read_name: Callable[[str], tuple[str, str]]
 ) -> Reading[None]:
-    """Name, separator, JSON. The name may say the call's id too."""
+    """Name, separator, JSON. The name may say the call's id too. Without one it is no call, and all of it is text."""
     header: list[str] = []
     separator = yield from copy_until(feed, (*separators, "{"), header.append)
     name, call_id = read_name("".join(header).strip())
     if separator is None or not name:
-        parts.text("".join(header))
+        parts.text(opening + "".join(header) + (separator or ""))
         return
     if separator == "{":
         feed.text = separator + feed.text
@@ -203,6 +210,9 @@ def _deepseek_call(feed: Feed, parts: Parts) -> Reading[None]:
         name = "".join(lines).strip() or name
         if fence == "{":
             feed.text = fence + feed.text
+    if not name:
+        parts.text("".join(before))
+        return
     parts.begin_call(name)
     yield from _arguments(feed, parts)
     yield from begins_with(feed, "```")
@@ -220,12 +230,12 @@ def _python_calls(feed: Feed, parts: Parts, names: frozenset[str]) -> Reading[No
     yield from copy_until(feed, ("<|python_end|>",), held.append)
     try:
         calls = _python("".join(held), names)
-    except (Malformed, SyntaxError, ValueError, RecursionError, MemoryError):
+    except (Malformed, SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         parts.text("".join(held))
         return
     for name, arguments in calls:
         parts.begin_call(name)
-        parts.arguments(json.dumps(arguments, ensure_ascii=False))
+        parts.arguments(arguments)
 
 
 def _may_be_python(text: str, names: frozenset[str], is_whole: bool) -> bool:
@@ -233,7 +243,7 @@ def _may_be_python(text: str, names: frozenset[str], is_whole: bool) -> bool:
     return any(text.startswith(each) or (not is_whole and each.startswith(text)) for each in openings)
 
 
-def _python(text: str, names: frozenset[str]) -> list[tuple[str, dict[str, Any]]]:
+def _python(text: str, names: frozenset[str]) -> list[tuple[str, str]]:
     if len(text) > MAX_PYTHON_CHARS:
         raise Malformed
     tree = ast.parse(text.strip(), mode="eval").body
@@ -242,10 +252,12 @@ def _python(text: str, names: frozenset[str]) -> list[tuple[str, dict[str, Any]]
     return [_python_call(node, names) for node in tree.elts]
 
 
-def _python_call(node: ast.expr, names: frozenset[str]) -> tuple[str, dict[str, Any]]:
+def _python_call(node: ast.expr, names: frozenset[str]) -> tuple[str, str]:
+    """Name and arguments. Python has values that JSON has not: sets, bytes, infinity."""
     if not isinstance(node, ast.Call) or node.args:
         raise Malformed
     name = ast.unparse(node.func)
     if name not in names:
         raise Malformed
-    return name, {str(each.arg): ast.literal_eval(each.value) for each in node.keywords if each.arg}
+    arguments = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords if each.arg}
+    return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
