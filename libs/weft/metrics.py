@@ -72,7 +72,7 @@ class LoopHistogram(Collector):
 # a model is one that is served, or empty where it was not clear which
 REQUESTS = Counter("weft_requests", "Requests by endpoint and end", ["endpoint", "outcome", "model"], registry=REGISTRY)
 IN_FLIGHT = Gauge("weft_requests_in_flight", "Requests being served", registry=REGISTRY)
-PROMPT_TOKENS = Counter("weft_prompt_tokens", "Prompt tokens received", ["model"], registry=REGISTRY)
+PROMPT_TOKENS = Counter("weft_prompt_tokens", "Prompt tokens of answers that began", ["model"], registry=REGISTRY)
 CACHED_TOKENS = Counter("weft_cached_prompt_tokens", "Prompt tokens served from a cache", ["model"], registry=REGISTRY)
 COMPLETION_TOKENS = Counter("weft_completion_tokens", "Tokens sent to clients", ["model"], registry=REGISTRY)
 TTFT = Histogram(

@@ -1,4 +1,4 @@
-"""What models write that is nearly a tool call: nothing of it is lost, and nothing of it ends the answer with an error."""
+"""What models write that is nearly a tool call: nothing of it is lost, and none of it ends an answer with an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import speaking
-from tests.services.gateway.test_tool_parsers import calls, cuts, read, said
+from tests.services.gateway.test_tool_parsers import SEEK_V31, calls, cuts, read, said
 from weft_services.gateway.text.parts import PartKind
 from weft_services.gateway.text.tool_formats import FORMATS
 
@@ -26,7 +26,7 @@ ADD = '{"name": "add", "arguments": {"a": 1}}'
         ("mistral", '[TOOL_CALLS]{"city": "Rome"}', '[TOOL_CALLS]{"city": "Rome"}', []),
         ("mistral-args", '[TOOL_CALLS][ARGS]{"a": 1}', '[TOOL_CALLS][ARGS]{"a": 1}', []),
         ("kimi", "<|tool_call_begin|>{}", "<|tool_call_begin|>{}", []),
-        ("deepseek-v3.1", "<｜tool▁call▁begin｜><｜tool▁sep｜>{}<｜tool▁call▁end｜>", "{}", []),
+        ("deepseek-v3.1", SEEK_V31.format("", "{}"), "{}", []),
         ("hermes", f'<tool_call>{ADD[:-1]}, "parameters": {{"b": 2}}}}</tool_call>', "", [("add", '{"a": 1}')]),
     ],
 )

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from tests.services.gateway.conftest import CONTEXT, MODEL_NAME, MakeBench
-from tests.services.gateway.fakes import LENGTH, SequenceDelta, speaking
+from tests.services.gateway.fakes import LENGTH, SequenceDelta, failing, speaking
 from tests.services.gateway.test_disconnect import connect
 from weft.metrics import REGISTRY
 from weft_services.gateway.front import http_server
@@ -163,6 +163,20 @@ async def test_durations_are_of_requests_that_finished(bench: MakeBench) -> None
         for prompt, expected in (("x", 1), ("", 1), ("x", 2)):
             await b.http.post("/v1/completions", json={"model": MODEL_NAME, "prompt": prompt})
             assert count() - before == expected
+
+
+async def test_prompts_that_no_worker_took_are_not_counted(bench: MakeBench) -> None:
+    def count() -> float:
+        return REGISTRY.get_sample_value("weft_prompt_tokens_total", {"model": MODEL_NAME}) or 0.0
+
+    async with bench() as b:
+        before = count()
+        b.decode.script = failing(8)
+        refused = await b.http.post("/v1/completions", json={"model": MODEL_NAME, "prompt": "hello"})
+        assert (refused.status_code, count()) == (429, before)
+        b.decode.script = speaking(b.ids("hello"))
+        await b.http.post("/v1/completions", json={"model": MODEL_NAME, "prompt": "hello"})
+        assert count() - before == len(b.decode.started[-1].token_ids)
 
 
 async def test_more_requests_than_allowed_are_turned_away(bench: MakeBench) -> None:

@@ -12,6 +12,7 @@ from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, TEMPLATE, 
 from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_grpc import stub_of
 from weft_mesh.v1 import inference_service_pb2 as pb
+from weft_services.gateway.mesh.prepare import MAX_COUNTED_CHARS
 
 USER: Any = {"role": "user", "content": "hello ü"}
 TOOL: Any = {"type": "function", "function": {"name": "now"}}
@@ -21,7 +22,7 @@ WRONG: list[tuple[str, dict[str, Any], str, int]] = [
     ("/tokenize", {"prompt": "x", "messages": [USER]}, "prompt", 400),
     ("/tokenize", {"prompt": 5}, "prompt", 400),
     ("/tokenize", {"messages": [{"role": "robot"}]}, "messages.0.role", 400),
-    ("/tokenize", {"prompt": "a b " * 500}, "prompt", 400),
+    ("/tokenize", {"prompt": "a" * (MAX_COUNTED_CHARS + 1)}, "prompt", 400),
     ("/tokenize", {"messages": [USER], "chat_template": "{{ 1 }}"}, "chat_template", 400),
     ("/tokenize", {"prompt": "x", "model": "other"}, "model", 404),
     ("/detokenize", {}, "tokens", 400),
@@ -97,3 +98,19 @@ async def test_what_is_wrong_is_named(bench: MakeBench) -> None:
             code, error = await b.refused(path, **fields)
             assert (code, error["param"]) == (status, param), fields
             assert param in error["message"]
+
+
+async def test_what_is_longer_than_the_context_is_counted_all_the_same(bench: MakeBench) -> None:
+    text = "a b " * 500
+    async with bench() as b, stub_of(b) as stub:
+        found = (await b.http.post("/tokenize", json={"prompt": text})).json()
+        assert found["count"] == len(b.ids(text)) > found["max_model_len"] == CONTEXT
+        assert len((await stub.Tokenize(pb.TokenizeRequest(text=text), timeout=10)).token_ids) == found["count"]
+        messages = [{"role": "user", "content": text}]
+        rendered = (await b.http.post("/tokenize", json={"messages": messages})).json()["count"]
+        for path, fields in (
+            ("/v1/messages/count_tokens", {"messages": messages}),
+            ("/v1/responses/input_tokens", {"input": text, "max_output_tokens": 9000}),
+        ):
+            answer = await b.http.post(path, json={"model": MODEL_NAME, **fields})
+            assert (answer.status_code, answer.json()["input_tokens"]) == (200, rendered)

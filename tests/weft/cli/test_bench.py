@@ -199,6 +199,13 @@ def test_a_server_that_knows_openais_fields_alone_is_measured_without_the_others
     assert "HTTP 400: unknown parameter: stream_options" in result.output
 
 
+def test_thoughts_are_tokens_whatever_a_server_calls_them(gateway: Gateway) -> None:
+    thinking = {"choices": [{"index": 0, "delta": {"reasoning": "Hm"}, "finish_reason": None}]}
+    gateway.scripts = [list(HELLO), [thinking, {**thinking, "usage": {"prompt_tokens": 3, "completion_tokens": 1}}]]
+    result = runner.invoke(app, ["bench", "--chat", "--url", gateway.url, "--requests", "1"])
+    assert "1 of 1 answered" in result.output, result.output
+
+
 def test_events_may_have_names_comments_and_any_line_ends(gateway: Gateway) -> None:
     text = [json.dumps(event) for event in HELLO[:-1]]
     named = [f"event: chunk\r\nid: 7\r\ndata: {each}\r\n\r\n".encode() for each in text]

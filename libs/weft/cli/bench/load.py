@@ -181,5 +181,6 @@ def _take(event: dict[str, Any], record: Record, now: float) -> None:
         record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     for choice in event.get("choices", ()):
         delta = choice.get("delta") or {}
-        if choice.get("text") or delta.get("content") or delta.get("reasoning_content"):
+        # vLLM calls thoughts reasoning
+        if choice.get("text") or any(delta.get(name) for name in ("content", "reasoning_content", "reasoning")):
             record.arrivals.append(now)

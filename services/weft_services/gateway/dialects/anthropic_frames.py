@@ -13,7 +13,7 @@ from weft.request import FinishReason
 from weft_services.gateway.dialects.answers import Answers
 from weft_services.gateway.dialects.frames import Choice, Usage, event
 from weft_services.gateway.error_body import public_message, status_of
-from weft_services.gateway.mesh.prepare import Prepared
+from weft_services.gateway.mesh.prepare import Prepared, TooLong
 from weft_services.gateway.mesh.sequence import Piece
 from weft_services.gateway.text.parts import Part, PartKind
 
@@ -22,6 +22,8 @@ ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
     413: "request_too_large",
     415: "invalid_request_error",
     429: "rate_limit_error",
@@ -175,4 +177,14 @@ def _delta_of(part: Part) -> dict[str, Any]:
 
 
 def _error(error: WeftError) -> dict[str, str]:
-    return {"type": ERROR_TYPES.get(status_of(error), "api_error"), "message": public_message(error)}
+    message = _too_long(error) if isinstance(error, TooLong) else public_message(error)
+    return {"type": ERROR_TYPES.get(status_of(error), "api_error"), "message": message}
+
+
+def _too_long(error: TooLong) -> str:
+    """In Anthropic's words: agents tell by them to sum the conversation up, or to ask for a shorter answer."""
+    if error.max_tokens is None:
+        return f"prompt is too long: {error.size} > {error.limit - 1} maximum"
+    sums = f"{error.size} + {error.max_tokens} > {error.limit}"
+    advice = "decrease input length or `max_tokens` and try again"
+    return f"input length and `max_tokens` exceed context limit: {sums}, {advice}"

@@ -188,7 +188,7 @@ def _message(role: str, content: Any, path: str) -> Iterator[Fields]:
                 yield _result(block, at)
             case _:
                 raise InvalidRequest(f"{at}: text, thinking, tool_use and tool_result blocks are known", at)
-    if texts or calls:
+    if texts or calls or thoughts:
         message = {"role": role, "content": "".join(texts), "tool_calls": calls or None}
         yield message | ({"reasoning_content": "".join(thoughts)} if thoughts else {})
 

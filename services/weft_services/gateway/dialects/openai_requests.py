@@ -74,12 +74,14 @@ class Message(Lenient):
     tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_TOOLS)] = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
     reasoning: str | None = None  # the same in the words of newer vLLMs and of OpenRouter
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("content is required; only an assistant's tool calls go without")
+        says_otherwise = self.tool_calls or self.reasoning_content or self.reasoning or self.refusal
+        if self.content is None and not (self.role == "assistant" and says_otherwise):
+            raise ValueError("content is required; only an assistant's tool calls, thoughts and refusals go without")
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -93,7 +95,7 @@ class Message(Lenient):
             "reasoning_content": thoughts,
         }
         given = {name: value for name, value in rest.items() if value is not None}
-        return {"role": self.role, "content": self.content or "", **given}
+        return {"role": self.role, "content": self.content or self.refusal or "", **given}
 
     @property
     def argument_texts(self) -> list[str]:

@@ -106,7 +106,9 @@ class Account:
         metrics.REQUESTS.labels(self._endpoint, str(outcome), self._model).inc()
         if outcome == Stage.FINISHED:  # refusals take no time, and would make everything look quick
             metrics.E2E.labels(self._model).observe(now - self._received)
-        if self._model:
+        # a prompt that nobody took would hide what caches do; embeddings have no first token
+        is_computed = self._last_token is not None or (self._run is None and outcome == Stage.FINISHED)
+        if self._model and is_computed:
             metrics.PROMPT_TOKENS.labels(self._model).inc(usage.prompt_tokens)
             metrics.CACHED_TOKENS.labels(self._model).inc(usage.cached_tokens)
             metrics.COMPLETION_TOKENS.labels(self._model).inc(usage.completion_tokens)

@@ -1,4 +1,4 @@
-"""The routes of the HTTP listener, and OpenAI's error bodies for everything that goes wrong around them."""
+"""The routes of the HTTP listener, and error bodies for everything that goes wrong around them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weft_services.gateway.dialects.openai_requests import parse_chat, parse_com
 from weft_services.gateway.dialects.responses_frames import ResponseFrames
 from weft_services.gateway.dialects.responses_requests import parse_responses
 from weft_services.gateway.error_body import HttpError, error_body, status_of
-from weft_services.gateway.front.edge import Doorkeeper, Exchanges
+from weft_services.gateway.front.edge import Doorkeeper, Exchanges, is_anthropic
 from weft_services.gateway.front.embeddings import EmbeddingEndpoint
 from weft_services.gateway.front.endpoints import Api, GenerationEndpoint
 from weft_services.gateway.front.live import FleetEvents
@@ -125,7 +125,7 @@ def _json(value: Any, status: int = 200) -> Response:
 
 async def _weft_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, WeftError)
-    return Response(error_body(error), status_of(error), media_type="application/json")
+    return Response(_told(request, error), status_of(error), media_type="application/json")
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -133,9 +133,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     phrase = HTTPStatus(error.status_code).phrase.lower()
     reason = "unknown_url" if error.status_code == 404 else None
-    body = error_body(HttpError(error.status_code, f"{request.method} {request.scope['path']}: {phrase}", reason))
-    return Response(body, error.status_code, headers=error.headers, media_type="application/json")
+    told = HttpError(error.status_code, f"{request.method} {request.scope['path']}: {phrase}", reason)
+    return Response(_told(request, told), error.status_code, headers=error.headers, media_type="application/json")
 
 
 async def _unforeseen(request: Request, error: Exception) -> Response:
-    return Response(error_body(EngineFailed("internal error")), 500, media_type="application/json")
+    return Response(_told(request, EngineFailed("internal error")), 500, media_type="application/json")
+
+
+def _told(request: Request, error: WeftError) -> bytes:
+    """In the words of the API whose path it is."""
+    return message_error(error) if is_anthropic(request.scope["path"]) else error_body(error)

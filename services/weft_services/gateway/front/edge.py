@@ -47,7 +47,7 @@ class Exchanges:
         chosen = given if ACCEPTABLE_ID.fullmatch(given) else new_id()
         request_id.set(chosen)
         fields = [(b"x-request-id", chosen.encode())]
-        if _is_anthropic(scope["path"]):
+        if is_anthropic(scope["path"]):
             fields.append((b"request-id", chosen.encode()))
         status = CLIENT_LEFT
 
@@ -85,17 +85,17 @@ class Doorkeeper:
         if path in OPEN_PATHS or path.startswith(PAGE_FILES):
             await self._app(scope, receive, send)
             return
-        is_anthropic = _is_anthropic(path)
+        speaks_anthropic = is_anthropic(path)
         try:
             found = self._door.enter(scope["headers"])
             if not (path.startswith(API) or found.is_operator):
                 raise Forbidden("this path is for an operator's key")
         except WeftError as error:
-            await Reply(send, message_error if is_anthropic else error_body).fail(error)
+            await Reply(send, message_error if speaks_anthropic else error_body).fail(error)
             return
         visitor.set(found)
         note({"key": found.name})
-        await self._app(scope, receive, _with_limits(send, found, is_anthropic) if found.has_limits else send)
+        await self._app(scope, receive, _with_limits(send, found, speaks_anthropic) if found.has_limits else send)
 
 
 def _is_worth_a_line(path: str, status: int) -> bool:
@@ -105,16 +105,17 @@ def _is_worth_a_line(path: str, status: int) -> bool:
     return status >= 400 or not (path == METRICS or path.startswith(PAGE_FILES))
 
 
-def _is_anthropic(path: str) -> bool:
+def is_anthropic(path: str) -> bool:
+    """Is it a path of Anthropic's API."""
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
-def _with_limits(send: Send, found: Visitor, is_anthropic: bool) -> Send:
+def _with_limits(send: Send, found: Visitor, speaks_anthropic: bool) -> Send:
     """The limits as they are when the answer begins."""
 
     async def send_with_limits(message: Message) -> None:
         if message["type"] == "http.response.start":
-            fields = anthropic_headers(found.levels()) if is_anthropic else openai_headers(found.levels())
+            fields = anthropic_headers(found.levels()) if speaks_anthropic else openai_headers(found.levels())
             message["headers"] = [*message.get("headers", ()), *fields]
         await send(message)
 

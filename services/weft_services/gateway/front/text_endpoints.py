@@ -39,16 +39,16 @@ def text_routes(pipeline: Pipeline) -> list[Route]:
 
 async def count_message(pipeline: Pipeline, body: bytes) -> Fields:
     """Anthropic's count_tokens."""
-    prepared = await pipeline.prepare(parse_count, body, is_run=False)
-    note({"model": prepared.model.name, "prompt": prepared.num_prompt_tokens})
-    return {"input_tokens": prepared.num_prompt_tokens}
+    model, number = await pipeline.count(parse_count, body)
+    note({"model": model.name, "prompt": number})
+    return {"input_tokens": number}
 
 
 async def count_response(pipeline: Pipeline, body: bytes) -> Fields:
     """The same for the Responses API."""
-    prepared = await pipeline.prepare(parse_responses, body, is_run=False)
-    note({"model": prepared.model.name, "prompt": prepared.num_prompt_tokens})
-    return {"object": "response.input_tokens", "input_tokens": prepared.num_prompt_tokens}
+    model, number = await pipeline.count(parse_responses, body)
+    note({"model": model.name, "prompt": number})
+    return {"object": "response.input_tokens", "input_tokens": number}
 
 
 async def tokens_of(pipeline: Pipeline, body: bytes, parse: Callable[[bytes], Tokenizing] = parse_tokenize) -> Fields:

@@ -21,6 +21,7 @@ from weft_services.gateway.mesh.prepare import (
     PreparedEmbedding,
     ResultT,
     Workshop,
+    count,
     prepare,
     prepare_embedding,
 )
@@ -112,17 +113,29 @@ class Pipeline:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
 
-    async def prepare(self, parse: Callable[[bytes], Generation], body: bytes, is_run: bool = True) -> Prepared:
+    async def prepare(self, parse: Callable[[bytes], Generation], body: bytes) -> Prepared:
         """Validate, render, tokenize and hash. Raises InvalidRequest, NotFound or RateLimited.
 
-        A request counts against its key's limits whether it is right or wrong, its tokens only when it will be run.
+        A request counts against its key's limits whether it is right or wrong, its tokens only when it is right.
         """
         if len(body) > SHORT_BYTES:
             prepared = await self._judged(lambda: self._prepare(parse(body)))
         else:
             prepared = await self._prepare_short(parse, body)
-        await visitor.get().take(prepared.num_prompt_tokens if is_run else 0)
+        await visitor.get().take(prepared.num_prompt_tokens)
         return prepared
+
+    async def count(self, parse: Callable[[bytes], Generation], body: bytes) -> tuple[ServedModel, int]:
+        """The model that is meant and the prompt's length, for requests that will not be run. Raises as `prepare`."""
+
+        def work() -> tuple[ServedModel, int]:
+            generation = parse(body)
+            model = self.models.find(generation.model)
+            return model, count(generation, model, self.max_context_tokens(model))
+
+        counted = await self._judged(work)
+        await visitor.get().take(0)
+        return counted
 
     async def _prepare_short(self, parse: Callable[[bytes], Generation], body: bytes) -> Prepared:
         """Here and now, but for grammars: little text can mean a lot of work there."""

@@ -24,8 +24,19 @@ from weft_services.gateway.text.assistant import THINK
 NUM_THREADS = 2
 # of one request, as OpenAI has it
 MAX_EMBEDDED_TOKENS = 300_000
+# a text of up to this is tokenized where nothing is run, however much less the model could read: by its length clients
+# decide what to leave out
+MAX_COUNTED_CHARS = 1 << 20
 ResultT = TypeVar("ResultT")
 Encode = Callable[[str], tuple[int, ...]]
+
+
+class TooLong(InvalidRequest):
+    """More than the context holds: a prompt of that size, and `max_tokens` of answer where they are too many."""
+
+    def __init__(self, message: str, param: str, size: str, limit: int, max_tokens: int | None = None) -> None:
+        super().__init__(message, param, "context_length_exceeded")
+        self.size, self.limit, self.max_tokens = size, limit, max_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +142,38 @@ def _token_ids(
         return token_ids
     if len(text) > limit * model.codec.longest_token_bytes:  # surely too long: no need to tokenize it
         raise _too_long(f"a text of {len(text)} characters", field, limit)
-    token_ids = encode(text)
-    if not token_ids:
-        raise InvalidRequest(f"{field} is empty", field, "invalid_value")
+    token_ids = _filled(encode(text), field)
     _check_size(len(token_ids), field, limit)
     return token_ids
 
 
+def _filled(token_ids: tuple[int, ...], field: str) -> tuple[int, ...]:
+    if not token_ids:
+        raise InvalidRequest(f"{field} is empty", field, "invalid_value")
+    return token_ids
+
+
 def tokenize(asked: Tokenizing, model: ServedModel, limit: int) -> tuple[int, ...]:
-    """The ids that a prompt would have. Raises what `prepare` raises."""
+    """The ids that a prompt would have, also of one that is longer than the context. Raises what `prepare` raises."""
     encode = partial(model.codec.encode, add_special_tokens=asked.add_special_tokens)
-    return _token_ids(_text(asked.prompt, asked.field, model), asked.field, model, limit, encode)
+    return _counted(_text(asked.prompt, asked.field, model), asked.field, model, limit, encode)
+
+
+def count(generation: Generation, model: ServedModel, limit: int) -> int:
+    """How many tokens the prompts have; nothing else of the request is looked at. Raises what `prepare` raises."""
+    salt, field = visitor.get().cache_salt, generation.prompt_field
+    prompts = [(_text(prompt, field, model), _encoder(prompt, model, salt)) for prompt in generation.prompts]
+    return sum(len(_counted(text, field, model, limit, encode)) for text, encode in prompts)
+
+
+def _counted(
+    text: str | tuple[int, ...], field: str, model: ServedModel, limit: int, encode: Encode
+) -> tuple[int, ...]:
+    if isinstance(text, tuple):
+        return text
+    if len(text) > max(MAX_COUNTED_CHARS, limit * model.codec.longest_token_bytes):
+        raise _too_long(f"a text of {len(text)} characters", field, limit)
+    return _filled(encode(text), field)
 
 
 def prepare_embedding(asked: Embedding, model: ServedModel, limit: int) -> PreparedEmbedding:
@@ -177,9 +209,9 @@ def _check_size(num_tokens: int, field: str, limit: int) -> None:
         raise _too_long(f"{num_tokens} tokens", field, limit)
 
 
-def _too_long(size: str, field: str, limit: int) -> InvalidRequest:
+def _too_long(size: str, field: str, limit: int) -> TooLong:
     message = f"{field}: {_context_is(limit)}, and {size} and at least one token of answer exceed it"
-    return InvalidRequest(message, field, "context_length_exceeded")
+    return TooLong(message, field, size, limit)
 
 
 def _context_is(limit: int) -> str:
@@ -205,7 +237,7 @@ def _length(generation: Generation, num_prompt_tokens: int, limit: int) -> int:
             f"{field}: {_context_is(limit)}, and {num_prompt_tokens} prompt tokens "
             f"and {generation.max_tokens} to generate exceed it"
         )
-        raise InvalidRequest(message, field, "context_length_exceeded")
+        raise TooLong(message, field, str(num_prompt_tokens), limit, generation.max_tokens)
     return generation.max_tokens
 
 
