@@ -13,13 +13,14 @@ from weft.request import KEEP, Retention
 class Conversation:
     """Messages and tools in OpenAI's form, checked, ready for the chat template; `kwargs` are variables of its own.
 
-    `is_open`: the assistant is to speak next.
+    `is_open`: the assistant is to speak next; `is_continued`: it has begun to, in the last message.
     """
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     is_open: bool = True
+    is_continued: bool = False
 
 
 class FormatKind(Enum):

@@ -71,6 +71,8 @@ def _generation(fields: Fields) -> Generation:
     metadata = fields.get("metadata")
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
     chat |= {"messages": messages, "user": user, **_tools(fields), **_output(fields), **_thinking(fields)}
+    if messages and _is_begun(messages[-1]):
+        chat["continue_final_message"] = True
     generation = check_chat(chat, lambda path: _own_path(path, sources))
     answer = generation.answer_format
     named = answer and replace(answer, field=_own_path(answer.field, sources))
@@ -162,6 +164,11 @@ def _messages(fields: Fields) -> tuple[list[Fields], list[str]]:
         out += made
         sources += [path] * len(made)
     return out, sources
+
+
+def _is_begun(last: Fields) -> bool:
+    """A conversation that ends with words of the assistant: the answer goes on with them."""
+    return last["role"] == "assistant" and bool(last["content"]) and not last.get("tool_calls")
 
 
 def _message(role: str, content: Any, path: str) -> Iterator[Fields]:

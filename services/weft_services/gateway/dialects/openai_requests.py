@@ -187,6 +187,8 @@ class ChatBody(_Body):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateKwargs = {}
     reasoning_effort: Annotated[str | None, Field(max_length=32)] = None
+    continue_final_message: bool | None = None  # vLLM's, as the next
+    add_generation_prompt: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole | None, Field(ge=0, le=20)] = None
 
@@ -198,7 +200,9 @@ class ChatBody(_Body):
         tools = tool_use.tools if tool_use else ()
         messages = for_template(self.messages)
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        conversation = Conversation(messages, tools, effort | self.chat_template_kwargs)
+        is_continued = self._is_continued()
+        kwargs = effort | self.chat_template_kwargs
+        conversation = Conversation(messages, tools, kwargs, is_continued=is_continued)
         fields = self.common() | {"tool_use": tool_use}
         if tool_use is not None and tool_use.is_forced and fields["answer_format"] is not None:
             raise InvalidRequest("tool_choice: an answer that calls tools has no other format", "tool_choice")
@@ -210,6 +214,17 @@ class ChatBody(_Body):
             num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             **fields,
         )
+
+    def _is_continued(self) -> bool:
+        """Does the answer go on with the last message. vLLM's clients say that it does not begin anew, too."""
+        last, is_continued = self.messages[-1], bool(self.continue_final_message)
+        if is_continued and (last.role != "assistant" or not last.content or last.tool_calls):
+            message = "continue_final_message: the last message is no text of an assistant's"
+            raise InvalidRequest(message, "continue_final_message", "invalid_value")
+        if self.add_generation_prompt is not None and self.add_generation_prompt is is_continued:
+            message = "add_generation_prompt: false where the last message is continued, and true elsewhere"
+            raise InvalidRequest(message, "add_generation_prompt", "invalid_value")
+        return is_continued
 
 
 class CompletionBody(_Body):

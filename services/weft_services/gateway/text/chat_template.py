@@ -17,6 +17,8 @@ from weft_services.gateway.generation import Conversation
 
 # A 4096-message conversation needs well under a tenth of this; a loop bomb is stopped after some 100 ms.
 FUEL = 10_000_000
+# put where an answer goes on that has begun, to be found again; from Unicode's private area
+HERE = "\ue0fe"
 
 
 class _Refused(Exception):
@@ -114,13 +116,24 @@ class ChatTemplate:
             raise BadCheckpoint(f"chat template does not compile: {error.message}") from error
 
     def render(self, conversation: Conversation, field: str = "messages") -> str:
-        """The prompt text, up to where the assistant begins to speak. Raises InvalidRequest naming the field."""
+        """The prompt text, up to where the assistant begins to speak, or goes on. Raises InvalidRequest naming the
+        field."""
+        messages = [self._known(message) for message in conversation.messages]
+        if not conversation.is_continued:
+            return self._rendered(conversation, messages, field)
+        last = {**messages[-1], "content": messages[-1]["content"] + HERE}
+        text, mark, _ = self._rendered(conversation, [*messages[:-1], last], field).rpartition(HERE)
+        if not mark:
+            raise InvalidRequest("the chat template does not let this message be continued", field)
+        return text
+
+    def _rendered(self, conversation: Conversation, messages: list[dict[str, Any]], field: str) -> str:
         try:
             return self._environment.render_template(
                 "chat",
-                messages=[self._known(message) for message in conversation.messages],
+                messages=messages,
                 tools=_with_floats(list(conversation.tools)) or None,
-                add_generation_prompt=conversation.is_open,
+                add_generation_prompt=conversation.is_open and not conversation.is_continued,
                 **{**conversation.kwargs, **self._special_tokens},
             )
         except _Refused as error:
