@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -83,8 +84,10 @@ class Codec:
         return {marker: added[marker] for marker in markers if marker in added}
 
     def token_text(self, token_id: int) -> str:
-        """One token as text, special ones included: what logprobs show."""
-        return self.whole_text([token_id])
+        """One token as text, special ones included, as it would be amid an answer: what logprobs show."""
+        alone = self.whole_text([token_id])
+        # other vocabularies than byte-level ones write the space before a word into it, and leave out the first
+        return alone if self._spells_bytes else self.whole_text([token_id, token_id])[len(alone) :]
 
     def whole_text(self, token_ids: Sequence[int]) -> str:
         """All that is written there, special tokens included."""
@@ -100,6 +103,8 @@ class Codec:
         if "\ufffd" not in text:
             return text.encode()
         piece = self._tokenizer.id_to_token(token_id) or ""
+        if (byte := _BYTE_PIECE.fullmatch(piece)) and not self._spells_bytes:
+            return bytes.fromhex(byte[1])
         return spell(piece) if all(letter in _BYTE_OF_LETTER for letter in piece) else text.encode()
 
 
@@ -112,6 +117,8 @@ def spell(piece: str) -> bytes:
 
 
 _BYTE_OF_LETTER = byte_letters()
+# a byte of a character that the vocabulary does not have, as SentencePiece writes it
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the gateway reads of a checkpoint's generation defaults, good and bad."""
+"""What the gateway reads of a checkpoint: generation defaults, good and bad, and what its tokens are."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from tests.services.gateway.conftest import MODEL_NAME
 from weft.errors import BadCheckpoint
 from weft_services.gateway.generation import Conversation, SamplingDefaults
-from weft_services.gateway.model import load_model
+from weft_services.gateway.model import Codec, load_model
 from weft_services.gateway.text.chat_template import ChatTemplate
 
 
@@ -65,3 +66,19 @@ def test_encoding_a_long_text_leaves_the_interpreter_to_others(model_dir: Path) 
     thread.join()
     # `Tokenizer.encode`, which holds the interpreter's lock, allows about two
     assert turns > 10
+
+
+def test_tokens_of_a_vocabulary_with_spaces_in_its_words_are_shown_as_they_stand_in_a_text() -> None:
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "H", "i", "▁H", "▁Hi", "Hi"]
+    merges = [("▁", "H"), ("▁H", "i"), ("H", "i")]
+    numbers = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(numbers, merges, unk_token="<unk>", byte_fallback=True))
+    # as the tokenizers of Llama 2 and the first Mistrals have it
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    codec = Codec(tokenizer)
+    ids = codec.encode("Hi Hi éHi", add_special_tokens=False)
+    assert [codec.token_text(each) for each in ids] == [" Hi", " Hi", " ", "\ufffd", "\ufffd", "Hi"]
+    assert b"".join(map(codec.token_bytes, ids)).decode() == " Hi Hi éHi"
