@@ -12,10 +12,12 @@ import grpc
 import pytest
 
 from tests.collector import Collector
-from tests.services.gateway.conftest import MODEL_NAME, MakeBench
+from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import failing, speaking
 from weft import trace
 from weft.config import ConfigError
+from weft_mesh.v1 import inference_service_pb2 as pb
+from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -82,6 +84,38 @@ async def test_a_failure_is_one_in_its_span_and_a_strange_context_begins_anew(
     assert all(not span.parent_span_id for span in spans)
     assert spans[-1].status.code == spans[-1].status.STATUS_CODE_ERROR
     assert "error.type" in collector.attributes(spans[-1])
+
+
+CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+TOOL: Any = {"type": "function", "function": {"name": "now"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES, "tools": [TOOL]}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "tools": [TOOL], "stream": True}),
+        ("/v1/responses", {"input": "hello", "tools": [{"type": "function", "name": "now"}]}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 99, "tools": [{"name": "now", "input_schema": {}}]}),
+    ],
+)
+async def test_the_span_says_that_tools_were_called(
+    bench: MakeBench, collector: Collector, path: str, fields: dict[str, Any]
+) -> None:
+    async with bench(tool_format="hermes") as b:
+        b.decode.script = speaking([*b.ids(CALL), END])
+        assert (await b.http.post(path, json={"model": MODEL_NAME, **fields})).status_code == 200
+        chat = pb.ChatRequest(
+            messages=[pb.ChatMessage(role="user", content="hello")],
+            tools_json=[json.dumps(TOOL)],
+            options=pb.GenerationOptions(max_tokens=99),
+        )
+        async with grpc.aio.insecure_channel(b.gateway.grpc_address) as channel:
+            async for _ in InferenceServiceStub(channel).Chat(chat, timeout=10):
+                pass
+    trace.shutdown()
+    spans = collector.spans("gateway", f"chat {MODEL_NAME}")
+    assert [collector.attributes(span)["gen_ai.response.finish_reasons"] for span in spans] == [["tool_calls"]] * 2
 
 
 async def test_without_a_collector_nothing_is_sent_along(bench: MakeBench) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from weft.request import FinishReason
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece
@@ -54,6 +56,12 @@ class Answers:
     def num_reasoning_tokens(self) -> int:
         """Over all choices."""
         return sum(answer.num_reasoning_tokens for answer in self._answers.values())
+
+    @property
+    def finish_reasons(self) -> Sequence[str]:
+        """Of the choices that have come to an end, calls of tools included, by index."""
+        ends = [self._answers[index].finish_reason for index in sorted(self._answers)]
+        return [str(reason) for reason in ends if reason is not None]
 
     def of(self, index: int) -> Answer:
         """The choice of that index."""

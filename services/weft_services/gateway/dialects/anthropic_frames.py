@@ -48,7 +48,8 @@ class MessageFrames:
     keep_alive = event("ping")
 
     def __init__(self, prepared: Prepared, fingerprint: str | None) -> None:
-        self._answer = Answers(prepared).of(0)
+        self._answers = Answers(prepared)
+        self._answer = self._answers.of(0)
         self._num_prompt_tokens = prepared.num_prompt_tokens
         self._message: dict[str, Any] = {
             "id": f"msg_{new_id()}",
@@ -69,6 +70,11 @@ class MessageFrames:
         for part in self._answer.take(piece):
             out += self._delta(part)
         return out
+
+    @property
+    def finish_reasons(self) -> Sequence[str]:
+        """Of the one choice, once it has ended."""
+        return self._answers.finish_reasons
 
     def end(self, usage: Usage) -> bytes:
         """The end of the last block, why it ended, and what it cost."""

@@ -52,6 +52,11 @@ class ChatFrames:
             out += self.envelope.frame(_choice(piece.index, {}, answer.finish_reason))
         return out
 
+    @property
+    def finish_reasons(self) -> Sequence[str]:
+        """Of the choices that have ended."""
+        return self._answers.finish_reasons
+
     def end(self, usage: Usage) -> bytes:
         """The last frames of a stream."""
         usage.reasoning_tokens = self._answers.num_reasoning_tokens

@@ -136,6 +136,7 @@ class CompletionFrames:
     """The dialect of /v1/completions."""
 
     keep_alive = KEEP_ALIVE
+    finish_reasons: Sequence[str] = ()  # the workers' own
 
     def __init__(self, prepared: Prepared, fingerprint: str | None) -> None:
         self.envelope = Envelope("cmpl", ("text_completion", "text_completion"), prepared, fingerprint)

@@ -58,6 +58,11 @@ class ResponseFrames:
             out += self._grow(part)
         return out
 
+    @property
+    def finish_reasons(self) -> Sequence[str]:
+        """Of the one choice, once it has ended."""
+        return self._answers.finish_reasons
+
     def end(self, usage: Usage) -> bytes:
         """The end of the last item, and the whole response."""
         status = self._settle(usage)

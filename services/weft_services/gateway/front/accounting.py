@@ -39,6 +39,7 @@ class Account:
         self._worst_gap = 0.0
         self._run: Run | None = None
         self._visitor = visitor.get()
+        self.finish_reasons: Sequence[str] = ()  # where the workers' are not all: they know of no tool calls
         self.prompt_tokens = 0  # of a request that is answered without a run
         self._is_closed = False
 
@@ -123,6 +124,7 @@ class Account:
         if self._run is not None:
             first = self._stages.get("first_token")
             span.set(genai.response(self._run, usage, first - self._received if first else None))
+            span.set({"gen_ai.response.finish_reasons": self.finish_reasons})
         elif self.prompt_tokens:
             span.set({"gen_ai.response.model": self._model, "gen_ai.usage.input_tokens": self.prompt_tokens})
         if error is not None and outcome == Stage.FAILED:

@@ -43,6 +43,10 @@ class Frames(Protocol):
 
     keep_alive: bytes
 
+    @property
+    def finish_reasons(self) -> Sequence[str]:
+        """Of the choices that have ended, where clients are told others than the workers'."""
+
     def frames(self, piece: Piece) -> bytes:
         """What a piece adds to a stream."""
 
@@ -133,6 +137,7 @@ async def _stream(run: Run, frames: Frames, reply: Reply, telling: Telling) -> N
             last_written = time.monotonic()
     usage = account.usage()
     told = event(account.timeline()) if telling.wants_timeline else b""
+    account.finish_reasons = frames.finish_reasons
     account.close(Stage.FINISHED)
     await reply.end_stream(told + frames.end(usage))
 
@@ -146,8 +151,10 @@ async def _collect(run: Run, frames: Frames, reply: Reply, telling: Telling) -> 
             choices[piece.index].add(piece)
     usage = account.usage()
     told = [response_header(account.timeline())] if telling.wants_timeline else []
+    body = frames.body(choices, usage)
+    account.finish_reasons = frames.finish_reasons
     account.close(Stage.FINISHED)
-    await reply.whole(200, frames.body(choices, usage), [*JSON_HEADERS, *told])
+    await reply.whole(200, body, [*JSON_HEADERS, *told])
 
 
 async def fail(reply: Reply, account: Account, error: Exception) -> None:

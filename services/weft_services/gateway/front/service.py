@@ -63,7 +63,7 @@ class InferenceService(InferenceServiceServicer):
         """Continue a prompt."""
         answer = self._answer("grpc.generate", partial(read_generate, self._pipeline.models), request, context)
         async with aclosing(answer) as pieces:
-            async for piece, usage, prepared in pieces:
+            async for piece, usage, prepared, _ in pieces:
                 details = _details(piece, usage, prepared.generation)
                 await _write(context, pb.GenerateResponse(text=piece.text, **details))
 
@@ -72,12 +72,13 @@ class InferenceService(InferenceServiceServicer):
         answer = self._answer("grpc.chat", partial(read_chat, self._pipeline.models), request, context)
         async with aclosing(answer) as pieces:
             answers: Answers | None = None
-            async for piece, usage, prepared in pieces:
+            async for piece, usage, prepared, account in pieces:
                 answers = answers or Answers(prepared)
                 choice = answers.of(piece.index)
                 parts = _part_fields(choice.take(piece))
                 if usage is not None:
                     usage.reasoning_tokens = answers.num_reasoning_tokens
+                    account.finish_reasons = answers.finish_reasons
                 details = _details(replace(piece, finish_reason=choice.finish_reason), usage, prepared.generation)
                 await _write(context, pb.ChatResponse(**parts, **details))
 
@@ -118,8 +119,8 @@ class InferenceService(InferenceServiceServicer):
         parse: Callable[[bytes], Generation],
         request: bytes,
         context: Any,
-    ) -> AsyncGenerator[tuple[Piece, Usage | None, Prepared], None]:
-        """Pieces of all choices, and what they continue; the last one comes with the usage."""
+    ) -> AsyncGenerator[tuple[Piece, Usage | None, Prepared, Account], None]:
+        """Pieces of all choices, what they continue and where it is booked; the last one comes with the usage."""
         timeout = min(self._timeout_seconds, context.time_remaining() or self._timeout_seconds)
         metadata = context.invocation_metadata()
         account = Account(name, trace.incoming(metadata))
@@ -136,7 +137,7 @@ class InferenceService(InferenceServiceServicer):
                     account.tokens(pieces)
                     for piece in pieces:
                         num_open -= piece.finish_reason is not None
-                        yield piece, None if num_open else account.usage(), prepared
+                        yield piece, None if num_open else account.usage(), prepared, account
                 if (HEADER.decode(), "1") in (metadata or ()):
                     name_of, told = response_header(account.timeline())
                     context.set_trailing_metadata(((name_of.decode(), told.decode()),))
