@@ -29,6 +29,11 @@ BOMBS: dict[str, dict[str, Any]] = {
     },
     "nested brackets": {"guided_grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000},
     "not a grammar": {"guided_grammar": "start: %%%"},
+    "no rules": {"guided_grammar": "none"},
+    "no root": {"guided_grammar": "# nothing"},
+    "an open string": {"guided_grammar": 'root ::= "a'},
+    "an open group": {"guided_grammar": "root ::= ("},
+    "a number beyond 64 bits": {"guided_json": {"type": "integer", "maximum": 2**64}},
     "remainders": {"guided_json": {"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}},
     "unions of unions": {
         "guided_json": {

@@ -25,7 +25,11 @@ def complaint(schema: dict[str, Any]) -> str | None:
     """What is too large about it."""
     if (depth := depth_of(schema)) > MAX_DEPTH:
         return f"is nested {depth} levels deep, at most {MAX_DEPTH}"
-    if (size := len(orjson.dumps(schema))) > MAX_BYTES:
+    try:
+        size = len(orjson.dumps(schema))
+    except TypeError:
+        return "has an integer of more than 64 bits"
+    if size > MAX_BYTES:
         return f"has {size} bytes, at most {MAX_BYTES}"
     multiple = 1
     for number, each in enumerate(_objects(schema)):
