@@ -45,6 +45,15 @@ async def test_generate_streams_text_and_ends_with_usage(bench: MakeBench) -> No
         assert (b.decode.started[0].sampling.seed, b.decode.started[0].sampling.max_tokens) == (3, 50)
 
 
+async def test_a_number_that_is_none_is_refused_and_not_left_out(bench: MakeBench) -> None:
+    async with bench() as b, stub_of(b) as stub:
+        for options in (pb.GenerationOptions(temperature=float("nan")), pb.GenerationOptions(top_p=float("inf"))):
+            with pytest.raises(grpc.aio.AioRpcError, match="expected a number") as caught:
+                await anext(aiter(stub.Generate(pb.GenerateRequest(text="x", options=options), timeout=10)))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert not b.decode.started
+
+
 async def test_a_session_in_the_metadata_is_the_one_of_the_header(bench: MakeBench) -> None:
     async with bench() as b, stub_of(b) as stub:
         await b.http.post("/v1/completions", json={"model": MODEL_NAME, "prompt": "x"}, headers={"session-id": "s"})

@@ -105,6 +105,15 @@ def test_a_model_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
     assert found["model"].advice
 
 
+def test_settings_that_keep_the_gateway_from_starting_are_named(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(SHIPPED, broken)
+    (broken / "tokenizer_config.json").write_text('{"chat_template"')
+    (finding,) = (each for each in model.check_model(Subject({"broken": broken})) if each.check == "settings")
+    assert finding.level == Level.FAILURE
+    assert "tokenizer_config.json" in finding.says
+
+
 def test_storage_that_does_not_answer_is_no_fault_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: Path) -> None:
         raise Unreadable("/mnt/models/model.safetensors: Input/output error")

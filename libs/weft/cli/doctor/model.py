@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from weft.errors import BadCheckpoint, Unreadable
 from weft.model.config import read_config
 from weft.model.kv_layout import block_bytes
 from weft.model.spec import ModelConfig
-from weft.tokenizer import check_tokenizer
+from weft.tokenizer import SETTINGS, check_tokenizer
 from weft.weights.bundle.layout import SUFFIX
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
 
@@ -54,15 +55,26 @@ def check_model(subject: Subject) -> Iterator[Finding]:
         except BadCheckpoint as error:
             says, _, advice = str(error).partition("; ")
             yield Finding("tokenizer", Level.FAILURE, f"{name}: {says}: the gateway does not start", advice)
+        if trouble := _trouble(directory / SETTINGS):
+            says = f"{name}: {SETTINGS}: {trouble}: the gateway does not start"
+            yield Finding("settings", Level.FAILURE, says, "fetch the file again")
         if not _has_template(directory):
             yield Finding("template", Level.WARNING, f"{name}: no chat template: only /v1/completions answers")
 
 
 def _has_template(model: Path) -> bool:
-    settings = model / "tokenizer_config.json"
+    settings = model / SETTINGS
     return (model / "chat_template.jinja").is_file() or (
         settings.is_file() and '"chat_template"' in settings.read_text(errors="replace")
     )
+
+
+def _trouble(path: Path) -> str:
+    """Why these settings cannot be read."""
+    try:
+        return "" if not path.is_file() or isinstance(json.loads(path.read_bytes()), dict) else "no JSON object"
+    except (OSError, ValueError) as error:
+        return str(error)
 
 
 def _verified(name: str, directory: Path, is_deep: bool) -> Finding:

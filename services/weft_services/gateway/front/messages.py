@@ -3,6 +3,7 @@ nothing of a message is looked at before its fields have been counted."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -134,6 +135,9 @@ def _option_fields(options: pb.GenerationOptions) -> dict[str, Any]:
     given = "max_tokens temperature top_p top_k min_p seed frequency_penalty presence_penalty repetition_penalty"
     given += " priority n"
     fields = {name: getattr(options, name) for name in given.split() if options.HasField(name)}  # type: ignore[arg-type]
+    for name, value in fields.items():
+        if not math.isfinite(value):  # JSON would have nothing in its place
+            raise InvalidRequest(f"options.{name}: expected a number", f"options.{name}", "invalid_value")
     formats = {"response_format": options.response_format_json, "structured_outputs": options.structured_outputs_json}
     check_body(*(text.encode() for text in formats.values()))
     for name, text in formats.items():
