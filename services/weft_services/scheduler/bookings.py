@@ -156,6 +156,12 @@ class Bookings:
             self._end(key.request_id)
         return booking
 
+    def refuse(self, key: RequestKey) -> None:
+        """This attempt holds nothing, nor does an earlier one: it may have asked before, on a stream that broke."""
+        booking = self._booked.get(key.request_id)
+        if booking is not None and booking.key.generation <= key.generation:
+            self._end(key.request_id)
+
     def drop_worker(self, worker: Worker) -> None:
         """The worker has vanished: requests decoding there are over, prompts computing there are not any more."""
         for request_id, booking in list(self._booked.items()):

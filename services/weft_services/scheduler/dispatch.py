@@ -120,6 +120,7 @@ class Dispatcher:
             await self._whereabouts.learn(self._router, query)
             placement = await self._place(query, preference)
         except WeftError as error:
+            self._router.refuse(query)
             ROUTES.labels(_OUTCOMES.get(type(error), "late")).inc()
             raise
         (_BY_SESSION if placement.by_session else _BY_LOAD).inc()
@@ -151,6 +152,8 @@ class Dispatcher:
             async with asyncio.timeout(waiter.give_up_at - now):
                 return await place
         except TimeoutError:
+            if place.done() and not place.cancelled():
+                return place.result()  # it came in the same moment, and is booked
             again = room.retry_after(query, self._clock(), busy.retry_after_seconds)
             raise Overloaded(str(busy), again) from None
         finally:
@@ -196,9 +199,11 @@ class Dispatcher:
     def settle(self, progress: Progress) -> None:
         """A booked request has come this far. Late, repeated and unknown ones change nothing."""
         booking = self._router.settle(progress, self._clock())
-        self._seat()
         if booking is None:
+            if progress.stage is Stage.DECODING:
+                self._seat()
             return
+        self._seat()
         query = booking.query
         if progress.stage is Stage.FINISHED and booking.key == progress.key:
             tokens = query.prompt_tokens + (progress.generated_tokens or 0)

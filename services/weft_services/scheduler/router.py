@@ -115,6 +115,10 @@ class Router:
             self.fleet.probe(worker, now)
         return placement
 
+    def refuse(self, query: RouteQuery) -> None:
+        """It is told that there is no place for it, and will not be settled."""
+        self._bookings.refuse(query.key)
+
     def demand(self, query: RouteQuery, preference: Preference = NO_PREFERENCE) -> Demand:
         """The request, and all that is known of it."""
         held = self._held(query)

@@ -158,7 +158,19 @@ async def test_the_schedulers_refusals_keep_their_meaning(
         assert response.status_code == status
         assert response.json()["error"]["type"] == kind
         assert response.headers["retry-after"] == "1"
-        await b.scheduler.until(lambda: b.scheduler.stages() == ["cancelled"])
+        if status != 429:
+            await b.scheduler.until(lambda: b.scheduler.stages() == ["cancelled"])
+
+
+async def test_a_full_fleet_is_told_nothing_of_those_whom_it_refused(bench: MakeBench) -> None:
+    async with bench() as b:
+        b.scheduler.refusal = (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+        assert (await b.http.post("/v1/completions", json=STREAM)).status_code == 429
+        b.scheduler.refusal = None
+        assert (await b.http.post("/v1/completions", json=STREAM)).status_code == 200
+        # in the order in which they were said
+        await b.scheduler.until(lambda: b.scheduler.stages()[-1:] == ["finished"])
+        assert b.scheduler.stages() == ["first_token", "finished"]
 
 
 async def test_with_every_decode_worker_full_a_stream_is_a_429(bench: MakeBench) -> None:

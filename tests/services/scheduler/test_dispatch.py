@@ -41,9 +41,9 @@ class Asked(Affinity):
 class Full:
     """Two models with a worker each; the first has no seat left, and one request waits for it."""
 
-    def __init__(self, max_waiting: int) -> None:
+    def __init__(self, max_waiting: int, max_seconds: float = 20.0) -> None:
         self.affinity = Asked()
-        self.dispatcher = Dispatcher(Router(10.0), self.affinity, lambda: WaitingRoom(max_waiting, 20.0))
+        self.dispatcher = Dispatcher(Router(10.0), self.affinity, lambda: WaitingRoom(max_waiting, max_seconds))
         for model in ("full", "idle"):
             info = worker_info(f"{model}-0", WorkerRole.BOTH, model=model, num_blocks=SEATS)
             worker = self.dispatcher.join(info)
@@ -85,6 +85,25 @@ async def test_a_stream_whose_worker_died_takes_the_next_place_of_a_full_model()
     assert not waiting.done()
     full.dispatcher.settle(Progress(RequestKey("1"), Stage.CANCELLED))
     await asyncio.wait_for(waiting, 10)
+
+
+async def test_a_place_that_comes_in_the_moment_the_wait_is_over_is_taken() -> None:
+    full = Full(max_waiting=1, max_seconds=0.0)
+    for number in range(SEATS):
+        await full.ask(str(number))
+    late = full.ask("late")
+    # behind its first step, and before the clock's word that it has waited for long enough
+    asyncio.get_running_loop().call_soon(full.dispatcher.settle, Progress(RequestKey("0"), Stage.CANCELLED))
+    assert (await late).decode.worker_id == "full-0", "booked, and its client told that there is no room"
+
+
+async def test_who_is_refused_holds_nothing_though_it_asked_before() -> None:
+    full = Full(max_waiting=0)
+    for number in range(SEATS):
+        await full.ask(str(number))
+    with pytest.raises(Overloaded):
+        await full.ask("0")  # again: its stream broke before it heard of its place
+    assert [worker.booked.requests for worker in full.dispatcher.workers()] == [SEATS - 1, 0]
 
 
 async def test_a_full_model_keeps_nobody_from_another() -> None:

@@ -35,6 +35,8 @@ class Entry:
 
     def write(self, status: int | str) -> None:
         """It is over."""
+        if not logger.isEnabledFor(self._level):
+            return
         ends = {"total_ms": round((time.monotonic() - self._began) * 1000)}
         pairs = {**self._asked, "status": status, **ends, **self._pairs}
         logger.log(self._level, "%s", " ".join(f"{name}={_shown(value)}" for name, value in pairs.items()))

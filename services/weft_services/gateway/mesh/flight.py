@@ -223,7 +223,11 @@ class Flight:
         )
         # booked before the call: if it breaks half-way, the scheduler is told in any case
         self._booking = Booking(self.key, self._mesh.settler)
-        placement = await self._mesh.scheduler.route(query, self._shared.remaining_seconds())
+        try:
+            placement = await self._mesh.scheduler.route(query, self._shared.remaining_seconds())
+        except Overloaded:
+            self._booking = None  # who is refused holds nothing: a fleet that is full need not be told
+            raise
         self.forecast = self.forecast or placement.forecast
         return placement
 
