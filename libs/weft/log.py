@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 FORMAT = "%(asctime)s %(levelname).1s %(service)s %(message)s%(request)s"
 MARK = re.compile(r"startup (?P<phase>.+) at=(?P<at>\d+\.\d+)")
 """What `mark` writes."""
+ASLEEP, JOINING = "asleep", "joining"
+"""Phases of a parked worker: until it is woken, after which it starts anew, and the last one of a start."""
 PROGRESS = re.compile(r"progress (?P<what>.+): (?P<done>\d+) of (?P<total>\d+) MiB")
 """What `progress` writes."""
 request_id: ContextVar[str] = ContextVar("request_id", default="")

@@ -1,8 +1,10 @@
-"""How long a killed worker is away, and what its successor reads from disk; the weights are in shared memory all along.
+"""How long a worker is away that was killed, or parked and woken, and what is read from disk until it serves again; the
+weights are in shared memory all along.
 
-`python -m loadtest.weights.restart [--model DIR] [--rounds 3] [--json FILE]` starts a mesh of its own with `weft up`,
-kills its decode worker again and again, and asks until the new one is ready: one that has lived for a while, and its
-successor as soon as that is ready, which waits for the supervisor's backoff.
+`python -m loadtest.weights.restart [--model DIR] [--rounds 3] [--json FILE] [--timeline FILE.svg]` starts a mesh of its
+own with `weft up`, kills its decode worker again and again, and asks until the new one is ready: one that has lived for
+a while, and its successor as soon as that is ready, which waits for the supervisor's backoff. Then it is parked and
+woken as often.
 """
 
 from __future__ import annotations
@@ -23,22 +25,26 @@ from pathlib import Path
 
 import psutil
 
+from weft.cli import steer
 from weft.cli.health import grpc_serves
 from weft.cli.ports import free_ports
 from weft.cli.record import MeshRecord, running_meshes
 from weft.cli.supervisor import RestartPolicy
+from weft.rpc.client import open_channel
+from weft_mesh.v1 import scheduler_service_pb2, scheduler_service_pb2_grpc
 
 MODEL = Path("models/weft-nano")
 WORKER = "decode-0"
 START_SECONDS = 180.0
 PROBE_SECONDS = 0.02
+KILLED, AGAIN, WOKEN = "killed after a while", "killed again at once", "parked, and woken"
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """From the kill to SERVING, and the bytes that storage gave the new process until then."""
+    """From the kill or the wish to SERVING, and the bytes that storage gave the process meanwhile."""
 
-    is_second: bool
+    what: str
     seconds: float
     disk_bytes: int
 
@@ -48,21 +54,23 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--timeline", type=Path, help="a picture of all these starts, by `weft up`")
     options = parser.parse_args()
     restarts = []
-    with mesh(options.model) as (pid, record):
+    with mesh(options.model, options.timeline) as (pid, record):
         for _ in range(options.rounds):
             time.sleep(RestartPolicy().healthy_if_forked + 1)
-            restarts.append(restart(pid, record, is_second=False))
-            restarts.append(restart(pid, record, is_second=True))
-            print(restarts[-2:], flush=True)
+            restarts.append(restart(pid, record, KILLED))
+            restarts.append(restart(pid, record, AGAIN))
+            restarts.append(wake(pid, record))
+            print(restarts[-3:], flush=True)
     print(report(restarts))
     if options.json:
         options.json.write_text(json.dumps([asdict(each) for each in restarts], indent=2) + "\n")
 
 
 @contextmanager
-def mesh(model: Path) -> Iterator[tuple[int, MeshRecord]]:
+def mesh(model: Path, timeline: Path | None) -> Iterator[tuple[int, MeshRecord]]:
     """A mesh that is ready, and its process."""
     http, grpc = free_ports(2)
     program = "from weft.cli.main import main; main()"
@@ -78,6 +86,7 @@ def mesh(model: Path) -> Iterator[tuple[int, MeshRecord]]:
         "--grpc-port",
         str(grpc),
     ]
+    command += ["--timeline", str(timeline)] if timeline else []
     with tempfile.TemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:
             record = asyncio.run(until_ready(process, http))
@@ -98,24 +107,55 @@ async def until_ready(process: subprocess.Popen[bytes], port: int) -> MeshRecord
     raise SystemExit("the mesh did not start")
 
 
-def restart(mesh_pid: int, record: MeshRecord, is_second: bool) -> Restart:
+def restart(mesh_pid: int, record: MeshRecord, what: str) -> Restart:
     """Kill the worker and wait for the next one."""
     old = worker_pid(mesh_pid, record.services[WORKER])
     began = time.perf_counter()
     os.kill(old, signal.SIGKILL)
-    asyncio.run(until_serving(record.services[WORKER]))
+    asyncio.run(until_serving(record.services[WORKER], False, True))
     seconds = time.perf_counter() - began
-    counters = Path(f"/proc/{worker_pid(mesh_pid, record.services[WORKER])}/io").read_text().splitlines()
-    disk = next(int(line.split()[1]) for line in counters if line.startswith("read_bytes:"))
-    return Restart(is_second, seconds, disk)
+    return Restart(what, seconds, disk_bytes(worker_pid(mesh_pid, record.services[WORKER])))
 
 
-async def until_serving(address: str) -> None:
-    """After it was seen not to. Raises TimeoutError."""
+def wake(mesh_pid: int, record: MeshRecord) -> Restart:
+    """Park the worker, and wake it when it has given back its memory."""
+    scheduler, process = record.services["scheduler"], worker_pid(mesh_pid, record.services[WORKER])
+    steer.park(scheduler, WORKER, even_last=True)
+    asyncio.run(until_asleep(scheduler))
+    before, began = disk_bytes(process), time.perf_counter()
+    steer.wake(scheduler, WORKER)
+    asyncio.run(until_serving(record.services[WORKER], True))
+    return Restart(WOKEN, time.perf_counter() - began, disk_bytes(process) - before)
+
+
+async def until_asleep(scheduler: str) -> None:
+    """The worker has given back its memory, and joined again to say so. Raises TimeoutError."""
+    async with asyncio.timeout(START_SECONDS), open_channel(scheduler) as channel:
+        fleet = scheduler_service_pb2_grpc.FleetServiceStub(channel)
+        while True:
+            told = await fleet.ListWorkers(scheduler_service_pb2.ListWorkersRequest())
+            # before it sleeps it still has blocks to report
+            if any(each.hello.worker.worker_id == WORKER and _sleeps(each.report) for each in told.workers):
+                break
+            await asyncio.sleep(PROBE_SECONDS)
+
+
+def _sleeps(report: scheduler_service_pb2.WorkerReport) -> bool:
+    return report.parked and not report.free_blocks + report.cached_blocks
+
+
+def disk_bytes(process: int) -> int:
+    """What storage has read for it so far."""
+    counters = Path(f"/proc/{process}/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in counters if line.startswith("read_bytes:"))
+
+
+async def until_serving(address: str, *wanted: bool) -> None:
+    """Or not serving, one after the other. Raises TimeoutError."""
     async with asyncio.timeout(START_SECONDS):
-        for wanted in (False, True):
+        for each in wanted:
             while True:
-                if await grpc_serves(address) is wanted:
+                if await grpc_serves(address) is each:
                     break
                 await asyncio.sleep(PROBE_SECONDS)
 
@@ -132,9 +172,9 @@ def worker_pid(mesh_pid: int, address: str) -> int:
 
 def report(restarts: list[Restart]) -> str:
     """A table."""
-    lines = ["| | kill to serving, s | disk bytes read |", "|---|---|---|"]
-    for is_second, kind in ((False, "killed after a while"), (True, "killed again at once")):
-        of = [each for each in restarts if each.is_second == is_second]
+    lines = ["| | until it serves again, s | disk bytes read |", "|---|---|---|"]
+    for kind in (KILLED, AGAIN, WOKEN):
+        of = [each for each in restarts if each.what == kind]
         times = ", ".join(f"{each.seconds:.2f}" for each in of)
         lines.append(f"| {kind} | {times} | {', '.join(str(each.disk_bytes) for each in of)} |")
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""The start of a mesh as a picture: one row a process, its phases as the process itself marked them in its log.
+"""The start of a mesh as a picture: one row a process, its phases as the process itself marked them in its log; and
+below, each later start of one of them.
 
 Stands between the supervisor and the display; knows no service by name.
 """
@@ -11,17 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from weft.cli.supervisor import Listener, State
-from weft.log import MARK
+from weft.log import ASLEEP, JOINING, MARK
 
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#edc948", "#76b7b2", "#e15759", "#9c755f")
 CHART_WIDTH, ROW_HEIGHT, LABEL_WIDTH, MARGIN = 900, 26, 110, 20
 LAST_PHASE = "until ready"
 BROKEN_OFF = "broken off"
+AWAY = "until started again"
+MAX_LATER = 40
+"""Starts after the mesh's own that are kept, the last ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Seconds since the mesh began to start."""
+    """Seconds since the mesh began to start, or the one process, if it did so later."""
 
     name: str
     begin: float
@@ -30,7 +34,12 @@ class Phase:
 
 @dataclass(slots=True)
 class _Row:
+    label: str
+    since: float
+    """What its times are counted from."""
     begin: float
+    is_later: bool = False
+    is_woken: bool = False
     marks: list[tuple[str, float]] = field(default_factory=list)
     ready: float | None = None
     died: float | None = None
@@ -40,74 +49,118 @@ class _Row:
         """The start is, well or not."""
         return self.ready is not None or self.died is not None
 
+    def phases(self, now: float) -> list[Phase]:
+        """Until now, if it is not over."""
+        ends = list(self.marks)
+        if self.ready is None:
+            ends.append((BROKEN_OFF, self.died or now))
+        elif not self.is_woken:
+            ends.append((LAST_PHASE, self.ready))
+        begin, phases = self.begin, []
+        for name, at in ends:
+            # a process is probed now and then, and may say so after it was found ready
+            end = max(begin, at)
+            phases.append(Phase(name, begin - self.since, end - self.since))
+            begin = end
+        return phases
+
 
 class Timeline:
     """The Listener of a supervisor; passes everything on to another."""
 
-    def __init__(self, inner: Listener, began: float, clock: Callable[[], float] = time.time) -> None:
-        """`began`: when somebody asked for the mesh."""
+    def __init__(
+        self,
+        inner: Listener,
+        began: float,
+        clock: Callable[[], float] = time.time,
+        on_later: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`began`: when somebody asked for the mesh. `on_later`: another start is over, of one process that had died,
+        or was asleep."""
         self._inner = inner
         self._clock = clock
         self._began = began
-        self._rows: dict[str, _Row] = {}
+        self._on_later = on_later
+        self._rows: list[_Row] = []
+        self._current: dict[str, _Row] = {}
+        self._gone: dict[str, float] = {}
 
     def on_line(self, name: str, line: str) -> None:
         """A child wrote a line; marks are kept."""
-        row, mark = self._rows.get(name), MARK.search(line)
-        if mark and row is not None and not row.is_over:
-            row.marks.append((mark["phase"], float(mark["at"])))
+        row, mark = self._current.get(name), MARK.search(line)
+        if mark and row is not None:
+            self._on_mark(row, name, mark["phase"], float(mark["at"]))
         self._inner.on_line(name, line)
 
+    def _on_mark(self, row: _Row, name: str, phase: str, at: float) -> None:
+        if phase == ASLEEP:
+            self._begin(name, _Row(f"{name}, woken", at, at, is_later=True, is_woken=True))
+        elif not row.is_over:
+            row.marks.append((phase, at))
+            if row.is_woken and phase == JOINING:  # nobody probes it again
+                self._is_ready(row, at)
+
     def on_state(self, name: str, state: State, detail: str) -> None:
-        """A child has come to this state; only its first life is drawn."""
+        """A child has come to this state."""
+        row = self._current.get(name)
         if state is State.STARTING:
-            self._rows.setdefault(name, _Row(self._clock()))
-        elif state is State.READY and not self._rows[name].is_over:
-            self._rows[name].ready = self._clock()
+            now = self._clock()
+            if row is None:
+                self._begin(name, _Row(name, self._began, now))
+            else:
+                since = self._gone.get(name, now)
+                self._begin(name, _Row(f"{name}, again", since, since, is_later=True, marks=[(AWAY, now)]))
+        elif state is State.READY and row is not None and not row.is_over:
+            self._is_ready(row, self._clock())
         elif state in (State.FAILED, State.STOPPED):
             self._end(name)
         self._inner.on_state(name, state, detail)
 
     def on_death(self, name: str, how: str, last_lines: Sequence[str], retry_seconds: float) -> None:
         """What is drawn of a child that was never ready ends here."""
+        self._gone[name] = self._clock()
         self._end(name)
         self._inner.on_death(name, how, last_lines, retry_seconds)
 
+    def _begin(self, name: str, row: _Row) -> None:
+        self._current[name] = row
+        self._rows.append(row)
+        later = [each for each in self._rows if each.is_later]
+        if len(later) > MAX_LATER:
+            self._rows.remove(later[0])
+
+    def _is_ready(self, row: _Row, at: float) -> None:
+        row.ready = at
+        if row.is_later:
+            self._on_later()
+
     def _end(self, name: str) -> None:
-        row = self._rows.get(name)
+        row = self._current.get(name)
         if row is not None and not row.is_over:
             row.died = self._clock()
 
-    def phases(self) -> dict[str, list[Phase]]:
-        """Of every process that was started, in order; until now, of those that are not ready yet."""
-        found = {}
-        for name, row in self._rows.items():
-            last = (LAST_PHASE, row.ready) if row.ready is not None else (BROKEN_OFF, row.died or self._clock())
-            ends = [*row.marks, last]
-            begin, phases = row.begin, []
-            for phase, at in ends:
-                # a process is probed now and then, and may say so after it was found ready
-                end = max(begin, at)
-                phases.append(Phase(phase, begin - self._began, end - self._began))
-                begin = end
-            found[name] = phases
-        return found
+    def phases(self) -> list[tuple[str, list[Phase]]]:
+        """Of the mesh's start, for every process that was started, in order; until now, of those that are not ready
+        yet. Then of each later start that is over, counted from when its process had died, or was woken."""
+        shown = [row for row in self._rows if not row.is_later]
+        shown += [row for row in self._rows if row.is_later and row.is_over]
+        return [(row.label, row.phases(self._clock())) for row in shown]
 
     def svg(self, title: str) -> str:
         """The picture."""
         return picture(title, self.phases())
 
 
-def picture(title: str, rows: dict[str, list[Phase]]) -> str:
+def picture(title: str, rows: Sequence[tuple[str, list[Phase]]]) -> str:
     """An SVG: bars of phases over seconds, the phases' names and times on hovering and in the legend."""
-    total = max((phase.end for phases in rows.values() for phase in phases), default=1.0)
-    names = list(dict.fromkeys(phase.name for phases in rows.values() for phase in phases))
+    total = max((phase.end for _, phases in rows for phase in phases), default=1.0)
+    names = list(dict.fromkeys(phase.name for _, phases in rows for phase in phases))
     colour = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
     scale = CHART_WIDTH / max(total, 0.001)
     top = 2 * MARGIN + ROW_HEIGHT
     parts = [f'<text x="{MARGIN}" y="{MARGIN + 6}" font-size="15">{html.escape(title)}</text>']
     parts += _axis(total, scale, top, len(rows))
-    for number, (process, phases) in enumerate(rows.items()):
+    for number, (process, phases) in enumerate(rows):
         y = top + number * ROW_HEIGHT
         parts.append(f'<text x="{MARGIN}" y="{y + 16}">{html.escape(process)}</text>')
         parts += [_bar(phase, scale, y, colour[phase.name]) for phase in phases]

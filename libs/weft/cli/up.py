@@ -141,7 +141,7 @@ def up(options: MeshOptions, picture: Path | None = None) -> int:
         display.say(f"{trouble}; KV blocks move over gRPC, and there is no shared store")
     url = f"{'https' if options.has_tls else 'http'}://{reachable(options.host)}:{options.port}"
     note = MeshRecord(os.getpid(), time.time(), options.port, url, at.scheduler, _services(options, at))
-    timeline = Timeline(display, began)
+    timeline = Timeline(display, began, on_later=lambda: _draw(timeline, picture, display, is_first=False))
 
     def announce() -> None:
         display.end_start()
@@ -177,7 +177,7 @@ def _wanting_mooncake(options: MeshOptions) -> str:
     return f"--disk {options.disk}" if options.disk is not None else ""
 
 
-def _draw(timeline: Timeline, picture: Path | None, display: Display) -> None:
+def _draw(timeline: Timeline, picture: Path | None, display: Display, is_first: bool = True) -> None:
     if picture is None:
         return
     try:
@@ -185,7 +185,8 @@ def _draw(timeline: Timeline, picture: Path | None, display: Display) -> None:
     except OSError as error:
         display.say(f"--timeline {picture}: {error.strerror}", "bold red")
     else:
-        display.say(f"how it started: {picture}")
+        if is_first:
+            display.say(f"how it started: {picture}")
 
 
 async def _supervise(supervisor: Supervisor, display: Display, announce: Callable[[], None]) -> int:

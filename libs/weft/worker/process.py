@@ -107,6 +107,7 @@ async def serve_worker(config: WorkerConfig, *posts: Post) -> None:
         give_back()
         if not await sleep(config.scheduler_addr, parked):
             return
+        log.mark(log.ASLEEP)
         parked = await _live(replace(config, role=parked.introduction.role), posts)
 
 
@@ -219,7 +220,7 @@ def _introduction(
 
 async def _announce(membership: Membership, health: Health) -> None:
     await membership.until_joined()
-    log.mark("joining")
+    log.mark(log.JOINING)
     await health.join()
 
 

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from weft import log
+from weft.cli import timeline as timeline_module
 from weft.cli.supervisor import State
 from weft.cli.timeline import Timeline
 
@@ -48,7 +49,7 @@ def test_phases_are_what_the_processes_said_and_the_probes_saw() -> None:
     now[0] = 110.0
     timeline.on_state("one", State.STARTING, "")
     timeline.on_line("one", "2026-11-22T12:00:10+0000 I one startup imports at=111.000")
-    found = {name: [(p.name, p.begin, p.end) for p in phases] for name, phases in timeline.phases().items()}
+    found = {name: [(p.name, p.begin, p.end) for p in phases] for name, phases in timeline.phases()}
     assert found == {
         "one": [("imports", 0.5, 1.5), ("weights", 1.5, 3.0), ("until ready", 3.0, 3.5)],
         "two": [("broken off", 1.0, 10.0)],
@@ -81,12 +82,58 @@ def test_a_start_that_fails_is_drawn_until_its_end() -> None:
     timeline.on_state("dies", State.READY, "")
     timeline.on_state("fails", State.FAILED, "exit code 2")
     now[0] = 4.0
-    found = {name: [(p.name, p.end) for p in phases] for name, phases in timeline.phases().items()}
+    found = {name: [(p.name, p.end) for p in phases] for name, phases in timeline.phases()}
     assert found == {
         "dies": [("imports", 1.0), ("broken off", 2.0)],
         "fails": [("broken off", 3.0)],
         "waits": [("broken off", 4.0)],
+        "dies, again": [("until started again", 0.0), ("imports", 0.5), ("until ready", 1.0)],
     }
+
+
+def test_a_worker_that_comes_back_is_drawn_from_when_it_had_died_or_was_woken() -> None:
+    now, drawn = [0.0], [0]
+
+    def draw() -> None:
+        drawn[0] += 1
+
+    def told() -> dict[str, list[tuple[str, float]]]:
+        return {name: [(p.name, round(p.end, 3)) for p in phases] for name, phases in timeline.phases()}
+
+    timeline = Timeline(Ears(), 0.0, lambda: now[0], draw)
+    timeline.on_state("one", State.STARTING, "")
+    timeline.on_line("one", "startup joining at=1.000")
+    now[0] = 2.0
+    timeline.on_state("one", State.READY, "")
+    start = {"one": [("joining", 1.0), ("until ready", 2.0)]}
+    assert (told(), drawn) == (start, [0])
+    timeline.on_line("one", "startup asleep at=50.000")
+    timeline.on_line("one", "startup weights at=50.250")
+    assert (told(), drawn) == (start, [0])
+    timeline.on_line("one", "startup joining at=50.500")
+    timeline.on_line("one", "startup of another kind at=51.000")
+    start |= {"one, woken": [("weights", 0.25), ("joining", 0.5)]}
+    assert (told(), drawn) == (start, [1])
+    now[0] = 60.0
+    timeline.on_death("one", "killed", (), 0.5)
+    now[0] = 60.5
+    timeline.on_state("one", State.STARTING, "")
+    timeline.on_line("one", "startup weights at=60.700")
+    now[0] = 61.0
+    timeline.on_state("one", State.READY, "")
+    start |= {"one, again": [("until started again", 0.5), ("weights", 0.7), ("until ready", 1.0)]}
+    assert (told(), drawn) == (start, [2])
+    assert timeline.svg("x").count("one, ") == 2
+
+
+def test_a_mesh_that_runs_for_long_keeps_its_own_start_and_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline_module, "MAX_LATER", 2)
+    timeline = Timeline(Ears(), 0.0, lambda: 1.0)
+    for _ in range(5):
+        timeline.on_state("one", State.STARTING, "")
+        timeline.on_state("one", State.READY, "")
+        timeline.on_death("one", "killed", (), 0.5)
+    assert [name for name, _ in timeline.phases()] == ["one", "one, again", "one, again"]
 
 
 def test_marks_are_written_as_they_are_read(capsys: pytest.CaptureFixture[str]) -> None:
