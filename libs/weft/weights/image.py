@@ -53,6 +53,10 @@ class Image:
         """Can others still open it by name."""
         return _is_same_file(self.path, self.fd)
 
+    def leave(self) -> None:
+        """Let go; the file stays, to be found again."""
+        os.close(self.fd)
+
     def release(self) -> None:
         """Let go; the last holder removes the file. Mappings of it stay valid."""
         if _try_lock(self.fd, fcntl.LOCK_EX) and self.is_linked():

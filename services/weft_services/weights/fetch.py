@@ -14,6 +14,7 @@ from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.image import Around, Image, find_image, remove_stale, write_image
 from weft.weights.layout import image_layout
 from weft.weights.load import PeerFirst, RunReader, check_samples
+from weft.weights.users import is_used
 from weft_services.weights.peers import PeerImage, WeightsPeer
 from weft_services.weights.room import Room
 
@@ -106,10 +107,17 @@ class WeightLoader:
         self._loaded = None
 
     async def close(self) -> None:
-        """End what is under way, and let go of the image. Nobody may ask any more."""
+        """End what is under way, and let go of the image. Nobody may ask any more.
+
+        What workers map stays for whoever comes after this process: read again, it would take memory twice.
+        """
         if self._flight is not None:
             self._flight.cancel()
             await asyncio.wait({self._flight})
+        if (image := self.image) is not None and is_used(image.fd):
+            logger.info("left for those who map it: %s", image.name)
+            self.drop()
+            image.leave()
         self.release()
 
     def release(self) -> None:

@@ -202,6 +202,23 @@ def test_a_killed_service_finds_its_image_again_and_a_stopped_one_leaves_nothing
     assert not path.exists()
 
 
+def test_a_service_that_is_stopped_leaves_what_workers_map_to_the_next(directory: Path) -> None:
+    """As in an upgrade, one process at a time: read again, it would take memory twice."""
+    path = image_module.SHARED_MEMORY / image_name(read_checkpoint(directory))
+    with start(directory) as process:
+        line_with(process, "weights from files")
+        mapped = open_image(path.name, path.stat().st_size)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_SECONDS) == 0
+    assert path.exists()
+    with start(directory) as process:
+        line_with(process, "weights from memory")
+        mapped.clear()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_SECONDS) == 0
+    assert not path.exists()
+
+
 def test_a_bad_checkpoint_ends_the_process_with_one_line_and_status_2(directory: Path) -> None:
     (directory / "config.json").unlink()
     with start(directory) as process:
