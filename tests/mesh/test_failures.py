@@ -55,8 +55,19 @@ def test_a_stream_goes_on_when_its_only_decode_worker_is_back(mesh: Mesh) -> Non
     assert [token for choice in choices for token in choice["token_ids"]] == greedy(prompt, NUM_TOKENS)
     assert choices[-1]["finish_reason"] == "length"
     mesh.wait_for_return(boots, "decode-0")
-    assert mesh.log().count("waits for a worker") == 1
+    assert mesh.log().count("goes on at worker=decode-0") == 1
     assert_works(mesh)
+
+
+def test_who_asks_while_a_role_has_nobody_waits_until_it_has(mesh: Mesh) -> None:
+    boots = mesh.boots()
+    body = {"model": "weft-nano", "prompt": list(text_ids()[:50]), "max_tokens": 4}
+    with ThreadPoolExecutor(8) as pool:
+        mesh.kill("decode-0")
+        wait_until("the scheduler knows", lambda: mesh.boots().get("decode-0") != boots["decode-0"])
+        replies = list(pool.map(lambda _: mesh.client.post("/v1/completions", json=body), range(8)))
+    assert {reply.status_code for reply in replies} == {200}, [reply.text for reply in replies]
+    mesh.wait_for_return(boots, "decode-0")
 
 
 def read_stream(mesh: Mesh, body: dict[str, object]) -> list[str]:

@@ -20,6 +20,7 @@ from weft.metrics import ROUTES, WAITING
 from weft.request import WorkerRole
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.lines import Waiter
+from weft_services.scheduler.refusals import NobodyReady
 from weft_services.scheduler.router import Progress, Router
 from weft_services.scheduler.state import (
     Placement,
@@ -65,6 +66,8 @@ class Dispatcher:
         self._clock = clock
         self._whereabouts = whereabouts or Whereabouts()
         self._places: dict[Waiter, tuple[Preference, asyncio.Future[Placement]]] = {}
+        # those who wait until a role of a model has a worker again
+        self._absences = defaultdict[tuple[str, WorkerRole], set[asyncio.Future[None]]](set)
 
     def join(self, info: WorkerInfo) -> Worker:
         """A worker is live from here on; an earlier one of the same id is not, and neither are its bookings."""
@@ -73,6 +76,8 @@ class Dispatcher:
     def report(self, worker: Worker, report: WorkerReport) -> None:
         """Raises Incompatible when the worker is not a member any more."""
         self._router.report(worker, report, self._clock())
+        if report.ready and self._absences:
+            self._end_absences(worker.info)
         self._seat()
 
     def leave(self, worker: Worker, why: str) -> None:
@@ -89,8 +94,8 @@ class Dispatcher:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for room."""
-        return len(self._places)
+        """Requests that wait for room, or for a worker."""
+        return len(self._places) + sum(map(len, self._absences.values()))
 
     def set_role(self, worker_id: str, role: WorkerRole) -> None:
         """Ask a worker to play another role. Raises NotFound, or InvalidRequest where it cannot or must not."""
@@ -118,7 +123,7 @@ class Dispatcher:
             self._check(query)
             preference = await self._affinity.lookup(query.model, query.session)
             await self._whereabouts.learn(self._router, query)
-            placement = await self._place(query, preference)
+            placement = await self._place_in_time(query, preference)
         except WeftError as error:
             self._router.refuse(query)
             ROUTES.labels(_OUTCOMES.get(type(error), "late")).inc()
@@ -132,6 +137,47 @@ class Dispatcher:
         now, room = self._clock(), self._rooms.get(query.model)
         if room is not None and not room.goes_first(query):
             room.check(query, now, Overloaded(OTHERS_WAIT))
+
+    async def _place_in_time(self, query: RouteQuery, preference: Preference) -> Placement:
+        """A role that has just lost its last worker is waited for, as long as for room: who died is started anew."""
+        began = self._clock()
+        while True:
+            left = query.remaining_seconds - (self._clock() - began)
+            try:
+                return await self._place(replace(query, remaining_seconds=left), preference)
+            except NobodyReady as error:
+                seconds = self._rooms[query.model].longest(query) - (self._clock() - began)
+                if not self._may_return(query, error.role) or not await self._returns(query.model, error.role, seconds):
+                    raise
+
+    def _may_return(self, query: RouteQuery, role: WorkerRole) -> bool:
+        has_place = len(self._absences.get((query.model, role), ())) < self._rooms[query.model].max_waiting
+        was_ready = self._router.fleet.was_ready(query.model, role, self._clock())
+        return has_place and was_ready and not query.reject_if_busy
+
+    async def _returns(self, model: str, role: WorkerRole, seconds: float) -> bool:
+        """Whether a worker of the role has said that it is ready before so many seconds were over."""
+        back: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = self._absences[model, role]
+        waiting.add(back)
+        WAITING.inc()
+        try:
+            async with asyncio.timeout(seconds):
+                await back
+        except TimeoutError:
+            return False
+        finally:
+            WAITING.dec()
+            waiting.discard(back)
+            if not waiting:
+                self._absences.pop((model, role), None)
+        return True
+
+    def _end_absences(self, info: WorkerInfo) -> None:
+        for (model, role), waiting in self._absences.items():
+            for back in waiting if model == info.model and info.role.can(role) else ():
+                if not back.done():
+                    back.set_result(None)
 
     async def _place(self, query: RouteQuery, preference: Preference) -> Placement:
         now, room = self._clock(), self._rooms.get(query.model)

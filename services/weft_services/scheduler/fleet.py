@@ -20,6 +20,8 @@ MAX_SUSPECT_SECONDS = 60.0
 MAX_COUNTED_FAULTS = 16
 # models without workers remembered, so that "all its workers are gone" differs from "no such model"
 MAX_MODELS = 1024
+# a role that had a ready worker within this time is expected to have one again in a moment
+RETURN_SECONDS = 10.0
 # kept a second: what was dispatched counts for some minutes, how busy the fleet was for some seconds
 KEPT_SHARE = 0.995
 NEWEST_SHARE = 0.1
@@ -34,6 +36,7 @@ class Fleet:
         self._silence_seconds = silence_seconds
         self._workers: dict[str, Worker] = {}
         self._models: dict[str, Served] = {}
+        self._ready_at: dict[tuple[str, WorkerRole], float] = {}  # when a worker of the role last said so
 
     @property
     def models(self) -> Mapping[str, Served]:
@@ -67,6 +70,7 @@ class Fleet:
         _rate(self._models[info.model].workers)
         if len(self._models) > MAX_MODELS:
             self._models = {model: served for model, served in self._models.items() if served.workers}
+            self._ready_at = {key: at for key, at in self._ready_at.items() if key[0] in self._models}
         WORKERS.labels(info.role).inc()
         logger.info(
             "worker joined id=%s role=%s model=%s at=%s", worker.worker_id, info.role, info.model, info.address.address
@@ -108,7 +112,17 @@ class Fleet:
             self._recast(worker, report.role)
         if worker.role_wish is worker.info.role:
             worker.role_wish = None
+        self._note_ready(worker, now)
         worker.refresh()
+
+    def _note_ready(self, worker: Worker, now: float) -> None:
+        for role in (WorkerRole.PREFILL, WorkerRole.DECODE) if worker.report.ready else ():
+            if worker.info.role.can(role):
+                self._ready_at[worker.info.model, role] = now
+
+    def was_ready(self, model: str, role: WorkerRole, now: float) -> bool:
+        """Had the role a ready worker a moment ago."""
+        return now - self._ready_at.get((model, role), NEVER) < RETURN_SECONDS
 
     def refresh(self) -> None:
         """What the policy knows of the fleet as a whole; to be called once a second."""

@@ -13,6 +13,14 @@ MIN_RETRY_SECONDS = 1.0
 MAX_RETRY_SECONDS = 30.0
 
 
+class NobodyReady(PeerLost):
+    """No worker of a role takes requests. One may be back in a moment: a worker is started anew when it has died."""
+
+    def __init__(self, message: str, role: WorkerRole) -> None:
+        super().__init__(message)
+        self.role = role
+
+
 def refusal(served: Served, query: RouteQuery, role: WorkerRole, kinds: Set[ModelFingerprint] | None) -> WeftError:
     """Gone, starting or draining, too long for everyone, of another kind than its partners, or full: in this order."""
     live = served.decodes if role is WorkerRole.DECODE else served.prefills
@@ -21,14 +29,16 @@ def refusal(served: Served, query: RouteQuery, role: WorkerRole, kinds: Set[Mode
     if not ready:
         if any(worker.report.is_full for worker in tried):
             return Overloaded(f"every {role} worker's pool is full", retry_after(tried))
-        return PeerLost(f"no {role} worker of {query.model!r} is {'ready' if live else 'live'}")
+        message = f"no {role} worker of {query.model!r} is {'ready' if live else 'live'}"
+        # who passes over a live one does not wait for that one
+        return PeerLost(message) if len(tried) < len(live) else NobodyReady(message, role)
     longest = max(worker.longest_prompt for worker in ready)
     if query.prompt_tokens > longest:
         message = f"the prompt has {query.prompt_tokens} tokens; at most {longest} fit"
         return InvalidRequest(message, "prompt", "context_length_exceeded")
     if kinds is not None and not any(worker.info.fingerprint in kinds for worker in ready):
         if role is WorkerRole.DECODE and not served.prefills:
-            return PeerLost(f"no prefill worker of {query.model!r} is live")
+            return NobodyReady(f"no prefill worker of {query.model!r} is live", WorkerRole.PREFILL)
         return PeerLost("no prefill worker runs what the decode workers run")
     return Overloaded(f"every {role} worker is full", retry_after(ready))
 

@@ -41,7 +41,7 @@ class WaitingRoom:
     many places again."""
 
     def __init__(self, max_waiting: int, max_seconds: float) -> None:
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self._max_seconds = max_seconds
         self._lines = {rank: Lines() for rank in (MOVED, *Priority)}
         self._num = 0
@@ -59,7 +59,7 @@ class WaitingRoom:
         """Wait. Raises what `check` raises."""
         self.check(query, now, busy)
         self._look(now)
-        waiter = Waiter(query, now, now + self._longest(query))
+        waiter = Waiter(query, now, now + self.longest(query))
         self._lines[_rank(query)].append(waiter)
         self._num += 1
         return waiter
@@ -73,10 +73,10 @@ class WaitingRoom:
 
     def _is_closed_to(self, query: RouteQuery, expected: float) -> bool:
         if _rank(query) == MOVED:
-            return self._num >= 2 * self._max_waiting
-        left = self._max_waiting - self._num
+            return self._num >= 2 * self.max_waiting
+        left = self.max_waiting - self._num
         is_full = left <= 0 or self._lines[query.priority].num_of(query.tenant) > left
-        return is_full or expected > SURE_SHARE * self._longest(query)
+        return is_full or expected > SURE_SHARE * self.longest(query)
 
     def leave(self, waiter: Waiter, now: float) -> None:
         """It has been placed, or waits no more. Idempotent."""
@@ -131,12 +131,13 @@ class WaitingRoom:
         """When it is worth another try: after those who wait now, and never sooner than the fleet itself says."""
         return _later(self.expected_seconds(query, now), least)
 
+    def longest(self, query: RouteQuery) -> float:
+        """Seconds that a request waits at most."""
+        return min(self._max_seconds, query.remaining_seconds)
+
     def _has_turn(self, rank: int, now: float) -> bool:
         has_waited = now - self._lines[rank].since() >= TURN_WAIT_SHARE * self._max_seconds
         return has_waited and self._placed_tokens >= self._turn_at[rank]
-
-    def _longest(self, query: RouteQuery) -> float:
-        return min(self._max_seconds, query.remaining_seconds)
 
     def _look(self, now: float) -> None:
         """Time in which somebody waited passes; call before their number changes."""

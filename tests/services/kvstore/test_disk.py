@@ -80,7 +80,7 @@ async def test_a_half_written_record_is_cut_off(tmp_path: Path, cut: int) -> Non
     again.close()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(place=st.integers(0, 5 * RECORD - 1), flip=st.integers(1, 255), restart=st.booleans())
 async def test_a_damaged_byte_anywhere_is_a_miss_and_never_a_wrong_block(
     tmp_path_factory: pytest.TempPathFactory, place: int, flip: int, restart: bool

@@ -1,0 +1,91 @@
+"""A role that has just lost its last worker: who asks waits for the next one, others are told at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.services.scheduler.fakes import MODEL, Clock, worker_info
+from weft.errors import PeerLost
+from weft.request import RequestKey, WorkerRole
+from weft_services.scheduler.affinity import Affinity
+from weft_services.scheduler.dispatch import Dispatcher
+from weft_services.scheduler.router import Router
+from weft_services.scheduler.state import Placement, RouteQuery, Worker, WorkerReport
+from weft_services.scheduler.waiting import WaitingRoom
+
+MAX_WAITING = 2
+LONG_AGO = 60.0
+
+
+class Lonely:
+    """A model with one worker for each role, of which the decode worker dies."""
+
+    def __init__(self, queue_seconds: float = 20.0) -> None:
+        self.clock = Clock()
+        self.dispatcher = Dispatcher(
+            Router(10.0), Affinity("", 60), lambda: WaitingRoom(MAX_WAITING, queue_seconds), self.clock
+        )
+        self.start("prefill-0", WorkerRole.PREFILL)
+        self.dispatcher.leave(self.start("decode-0", WorkerRole.DECODE), "killed")
+
+    def start(self, worker_id: str, role: WorkerRole, model: str = MODEL) -> Worker:
+        worker = self.dispatcher.join(worker_info(worker_id, role, model=model))
+        self.dispatcher.report(worker, WorkerReport(ready=True, free_blocks=100))
+        return worker
+
+    async def ask(self, name: str, **changes: object) -> asyncio.Task[Placement]:
+        values: dict[str, object] = {"prompt_tokens": 4, "max_tokens": 1, **changes}
+        task = asyncio.create_task(self.dispatcher.route(RouteQuery(RequestKey(name), MODEL, **values)))  # type: ignore[arg-type]
+        for _ in range(10):  # nothing that it asks takes longer
+            await asyncio.sleep(0)
+        return task
+
+
+async def test_who_asks_meanwhile_is_served_by_the_next_worker() -> None:
+    lonely = Lonely()
+    asked = [await lonely.ask(name) for name in ("one", "two")]
+    assert lonely.dispatcher.num_waiting == 2
+    lonely.start("decode-1", WorkerRole.DECODE, model="another")
+    lonely.start("prefill-1", WorkerRole.PREFILL)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert lonely.dispatcher.num_waiting == 2, "neither is the one that is missing"
+    lonely.start("decode-0", WorkerRole.DECODE)
+    assert [placed.decode.worker_id for placed in await asyncio.gather(*asked)] == ["decode-0"] * 2
+    assert lonely.dispatcher.num_waiting == 0
+
+
+async def test_nobody_waits_longer_than_for_room() -> None:
+    lonely = Lonely(queue_seconds=0.01)
+    with pytest.raises(PeerLost, match="no decode worker"):
+        await lonely.dispatcher.route(RouteQuery(RequestKey("one"), MODEL, prompt_tokens=4, max_tokens=1))
+    assert lonely.dispatcher.num_waiting == 0
+
+
+async def test_who_would_not_wait_is_told_at_once() -> None:
+    lonely = Lonely()
+    with pytest.raises(PeerLost):
+        await (await lonely.ask("in a hurry", reject_if_busy=True))
+    waiting = [await lonely.ask(str(number)) for number in range(MAX_WAITING)]
+    with pytest.raises(PeerLost):
+        await (await lonely.ask("one too many"))
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert lonely.dispatcher.num_waiting == 0
+
+
+async def test_a_role_that_has_long_been_empty_is_not_waited_for() -> None:
+    lonely = Lonely()
+    lonely.clock.now += LONG_AGO
+    with pytest.raises(PeerLost):
+        await (await lonely.ask("late"))
+
+
+async def test_nor_is_one_worker_that_the_request_itself_passes_over() -> None:
+    lonely = Lonely()
+    boot = lonely.start("decode-0", WorkerRole.DECODE).info.address.boot_id
+    with pytest.raises(PeerLost):
+        await (await lonely.ask("moved", excluded_boot_ids=frozenset({boot})))
