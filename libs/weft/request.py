@@ -92,6 +92,19 @@ class PositionLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of consecutive prompt tokens from position `start` on: ln p of each where it stands, and its rank there (1: the
+    likeliest); and the best `num_top` in its place, best first, those of one position after those of the other."""
+
+    start: int
+    chosen: tuple[float, ...]
+    ranks: tuple[int, ...]
+    top_ids: tuple[int, ...] = ()
+    top: tuple[float, ...] = ()
+    num_top: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class PromptUsage:
     """What a prompt cost, as counted by the worker that computed it. Times in milliseconds.
 

@@ -13,11 +13,11 @@ from weft.errors import Overloaded
 from weft.lifetime import Stage
 from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
 from weft.tally import Tallies, WorkTally
+from weft_services.scheduler.located import Located
 from weft_services.scheduler.planner import RolePlanner
 from weft_services.scheduler.router import Progress, Router
 from weft_services.scheduler.state import (
     NO_PREFERENCE,
-    Located,
     Preference,
     RouteQuery,
     Worker,

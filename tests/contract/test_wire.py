@@ -16,6 +16,7 @@ from weft.request import (
     Grammar,
     ModelFingerprint,
     PositionLogprobs,
+    PromptLogprobs,
     PromptUsage,
     RequestKey,
     Retention,
@@ -65,6 +66,8 @@ samplings = st.builds(
 )
 entries = st.builds(TokenLogprob, u32, f32)
 positions = st.builds(PositionLogprobs, entries, st.lists(entries, max_size=5).map(tuple))
+chances = st.lists(f32, max_size=5).map(tuple)
+prompt_logprobs = st.builds(PromptLogprobs, u32, chances, tokens, tokens, chances, u32)
 fingerprints = st.builds(ModelFingerprint, text, text, u32, u64, text)
 endpoints = st.builds(Endpoint, text, text, u64, text)
 usages = st.builds(PromptUsage, u32, u32, u64, u32, u32, u32, text, text, u32, u32, u32, u32)
@@ -104,6 +107,11 @@ def _as_float32(value: float) -> float:
 @given(positions)
 def test_logprobs(position: PositionLogprobs) -> None:
     assert wire.logprobs_from_wire(through_bytes(wire.logprobs_to_wire(position))) == position
+
+
+@given(prompt_logprobs)
+def test_prompt_logprobs(piece: PromptLogprobs) -> None:
+    assert wire.prompt_logprobs_from_wire(through_bytes(wire.prompt_logprobs_to_wire(piece))) == piece
 
 
 @given(fingerprints)
@@ -171,12 +179,14 @@ def test_a_start_becomes_an_order(
         resumed_tokens=number,
         priority=-7,
         retention=wire.retention_to_wire(Retention(number, memory_only=True)),
+        num_prompt_logprobs=None if prefill else number,
     )
     order = order_from_wire(through_bytes(start))
     assert (order.key, order.prefill, order.token_ids, order.sampling) == (key, prefill, token_ids, sampling)
     assert (order.decode_boot_id, order.cache_salt, order.resumed_tokens) == ("boot", b"salt", number)
     assert (order.remaining_seconds, order.priority) == (number / 1000, -7)
     assert order.retention == Retention(number, memory_only=True)
+    assert order.num_prompt_logprobs == (None if prefill else number)
 
 
 @given(keys, tokens, st.lists(positions, max_size=3).map(tuple), st.none() | usages)

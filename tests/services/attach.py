@@ -40,11 +40,16 @@ class Answer:
     usage: decode_service_pb2.PromptUsage | None = None
     finish_reason: int = 0
     failure: decode_service_pb2.SequenceFailure | None = None
+    prompt_logprobs: list[decode_service_pb2.PromptLogprobs] = field(default_factory=list)
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self, delta: decode_service_pb2.SequenceDelta) -> None:
         """Later deltas append."""
+        if delta.HasField("prompt_logprobs"):
+            assert not self.tokens
+            self.prompt_logprobs.append(delta.prompt_logprobs)
+            return
         self.tokens += delta.token_ids
         self.has_begun.set()
         if delta.HasField("prompt"):

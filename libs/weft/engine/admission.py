@@ -27,8 +27,8 @@ def check(spec: SequenceSpec, config: EngineConfig) -> None:
         raise InvalidRequest("more tokens are resumed than there are", "resumed_tokens")
     if abs(spec.priority) > MAX_PRIORITY:
         raise InvalidRequest(f"the priority must be between -{MAX_PRIORITY} and {MAX_PRIORITY}", "priority")
-    if spec.pools and (spec.mode is not SequenceMode.PREFILL or spec.wait_for_kv):
-        raise InvalidRequest("hidden states are those of a prompt that is computed here, and whole", "pools")
+    if spec.reader is not None and spec.wait_for_kv:
+        raise InvalidRequest("hidden states are those of a prompt that is computed here, and whole", "reader")
     if spec.mode is SequenceMode.GENERATE and spec.sampling.max_tokens <= spec.resumed_tokens:
         raise InvalidRequest("max_tokens leaves nothing to generate", "max_tokens")
 

@@ -31,6 +31,11 @@ class Work:
     num_tokens: int
     samples: bool
 
+    @property
+    def is_read(self) -> bool:
+        """It is a part of a prompt whose hidden states are wanted."""
+        return self.sequence.is_read and self.start < self.sequence.num_prompt
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -39,7 +44,6 @@ class Sampled:
     token_id: int
     logprobs: PositionLogprobs | None = None
     failure: str | None = None
-    mean_hidden: tuple[float, ...] | None = None
 
 
 class Planner:

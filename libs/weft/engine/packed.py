@@ -23,7 +23,7 @@ class Packed:
 
     `unknown` [n, 2]: rows whose token the host does not know yet, and where among the last step's it stands.
     `starts` [S + 1], and of each group `lens` [S] and `tables` [S]: see `PagedBatch`. `logit_rows` [R]: who samples.
-    `pooled_rows`: those whose hidden states are wanted.
+    `read_rows`: those whose hidden states are wanted.
     """
 
     rows: Array
@@ -32,12 +32,12 @@ class Packed:
     starts: list[int]
     lens: list[list[int]]
     tables: list[Tables]
-    pooled_rows: list[int]
+    read_rows: list[int]
 
     @property
     def is_decode(self) -> bool:
         """Every sequence contributes one token, and gets one."""
-        return len(self.logit_rows) == len(self.starts) - 1 == self.starts[-1] and not self.pooled_rows
+        return len(self.logit_rows) == len(self.starts) - 1 == self.starts[-1] and not self.read_rows
 
 
 class Packer:
@@ -54,7 +54,7 @@ class Packer:
         token_ids, positions, *slots = rows
         logit_rows: list[int] = []
         unknown: list[tuple[int, int]] = []
-        pooled_rows: list[int] = []
+        read_rows: list[int] = []
         for work in works:
             sequence, start, end = work.sequence, work.start, work.start + work.num_tokens
             if start == len(sequence.token_ids):
@@ -67,12 +67,12 @@ class Packer:
                 of_group += self._slots(run, start, end)
             if work.samples:
                 logit_rows.append(len(token_ids) - 1)
-            if sequence.spec.pools:
-                pooled_rows += range(len(token_ids) - work.num_tokens, len(token_ids))
+            if work.is_read:
+                read_rows += range(len(token_ids) - work.num_tokens, len(token_ids))
         starts = list(accumulate((work.num_tokens for work in works), initial=0))
         contexts = [self._contexts(works, group) for group in range(len(self._paging.reaches))]
         lens, tables = [each[0] for each in contexts], [each[1] for each in contexts]
-        return Packed(np.array(rows, dtype=np.int64), unknown, logit_rows, starts, lens, tables, pooled_rows)
+        return Packed(np.array(rows, dtype=np.int64), unknown, logit_rows, starts, lens, tables, read_rows)
 
     def _slots(self, run: PageRun, start: int, end: int) -> Iterator[int]:
         """Where the KV of these consecutive positions goes."""

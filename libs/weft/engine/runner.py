@@ -17,7 +17,6 @@ from weft.engine.device import Link
 from weft.engine.graphs import DecodeGraphs, num_scratch_blocks
 from weft.engine.messages import PoolMemory
 from weft.engine.packed import Packed, Packer
-from weft.engine.pooling import add_up
 from weft.engine.sampler import LaunchedStep, Sampler
 from weft.kv.shared import shared_bytes
 from weft.model.decoder import Decoder
@@ -87,16 +86,22 @@ class ModelRunner:
             return self._graphs.forward(packed, fill_in)
         rows = self._link.upload(packed.rows)
         fill_in(rows[0])
-        wanted = self._link.upload(np.array(packed.logit_rows + packed.pooled_rows, dtype=np.int64))
+        wanted = self._link.upload(np.array(packed.logit_rows + packed.read_rows, dtype=np.int64))
         contexts = zip(packed.lens, packed.tables, strict=True)
         batches = [PagedBatch(self.pool, self._model.config.num_heads, packed.starts, *each) for each in contexts]
         batch = Rows(rows[0], rows[1], rows[2:], wanted)
-        if not packed.pooled_rows:
+        if not packed.read_rows:
             return self._model.forward(batch, batches)
         hidden = self._model.hidden(batch, batches)
         num_sampling = len(packed.logit_rows)
-        add_up([work for work in works if work.sequence.spec.pools], hidden[num_sampling:])
+        self._show([work for work in works if work.is_read], hidden[num_sampling:])
         return self._model.logits(hidden[:num_sampling])
+
+    def _show(self, works: Items[Work], hidden: Tensor) -> None:
+        """Hidden states of all rows of these works to their readers."""
+        for work, rows in zip(works, torch.split(hidden, [work.num_tokens for work in works]), strict=True):
+            if (reader := work.sequence.spec.reader) is not None:
+                reader.read(work.start, rows, self._model.logits)
 
     def _clear_new_tails(self, works: Items[Work]) -> None:
         """A block that this step begins and does not fill: its last owner's numbers must not be read under a mask."""

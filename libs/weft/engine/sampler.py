@@ -16,7 +16,6 @@ from torch import Tensor
 from weft.engine.batch import Sampled, Work
 from weft.engine.config import EngineConfig
 from weft.engine.device import Link, Mark
-from weft.engine.pooling import mean
 from weft.engine.sequence import Sequence
 from weft.engine.shaping import Shaper
 from weft.request import PositionLogprobs, SamplingParams, TokenLogprob
@@ -28,7 +27,7 @@ class LaunchedStep:
     """`on_host`: tokens, and then, where somebody `asked`, three tensors of logprobs: of the chosen, values, ids.
 
     `order`: where in them the results stand, in the order of the works. By row: `asked`, how many logprobs, and
-    `failures`, why there is no token, and `means`, hidden states.
+    `failures`, why there is no token.
     """
 
     on_host: tuple[Tensor, ...]
@@ -36,7 +35,6 @@ class LaunchedStep:
     done: Mark
     asked: dict[int, int] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
-    means: dict[int, Tensor] = field(default_factory=dict)
 
     def collect(self) -> list[Sampled]:
         """Wait until the step is done; without any tokens too, as peers will read the KV that it wrote."""
@@ -48,8 +46,6 @@ class LaunchedStep:
         for at, (row, num_top) in enumerate(self.asked.items()):
             position = _position_logprobs(tokens[row], [each[at] for each in found], num_top)
             sampled[row] = replace(sampled[row], logprobs=position)
-        for row, vector in self.means.items():
-            sampled[row] = replace(sampled[row], mean_hidden=tuple(vector.tolist()))
         return [sampled[row] for row in self.order]
 
 
@@ -83,9 +79,7 @@ class Sampler:
             rows = self._link.upload(np.array(list(asked)))
             found = logprobs(logits[rows], tokens[rows], max(asked.values()))
         on_host = tuple(self._link.download(each) for each in (tokens, *found))
-        pooled = [(row, work.sequence) for row, work in enumerate(works) if work.sequence.spec.pools]
-        means = {row: self._link.download(mean(sequence)) for row, sequence in pooled}
-        return LaunchedStep(on_host, order, self._link.mark(), asked, failures, means)
+        return LaunchedStep(on_host, order, self._link.mark(), asked, failures)
 
     def _sampling_rows(self, params: Items[SamplingParams], positions: list[int]) -> SamplingRows:
         upload = self._link.upload

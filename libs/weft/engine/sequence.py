@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
 
 from weft.engine.history import History
 from weft.engine.messages import PromptCounts, SequenceMode, SequenceSpec
@@ -49,7 +48,6 @@ class Sequence:
     admitted_at: float | None = None
     compute_seconds: float = 0.0
     history: History | None = None
-    hidden_sum: Any = None  # over the prompt so far, where the device has it; the runner's
     turn: tuple[float, int] = (0.0, 0)  # see `weft.engine.waiting`; given when the planner takes it in
 
     @property
@@ -112,6 +110,11 @@ class Sequence:
         """The first token is out."""
         return len(self.token_ids) > self.num_prompt
 
+    @property
+    def is_read(self) -> bool:
+        """Somebody still wants the hidden states of its prompt."""
+        return self.spec.reader is not None and not self.has_emitted
+
     def key(self, index: int, block_tokens: int) -> bytes:
         """The key of full block `index`."""
         while len(self.keys) <= index:
@@ -122,7 +125,7 @@ class Sequence:
 
     def reusable_keys(self, block_tokens: int) -> list[bytes]:
         """The keys under which a cache may hold leading blocks; at least one token is left to compute."""
-        if self.spec.pools:
+        if self.is_read:
             return []  # blocks hold no hidden states
         count = reusable_blocks(len(self.token_ids), block_tokens)
         if count:

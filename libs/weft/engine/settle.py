@@ -63,7 +63,7 @@ class Settler:
             self.num_generated_tokens += 1
         logprobs = (token.logprobs,) if token.logprobs else ()
         key, ids = sequence.spec.key, (token.token_id,)
-        events.deltas.append(TokenDelta(key, ids, logprobs, prompt, reason, token.mean_hidden))
+        events.deltas.append(TokenDelta(key, ids, logprobs, prompt, reason))
         if reason is not None:
             self._planner.remove(sequence)
 

@@ -9,6 +9,7 @@ from weft.request import (
     Grammar,
     ModelFingerprint,
     PositionLogprobs,
+    PromptLogprobs,
     PromptUsage,
     RequestKey,
     Retention,
@@ -141,6 +142,24 @@ def logprobs_from_wire(position: common_pb2.PositionLogprobs) -> PositionLogprob
     """Total."""
     top = tuple(_logprob_from_wire(entry) for entry in position.top)
     return PositionLogprobs(_logprob_from_wire(position.chosen), top)
+
+
+def prompt_logprobs_to_wire(piece: PromptLogprobs) -> decode_service_pb2.PromptLogprobs:
+    """Total."""
+    return decode_service_pb2.PromptLogprobs(
+        start=piece.start,
+        chosen=piece.chosen,
+        ranks=piece.ranks,
+        num_top=piece.num_top,
+        top_ids=piece.top_ids,
+        top=piece.top,
+    )
+
+
+def prompt_logprobs_from_wire(piece: decode_service_pb2.PromptLogprobs) -> PromptLogprobs:
+    """Total."""
+    top_ids, top = tuple(piece.top_ids), tuple(piece.top)
+    return PromptLogprobs(piece.start, tuple(piece.chosen), tuple(piece.ranks), top_ids, top, piece.num_top)
 
 
 def fingerprint_to_wire(fingerprint: ModelFingerprint) -> common_pb2.ModelFingerprint:

@@ -26,7 +26,7 @@ import weft_kernels
 from weft.engine.batch import Work
 from weft.engine.config import EngineConfig
 from weft.engine.graphs import static_bytes
-from weft.engine.messages import SequenceMode, SequenceSpec
+from weft.engine.messages import PromptReader, SequenceMode, SequenceSpec
 from weft.engine.runner import ModelRunner
 from weft.engine.sequence import Sequence
 from weft.errors import BadCheckpoint
@@ -34,6 +34,8 @@ from weft.kv.groups import PageRun, Paging
 from weft.model import decoder
 from weft.model.decoder import Decoder
 from weft.request import RequestKey, SamplingParams
+from weft.worker import scoring
+from weft.worker.scoring import PromptScorer
 
 logger = logging.getLogger(__name__)
 # everything that takes memory when a token is chosen
@@ -85,8 +87,9 @@ def identity_of(weights_hash: str, limits: EngineConfig, dtype: str, device: tor
 def measure_peak(model: Decoder, limits: EngineConfig, dtype: str, device: torch.device) -> int:
     """Bytes beyond the pool and what graphs keep beside it (`static_bytes`), on a pool as small as can be.
 
-    One step has a whole chunk at the end of the longest context, beside one token of everybody else; the next one has
-    one token of everybody, which is what graphs are captured for. Raises BadCheckpoint where there is no room for it.
+    One step has a whole chunk at the end of the longest context, all of which is scored, beside one token of everybody
+    else; the next one has one token of everybody, which is what graphs are captured for. Raises BadCheckpoint where
+    there is no room for it.
     """
     least = limits.paging.max_pages(min(limits.max_context_tokens, limits.chunk_tokens))
     small = replace(limits, num_blocks=least, max_pinned=0)
@@ -95,7 +98,8 @@ def measure_peak(model: Decoder, limits: EngineConfig, dtype: str, device: torch
     one, *others = [_work(limits.paging, 0, 1) for _ in range(limits.max_num_seqs)]
     try:
         runner = ModelRunner(model, small, dtype, device)
-        for each in (_work(limits.paging, limits.max_context_tokens - chunk, chunk), one):
+        scorer = PromptScorer((0,) * limits.max_context_tokens, 20)
+        for each in (_work(limits.paging, limits.max_context_tokens - chunk, chunk, scorer), one):
             runner.launch([each, *others]).collect()
     except torch.OutOfMemoryError as error:
         raise BadCheckpoint(
@@ -119,10 +123,11 @@ class AnyToken:
         words.fill(-1)
 
 
-def _work(paging: Paging, start: int, num_tokens: int) -> Work:
+def _work(paging: Paging, start: int, num_tokens: int, reader: PromptReader | None = None) -> Work:
     """Tokens of a sequence all of whose pages are the pool's first one: what they hold does not matter."""
     end = start + num_tokens
-    spec = SequenceSpec(RequestKey("peak"), (0,) * end, SAMPLING, SequenceMode.GENERATE, constraint=AnyToken())
+    tokens, mode = (0,) * end, SequenceMode.GENERATE
+    spec = SequenceSpec(RequestKey("peak"), tokens, SAMPLING, mode, constraint=AnyToken(), reader=reader)
     firsts = [paging.first(group, start) for group in range(len(paging.reaches))]
     runs = [PageRun(first, (0,) * (paging.num_blocks(end) - first)) for first in firsts]
     return Work(Sequence(spec, [0] * end, 0.0, runs=runs), start, num_tokens, samples=True)
@@ -178,7 +183,7 @@ def _status(field: str) -> int:
 
 def _sources_digest() -> str:
     """Of everything that a step runs, and of this: a version number would not see a change between two releases."""
-    digest = hashlib.blake2b(Path(__file__).read_bytes(), digest_size=10)
+    digest = hashlib.blake2b(Path(__file__).read_bytes() + Path(scoring.__file__).read_bytes(), digest_size=10)
     engine = Path(decoder.__file__).parents[1]
     for root in (engine / "engine", engine / "model", Path(str(weft_kernels.__file__)).parent):
         for path in sorted(each for each in root.rglob("*") if each.suffix in (".py", ".cpp", ".h")):

@@ -8,6 +8,7 @@ from weft.request import (
     KEEP,
     FinishReason,
     PositionLogprobs,
+    PromptLogprobs,
     PromptUsage,
     RequestKey,
     Retention,
@@ -18,7 +19,7 @@ from weft.request import (
 
 @dataclass(frozen=True, slots=True)
 class SequenceOrder:
-    """What a gateway asks for."""
+    """What a gateway asks for. With `num_prompt_logprobs` the prompt is computed here, and there is no `prefill`."""
 
     key: RequestKey
     decode_boot_id: str
@@ -31,6 +32,7 @@ class SequenceOrder:
     priority: int = 0
     traceparent: str = ""
     retention: Retention = KEEP
+    num_prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +54,4 @@ class Delta:
     prompt: PromptUsage | None = None
     finish_reason: FinishReason | None = None
     failure: Failure | None = None
+    prompt_logprobs: PromptLogprobs | None = None

@@ -13,12 +13,21 @@ from weft import log, trace
 from weft.engine.history import Constraint
 from weft.engine.messages import PromptCounts, Reserved, SequenceMode, SequenceSpec, StepOutput, TokenDelta
 from weft.engine.pulse import Pulse
-from weft.errors import DeadlineExceeded, EngineFailed, Incompatible, Overloaded, PeerLost, WeftError
+from weft.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    Incompatible,
+    InvalidRequest,
+    Overloaded,
+    PeerLost,
+    WeftError,
+)
 from weft.kv.handoff import is_late
 from weft.kv.tiers import Tier
 from weft.lifetime import Stage
 from weft.request import PromptUsage, RequestKey
 from weft.worker.process import Workplace
+from weft.worker.scoring import PromptScorer
 from weft.worker.store_prefix import StorePrefix
 from weft_services.decode.handoff import HandOffs
 from weft_services.decode.order import Delta, Failure, SequenceOrder
@@ -42,6 +51,8 @@ class Sequence:
         self.store_tokens: int | None = None
         self.has_ended = False
         self.stages = StageClock(order.remaining_seconds)
+        wanted = order.num_prompt_logprobs
+        self.scorer = None if wanted is None else PromptScorer(order.token_ids, wanted)
         self._reserved: Reserved | None = None
         self._failure: WeftError | None = None
         self._changed = asyncio.Event()
@@ -112,6 +123,7 @@ class SequenceDesk:
                 sequence.on_reserved(reserved)
         for delta in output.deltas:
             if sequence := self._sequences.get(delta.key):
+                _tell_of_prompt(sequence)
                 frames.setdefault(sequence.outbox, []).append(self._told(sequence, delta))
         for failure in output.failures:
             if sequence := self._sequences.get(failure.key):
@@ -138,7 +150,7 @@ class SequenceDesk:
         span = trace.begin("decode", order.traceparent) if order.traceparent else None
         try:
             async with asyncio.timeout(order.remaining_seconds):
-                waits = self._submit(order, await self._grammars.open(order.sampling.grammar))
+                waits = self._submit(sequence, await self._grammars.open(order.sampling.grammar))
                 await self._live(sequence, waits)
         except WeftError as error:
             outbox.put([self._failed(order.key, error)])
@@ -161,23 +173,27 @@ class SequenceDesk:
             if not sequence.has_ended:
                 self._engine.cancel(order.key)
 
-    def _submit(self, order: SequenceOrder, constraint: Constraint | None) -> bool:
+    def _submit(self, sequence: Sequence, constraint: Constraint | None) -> bool:
         """Does it wait for KV from elsewhere."""
+        order, scorer = sequence.order, sequence.scorer
         if not self._is_open:
             raise PeerLost("this decode worker is leaving", self._worker_id)
         if order.decode_boot_id != self._boot_id:
             raise Incompatible("the decode worker has been restarted since the request was routed")
+        if scorer is not None and order.prefill is not None:
+            raise InvalidRequest("a prompt whose logprobs are wanted is computed here", "prefill")
         spec = SequenceSpec(
             key=order.key,
             token_ids=order.token_ids,
             sampling=order.sampling,
             mode=SequenceMode.GENERATE,
             cache_salt=order.cache_salt,
-            wait_for_kv=order.prefill is not None or self._prefix.may_have(order.token_ids),
+            wait_for_kv=scorer is None and (order.prefill is not None or self._prefix.may_have(order.token_ids)),
             resumed_tokens=order.resumed_tokens,
             constraint=constraint,
             priority=order.priority,
             retention=order.retention,
+            reader=scorer,
         )
         self._engine.submit(spec)
         return spec.wait_for_kv
@@ -237,3 +253,11 @@ class SequenceDesk:
         # what went wrong inside stays in the log
         message = "the engine has failed" if isinstance(error, EngineFailed) else str(error)
         return Delta(key, failure=Failure(error.code, message, worker_id))
+
+
+def _tell_of_prompt(sequence: Sequence) -> None:
+    """Its first token is there: ahead of that goes how likely the prompt was, a frame a piece."""
+    if sequence.scorer is not None:
+        for piece in sequence.scorer.found():
+            sequence.outbox.put([Delta(sequence.order.key, prompt_logprobs=piece)])
+        sequence.scorer = None

@@ -15,6 +15,7 @@ from weft.rpc.wire import (
     key_from_wire,
     key_to_wire,
     logprobs_to_wire,
+    prompt_logprobs_to_wire,
     retention_from_wire,
     sampling_from_wire,
     usage_to_wire,
@@ -91,6 +92,7 @@ def order_from_wire(start: decode_service_pb2.StartSequence) -> SequenceOrder:
         priority=start.priority,
         traceparent=start.traceparent,
         retention=retention_from_wire(start.retention),
+        num_prompt_logprobs=start.num_prompt_logprobs if start.HasField("num_prompt_logprobs") else None,
     )
 
 
@@ -108,6 +110,7 @@ def delta_to_wire(delta: Delta) -> decode_service_pb2.SequenceDelta:
         )
         if failure
         else None,
+        prompt_logprobs=prompt_logprobs_to_wire(delta.prompt_logprobs) if delta.prompt_logprobs else None,
     )
 
 

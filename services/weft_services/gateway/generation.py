@@ -83,6 +83,9 @@ class Generation:
     Without `max_tokens` the answer may fill the context, or be as long as `default_max_tokens` if that is less.
     `prompt_field` and `max_tokens_field` are the client's names for these, so that later errors can name them.
     `priority` counts as vLLM's clients count, lower is sooner; with `reject_if_busy` nobody waits for room.
+    Of `best_of` candidates for each prompt the `n` best are answers, by the mean of their logprobs; less is as `n`.
+    `repeats_prompt`: answers begin with their prompt, and their logprobs with those of its tokens. With
+    `num_prompt_logprobs` these are told beside the answer. `max_tokens` may be 0 with either.
     `echo` is what an API gives back with its answer of what was asked.
     """
 
@@ -93,6 +96,8 @@ class Generation:
     max_tokens: int | None = None
     default_max_tokens: int | None = None
     n: int = 1
+    best_of: int = 1
+    repeats_prompt: bool = False
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -109,6 +114,7 @@ class Generation:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
     return_token_ids: bool = False
     stream: bool = False
     include_usage: bool = False
@@ -119,6 +125,17 @@ class Generation:
     reject_if_busy: bool = False
     retention: Retention = KEEP
     echo: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_candidates(self) -> int:
+        """Generated for each prompt."""
+        return max(self.n, self.best_of)
+
+    @property
+    def num_scored(self) -> int | None:
+        """How many alternatives the workers are to tell of each prompt token; None: nothing of it."""
+        wanted = (self.num_prompt_logprobs, self.num_logprobs if self.repeats_prompt else None)
+        return max((each for each in wanted if each is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ class Codec:
         self._silent = special - spoken if special & spoken else None
         self._spells_bytes = isinstance(tokenizer.decoder, decoders.ByteLevel)
         self._spelling: dict[int, bytes] = {}  # of the tokens that answers have had so far
+        self._texts: dict[int, str] = {}  # of those that logprobs have shown
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.longest_token_bytes = max(len(token.encode()) for token in vocabulary)
 
@@ -62,6 +63,10 @@ class Codec:
         """For one answer: what `decode` says of all of it, as it comes."""
         return ByteDetokenizer(self._spell) if self._spells_bytes else WindowDetokenizer(self.decode)
 
+    def whole_detokenizer(self) -> Detokenizer:
+        """The same for what `whole_text` says."""
+        return ByteDetokenizer(self.token_bytes) if self._spells_bytes else WindowDetokenizer(self.whole_text)
+
     def _spell(self, token_id: int) -> bytes:
         spelled = self._spelling.get(token_id)
         if spelled is None:
@@ -85,9 +90,14 @@ class Codec:
 
     def token_text(self, token_id: int) -> str:
         """One token as text, special ones included, as it would be amid an answer: what logprobs show."""
-        alone = self.whole_text([token_id])
-        # other vocabularies than byte-level ones write the space before a word into it, and leave out the first
-        return alone if self._spells_bytes else self.whole_text([token_id, token_id])[len(alone) :]
+        text = self._texts.get(token_id)
+        if text is None:
+            text = alone = self.whole_text([token_id])
+            # other vocabularies than byte-level ones write the space before a word into it, and leave out the first
+            if not self._spells_bytes:
+                text = self.whole_text([token_id, token_id])[len(alone) :]
+            self._texts[token_id] = text
+        return text
 
     def whole_text(self, token_ids: Sequence[int]) -> str:
         """All that is written there, special tokens included."""

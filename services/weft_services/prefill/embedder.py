@@ -8,13 +8,9 @@ from weft.engine.core import Engine
 from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
 from weft.errors import InvalidRequest
 from weft.request import RequestKey, SamplingParams
+from weft.worker.pooling import MeanHidden
 
 NO_TEXT = SamplingParams(max_tokens=1, temperature=0)
-
-
-def embedding_spec(key: RequestKey, token_ids: tuple[int, ...], cache_salt: bytes, priority: int) -> SequenceSpec:
-    """What the engine is asked. The blocks it fills can be found by whoever has the salt, as any prompt's."""
-    return SequenceSpec(key, token_ids, NO_TEXT, SequenceMode.PREFILL, cache_salt, priority=priority, pools=True)
 
 
 class Embedder:
@@ -22,31 +18,36 @@ class Embedder:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._results: dict[RequestKey, asyncio.Future[tuple[float, ...]]] = {}
+        self._ends: dict[RequestKey, asyncio.Future[None]] = {}
 
     def on_step(self, output: StepOutput) -> None:
         """The engine's news; keys that are not embedded here are somebody else's."""
         for delta in output.deltas:
-            if (result := self._open(delta.key)) is not None and delta.mean_hidden is not None:
-                result.set_result(delta.mean_hidden)
+            if (end := self._open(delta.key)) is not None:
+                end.set_result(None)
         for failure in output.failures:
-            if (result := self._open(failure.key)) is not None:
-                result.set_exception(failure.error)
+            if (end := self._open(failure.key)) is not None:
+                end.set_exception(failure.error)
 
-    async def embed(self, spec: SequenceSpec) -> tuple[float, ...]:
-        """Raises InvalidRequest, Overloaded or EngineFailed. Cancelled, it leaves nothing behind."""
-        key = spec.key
-        if key in self._results:
+    async def embed(
+        self, key: RequestKey, token_ids: tuple[int, ...], cache_salt: bytes, priority: int
+    ) -> tuple[float, ...]:
+        """Raises InvalidRequest, Overloaded or EngineFailed. Cancelled, it leaves nothing behind.
+
+        The blocks that it fills can be found by whoever has the salt, as any prompt's.
+        """
+        if key in self._ends:
             raise InvalidRequest("this attempt is being computed already")
-        self._engine.submit(spec)
-        result: asyncio.Future[tuple[float, ...]] = asyncio.get_running_loop().create_future()
-        self._results[key] = result
+        reader, mode = MeanHidden(len(token_ids)), SequenceMode.PREFILL
+        self._engine.submit(SequenceSpec(key, token_ids, NO_TEXT, mode, cache_salt, priority=priority, reader=reader))
+        self._ends[key] = end = asyncio.get_running_loop().create_future()
         try:
-            return await result
+            await end
         finally:
-            del self._results[key]
+            del self._ends[key]
             self._engine.release(key)
+        return reader.mean()
 
-    def _open(self, key: RequestKey) -> asyncio.Future[tuple[float, ...]] | None:
-        result = self._results.get(key)
-        return None if result is None or result.done() else result
+    def _open(self, key: RequestKey) -> asyncio.Future[None] | None:
+        end = self._ends.get(key)
+        return None if end is None or end.done() else end

@@ -28,7 +28,7 @@ from weft.rpc.wire import key_from_wire
 from weft.worker.process import Post, Workplace
 from weft.worker.store_prefix import StorePrefix
 from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
-from weft_services.prefill.embedder import Embedder, embedding_spec
+from weft_services.prefill.embedder import Embedder
 from weft_services.prefill.leases import Lease, LeaseDesk
 
 FIRST_MESSAGE_SECONDS = 10.0
@@ -128,8 +128,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         if request.prefill_boot_id != self._accepted.boot_id:
             raise Incompatible("the prefill worker has been restarted since it was chosen")
         key = key_from_wire(request.key)
-        spec = embedding_spec(key, tuple(request.token_ids), request.cache_salt, request.priority)
-        values = await self._embedder.embed(spec)
+        values = await self._embedder.embed(key, tuple(request.token_ids), request.cache_salt, request.priority)
         return prefill_service_pb2.PrefillServiceEmbedResponse(values=values)
 
     async def ReadBlocks(

@@ -8,7 +8,7 @@ from weft import trace
 from weft.rpc.client import open_channel, translated
 from weft_mesh.v1 import kvstore_service_pb2 as pb
 from weft_mesh.v1.kvstore_service_pb2_grpc import KvStoreServiceStub
-from weft_services.scheduler.state import Holding, Located
+from weft_services.scheduler.located import Holding, Located
 from weft_services.scheduler.store_watch import StoreUse
 
 # an answer that nobody waits for any more is still worth having for so long

@@ -124,13 +124,16 @@ class _View:
     def choose(self) -> Placement:
         """Decode first: it must have room for the answer. Then who computes the prompt, and whether they are one."""
         served = self.served
+        if self.demand.query.computes_prompt:
+            one = self._pick(WorkerRole.DECODE, served.decodes, self._whole_costs(), None).worker
+            return self._placed(one, one)
         prefill_costs, decode_costs = self._prefill_costs(), self._decode_costs()
         partners = None if served.is_uniform else {worker.info.fingerprint for worker in served.prefills}
         decode = self._pick(WorkerRole.DECODE, served.decodes, decode_costs, partners)
         mates = None if served.is_uniform else {decode.worker.info.fingerprint}
         prefill = self._pick(WorkerRole.PREFILL, served.prefills, prefill_costs, mates)
-        one = self._one(decode, prefill, prefill_costs, decode_costs)
-        return self._placed(one, one) if one else self._placed(decode.worker, prefill.worker)
+        both = self._one(decode, prefill, prefill_costs, decode_costs)
+        return self._placed(both, both) if both else self._placed(decode.worker, prefill.worker)
 
     def _prefill_costs(self) -> list[float]:
         demand, prefixes = self.demand, self.demand.prefixes
@@ -173,6 +176,12 @@ class _View:
             claim = 0 if preferred in demand.prefixes.held else held_tokens(demand, preferred)
             costs[slot] -= claim * preferred.decode_token_seconds
         return costs
+
+    def _whole_costs(self) -> list[float]:
+        """Of whoever decodes and computes all of the prompt."""
+        own, weight = self._own(0), self._weight(0)
+        pairs = zip(self.served.decodes, self._decode_costs(), strict=True)
+        return [cost + _prefill_cost(worker, own, weight) for worker, cost in pairs]
 
     def _one(
         self, decode: _Pick, prefill: _Pick, prefill_costs: list[float], decode_costs: list[float]

@@ -18,13 +18,13 @@ from weft_services.scheduler.bookings import Booking, Bookings
 from weft_services.scheduler.fleet import Fleet
 from weft_services.scheduler.gateways import Gateways
 from weft_services.scheduler.lengths import OutputLengths
+from weft_services.scheduler.located import Located
 from weft_services.scheduler.planner import RolePlanner
 from weft_services.scheduler.policy import choose
 from weft_services.scheduler.prefixes import MAX_KEYS, PrefixIndex
 from weft_services.scheduler.state import (
     NO_PREFERENCE,
     Demand,
-    Located,
     Placement,
     Preference,
     Prefixes,
@@ -120,13 +120,16 @@ class Router:
         self._bookings.refuse(query.key)
 
     def demand(self, query: RouteQuery, preference: Preference = NO_PREFERENCE) -> Demand:
-        """The request, and all that is known of it."""
+        """The request, and all that is known of it and of use."""
+        output_tokens = self._lengths.expected(query.model, query.max_tokens)
+        if query.computes_prompt:
+            return Demand(query, output_tokens=output_tokens)
         held = self._held(query)
         common = heapq.nlargest(FEW_HOLDERS + 1, held.values())[-1] if len(held) > FEW_HOLDERS else 0
         served = self.fleet.models.get(query.model)
         stored, on_disk = self._stored_tokens(query, served) if served and self._stored else (0, 0)
         prefixes = Prefixes(held, stored, on_disk, common)
-        return Demand(query, prefixes, preference, self._lengths.expected(query.model, query.max_tokens))
+        return Demand(query, prefixes, preference, output_tokens)
 
     def _stored_tokens(self, query: RouteQuery, served: Served) -> tuple[int, int]:
         """All, and those of them that are on disk only."""
@@ -142,7 +145,8 @@ class Router:
 
     def uncached_tokens(self, query: RouteQuery) -> int:
         """Tokens of the prompt that would have to be computed where most of it is known to lie."""
-        return query.prompt_tokens - max(self._held(query).values(), default=0)
+        held = {} if query.computes_prompt else self._held(query)
+        return query.prompt_tokens - max(held.values(), default=0)
 
     def _held(self, query: RouteQuery) -> dict[Worker, int]:
         """Tokens of the prompt by worker of its model; another model's blocks can have the same keys."""

@@ -213,6 +213,7 @@ def _query(request: pb.RouteRequest, gateway_id: str) -> RouteQuery:
         tenant=request.tenant,
         reject_if_busy=request.reject_if_busy,
         resumed_tokens=request.resumed_tokens,
+        computes_prompt=request.computes_prompt,
         gateway_id=gateway_id,
     )
 

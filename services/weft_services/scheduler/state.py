@@ -216,7 +216,8 @@ class Priority(IntEnum):
 @dataclass(frozen=True, slots=True)
 class RouteQuery:
     """A request, as much of it as routing needs. `remaining_seconds`: how long its client waits for the end;
-    `resumed_tokens`: how much of the prompt is the answer's own, by earlier attempts; `gateway_id`: who settles it."""
+    `resumed_tokens`: how much of the prompt is the answer's own, by earlier attempts; `computes_prompt`: where it
+    decodes, and all of it, whatever is cached; `gateway_id`: who settles it."""
 
     key: RequestKey
     model: str
@@ -231,6 +232,7 @@ class RouteQuery:
     tenant: bytes = b""
     reject_if_busy: bool = False
     resumed_tokens: int = 0
+    computes_prompt: bool = False
     gateway_id: str = ""
 
     def excludes(self, worker: Worker) -> bool:
@@ -253,25 +255,6 @@ class Prefixes:
 
 
 NOTHING_HELD = Prefixes()
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """A worker that has the first `num_blocks` blocks of a prompt in its pool."""
-
-    worker_id: str
-    boot_id: str
-    num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Located:
-    """Who holds leading blocks of a prompt, as kvstore says: workers, and so many of them the store; of these the first
-    `num_in_memory` need no disk."""
-
-    workers: tuple[Holding, ...] = ()
-    num_stored: int = 0
-    num_in_memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from weft.errors import PeerLost, WeftError
 from weft.metrics import LOCATES
+from weft_services.scheduler.located import Located
 from weft_services.scheduler.router import Router
-from weft_services.scheduler.state import Located, RouteQuery
+from weft_services.scheduler.state import RouteQuery
 
 logger = logging.getLogger(__name__)
 Locate = Callable[[bytes, Sequence[bytes]], Awaitable[Located]]

@@ -12,7 +12,7 @@ from typing import Any
 NO_STATE = "nothing is kept between requests"
 TEXT_ONLY = "the served models read and write text"
 FUNCTIONS_ONLY = "functions are the only tools"
-NO_ECHO = "prompts are not scored or repeated"
+NULL_FIRST = "the first token of an echo has null for its logprob, as OpenAI's own has, and the document no room for it"
 
 # request properties that are refused when they are given: {component: {property: reason}}
 UNSERVED_PROPERTIES = {
@@ -24,8 +24,7 @@ UNSERVED_PROPERTIES = {
         "web_search_options": FUNCTIONS_ONLY,
     },
     "CreateCompletionRequest": {
-        "best_of": NO_ECHO,
-        "echo": NO_ECHO,
+        "echo": NULL_FIRST,
         "suffix": "no model that fills in is served",
     },
     "CreateEmbeddingRequest": {"dimensions": "a mean of hidden states cannot be shortened"},
@@ -57,7 +56,8 @@ SERVED_VARIANTS: dict[str, tuple[list[str], str]] = {
 NARROWED: list[tuple[str, str, dict[str, Any], str]] = [
     ("CreateChatCompletionRequest", "n", {"maximum": 16}, "a cap"),
     ("CreateCompletionRequest", "n", {"maximum": 16}, "a cap"),
-    ("CreateCompletionRequest", "max_tokens", {"minimum": 1}, "zero is for echo: " + NO_ECHO),
+    ("CreateCompletionRequest", "max_tokens", {"minimum": 1}, "zero is for echo: " + NULL_FIRST),
+    ("CreateCompletionRequest", "best_of", {"minimum": 1}, "of none there is no best"),
     ("CreateChatCompletionRequest", "max_tokens", {"minimum": 1}, "an answer has a token"),
     ("CreateChatCompletionRequest", "max_completion_tokens", {"minimum": 1}, "an answer has a token"),
     ("ResponseProperties", "truncation", {"anyOf": [{"enum": ["disabled"]}]}, "prompts are not cut"),
@@ -109,6 +109,7 @@ REFUSED = [
     Allowed("which model answers is the client's to say", "model", "Field required"),
     Allowed("they are there to be chosen from", "tool_choice", "no tools to choose from|there is no tool"),
     Allowed("said in words: it needs the other", "top_logprobs", "needs logprobs to be true"),
+    Allowed("said in words: more than n, and no stream", "best_of", "fewer than n|not in a stream|at most 128"),
     Allowed("an empty one would end every answer at once", r"stop\.\d+", "at least 1 character"),
     Allowed("the document rounds the bounds of 64 bits", "seed", "greater than or equal|less than"),
     Allowed("a format by schema has a schema", r"response_format\.json_schema", "a schema is needed"),

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+import torch
 
 from tests.services.attach import Gateway, prompt
 from tests.services.fake_store import FakeStore
@@ -72,3 +73,21 @@ async def test_a_client_that_leaves_during_the_fetch_leaves_nothing_behind(tiny:
         assert not answer.has_begun.is_set()
         store.may_answer.set()
         assert (await gateway.generate(PROMPT)).tokens == tiny.greedy([*PROMPT], 8)
+
+
+async def test_of_a_prompt_that_is_scored_nothing_is_taken_from_anywhere(tiny: Tiny, store: FakeStore) -> None:
+    async with decoding(tiny, store) as (worker, gateway):
+        await gateway.generate(PROMPT)
+        answer = await gateway.generate(PROMPT, num_prompt_logprobs=2)
+        assert answer.tokens == tiny.greedy([*PROMPT], len(answer.tokens))
+        assert answer.usage is not None
+        assert (answer.usage.cached_tokens, answer.usage.store_tokens) == (0, 0)
+        expected = tiny.logits([*PROMPT])[:-1].log_softmax(-1)
+        chosen = [value for piece in answer.prompt_logprobs for value in piece.chosen]
+        own = expected.gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0].tolist()
+        assert chosen == pytest.approx(own, abs=1e-4)
+        top = [value for piece in answer.prompt_logprobs for value in piece.top]
+        assert top == pytest.approx(expected.topk(2).values.flatten().tolist(), abs=1e-4)
+        refused = await gateway.generate(PROMPT, worker.address, num_prompt_logprobs=2)
+        assert refused.failure is not None
+        assert "computed here" in refused.failure.message

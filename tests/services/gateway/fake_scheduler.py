@@ -92,7 +92,8 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
             await context.abort(*self.refusal)
         for decoder in self.decoders:
             if decoder.boot_id not in request.excluded_boot_ids:
-                return scheduler_service_pb2.RouteResponse(decode=_address(decoder), prefill=_PREFILL)
+                prefill = None if request.computes_prompt else _PREFILL
+                return scheduler_service_pb2.RouteResponse(decode=_address(decoder), prefill=prefill)
         await context.abort(grpc.StatusCode.UNAVAILABLE, "no decode worker")
 
     async def RouteMany(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]

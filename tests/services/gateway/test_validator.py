@@ -107,6 +107,9 @@ def completion(**fields: Any) -> Generation:
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
         ({"response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"echo": True}, "echo"),
+        ({"best_of": 2}, "best_of"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ],
 )
 def test_a_bad_chat_field_is_named(fields: dict[str, Any], param: str) -> None:
@@ -129,9 +132,16 @@ def test_a_bad_chat_field_is_named(fields: dict[str, Any], param: str) -> None:
         ({"prompt": ["a"] * 64, "n": 3}, "n"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
-        ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
-        ({"best_of": 2}, "best_of"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"prompt": ["a"] * 64, "best_of": 3}, "best_of"),
+        ({"best_of": 21}, "best_of"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
         ({"cache_salt": "mine"}, "cache_salt"),
     ],
 )

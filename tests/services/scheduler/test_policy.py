@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from tests.services.scheduler.choosing import BOTH, DECODE, NOW, PREFILL, decide, four, pair, place, query
 from tests.services.scheduler.fakes import MODEL, ready_worker, worker_info
+from weft.errors import PeerLost
 from weft.request import RequestKey
 from weft_services.scheduler.bookings import Bookings
 from weft_services.scheduler.policy import DISK_CREDIT, choose
@@ -37,6 +39,17 @@ def test_a_busy_worker_of_both_roles_leaves_the_prompt_to_a_prefill_worker() -> 
     both, prefill = ready_worker("b0", BOTH), ready_worker("p0", PREFILL)
     both.booked.prefill_tokens = 900
     assert place([both, prefill]) == ("p0", "b0")
+
+
+def test_who_has_to_compute_the_prompt_itself_is_chosen_by_both_kinds_of_work() -> None:
+    whole = replace(query(), computes_prompt=True)
+    assert place(pair(), whole) == (None, "d0")
+    workers = four()
+    workers[2].booked.prefill_tokens = 500
+    assert place(workers, whole) == (None, "d1")
+    assert decide(workers, whole).prefill_tokens == 100
+    with pytest.raises(PeerLost):
+        place([ready_worker("p0", PREFILL)], whole)
 
 
 def test_prefill_goes_where_the_fewest_tokens_wait() -> None:
@@ -171,6 +184,9 @@ def test_what_another_models_workers_hold_is_not_known_of_this_one() -> None:
 
     assert placed("a", "1").held_tokens == 0
     assert router.uncached_tokens(RouteQuery(RequestKey("x"), "b", 130, 1, block_keys=keys)) == 130
+    whole = RouteQuery(RequestKey("whole"), "a", 130, 1, block_keys=keys, computes_prompt=True)
+    assert router.uncached_tokens(whole) == router.demand(whole).query.prompt_tokens == 130
+    assert not router.demand(whole).prefixes.held
     other = placed("b", "2")
     assert (other.decode.info.model, other.held_tokens, other.prefill_tokens) == ("b", 0, 130)
     assert placed("a", "3").held_tokens == 128

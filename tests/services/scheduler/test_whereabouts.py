@@ -22,9 +22,10 @@ from weft_services.kvstore.places import PlaceIndex, Report
 from weft_services.kvstore.service import SERVICE_NAME, KvStoreServicer
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.dispatch import Dispatcher
+from weft_services.scheduler.located import Holding, Located
 from weft_services.scheduler.peers import KvStore
 from weft_services.scheduler.router import Router
-from weft_services.scheduler.state import Holding, Located, RouteQuery, WorkerReport
+from weft_services.scheduler.state import RouteQuery, WorkerReport
 from weft_services.scheduler.whereabouts import MAX_ASKED, MAX_LATE, PAUSE_SECONDS, Locate, Whereabouts
 
 DIGEST = fingerprint_digest(FINGERPRINT)

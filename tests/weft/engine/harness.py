@@ -41,7 +41,6 @@ class Heard:
     reserved: Reserved | None = None
     progress: list[PromptProgress] = field(default_factory=list)
     failure: SequenceFailed | None = None
-    mean_hidden: tuple[float, ...] | None = None
 
 
 class Driver:
@@ -153,7 +152,6 @@ class Driver:
             heard.logprobs += delta.logprobs
             heard.counts = delta.prompt or heard.counts
             heard.reason = delta.finish_reason
-            heard.mean_hidden = delta.mean_hidden or heard.mean_hidden
 
 
 def hand_over(source: Driver, lent: tuple[PageRun, ...], target: Driver, reserved: Reserved, num_tokens: int) -> int:

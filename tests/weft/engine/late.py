@@ -35,7 +35,7 @@ class LateRunner(ModelRunner):
 
     def launch(self, works: Items[Work]) -> LateStep:  # type: ignore[override]
         """The host's half."""
-        assert not any(work.sequence.spec.pools for work in works)
+        assert not any(work.is_read for work in works)
         packed, kept = self._packer.pack(works), [as_it_is(work) for work in works]
         sampling = [work for work in kept if work.samples]
         # the next step asks for them before this one has sampled

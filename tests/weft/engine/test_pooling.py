@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.weft.engine.harness import Driver, Heard
+from tests.weft.engine.harness import Driver
 from tests.weft.tiny_families import TinyFamily
 from tests.weft.tiny_llama import Tiny
 from weft.engine.messages import SequenceMode
 from weft.errors import InvalidRequest
 from weft.model.kv_layout import kv_groups
+from weft.request import RequestKey
+from weft.worker.pooling import MeanHidden
 
 LENGTHS = [1, 5, 16, 17, 70]
 PROMPTS = [[(7 * i + 3 * length) % 100 + 3 for i in range(length)] for length in LENGTHS]
@@ -28,10 +30,14 @@ def expected(tiny: Tiny, prompt: list[int]) -> torch.Tensor:
     return mean
 
 
-def pooled(driver: Driver, heard: Heard) -> torch.Tensor:
-    driver.wait(lambda: bool(heard.tokens))
-    assert heard.mean_hidden is not None
-    return torch.tensor(heard.mean_hidden)
+def submit(driver: Driver, name: str, prompt: list[int]) -> tuple[RequestKey, MeanHidden]:
+    reader = MeanHidden(len(prompt))
+    return driver.submit(name, prompt, mode=SequenceMode.PREFILL, reader=reader), reader
+
+
+def pooled(driver: Driver, key: RequestKey, reader: MeanHidden) -> torch.Tensor:
+    driver.wait(lambda: bool(driver.heard[key].tokens))
+    return torch.tensor(reader.mean())
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral-window", "qwen3-moe", "llama4", "deepseek"])
@@ -39,13 +45,9 @@ def test_means_are_those_of_transformers(name: str, family_of: Callable[[str], T
     tiny = family_of(name)
     with Driver(tiny, num_blocks=64 * len(kv_groups(tiny.config).reaches), chunk_tokens=16) as driver:
         text = driver.submit("text", PROMPTS[-1], 30)
-        keys = [
-            driver.submit(f"{turn}-{i}", prompt, mode=SequenceMode.PREFILL, pools=True)
-            for turn in ("cold", "warm")
-            for i, prompt in enumerate(PROMPTS)
-        ]
-        for key, prompt in zip(keys, PROMPTS * 2, strict=True):
-            torch.testing.assert_close(pooled(driver, driver.heard[key]), expected(tiny, prompt), atol=2e-4, rtol=2e-3)
+        asked = [submit(driver, f"{turn}-{i}", prompt) for turn in ("cold", "warm") for i, prompt in enumerate(PROMPTS)]
+        for (key, reader), prompt in zip(asked, PROMPTS * 2, strict=True):
+            torch.testing.assert_close(pooled(driver, key, reader), expected(tiny, prompt), atol=2e-4, rtol=2e-3)
             counts = driver.heard[key].counts
             assert counts is not None
             assert counts.num_cached_tokens == 0, "hidden states are in no cache"
@@ -57,10 +59,8 @@ def test_means_are_those_of_transformers(name: str, family_of: Callable[[str], T
 def test_a_graph_step_is_not_taken_for_one_token_that_is_pooled(grouped: Tiny) -> None:
     with Driver(grouped, chunk_tokens=16, decode_graphs=True) as driver:
         text = driver.submit("text", PROMPTS[1], 20)
-        key = driver.submit("a", PROMPTS[0], mode=SequenceMode.PREFILL, pools=True)
-        torch.testing.assert_close(
-            pooled(driver, driver.heard[key]), expected(grouped, PROMPTS[0]), atol=2e-4, rtol=2e-3
-        )
+        found = pooled(driver, *submit(driver, "a", PROMPTS[0]))
+        torch.testing.assert_close(found, expected(grouped, PROMPTS[0]), atol=2e-4, rtol=2e-3)
         assert driver.wait_end(text).tokens == grouped.greedy(PROMPTS[1], 20)
 
 
@@ -68,15 +68,13 @@ def test_as_many_rows_as_are_wanted_need_not_be_those(grouped: Tiny) -> None:
     """The pooled prompt's last row is wanted twice, and the first of the other prompt's two not at all."""
     driver = Driver(grouped, chunk_tokens=16)
     text = driver.submit("text", [5, 9], 6)
-    key = driver.submit("a", PROMPTS[1], mode=SequenceMode.PREFILL, pools=True)
+    asked = submit(driver, "a", PROMPTS[1])
     with driver:  # both are in its first step
-        torch.testing.assert_close(
-            pooled(driver, driver.heard[key]), expected(grouped, PROMPTS[1]), atol=2e-4, rtol=2e-3
-        )
+        torch.testing.assert_close(pooled(driver, *asked), expected(grouped, PROMPTS[1]), atol=2e-4, rtol=2e-3)
         assert driver.wait_end(text).tokens == grouped.greedy([5, 9], 6)
 
 
-@pytest.mark.parametrize("fields", [{"mode": SequenceMode.GENERATE}, {"wait_for_kv": True}])
-def test_only_a_prompt_that_is_computed_here_can_be_pooled(grouped: Tiny, fields: dict[str, Any]) -> None:
+def test_only_a_prompt_that_is_computed_here_can_be_pooled(grouped: Tiny) -> None:
+    reader = MeanHidden(len(PROMPTS[1]))
     with Driver(grouped) as driver, pytest.raises(InvalidRequest, match="hidden states"):
-        driver.submit("a", PROMPTS[1], **{"mode": SequenceMode.PREFILL, "pools": True, **fields})
+        driver.submit("a", PROMPTS[1], mode=SequenceMode.PREFILL, reader=reader, wait_for_kv=True)

@@ -69,6 +69,7 @@ class StartSequence(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     decode_boot_id: _builtins.str
     """Boot id of the decode worker this was routed to."""
     cache_salt: _builtins.bytes
@@ -81,6 +82,8 @@ class StartSequence(_message.Message):
     """Higher goes first wherever sequences wait, -10 to 10; INVALID_ARGUMENT beyond."""
     traceparent: _builtins.str
     """W3C trace context of the request, which other calls carry in their metadata; empty when nobody traces it."""
+    num_prompt_logprobs: _builtins.int
+    """The prompt's own logprobs are wanted, with so many alternatives a token: all of it is computed by this worker. Absent: they are not."""
     @_builtins.property
     def key(self) -> _common_pb2.RequestKey:
         """Which attempt."""
@@ -115,13 +118,19 @@ class StartSequence(_message.Message):
         priority: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         retention: _common_pb2.Retention | None = ...,
+        num_prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "key", b"key", "prefill", b"prefill", "retention", b"retention", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "_prefill", b"_prefill", "key", b"key", "num_prompt_logprobs", b"num_prompt_logprobs", "prefill", b"prefill", "retention", b"retention", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "cache_salt", b"cache_salt", "decode_boot_id", b"decode_boot_id", "key", b"key", "prefill", b"prefill", "priority", b"priority", "remaining_ms", b"remaining_ms", "resumed_tokens", b"resumed_tokens", "retention", b"retention", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "_prefill", b"_prefill", "cache_salt", b"cache_salt", "decode_boot_id", b"decode_boot_id", "key", b"key", "num_prompt_logprobs", b"num_prompt_logprobs", "prefill", b"prefill", "priority", b"priority", "remaining_ms", b"remaining_ms", "resumed_tokens", b"resumed_tokens", "retention", b"retention", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__prefill: _TypeAlias = _typing.Literal["prefill"]  # noqa: Y015
     _WhichOneofArgType__prefill: _TypeAlias = _typing.Literal["_prefill", b"_prefill"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_prompt_logprobs) -> _WhichOneofReturnType__num_prompt_logprobs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill) -> _WhichOneofReturnType__prefill | None: ...
 
 Global___StartSequence: _TypeAlias = StartSequence  # noqa: Y015
@@ -186,6 +195,7 @@ class SequenceDelta(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set on the last delta of a sequence that ended well."""
     @_builtins.property
@@ -208,6 +218,10 @@ class SequenceDelta(_message.Message):
     def failure(self) -> Global___SequenceFailure:
         """Set on the last delta of a sequence that failed."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """More of the prompt's logprobs; all of them come ahead of the first token."""
+
     def __init__(
         self,
         *,
@@ -217,21 +231,76 @@ class SequenceDelta(_message.Message):
         prompt: Global___PromptUsage | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         failure: Global___SequenceFailure | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_prompt", b"_prompt", "failure", b"failure", "key", b"key", "prompt", b"prompt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_prompt", b"_prompt", "_prompt_logprobs", b"_prompt_logprobs", "failure", b"failure", "key", b"key", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_prompt", b"_prompt", "failure", b"failure", "finish_reason", b"finish_reason", "key", b"key", "logprobs", b"logprobs", "prompt", b"prompt", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_prompt", b"_prompt", "_prompt_logprobs", b"_prompt_logprobs", "failure", b"failure", "finish_reason", b"finish_reason", "key", b"key", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__failure: _TypeAlias = _typing.Literal["failure"]  # noqa: Y015
     _WhichOneofArgType__failure: _TypeAlias = _typing.Literal["_failure", b"_failure"]  # noqa: Y015
     _WhichOneofReturnType__prompt: _TypeAlias = _typing.Literal["prompt"]  # noqa: Y015
     _WhichOneofArgType__prompt: _TypeAlias = _typing.Literal["_prompt", b"_prompt"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__failure) -> _WhichOneofReturnType__failure | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt) -> _WhichOneofReturnType__prompt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___SequenceDelta: _TypeAlias = SequenceDelta  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """Of consecutive prompt tokens, how likely each was where it stands."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    NUM_TOP_FIELD_NUMBER: _builtins.int
+    TOP_IDS_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """Position in the prompt of the first one; the prompt's first token has none, so it is at least 1."""
+    num_top: _builtins.int
+    """Alternatives a token."""
+    @_builtins.property
+    def chosen(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """ln p of each."""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many tokens were at least as likely there: 1 for the likeliest."""
+
+    @_builtins.property
+    def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The most likely tokens of the first position, best first, then those of the next, and so on."""
+
+    @_builtins.property
+    def top(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their ln p."""
+
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        chosen: _abc.Iterable[_builtins.float] | None = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        num_top: _builtins.int = ...,
+        top_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "num_top", b"num_top", "ranks", b"ranks", "start", b"start", "top", b"top", "top_ids", b"top_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class PromptUsage(_message.Message):

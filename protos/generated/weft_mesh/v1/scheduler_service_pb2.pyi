@@ -68,6 +68,7 @@ class RouteRequest(_message.Message):
     REJECT_IF_BUSY_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     RESUMED_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPUTES_PROMPT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Served model name."""
     prompt_tokens: _builtins.int
@@ -88,6 +89,8 @@ class RouteRequest(_message.Message):
     """Trace context of the request, as W3C writes it; empty: not traced."""
     resumed_tokens: _builtins.int
     """Of prompt_tokens, how many are the answer's own: what earlier attempts generated."""
+    computes_prompt: _builtins.bool
+    """Whoever decodes computes all of the prompt itself: no prefill worker, and nothing of it from a cache."""
     @_builtins.property
     def key(self) -> _common_pb2.RequestKey:
         """Which attempt this places."""
@@ -121,10 +124,11 @@ class RouteRequest(_message.Message):
         reject_if_busy: _builtins.bool = ...,
         traceparent: _builtins.str = ...,
         resumed_tokens: _builtins.int = ...,
+        computes_prompt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "excluded_boot_ids", b"excluded_boot_ids", "excluded_worker_ids", b"excluded_worker_ids", "key", b"key", "max_tokens", b"max_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "reject_if_busy", b"reject_if_busy", "remaining_ms", b"remaining_ms", "resumed_tokens", b"resumed_tokens", "session", b"session", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "computes_prompt", b"computes_prompt", "excluded_boot_ids", b"excluded_boot_ids", "excluded_worker_ids", b"excluded_worker_ids", "key", b"key", "max_tokens", b"max_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "reject_if_busy", b"reject_if_busy", "remaining_ms", b"remaining_ms", "resumed_tokens", b"resumed_tokens", "session", b"session", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

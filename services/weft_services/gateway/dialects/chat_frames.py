@@ -9,7 +9,7 @@ from weft.errors import WeftError
 from weft.request import FinishReason
 from weft_services.gateway.dialects.answers import Answers
 from weft_services.gateway.dialects.frames import KEEP_ALIVE, Choice, Envelope, Usage, error_frame
-from weft_services.gateway.dialects.logprobs import chat_logprobs
+from weft_services.gateway.dialects.logprobs import chat_logprobs, prompt_logprobs
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece
 from weft_services.gateway.text.parts import Part, PartKind
@@ -25,6 +25,7 @@ class ChatFrames:
     def __init__(self, prepared: Prepared, fingerprint: str | None) -> None:
         kinds = ("chat.completion", "chat.completion.chunk")
         self.envelope = Envelope("chatcmpl", kinds, prepared, fingerprint)
+        self._prepared = prepared
         self._answers = Answers(prepared)
         self._codec = prepared.model.chat_codec
         self._wants_logprobs = prepared.generation.num_logprobs is not None
@@ -75,7 +76,14 @@ class ChatFrames:
             entry = {"index": index, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
             rendered.append(self._with_details(entry, choice))
         usage.reasoning_tokens = self._answers.num_reasoning_tokens
-        return self.envelope.body(rendered, usage, self._prompt_ids)
+        return self.envelope.body(rendered, usage, {**(self._prompt_ids or {}), **self._of_prompt(choices[0])})
+
+    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+        """Its logprobs, in vLLM's words; the first choice has them for all."""
+        wanted, ids = self._prepared.generation.num_prompt_logprobs, self._prepared.prompts[0].token_ids
+        if wanted is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(ids, choice.prompt_logprobs, wanted, self._codec)}
 
     def _frame(self, index: int, part: Part) -> bytes:
         if (field := TEXT_FIELDS.get(part.kind)) is not None:

@@ -11,8 +11,8 @@ import orjson
 
 from weft.errors import WeftError
 from weft.ids import new_id
-from weft.request import FinishReason, PositionLogprobs
-from weft_services.gateway.dialects.logprobs import completion_logprobs
+from weft.request import FinishReason, PositionLogprobs, PromptLogprobs
+from weft_services.gateway.dialects.logprobs import CompletionLogprobs, prompt_logprobs
 from weft_services.gateway.dialects.padding import padded
 from weft_services.gateway.error_body import error_body
 from weft_services.gateway.mesh.prepare import Prepared
@@ -52,6 +52,7 @@ class Choice:
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop: str | None = None
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
     def add(self, piece: Piece) -> None:
         """The next piece of it."""
@@ -59,6 +60,12 @@ class Choice:
         self.token_ids.extend(piece.token_ids)
         self.logprobs.extend(piece.logprobs)
         self.finish_reason, self.stop = piece.finish_reason, piece.stop
+        self.prompt_logprobs = self.prompt_logprobs or piece.prompt_logprobs
+
+    @property
+    def mean_logprob(self) -> float:
+        """By which the best of several are told."""
+        return sum(position.chosen.logprob for position in self.logprobs) / max(1, len(self.logprobs))
 
     def whole(self) -> Piece:
         """All of it at once."""
@@ -144,7 +151,7 @@ class CompletionFrames:
         self._prepared = prepared
         self._wants_logprobs = prepared.generation.num_logprobs is not None
         self._wants_ids = prepared.generation.return_token_ids
-        self._offsets: dict[int, int] = {}
+        self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice, from its first frame on
 
     def frames(self, piece: Piece) -> bytes:
         """What is new of the choice, its end included."""
@@ -152,8 +159,7 @@ class CompletionFrames:
         has_details = bool(piece.token_ids) and (self._wants_ids or self._wants_logprobs)
         if not (piece.text or has_details or piece.finish_reason):
             return b""
-        is_first = piece.index not in self._offsets
-        return self.envelope.frame(self._choice(piece.index, piece.text, piece, is_first))
+        return self.envelope.frame(self._choice(piece.index, piece.text, piece, piece.prompt_logprobs))
 
     def end(self, usage: Usage) -> bytes:
         """The last frames of a stream."""
@@ -164,20 +170,40 @@ class CompletionFrames:
         return error_frame(error)
 
     def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        """The whole answer."""
-        rendered = [
-            self._choice(index, "".join(choice.texts), choice, is_first=True) for index, choice in enumerate(choices)
-        ]
+        """The whole answer: of each prompt's candidates the best, who have in common what is known of the prompt."""
+        asked = self._prepared.generation
+        rendered: list[dict[str, Any]] = []
+        for first in range(0, len(choices), asked.num_candidates):
+            candidates = choices[first : first + asked.num_candidates]
+            scores = candidates[0].prompt_logprobs
+            best = candidates
+            if asked.num_candidates > asked.n:
+                best = sorted(candidates, key=lambda choice: choice.mean_logprob, reverse=True)[: asked.n]
+            for choice in best:
+                entry = self._choice(choice.index, "".join(choice.texts), choice, scores)
+                rendered.append(entry | {"index": len(rendered)})
         return self.envelope.body(rendered, usage)
 
-    def _choice(self, index: int, text: str, source: Piece | Choice, is_first: bool) -> dict[str, Any]:
+    def _choice(
+        self, index: int, text: str, source: Piece | Choice, scores: Sequence[PromptLogprobs]
+    ) -> dict[str, Any]:
+        """`scores`: of the prompt; used where the choice begins."""
+        asked, prompt = self._prepared.generation, self._prepared.prompts[self._prepared.sequences[index].prompt]
         entry: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": source.finish_reason}
-        offset = self._offsets.get(index, 0)
+        if is_first := index not in self._logprobs:
+            self._logprobs[index] = CompletionLogprobs(self._codec)
+        told = self._logprobs[index]
+        if is_first and asked.repeats_prompt:
+            entry["text"] = prompt.text + text
+            if asked.num_logprobs is not None:
+                told.repeat(prompt.text, prompt.token_ids, scores, asked.num_logprobs)
         if self._wants_logprobs:
-            entry["logprobs"], offset = completion_logprobs(source.logprobs, self._codec, offset)
-        self._offsets[index] = offset
+            entry["logprobs"] = told.take(source.logprobs)
+        if is_first and asked.num_prompt_logprobs is not None:
+            wanted = asked.num_prompt_logprobs
+            entry["prompt_logprobs"] = prompt_logprobs(prompt.token_ids, scores, wanted, self._codec)
         if self._wants_ids:
             entry["token_ids"] = source.token_ids
             if is_first:
-                entry["prompt_token_ids"] = self._prepared.prompts[self._prepared.sequences[index].prompt].token_ids
+                entry["prompt_token_ids"] = prompt.token_ids
         return entry

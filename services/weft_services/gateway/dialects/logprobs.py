@@ -1,14 +1,15 @@
-"""Token logprobs in OpenAI's two shapes: chat's list of entries, completions' four parallel lists."""
+"""Token logprobs as clients want them: chat's list of entries, completions' four parallel lists, vLLM's of a prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from weft.request import PositionLogprobs, TokenLogprob
+from weft.request import PositionLogprobs, PromptLogprobs, TokenLogprob
 from weft_services.gateway.model import Codec
 
 LOWEST = -9999.0  # JSON has no -inf
+Alternatives = Iterable[tuple[int, float]]
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobs], codec: Codec) -> dict[str, Any]:
@@ -20,24 +21,105 @@ def chat_logprobs(positions: Sequence[PositionLogprobs], codec: Codec) -> dict[s
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(positions: Sequence[PositionLogprobs], codec: Codec, offset: int) -> tuple[dict[str, Any], int]:
-    """The `logprobs` object of a completion choice whose text so far has `offset` characters, and the new offset."""
-    tokens, chances, tops, offsets = [], [], [], []
-    for position in positions:
-        text = codec.token_text(position.chosen.token_id)
-        tokens.append(text)
-        chances.append(_bounded(position.chosen))
-        entries = (position.chosen, *position.top)
-        tops.append({codec.token_text(entry.token_id): _bounded(entry) for entry in entries})
-        offsets.append(offset)
-        offset += len(text)
-    return {"tokens": tokens, "token_logprobs": chances, "top_logprobs": tops, "text_offset": offsets}, offset
+class CompletionLogprobs:
+    """The `logprobs` objects of one completion choice, piece by piece; offsets are places in all of its text."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._detokenizer = codec.detokenizer()
+        self._offset = 0
+        self._begin()
+
+    def repeat(self, text: str, token_ids: Sequence[int], scores: Iterable[PromptLogprobs], num_top: int) -> None:
+        """The choice begins with its prompt, of whose first token nothing is known. Told with the next `take`."""
+        codec = self._codec
+        offsets = _offsets(text, token_ids, codec)
+        self._add(token_ids[0], next(offsets), None, None)
+        for token_id, offset, (_, chance, top) in zip(token_ids[1:], offsets, _walk(scores, num_top), strict=True):
+            self._add(token_id, offset, chance, top)
+        self._offset = len(text)
+
+    def take(self, positions: Sequence[PositionLogprobs]) -> dict[str, Any]:
+        """What is new, with these generated tokens behind it."""
+        for position in positions:
+            token_id = position.chosen.token_id
+            top = [(entry.token_id, entry.logprob) for entry in position.top]
+            self._add(token_id, self._offset, position.chosen.logprob, top)
+            self._offset += len(self._detokenizer.push((token_id,)))
+        told = self._told
+        self._begin()
+        return told
+
+    def _begin(self) -> None:
+        self._told: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+
+    def _add(self, token_id: int, offset: int, chance: float | None, top: Alternatives | None) -> None:
+        told, codec = self._told, self._codec
+        told["tokens"].append(codec.token_text(token_id))
+        told["token_logprobs"].append(None if chance is None else max(chance, LOWEST))
+        told["text_offset"].append(offset)
+        if chance is None or top is None:
+            told["top_logprobs"].append(None)
+            return
+        best: dict[str, float] = {}
+        for each, value in ((token_id, chance), *top):
+            text = codec.token_text(each)
+            best[text] = max(value, best.get(text, LOWEST))  # parts of characters look alike
+        told["top_logprobs"].append(best)
 
 
-def _bounded(entry: TokenLogprob) -> float:
-    return max(entry.logprob, LOWEST)
+def prompt_logprobs(
+    token_ids: Sequence[int], scores: Iterable[PromptLogprobs], num_top: int, codec: Codec
+) -> list[dict[str, Any] | None]:
+    """vLLM's list: by token id, each token of the prompt and the best ones in its place; nothing for the first."""
+    found: list[dict[str, Any] | None] = [None]
+    for token_id, (rank, chance, top) in zip(token_ids[1:], _walk(scores, num_top), strict=True):
+        ranked = {each: (place, value) for place, (each, value) in enumerate(top, 1)}
+        entries = {token_id: (rank, chance)} | ranked
+        found.append(
+            {
+                str(each): {"logprob": max(value, LOWEST), "rank": place, "decoded_token": codec.token_text(each)}
+                for each, (place, value) in entries.items()
+            }
+        )
+    return found
+
+
+def positions_of(token_ids: Sequence[int], scores: Iterable[PromptLogprobs], num_top: int) -> list[PositionLogprobs]:
+    """The same in the form that generated tokens have, from the prompt's second token on."""
+    return [
+        PositionLogprobs(TokenLogprob(token_id, chance), tuple(TokenLogprob(*pair) for pair in top))
+        for token_id, (_, chance, top) in zip(token_ids[1:], _walk(scores, num_top), strict=True)
+    ]
+
+
+def _walk(scores: Iterable[PromptLogprobs], num_top: int) -> Iterator[tuple[int, float, Alternatives]]:
+    """Of each prompt token from the second on: rank, ln p, and so many of the alternatives that were told."""
+    for piece in scores:
+        for at, (rank, chance) in enumerate(zip(piece.ranks, piece.chosen, strict=True)):
+            first = at * piece.num_top
+            last = first + min(num_top, piece.num_top)
+            yield rank, chance, zip(piece.top_ids[first:last], piece.top[first:last], strict=True)
+
+
+def _offsets(text: str, token_ids: Iterable[int], codec: Codec) -> Iterator[int]:
+    """Where in the text each token begins. What it does not have, as a tokenizer puts special tokens around it, or a
+    space before it, takes no room."""
+    detokenizer, offset = codec.whole_detokenizer(), 0
+    for token_id in token_ids:
+        yield offset
+        spelled = detokenizer.push((token_id,))
+        if not text.startswith(spelled, offset):
+            bare = spelled.removeprefix(" ")
+            spelled = "" if codec.is_special(token_id) else bare if text.startswith(bare, offset) else spelled
+        offset = min(offset + len(spelled), len(text))
 
 
 def _entry(entry: TokenLogprob, codec: Codec) -> dict[str, Any]:
     text = codec.token_text(entry.token_id)
-    return {"token": text, "logprob": _bounded(entry), "bytes": list(codec.token_bytes(entry.token_id))}
+    return {"token": text, "logprob": max(entry.logprob, LOWEST), "bytes": list(codec.token_bytes(entry.token_id))}

@@ -45,7 +45,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "modalities": (["text"],),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "skip_special_tokens": (True,),
     "suffix": ("",),
     "truncate_prompt_tokens": (),

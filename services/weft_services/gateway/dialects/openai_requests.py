@@ -136,6 +136,7 @@ class _Body(Lenient):
     priority: Annotated[Whole | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
     reject_if_busy: bool | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_logprobs: Annotated[Whole | None, Field(ge=0, le=20)] = None  # vLLM's
 
     def common(self) -> dict[str, Any]:
         """The fields of a Generation that both bodies fill alike."""
@@ -147,6 +148,8 @@ class _Body(Lenient):
         for name in ("ignore_eos", "min_tokens"):
             if answer_format is not None and getattr(self, name):
                 raise InvalidRequest(f"{name}: {answer_format.field} says where the answer ends", name)
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs: a stream has no place for them", "prompt_logprobs")
         return {
             "model": self.model,
             "max_tokens": self.max_tokens,
@@ -166,6 +169,7 @@ class _Body(Lenient):
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "ignore_eos": bool(self.ignore_eos),
             "return_token_ids": bool(self.return_token_ids),
+            "num_prompt_logprobs": self.prompt_logprobs,
             "stream": bool(self.stream),
             "include_usage": bool(options and options.include_usage),
             "continuous_usage": bool(options and options.include_usage and options.continuous_usage_stats),
@@ -231,16 +235,28 @@ class CompletionBody(_Body):
     """POST /v1/completions."""
 
     prompt: Annotated[list[Any], BeforeValidator(check_prompt)]
+    max_tokens: Annotated[Whole | None, Field(ge=0)] = None
     logprobs: Annotated[Whole | None, Field(ge=0, le=20)] = None
+    echo: bool | None = None
+    best_of: Annotated[Whole | None, Field(ge=1, le=20)] = None
 
     def generation(self) -> Generation:
         """Raises InvalidRequest for what the types alone cannot tell."""
         prompts: tuple[Prompt, ...] = tuple(self.prompt)
-        fields = self.common()
-        if len(prompts) * fields["n"] > MAX_SEQUENCES:
-            raise InvalidRequest(f"prompts times n is at most {MAX_SEQUENCES}", "n")
+        fields, best_of = self.common(), self.best_of or 1
+        if self.best_of is not None and best_of < fields["n"]:
+            raise InvalidRequest("best_of: the best n of fewer than n are asked for", "best_of")
+        if self.stream and best_of > fields["n"]:
+            raise InvalidRequest("best_of: which answers are best is known at their end, not in a stream", "best_of")
+        if len(prompts) * max(fields["n"], best_of) > MAX_SEQUENCES:
+            name = "best_of" if best_of > fields["n"] else "n"
+            raise InvalidRequest(f"prompts times {name} is at most {MAX_SEQUENCES}", name)
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise InvalidRequest("max_tokens: 0 is for echo and prompt_logprobs", "max_tokens")
         return Generation(
             prompts=prompts,
+            best_of=best_of,
+            repeats_prompt=bool(self.echo),
             prompt_field="prompt",
             num_logprobs=self.logprobs,
             default_max_tokens=DEFAULT_COMPLETION_TOKENS,

@@ -138,6 +138,8 @@ def _option_fields(options: pb.GenerationOptions) -> dict[str, Any]:
     for name, value in fields.items():
         if not math.isfinite(value):  # JSON would have nothing in its place
             raise InvalidRequest(f"options.{name}: expected a number", f"options.{name}", "invalid_value")
+    if options.HasField("num_prompt_logprobs"):
+        fields["prompt_logprobs"] = options.num_prompt_logprobs
     formats = {"response_format": options.response_format_json, "structured_outputs": options.structured_outputs_json}
     check_body(*(text.encode() for text in formats.values()))
     for name, text in formats.items():

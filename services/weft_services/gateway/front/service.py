@@ -18,6 +18,7 @@ from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
 from weft_services.gateway.dialects.answers import Answers
 from weft_services.gateway.dialects.frames import Usage
+from weft_services.gateway.dialects.logprobs import positions_of
 from weft_services.gateway.error_body import public_error, status_of
 from weft_services.gateway.front.accounting import REJECTED, Account
 from weft_services.gateway.front.embeddings import embed
@@ -64,7 +65,7 @@ class InferenceService(InferenceServiceServicer):
         answer = self._answer("grpc.generate", partial(read_generate, self._pipeline.models), request, context)
         async with aclosing(answer) as pieces:
             async for piece, usage, prepared, _ in pieces:
-                details = _details(piece, usage, prepared.generation)
+                details = _details(piece, usage, prepared)
                 await _write(context, pb.GenerateResponse(text=piece.text, **details))
 
     async def Chat(self, request: bytes, context: Any) -> None:  # type: ignore[override]
@@ -79,7 +80,7 @@ class InferenceService(InferenceServiceServicer):
                 if usage is not None:
                     usage.reasoning_tokens = answers.num_reasoning_tokens
                     account.finish_reasons = answers.finish_reasons
-                details = _details(replace(piece, finish_reason=choice.finish_reason), usage, prepared.generation)
+                details = _details(replace(piece, finish_reason=choice.finish_reason), usage, prepared)
                 await _write(context, pb.ChatResponse(**parts, **details))
 
     async def Embed(self, request: bytes, context: Any) -> pb.EmbedResponse:  # type: ignore[override]
@@ -181,12 +182,17 @@ def _part_fields(parts: Sequence[Part]) -> dict[str, Any]:
     }
 
 
-def _details(piece: Piece, usage: Usage | None, asked: Generation) -> dict[str, Any]:
+def _details(piece: Piece, usage: Usage | None, prepared: Prepared) -> dict[str, Any]:
+    asked = prepared.generation
     details: dict[str, Any] = {"finish_reason": wire.finish_to_wire(piece.finish_reason), "choice": piece.index}
     if asked.return_token_ids:
         details["token_ids"] = piece.token_ids
     if piece.logprobs:
         details["logprobs"] = [wire.logprobs_to_wire(position) for position in piece.logprobs]
+    if piece.prompt_logprobs and asked.num_prompt_logprobs is not None:
+        ids = prepared.prompts[prepared.sequences[piece.index].prompt].token_ids
+        found = positions_of(ids, piece.prompt_logprobs, asked.num_prompt_logprobs)
+        details["prompt_logprobs"] = [wire.logprobs_to_wire(position) for position in found]
     if usage is not None:
         details["usage"] = pb.Usage(
             prompt_tokens=usage.prompt_tokens,

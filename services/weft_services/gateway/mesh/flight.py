@@ -88,6 +88,7 @@ class Flight:
         spec = shared.prepared.sequences[sequence.index]
         self._prompt = shared.prepared.prompts[spec.prompt]
         self._sampling = spec.sampling
+        self._num_prompt_logprobs = spec.num_prompt_logprobs
         self._suspects: dict[str, float] = {}  # boot id -> until when
         self._num_resumed = 0
         self._num_fruitless = 0
@@ -196,6 +197,11 @@ class Flight:
             else:
                 return
 
+    @property
+    def _num_scored(self) -> int | None:
+        """Once an attempt has spoken, all that was asked of the prompt is there."""
+        return None if self.sequence.token_ids else self._num_prompt_logprobs
+
     def _may_wait(self, failed: WeftError) -> bool:
         """Not once this gateway is leaving, and not for a full worker before anything was begun: that is the client's
         choice."""
@@ -220,6 +226,7 @@ class Flight:
             # whose answer has begun would rather wait than lose it
             reject_if_busy=self._shared.prepared.generation.reject_if_busy and self.num_attempts == 0,
             num_resumed_tokens=num_generated,
+            computes_prompt=self._num_scored is not None,
         )
         # booked before the call: if it breaks half-way, the scheduler is told in any case
         self._booking = Booking(self.key, self._mesh.settler)
@@ -244,6 +251,7 @@ class Flight:
             resumed_tokens=len(generated),
             priority=self._shared.standing.priority,
             retention=self._shared.prepared.generation.retention,
+            num_prompt_logprobs=self._num_scored,
         )
         link.start(command, self._shared.inbox)
         self._link, self._decode = link, placement.decode

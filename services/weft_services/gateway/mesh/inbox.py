@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.errors import Overloaded, WeftError
-from weft.request import FinishReason, PositionLogprobs, PromptUsage, RequestKey
+from weft.request import FinishReason, PositionLogprobs, PromptLogprobs, PromptUsage, RequestKey
 
 MAX_DELTAS = 4096
 
@@ -24,6 +24,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     error: WeftError | None = None
     worker_id: str = ""
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Inbox:

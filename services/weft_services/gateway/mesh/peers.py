@@ -226,6 +226,7 @@ class DecodeLink:
             priority=command.priority,
             traceparent=trace.traceparent(),
             retention=wire.retention_to_wire(command.retention),
+            num_prompt_logprobs=command.num_prompt_logprobs,
         )
         if command.placement.prefill is not None:
             start.prefill.CopyFrom(wire.address_to_wire(command.placement.prefill))
@@ -276,6 +277,8 @@ def _delta_from_wire(key: RequestKey, delta: decode_pb.SequenceDelta) -> Delta:
     known = Delta(key, tuple(delta.token_ids[:]))  # a slice is a list at once; item by item takes three times as long
     if logprobs := delta.logprobs:
         known.logprobs = tuple(map(wire.logprobs_from_wire, logprobs))
+    if delta.HasField("prompt_logprobs"):
+        known.prompt_logprobs = wire.prompt_logprobs_from_wire(delta.prompt_logprobs)
     if delta.HasField("prompt"):
         known.prompt = wire.usage_from_wire(delta.prompt)
     if reason := delta.finish_reason:

@@ -10,7 +10,8 @@ from weft.request import KEEP, RequestKey, Retention, SamplingParams, WorkerAddr
 @dataclass(frozen=True, slots=True)
 class RouteQuery:
     """What routing needs to know of one attempt. `priority` as engines count: higher goes first;
-    `num_resumed_tokens` of the prompt's are what earlier attempts generated."""
+    `num_resumed_tokens` of the prompt's are what earlier attempts generated; `computes_prompt`: whoever decodes has to
+    compute all of it."""
 
     key: RequestKey
     model: str
@@ -23,6 +24,7 @@ class RouteQuery:
     priority: int = 0
     reject_if_busy: bool = False
     num_resumed_tokens: int = 0
+    computes_prompt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class StartCommand:
     resumed_tokens: int = 0
     priority: int = 0
     retention: Retention = KEEP
+    num_prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ MAX_EMBEDDED_TOKENS = 300_000
 # a text of up to this is tokenized where nothing is run, however much less the model could read: by its length clients
 # decide what to leave out
 MAX_COUNTED_CHARS = 1 << 20
+# logprobs of prompt tokens and of their alternatives, in one request: some 10 MB of JSON
+MAX_SCORES = 262_144
 ResultT = TypeVar("ResultT")
 Encode = Callable[[str], tuple[int, ...]]
 
@@ -41,19 +43,29 @@ class TooLong(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """Token ids and the keys of their full blocks, in order. `is_thinking`: it ends where thoughts have begun."""
+    """Token ids and the keys of their full blocks, in order. `is_thinking`: it ends where thoughts have begun.
+
+    `text`: of one that is to be repeated, as it was given, or what its token ids say, special ones included.
+    """
 
     token_ids: tuple[int, ...]
     block_keys: tuple[bytes, ...]
     is_thinking: bool = False
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedSequence:
-    """One choice of the answer: which prompt it continues, and how."""
+    """One choice of the answer: which prompt it continues, how, and by how many tokens at most.
+
+    Workers generate one where the client wants none. `num_prompt_logprobs`: see `Generation.num_scored`; of choices
+    that come together one asks for all that continue the same prompt.
+    """
 
     prompt: int
     sampling: SamplingParams
+    max_tokens: int
+    num_prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +125,34 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
         token_ids = _token_ids(text, generation.prompt_field, model, limit, _encoder(prompt, model, cache_salt))
         keys = block_keys(token_ids, block_tokens, cache_salt) if block_tokens else []
         is_thinking = model.thinks and isinstance(text, str) and text.rstrip().endswith(THINK)
-        prompts.append(PreparedPrompt(token_ids, tuple(keys), is_thinking))
+        repeated = _repeated(prompt, model) if generation.repeats_prompt else ""
+        prompts.append(PreparedPrompt(token_ids, tuple(keys), is_thinking, repeated))
     _check_named_tokens(generation, model)
+    _check_scores(generation, sum(len(prompt.token_ids) for prompt in prompts))
     grammar = grammar_of(generation, model, prompts[0].is_thinking)
     seed = new_seed() if generation.seed is None else generation.seed
     sequences = []
-    for index in range(len(prompts) * generation.n):
-        num_tokens = len(prompts[index // generation.n].token_ids)
-        sampling = _sampling(generation, model, _max_tokens(generation, num_tokens, limit), _derive(seed, index))
-        sequences.append(PreparedSequence(index // generation.n, replace(sampling, grammar=grammar)))
+    for index in range(len(prompts) * generation.num_candidates):
+        place, candidate = divmod(index, generation.num_candidates)
+        max_tokens = _max_tokens(generation, len(prompts[place].token_ids), limit)
+        sampling = _sampling(generation, model, max(1, max_tokens), _derive(seed, index))
+        scored = generation.num_scored if candidate == 0 or generation.stream else None
+        sequences.append(PreparedSequence(place, replace(sampling, grammar=grammar), max_tokens, scored))
     return Prepared(generation, model, tuple(prompts), tuple(sequences), cache_salt)
+
+
+def _repeated(prompt: Prompt, model: ServedModel) -> str:
+    return model.codec.whole_text(prompt) if isinstance(prompt, tuple) else str(prompt)
+
+
+def _check_scores(generation: Generation, num_tokens: int) -> None:
+    if generation.num_scored is None:
+        return
+    num_scores = num_tokens * (1 + generation.num_scored)
+    if num_scores > MAX_SCORES:
+        field = "logprobs" if generation.num_prompt_logprobs is None else "prompt_logprobs"
+        message = f"{field}: {num_scores} logprobs of prompts, at most {MAX_SCORES} in one request"
+        raise InvalidRequest(message, field, "invalid_value")
 
 
 def _encoder(prompt: Prompt, model: ServedModel, cache_salt: bytes) -> Encode:
@@ -260,6 +290,7 @@ def _sampling(generation: Generation, model: ServedModel, max_tokens: int, seed:
     repetition = generation.repetition_penalty
     if repetition is None:
         repetition = defaults.repetition_penalty
+    wants_means = generation.best_of > generation.n
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=defaults.temperature if generation.temperature is None else generation.temperature,
@@ -269,7 +300,7 @@ def _sampling(generation: Generation, model: ServedModel, max_tokens: int, seed:
         seed=seed,
         stop_token_ids=generation.stop_token_ids,
         ignore_eos=generation.ignore_eos,
-        num_logprobs=generation.num_logprobs,
+        num_logprobs=0 if wants_means and generation.num_logprobs is None else generation.num_logprobs,
         frequency_penalty=generation.frequency_penalty,
         presence_penalty=generation.presence_penalty,
         repetition_penalty=repetition,

@@ -127,6 +127,7 @@ def query_to_wire(query: RouteQuery, remaining_seconds: float) -> pb.RouteReques
         reject_if_busy=query.reject_if_busy,
         traceparent=trace.traceparent(),
         resumed_tokens=query.num_resumed_tokens,
+        computes_prompt=query.computes_prompt,
     )
 
 

@@ -33,7 +33,7 @@ class Run:
         self._failure: WeftError | None = None  # to be raised once the pieces before it are delivered
         stops = prepared.generation.stop
         self._flights = [
-            Flight(mesh, self._shared, new_id(), Sequence(index, codec, stops, spec.sampling.max_tokens))
+            Flight(mesh, self._shared, new_id(), Sequence(index, codec, stops, spec.max_tokens))
             for index, spec in enumerate(prepared.sequences)
         ]
         self._num_open = len(self._flights)
@@ -143,7 +143,9 @@ class Run:
                 broken[request_id] = delta
             else:
                 grouped.setdefault(request_id, []).append(delta)
-        pieces = [self._advance(self._by_id[request_id], batch) for request_id, batch in grouped.items()]
+        advanced = [self._advance(self._by_id[request_id], batch) for request_id, batch in grouped.items()]
+        # what is told of a prompt alone says nothing yet
+        pieces = [piece for piece in advanced if piece.token_ids or piece.finish_reason is not None]
         for flight in self._flights:
             self._failure = self._failure or flight.failure
         for request_id, delta in broken.items():
@@ -158,7 +160,7 @@ class Run:
 
     def _advance(self, flight: Flight, deltas: list[Delta]) -> Piece:
         piece = flight.sequence.accept(deltas)
-        if piece.token_ids:
+        if piece.token_ids or piece.finish_reason is not None:
             usage = None
             for delta in deltas:
                 usage = usage or delta.prompt

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from weft.request import FinishReason, PositionLogprobs
+from weft.request import FinishReason, PositionLogprobs, PromptLogprobs
 from weft_services.gateway.mesh.inbox import Delta
 from weft_services.gateway.model import Codec
 from weft_services.gateway.text.stopping import StopScanner
@@ -14,7 +14,7 @@ from weft_services.gateway.text.stopping import StopScanner
 @dataclass(slots=True)  # not frozen: there is one a token
 class Piece:
     """What a batch of deltas added to choice `index`. The last piece has a finish reason, and the stop string if that
-    was it."""
+    was it; the first one what was asked of the prompt's logprobs."""
 
     index: int
     text: str
@@ -22,6 +22,7 @@ class Piece:
     logprobs: tuple[PositionLogprobs, ...]
     finish_reason: FinishReason | None
     stop: str | None = None
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 class Sequence:
@@ -35,6 +36,7 @@ class Sequence:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._stop: str | None = None
+        self._prompt_logprobs: list[PromptLogprobs] = []  # that nobody has been told yet
         self._max_tokens = max_tokens
         self._detokenizer = codec.detokenizer()
         self._scanner = StopScanner(stops) if stops else None
@@ -47,12 +49,25 @@ class Sequence:
         for delta in deltas:
             if self.finish_reason is not None:
                 break
+            if delta.prompt_logprobs is not None:
+                self._note(delta.prompt_logprobs)
+                continue
             num_before = len(self.token_ids)
             texts.append(self._accept_one(delta))
             if delta.logprobs:
                 logprobs.extend(delta.logprobs[: len(self.token_ids) - num_before])
         tokens = tuple(self.token_ids[start:])
-        return Piece(self.index, "".join(texts), tokens, tuple(logprobs), self.finish_reason, self._stop)
+        piece = Piece(self.index, "".join(texts), tokens, tuple(logprobs), self.finish_reason, self._stop)
+        if self._prompt_logprobs and (tokens or self.finish_reason is not None):
+            piece.prompt_logprobs = tuple(self._prompt_logprobs)
+            self._prompt_logprobs.clear()
+        return piece
+
+    def _note(self, piece: PromptLogprobs) -> None:
+        """Of an attempt that has not spoken yet; where that is lost, the next one begins again."""
+        if piece.start == 1:
+            self._prompt_logprobs.clear()
+        self._prompt_logprobs.append(piece)
 
     def _accept_one(self, delta: Delta) -> str:
         room = self._max_tokens - len(self.token_ids)

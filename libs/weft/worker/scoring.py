@@ -1,0 +1,62 @@
+"""How likely each token of a prompt was where it stands: read off its hidden states, chunk by chunk. Knows no batches.
+
+Logits of a few rows at a time are made and let go again; what stays of a position is its token's logprob and rank, and
+the best alternatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.engine.device import Link
+from weft.request import PromptLogprobs
+from weft_kernels.sampling import logprobs
+
+# rows whose logits are there together; `weft.worker.peak` measures what they take
+NUM_ROWS = 32
+
+
+class PromptScorer:
+    """A `PromptReader`. Nothing is known of the first token, and the last position's logits tell of no prompt token."""
+
+    def __init__(self, token_ids: Sequence[int], num_top: int) -> None:
+        self._next = np.array(token_ids[1:], dtype=np.int64)
+        self._num_top = num_top
+        self._found: list[tuple[int, list[Tensor]]] = []
+
+    def read(self, start: int, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> None:
+        """See `PromptReader`."""
+        if start == 0:
+            self._found.clear()
+        link = Link(hidden.device)
+        tokens = link.upload(self._next[start : start + len(hidden)])
+        if not len(tokens):
+            return
+        parts = zip(*(torch.split(each, NUM_ROWS) for each in (hidden[: len(tokens)], tokens)), strict=True)
+        scores = [self._score(logits(rows), wanted) for rows, wanted in parts]
+        self._found.append((start + 1, [link.download(torch.cat(each)) for each in zip(*scores, strict=True)]))
+
+    def found(self) -> list[PromptLogprobs]:
+        """A piece a chunk, in order; once the first token is told."""
+        pieces = []
+        for start, (chosen, ranks, ids, values) in self._found:
+            pieces.append(
+                PromptLogprobs(
+                    start=start,
+                    chosen=tuple(chosen.tolist()),
+                    ranks=tuple(ranks.tolist()),
+                    top_ids=tuple(ids.flatten().tolist()),
+                    top=tuple(values.flatten().tolist()),
+                    num_top=ids.shape[-1],
+                )
+            )
+        return pieces
+
+    def _score(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ranks = (logits > logits.gather(-1, tokens[:, None])).sum(-1) + 1
+        chosen, values, ids = logprobs(logits, tokens, self._num_top)
+        return chosen, ranks, ids, values
