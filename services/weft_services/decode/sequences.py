@@ -234,7 +234,7 @@ class SequenceDesk:
         if lent.prefill_worker_id:
             return lent
         self._hand_offs.fallbacks.end(sequence.order.key)
-        if sequence.store_tokens is None:
+        if sequence.store_tokens is None and sequence.order.num_prompt_logprobs is None:
             self._hand_offs.tally.looked_up(len(sequence.order.token_ids), {Tier.POOL: counts.num_cached_tokens})
         return replace(
             lent,

@@ -78,7 +78,9 @@ async def test_a_client_that_leaves_during_the_fetch_leaves_nothing_behind(tiny:
 async def test_of_a_prompt_that_is_scored_nothing_is_taken_from_anywhere(tiny: Tiny, store: FakeStore) -> None:
     async with decoding(tiny, store) as (worker, gateway):
         await gateway.generate(PROMPT)
+        before = worker.place.tally.read().prefix
         answer = await gateway.generate(PROMPT, num_prompt_logprobs=2)
+        assert worker.place.tally.read().prefix == before, "nothing was looked for"
         assert answer.tokens == tiny.greedy([*PROMPT], len(answer.tokens))
         assert answer.usage is not None
         assert (answer.usage.cached_tokens, answer.usage.store_tokens) == (0, 0)

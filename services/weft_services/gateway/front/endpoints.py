@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -123,13 +124,16 @@ async def _stream(run: Run, frames: Frames, reply: Reply, telling: Telling) -> N
 
     Tokens need not be heard of: a parser may hold them all back, and proxies lose patience all the same.
     """
-    account = telling.account
+    account, tells_prompts = telling.account, _tells_prompts(run)
     last_written = time.monotonic()
     while (pieces := await run.next(IDLE_SECONDS - (time.monotonic() - last_written))) is not None:
         account.tokens(pieces)
         if not reply.is_begun:
             await reply.begin_stream(frames.failure)
-        out = b"".join(map(frames.frames, pieces))
+        if tells_prompts and any(piece.prompt_logprobs for piece in pieces):
+            out = await asyncio.to_thread(_framed, frames, pieces)
+        else:
+            out = _framed(frames, pieces)
         if not out and time.monotonic() - last_written >= IDLE_SECONDS:
             out = frames.keep_alive
         if out:
@@ -151,10 +155,22 @@ async def _collect(run: Run, frames: Frames, reply: Reply, telling: Telling) -> 
             choices[piece.index].add(piece)
     usage = account.usage()
     told = [response_header(account.timeline())] if telling.wants_timeline else []
-    body = frames.body(choices, usage)
+    if _tells_prompts(run):
+        body = await asyncio.to_thread(frames.body, choices, usage)
+    else:
+        body = frames.body(choices, usage)
     account.finish_reasons = frames.finish_reasons
     account.close(Stage.FINISHED)
     await reply.whole(200, body, [*JSON_HEADERS, *told])
+
+
+def _framed(frames: Frames, pieces: Sequence[Piece]) -> bytes:
+    return b"".join(map(frames.frames, pieces))
+
+
+def _tells_prompts(run: Run) -> bool:
+    """Token by token: that can take a second, and is done beside the loop, where others would have to wait for it."""
+    return run.prepared.generation.num_scored is not None
 
 
 async def fail(reply: Reply, account: Account, error: Exception) -> None:

@@ -19,8 +19,6 @@ from weft_services.gateway.mesh.news import News
 from weft_services.gateway.mesh.prepare import (
     Prepared,
     PreparedEmbedding,
-    ResultT,
-    Workshop,
     count,
     prepare,
     prepare_embedding,
@@ -28,6 +26,7 @@ from weft_services.gateway.mesh.prepare import (
 from weft_services.gateway.mesh.run import Run
 from weft_services.gateway.mesh.sessions import Session
 from weft_services.gateway.mesh.workers import FleetReport, HandOff
+from weft_services.gateway.mesh.workshop import ResultT, Workshop
 from weft_services.gateway.model import ServedModel
 
 # a body of up to this is read sooner than a thread has been woken for it

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 from weft.errors import InvalidRequest
 from weft.ids import new_seed
@@ -21,7 +17,6 @@ from weft_services.gateway.grammar.constrain import grammar_of
 from weft_services.gateway.model import ServedModel
 from weft_services.gateway.text.assistant import THINK
 
-NUM_THREADS = 2
 # of one request, as OpenAI has it
 MAX_EMBEDDED_TOKENS = 300_000
 # a text of up to this is tokenized where nothing is run, however much less the model could read: by its length clients
@@ -29,7 +24,6 @@ MAX_EMBEDDED_TOKENS = 300_000
 MAX_COUNTED_CHARS = 1 << 20
 # logprobs of prompt tokens and of their alternatives, in one request: some 10 MB of JSON
 MAX_SCORES = 262_144
-ResultT = TypeVar("ResultT")
 Encode = Callable[[str], tuple[int, ...]]
 
 
@@ -96,21 +90,6 @@ class PreparedEmbedding:
     def num_tokens(self) -> int:
         """Of all inputs."""
         return sum(map(len, self.inputs))
-
-
-class Workshop:
-    """The threads that tokenize. Its queue is bounded by the number of requests that are admitted."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
-
-    async def do(self, work: Callable[[], ResultT]) -> ResultT:
-        """Run in a thread, for the same visitor. Work whose caller is cancelled ends by itself; it is bounded."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, copy_context().run, work)
-
-    def close(self) -> None:
-        """Forget what has not begun."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def prepare(generation: Generation, model: ServedModel, block_tokens: int | None, limit: int) -> Prepared:
