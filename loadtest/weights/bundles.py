@@ -1,7 +1,8 @@
 """Weft's bundles beside ZipNN on the same files, on one core: size, entropy, encoding and decoding speed.
 
-Each way twice: from memory to fresh memory, by the processor's time, the kernel's included; and from file to file,
-synced, by the clock. Everything is kept to one core, helping threads too.
+Each way three times: from memory to fresh memory, which the kernel has to make, and from memory to memory that was used
+before, both by the processor's time, the kernel's included; and from file to file, synced, by the clock. Everything is
+kept to one core, helping threads too.
 
 `python -m loadtest.weights.bundles [--megabytes 32] [--rounds 5] [--json FILE]`; ZipNN: `pip install zipnn`.
 """
@@ -9,7 +10,9 @@ synced, by the clock. Everything is kept to one core, helping threads too.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import mmap
 import os
 import statistics
 import tempfile
@@ -35,6 +38,7 @@ from weft_kernels import rans
 from weft_kernels.native import native
 
 NANO = Path("models/weft-nano/model.safetensors")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 Times = dict[str, list[float]]
 
 
@@ -51,7 +55,7 @@ class Result:
 
 
 class Coder(Protocol):
-    """One of the two. What it makes of memory it puts into memory that was not there before."""
+    """One of the two. What it makes of memory it puts into memory as `_give_memory` says."""
 
     def encode(self, original: bytes) -> Any: ...
     def decode(self, coded: Any) -> Any: ...
@@ -64,15 +68,18 @@ class Weft:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(1)
+        self.kept: tuple[mmap.mmap, Scratch] | None = None  # memory that is used again
 
     def encode(self, original: bytes) -> memoryview:
-        memory = fresh_memory(len(original) + (1 << 20))
-        pack(MemoryBlob("model.safetensors", original), 0, memory, self._threads, lambda size: None)
+        memory = self.kept[0] if self.kept else fresh_memory(len(original) + (1 << 20))
+        memory.seek(0)
+        pack(MemoryBlob("model.safetensors", original), 0, memory, None, lambda size: None)
         return memoryview(memory)[: memory.tell()]
 
     def decode(self, coded: memoryview) -> memoryview:
         with closing(BundleFile("model.weft", MemoryBlob("model.weft", coded))) as bundle:
-            out = Scratch().take(bundle.header.original.size_bytes)
+            scratch = self.kept[1] if self.kept else Scratch()
+            out = scratch.take(bundle.header.original.size_bytes)
             header = bundle.original_header()
             out[: len(header)] = header
             data, done, wanted = np.frombuffer(out, np.uint8), len(header), list[Wanted]()
@@ -83,7 +90,7 @@ class Weft:
             return out
 
     def encode_file(self, source: Path, target: Path) -> None:
-        pack_file(source, target, self._threads, lambda size: None)
+        pack_file(source, target, None, lambda size: None)
 
     def decode_file(self, source: Path, target: Path) -> None:
         with closing(BundleFile.map(source)) as bundle:
@@ -162,13 +169,30 @@ def _once(coder: Coder, path: Path, scratch: Path, times: Times) -> int:
     raw, coded_file, again = path.read_bytes(), scratch / "coded", scratch / "again"
     original: Any = bytearray(raw)
     cpu, clock = time.process_time, time.perf_counter
-    coded = _timed(times, "memory, encode", cpu, lambda: coder.encode(original))
-    decoded = _timed(times, "memory, decode", cpu, lambda: coder.decode(coded))
-    assert bytes(decoded) == raw, "memory did not come back as it was"
+    for way in ("fresh", "used"):
+        _give_memory(coder, way == "fresh", len(raw))
+        if way == "used":
+            coder.decode(coder.encode(original))
+            original = bytearray(raw)
+        coded = _timed(times, f"{way} memory, encode", cpu, partial(coder.encode, original))
+        decoded = _timed(times, f"{way} memory, decode", cpu, partial(coder.decode, coded))
+        assert bytes(decoded) == raw, "memory did not come back as it was"
+        del coded, decoded
+        original = bytearray(raw)
     _timed(times, "file, encode", clock, lambda: _synced(coder.encode_file, path, coded_file))
     _timed(times, "file, decode", clock, lambda: _synced(coder.decode_file, coded_file, again))
     assert again.read_bytes() == raw, "a file did not come back as it was"
     return coded_file.stat().st_size
+
+
+def _give_memory(coder: Coder, is_fresh: bool, size: int) -> None:
+    """Fresh: blocks of 128 KiB and more come from the kernel. Else what was given back is given out again."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 128 * 1024 if is_fresh else 1 << 30)
+    libc.mallopt(M_TRIM_THRESHOLD, 128 * 1024 if is_fresh else 1 << 30)
+    libc.malloc_trim(0)
+    if isinstance(coder, Weft):
+        coder.kept = None if is_fresh else (fresh_memory(size + (1 << 20)), Scratch())
 
 
 def _synced(convert: Callable[[Path, Path], None], source: Path, target: Path) -> None:

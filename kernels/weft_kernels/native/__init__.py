@@ -20,6 +20,7 @@ CHOICE = "WEFT_CPU_KERNELS"
 # How often GNU's OpenMP looks again before a thread that waits goes to sleep.
 SPINS = "GOMP_SPINCOUNT"
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+DOUBLE = ctypes.c_double
 SIGNATURES: dict[str, list[type]] = {
     "weft_release_threads": [],
     "weft_pack_bf16": [POINTER, LONG, LONG, POINTER, INT],
@@ -27,12 +28,9 @@ SIGNATURES: dict[str, list[type]] = {
     "weft_linear_bf16": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
     "weft_linear_f32": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
     "weft_linear_halves": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
-    "weft_rans_row_squares": [POINTER, LONG, LONG, LONG, INT, POINTER, POINTER],
-    "weft_rans_column_squares": [POINTER, LONG, LONG, INT, POINTER, POINTER],
     "weft_rans_decode": [POINTER, LONG, INT],
     "weft_rans_tables": [POINTER, INT, POINTER],
     "weft_rans_slots": [POINTER, INT, POINTER, POINTER],
-    "weft_rans_count": [POINTER, POINTER, POINTER, LONG, LONG, INT, INT, POINTER],
     "weft_dense_layers_f32_f32": [POINTER, POINTER, INT],
     "weft_dense_layers_f32_bf16": [POINTER, POINTER, INT],
     "weft_dense_layers_bf16_bf16": [POINTER, POINTER, INT],
@@ -50,7 +48,8 @@ OF_ROWS: dict[str, list[type]] = {
 }
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 RETURNING: dict[str, tuple[list[type], type]] = {
-    "weft_rans_encode": ([*[POINTER] * 6, INT, *[POINTER] * 4], LONG),
+    "weft_rans_choose": ([POINTER, LONG, LONG, INT, *[POINTER] * 4], DOUBLE),
+    "weft_rans_encode": ([*[POINTER] * 6, INT, INT, *[POINTER] * 4], LONG),
 }
 
 

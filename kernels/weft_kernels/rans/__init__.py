@@ -82,28 +82,31 @@ class Encoder:
     def __init__(self, coding: Coding) -> None:
         self._coding = coding
         self._slots = aligned_bytes(SLOT_BYTES)
-        self._grains = np.zeros(SYMBOLS * UNITS // GRAIN + 1, np.uint16)  # one more, as 32 bits are read of each
+        self._grains = np.empty(SYMBOLS * UNITS // GRAIN + 1, np.uint16)  # one more, as 32 bits are read of each
         if (library := native()) is not None:
             library.weft_rans_slots(
                 coding.shares.ctypes.data, coding.class_bits, self._slots.ctypes.data, self._grains.ctypes.data
             )
 
-    def encode(self, values: Words, first: int, memory: EncodingMemory) -> Chunk:
-        """Code `values` [count], contiguous, which begin at element `first` of the tensor."""
+    def encode(self, values: Words, first: int, memory: EncodingMemory, is_plain: bool = False) -> Chunk:
+        """Code `values` [count], contiguous, from element `first` of the tensor on; `is_plain` as of `decode`."""
         coding = self._coding
         if (library := native()) is not None:
-            return self._encode_natively(library, values, first, memory)
+            return self._encode_natively(library, values, first, memory, is_plain)
         states, words, rest = reference.encode(coding, values, first)
         places = np.flatnonzero(reference.coded_symbols(coding, values, first)[1] == ESCAPE).astype(np.uint32)
         return Chunk(states, words, rest, places, values[places])
 
-    def _encode_natively(self, library: ctypes.CDLL, values: Words, first: int, memory: EncodingMemory) -> Chunk:
+    def _encode_natively(
+        self, library: ctypes.CDLL, values: Words, first: int, memory: EncodingMemory, is_plain: bool
+    ) -> Chunk:
         coding, words = self._coding, memory.words
         shape = (ctypes.c_long * 5)(first, len(values), len(coding.column_scales), coding.base, coding.class_bits)
         count = library.weft_rans_encode(
             values.ctypes.data, self._slots.ctypes.data, self._grains.ctypes.data, coding.row_scales.ctypes.data,
-            coding.column_scales.ctypes.data, shape, coding.is_bf16, memory.states.ctypes.data,
-            words.ctypes.data + words.nbytes, memory.rest.ctypes.data, memory.escapes.ctypes.data,
+            coding.column_scales.ctypes.data, shape, coding.is_bf16, is_plain,
+            memory.states.ctypes.data, words.ctypes.data + words.nbytes, memory.rest.ctypes.data,
+            memory.escapes.ctypes.data,
         )  # fmt: skip
         rest = memory.rest[: rest_bytes(coding.is_bf16, len(values))]
         places = memory.escapes[int(memory.escapes[0]) : 0 : -1]

@@ -14,7 +14,7 @@ from weft_kernels.native import native
 from weft_kernels.rans import reference
 from weft_kernels.rans.coding import (
     CLASS_BITS,
-    NUM_KEYS,
+    SYMBOLS,
     Coding,
     choose_base,
     cost_bits,
@@ -24,8 +24,9 @@ from weft_kernels.rans.coding import (
 )
 from weft_kernels.rans.reference import Words
 
-SAMPLE_STEP, SAMPLE_ROWS = 8, 512
-SAMPLE_COLUMNS, COLUMN_BLOCK = 1024, 64
+SAMPLE_ROWS, SAMPLE_COLUMNS, COLUMN_BLOCK = 256, 256, 64
+MIN_COUNTED, COUNTED_SHARE = 1 << 15, 32
+"""Elements that are counted at least, and which share of a large tensor."""
 SHARE_BITS = 14
 """What a symbol's share takes in a file, about."""
 
@@ -39,24 +40,39 @@ class Measured:
 
 
 def measure(values: Words, is_bf16: bool) -> Measured:
-    """Choose a coding for `values` [rows, columns]."""
+    """Choose a coding for `values` [rows, columns], contiguous."""
+    if (library := native()) is None:
+        return measure_slowly(values, is_bf16)
+    rows, columns = values.shape
+    scales = np.zeros(rows, np.int8), np.zeros(columns, np.int8)
+    shares, found = np.empty(SYMBOLS, np.uint16), np.empty(2, np.int64)
+    bits = library.weft_rans_choose(
+        values.ctypes.data, rows, columns, is_bf16,
+        scales[0].ctypes.data, scales[1].ctypes.data, shares.ctypes.data, found.ctypes.data,
+    )  # fmt: skip
+    base, class_bits = found.tolist()
+    return Measured(Coding(is_bf16, base, class_bits, shares.reshape(1 << class_bits, -1), *scales), bits)
+
+
+def measure_slowly(values: Words, is_bf16: bool) -> Measured:
+    """The same in numpy: the meaning of choose.cpp and loudness.h."""
     rows, columns = values.shape
     plain = Coding(is_bf16, 0, 0, np.zeros((1, 256), np.uint16), np.zeros(rows, np.int8), np.zeros(columns, np.int8))
-    if rows == 1 or columns == 1:
-        return _with_shares(plain, _count(plain, values), values.size)
-    step = min(SAMPLE_STEP, max(1, rows // SAMPLE_ROWS))
-    lines = np.ascontiguousarray(values[::step])
-    row_scales, column_scales = _scales(values, lines, is_bf16)
-    scaled = replace(plain, class_bits=CLASS_BITS, row_scales=row_scales, column_scales=column_scales)
-    picked = _picked(columns)
-    blocks = range(0, columns, COLUMN_BLOCK * _every(columns))
-    sample = np.concatenate([lines[:, first : first + COLUMN_BLOCK] for first in blocks], axis=1)
-    candidates = []
-    for coding in (plain, scaled):
-        scales = coding.row_scales[::step].copy(), coding.column_scales[picked].copy()
-        keys = _count(replace(coding, row_scales=scales[0], column_scales=scales[1]), sample)
-        candidates.append(_with_shares(coding, keys, values.size))
-    return min(candidates, key=lambda measured: measured.bits)
+    step, picked = max(1, rows // SAMPLE_ROWS), _picked(columns)
+    lines = values[::step]
+    candidates = [plain]
+    if rows > 1 and columns > 1:
+        row_scales, column_scales = _scales(values, lines, is_bf16)
+        candidates += [replace(plain, class_bits=CLASS_BITS, row_scales=row_scales, column_scales=column_scales)]
+    of_line = -(-columns // max(1, columns // SAMPLE_COLUMNS))
+    step *= max(1, len(lines) * of_line // max(MIN_COUNTED, values.size // COUNTED_SHARE))
+    found = []
+    for coding in candidates:
+        scales = coding.row_scales[::step], coding.column_scales[picked]
+        sampled = replace(coding, row_scales=scales[0], column_scales=scales[1])
+        keys = reference.count_keys(sampled, values[::step, picked].reshape(-1))
+        found.append(_with_shares(coding, keys, values.size))
+    return min(found, key=lambda measured: measured.bits)
 
 
 def _with_shares(coding: Coding, keys: NDArray[np.int64], num_values: int) -> Measured:
@@ -73,33 +89,24 @@ def _scales_bits(coding: Coding) -> float:
     return 8.0 * (len(coding.row_scales) + len(coding.column_scales)) if coding.class_bits else 0.0
 
 
-def _picked(columns: int) -> NDArray[np.int64]:
-    """Columns that stand for all: blocks that lie evenly, SAMPLE_COLUMNS of them where there are so many."""
-    return np.flatnonzero(np.arange(columns) // COLUMN_BLOCK % _every(columns) == 0)
-
-
-def _every(columns: int) -> int:
-    return max(1, columns // SAMPLE_COLUMNS)
-
-
-def _count(coding: Coding, values: Words) -> NDArray[np.int64]:
-    library = native()
-    if library is None:
-        return reference.count_keys(coding, values.reshape(-1))
-    counts = np.zeros((1 << coding.class_bits, NUM_KEYS + 1), dtype=np.int64)
-    library.weft_rans_count(
-        values.ctypes.data, coding.row_scales.ctypes.data, coding.column_scales.ctypes.data, *values.shape,
-        coding.class_bits, coding.is_bf16, counts.ctypes.data,
-    )  # fmt: skip
-    return counts
+def _picked(columns: int, wanted: int = SAMPLE_COLUMNS) -> NDArray[np.int64]:
+    """Columns that stand for all: blocks that lie evenly, about so many of them where there are as many."""
+    every = max(1, columns // wanted)
+    return np.flatnonzero(np.arange(columns) // COLUMN_BLOCK % every == 0)
 
 
 def _scales(values: Words, lines: Words, is_bf16: bool) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
     """Each row's loudness with the columns' evened out; that of the columns, some rows tell, evened out too."""
-    row_sums = _row_sums(lines, is_bf16, np.ones(values.shape[1], np.float32))
-    column_sums = _column_sums(lines, is_bf16, _inverse(row_sums))
-    row_sums = _row_sums(values, is_bf16, _inverse(column_sums))
+    few, picked = _picked(values.shape[1], COLUMN_BLOCK), _picked(values.shape[1])
+    line_sums = _sums(reference.squares(lines[:, few], is_bf16), np.ones(len(few), np.float32))
+    column_sums = _sums(_inverse(line_sums), reference.squares(lines, is_bf16))
+    row_sums = _sums(reference.squares(values[:, picked], is_bf16), _inverse(column_sums)[picked])
     return _centred(row_sums), _centred(column_sums)
+
+
+def _sums(left: NDArray[np.float32], right: NDArray[np.float32]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.asarray(np.minimum(left @ right, np.float32(3e38)), np.float32)
 
 
 def _inverse(sums: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -110,27 +117,3 @@ def _inverse(sums: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def _centred(sums: NDArray[np.float32]) -> NDArray[np.int8]:
     return scales_from(sums, float(np.median(sums)))
-
-
-def _row_sums(values: Words, is_bf16: bool, weights: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Of the squares, weighted by column, in the picked columns."""
-    rows, columns = values.shape
-    library = native()
-    if library is None:
-        picked = _picked(columns)
-        return np.asarray(reference.squares(values[:, picked], is_bf16) @ weights[picked], np.float32)
-    sums = np.zeros(rows, dtype=np.float32)
-    library.weft_rans_row_squares(
-        values.ctypes.data, rows, columns, _every(columns), is_bf16, weights.ctypes.data, sums.ctypes.data
-    )
-    return np.nan_to_num(sums, posinf=3e38)
-
-
-def _column_sums(values: Words, is_bf16: bool, weights: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Of the squares, weighted by row."""
-    library = native()
-    if library is None:
-        return np.asarray(weights @ reference.squares(values, is_bf16), np.float32)
-    sums = np.zeros(values.shape[1], dtype=np.float32)
-    library.weft_rans_column_squares(values.ctypes.data, *values.shape, is_bf16, weights.ctypes.data, sums.ctypes.data)
-    return np.nan_to_num(sums, posinf=3e38)

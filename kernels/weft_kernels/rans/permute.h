@@ -3,33 +3,25 @@
 
 #pragma once
 
+#include "bytes.h"
 #include "stream.h"
 
 #if WEFT_WIDTH == 16
-#define WEFT_PERMUTING __attribute__((target("avx512vbmi,avx512vbmi2")))
 
 namespace {
 
-static_assert(LANES == 64 && GROUP == LANES, "a turn is 64 lanes and a group");
-
-// Byte i of a vector of bytes is of element ELEMENTS[i], so that interleaved bytes of two vectors are words in order.
+// Words that are narrowed by two come as bytes in another order: byte i is of element elements[i]. And of each element's
+// six bits: the bytes that they lie in, and how far from the top of these two.
 struct Orders {
-    alignas(LINE) uint8_t elements[64], lower[64], upper[64], six[64];
-    constexpr Orders() : elements(), lower(), upper(), six() {
-        for (int i = 0; i < 64; i++) {
-            int element = i / 16 * 8 + i % 8 + i % 16 / 8 * 32;
-            elements[i] = uint8_t(element), lower[i] = uint8_t(2 * element), upper[i] = uint8_t(2 * element + 1);
-            six[i] = uint8_t(i / 8 * 6 + i % 8 % 6);
-        }
+    alignas(LINE) uint8_t elements[64], pairs[2][64];
+    alignas(LINE) uint16_t from_top[32];
+    constexpr Orders() : elements(), pairs(), from_top() {
+        for (int i = 0; i < 64; i++) elements[i] = uint8_t(i / 16 * 8 + i % 8 + i % 16 / 8 * 32);
+        for (int i = 0; i < 128; i++) pairs[i / 64][i % 64] = uint8_t(6 * (i / 2) / 8 + i % 2);
+        for (int i = 0; i < 32; i++) from_top[i] = uint16_t(10 - 6 * i % 8);
     }
 };
 constexpr Orders ORDERS_OF_BYTES;
-
-WEFT_PERMUTING WEFT_INLINE __m512i look_up(const uint8_t* table, __m512i places, __mmask64 is_upper) {
-    __m512i lower = _mm512_permutex2var_epi8(load<__m512i>(table), places, load<__m512i>(table + 64));
-    __m512i upper = _mm512_permutex2var_epi8(load<__m512i>(table + 128), places, load<__m512i>(table + 192));
-    return _mm512_mask_blend_epi8(is_upper, lower, upper);
-}
 
 // A stream whose states are held in registers.
 struct Permuting {
@@ -39,11 +31,14 @@ struct Permuting {
     const uint8_t* rest;
     uint16_t* out;
     __m128i symbol_bits;
-    __m512i low[2], high[2], mask;
+    __m512i low[2], high[2], symbols_of_class;
+    // of the turn under way
+    __m512i place, within[2], share[2];
+    __mmask64 is_upper, is_other;
 
     WEFT_PERMUTING WEFT_INLINE void begin(Stream* of) {
         stream = of, tables = of->chunk->tables, next = of->next, rest = of->rest(0), out = of->chunk->out + of->done;
-        symbol_bits = _mm_cvtsi32_si128(of->shape.symbol_bits()), mask = _mm512_set1_epi8(char(of->shape.symbols() - 1));
+        symbol_bits = _mm_cvtsi32_si128(of->shape.symbol_bits()), symbols_of_class = _mm512_set1_epi16(short(of->shape.symbols() - 1));
         for (int i = 0; i < 2; i++) low[i] = load<__m512i>(of->low + 32 * i), high[i] = load<__m512i>(of->high + 32 * i);
     }
 
@@ -52,65 +47,71 @@ struct Permuting {
         for (int i = 0; i < 2; i++) store(stream->low + 32 * i, low[i]), store(stream->high + 32 * i, high[i]);
     }
 
-    // Takes a turn's symbols out of the states; they come as words, in order.
-    WEFT_PERMUTING WEFT_INLINE void decode(long at, __m512i* symbols) {
-        __m512i position = _mm512_permutex2var_epi8(low[0], load<__m512i>(ORDERS_OF_BYTES.upper), low[1]);
-        __m512i bucket = _mm512_permutex2var_epi8(low[0], load<__m512i>(ORDERS_OF_BYTES.lower), low[1]);
-        __m512i classes = _mm512_permutexvar_epi8(load<__m512i>(ORDERS_OF_BYTES.elements), load<__m512i>(stream->classes + at));
-        __m512i place = _mm512_or_si512(_mm512_and_si512(bucket, mask), classes);
-        __mmask64 is_upper = _mm512_movepi8_mask(place);
-        __mmask64 is_other = _mm512_cmpge_epu8_mask(position, look_up(tables->cut, place, is_upper));
+    // A turn in steps, so that another stream's step fills the time that one of this stream waits. First: in which buckets
+    // the slots lie, and whether they are the other owner's.
+    WEFT_PERMUTING WEFT_INLINE void find(long at) {
+        __m512i position = _mm512_packus_epi16(_mm512_srli_epi16(low[0], 8), _mm512_srli_epi16(low[1], 8));
+        __m512i bucket = _mm512_packus_epi16(_mm512_and_si512(low[0], symbols_of_class), _mm512_and_si512(low[1], symbols_of_class));
+        place = _mm512_permutexvar_epi8(load<__m512i>(ORDERS_OF_BYTES.elements), load<__m512i>(stream->classes + at));
+        place = _mm512_or_si512(bucket, place);
+        is_upper = _mm512_movepi8_mask(place);
+        is_other = _mm512_cmpge_epu8_mask(position, look_up(tables->cut, place, is_upper));
+    }
+
+    // Where the slots lie among those of their symbols, and what these are.
+    WEFT_PERMUTING WEFT_INLINE void place_slots() {
+        __m512i other = look_up(tables->other, place, is_upper);
         __m512i moved_low = _mm512_maskz_mov_epi8(is_other, look_up(tables->moved_low, place, is_upper));
         __m512i moved_high = _mm512_maskz_mov_epi8(is_other, look_up(tables->moved_high, place, is_upper));
-        place = _mm512_mask_blend_epi8(is_other, place, look_up(tables->other, place, is_upper));
+        within[0] = _mm512_add_epi16(_mm512_srl_epi16(low[0], symbol_bits), _mm512_unpacklo_epi8(moved_low, moved_high));
+        within[1] = _mm512_add_epi16(_mm512_srl_epi16(low[1], symbol_bits), _mm512_unpackhi_epi8(moved_low, moved_high));
+        place = _mm512_mask_blend_epi8(is_other, place, other);
+    }
+
+    WEFT_PERMUTING WEFT_INLINE void find_shares() {
         is_upper = _mm512_movepi8_mask(place);
         __m512i share_low = look_up(tables->share_low, place, is_upper), share_high = look_up(tables->share_high, place, is_upper);
-        move(0, _mm512_unpacklo_epi8(share_low, share_high), _mm512_unpacklo_epi8(moved_low, moved_high));
-        move(1, _mm512_unpackhi_epi8(share_low, share_high), _mm512_unpackhi_epi8(moved_low, moved_high));
-        place = _mm512_and_si512(place, mask);
-        symbols[0] = _mm512_unpacklo_epi8(place, _mm512_setzero_si512());
-        symbols[1] = _mm512_unpackhi_epi8(place, _mm512_setzero_si512());
+        share[0] = _mm512_unpacklo_epi8(share_low, share_high), share[1] = _mm512_unpackhi_epi8(share_low, share_high);
     }
 
     // State = share * (state >> 16) + the slot's place within the symbol, and a word more where that is short.
-    WEFT_PERMUTING WEFT_INLINE void move(int i, __m512i share, __m512i moved) {
-        __m512i within = _mm512_add_epi16(_mm512_srl_epi16(low[i], symbol_bits), moved);
-        __m512i lower = _mm512_add_epi16(_mm512_mullo_epi16(share, high[i]), within), upper = _mm512_mulhi_epu16(share, high[i]);
-        __mmask32 carry = _mm512_cmplt_epu16_mask(lower, within);
-        upper = _mm512_mask_sub_epi16(upper, carry, upper, _mm512_set1_epi16(-1));
-        __mmask32 is_low = _mm512_testn_epi16_mask(upper, upper);
-        high[i] = _mm512_mask_mov_epi16(upper, is_low, lower);
-        low[i] = _mm512_mask_expand_epi16(lower, is_low, load<__m512i>(next));
-        next += __builtin_popcount(is_low);
+    WEFT_PERMUTING WEFT_INLINE void move() {
+        for (int i = 0; i < 2; i++) {
+            __m512i lower = _mm512_add_epi16(_mm512_mullo_epi16(share[i], high[i]), within[i]), upper = _mm512_mulhi_epu16(share[i], high[i]);
+            __mmask32 carry = _mm512_cmplt_epu16_mask(lower, within[i]);
+            upper = _mm512_mask_sub_epi16(upper, carry, upper, _mm512_set1_epi16(-1));
+            __mmask32 is_low = _mm512_testn_epi16_mask(upper, upper);
+            high[i] = _mm512_mask_mov_epi16(upper, is_low, lower);
+            low[i] = _mm512_mask_expand_epi16(lower, is_low, load<__m512i>(next));
+            next += __builtin_popcount(is_low);
+        }
     }
 
+    // Symbols with what was not coded.
     template <int Low>
-    WEFT_PERMUTING WEFT_INLINE void turn(long at) {
-        __m512i symbols[2];
-        decode(at, symbols);
+    WEFT_PERMUTING WEFT_INLINE void join(long at) {
         const uint8_t* group = rest + at / GROUP * Half<Low>::GROUP_BYTES;
-        __m512i bytes;
-        uint64_t signs = 0;
-        if (Low == 5) {
-            const __m512i sixes = _mm512_set1_epi64(0x2A241E18120C0600);  // where each byte's bits begin among 48
-            __m512i packed = _mm512_maskz_loadu_epi8((1ull << Half<5>::GROUP_BYTES) - 1, group);
-            bytes = _mm512_multishift_epi64_epi8(sixes, _mm512_permutexvar_epi8(load<__m512i>(ORDERS_OF_BYTES.six), packed));
-        } else {
-            bytes = load<__m512i>(group), signs = load<uint64_t>(group + GROUP);
-        }
+        __m512i packed = Low == 5 ? _mm512_maskz_loadu_epi8((1ull << Half<5>::GROUP_BYTES) - 1, group) : load<__m512i>(group);
+        uint64_t signs = Low == 5 ? 0 : load<uint64_t>(group + GROUP);
         for (int i = 0; i < 2; i++) {
-            __m512i bits = _mm512_cvtepu8_epi16(i ? _mm512_extracti64x4_epi64(bytes, 1) : _mm512_castsi512_si256(bytes));
-            __m512i sign = Low == 5 ? _mm512_slli_epi16(bits, 10) : _mm512_maskz_set1_epi16(__mmask32(signs >> (32 * i)), short(0x8000));
-            __m512i key = _mm512_add_epi16(symbols[i], load<__m512i>(stream->before + at + 32 * i));
-            key = _mm512_maskz_slli_epi16(_mm512_test_epi16_mask(symbols[i], symbols[i]), key, Low);
-            // the key's bits from the key, all others from sign and rest
-            const __m512i keys = _mm512_set1_epi16(short(0x7FFF & (0xFFFF << Low)));
-            store(out + at + 32 * i, _mm512_ternarylogic_epi32(keys, key, _mm512_or_si512(bits, sign), 0xCA));
+            __m512i low_bits, sign;
+            if (Low == 5) {  // six bits at the top, of which the first one stays there
+                sign = _mm512_permutexvar_epi8(load<__m512i>(ORDERS_OF_BYTES.pairs[i]), packed);
+                sign = _mm512_sllv_epi16(sign, load<__m512i>(ORDERS_OF_BYTES.from_top));
+                low_bits = _mm512_srli_epi16(sign, 10);
+            } else {
+                sign = _mm512_maskz_set1_epi16(__mmask32(signs >> (32 * i)), short(0x8000));
+                low_bits = _mm512_cvtepu8_epi16(i ? _mm512_extracti64x4_epi64(packed, 1) : _mm512_castsi512_si256(packed));
+            }
+            __m512i symbol = i ? _mm512_unpackhi_epi8(place, place) : _mm512_unpacklo_epi8(place, place);
+            symbol = _mm512_and_si512(symbol, symbols_of_class);
+            __m512i key = _mm512_add_epi16(symbol, load<__m512i>(stream->before + at + 32 * i));
+            key = _mm512_maskz_slli_epi16(_mm512_test_epi16_mask(symbol, symbol), key, Low);
+            key = _mm512_ternarylogic_epi32(_mm512_set1_epi16((1 << Low) - 1), low_bits, key, 0xCA);
+            store(out + at + 32 * i, _mm512_ternarylogic_epi32(_mm512_set1_epi16(short(0x8000)), sign, key, 0xCA));
         }
     }
 };
-
-bool can_permute() { return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2"); }
 
 // One stream's turn in the time that the other's waits; returns where they ended.
 template <int N, int Low>
@@ -121,8 +122,11 @@ WEFT_PERMUTING long permuted_turns(Stream* streams, long from, long count) {
         bool has_words = true;
         for (int n = 0; n < N; n++) has_words &= streams[n].end - at_work[n].next >= LANES;
         if (!has_words) break;
-#pragma GCC unroll 2
-        for (int n = 0; n < N; n++) at_work[n].template turn<Low>(from);
+        for (Permuting& each : at_work) each.find(from);
+        for (Permuting& each : at_work) each.place_slots();
+        for (Permuting& each : at_work) each.find_shares();
+        for (Permuting& each : at_work) each.move();
+        for (Permuting& each : at_work) each.template join<Low>(from);
     }
     for (int n = 0; n < N; n++) at_work[n].end();
     return from;
@@ -132,8 +136,6 @@ WEFT_PERMUTING long permuted_turns(Stream* streams, long from, long count) {
 
 #else
 namespace {
-
-bool can_permute() { return false; }
 
 template <int N, int Low>
 long permuted_turns(Stream*, long from, long) { return from; }

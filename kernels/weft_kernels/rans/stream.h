@@ -69,10 +69,8 @@ struct Stream {
 
     // Works out the contexts of what is decoded next, and has the memory fetched that it is joined from and goes to.
     void look_ahead() {
-        for (long i = 0; i < size(); i += LINE / 2) {
-            __builtin_prefetch(chunk->out + done + i, 1);
-            __builtin_prefetch(rest(0) + i);  // every line, as there is about a byte for an element
-        }
+        for (long i = 0; i < size(); i += LINE / 2) __builtin_prefetch(chunk->out + done + i, 1);
+        for (const uint8_t *line = rest(0), *end = line + size() * 9 / 8; line < end; line += LINE) __builtin_prefetch(line);
         if (!shape.class_bits) return;
         const int base = 4 * shape.base, mask = 0xFF & -shape.symbols();
         for (long at = 0; at < size();) {

@@ -91,7 +91,7 @@ def compress(source: Path, target: Path, num_threads: int, report: Report) -> Ou
             else:
                 with _whole(made) as part:
                     before = file.stat()
-                    header = pack_file(file, part, threads, partial(report, file.name))
+                    header = pack_file(file, part, threads if num_threads > 1 else None, partial(report, file.name))
                     _check_same(file, before)
             headers.append(header)
     stored = sum((target / (file.stem + SUFFIX)).stat().st_size for file in files)

@@ -112,7 +112,9 @@ class Sink(Protocol):
 
 def write_header(file: Sink, header: BundleHeader) -> None:
     """Append the header and then make the file valid by its prologue; ends where the file ends."""
-    content = {"original": asdict(header.original), "tensors": [asdict(tensor) for tensor in header.tensors]}
+    # not asdict, which copies all of them deeply
+    tensors = [{name: getattr(tensor, name) for name in PackedTensor.__slots__} for tensor in header.tensors]
+    content = {"original": asdict(header.original), "tensors": tensors}
     text = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 9)
     offset = file.tell()
     file.write(text)

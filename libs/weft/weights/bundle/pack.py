@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +40,8 @@ Report = Callable[[int], None]
 Bytes = NDArray[np.uint8]
 
 
-def pack_file(source: Path, target: Path, threads: ThreadPoolExecutor, report: Report) -> BundleHeader:
-    """Write `target`, whole or not valid; `report` hears of original bytes that are done.
+def pack_file(source: Path, target: Path, threads: ThreadPoolExecutor | None, report: Report) -> BundleHeader:
+    """Write `target`, whole or not valid; `report` hears of original bytes that are done. No `threads`: by this one.
 
     Raises BadCheckpoint, OSError.
     """
@@ -48,7 +49,9 @@ def pack_file(source: Path, target: Path, threads: ThreadPoolExecutor, report: R
         return pack(blob, source.stat().st_mtime_ns, file, threads, report)
 
 
-def pack(blob: MemoryBlob, mtime_ns: int, file: Sink, threads: ThreadPoolExecutor, report: Report) -> BundleHeader:
+def pack(
+    blob: MemoryBlob, mtime_ns: int, file: Sink, threads: ThreadPoolExecutor | None, report: Report
+) -> BundleHeader:
     """The same from memory, to wherever `file` writes. Raises BadCheckpoint."""
     entries = header_of(blob.name, blob).tensors
     data: Bytes = np.frombuffer(blob.read(0, blob.size_bytes, Scratch()), np.uint8)
@@ -71,7 +74,7 @@ def pack(blob: MemoryBlob, mtime_ns: int, file: Sink, threads: ThreadPoolExecuto
 class _Packer:
     """Appends tensors to a file; `digest` is of all of them as they were."""
 
-    def __init__(self, file: Sink, threads: ThreadPoolExecutor, report: Report) -> None:
+    def __init__(self, file: Sink, threads: ThreadPoolExecutor | None, report: Report) -> None:
         self.digest = xxhash.xxh3_128()
         self._file = file
         self._threads = threads
@@ -114,12 +117,9 @@ class _Packer:
         start = file.tell()
         file.write(bytes(8 * len(plan)) + preface)
         _align(file, 8)
-        begin, ends, pending = file.tell(), list[int](), deque[Future[_Coded]]()
-        for number, (first, size) in enumerate(plan):
-            while len(pending) < CHUNKS_AHEAD and number + len(pending) < len(plan):
-                pending.append(self._threads.submit(encode, *plan[number + len(pending)]))
+        begin, ends = file.tell(), list[int]()
+        for (first, size), coded in zip(plan, self._encoded(plan, encode), strict=True):
             self.digest.update(values[first : first + size].data)
-            coded = pending.popleft().result()
             for part in coded.parts:
                 file.write(part)
             if coded.memory is not None:
@@ -130,6 +130,19 @@ class _Packer:
         file.seek(start)
         file.write(np.array(ends, "<u8").tobytes())
         file.seek(end)
+
+    def _encoded(self, plan: list[tuple[int, int]], encode: Callable[[int, int], _Coded]) -> Iterator[_Coded]:
+        """In order; several at once where there are several, as to hand one to another thread takes as long as a part
+        of it does."""
+        if self._threads is None or len(plan) == 1:
+            yield from itertools.starmap(encode, plan)
+            return
+        pending = deque(self._threads.submit(encode, *step) for step in plan[:CHUNKS_AHEAD])
+        for number in range(len(plan)):
+            coded = pending.popleft().result()
+            if number + CHUNKS_AHEAD < len(plan):
+                pending.append(self._threads.submit(encode, *plan[number + CHUNKS_AHEAD]))
+            yield coded
 
 
 def _measure(entry: TensorEntry, values: Bytes) -> rans.Measured | None:

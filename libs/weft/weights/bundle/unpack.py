@@ -76,10 +76,10 @@ class _Stretch:
 
     def chunks(self, stored: Bytes) -> Iterator[_StoredChunk]:
         """One after another; `stored` is what lies between begin and end."""
-        first, out = self.wanted.first, self.wanted.out
+        first, out, whole_size = self.wanted.first, self.wanted.out, self.opened.tensor.original_bytes
         for number, (begin, end) in enumerate(itertools.pairwise(self.edges), self.number):
             place = number * CHUNK_BYTES
-            size = min(CHUNK_BYTES, self.opened.tensor.original_bytes - place)
+            size = min(CHUNK_BYTES, whole_size - place)
             low, high = max(first, place), min(first + len(out), place + size)
             part = out[low - first : high - first]
             whole: Bytes = part if high - low == size else np.empty(size, np.uint8)
@@ -190,19 +190,20 @@ class BundleFile:
 
     def _read_tables(self, tensor: PackedTensor, scratch: Scratch) -> _Opened:
         num_scales = sum(tensor.rows_columns) if tensor.class_bits else 0
-        used = 8 * tensor.num_chunks + tensor.shares_bytes + num_scales
+        ends_bytes = 8 * tensor.num_chunks
+        used = ends_bytes + tensor.shares_bytes + num_scales
         begin = -(-used // 8) * 8
         if begin > tensor.size_bytes:
             raise BadCheckpoint(f"{self.path}: tensor {tensor.name}: its tables would end beyond it")
         # a copy: the scratch is used again
         stored: Bytes = np.frombuffer(bytes(self._blob.read(tensor.offset, used, scratch)), np.uint8)
-        ends = stored[: 8 * tensor.num_chunks].view("<i8")
+        ends = stored[:ends_bytes].view("<i8")
         size = tensor.size_bytes - begin
         if len(ends) and (
             ends[-1] != size or ends[0] < CHUNK_HEAD.size or (ends[1:] - ends[:-1] < CHUNK_HEAD.size).any()
         ):
             raise BadCheckpoint(f"{self.path}: tensor {tensor.name}: its table of chunks is damaged")
-        coding = self._coding(tensor, stored[8 * tensor.num_chunks :]) if tensor.codec == "rans" else None
+        coding = self._coding(tensor, stored[ends_bytes:]) if tensor.codec == "rans" else None
         tables = rans.tables_of(coding) if coding else np.empty(0, np.uint8)
         return _Opened(tensor, ends, tensor.offset + begin, coding, tables)
 
