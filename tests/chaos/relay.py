@@ -61,6 +61,7 @@ class Relay(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     The first blocks come in two events, the second one when the first has led to a pull: there always are two pulls.
     What decode says is passed on as often as `said` has it by its kind, once if it does not; `num_said` counts it.
+    `heard`: the kinds of what prefill said.
     """
 
     def __init__(self, stub: Any, at: str, first_pull: asyncio.Event) -> None:
@@ -69,13 +70,15 @@ class Relay(prefill_service_pb2_grpc.PrefillServiceServicer):
         self.copies = 1
         self.said: dict[str, int] = {}
         self.num_said: Counter[str] = Counter()
+        self.heard: list[str] = []
         self._stub = stub
         self._at = at
 
     async def Prefill(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
         async with owned(self._stub.Prefill(self._requests(request_iterator))) as call:
             async for response in call:
-                is_held = response.WhichOneof("event") == self._at and not self.hold.is_reached.is_set()
+                self.heard.append(response.WhichOneof("event"))
+                is_held = self.heard[-1] == self._at and not self.hold.is_reached.is_set()
                 if is_held:
                     await self.hold.stop()
                 for _ in range(self.copies if is_held else 1):

@@ -78,8 +78,16 @@ class Scene:
 
     async def reached(self, hold: Hold | Halt) -> None:
         """The victim is where it is to be hurt."""
-        async with asyncio.timeout(20):
-            await hold.is_reached.wait()
+        try:
+            async with asyncio.timeout(20):
+                await hold.is_reached.wait()
+        except TimeoutError:
+            assert self.answer is not None
+            raise AssertionError(
+                f"never there: prefill said {self.relay.heard}, decode {dict(self.relay.num_said)}, "
+                f"{self.hurt.num_pulls} pulls, tokens {self.answer.tokens}, failure {self.answer.failure}; "
+                f"prefill {self.pair.prefill.load}, decode {self.pair.decode.load}"
+            ) from None
 
     async def forgotten(self) -> None:
         """Decode has let go of the victim; the bystander may be over by then."""
