@@ -36,9 +36,12 @@ class PromptScorer:
         tokens = link.upload(self._next[start : start + len(hidden)])
         if not len(tokens):
             return
-        parts = zip(*(torch.split(each, NUM_ROWS) for each in (hidden[: len(tokens)], tokens)), strict=True)
-        scores = [self._score(logits(rows), wanted) for rows, wanted in parts]
-        self._found.append((start + 1, [link.download(torch.cat(each)) for each in zip(*scores, strict=True)]))
+        scores = self._room(len(tokens), hidden.device)
+        for first in range(0, len(tokens), NUM_ROWS):
+            part = slice(first, min(first + NUM_ROWS, len(tokens)))
+            for kept, found in zip(scores, self._score(logits(hidden[part]), tokens[part]), strict=True):
+                kept[part] = found
+        self._found.append((start + 1, [link.download(each) for each in scores]))
 
     def found(self) -> list[PromptLogprobs]:
         """A piece a chunk, in order; once the first token is told."""
@@ -55,6 +58,14 @@ class PromptScorer:
                 )
             )
         return pieces
+
+    def _room(self, num_tokens: int, device: torch.device) -> list[Tensor]:
+        """For what `_score` gives. Made at once: what stays must not lie in between what comes and goes, or the memory
+        of one part's logits is not the next one's."""
+        numbers, places = torch.float32, torch.int64
+        top = (self._num_top,)
+        kinds: list[tuple[tuple[int, ...], torch.dtype]] = [((), numbers), ((), places), (top, places), (top, numbers)]
+        return [torch.empty((num_tokens, *shape), dtype=dtype, device=device) for shape, dtype in kinds]
 
     def _score(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ranks = (logits > logits.gather(-1, tokens[:, None])).sum(-1) + 1

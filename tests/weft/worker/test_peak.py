@@ -53,12 +53,15 @@ def wide_model(tiny: TinyFamily, device: torch.device) -> Decoder:
 
 @pytest.mark.parametrize(("name", "chunk_tokens"), [("llama2", 512), *((name, 2048) for name in WIDE)])
 def test_the_peak_is_near_the_plans(name: str, chunk_tokens: int, family_of: Callable[[str], TinyFamily]) -> None:
-    """Above it, and the more so the shorter the chunk: what choosing tokens takes on a CPU is not counted."""
+    """Above it, and the more so the shorter the chunk: what choosing tokens, and reading prompts, takes on a CPU
+    is not counted."""
     tiny = family_of(name)
     model = wide_model(tiny, CPU)
     limits = replace(limits_of(replace(tiny, config=model.config), chunk_tokens=chunk_tokens), max_pinned=0)
     planned = measure_room(model.config, Machine("cpu", "float32", 16), chunk_tokens, 6, 1 << 40).activations
-    most = 2.0 if chunk_tokens == 2048 else 3.0
+    # five copies of a chunk's last hidden states, which are a third of what is planned here, belong to the reading
+    most = 2.33 if chunk_tokens == 2048 else 3.0
+    measure_peak(model, replace(limits, chunk_tokens=64), "float32", CPU)  # pages of code that no step has run yet
     assert 0.9 * planned < measure_peak(model, limits, "float32", CPU) < most * planned
 
 
