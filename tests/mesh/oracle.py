@@ -74,6 +74,13 @@ def unlikely(prompt: list[int], tokens: list[int], directory: Path = MODEL) -> d
 
 
 @torch.inference_mode()
+def logprobs(tokens: list[int], directory: Path = MODEL) -> torch.Tensor:
+    """[len(tokens), vocab]: what is expected after each of them."""
+    found: torch.Tensor = _model(directory)(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    return found
+
+
+@torch.inference_mode()
 def mean_hidden(prompt: list[int], directory: Path = MODEL) -> list[float]:
     """The mean of the last hidden states, of length 1."""
     states = _model(directory)(torch.tensor([prompt]), output_hidden_states=True).hidden_states[-1][0]
