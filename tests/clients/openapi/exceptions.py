@@ -103,7 +103,7 @@ IGNORED = {
 REFUSED = [
     Allowed("the served model has so many tokens", message="maximum context length|token ids are from"),
     Allowed("said in words: token ids are its names", "logit_bias", "is not a token id|bias must be a number"),
-    Allowed("said in words: it is required", "messages.*", "only an assistant's tool calls go without"),
+    Allowed("said in words: it is required", "messages.*", "only an assistant's tool calls, thoughts"),
     Allowed("said in words: names have letters", ".*", "name must be a string of 1 to 128 characters"),
     Allowed("there is nothing to answer", "input|prompt", "is empty|at least (one|1) item|expected a string"),
     Allowed("which model answers is the client's to say", "model", "Field required"),
