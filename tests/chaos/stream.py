@@ -91,5 +91,6 @@ class Stream:
             return
         assert (self.refusal, self.errors) == (0, [])
         assert len(self.tokens) == self.num_tokens
-        assert not unlikely(self.prompt, self.tokens)
+        wrong = unlikely(self.prompt, self.tokens)
+        assert not wrong, f"{self.told()}; places of wrong tokens, and by how much: {wrong}"
         assert self.ends == ["length", "[DONE]"]
