@@ -140,15 +140,15 @@ class Dispatcher:
 
     async def _place_in_time(self, query: RouteQuery, preference: Preference) -> Placement:
         """A role that has just lost its last worker is waited for, as long as for room: who died is started anew."""
-        began = self._clock()
+        began, asked = self._clock(), query
         while True:
-            left = query.remaining_seconds - (self._clock() - began)
             try:
-                return await self._place(replace(query, remaining_seconds=left), preference)
+                return await self._place(asked, preference)
             except NobodyReady as error:
                 seconds = self._rooms[query.model].longest(query) - (self._clock() - began)
                 if not self._may_return(query, error.role) or not await self._returns(query.model, error.role, seconds):
                     raise
+            asked = replace(query, remaining_seconds=query.remaining_seconds - (self._clock() - began))
 
     def _may_return(self, query: RouteQuery, role: WorkerRole) -> bool:
         has_place = len(self._absences.get((query.model, role), ())) < self._rooms[query.model].max_waiting
