@@ -151,7 +151,8 @@ class CompletionFrames:
         self._prepared = prepared
         self._wants_logprobs = prepared.generation.num_logprobs is not None
         self._wants_ids = prepared.generation.return_token_ids
-        self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice, from its first frame on
+        # by choice, from its first frame on; None where nobody asked for them
+        self._logprobs: dict[int, CompletionLogprobs | None] = {}
 
     def frames(self, piece: Piece) -> bytes:
         """What is new of the choice, its end included."""
@@ -191,13 +192,13 @@ class CompletionFrames:
         asked, prompt = self._prepared.generation, self._prepared.prompts[self._prepared.sequences[index].prompt]
         entry: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": source.finish_reason}
         if is_first := index not in self._logprobs:
-            self._logprobs[index] = CompletionLogprobs(self._codec)
+            self._logprobs[index] = CompletionLogprobs(self._codec) if self._wants_logprobs else None
         told = self._logprobs[index]
         if is_first and asked.repeats_prompt:
             entry["text"] = prompt.text + text
-            if asked.num_logprobs is not None:
+            if told is not None and asked.num_logprobs is not None:
                 told.repeat(prompt.text, prompt.token_ids, scores, asked.num_logprobs)
-        if self._wants_logprobs:
+        if told is not None:
             entry["logprobs"] = told.take(source.logprobs)
         if is_first and asked.num_prompt_logprobs is not None:
             wanted = asked.num_prompt_logprobs
