@@ -92,7 +92,7 @@ MOVES = Counter(
     "weft_sequence_moves", "Sequences taken to another worker: lost, full, failed", ["cause"], registry=REGISTRY
 )
 
-# scheduler
+# scheduler; gateways count a full fleet's refusals that they know of in ROUTES
 WORKERS = Gauge("weft_workers", "Live workers", ["role"], registry=REGISTRY)
 BOOKED_TOKENS = Gauge("weft_booked_tokens", "Tokens booked on workers", ["role"], registry=REGISTRY)
 BOOKED_REQUESTS = Gauge("weft_booked_requests", "Requests booked on workers", registry=REGISTRY)

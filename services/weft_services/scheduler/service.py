@@ -21,6 +21,7 @@ from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.fleet_service import MAX_NAME_CHARS, FleetServicer
+from weft_services.scheduler.refusals import RoomClosed
 from weft_services.scheduler.router import Progress
 from weft_services.scheduler.state import DEFAULT_REQUEST_SECONDS, Priority, RouteQuery
 from weft_services.scheduler.store_watch import StoreWatch
@@ -164,7 +165,8 @@ def _refused(key: common_pb2.RequestKey, error: WeftError) -> pb.RouteResult:
     if isinstance(error, EngineFailed):
         logger.error("a route failed by a bug", exc_info=error)
     seconds = error.retry_after_seconds if isinstance(error, Overloaded) else 0.0
-    refusal = pb.RouteRefusal(code=error.code, message=str(error), retry_after_seconds=seconds)
+    hold_ms = round(error.hold_seconds * 1000) if isinstance(error, RoomClosed) else 0
+    refusal = pb.RouteRefusal(code=error.code, message=str(error), retry_after_seconds=seconds, hold_ms=hold_ms)
     return pb.RouteResult(key=key, refused=refusal)
 
 

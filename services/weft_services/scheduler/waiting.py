@@ -15,10 +15,11 @@ for afterwards, so that long prompts have theirs as well; one request takes it, 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from weft.errors import Overloaded
 from weft_services.scheduler.lines import Lines, Waiter, cost_of
-from weft_services.scheduler.refusals import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS
+from weft_services.scheduler.refusals import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, RoomClosed
 from weft_services.scheduler.state import INFINITE, Priority, RouteQuery
 
 # of the tokens placed, what each lower priority gets while higher ones wait
@@ -31,6 +32,8 @@ RATE_SECONDS = 5.0
 MIN_BUSY_SECONDS = 0.5
 # of the longest wait: more than this must not be expected by who is let in
 SURE_SHARE = 0.5
+# so long a room stays closed without being asked: until this share of those who wait has been placed, and no longer
+HOLD_SHARE, MAX_HOLD_SECONDS = 0.5, 0.5  # seconds
 # the line of those who lost their place, before those of all priorities
 MOVED = -1
 
@@ -66,17 +69,23 @@ class WaitingRoom:
 
     def check(self, query: RouteQuery, now: float, busy: Overloaded) -> None:
         """Raises Overloaded, saying when to come back, when waiting would take too long; `busy` says why it must
-        wait."""
+        wait. It is RoomClosed where nothing but the wait speaks against this request."""
         expected = self.expected_seconds(query, now)
-        if query.reject_if_busy or self._is_closed_to(query, expected):
-            raise Overloaded(str(busy), _later(expected, busy.retry_after_seconds))
+        again = _later(expected, busy.retry_after_seconds)
+        if self._is_full_for(query) or self._is_hopeless(query, expected, self._max_seconds):
+            before = self.expected_seconds(replace(query, prompt_tokens=0, max_tokens=0), now)
+            raise RoomClosed(str(busy), again, min(HOLD_SHARE * before, MAX_HOLD_SECONDS))
+        if query.reject_if_busy or self._is_hopeless(query, expected, self.longest(query)):
+            raise Overloaded(str(busy), again)
 
-    def _is_closed_to(self, query: RouteQuery, expected: float) -> bool:
+    def _is_hopeless(self, query: RouteQuery, expected: float, longest: float) -> bool:
+        return _rank(query) != MOVED and expected > SURE_SHARE * longest
+
+    def _is_full_for(self, query: RouteQuery) -> bool:
         if _rank(query) == MOVED:
             return self._num >= 2 * self.max_waiting
         left = self.max_waiting - self._num
-        is_full = left <= 0 or self._lines[query.priority].num_of(query.tenant) > left
-        return is_full or expected > SURE_SHARE * self.longest(query)
+        return left <= 0 or self._lines[query.priority].num_of(query.tenant) > left
 
     def leave(self, waiter: Waiter, now: float) -> None:
         """It has been placed, or waits no more. Idempotent."""

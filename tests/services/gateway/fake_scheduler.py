@@ -24,9 +24,10 @@ class Refused(Exception):
 
     def __init__(self, code: grpc.StatusCode, details: str, metadata: Any = ()) -> None:
         super().__init__(details)
-        seconds = float(dict(metadata).get("weft-retry-after", 0))
+        said = dict(metadata)
+        seconds, hold_ms = float(said.get("weft-retry-after", 0)), int(said.get("weft-hold-ms", 0))
         self.message = scheduler_service_pb2.RouteRefusal(
-            code=code.value[0], message=details, retry_after_seconds=seconds
+            code=code.value[0], message=details, retry_after_seconds=seconds, hold_ms=hold_ms
         )
 
 

@@ -16,6 +16,7 @@ from weft.rpc.server import RpcServer
 from weft.rpc.status import as_weft_error
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
+from weft_services.gateway.mesh.refusals import RefusedForNow
 from weft_services.gateway.mesh.routes import RouteStream, StreamLost
 from weft_services.scheduler import dispatch, gateways
 from weft_services.scheduler.affinity import Affinity
@@ -85,6 +86,23 @@ async def test_many_at_once_are_all_answered_and_a_full_fleet_says_when_to_come_
         assert len(placed) + len(refused) == 600
         assert 0 < len(placed) == await booked(scheduler)
         assert all(error.retry_after_seconds >= 1 for error in refused)
+
+
+async def test_for_how_long_a_room_stays_closed_is_told_to_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(Affinity("", 60), room=WaitingRoom(8, 10.0)) as scheduler, AsyncExitStack() as stack:
+        await join(stack, scheduler, "prefill-0", "decode-0")
+        stream = await stack.enter_async_context(stream_to(scheduler))
+        waiting: list[asyncio.Task[pb.RouteResponse]] = []
+        while scheduler.dispatcher.num_waiting == 0:
+            request = route_request(f"r{len(waiting)}", prompt_tokens=400, max_tokens=1)
+            waiting.append(asyncio.create_task(stream.ask(request)))
+            await asyncio.wait(waiting, timeout=0.05)
+        monkeypatch.setattr(WaitingRoom, "expected_seconds", lambda *_: 9.0)
+        with pytest.raises(RefusedForNow) as refused:
+            await stream.ask(route_request("late", prompt_tokens=400, max_tokens=1))
+        assert (refused.value.retry_after_seconds, refused.value.hold_seconds) == (9.0, 0.5)
+        for task in waiting:
+            task.cancel()
 
 
 async def test_one_that_waits_holds_up_nobody_and_leaves_the_room_when_it_is_withdrawn() -> None:

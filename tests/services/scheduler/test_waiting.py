@@ -12,9 +12,10 @@ from weft.config import ConfigError
 from weft.errors import Overloaded
 from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler.lines import Waiter
+from weft_services.scheduler.refusals import RoomClosed
 from weft_services.scheduler.state import Placement, Priority, RouteQuery
 from weft_services.scheduler.targets import Target, TooLate, check_deadline, parse_targets
-from weft_services.scheduler.waiting import WaitingRoom
+from weft_services.scheduler.waiting import MAX_HOLD_SECONDS, WaitingRoom
 
 BUSY = Overloaded("full", 3.0)
 INTERACTIVE, DEFAULT, BATCH = Priority.INTERACTIVE, Priority.DEFAULT, Priority.BATCH
@@ -131,6 +132,40 @@ def test_who_can_hope_for_a_place_only_at_the_last_moment_is_refused_at_once() -
     assert room.expected_seconds(query("late", tokens=200), 0.0) == pytest.approx(4.0, rel=0.1)
     with pytest.raises(Overloaded):
         room.enter(query("late", tokens=200), 0.0, BUSY)
+
+
+def test_a_refusal_holds_until_half_of_those_who_wait_are_placed() -> None:
+    room = busy_room(100, 1.5)
+    rate = 100 / room.expected_seconds(query("next", tokens=0), 0.0)
+    with pytest.raises(RoomClosed) as closed:
+        room.enter(query("a", tokens=900), 0.0, BUSY)
+    assert closed.value.hold_seconds == pytest.approx(100 / rate / 2)
+    for number in range(3):
+        room.enter(moved(f"{number}"), 0.0, BUSY)
+    with pytest.raises(RoomClosed) as closed:
+        room.enter(query("b"), 0.0, BUSY)
+    assert closed.value.hold_seconds == MAX_HOLD_SECONDS, "it is asked again after a while, however long the wait"
+    with pytest.raises(RoomClosed) as closed:
+        WaitingRoom(0, 1.0).enter(query("c"), 0.0, BUSY)
+    assert closed.value.hold_seconds == 0, "nothing is known of how long that stays so"
+
+
+@pytest.mark.parametrize("own", [{"reject_if_busy": True}, {"remaining_seconds": 1.0}], ids=["haste", "deadline"])
+def test_the_refusal_of_one_that_will_not_wait_is_nobody_elses(own: dict[str, object]) -> None:
+    room = busy_room(100, 10.0)
+    with pytest.raises(Overloaded) as caught:
+        room.enter(query("a", **own), 0.0, BUSY)  # type: ignore[arg-type]
+    assert not isinstance(caught.value, RoomClosed)
+    room.enter(query("b"), 0.0, BUSY)
+
+
+def test_a_tenants_full_line_is_closed_to_nobody_else() -> None:
+    room = busy_room(4, 100.0)
+    room.enter(query("a"), 0.0, BUSY)
+    room.enter(query("b", b"other"), 0.0, BUSY)
+    with pytest.raises(RoomClosed):
+        room.enter(query("c"), 0.0, BUSY)
+    room.enter(query("d", b"third"), 0.0, BUSY)
 
 
 def test_the_first_may_wait_however_slow_it_was_before() -> None:

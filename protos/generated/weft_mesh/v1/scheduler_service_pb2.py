@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from weft_mesh.v1 import common_pb2 as weft__mesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$weft_mesh/v1/scheduler_service.proto\x12\x0cweft_mesh.v1\x1a\x19weft_mesh/v1/common.proto\"\xfa\x02\n\x0cRouteRequest\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x0f\n\x07session\x18\x05 \x01(\x0c\x12\x12\n\nblock_keys\x18\x06 \x03(\x0c\x12\x1b\n\x13\x65xcluded_worker_ids\x18\x07 \x03(\t\x12\x19\n\x11\x65xcluded_boot_ids\x18\x08 \x03(\t\x12\x14\n\x0cremaining_ms\x18\t \x01(\r\x12(\n\x08priority\x18\n \x01(\x0e\x32\x16.weft_mesh.v1.Priority\x12\x0e\n\x06tenant\x18\x0b \x01(\x0c\x12\x16\n\x0ereject_if_busy\x18\x0c \x01(\x08\x12\x13\n\x0btraceparent\x18\r \x01(\t\x12\x16\n\x0eresumed_tokens\x18\x0e \x01(\r\x12\x17\n\x0f\x63omputes_prompt\x18\x0f \x01(\x08\"\xe4\x01\n\rRouteResponse\x12+\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x1b.weft_mesh.v1.WorkerAddress\x12\x31\n\x07prefill\x18\x02 \x01(\x0b\x32\x1b.weft_mesh.v1.WorkerAddressH\x00\x88\x01\x01\x12\x19\n\x11predicted_ttft_ms\x18\x03 \x01(\r\x12\x18\n\x10predicted_itl_ms\x18\x04 \x01(\r\x12\x1f\n\x17predicted_cached_tokens\x18\x05 \x01(\r\x12\x11\n\twaited_ms\x18\x06 \x01(\rB\n\n\x08_prefill\"D\n\rWorkerAddress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\x81\x01\n\x10RouteManyRequest\x12,\n\x08requests\x18\x01 \x03(\x0b\x32\x1a.weft_mesh.v1.RouteRequest\x12+\n\twithdrawn\x18\x02 \x03(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12\x12\n\ngateway_id\x18\x03 \x01(\t\"?\n\x11RouteManyResponse\x12*\n\x07results\x18\x01 \x03(\x0b\x32\x19.weft_mesh.v1.RouteResult\"\x9d\x01\n\x0bRouteResult\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12-\n\x06placed\x18\x02 \x01(\x0b\x32\x1b.weft_mesh.v1.RouteResponseH\x00\x12-\n\x07refused\x18\x03 \x01(\x0b\x32\x1a.weft_mesh.v1.RouteRefusalH\x00\x42\t\n\x07outcome\"J\n\x0cRouteRefusal\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x1b\n\x13retry_after_seconds\x18\x03 \x01(\x02\">\n\rSettleRequest\x12-\n\x0bsettlements\x18\x01 \x03(\x0b\x32\x18.weft_mesh.v1.Settlement\"\xa2\x02\n\nSettlement\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12-\n\x05stage\x18\x02 \x01(\x0e\x32\x1e.weft_mesh.v1.Settlement.Stage\x12\x18\n\x10\x66\x61iled_worker_id\x18\x03 \x01(\t\x12\x1d\n\x10generated_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\"p\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x15\n\x11STAGE_FIRST_TOKEN\x10\x01\x12\x12\n\x0eSTAGE_FINISHED\x10\x02\x12\x10\n\x0cSTAGE_FAILED\x10\x03\x12\x13\n\x0fSTAGE_CANCELLED\x10\x04\x42\x13\n\x11_generated_tokens\"\x10\n\x0eSettleResponse\"r\n\x0bJoinRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.weft_mesh.v1.WorkerHelloH\x00\x12,\n\x06report\x18\x02 \x01(\x0b\x32\x1a.weft_mesh.v1.WorkerReportH\x00\x42\t\n\x07message\"\x9b\x02\n\x0bWorkerHello\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.weft_mesh.v1.WorkerAddress\x12&\n\x04role\x18\x02 \x01(\x0e\x32\x18.weft_mesh.v1.WorkerRole\x12\r\n\x05model\x18\x03 \x01(\t\x12\x33\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x1e.weft_mesh.v1.ModelFingerprint\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x06 \x01(\r\x12\x11\n\ttransport\x18\x07 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x08 \x01(\t\x12\x17\n\x0f\x63\x61n_change_role\x18\t \x01(\x08\"\x8b\x04\n\x0cWorkerReport\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x03 \x01(\r\x12\x15\n\ractive_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x15\n\rcached_blocks\x18\x06 \x01(\r\x12\x15\n\ractive_blocks\x18\x07 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x08 \x01(\r\x12\r\n\x05ready\x18\t \x01(\x08\x12\x18\n\x10generated_tokens\x18\n \x01(\x04\x12\x1e\n\x16\x63omputed_prompt_tokens\x18\x0b \x01(\x04\x12\x10\n\x08\x64raining\x18\x0c \x01(\x08\x12)\n\x06prefix\x18\r \x01(\x0b\x32\x19.weft_mesh.v1.PrefixTally\x12-\n\thand_offs\x18\x0e \x03(\x0b\x32\x1a.weft_mesh.v1.HandOffTally\x12&\n\x04role\x18\x0f \x01(\x0e\x32\x18.weft_mesh.v1.WorkerRole\x12\x18\n\x10generating_steps\x18\x10 \x01(\x04\x12\x1a\n\x12generating_seconds\x18\x11 \x01(\x01\x12\x19\n\x11\x63omputing_seconds\x18\x12 \x01(\x01\x12\x0e\n\x06parked\x18\x13 \x01(\x08\"f\n\x0bPrefixTally\x12\x18\n\x10looked_up_tokens\x18\x01 \x01(\x04\x12\x13\n\x0bpool_tokens\x18\x02 \x01(\x04\x12\x13\n\x0b\x64ram_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bnvme_tokens\x18\x04 \x01(\x04\"f\n\x0cHandOffTally\x12\x19\n\x11prefill_worker_id\x18\x01 \x01(\t\x12\x13\n\x0bnum_prompts\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_failed\x18\x04 \x01(\x04\"\x8c\x01\n\x0cJoinResponse\x12\x1a\n\x12report_interval_ms\x18\x01 \x01(\r\x12\x12\n\x05\x64rain\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12&\n\x04role\x18\x03 \x01(\x0e\x32\x18.weft_mesh.v1.WorkerRole\x12\x11\n\x04park\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06_drainB\x07\n\x05_park\"\x14\n\x12ListWorkersRequest\"\x95\x01\n\x13ListWorkersResponse\x12+\n\x07workers\x18\x01 \x03(\x0b\x32\x1a.weft_mesh.v1.WorkerStatus\x12-\n\x05store\x18\x02 \x01(\x0b\x32\x19.weft_mesh.v1.StoreStatusH\x00\x88\x01\x01\x12\x18\n\x10waiting_requests\x18\x03 \x01(\rB\x08\n\x06_store\"k\n\x0bStoreStatus\x12\x14\n\x0cmemory_bytes\x18\x01 \x01(\x04\x12\x19\n\x11memory_used_bytes\x18\x02 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x03 \x01(\x04\x12\x17\n\x0f\x64isk_used_bytes\x18\x04 \x01(\x04\"\xd1\x01\n\x0cWorkerStatus\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.weft_mesh.v1.WorkerHello\x12*\n\x06report\x18\x02 \x01(\x0b\x32\x1a.weft_mesh.v1.WorkerReport\x12\x1d\n\x15\x62ooked_prefill_tokens\x18\x03 \x01(\x04\x12\x1c\n\x14\x62ooked_decode_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x62ooked_requests\x18\x05 \x01(\r\x12\x15\n\rreport_age_ms\x18\x06 \x01(\r\"/\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\"\x0f\n\rDrainResponse\"K\n\x0eSetRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12&\n\x04role\x18\x02 \x01(\x0e\x32\x18.weft_mesh.v1.WorkerRole\"\x11\n\x0fSetRoleResponse\"A\n\x0bParkRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\x12\x11\n\teven_last\x18\x03 \x01(\x08\"\x0e\n\x0cParkResponse*h\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x18\n\x14PRIORITY_INTERACTIVE\x10\x01\x12\x14\n\x10PRIORITY_DEFAULT\x10\x02\x12\x12\n\x0ePRIORITY_BATCH\x10\x03\x32\xeb\x01\n\x10SchedulerService\x12@\n\x05Route\x12\x1a.weft_mesh.v1.RouteRequest\x1a\x1b.weft_mesh.v1.RouteResponse\x12P\n\tRouteMany\x12\x1e.weft_mesh.v1.RouteManyRequest\x1a\x1f.weft_mesh.v1.RouteManyResponse(\x01\x30\x01\x12\x43\n\x06Settle\x12\x1b.weft_mesh.v1.SettleRequest\x1a\x1c.weft_mesh.v1.SettleResponse2\xee\x02\n\x0c\x46leetService\x12\x41\n\x04Join\x12\x19.weft_mesh.v1.JoinRequest\x1a\x1a.weft_mesh.v1.JoinResponse(\x01\x30\x01\x12R\n\x0bListWorkers\x12 .weft_mesh.v1.ListWorkersRequest\x1a!.weft_mesh.v1.ListWorkersResponse\x12@\n\x05\x44rain\x12\x1a.weft_mesh.v1.DrainRequest\x1a\x1b.weft_mesh.v1.DrainResponse\x12\x46\n\x07SetRole\x12\x1c.weft_mesh.v1.SetRoleRequest\x1a\x1d.weft_mesh.v1.SetRoleResponse\x12=\n\x04Park\x12\x19.weft_mesh.v1.ParkRequest\x1a\x1a.weft_mesh.v1.ParkResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$weft_mesh/v1/scheduler_service.proto\x12\x0cweft_mesh.v1\x1a\x19weft_mesh/v1/common.proto\"\xfa\x02\n\x0cRouteRequest\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x0f\n\x07session\x18\x05 \x01(\x0c\x12\x12\n\nblock_keys\x18\x06 \x03(\x0c\x12\x1b\n\x13\x65xcluded_worker_ids\x18\x07 \x03(\t\x12\x19\n\x11\x65xcluded_boot_ids\x18\x08 \x03(\t\x12\x14\n\x0cremaining_ms\x18\t \x01(\r\x12(\n\x08priority\x18\n \x01(\x0e\x32\x16.weft_mesh.v1.Priority\x12\x0e\n\x06tenant\x18\x0b \x01(\x0c\x12\x16\n\x0ereject_if_busy\x18\x0c \x01(\x08\x12\x13\n\x0btraceparent\x18\r \x01(\t\x12\x16\n\x0eresumed_tokens\x18\x0e \x01(\r\x12\x17\n\x0f\x63omputes_prompt\x18\x0f \x01(\x08\"\xe4\x01\n\rRouteResponse\x12+\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x1b.weft_mesh.v1.WorkerAddress\x12\x31\n\x07prefill\x18\x02 \x01(\x0b\x32\x1b.weft_mesh.v1.WorkerAddressH\x00\x88\x01\x01\x12\x19\n\x11predicted_ttft_ms\x18\x03 \x01(\r\x12\x18\n\x10predicted_itl_ms\x18\x04 \x01(\r\x12\x1f\n\x17predicted_cached_tokens\x18\x05 \x01(\r\x12\x11\n\twaited_ms\x18\x06 \x01(\rB\n\n\x08_prefill\"D\n\rWorkerAddress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\x81\x01\n\x10RouteManyRequest\x12,\n\x08requests\x18\x01 \x03(\x0b\x32\x1a.weft_mesh.v1.RouteRequest\x12+\n\twithdrawn\x18\x02 \x03(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12\x12\n\ngateway_id\x18\x03 \x01(\t\"?\n\x11RouteManyResponse\x12*\n\x07results\x18\x01 \x03(\x0b\x32\x19.weft_mesh.v1.RouteResult\"\x9d\x01\n\x0bRouteResult\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12-\n\x06placed\x18\x02 \x01(\x0b\x32\x1b.weft_mesh.v1.RouteResponseH\x00\x12-\n\x07refused\x18\x03 \x01(\x0b\x32\x1a.weft_mesh.v1.RouteRefusalH\x00\x42\t\n\x07outcome\"[\n\x0cRouteRefusal\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x1b\n\x13retry_after_seconds\x18\x03 \x01(\x02\x12\x0f\n\x07hold_ms\x18\x04 \x01(\r\">\n\rSettleRequest\x12-\n\x0bsettlements\x18\x01 \x03(\x0b\x32\x18.weft_mesh.v1.Settlement\"\xa2\x02\n\nSettlement\x12%\n\x03key\x18\x01 \x01(\x0b\x32\x18.weft_mesh.v1.RequestKey\x12-\n\x05stage\x18\x02 \x01(\x0e\x32\x1e.weft_mesh.v1.Settlement.Stage\x12\x18\n\x10\x66\x61iled_worker_id\x18\x03 \x01(\t\x12\x1d\n\x10generated_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\"p\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x15\n\x11STAGE_FIRST_TOKEN\x10\x01\x12\x12\n\x0eSTAGE_FINISHED\x10\x02\x12\x10\n\x0cSTAGE_FAILED\x10\x03\x12\x13\n\x0fSTAGE_CANCELLED\x10\x04\x42\x13\n\x11_generated_tokens\"\x10\n\x0eSettleResponse\"r\n\x0bJoinRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.weft_mesh.v1.WorkerHelloH\x00\x12,\n\x06report\x18\x02 \x01(\x0b\x32\x1a.weft_mesh.v1.WorkerReportH\x00\x42\t\n\x07message\"\x9b\x02\n\x0bWorkerHello\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.weft_mesh.v1.WorkerAddress\x12&\n\x04role\x18\x02 \x01(\x0e\x32\x18.weft_mesh.v1.WorkerRole\x12\r\n\x05model\x18\x03 \x01(\t\x12\x33\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x1e.weft_mesh.v1.ModelFingerprint\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x06 \x01(\r\x12\x11\n\ttransport\x18\x07 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x08 \x01(\t\x12\x17\n\x0f\x63\x61n_change_role\x18\t \x01(\x08\"\x8b\x04\n\x0cWorkerReport\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x03 \x01(\r\x12\x15\n\ractive_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x15\n\rcached_blocks\x18\x06 \x01(\r\x12\x15\n\ractive_blocks\x18\x07 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x08 \x01(\r\x12\r\n\x05ready\x18\t \x01(\x08\x12\x18\n\x10generated_tokens\x18\n \x01(\x04\x12\x1e\n\x16\x63omputed_prompt_tokens\x18\x0b \x01(\x04\x12\x10\n\x08\x64raining\x18\x0c \x01(\x08\x12)\n\x06prefix\x18\r \x01(\x0b\x32\x19.weft_mesh.v1.PrefixTally\x12-\n\thand_offs\x18\x0e \x03(\x0b\x32\x1a.weft_mesh.v1.HandOffTally\x12&\n\x04role\x18\x0f \x01(\x0e\x32\x18.weft_mesh.v1.WorkerRole\x12\x18\n\x10generating_steps\x18\x10 \x01(\x04\x12\x1a\n\x12generating_seconds\x18\x11 \x01(\x01\x12\x19\n\x11\x63omputing_seconds\x18\x12 \x01(\x01\x12\x0e\n\x06parked\x18\x13 \x01(\x08\"f\n\x0bPrefixTally\x12\x18\n\x10looked_up_tokens\x18\x01 \x01(\x04\x12\x13\n\x0bpool_tokens\x18\x02 \x01(\x04\x12\x13\n\x0b\x64ram_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bnvme_tokens\x18\x04 \x01(\x04\"f\n\x0cHandOffTally\x12\x19\n\x11prefill_worker_id\x18\x01 \x01(\t\x12\x13\n\x0bnum_prompts\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_failed\x18\x04 \x01(\x04\"\x8c\x01\n\x0cJoinResponse\x12\x1a\n\x12report_interval_ms\x18\x01 \x01(\r\x12\x12\n\x05\x64rain\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12&\n\x04role\x18\x03 \x01(\x0e\x32\x18.weft_mesh.v1.WorkerRole\x12\x11\n\x04park\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06_drainB\x07\n\x05_park\"\x14\n\x12ListWorkersRequest\"\x95\x01\n\x13ListWorkersResponse\x12+\n\x07workers\x18\x01 \x03(\x0b\x32\x1a.weft_mesh.v1.WorkerStatus\x12-\n\x05store\x18\x02 \x01(\x0b\x32\x19.weft_mesh.v1.StoreStatusH\x00\x88\x01\x01\x12\x18\n\x10waiting_requests\x18\x03 \x01(\rB\x08\n\x06_store\"k\n\x0bStoreStatus\x12\x14\n\x0cmemory_bytes\x18\x01 \x01(\x04\x12\x19\n\x11memory_used_bytes\x18\x02 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x03 \x01(\x04\x12\x17\n\x0f\x64isk_used_bytes\x18\x04 \x01(\x04\"\xd1\x01\n\x0cWorkerStatus\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.weft_mesh.v1.WorkerHello\x12*\n\x06report\x18\x02 \x01(\x0b\x32\x1a.weft_mesh.v1.WorkerReport\x12\x1d\n\x15\x62ooked_prefill_tokens\x18\x03 \x01(\x04\x12\x1c\n\x14\x62ooked_decode_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x62ooked_requests\x18\x05 \x01(\r\x12\x15\n\rreport_age_ms\x18\x06 \x01(\r\"/\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\"\x0f\n\rDrainResponse\"K\n\x0eSetRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12&\n\x04role\x18\x02 \x01(\x0e\x32\x18.weft_mesh.v1.WorkerRole\"\x11\n\x0fSetRoleResponse\"A\n\x0bParkRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\x12\x11\n\teven_last\x18\x03 \x01(\x08\"\x0e\n\x0cParkResponse*h\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x18\n\x14PRIORITY_INTERACTIVE\x10\x01\x12\x14\n\x10PRIORITY_DEFAULT\x10\x02\x12\x12\n\x0ePRIORITY_BATCH\x10\x03\x32\xeb\x01\n\x10SchedulerService\x12@\n\x05Route\x12\x1a.weft_mesh.v1.RouteRequest\x1a\x1b.weft_mesh.v1.RouteResponse\x12P\n\tRouteMany\x12\x1e.weft_mesh.v1.RouteManyRequest\x1a\x1f.weft_mesh.v1.RouteManyResponse(\x01\x30\x01\x12\x43\n\x06Settle\x12\x1b.weft_mesh.v1.SettleRequest\x1a\x1c.weft_mesh.v1.SettleResponse2\xee\x02\n\x0c\x46leetService\x12\x41\n\x04Join\x12\x19.weft_mesh.v1.JoinRequest\x1a\x1a.weft_mesh.v1.JoinResponse(\x01\x30\x01\x12R\n\x0bListWorkers\x12 .weft_mesh.v1.ListWorkersRequest\x1a!.weft_mesh.v1.ListWorkersResponse\x12@\n\x05\x44rain\x12\x1a.weft_mesh.v1.DrainRequest\x1a\x1b.weft_mesh.v1.DrainResponse\x12\x46\n\x07SetRole\x12\x1c.weft_mesh.v1.SetRoleRequest\x1a\x1d.weft_mesh.v1.SetRoleResponse\x12=\n\x04Park\x12\x19.weft_mesh.v1.ParkRequest\x1a\x1a.weft_mesh.v1.ParkResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weft_mesh.v1.scheduler_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PRIORITY']._serialized_start=3590
-  _globals['_PRIORITY']._serialized_end=3694
+  _globals['_PRIORITY']._serialized_start=3607
+  _globals['_PRIORITY']._serialized_end=3711
   _globals['_ROUTEREQUEST']._serialized_start=82
   _globals['_ROUTEREQUEST']._serialized_end=460
   _globals['_ROUTERESPONSE']._serialized_start=463
@@ -47,49 +47,49 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROUTERESULT']._serialized_start=961
   _globals['_ROUTERESULT']._serialized_end=1118
   _globals['_ROUTEREFUSAL']._serialized_start=1120
-  _globals['_ROUTEREFUSAL']._serialized_end=1194
-  _globals['_SETTLEREQUEST']._serialized_start=1196
-  _globals['_SETTLEREQUEST']._serialized_end=1258
-  _globals['_SETTLEMENT']._serialized_start=1261
-  _globals['_SETTLEMENT']._serialized_end=1551
-  _globals['_SETTLEMENT_STAGE']._serialized_start=1418
-  _globals['_SETTLEMENT_STAGE']._serialized_end=1530
-  _globals['_SETTLERESPONSE']._serialized_start=1553
-  _globals['_SETTLERESPONSE']._serialized_end=1569
-  _globals['_JOINREQUEST']._serialized_start=1571
-  _globals['_JOINREQUEST']._serialized_end=1685
-  _globals['_WORKERHELLO']._serialized_start=1688
-  _globals['_WORKERHELLO']._serialized_end=1971
-  _globals['_WORKERREPORT']._serialized_start=1974
-  _globals['_WORKERREPORT']._serialized_end=2497
-  _globals['_PREFIXTALLY']._serialized_start=2499
-  _globals['_PREFIXTALLY']._serialized_end=2601
-  _globals['_HANDOFFTALLY']._serialized_start=2603
-  _globals['_HANDOFFTALLY']._serialized_end=2705
-  _globals['_JOINRESPONSE']._serialized_start=2708
-  _globals['_JOINRESPONSE']._serialized_end=2848
-  _globals['_LISTWORKERSREQUEST']._serialized_start=2850
-  _globals['_LISTWORKERSREQUEST']._serialized_end=2870
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=2873
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=3022
-  _globals['_STORESTATUS']._serialized_start=3024
-  _globals['_STORESTATUS']._serialized_end=3131
-  _globals['_WORKERSTATUS']._serialized_start=3134
-  _globals['_WORKERSTATUS']._serialized_end=3343
-  _globals['_DRAINREQUEST']._serialized_start=3345
-  _globals['_DRAINREQUEST']._serialized_end=3392
-  _globals['_DRAINRESPONSE']._serialized_start=3394
-  _globals['_DRAINRESPONSE']._serialized_end=3409
-  _globals['_SETROLEREQUEST']._serialized_start=3411
-  _globals['_SETROLEREQUEST']._serialized_end=3486
-  _globals['_SETROLERESPONSE']._serialized_start=3488
-  _globals['_SETROLERESPONSE']._serialized_end=3505
-  _globals['_PARKREQUEST']._serialized_start=3507
-  _globals['_PARKREQUEST']._serialized_end=3572
-  _globals['_PARKRESPONSE']._serialized_start=3574
-  _globals['_PARKRESPONSE']._serialized_end=3588
-  _globals['_SCHEDULERSERVICE']._serialized_start=3697
-  _globals['_SCHEDULERSERVICE']._serialized_end=3932
-  _globals['_FLEETSERVICE']._serialized_start=3935
-  _globals['_FLEETSERVICE']._serialized_end=4301
+  _globals['_ROUTEREFUSAL']._serialized_end=1211
+  _globals['_SETTLEREQUEST']._serialized_start=1213
+  _globals['_SETTLEREQUEST']._serialized_end=1275
+  _globals['_SETTLEMENT']._serialized_start=1278
+  _globals['_SETTLEMENT']._serialized_end=1568
+  _globals['_SETTLEMENT_STAGE']._serialized_start=1435
+  _globals['_SETTLEMENT_STAGE']._serialized_end=1547
+  _globals['_SETTLERESPONSE']._serialized_start=1570
+  _globals['_SETTLERESPONSE']._serialized_end=1586
+  _globals['_JOINREQUEST']._serialized_start=1588
+  _globals['_JOINREQUEST']._serialized_end=1702
+  _globals['_WORKERHELLO']._serialized_start=1705
+  _globals['_WORKERHELLO']._serialized_end=1988
+  _globals['_WORKERREPORT']._serialized_start=1991
+  _globals['_WORKERREPORT']._serialized_end=2514
+  _globals['_PREFIXTALLY']._serialized_start=2516
+  _globals['_PREFIXTALLY']._serialized_end=2618
+  _globals['_HANDOFFTALLY']._serialized_start=2620
+  _globals['_HANDOFFTALLY']._serialized_end=2722
+  _globals['_JOINRESPONSE']._serialized_start=2725
+  _globals['_JOINRESPONSE']._serialized_end=2865
+  _globals['_LISTWORKERSREQUEST']._serialized_start=2867
+  _globals['_LISTWORKERSREQUEST']._serialized_end=2887
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=2890
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=3039
+  _globals['_STORESTATUS']._serialized_start=3041
+  _globals['_STORESTATUS']._serialized_end=3148
+  _globals['_WORKERSTATUS']._serialized_start=3151
+  _globals['_WORKERSTATUS']._serialized_end=3360
+  _globals['_DRAINREQUEST']._serialized_start=3362
+  _globals['_DRAINREQUEST']._serialized_end=3409
+  _globals['_DRAINRESPONSE']._serialized_start=3411
+  _globals['_DRAINRESPONSE']._serialized_end=3426
+  _globals['_SETROLEREQUEST']._serialized_start=3428
+  _globals['_SETROLEREQUEST']._serialized_end=3503
+  _globals['_SETROLERESPONSE']._serialized_start=3505
+  _globals['_SETROLERESPONSE']._serialized_end=3522
+  _globals['_PARKREQUEST']._serialized_start=3524
+  _globals['_PARKREQUEST']._serialized_end=3589
+  _globals['_PARKRESPONSE']._serialized_start=3591
+  _globals['_PARKRESPONSE']._serialized_end=3605
+  _globals['_SCHEDULERSERVICE']._serialized_start=3714
+  _globals['_SCHEDULERSERVICE']._serialized_end=3949
+  _globals['_FLEETSERVICE']._serialized_start=3952
+  _globals['_FLEETSERVICE']._serialized_end=4318
 # @@protoc_insertion_point(module_scope)

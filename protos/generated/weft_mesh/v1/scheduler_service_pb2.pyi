@@ -319,22 +319,28 @@ class RouteRefusal(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_SECONDS_FIELD_NUMBER: _builtins.int
+    HOLD_MS_FIELD_NUMBER: _builtins.int
     code: _builtins.int
     """The gRPC status code."""
     message: _builtins.str
     """The same for people."""
     retry_after_seconds: _builtins.float
     """With RESOURCE_EXHAUSTED: when it is worth another try."""
+    hold_ms: _builtins.int
+    """With RESOURCE_EXHAUSTED: for so long, in milliseconds, every first attempt of this model, tenant and priority with as many tokens
+    or more would be told the same; a gateway need not ask. 0: this request alone.
+    """
     def __init__(
         self,
         *,
         code: _builtins.int = ...,
         message: _builtins.str = ...,
         retry_after_seconds: _builtins.float = ...,
+        hold_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "retry_after_seconds", b"retry_after_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "hold_ms", b"hold_ms", "message", b"message", "retry_after_seconds", b"retry_after_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weft import metrics
 from weft.errors import DeadlineExceeded, EngineFailed, Overloaded, PeerLost, WeftError
@@ -21,6 +21,7 @@ from weft_services.gateway.mesh.links import DecodeLinks
 from weft_services.gateway.mesh.peers import DecodeLink, Scheduler
 from weft_services.gateway.mesh.placement import Forecast, Placement, RouteQuery, StartCommand
 from weft_services.gateway.mesh.prepare import Prepared
+from weft_services.gateway.mesh.refusals import Refusals, RefusedForNow
 from weft_services.gateway.mesh.sequence import Sequence
 from weft_services.gateway.mesh.sessions import Standing
 from weft_services.gateway.mesh.settler import Booking, Settler
@@ -41,8 +42,8 @@ _CAUSES: dict[type[WeftError], str] = {PeerLost: "lost", Overloaded: "full", Eng
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The peers a sequence needs, the group that owns its moves, how long one may wait for a worker, and who is told of
-    hand-offs."""
+    """The peers a sequence needs, the group that owns its moves, how long one may wait for a worker, who is told of
+    hand-offs, and what has just been refused."""
 
     scheduler: Scheduler
     links: DecodeLinks
@@ -50,6 +51,7 @@ class Mesh:
     tasks: asyncio.TaskGroup
     move_seconds: float
     on_hand_off: Callable[[HandOff], None] = lambda hand_off: None
+    refusals: Refusals = field(default_factory=Refusals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,12 +230,15 @@ class Flight:
             num_resumed_tokens=num_generated,
             computes_prompt=self._num_scored is not None,
         )
+        self._mesh.refusals.check(query)
         # booked before the call: if it breaks half-way, the scheduler is told in any case
         self._booking = Booking(self.key, self._mesh.settler)
         try:
             placement = await self._mesh.scheduler.route(query, self._shared.remaining_seconds())
-        except Overloaded:
+        except Overloaded as error:
             self._booking = None  # who is refused holds nothing: a fleet that is full need not be told
+            if isinstance(error, RefusedForNow):
+                self._mesh.refusals.remember(query, error)
             raise
         self.forecast = self.forecast or placement.forecast
         return placement

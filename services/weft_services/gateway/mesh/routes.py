@@ -21,6 +21,7 @@ from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from weft_services.gateway.mesh.placement import Forecast, Placement, RouteQuery
+from weft_services.gateway.mesh.refusals import RefusedForNow
 
 MAX_BATCH = 256
 ItemT = TypeVar("ItemT")
@@ -106,6 +107,8 @@ def _some(items: deque[ItemT]) -> list[ItemT]:
 
 def _refusal(refused: pb.RouteRefusal) -> WeftError:
     error = from_code(refused.code, refused.message)
+    if isinstance(error, Overloaded) and refused.hold_ms:
+        return RefusedForNow(refused.message, refused.retry_after_seconds, refused.hold_ms / 1000)
     if isinstance(error, Overloaded) and refused.retry_after_seconds:
         error.retry_after_seconds = refused.retry_after_seconds
     return error
