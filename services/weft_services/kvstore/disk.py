@@ -30,8 +30,9 @@ from weft_services.kvstore.segment import Segment, new_segment, segment_paths
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-MAX_SEGMENT_BYTES = 256 * 1024 * 1024
-SEGMENTS = 16  # at least so many make up the whole tier
+USUAL_SEGMENT_BYTES = 256 * 1024 * 1024
+# so many make up the whole tier: enough to make room in small pieces, and no more than a process may have open
+MIN_SEGMENTS, MAX_SEGMENTS = 16, 256
 # so much of a new segment may be what moves there: what is left of a cleaned one, what was read of a full one
 CLEANED_SHARE, SECOND_CHANCE_SHARE = 3 / 4, 1 / 2
 RETRY_SECONDS = 5.0
@@ -46,7 +47,8 @@ class DiskTier:
         self._directory = directory
         self._limits = limits
         self._clock = clock
-        self._segment_bytes = max(1, min(MAX_SEGMENT_BYTES, limits.max_bytes // SEGMENTS))
+        least, most = (max(1, limits.max_bytes // count) for count in (MAX_SEGMENTS, MIN_SEGMENTS))
+        self._segment_bytes = min(max(USUAL_SEGMENT_BYTES, least), most)
         self._segments: deque[Segment] = deque()
         self._next_number = 0
         self._index = DiskIndex(limits, clock)
@@ -198,7 +200,10 @@ class DiskTier:
     def _drop_segment(self, segment: Segment) -> None:
         """Its blocks and its file. A reader that has begun ends well: the file stays while somebody holds it."""
         self._index.forget_segment(segment)
-        segment.unlink()
+        try:
+            segment.unlink()
+        except OSError as error:  # of a disk that takes no changes any more; the next start finds the file again
+            logger.warning("disk: %s cannot be removed: %s", segment.path, error)
 
     def _keep_count(self) -> None:
         """The index is bounded, too."""

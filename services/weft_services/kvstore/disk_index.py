@@ -89,8 +89,8 @@ class DiskIndex:
         return self._live_bytes[segment.number]
 
     def live_names(self, segment: Segment) -> list[bytes]:
-        """In the order in which they lie there."""
-        names = self._names_of.get(segment.number, ())
+        """In the order in which they lie there; each once, also one that was forgotten and written there again."""
+        names = dict.fromkeys(self._names_of.get(segment.number, ()))
         return [name for name in names if (block := self._blocks.get(name)) and block.segment is segment]
 
     def enter(self, segment: Segment, offset: int, header: RecordHeader, used_at: float) -> None:

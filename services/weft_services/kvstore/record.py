@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import xxhash
 
-# magic, fingerprint, tenant, length of the key, key, 3 bytes of padding, idle seconds, size, checksum, time of storing
-_FIELDS = struct.Struct("<8s16s8sB64s3xIQQd")
+# magic, fingerprint, tenant, length of the key, key, length of the tenant, 2 bytes of padding, idle seconds, size,
+# checksum, time of storing
+_FIELDS = struct.Struct("<8s16s8sB64sB2xIQQd")
 _SUM = struct.Struct("<Q")
 FINGERPRINT_BYTES = 16
 HEADER_BYTES = _FIELDS.size + _SUM.size
@@ -41,6 +42,7 @@ def pack(header: RecordHeader) -> bytes:
         header.tenant,
         len(header.key),
         header.key,
+        len(header.tenant),
         header.idle_seconds,
         header.size_bytes,
         header.checksum,
@@ -56,8 +58,11 @@ def unpack(data: bytes) -> RecordHeader | None:
     fields = data[: _FIELDS.size]
     if _SUM.unpack(data[_FIELDS.size :])[0] != xxhash.xxh3_64_intdigest(fields):
         return None
-    magic, fingerprint, tenant, key_bytes, key, idle_seconds, size_bytes, checksum, stored_at = _FIELDS.unpack(fields)
+    values = _FIELDS.unpack(fields)
+    magic, fingerprint, tenant, key_bytes, key, tenant_bytes = values[:6]
+    idle_seconds, size_bytes, checksum, stored_at = values[6:]
     if magic != _MAGIC:
         return None
-    tenant, key = tenant.rstrip(b"\0"), key[:key_bytes]
-    return RecordHeader(fingerprint, tenant, key, size_bytes, checksum, stored_at, idle_seconds)
+    # records that were written before the length was have 0 there
+    tenant = tenant[: tenant_bytes or len(tenant.rstrip(b"\0"))]
+    return RecordHeader(fingerprint, tenant, key[:key_bytes], size_bytes, checksum, stored_at, idle_seconds)

@@ -160,6 +160,23 @@ async def test_a_disk_that_fails_while_it_makes_room_forgets_what_it_gave_up(
     disk.close()
 
 
+async def test_a_disk_that_takes_no_changes_any_more_still_serves_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*_: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    disk = await opened(tmp_path, max_bytes=160 * RECORD)
+    await written(disk, range(30))
+    for call in ("pwritev", "ftruncate", "unlink"):
+        monkeypatch.setattr(os, call, read_only)
+    assert await disk.write([record(50)]) == 0
+    kept = there(disk, range(60))
+    assert kept[-1] == 29
+    assert await read(disk, kept) == len(kept)
+    disk.close()
+
+
 async def test_a_segment_that_cannot_be_read_is_dropped_and_the_others_serve_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -215,8 +232,9 @@ async def test_a_process_killed_in_mid_write_leaves_only_whole_blocks(tmp_path: 
     again.close()
 
 
-def test_a_header_that_was_not_written_whole_is_none() -> None:
-    header = replace(record(5, b"tenant", 12.5)[0], idle_seconds=3600)
+@pytest.mark.parametrize("tenant", [b"", b"tenant", b"a tenant", b"ends in\0"])
+def test_a_header_comes_back_as_it_was_or_not_at_all(tenant: bytes) -> None:
+    header = replace(record(5, tenant, 12.5)[0], idle_seconds=3600)
     packed = pack(header)
     assert unpack(packed) == header
     assert unpack(packed[:-1]) is None

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.services.kvstore.disk_records import MIB, RECORD, files, opened, read, record, there, written
+from weft_services.kvstore import disk as disk_module
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskIndex, DiskLimits
 
@@ -109,6 +110,40 @@ async def test_the_index_is_bounded_in_blocks_also_at_the_start(tmp_path: Path) 
     assert 0 < len(disk) <= 50
     assert there(disk, [299]) == [299], "the newest are kept"
     assert await read(disk, there(disk, range(300))) == len(disk)
+    disk.close()
+
+
+@pytest.mark.parametrize("num_records", [64, 160])
+async def test_what_was_too_old_and_came_again_moves_and_goes_like_everything_else(
+    tmp_path: Path, num_records: int
+) -> None:
+    """Of 4 records to a segment two do not count, and the others move; of 10 that is too little, and none is read."""
+    now = 1000.0
+    disk = DiskTier(tmp_path, DiskLimits(num_records * RECORD), clock=lambda: now)
+    await disk.open()
+    for numbers in ([1, 2], [2]):
+        now += 61
+        disk.sweep()
+        records = [record(number, stored_at=now) for number in numbers]
+        assert await disk.write([(replace(header, idle_seconds=60), data) for header, data in records]) == len(numbers)
+    assert there(disk, [1, 2]) == [2]
+    for number in range(100, 400):
+        assert await disk.write([record(number)]) == 1
+        if num_records == 64:
+            kept = there(disk, [2])
+            assert await read(disk, kept) == len(kept), "it is right as long as it is there"
+    assert sum(file.stat().st_size for file in files(tmp_path)) == disk.used_bytes <= num_records * RECORD
+    disk.close()
+
+
+async def test_a_large_disk_has_no_more_files_than_a_process_may_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_module, "USUAL_SEGMENT_BYTES", RECORD)
+    disk = await opened(tmp_path, max_bytes=2048 * RECORD)
+    await written(disk, range(2048))
+    assert len(files(tmp_path)) <= 256
+    assert there(disk, range(2048)) == [*range(2048)]
     disk.close()
 
 
