@@ -60,9 +60,8 @@ class Mover:
         self._disk = disk
         self._on_promoted = on_promoted
         self._spills: deque[Spill] = deque()
-        self._has_spills = asyncio.Event()
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
+        self._has_spills, self._has_spilled = asyncio.Event(), asyncio.Event()
+        self._num_asked = self._num_spilled = 0  # blocks that were to go down, and those whose turn is over
         self._promoting = asyncio.Lock()
         self._num_promotions = 0
         self._num_promoting = 0  # blocks that are asked for
@@ -78,8 +77,8 @@ class Mover:
                 metrics.TIER_MOVES.labels("lost").inc()
             elif self._disk.find(fingerprint, block.key) is None:
                 self._spills.append(Spill(fingerprint, block))
+                self._num_asked += 1
         if self._spills:
-            self._is_idle.clear()
             self._has_spills.set()
 
     @property
@@ -88,18 +87,22 @@ class Mover:
         return self._num_promoting * self._block_seconds
 
     async def until_spilled(self) -> None:
-        """Nothing waits to go down."""
-        await self._is_idle.wait()
+        """Whatever waits to go down now has had its turn; what comes meanwhile is not waited for."""
+        goal = self._num_asked
+        while self._num_spilled < goal:
+            self._has_spilled.clear()
+            await self._has_spilled.wait()
 
     async def run(self) -> None:
         """Until cancelled; raises StoreLost."""
         while True:
             await self._has_spills.wait()
-            if not self._spills:
-                self._has_spills.clear()
-                self._is_idle.set()
-                continue
-            await self._whole(self._spill_batch(self._next_batch()))
+            while self._spills:
+                batch = self._next_batch()
+                await self._whole(self._spill_batch(batch))
+                self._num_spilled += len(batch)
+                self._has_spilled.set()
+            self._has_spills.clear()
 
     async def promote(self, fingerprint: bytes, keys: Sequence[bytes]) -> Promotion:
         """Bring leading blocks up, one call after the other; whoever leaves before its turn costs nobody anything.

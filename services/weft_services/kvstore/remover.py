@@ -30,7 +30,7 @@ class Removal:
 
 
 class Remover:
-    """For one start of the store. `until_spilled` returns when nothing waits to be copied to the disk."""
+    """For one start of the store. `until_spilled` returns when what waits to be copied to the disk has had its turn."""
 
     def __init__(self, agent: StoreAgent, index: BlockIndex, until_spilled: Callable[[], Awaitable[None]]) -> None:
         self._agent = agent
@@ -49,8 +49,9 @@ class Remover:
         """Until cancelled; raises StoreLost."""
         while True:
             await self._has_work.wait()
+            batch = [self._waiting.popleft() for _ in range(min(MAX_BATCH, len(self._waiting)))]
             await self._until_spilled()
-            await self._remove_batch([self._waiting.popleft() for _ in range(min(MAX_BATCH, len(self._waiting)))])
+            await self._remove_batch(batch)
             if not self._waiting:
                 self._has_work.clear()
 

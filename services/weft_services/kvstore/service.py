@@ -74,6 +74,8 @@ class KvStoreServicer(pb2_grpc.KvStoreServiceServicer):
         _check(request.fingerprint, [block.key for block in request.blocks], MAX_PUBLISH_BLOCKS, "blocks")
         if any(len(block.tenant) > MAX_TENANT_BYTES for block in request.blocks):
             raise InvalidRequest(f"blocks: a tenant has at most {MAX_TENANT_BYTES} bytes", "blocks")
+        if not all(block.size_bytes for block in request.blocks):
+            raise InvalidRequest("blocks: a block has 1 byte at least", "blocks")
         now = time.time()
         blocks = [
             StoredBlock(

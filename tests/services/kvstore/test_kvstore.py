@@ -132,6 +132,9 @@ async def test_what_is_malformed_is_refused(stub: pb2_grpc.KvStoreServiceAsyncSt
             await stub.Match(request, timeout=RPC_SECONDS)
     with pytest.raises(InvalidRequest, match="at most 1024"):
         await publish(stub, [b"k"] * 1025)
+    empty = pb2.PublishRequest(fingerprint=MODEL, blocks=[pb2.StoredBlock(key=b"k", checksum=1)])
+    with pytest.raises(InvalidRequest, match="1 byte at least"), translated():
+        await stub.Publish(empty, timeout=RPC_SECONDS)
 
 
 async def test_without_mooncake_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

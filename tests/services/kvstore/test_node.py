@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,26 @@ async def test_what_is_too_old_leaves_memory_also_when_nobody_asks(scene: Scene)
         while len(scene.agent.removed) < 5:  # noqa: ASYNC110 (the task beside this one brings it about)
             await asyncio.sleep(0)
     removing.cancel()
+
+
+async def test_what_has_to_go_leaves_memory_also_while_more_and_more_goes_down(scene: Scene) -> None:
+    numbers = count(100)
+
+    async def get(names: Sequence[str], offsets: Sequence[int], size: int) -> list[int]:
+        scene.mover.spill(MODEL, [StoredBlock(key(next(numbers)), 7, SIZE)])
+        return [-1] * len(names)
+
+    scene.agent.get = get
+    scene.mover.spill(MODEL, [StoredBlock(key(1), 7, SIZE)])
+    remover = scene.store.running.remover
+    remover.remove([(MODEL, StoredBlock(key(1), 7, SIZE))])
+    tasks = [asyncio.create_task(each.run()) for each in (scene.mover, remover)]
+    async with asyncio.timeout(5):
+        while not scene.agent.removed:  # noqa: ASYNC110 (the tasks beside this one bring it about)
+            await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
 
 
 async def test_who_waits_for_the_disk_is_told_how_long_and_may_leave_the_line(scene: Scene) -> None:
