@@ -18,6 +18,7 @@ MAX_BLOCKS = 4_194_304  # of all workers together; more are not remembered
 SILENCE_SECONDS = 15.0
 SHORT_BYTES = 8
 SWEEP_KEYS = 4096
+MAX_SETS = 65_536  # of workers, that blocks share; beyond that they begin anew, and some are there twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,8 @@ class PlaceIndex:
 
     def _apply(self, model: _Model, bit: int, report: Report) -> None:
         blocks, sets, room = model.blocks, model.sets, self._max_blocks - len(self)
+        if len(sets) > MAX_SETS:  # most are those of no block any more
+            sets.clear()
         for key in report.removed:
             self._keep(model, _short(key), blocks.get(_short(key), 0) & ~bit)
         for key in report.stored:

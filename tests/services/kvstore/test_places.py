@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft_services.kvstore import places
 from weft_services.kvstore.places import SILENCE_SECONDS, SWEEP_KEYS, PlaceIndex, Report
 
 ONE, OTHER = b"1" * 16, b"2" * 16
@@ -120,6 +122,21 @@ def test_no_more_than_the_bound_is_remembered() -> None:
     assert b.tell([], [0])
     assert a.tell([31])
     assert located(index, [31]) == {"a": 1}
+
+
+def test_sets_of_workers_that_no_block_has_any_more_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "MAX_SETS", 100)
+    index, dice = PlaceIndex(), random.Random(5)
+    held: dict[str, set[int]] = {str(number): set() for number in range(10)}
+    tellers = {name: Teller(index, name) for name in held}
+    assert all(teller.tell(is_snapshot=True) for teller in tellers.values())
+    for _ in range(3000):
+        name, number = dice.choice([*held]), dice.randrange(8)
+        assert tellers[name].tell([], [number]) if number in held[name] else tellers[name].tell([number])
+        held[name] ^= {number}
+    assert len(index._models[ONE].sets) <= 101
+    for number in range(8):
+        assert located(index, [number]) == {name: 1 for name, numbers in held.items() if number in numbers}
 
 
 events = st.tuples(
