@@ -11,6 +11,7 @@ from weft.lifetime import Stage
 from weft.request import PromptUsage
 from weft.trace import Span
 
+MAX_US = 2**32 - 1  # what the wire takes: more than an hour in one stage
 _BEFORE_DECODING = (Stage.ROUTED, Stage.RESERVED, Stage.PREFILLING, Stage.TRANSFERRING)
 
 
@@ -48,7 +49,7 @@ class StageClock:
     def told(self, usage: PromptUsage) -> PromptUsage:
         """With the time in each stage before this one."""
         routed, reserved, prefilling, transferring = (
-            round(self._spent.get(stage, 0.0) * 1e6) for stage in _BEFORE_DECODING
+            min(round(self._spent.get(stage, 0.0) * 1e6), MAX_US) for stage in _BEFORE_DECODING
         )
         return replace(
             usage, routed_us=routed, reserved_us=reserved, prefilling_us=prefilling, transferring_us=transferring

@@ -47,7 +47,7 @@ class Config:
     def index_limits(self) -> IndexLimits:
         """Of what lies in memory."""
         tenant_bytes = int(self.tenant_share * self.segment_bytes) if self.tenant_share < 1 else 0
-        return IndexLimits(ttl_seconds=self.cache_ttl_seconds, tenant_bytes=tenant_bytes)
+        return IndexLimits(ttl_seconds=self.cache_ttl_seconds, tenant_bytes=tenant_bytes, max_bytes=self.segment_bytes)
 
     @property
     def store_host(self) -> str:

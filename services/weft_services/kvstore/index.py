@@ -29,11 +29,12 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class IndexLimits:
-    """0 seconds: blocks do not age. 0 `tenant_bytes`: one tenant may fill it all."""
+    """0 seconds: blocks do not age. 0 `tenant_bytes`: one tenant may fill it all. `max_bytes`: of memory; 0: any."""
 
     max_blocks: int = MAX_BLOCKS
     ttl_seconds: float = 0.0
     tenant_bytes: int = 0
+    max_bytes: int = 0
 
 
 class BlockIndex:
@@ -57,7 +58,10 @@ class BlockIndex:
         return len(self._blocks)
 
     def add(self, fingerprint: bytes, blocks: Iterable[StoredBlock]) -> list[tuple[bytes, StoredBlock]]:
-        """The newest word on a key counts. Returns what had to go for it, with its fingerprint."""
+        """The newest word on a key counts. Returns what had to go for it, with its fingerprint.
+
+        What memory has no room for is forgotten, too, and not returned: the store has evicted as much by itself.
+        """
         gone: list[tuple[bytes, StoredBlock]] = []
         for block in blocks:
             name = fingerprint, block.key
@@ -66,6 +70,8 @@ class BlockIndex:
             self._enter(name, block)
         while len(self._blocks) > self._limits.max_blocks:
             gone.append(self._evict(next(iter(self._blocks)), "room"))
+        while 0 < self._limits.max_bytes < self.used_bytes:
+            self._evict(next(iter(self._blocks)), "gone")
         self._tell()
         return gone
 

@@ -110,6 +110,16 @@ def test_a_tenant_over_its_share_loses_what_it_used_least_recently_and_nobody_el
     assert index.add(ONE, [owned(5, b"tenant")]) == [], "what is gone makes room"
 
 
+def test_no_more_is_thought_to_be_in_memory_than_it_has_room_for() -> None:
+    index = BlockIndex(IndexLimits(max_bytes=30))
+    assert index.add(ONE, [owned(number, b"") for number in (1, 2, 3)]) == []
+    leading_run(index, ONE, keys(1))
+    assert index.add(OTHER, [owned(4, b"")]) == [], "the store has evicted as much by itself"
+    assert index.used_bytes == 30
+    assert index.find(ONE, keys(2)[0]) is None
+    assert leading_run(index, ONE, keys(1, 3)) == [owned(1, b""), owned(3, b"")]
+
+
 shares = st.lists(st.tuples(st.sampled_from([b"", b"a", b"b"]), st.integers(0, 9), st.integers(1, 15)), max_size=40)
 
 
