@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ from openai import APIStatusError
 from tests.services.gateway.conftest import CONTEXT, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import forever
 from tests.services.gateway.test_grpc import stub_of
+from weft.keys import Key, digest_of, dump_keys, make_secret
 from weft.rpc.server import SERVER_OPTIONS
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1 import prefill_service_pb2 as prefill_pb
@@ -123,7 +125,9 @@ async def test_grpc_gives_the_same_vectors(bench: MakeBench) -> None:
         grpc.StatusCode.RESOURCE_EXHAUSTED,
     ],
 )
-async def test_another_worker_does_what_one_cannot(bench: MakeBench, refusal: grpc.StatusCode) -> None:
+async def test_another_worker_does_what_one_cannot(
+    bench: MakeBench, refusal: grpc.StatusCode, caplog: pytest.LogCaptureFixture
+) -> None:
     async with bench() as b, with_prefill(b, 2) as workers:
         workers[0].refusal = refusal
         answer = await b.lenient.embeddings.create(model=MODEL_NAME, input=["hello", "x"])
@@ -135,6 +139,19 @@ async def test_another_worker_does_what_one_cannot(bench: MakeBench, refusal: gr
         assert "10.1.2.3" not in str(failure.value) or failure.value.status_code == 429
         tried = {request.key.request_id: request.key.generation for worker in workers for request in worker.asked}
         assert max(tried.values()) == 1
+        assert not any(record.exc_info for record in caplog.records), "a worker that fails is no bug of the gateway"
+
+
+async def test_nobody_is_sooner_than_their_key_allows(bench: MakeBench, tmp_path: Path) -> None:
+    secrets = {name: make_secret() for name in ("alice", "bob")}
+    keys = tmp_path / "keys.json"
+    entries = [Key("alice", digest_of(secrets["alice"])), Key("bob", digest_of(secrets["bob"]), priority=-10)]
+    keys.write_text(dump_keys(entries))
+    async with bench(keys=str(keys)) as b, with_prefill(b) as (worker,):
+        for secret in secrets.values():
+            sdk = b.lenient.copy(api_key=secret)
+            await sdk.embeddings.create(model=MODEL_NAME, input="x", extra_body={"priority": -7})
+        assert [request.priority for request in worker.asked] == [0, 7]
 
 
 async def test_without_a_prefill_worker_it_is_a_503(bench: MakeBench) -> None:

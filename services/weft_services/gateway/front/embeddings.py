@@ -8,6 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from weft import trace
 from weft.lifetime import Stage
+from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.dialects.embeddings import embedding_body, parse_embedding
 from weft_services.gateway.front.accounting import Account
 from weft_services.gateway.front.endpoints import fail
@@ -26,7 +27,7 @@ async def embed(
     account.reached("prepared")
     account.about(prepared.asked.model)
     asked, account.prompt_tokens = prepared.asked, prepared.num_tokens
-    priority = session.standing(asked.session, asked.priority).priority
+    priority = session.of(visitor.get()).standing(asked.session, asked.priority).priority
     return asked, await pipeline.embeddings.embed(prepared, priority, seconds), prepared.num_tokens
 
 
