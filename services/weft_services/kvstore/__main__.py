@@ -25,14 +25,16 @@ async def main() -> None:
     log.mark("imports")
     rpc = RpcServer([SERVICE_NAME])
     place = Place(config.host, config.store_host, config.master_port, config.segment_bytes)
-    disk = await _open_disk(config)
+    disk = await _take_disk(config)
     places = PlaceIndex()
     store = NodeStore(place, rpc.set_ready, disk, config.index_limits)
     pb2_grpc.add_KvStoreServiceServicer_to_server(KvStoreServicer(store, places), rpc.server)
     metrics_port = metrics.expose(config.host, config.metrics_port)
     logging.info("listening at=%s metrics=%d", await rpc.start(config.host, config.port), metrics_port)
+    # to look through a large disk takes minutes
+    loading = [disk.load()] if disk is not None else []
     try:
-        await until_signal(store.run(), _sweep(places, store))
+        await until_signal(store.run(), _sweep(places, store), *loading)
         await rpc.stop(grace_seconds=0.5)
     finally:
         if disk is not None:
@@ -48,13 +50,13 @@ async def _sweep(places: PlaceIndex, store: NodeStore) -> None:
         await asyncio.sleep(SWEEP_SECONDS)
 
 
-async def _open_disk(config: Config) -> DiskTier | None:
+async def _take_disk(config: Config) -> DiskTier | None:
     """A disk that cannot be used is a setting to correct, not a reason to serve without."""
     if config.disk_path is None:
         return None
     disk = DiskTier(config.disk_path, DiskLimits(config.disk_bytes, config.cache_ttl_seconds, config.tenant_share))
     try:
-        await disk.open()
+        await disk.take()
     except OSError as error:
         raise ConfigError(f"WEFT_DISK_PATH={config.disk_path}: {error}") from error
     return disk

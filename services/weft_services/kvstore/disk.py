@@ -37,6 +37,7 @@ MIN_SEGMENTS, MAX_SEGMENTS = 16, 256
 CLEANED_SHARE, SECOND_CHANCE_SHARE = 3 / 4, 1 / 2
 RETRY_SECONDS = 5.0
 READERS = 4
+LOAD_BLOCKS = 1024  # so many are entered at a time, before the loop has its turn
 LOCK_NAME = "lock"
 
 
@@ -50,6 +51,7 @@ class DiskTier:
         least, most = (max(1, limits.max_bytes // count) for count in (MAX_SEGMENTS, MIN_SEGMENTS))
         self._segment_bytes = min(max(USUAL_SEGMENT_BYTES, least), most)
         self._segments: deque[Segment] = deque()
+        self._to_load: list[Path] = []
         self._next_number = 0
         self._index = DiskIndex(limits, clock)
         self._retry_at = 0.0
@@ -72,25 +74,40 @@ class DiskTier:
         return self._limits.max_bytes
 
     async def open(self) -> None:
-        """Find again what earlier processes left. Raises OSError when the directory cannot be used."""
-        for path in await self._in_writer(self._take_directory):
-            self._next_number = int(path.stem, 16) + 1
-            try:
-                segment, records = await self._in_writer(partial(_scan, path))
-            except OSError as error:
-                logger.warning("disk: %s cannot be read and is dropped: %s", path, error)
-                metrics.DISK_FAILURES.labels("scan").inc()
-                with suppress(OSError):
-                    path.unlink()
-                continue
-            self._segments.append(segment)
-            for offset, header in records:
-                self._index.enter(segment, offset, header, header.stored_at)
-            self._keep_count()
-        while self.used_bytes > self._limits.max_bytes:
-            self._drop_segment(self._segments.popleft())
-        self._tell()
+        """`take` and `load`."""
+        await self.take()
+        await self.load()
+
+    async def take(self) -> None:
+        """Raises OSError when the directory cannot be used."""
+        self._to_load = await self._in_writer(self._take_directory)
+        self._next_number = 1 + max((int(path.stem, 16) for path in self._to_load), default=-1)
+
+    async def load(self) -> None:
+        """Find again what earlier processes left. What was found so far is served already; writes wait for the end."""
+        async with self._writing:
+            for path in self._to_load:
+                await self._load(path)
+            while self.used_bytes > self._limits.max_bytes:
+                self._drop_segment(self._segments.popleft())
+            self._tell()
         logger.info("disk: %d blocks, %d MiB in %s", len(self), self.used_bytes >> 20, self._directory)
+
+    async def _load(self, path: Path) -> None:
+        try:
+            segment, records = await self._in_writer(partial(_scan, path))
+        except OSError as error:
+            logger.warning("disk: %s cannot be read and is dropped: %s", path, error)
+            metrics.DISK_FAILURES.labels("scan").inc()
+            with suppress(OSError):
+                os.unlink(path)
+            return
+        self._segments.append(segment)
+        for number, (offset, header) in enumerate(records, start=1):
+            self._index.enter(segment, offset, header, header.stored_at)
+            if number % LOAD_BLOCKS == 0:
+                await asyncio.sleep(0)
+        self._keep_count()
 
     def close(self) -> None:
         """Take no more work; what is being written is finished."""

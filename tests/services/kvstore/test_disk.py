@@ -7,7 +7,8 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,11 @@ from tests.services.kvstore.disk_records import (
     written,
 )
 from weft import metrics
+from weft_services.kvstore import segment
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskLimits
-from weft_services.kvstore.record import HEADER_BYTES, pack, unpack
+from weft_services.kvstore.record import HEADER_BYTES, RecordHeader, pack, unpack
+from weft_services.kvstore.segment import segment_paths
 
 
 async def test_what_was_written_is_found_again_by_the_next_process(tmp_path: Path) -> None:
@@ -47,6 +50,38 @@ async def test_what_was_written_is_found_again_by_the_next_process(tmp_path: Pat
     assert await read(again, [*range(20)]) == 20
     assert again.find(b"x" * 16, key(1)) is None, "another model's blocks"
     again.close()
+
+
+async def test_what_is_found_again_is_served_before_all_is_and_what_is_new_comes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = await opened(tmp_path, max_bytes=160 * RECORD)
+    await written(disk, range(30))
+    disk.close()
+    gate, real = threading.Event(), segment.Segment.records
+
+    def gated(self: segment.Segment) -> Iterator[tuple[int, RecordHeader]]:
+        assert self.number == 0 or gate.wait(20)
+        return real(self)
+
+    monkeypatch.setattr(segment.Segment, "records", gated)
+    again = DiskTier(tmp_path, DiskLimits(160 * RECORD))
+    await again.take()
+    loading = asyncio.create_task(again.load())
+    async with asyncio.timeout(20):
+        while not len(again):  # noqa: ASYNC110 (a thread brings it about)
+            await asyncio.sleep(0.001)
+    writing = asyncio.create_task(written(again, [50]))
+    assert await read(again, [0, 9]) == 2
+    assert there(again, [10, 50]) == []
+    gate.set()
+    await asyncio.gather(loading, writing)
+    assert there(again, range(60)) == [*range(30), 50]
+    again.close()
+    assert len(segment_paths(tmp_path)) == 4
+    last = await opened(tmp_path, max_bytes=160 * RECORD)
+    assert await read(last, [*range(30), 50]) == 31
+    last.close()
 
 
 async def test_two_who_write_at_once_write_one_after_the_other(tmp_path: Path) -> None:
