@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from weft import metrics
-from weft.errors import WeftError
+from weft.errors import DeadlineExceeded, WeftError
 from weft.kv.memory import BlockBytes
 from weft.kv.store_keys import store_key
 from weft.kv.tiers import Tier
@@ -133,7 +133,7 @@ class StoreReader:
     async def _get(self, errand: Errand, batches: Sequence[Batch]) -> AsyncIterator[tuple[Batch, int, float]]:
         """Each batch with how many leading blocks of it came, and in how many seconds beside those that it waited for
         others; ends with the first gap."""
-        promotion: asyncio.Task[tuple[int, float]] | None = None
+        promotion: asyncio.Task[tuple[int, float] | None] | None = None
         try:
             for number, batch in enumerate(batches):
                 promotion = promotion or self._promotion(errand, batch)
@@ -148,22 +148,22 @@ class StoreReader:
             if promotion is not None:
                 promotion.cancel()
 
-    def _promotion(self, errand: Errand, batch: Batch) -> asyncio.Task[tuple[int, float]] | None:
+    def _promotion(self, errand: Errand, batch: Batch) -> asyncio.Task[tuple[int, float] | None] | None:
         """The batch on its way up from the disk; None when it is in memory already."""
         if batch.tier is not Tier.NVME:
             return None
         return asyncio.create_task(self._promoted(errand, errand.wanted.keys[batch.first : batch.end]))
 
-    async def _promoted(self, errand: Errand, keys: Sequence[bytes]) -> tuple[int, float]:
-        """A disk that is busy or away is no reason to give up the store."""
+    async def _promoted(self, errand: Errand, keys: Sequence[bytes]) -> tuple[int, float] | None:
+        """A disk that is busy or away is no reason to give up the store. None: it took too long."""
         try:
             return await errand.link.promote(self._fingerprint, keys, min(PROMOTE_SECONDS, errand.stall_seconds))
         except WeftError as error:
             logger.info("store: nothing from its disk: %s", error)
-            return 0, 0.0
+            return None if isinstance(error, DeadlineExceeded) else (0, 0.0)
 
     async def _arrival(
-        self, errand: Errand, batch: Batch, promotion: asyncio.Task[tuple[int, float]] | None
+        self, errand: Errand, batch: Batch, promotion: asyncio.Task[tuple[int, float] | None] | None
     ) -> tuple[int, float]:
         """How many leading blocks of the batch are in memory now, and for how long that had to be waited for, less
         what others took before the disk."""
@@ -171,8 +171,14 @@ class StoreReader:
             return len(batch.matches), 0.0
         started = time.perf_counter()
         own_seconds = self._estimate.fetch_seconds(batch.tier, len(batch.matches))
-        num_there, waited_seconds = await errand.patience.spend(promotion, own_seconds) or (0, 0.0)
-        return num_there, max(0.0, time.perf_counter() - started - waited_seconds)
+        promoted = await errand.patience.spend(promotion, own_seconds)
+        seconds = time.perf_counter() - started
+        if promoted is None:
+            # it would have taken longer still, nobody knows how long; unlearned, it would cost the next ones as much
+            self._estimate.fetched(batch.tier, len(batch.matches), 2 * seconds)
+            return 0, 0.0
+        num_there, waited_seconds = promoted
+        return num_there, max(0.0, seconds - waited_seconds)
 
     async def _get_batch(self, errand: Errand, batch: Batch, num_there: int) -> tuple[int, float]:
         """How many leading blocks of the batch came and were right, and in how many seconds."""

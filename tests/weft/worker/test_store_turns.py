@@ -13,6 +13,7 @@ import xxhash
 from tests.weft.worker.pool import BLOCK_BYTES, Worker, content, key
 from weft.errors import DeadlineExceeded
 from weft.kv.tiers import Tier
+from weft.worker import store_get
 from weft.worker.estimate import FetchEstimate
 from weft.worker.store_get import Fetched, StoreReader, Wanted
 from weft.worker.store_link import StoreLink
@@ -43,8 +44,12 @@ class HeldStore:
         sums = [xxhash.xxh3_64_intdigest(content(NUMBERS[each])) for each in request.keys]
         return pb2.MatchResponse(checksums=sums, tiers=[self._tier] * len(sums), promote_wait_ms=self.promote_wait_ms)
 
-    async def Promote(self, request: pb2.PromoteRequest, **_: Any) -> pb2.PromoteResponse:
-        await self.may_promote.wait()
+    async def Promote(self, request: pb2.PromoteRequest, **options: Any) -> pb2.PromoteResponse:
+        try:
+            async with asyncio.timeout(options["timeout"]):
+                await self.may_promote.wait()
+        except TimeoutError:
+            raise DeadlineExceeded("too slow") from None
         return pb2.PromoteResponse(num_promoted=len(request.keys))
 
     async def let_go(self) -> None:
@@ -173,6 +178,31 @@ async def test_a_promotion_that_does_not_end_is_waited_for_no_longer_than_it_is_
         assert (await stage.fetch(range(4))).num_blocks == 0
         assert stage.link.is_usable
         assert not stage.link.reading.locked()
+
+
+async def test_a_disk_that_has_become_slow_is_waited_for_once() -> None:
+    async with scene(HeldStore(pb2.STORE_TIER_NVME)) as stage:
+        for _ in range(60):
+            stage.estimate.computed(16, 0.02)
+            for tier in (Tier.DRAM, Tier.NVME):
+                stage.estimate.fetched(tier, 1, 0.001)
+        for number in (0, 10):
+            fetch = stage.fetch(range(number, number + 4))
+            await turns()
+            assert fetch.done() == (number > 0)
+            assert (await fetch).num_blocks == 0
+
+
+async def test_a_disk_that_was_slow_from_the_first_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_get, "PROMOTE_SECONDS", 0.05)
+    async with scene(HeldStore(pb2.STORE_TIER_NVME)) as stage:
+        stage.reader = StoreReader(stage.reader._memory, MODEL, NUM_SLOTS, estimate := FetchEstimate(16, 16))
+        estimate.computed(16, 0.02)
+        for number in (0, 10):
+            fetch = stage.fetch(range(number, number + 4))
+            await turns()
+            assert fetch.done() == (number > 0)
+            assert (await fetch).num_blocks == 0
 
 
 async def test_a_slow_look_up_leaves_the_store_alone_for_a_moment_and_costs_no_connection(
