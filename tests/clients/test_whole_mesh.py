@@ -95,6 +95,12 @@ async def test_openai_responses_and_embeddings(whole_mesh: Whole) -> None:
         assert kinds[0] == "response.created"
         assert kinds[-1] in ("response.completed", "response.incomplete")
         assert final.output_text == whole.output_text != ""
+        further = await sdk.responses.create(**{**asked, "input": "Go on."}, previous_response_id=final.id)
+        assert further.usage is not None
+        assert final.usage is not None
+        assert further.usage.input_tokens > final.usage.input_tokens
+        assert await sdk.responses.retrieve(further.id) == further
+        await sdk.responses.delete(further.id)
         vectors = await sdk.embeddings.create(model=MODEL_NAME, input=["river", "town"], encoding_format="float")
         assert [len(each.embedding) for each in vectors.data] == [HIDDEN_SIZE] * 2
         assert sum(value**2 for value in vectors.data[0].embedding) == pytest.approx(1, abs=1e-4)

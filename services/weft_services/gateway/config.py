@@ -7,6 +7,8 @@ from pathlib import Path
 
 from weft.config import ConfigError, is_loopback, read_models
 
+MAX_RESPONSES_SECONDS = 30 * 24 * 3600
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -21,6 +23,7 @@ class Config:
     keys: str = ""
     open: bool = False
     redis_url: str = ""
+    responses_seconds: float = 3600.0
     http_port: int = 8000
     grpc_port: int = 9000
     share_ports: bool = False
@@ -51,14 +54,20 @@ class Config:
             raise ConfigError("WEFT_SHARE_PORTS=1 needs WEFT_HTTP_PORT and WEFT_GRPC_PORT other than 0")
         if self.max_requests < 1:
             raise ConfigError(f"WEFT_MAX_REQUESTS={self.max_requests}: expected at least 1")
-        for name in ("request_timeout_seconds", "move_seconds", "grace_seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name)}: expected more than 0")
+        self._check_seconds()
 
     @property
     def shows_keys(self) -> bool:
         """Do API keys cross a network in the clear, unless somebody else sees to it."""
         return bool(self.keys) and self.tls_cert is None and not is_loopback(self.publish_host or self.host)
+
+    def _check_seconds(self) -> None:
+        for name in ("request_timeout_seconds", "move_seconds", "grace_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name)}: expected more than 0")
+        if not 0 <= self.responses_seconds <= MAX_RESPONSES_SECONDS:
+            limits = f"0 (none is kept) to {MAX_RESPONSES_SECONDS}"
+            raise ConfigError(f"WEFT_RESPONSES_SECONDS={self.responses_seconds}: expected {limits}")
 
     def _check_models(self) -> None:
         for name, directory in self.models.items():

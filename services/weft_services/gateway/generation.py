@@ -86,7 +86,8 @@ class Generation:
     Of `best_of` candidates for each prompt the `n` best are answers, by the mean of their logprobs; less is as `n`.
     `repeats_prompt`: answers begin with their prompt, and their logprobs with those of its tokens. With
     `num_prompt_logprobs` these are told beside the answer. `max_tokens` may be 0 with either.
-    `echo` is what an API gives back with its answer of what was asked.
+    `echo` is what an API gives back with its answer of what was asked; `kept_items` are the items that led to an answer
+    which is to be kept.
     """
 
     model: str
@@ -125,6 +126,7 @@ class Generation:
     reject_if_busy: bool = False
     retention: Retention = KEEP
     echo: dict[str, Any] = field(default_factory=dict)
+    kept_items: tuple[dict[str, Any], ...] | None = None
 
     @property
     def num_candidates(self) -> int:

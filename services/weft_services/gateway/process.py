@@ -17,6 +17,7 @@ from weft_services.gateway.access.door import Door
 from weft_services.gateway.catalog import load_catalog
 from weft_services.gateway.config import Config
 from weft_services.gateway.front.accounting import expect
+from weft_services.gateway.front.kept import KeptAnswers
 from weft_services.gateway.front.listeners import Listeners
 from weft_services.gateway.mesh.embedding import Embeddings
 from weft_services.gateway.mesh.fleet import POLL_INTERVAL_SECONDS, FleetWatch
@@ -84,6 +85,8 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
     log.mark("models")
     door = Door(config.keys, config.redis_url)
     await door.open()
+    keeps = bool(config.redis_url and config.responses_seconds)
+    kept = KeptAnswers(config.redis_url, config.responses_seconds) if keeps else None
     scheduler = Scheduler(config.scheduler_addr)
     async with asyncio.TaskGroup() as group:
         links, settler = DecodeLinks(group), Settler(scheduler)
@@ -91,7 +94,7 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
         mesh = Mesh(scheduler, links, settler, group, config.move_seconds, watch.news.publish)
         prefill = PrefillPeers()
         pipeline = Pipeline(models, mesh, Embeddings(watch, prefill), watch, config.max_requests)
-        listeners = Listeners(config, pipeline, door)
+        listeners = Listeners(config, pipeline, door, kept)
         await listeners.start(group)
         guarding = group.create_task(door.run(), name="door")
         routing = group.create_task(scheduler.run(), name="routes")
@@ -113,6 +116,8 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
             routing.cancel()
             pipeline.close()
             await prefill.close()
+            if kept is not None:
+                await kept.close()
     await settler.flush()
     await scheduler.close()
 

@@ -75,7 +75,11 @@ test("openai: the Responses API, whole and streamed", async () => {
   const kinds = await all(stream, (event) => event.type);
   assert.equal(kinds[0], "response.created");
   assert.match(kinds.at(-1), /^response\.(completed|incomplete)$/);
-  assert.equal((await stream.finalResponse()).output_text, whole.output_text);
+  const { id, output_text } = await stream.finalResponse();
+  assert.equal(output_text, whole.output_text);
+  const further = await client.responses.create({ ...asked, input: "Go on.", previous_response_id: id });
+  assert.ok(further.usage.input_tokens > whole.usage.input_tokens);
+  assert.equal((await client.responses.retrieve(further.id)).output_text, further.output_text);
 });
 
 test("openai: completions, embeddings, models and errors", async () => {

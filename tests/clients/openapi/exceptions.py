@@ -9,7 +9,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-NO_STATE = "nothing is kept between requests"
+NO_STATE = "nothing but answers is kept between requests"
+NO_VALKEY = "answers are kept where there is a Valkey, which the gateway under Schemathesis does not have"
 TEXT_ONLY = "the served models read and write text"
 FUNCTIONS_ONLY = "functions are the only tools"
 NULL_FIRST = "the first token of an echo has null for its logprob, as OpenAI's own has, and the document no room for it"
@@ -28,9 +29,9 @@ UNSERVED_PROPERTIES = {
         "suffix": "no model that fills in is served",
     },
     "CreateEmbeddingRequest": {"dimensions": "a mean of hidden states cannot be shortened"},
-    "CreateResponse": {"context_management": NO_STATE, "conversation": NO_STATE, "store": NO_STATE},
-    "ResponseProperties": {"background": NO_STATE, "previous_response_id": NO_STATE, "prompt": NO_STATE},
-    "TokenCountsBody": {"conversation": NO_STATE, "previous_response_id": NO_STATE},
+    "CreateResponse": {"context_management": NO_STATE, "conversation": NO_STATE, "store": NO_VALKEY},
+    "ResponseProperties": {"background": NO_STATE, "previous_response_id": NO_VALKEY, "prompt": NO_STATE},
+    "TokenCountsBody": {"conversation": NO_STATE, "previous_response_id": NO_VALKEY},
 }
 # of the kinds of message, part, item and tool these are served: {component or component.property: (kinds, reason)}
 SERVED_VARIANTS: dict[str, tuple[list[str], str]] = {

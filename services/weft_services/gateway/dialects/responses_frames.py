@@ -36,6 +36,8 @@ class ResponseFrames:
         self._own_names = own_names(prepared.generation.echo["tools"])
         self._num_events = 0
         self._is_padded = prepared.generation.include_obfuscation
+        self.kept_items = prepared.generation.kept_items
+        self.whole: dict[str, Any] | None = None  # the response, once it is complete
         self._logprobs: list[PositionLogprobs] = []  # of tokens whose text has not come out yet
         sampling = prepared.sequences[0].sampling
         self._response: dict[str, Any] = {
@@ -66,7 +68,9 @@ class ResponseFrames:
     def end(self, usage: Usage) -> bytes:
         """The end of the last item, and the whole response."""
         status = self._settle(usage)
-        return self._close(status) + self._event(f"response.{status}", response=self._whole(status))
+        closing = self._close(status)
+        self.whole = self._as_it_is(status)
+        return closing + self._event(f"response.{status}", response=self.whole)
 
     def failure(self, error: WeftError) -> bytes:
         """How a stream that has begun tells that it failed; what there is of the output stays incomplete."""
@@ -75,19 +79,20 @@ class ResponseFrames:
         self._response["error"] = {"code": code, "message": public_message(error)}
         if self._items:
             self._items[-1].status = "incomplete"
-        return out + self._event("response.failed", response=self._whole("failed"))
+        return out + self._event("response.failed", response=self._as_it_is("failed"))
 
     def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The whole response: what a stream would have ended with."""
         self.frames(choices[0].whole())
         status = self._settle(usage)
         self._close(status)
-        return orjson.dumps(self._whole(status))
+        self.whole = self._as_it_is(status)
+        return orjson.dumps(self.whole)
 
     def _begin(self) -> bytes:
         if self._num_events:
             return b""
-        begun = self._whole("in_progress")
+        begun = self._as_it_is("in_progress")
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def _grow(self, part: Part) -> bytes:
@@ -140,7 +145,7 @@ class ResponseFrames:
         self._response["completed_at"] = int(time.time())
         return "completed"
 
-    def _whole(self, status: str) -> dict[str, Any]:
+    def _as_it_is(self, status: str) -> dict[str, Any]:
         return {**self._response, "status": status, "output": [item.fields() for item in self._items]}
 
     def _event(self, kind: str, **fields: Any) -> bytes:

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from weft.errors import InvalidRequest
+from weft.ids import new_id
 from weft_services.gateway.dialects.responses_tools import qualified
 from weft_services.gateway.dialects.translation import Fields
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 # the order in which an assistant's turn is written; what would go back in it begins another message
 TURN = ("reasoning_content", "content", "tool_calls")
 
@@ -52,13 +54,16 @@ class Conversation:
         self.sources.append(path)
 
 
-def read_input(value: Any, instructions: Any) -> Conversation:
-    """The whole conversation. Raises InvalidRequest naming the item."""
+def read_input(value: Any, instructions: Any, earlier: Iterable[Fields] = ()) -> Conversation:
+    """The whole conversation; `earlier` items, of a kept answer, go before the request's own, and the instructions
+    before all. Raises InvalidRequest naming the item."""
     conversation = Conversation()
     if not isinstance(instructions, str | None):
         raise InvalidRequest("instructions: expected a string", "instructions")
     if instructions:
         conversation.say("system", instructions, "instructions")
+    for item in earlier:
+        _read_item(conversation, item, "previous_response_id")
     if isinstance(value, str):
         conversation.say("user", value, "input")
     elif isinstance(value, list) and value:
@@ -69,6 +74,21 @@ def read_input(value: Any, instructions: Any) -> Conversation:
     for message in conversation.messages:
         message.setdefault("content", "" if message.get("tool_calls") is None else None)
     return conversation
+
+
+def kept_items(value: str | list[Fields]) -> list[Fields]:
+    """The input, found right, as it is listed later: items with ids, texts in parts."""
+    items = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    return [_kept(item) for item in items]
+
+
+def _kept(item: Fields) -> Fields:
+    kind = item.get("type", "message")
+    kept = {**item, "type": kind, "id": item.get("id") or f"{ID_PREFIXES[kind]}_{new_id()}", "status": "completed"}
+    if isinstance(content := item.get("content"), str):
+        own = {"type": "output_text", "annotations": []} if item["role"] == "assistant" else {"type": "input_text"}
+        kept["content"] = [{**own, "text": content}]
+    return kept
 
 
 def _read_item(conversation: Conversation, item: Any, path: str) -> None:

@@ -1,16 +1,16 @@
 """OpenAI's /v1/responses bodies -> the fields of a chat completion, which the one validator checks.
 
-Nothing is kept between requests, so what refers to earlier ones is refused by name.
+Who calls knows whether answers are kept, and brings the one that a body goes on from.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.errors import InvalidRequest
 from weft_services.gateway.dialects.openai_fields import unsupported_field
-from weft_services.gateway.dialects.responses_items import Conversation, read_input
+from weft_services.gateway.dialects.responses_items import Conversation, kept_items, read_input
 from weft_services.gateway.dialects.responses_tools import Tools, read_tools
 from weft_services.gateway.dialects.translation import (
     Fields,
@@ -34,11 +34,11 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "context_management": ([],),
     "conversation": (),
     "moderation": (),
-    "previous_response_id": (),
     "prompt": (),
-    "store": (False,),
     "truncation": ("disabled",),
 }
+# the same where no answer is kept
+WITHOUT_STORE: dict[str, tuple[Any, ...]] = {**NEUTRAL_VALUES, "previous_response_id": (), "store": (False,)}
 RENAMED_PATHS = (
     ("messages", "input"),
     ("max_tokens", "max_output_tokens"),
@@ -52,12 +52,25 @@ NAMES = ("prompt_cache_key", "safety_identifier", "user")
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 
 
-def parse_responses(body: bytes) -> Generation:
-    """POST /v1/responses and /v1/responses/input_tokens. Raises InvalidRequest naming the field."""
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What a body goes on from: the kept answer of that id, with all items before it and its own. Without an id there
+    is none, but this one can be kept."""
+
+    id: str | None = None
+    items: tuple[Fields, ...] = ()
+
+
+def parse_responses(body: bytes, earlier: Earlier | None = None) -> Generation:
+    """POST /v1/responses and /v1/responses/input_tokens; without `earlier` nothing is kept, and what refers to earlier
+    answers is refused. Raises InvalidRequest naming the field."""
     fields = read_object(body)
-    if (field := unsupported_field(fields, NEUTRAL_VALUES)) is not None:
+    if (field := unsupported_field(fields, WITHOUT_STORE if earlier is None else NEUTRAL_VALUES)) is not None:
         raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
-    conversation = read_input(fields.get("input"), fields.get("instructions"))
+    before = earlier or Earlier()
+    if fields.get("previous_response_id") != before.id:
+        raise InvalidRequest("previous_response_id: that answer was not looked for", "previous_response_id")
+    conversation = read_input(fields.get("input"), fields.get("instructions"), before.items)
     tools = read_tools(fields.get("tools"))
     text, reasoning = object_of(fields, "text"), object_of(fields, "reasoning")
     chat = {name: fields[name] for name in SAME if fields.get(name) is not None}
@@ -69,13 +82,21 @@ def parse_responses(body: bytes) -> Generation:
     own = _OwnPaths(conversation, tools)
     generation = check_chat(chat, own.path)
     answer = generation.answer_format
+    is_kept = earlier is not None and _wants_to_be_kept(fields.get("store"))
     return replace(
         generation,
         prompt_field="input",
         max_tokens_field="max_output_tokens",
         answer_format=answer and replace(answer, field=own.path(answer.field)),
-        echo=_echo(fields, tools),
+        echo=_echo(fields, tools) | {"previous_response_id": before.id, "store": is_kept},
+        kept_items=(*before.items, *kept_items(fields["input"])) if is_kept else None,
     )
+
+
+def _wants_to_be_kept(value: Any) -> bool:
+    if not isinstance(value, bool | None):
+        raise InvalidRequest("store: expected true or false", "store")
+    return value is not False
 
 
 class _OwnPaths:
@@ -121,9 +142,7 @@ def _echo(fields: Fields, tools: Tools) -> Fields:
         "background": False,
         "metadata": _metadata(fields.get("metadata")),
         "parallel_tool_calls": fields.get("parallel_tool_calls") is not False,
-        "previous_response_id": None,
         "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
-        "store": False,
         "text": {**text, "format": text.get("format") or {"type": "text"}},
         "tool_choice": fields.get("tool_choice") or "auto",
         "tools": tools.shown,

@@ -26,9 +26,11 @@ from weft_services.gateway.dialects.openai_requests import parse_chat, parse_com
 from weft_services.gateway.dialects.responses_frames import ResponseFrames
 from weft_services.gateway.dialects.responses_requests import parse_responses
 from weft_services.gateway.error_body import HttpError, error_body, status_of
+from weft_services.gateway.front import responses
 from weft_services.gateway.front.edge import Doorkeeper, Exchanges, is_anthropic
 from weft_services.gateway.front.embeddings import EmbeddingEndpoint
 from weft_services.gateway.front.endpoints import Api, GenerationEndpoint
+from weft_services.gateway.front.kept import KeptAnswers
 from weft_services.gateway.front.live import FleetEvents
 from weft_services.gateway.front.operator import DrainEndpoint, RoleEndpoint
 from weft_services.gateway.front.page import PageFiles
@@ -45,11 +47,18 @@ APIS = {
 }
 
 
-def build_app(pipeline: Pipeline, door: Door, timeout_seconds: float, is_alone: bool) -> Starlette:
-    """The public face; `is_alone`: there is no private one, so that operators come here too, and show their keys."""
+def build_app(
+    pipeline: Pipeline, door: Door, kept: KeptAnswers | None, timeout_seconds: float, is_alone: bool
+) -> Starlette:
+    """The public face; `is_alone`: there is no private one, so that operators come here too, and show their keys.
+    Without `kept` no answer is kept."""
     generating = [
-        Route(path, GenerationEndpoint(pipeline, api, timeout_seconds), methods=["POST"]) for path, api in APIS.items()
+        Route(path, GenerationEndpoint(pipeline, api, timeout_seconds), methods=["POST"])
+        for path, api in APIS.items()
+        if kept is None or path != responses.PATH
     ]
+    if kept is not None:
+        generating += responses.kept_routes(pipeline, kept, APIS[responses.PATH], timeout_seconds)
     pages, files = _Pages(pipeline), PageFiles()
     routes = [
         *generating,  # looked at one by one, so what is asked most goes first

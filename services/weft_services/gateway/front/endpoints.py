@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
@@ -73,10 +74,12 @@ class Api:
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """The books of one request, and whether its client wants to see where the time went."""
+    """The books of one request, whether its client wants to see where the time went, and what is to be done with its
+    answer before the client hears of its end."""
 
     account: Account
     wants_timeline: bool
+    keep: Callable[[Frames], Awaitable[None]]
 
 
 class GenerationEndpoint:
@@ -94,8 +97,9 @@ class GenerationEndpoint:
         try:
             with self._pipeline.admitted():
                 body = await read_json_body(scope, receive)
-                session, wants_timeline = session_of(scope["headers"]), header(scope, HEADER) == "1"
-                await unless_disconnected(receive, self._answer(body, session, reply, Telling(account, wants_timeline)))
+                session = session_of(scope["headers"])
+                telling = Telling(account, header(scope, HEADER) == "1", partial(self._keep, session=session))
+                await unless_disconnected(receive, self._answer(body, session, reply, telling))
         except Exception as error:
             await fail(reply, account, error)
         finally:
@@ -104,7 +108,7 @@ class GenerationEndpoint:
     async def _answer(self, body: bytes, session: Session, reply: Reply, telling: Telling) -> None:
         account = telling.account
         try:
-            prepared = await self._pipeline.prepare(self._api.parse, body)
+            prepared = await self._pipeline.prepare(await self._parser(body, session), body)
             account.reached("prepared")
             run = self._pipeline.run(prepared, session, self._timeout_seconds)
             account.watch(run)
@@ -117,6 +121,13 @@ class GenerationEndpoint:
                     await _collect(run, frames, reply, telling)
         except Exception as error:
             await fail(reply, account, error)
+
+    async def _parser(self, body: bytes, session: Session) -> Callable[[bytes], Generation]:
+        """Of this body."""
+        return self._api.parse
+
+    async def _keep(self, frames: Frames, session: Session) -> None:
+        """The answer, once it is complete."""
 
 
 async def _stream(run: Run, frames: Frames, reply: Reply, telling: Telling) -> None:
@@ -143,7 +154,9 @@ async def _stream(run: Run, frames: Frames, reply: Reply, telling: Telling) -> N
     told = event(account.timeline()) if telling.wants_timeline else b""
     account.finish_reasons = frames.finish_reasons
     account.close(Stage.FINISHED)
-    await reply.end_stream(told + frames.end(usage))
+    ending = frames.end(usage)
+    await telling.keep(frames)
+    await reply.end_stream(told + ending)
 
 
 async def _collect(run: Run, frames: Frames, reply: Reply, telling: Telling) -> None:
@@ -161,6 +174,7 @@ async def _collect(run: Run, frames: Frames, reply: Reply, telling: Telling) -> 
         body = frames.body(choices, usage)
     account.finish_reasons = frames.finish_reasons
     account.close(Stage.FINISHED)
+    await telling.keep(frames)
     await reply.whole(200, body, [*JSON_HEADERS, *told])
 
 

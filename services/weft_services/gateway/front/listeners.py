@@ -13,6 +13,7 @@ from weft_services.gateway.front.app import build_app, build_private_app
 from weft_services.gateway.front.certificate import Certificate
 from weft_services.gateway.front.grpc_edge import LISTENER_OPTIONS, Admission
 from weft_services.gateway.front.http_server import HttpServer, listen
+from weft_services.gateway.front.kept import KeptAnswers
 from weft_services.gateway.front.service import SERVICE_NAME, add_inference_service
 from weft_services.gateway.mesh.pipeline import Pipeline
 
@@ -22,7 +23,7 @@ LAST_WORDS_SECONDS = 1.0
 class Listeners:
     """HTTP ports are bound at once, so that clients wait instead of being refused; gRPC's by `start`."""
 
-    def __init__(self, config: Config, pipeline: Pipeline, door: Door) -> None:
+    def __init__(self, config: Config, pipeline: Pipeline, door: Door, kept: KeptAnswers | None) -> None:
         """Raises ConfigError for a certificate that cannot be used, CannotListen when a port is taken."""
         self._config = config
         self._certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
@@ -31,7 +32,7 @@ class Listeners:
         context = self._certificate.context if self._certificate else None
         has_private = config.private_port is not None
         grace_seconds = config.grace_seconds + LAST_WORDS_SECONDS
-        app = build_app(pipeline, door, config.request_timeout_seconds, not has_private)
+        app = build_app(pipeline, door, kept, config.request_timeout_seconds, not has_private)
         self.http = HttpServer(app, listen(config.host, config.http_port, config.share_ports), grace_seconds, context)
         self.private: HttpServer | None = None
         if config.private_port is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,37 +19,24 @@ from weft_services.gateway.dialects.tokenize_requests import parse_detokenize, p
 from weft_services.gateway.error_body import error_body
 from weft_services.gateway.front.access_log import note
 from weft_services.gateway.front.exchange import ErrorWords, Reply, read_json_body
-from weft_services.gateway.generation import Tokenizing
+from weft_services.gateway.generation import Generation, Tokenizing
 from weft_services.gateway.mesh.pipeline import Pipeline
 from weft_services.gateway.mesh.prepare import check_ids, tokenize
+from weft_services.gateway.mesh.sessions import Session, session_of
 
 Fields = dict[str, Any]
-Answer = Callable[[Pipeline, bytes], Awaitable[Fields]]
+Work = Callable[[Pipeline, bytes], Awaitable[Fields]]
 
 
 def text_routes(pipeline: Pipeline) -> list[Route]:
     """All of them."""
-    endpoints = {
-        "/v1/messages/count_tokens": TextEndpoint(pipeline, count_message, message_error),
-        "/v1/responses/input_tokens": TextEndpoint(pipeline, count_response),
-        "/tokenize": TextEndpoint(pipeline, tokens_of),
-        "/detokenize": TextEndpoint(pipeline, text_of),
+    endpoints: dict[str, TextEndpoint] = {
+        "/v1/messages/count_tokens": CountEndpoint(pipeline, parse_count, "", message_error),
+        "/v1/responses/input_tokens": CountEndpoint(pipeline, parse_responses, "response.input_tokens"),
+        "/tokenize": TokenEndpoint(pipeline, tokens_of),
+        "/detokenize": TokenEndpoint(pipeline, text_of),
     }
     return [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
-
-
-async def count_message(pipeline: Pipeline, body: bytes) -> Fields:
-    """Anthropic's count_tokens."""
-    model, number = await pipeline.count(parse_count, body)
-    note({"model": model.name, "prompt": number})
-    return {"input_tokens": number}
-
-
-async def count_response(pipeline: Pipeline, body: bytes) -> Fields:
-    """The same for the Responses API."""
-    model, number = await pipeline.count(parse_responses, body)
-    note({"model": model.name, "prompt": number})
-    return {"object": "response.input_tokens", "input_tokens": number}
 
 
 async def tokens_of(pipeline: Pipeline, body: bytes, parse: Callable[[bytes], Tokenizing] = parse_tokenize) -> Fields:
@@ -81,12 +69,11 @@ async def text_of(
     return await pipeline.do(work)
 
 
-class TextEndpoint:
+class TextEndpoint(ABC):
     """As a plain ASGI callable: bodies are bounded as elsewhere."""
 
-    def __init__(self, pipeline: Pipeline, answer: Answer, error_body: ErrorWords = error_body) -> None:
+    def __init__(self, pipeline: Pipeline, error_body: ErrorWords = error_body) -> None:
         self._pipeline = pipeline
-        self._answer = answer
         self._error_body = error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,10 +81,45 @@ class TextEndpoint:
         reply = Reply(send, self._error_body)
         try:
             with self._pipeline.admitted():
-                body = await read_json_body(scope, receive)
-                answer = await self._answer(self._pipeline, body)
+                answer = await self._answer(await read_json_body(scope, receive), scope)
             await reply.whole(200, orjson.dumps(answer))
         except Exception as error:
             known = as_weft_error(error)
             if not isinstance(known, Cancelled):
                 await reply.fail(known)
+
+    @abstractmethod
+    async def _answer(self, body: bytes, scope: Scope) -> Fields:
+        """What is told. Raises WeftError."""
+
+
+class TokenEndpoint(TextEndpoint):
+    """Texts to tokens, or back."""
+
+    def __init__(self, pipeline: Pipeline, work: Work) -> None:
+        super().__init__(pipeline)
+        self._work = work
+
+    async def _answer(self, body: bytes, scope: Scope) -> Fields:
+        return await self._work(self._pipeline, body)
+
+
+class CountEndpoint(TextEndpoint):
+    """How long the prompt of a request would be; `kind` is what the answer calls itself, if it does."""
+
+    def __init__(
+        self, pipeline: Pipeline, parse: Callable[[bytes], Generation], kind: str, error_body: ErrorWords = error_body
+    ) -> None:
+        super().__init__(pipeline, error_body)
+        self._parse = parse
+        self._named: Fields = {"object": kind} if kind else {}
+
+    async def _answer(self, body: bytes, scope: Scope) -> Fields:
+        parse = await self._parser(body, session_of(scope["headers"]))
+        model, number = await self._pipeline.count(parse, body)
+        note({"model": model.name, "prompt": number})
+        return {**self._named, "input_tokens": number}
+
+    async def _parser(self, body: bytes, session: Session) -> Callable[[bytes], Generation]:
+        """Of this body."""
+        return self._parse

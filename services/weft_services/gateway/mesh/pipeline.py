@@ -118,7 +118,7 @@ class Pipeline:
         A request counts against its key's limits whether it is right or wrong, its tokens only when it is right.
         """
         if len(body) > SHORT_BYTES:
-            prepared = await self._judged(lambda: self._prepare(parse(body)))
+            prepared = await self.judged(lambda: self._prepare(parse(body)))
         else:
             prepared = await self._prepare_short(parse, body)
         await visitor.get().take(prepared.num_prompt_tokens)
@@ -132,17 +132,17 @@ class Pipeline:
             model = self.models.find(generation.model)
             return model, count(generation, model, self.max_context_tokens(model))
 
-        counted = await self._judged(work)
+        counted = await self.judged(work)
         await visitor.get().take(0)
         return counted
 
     async def _prepare_short(self, parse: Callable[[bytes], Generation], body: bytes) -> Prepared:
         """Here and now, but for grammars: little text can mean a lot of work there."""
-        with _counted():
+        with counted():
             generation = parse(body)
             if generation.answer_format is None and generation.tool_use is None:
                 return self._prepare(generation)
-        return await self._judged(lambda: self._prepare(generation))
+        return await self.judged(lambda: self._prepare(generation))
 
     def _prepare(self, generation: Generation) -> Prepared:
         model = self.models.find(generation.model)
@@ -156,13 +156,13 @@ class Pipeline:
             model = self.models.find(asked.model)
             return prepare_embedding(asked, model, self.max_context_tokens(model))
 
-        prepared = await self._judged(work)
+        prepared = await self.judged(work)
         await visitor.get().take(prepared.num_tokens)
         return prepared
 
-    async def _judged(self, work: Callable[[], ResultT]) -> ResultT:
-        """In a thread."""
-        with _counted():
+    async def judged(self, work: Callable[[], ResultT]) -> ResultT:
+        """In a thread, as part of a request."""
+        with counted():
             return await self._workshop.do(work)
 
     async def do(self, work: Callable[[], ResultT]) -> ResultT:
@@ -184,7 +184,7 @@ class Pipeline:
 
 
 @contextmanager
-def _counted() -> Iterator[None]:
+def counted() -> Iterator[None]:
     """What is wrong counts as a request all the same."""
     try:
         yield

