@@ -138,8 +138,8 @@ class StoreReader:
             for number, batch in enumerate(batches):
                 promotion = promotion or self._promotion(errand, batch)
                 num_there, up_seconds = await self._arrival(errand, batch, promotion)
-                following = batches[number + 1] if number + 1 < len(batches) else None
-                promotion = self._promotion(errand, following) if following is not None else None
+                goes_on = num_there == len(batch.matches) and number + 1 < len(batches)
+                promotion = self._promotion(errand, batches[number + 1]) if goes_on else None
                 num_good, get_seconds = await self._get_batch(errand, batch, num_there)
                 yield batch, num_good, up_seconds + get_seconds
                 if num_good < len(batch.matches):

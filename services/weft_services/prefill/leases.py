@@ -32,7 +32,6 @@ class Lease:
         self._progress: PromptProgress | None = None
         self._first: TokenDelta | None = None
         self._failure: WeftError | None = None
-        self._is_complete = False
         self._changed = asyncio.Event()
 
     def on_reserved(self, reserved: Reserved) -> None:
@@ -57,8 +56,8 @@ class Lease:
 
     def dismiss(self) -> None:
         """The borrower is done; before the prompt is, that means it has lost interest."""
-        self.end = "returned" if self._is_complete else "cancelled"
-        if not self._is_complete:
+        self.end = "cancelled" if self._first is None else "returned"
+        if self._first is None:
             self.fail(Cancelled("decode no longer wants the prompt"))
 
     async def until_reserved(self) -> Reserved:
@@ -87,7 +86,6 @@ class Lease:
                     yield ReadyBlocks(next_index[group], blocks, tuple(sums), group)
                     next_index[group] = run.end
             if first is not None:
-                self._is_complete = True
                 return
             await self._change()
 

@@ -143,4 +143,7 @@ async def test_blocks_are_announced_chunk_by_chunk_and_the_partial_one_after_the
     lease.on_first_token(TokenDelta(order.key, (7,), prompt=PromptCounts(4, 5, 6)))
     assert await anext(events) == PromptFinished(7, None, 4, 0, 5, 6)
     assert await anext(events) == ReadyBlocks(5, (15,))
+    # over a fast way decode is done before we hear that our last word is out
+    lease.dismiss()
+    assert lease.end == "returned"
     assert [event async for event in events] == []

@@ -31,7 +31,8 @@ class HeldStore:
         self.staging = memoryview(bytearray(NUM_SLOTS * BLOCK_BYTES))
         self.reads: list[tuple[list[str], asyncio.Future[list[int]]]] = []
         self.may_promote = asyncio.Event()
-        self.num_matches = 0
+        self.num_matches = self.num_promotions = 0
+        self.num_on_disk = 1000  # leading blocks of a promotion that are there
         self.promote_wait_ms = 0
         self._tier = tier
 
@@ -45,12 +46,13 @@ class HeldStore:
         return pb2.MatchResponse(checksums=sums, tiers=[self._tier] * len(sums), promote_wait_ms=self.promote_wait_ms)
 
     async def Promote(self, request: pb2.PromoteRequest, **options: Any) -> pb2.PromoteResponse:
+        self.num_promotions += 1
         try:
             async with asyncio.timeout(options["timeout"]):
                 await self.may_promote.wait()
         except TimeoutError:
             raise DeadlineExceeded("too slow") from None
-        return pb2.PromoteResponse(num_promoted=len(request.keys))
+        return pb2.PromoteResponse(num_promoted=min(len(request.keys), self.num_on_disk))
 
     async def let_go(self) -> None:
         """The read that is held now ends well."""
@@ -178,6 +180,17 @@ async def test_a_promotion_that_does_not_end_is_waited_for_no_longer_than_it_is_
         assert (await stage.fetch(range(4))).num_blocks == 0
         assert stage.link.is_usable
         assert not stage.link.reading.locked()
+
+
+async def test_behind_a_gap_nothing_is_brought_up() -> None:
+    store = HeldStore(pb2.STORE_TIER_NVME)
+    store.may_promote.set()
+    store.num_on_disk = 3
+    async with scene(store) as stage:
+        fetch = stage.fetch(range(12))
+        await store.let_go()
+        assert (await fetch).num_blocks == 3
+        assert store.num_promotions == 1
 
 
 async def test_a_disk_that_has_become_slow_is_waited_for_once() -> None:
