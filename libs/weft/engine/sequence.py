@@ -101,6 +101,11 @@ class Sequence:
         return self.spec.sampling.has_penalties or self.spec.constraint is not None
 
     @property
+    def ignores_eos(self) -> bool:
+        """It goes on behind an end token: where a grammar has come to its end, nothing can."""
+        return self.spec.sampling.ignore_eos and self.spec.constraint is None
+
+    @property
     def is_prefill(self) -> bool:
         """Ends after one token, and its blocks may be read by a peer before that: never preempted."""
         return self.spec.mode is SequenceMode.PREFILL
@@ -139,7 +144,7 @@ class Sequence:
     def end_with(self, token_id: int, eos_token_ids: tuple[int, ...], context_tokens: int) -> FinishReason | None:
         """Why the sequence ends when `token_id` comes next; None when it goes on."""
         sampling = self.spec.sampling
-        if token_id in sampling.stop_token_ids or (not sampling.ignore_eos and token_id in eos_token_ids):
+        if token_id in sampling.stop_token_ids or (not self.ignores_eos and token_id in eos_token_ids):
             return FinishReason.STOP
         if self.num_generated + 1 >= sampling.max_tokens or len(self.token_ids) + 1 >= context_tokens:
             return FinishReason.LENGTH

@@ -31,18 +31,10 @@ class Shaper:
         """The logits to sample from, and for rows whose sequence must end: why. The logits given are not changed."""
         if not any(is_shaped(each) for each in sequences):
             return logits, {}
-        masks, failures = self._masks(sequences)
+        (rows, masks), failures = self._masks(sequences)
         seen, penalties = self._seen(sequences)
-        mask_rows, words = (None, None) if masks is None else masks
-        changes = LogitChanges(
-            bias=self._bias(sequences),
-            seen=seen,
-            penalties=penalties,
-            banned=self._banned(sequences),
-            mask_rows=mask_rows,
-            masks=words,
-        )
-        return change(logits, changes), failures
+        bias, banned = self._bias(sequences), self._banned(sequences)
+        return change(logits, LogitChanges(bias, seen, penalties, banned, rows, masks)), failures
 
     def _bias(self, sequences: Items[Sequence]) -> tuple[Tensor, Tensor] | None:
         places: Places = []
@@ -74,15 +66,18 @@ class Shaper:
         return seen, self._upload(np.array(penalties, dtype=np.float32))
 
     def _banned(self, sequences: Items[Sequence]) -> Tensor | None:
-        places: Places = []
-        for row, sequence in enumerate(sequences):
-            sampling = sequence.spec.sampling
-            if sequence.num_preceding < sampling.min_tokens:
-                ends = () if sampling.ignore_eos else self._eos_token_ids
-                places += [(row, token) for token in {*ends, *sampling.stop_token_ids}]
+        free = [(row, each) for row, each in enumerate(sequences) if each.spec.constraint is None]
+        places = [(row, token) for row, sequence in free for token in self._ends(sequence)]
         return self._places(places) if places else None
 
-    def _masks(self, sequences: Items[Sequence]) -> tuple[tuple[Tensor, Tensor] | None, dict[int, str]]:
+    def _ends(self, sequence: Sequence) -> set[int]:
+        """Tokens that would end it too early."""
+        sampling = sequence.spec.sampling
+        if sequence.num_preceding >= sampling.min_tokens:
+            return set()
+        return {*(() if sequence.ignores_eos else self._eos_token_ids), *sampling.stop_token_ids}
+
+    def _masks(self, sequences: Items[Sequence]) -> tuple[tuple[Tensor | None, Tensor | None], dict[int, str]]:
         failures: dict[int, str] = {}
         rows: list[int] = []
         masks: list[NDArray[np.int32]] = []
@@ -90,21 +85,25 @@ class Shaper:
             if sequence.spec.constraint is None:
                 continue
             constraint = history_of(sequence).follow(sequence.token_ids)
-            mask, failure = self._mask(constraint)
+            mask, failure = self._mask(constraint, self._ends(sequence))
             if failure is None:
                 rows.append(row)
                 masks.append(mask)
             else:
                 failures[row] = failure
         if not rows:
-            return None, failures
+            return (None, None), failures
         return (self._upload(np.array(rows)), self._upload(np.stack(masks))), failures
 
-    def _mask(self, constraint: Constraint) -> tuple[NDArray[np.int32], str | None]:
+    def _mask(self, constraint: Constraint, ends: set[int]) -> tuple[NDArray[np.int32], str | None]:
+        """Without `ends`, but where the grammar leaves nothing else: an answer that is complete ends, however short."""
         words = np.zeros(self._num_words, dtype=np.int32)
         if constraint.failure is None:
             constraint.fill(words)
-        return words, constraint.failure
+        others = words.copy()
+        for token in ends:
+            others.view(np.uint32)[token // 32] &= ~np.uint32(1 << token % 32)
+        return (others if others.any() else words), constraint.failure
 
     def _places(self, places: Places) -> Tensor:
         return self._upload(np.array(places).T)

@@ -73,5 +73,5 @@ class GroupedAttention:
         kv_write(qk[:, num_heads:], heads[:, num_rotated:], pool, self.index, slots)
         q = qk[:, :num_heads]
         if step.temperature is not None and not self.layer.is_rotated:
-            q = q * step.temperature
+            q = (q * step.temperature).to(q.dtype)
         return q.contiguous()

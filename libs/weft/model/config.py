@@ -41,10 +41,13 @@ def read_config(model_dir: Path) -> ModelConfig:
     config = FAMILIES[_architecture(fields)](fields)
     if config.rotated_dim % 2:
         raise fields.fail("head_dim", f"must be even for rotary embeddings, found {config.rotated_dim}")
+    if config.experts and config.experts.top_k > config.experts.num_experts:
+        raise fields.fail("num_experts_per_tok", f"{config.experts.top_k} of {config.experts.num_experts} experts")
     generation = model_dir / "generation_config.json"
     # It wins where it names any end tokens: it is the file that chat tuning updates.
     eos = read_eos(read_json(generation)) if generation.exists() else None
-    return config if eos is None else replace(config, eos_token_ids=eos)
+    known = range(config.vocab_size)
+    return replace(config, eos_token_ids=tuple(each for each in eos or config.eos_token_ids if each in known))
 
 
 def _architecture(fields: Fields) -> str:

@@ -121,4 +121,4 @@ class Decoder:
         if temperature is None:
             return None
         growth = ((positions.float() + 1) / temperature.floor).floor().log1p()
-        return (growth * temperature.scale + 1)[:, None, None].to(self.dtype)
+        return (growth * temperature.scale + 1)[:, None, None]

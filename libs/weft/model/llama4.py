@@ -23,8 +23,6 @@ def read(fields: Fields) -> ModelConfig:
         shared="shared_expert",
         is_fused=True,
     )
-    if experts.top_k > experts.num_experts:
-        raise fields.fail("num_experts_per_tok", f"{experts.top_k} of {experts.num_experts} experts")
     return replace(
         config,
         # `intermediate_size` is an expert's; dense layers have their own

@@ -19,7 +19,5 @@ def read(fields: Fields) -> ModelConfig:
         size=config.intermediate_size,
         projections=("w1", "w3", "w2"),
     )
-    if experts.top_k > experts.num_experts:
-        raise fields.fail("num_experts_per_tok", f"{experts.top_k} of {experts.num_experts} experts")
     layer = Layer(window=read_window(fields, 0), has_experts=True)
     return replace(config, layers=(layer,) * config.num_layers, experts=experts, mlp_name="block_sparse_moe")

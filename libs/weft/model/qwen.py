@@ -36,8 +36,6 @@ def read_qwen3_moe(fields: Fields) -> ModelConfig:
         size=fields.whole("moe_intermediate_size", 768),
         is_renormalised=fields.flag("norm_topk_prob"),
     )
-    if experts.top_k > experts.num_experts:
-        raise fields.fail("num_experts_per_tok", f"{experts.top_k} of {experts.num_experts} experts")
     window = read_window(fields, DEFAULT_WINDOW) if fields.flag("use_sliding_window") else 0
     dense, step = fields.wholes("mlp_only_layers", []), fields.whole("decoder_sparse_step", 1)
     layers = tuple(

@@ -25,8 +25,8 @@ class Rows:
 class Step:
     """`slots`, `batches`: one a group of layers, see `weft.model.kv_layout`. `angles`: cosine, sine [T, rotated dim].
 
-    `temperature`: [T, 1, 1] for queries of unrotated layers, or None. `latent`: how latent attention goes about the
-    batch, in models that have it.
+    `temperature`: [T, 1, 1] float32 for queries of unrotated layers, or None. `latent`: how latent attention goes about
+    the batch, in models that have it.
     """
 
     slots: Tensor

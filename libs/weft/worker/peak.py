@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 import weft_kernels
 from weft.engine.batch import Work
 from weft.engine.config import EngineConfig
-from weft.engine.graphs import static_bytes
+from weft.engine.graphs import graph_sizes, static_bytes
 from weft.engine.messages import PromptReader, SequenceMode, SequenceSpec
 from weft.engine.runner import ModelRunner
 from weft.engine.sequence import Sequence
@@ -87,9 +87,9 @@ def identity_of(weights_hash: str, limits: EngineConfig, dtype: str, device: tor
 def measure_peak(model: Decoder, limits: EngineConfig, dtype: str, device: torch.device) -> int:
     """Bytes beyond the pool and what graphs keep beside it (`static_bytes`), on a pool as small as can be.
 
-    One step has a whole chunk at the end of the longest context, all of which is scored, beside one token of everybody
-    else; the next one has one token of everybody, which is what graphs are captured for. Raises BadCheckpoint where
-    there is no room for it.
+    One step has one token of as many as the largest graph is captured for, the next one a whole chunk at the end of the
+    longest context, all of which is scored, beside one token of everybody else: a capture begins with giving back all
+    that torch only keeps, and its own memory stays. Raises BadCheckpoint where there is no room for it.
     """
     least = limits.paging.max_pages(min(limits.max_context_tokens, limits.chunk_tokens))
     small = replace(limits, num_blocks=least, max_pinned=0)
@@ -99,8 +99,9 @@ def measure_peak(model: Decoder, limits: EngineConfig, dtype: str, device: torch
     try:
         runner = ModelRunner(model, small, dtype, device)
         scorer = PromptScorer((0,) * limits.max_context_tokens, 20)
-        for each in (_work(limits.paging, limits.max_context_tokens - chunk, chunk, scorer), one):
-            runner.launch([each, *others]).collect()
+        long = _work(limits.paging, limits.max_context_tokens - chunk, chunk, scorer)
+        for works in ([one, *others][: graph_sizes(limits.max_num_seqs)[-1]], [long, *others]):
+            runner.launch(works).collect()
     except torch.OutOfMemoryError as error:
         raise BadCheckpoint(
             f"the model does not fit: beside its weights there is no room for a step of {chunk} prompt tokens "

@@ -135,6 +135,40 @@ def test_a_constraint_holds_from_the_first_token_through_preemption_and_hand_off
         assert expected[:8] + target.wait_end(key).tokens == expected
 
 
+class Recited:
+    """Allows one text, then `end` and nothing more."""
+
+    failure: str | None = None
+
+    def __init__(self, text: Sequence[int], end: int) -> None:
+        self._left = [*text, end]
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        for token in token_ids:
+            if token != self._left.pop(0) or not self._left:
+                self.failure = "nothing can follow"
+
+    def fill(self, words: NDArray[np.int32]) -> None:
+        words.view(np.uint32)[self._left[0] // 32] |= np.uint32(1 << (self._left[0] % 32))
+
+
+@pytest.mark.parametrize("wish", [{"min_tokens": 9}, {"ignore_eos": True}, {"temperature": 1.0, "min_tokens": 9}])
+def test_a_grammar_that_is_complete_ends_the_answer_whoever_wants_more(grouped: Tiny, wish: dict[str, Any]) -> None:
+    text, end = [60, 31, 7], 63
+    with Driver(grouped, eos_token_ids=(end,)) as driver:
+        heard = driver.generate(PROMPT, 20, constraint=Recited(text, end), **{"ignore_eos": False, **wish})
+        assert (heard.tokens, heard.reason) == ([*text, end], FinishReason.STOP)
+
+
+def test_a_grammar_that_can_go_on_does_so_until_min_tokens(grouped: Tiny) -> None:
+    size, end = grouped.config.vocab_size, 63
+    wish: dict[str, Any] = {"ignore_eos": False, "min_tokens": 7, "logit_bias": ((end, 1000.0),)}
+    with Driver(grouped, eos_token_ids=(end,)) as driver:
+        heard = driver.generate(PROMPT, 20, constraint=EveryThird(size), **wish)
+        # 63 may come wherever multiples of three may
+        assert (len(heard.tokens), heard.tokens[-1], heard.reason) == (10, end, FinishReason.STOP)
+
+
 def test_a_constraint_that_fails_ends_its_own_sequence_only(grouped: Tiny) -> None:
     with Driver(grouped) as driver:
         other = driver.submit("other", PROMPT, 30)

@@ -56,9 +56,17 @@ def test_rope_is_read_as_transformers_4_and_5_write_it(tmp_path: Path, fields: d
 
 @pytest.mark.parametrize(
     ("in_config", "in_generation", "expected"),
-    [(2, None, (2,)), ([2, 3], None, (2, 3)), (2, {"eos_token_id": [7, 8]}, (7, 8)), (2, {"top_p": 0.9}, (2,))],
+    [
+        (2, None, (2,)),
+        ([2, 3], None, (2, 3)),
+        (2, {"eos_token_id": [7, 8]}, (7, 8)),
+        (2, {"top_p": 0.9}, (2,)),
+        # no logits stand where these would be: to hold them back would end the engine
+        ([2, 100], None, (2,)),
+        (2, {"eos_token_id": [100, 7]}, (7,)),
+    ],
 )
-def test_the_generation_config_overrides_the_end_tokens(
+def test_end_tokens_are_those_of_the_generation_config_that_the_vocabulary_has(
     tmp_path: Path, in_config: object, in_generation: object, expected: tuple[int, ...]
 ) -> None:
     write(tmp_path, eos_token_id=in_config)

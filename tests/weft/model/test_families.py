@@ -12,11 +12,12 @@ from safetensors import safe_open
 
 from tests.weft.tiny_families import FAMILIES, TinyFamily
 from weft.kv.groups import Paging
+from weft.model import attention
 from weft.model.config import expected_tensors
 from weft.model.decoder import Decoder
 from weft.model.kv_layout import kv_groups
 from weft.model.step import Rows
-from weft_kernels.paged_attention import PagedBatch
+from weft_kernels.paged_attention import PagedBatch, Span, paged_attention
 
 BLOCK_TOKENS = 8
 NUM_TOKENS = 80
@@ -75,6 +76,25 @@ def test_logits_in_bf16_are_as_near_to_fp32_as_those_of_transformers(
     theirs = (rounded.logits(TOKENS).float() - exact).pow(2).mean().sqrt()
     ours = (logits_in_chunks(tiny, 16, torch.bfloat16) - exact).pow(2).mean().sqrt()
     assert ours < 1.5 * theirs
+
+
+def test_in_bf16_a_long_texts_temperature_is_not_rounded(
+    family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries alone are, as by transformers: a rounded factor would shift all scores of a row alike."""
+    queries: list[torch.Tensor] = []
+
+    def attend(q: torch.Tensor, layer: int, batch: PagedBatch, span: Span) -> torch.Tensor:
+        queries.append(q)
+        return paged_attention(q, layer, batch, span)
+
+    monkeypatch.setattr(attention, "paged_attention", attend)
+    tiny = family_of("llama4")
+    for config in (tiny.config, replace(tiny.config, temperature=None)):
+        logits_in_chunks(replace(tiny, config=config), NUM_TOKENS, torch.bfloat16)
+    warm, plain = queries[3], queries[7]  # of the first layer that has a temperature, from the same hidden states
+    factors = 1 + 0.4 * ((torch.arange(NUM_TOKENS) + 1.0) / 16).floor().log1p()
+    assert torch.equal(warm, (plain.float() * factors[:, None, None]).bfloat16())
 
 
 @pytest.mark.parametrize("name", FAMILIES)

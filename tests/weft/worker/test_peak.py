@@ -13,7 +13,7 @@ import torch
 from tests.weft.tiny_families import FAMILIES, TinyFamily
 from weft.capacity.room import Machine, measure_room
 from weft.engine.config import EngineConfig
-from weft.engine.graphs import static_bytes
+from weft.engine.graphs import DecodeGraphs, static_bytes
 from weft.engine.runner import ModelRunner
 from weft.errors import BadCheckpoint
 from weft.model.decoder import Decoder
@@ -69,7 +69,8 @@ def test_the_peak_is_near_the_plans(name: str, chunk_tokens: int, family_of: Cal
 def test_every_family_has_a_largest_step(
     name: str, family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk at the end of the longest context, beside one token of everybody else; and then one of everybody."""
+    """One token of everybody; then a chunk at the end of the longest context beside those: on a GPU a capture gives
+    back what torch keeps of steps before it, and keeps what it took beside all later ones."""
     tiny, launched = family_of(name), []
     model = Decoder(tiny.config, tiny.weights, torch.float32, CPU)
     launch = ModelRunner.launch
@@ -81,7 +82,24 @@ def test_every_family_has_a_largest_step(
 
     monkeypatch.setattr(ModelRunner, "launch", watched)
     assert measure_peak(model, replace(limits_of(tiny), decode_graphs=True, max_pinned=0), "float32", CPU) >= 0
-    assert launched == [[(tiny.config.max_positions - 64, 64), *[(0, 1)] * 5], [(0, 1)] * 6]
+    assert launched == [[(0, 1)] * 6, [(tiny.config.max_positions - 64, 64), *[(0, 1)] * 5]]
+
+
+def test_the_largest_graph_is_captured_however_many_sequences_a_step_may_have(
+    family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, captured = family_of("llama2"), []
+    record = DecodeGraphs._record
+
+    def watched(self: DecodeGraphs, size: int) -> None:
+        captured.append(size)
+        record(self, size)
+
+    monkeypatch.setattr(DecodeGraphs, "_record", watched)
+    model = Decoder(tiny.config, tiny.weights, torch.float32, CPU)
+    limits = replace(limits_of(tiny, max_num_seqs=300), decode_graphs=True, max_pinned=0)
+    measure_peak(model, limits, "float32", CPU)
+    assert captured == [256]
 
 
 def test_no_room_for_the_largest_step_is_said_in_the_words_of_the_settings(
