@@ -44,7 +44,8 @@ class Checkpoint:
 
     `config_json` is config.json with the end tokens of generation_config.json, the file that chat tuning updates.
     `source_id` changes when a file is written anew, and when config.json asks for other tensors; `directory_id` names
-    the directory alone.
+    the directory alone. `second_head`: an output matrix beside the embedding to which config.json ties it, see
+    `weft.weights.head`; none of `tensors`.
     """
 
     directory: Path
@@ -52,6 +53,7 @@ class Checkpoint:
     tensors: tuple[TensorSource, ...]
     directory_id: str
     source_id: str
+    second_head: TensorSource | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -65,9 +67,10 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     if not directory.is_dir():
         raise BadCheckpoint(f"{directory}: no such directory")
     config = read_config(directory)
-    tensors = _select(directory, config, _find_tensors(directory, origin_of(directory)))
-    state = source_id(directory, tensors)
-    return Checkpoint(directory, _served_config(directory, config), tensors, _digest([str(directory)]), state)
+    found = _find_tensors(directory, origin_of(directory))
+    tensors = _select(directory, config, found)
+    state, head = source_id(directory, tensors), found.get(config.prefix + "lm_head.weight") if config.is_tied else None
+    return Checkpoint(directory, _served_config(directory, config), tensors, _digest([str(directory)]), state, head)
 
 
 def source_id(directory: Path, tensors: Sequence[TensorSource]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from weft.errors import Cancelled, Incompatible, PeerLost, WeftError
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
+from weft.weights.head import with_own_head
 from weft.weights.image import Around, Image, find_image, remove_stale, write_image
 from weft.weights.layout import image_layout
 from weft.weights.load import PeerFirst, RunReader, check_samples
@@ -135,6 +136,7 @@ class WeightLoader:
         """An error is handed to those who wait; in the task group it would end the process."""
         try:
             checkpoint = await asyncio.to_thread(read_checkpoint, self._directory)
+            checkpoint = await asyncio.to_thread(with_own_head, checkpoint, self._num_readers)
             for name in await asyncio.to_thread(remove_stale, checkpoint):
                 logger.info("removed a stale image %s", name)
             found = find_image(checkpoint)

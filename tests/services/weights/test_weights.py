@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.services.weights.service import MODEL, PATIENCE_SECONDS, line_with, load, serving, start
-from tests.weft.weights.checkpoints import make_checkpoint
+from tests.weft.weights.checkpoints import make_checkpoint, write_config
 from weft import log
 from weft.errors import BadCheckpoint, NotFound, Unreadable
 from weft.rpc.client import owned
@@ -47,6 +48,14 @@ async def test_the_first_load_reads_and_the_next_finds(directory: Path) -> None:
         assert (first.shm_name, first.weights_hash) == (second.shm_name, second.weights_hash)
         assert "model.norm.weight" in open_image(first.shm_name, first.size_bytes)
         assert '"LlamaForCausalLM"' in first.config_json
+
+
+async def test_an_output_matrix_that_is_not_the_embedding_comes_along(directory: Path) -> None:
+    write_config(directory, tie_word_embeddings=True)
+    async with serving(directory) as channel:
+        ready = (await load(channel))[-1].ready
+        assert "lm_head.weight" in open_image(ready.shm_name, ready.size_bytes)
+        assert json.loads(ready.config_json)["tie_word_embeddings"] is False
 
 
 async def test_loads_at_the_same_time_share_one_reading_and_all_see_progress(

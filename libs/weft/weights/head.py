@@ -1,0 +1,75 @@
+"""The output matrix of a model whose config.json ties it to the embedding, while its files hold another one.
+
+transformers goes by the files then, and so do we. To be sure that two matrices are the same both are read, whole:
+training may have changed a few rows of one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from weft.errors import BadCheckpoint
+from weft.model.quantization import FLOATS
+from weft.weights.checkpoint import Checkpoint, TensorSource, source_id
+from weft.weights.image import find_image
+from weft.weights.layout import PIECE_BYTES, ImageLayout, Part, Run, num_pieces
+from weft.weights.load import files_reader
+from weft.weights.source import ReadingMemory
+
+logger = logging.getLogger(__name__)
+
+
+def with_own_head(checkpoint: Checkpoint, num_threads: int) -> Checkpoint:
+    """The checkpoint with that matrix, and a config that says so; as it is where there is none, or the embedding again.
+
+    Raises BadCheckpoint, Unreadable.
+    """
+    head = checkpoint.second_head
+    if head is None:
+        return checkpoint
+    own = _untied(checkpoint, head)
+    for each in (checkpoint, own):
+        if (image := find_image(each)) is not None:  # whoever wrote it has looked
+            image.leave()
+            return each
+    embedding = next(each for each in checkpoint.tensors if each.entry.name.endswith("embed_tokens.weight"))
+    if head.entry.shape != embedding.entry.shape or head.entry.dtype not in FLOATS:
+        raise BadCheckpoint(f"{head.file}: tensor {head.entry.name} is not a matrix of the embedding's shape")
+    if head.entry.dtype == embedding.entry.dtype and _are_equal(embedding, head, num_threads):
+        return checkpoint
+    logger.warning("%s is used: it is not the embedding, to which config.json ties it", head.entry.name)
+    return own
+
+
+def _untied(checkpoint: Checkpoint, head: TensorSource) -> Checkpoint:
+    fields = json.loads(checkpoint.config_json)
+    for part in (fields, fields.get("text_config") or {}):
+        part["tie_word_embeddings"] = False
+    tensors = (*checkpoint.tensors, head)
+    state = source_id(checkpoint.directory, tensors)
+    return replace(checkpoint, config_json=json.dumps(fields), tensors=tensors, source_id=state, second_head=None)
+
+
+def _are_equal(one: TensorSource, other: TensorSource, num_threads: int) -> bool:
+    local = threading.local()
+    with files_reader(ImageLayout((one, other), 0, 0)) as read, ThreadPoolExecutor(num_threads) as threads:
+
+        def is_equal(number: int) -> bool:
+            if not hasattr(local, "memories"):
+                local.memories = ReadingMemory(), ReadingMemory()
+            runs = (_piece(source, number) for source in (one, other))
+            first, second = (read(run, memory) for run, memory in zip(runs, local.memories, strict=True))
+            return first == second
+
+        equal = all(threads.map(is_equal, range(num_pieces(one.entry))))
+        threads.shutdown(cancel_futures=True)
+        return equal
+
+
+def _piece(source: TensorSource, number: int) -> Run:
+    size = min(PIECE_BYTES, source.entry.size_bytes - number * PIECE_BYTES)
+    return Run(source.file, 0, (Part(0, number, source.entry, size),))
