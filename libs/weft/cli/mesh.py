@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from weft.capacity.processors import granted_cores
 from weft.cli.gpus import gpu_settings
 from weft.cli.health import grpc_serves, http_answers, redis_answers
 from weft.cli.ports import LOOPBACK, PortTaken, check_listen_address, check_port, free_ports, reachable
@@ -63,8 +64,9 @@ class MeshOptions:
 
     @property
     def worker_threads(self) -> int:
-        """torch threads of one worker; together they leave no core to two."""
-        return self.threads or max(1, len(usable_cores()) // self.num_workers)
+        """torch threads of one worker; together they leave no core to two, and use no more than is granted."""
+        num_cores = len(usable_cores())
+        return self.threads or max(1, min(num_cores, granted_cores() or num_cores) // self.num_workers)
 
     @property
     def num_workers(self) -> int:

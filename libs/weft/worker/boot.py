@@ -15,6 +15,7 @@ import torch
 from weft import log
 from weft.capacity.memory import available_bytes
 from weft.capacity.plan import RUNTIME_BYTES
+from weft.capacity.processors import granted_cores
 from weft.capacity.room import Room, default_num_blocks, measured_room
 from weft.capacity.sizes import Sizes, choose
 from weft.engine.build import assemble
@@ -59,9 +60,8 @@ class Booted:
 async def boot(config: WorkerConfig, listener: Callable[[StepOutput], None]) -> Booted:
     """Load, map and build. Raises PeerLost when no weights service answers in time, BadCheckpoint, NotFound."""
     keep_heap()
-    num_cores = pin(config.cpus) if config.cpus else 0
-    if config.threads or num_cores:
-        torch.set_num_threads(config.threads or num_cores)
+    num_cores = pin(config.cpus) if config.cpus else torch.get_num_threads()
+    torch.set_num_threads(config.threads or min(num_cores, granted_cores() or num_cores))
     sizes = choose(config.wanted, torch.cuda.is_available())
     if sizes.machine.device == "cpu":
         let_sessions_pass(CPU_NICENESS)

@@ -185,6 +185,13 @@ def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch, cores: int, wo
     assert MeshOptions(ONE, threads=3).worker_threads == 3
 
 
+def test_workers_share_what_a_container_is_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "usable_cores", lambda: list(range(64)))
+    monkeypatch.setattr(module, "granted_cores", lambda: 8)
+    assert MeshOptions(ONE, num_prefill=1, num_decode=1).worker_threads == 4
+    assert MeshOptions(ONE, num_prefill=1, num_decode=1, threads=16).worker_threads == 16
+
+
 @pytest.mark.parametrize(
     ("cores", "threads", "expected"),
     [

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from weft.capacity.room import Machine
 from weft.capacity.sizes import Sizes, choose
@@ -120,6 +121,25 @@ async def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_asked
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
     with pytest.raises(BadCheckpoint, match="the model does not fit"):
         await boot.boot(config(MODEL=str(tmp_path), WEIGHTS_ADDR="nobody:1"), lambda output: None)
+
+
+@pytest.mark.parametrize(
+    ("more", "granted", "expected"), [({}, None, 64), ({}, 8, 8), ({}, 80, 64), ({"THREADS": "16"}, 8, 16)]
+)
+async def test_a_worker_computes_on_no_more_cores_than_its_container_is_granted(
+    more: dict[str, str], granted: int | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boot, "available_bytes", lambda: 1000)
+    for name in ("keep_heap", "let_sessions_pass"):  # of this process, which goes on
+        monkeypatch.setattr(boot, name, lambda *_: None)
+    num_threads: list[int] = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    monkeypatch.setattr(torch, "set_num_threads", num_threads.append)
+    monkeypatch.setattr(boot, "granted_cores", lambda: granted)
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS))
+    with pytest.raises(BadCheckpoint, match="the model does not fit"):
+        await boot.boot(config(MODEL=str(tmp_path), WEIGHTS_ADDR="nobody:1", **more), lambda output: None)
+    assert num_threads == [expected]
 
 
 @pytest.mark.parametrize(
