@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 
 import grpc
@@ -109,19 +111,21 @@ async def test_a_node_that_lends_to_many_is_asked_until_it_is_our_turn(
 ) -> None:
     one, two = nodes
     wipe(two)
-    refused = 0
+    was_refused, numbers = asyncio.Event(), count()
 
-    class CountingLender(lending.Lender):
+    class BusyLender(lending.Lender):
         async def read(self, weights_hash: str, slices: Sequence[lending.Slice]) -> AsyncIterator[bytes]:
-            nonlocal refused
+            are_samples = next(numbers) == 0
             try:
                 async for data in super().read(weights_hash, slices):
+                    if not are_samples:
+                        await was_refused.wait()  # until the other reading thread has come as well
                     yield data
             except Overloaded:
-                refused += 1
+                was_refused.set()
                 raise
 
-    monkeypatch.setattr(service_module, "Lender", CountingLender)
+    monkeypatch.setattr(service_module, "Lender", BusyLender)
     monkeypatch.setattr(lending, "MAX_READS", 1)
     async with listening(one) as address:
         async with open_channel(address) as channel:
@@ -129,7 +133,7 @@ async def test_a_node_that_lends_to_many_is_asked_until_it_is_our_turn(
         async with serving(two, address) as second:
             ready = (await load(second))[-1].ready
         assert (ready.source, ready.weights_hash) == (address, held)
-        assert refused > 0
+        assert was_refused.is_set()
         monkeypatch.setattr(lending, "MAX_READS", 0)
         monkeypatch.setattr(peers, "TURN_SECONDS", 0.2)
         async with serving(two, address) as second:
