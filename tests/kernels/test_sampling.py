@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from weft_kernels.sampling import SamplingRows, logprobs, sample
+from weft_kernels.sampling import SamplingRows, groups, logprobs, sample
 from weft_kernels.sampling.noise import uniforms
-from weft_kernels.sampling.reference import filtered_scores
+from weft_kernels.sampling.reference import filtered_scores, sample_reference
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
@@ -144,3 +144,20 @@ def test_logprobs_are_of_the_unscaled_distribution() -> None:
     torch.testing.assert_close(values, expected.sort(descending=True).values[:, :3])
     assert torch.equal(ids, expected.argsort(descending=True)[:, :3])
     assert logprobs(logits, torch.tensor([0, 0]), 99)[1].shape == (2, 30)
+
+
+@pytest.mark.parametrize("num_greedy", [0, 3, 9])
+@pytest.mark.parametrize("group_items", [1, 200, 1000])
+def test_groups_of_rows_give_the_tokens_of_all_together(
+    num_greedy: int, group_items: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups, "GROUP_ITEMS", group_items)
+    kinds: list[dict[str, Any]] = [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.4}]
+    params = [{**kinds[i % 5], "temperature": 0.5 + i / 5} for i in range(9 - num_greedy)]
+    params[1:1] = [GREEDY] * num_greedy
+    rows = make_rows(params, list(range(9)), list(range(40, 49)))
+    for seed in range(20):
+        logits = torch.randn(9, 97, generator=torch.Generator().manual_seed(seed))
+        logits[:, 50:] = logits[:, 3:50]  # the first of equals is the best
+        assert torch.equal(sample(logits, rows), sample_reference(logits, rows))
+    assert torch.equal(sample(logits, None), logits.argmax(-1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from weft_kernels.sampling.reference import sample_reference
+from weft_kernels.sampling.groups import best, sample_groups
 from weft_kernels.sampling.rows import SamplingRows as SamplingRows
 
 
@@ -16,13 +16,13 @@ def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
     Without `rows` all are greedy.
     """
     assert logits.ndim == 2
+    if not logits.is_cuda:
+        return best(logits) if rows is None else sample_groups(logits, rows)
     if rows is None:
         return logits.argmax(-1)
-    if logits.is_cuda:
-        from weft_kernels.sampling.kernel import sample_kernel
+    from weft_kernels.sampling.kernel import sample_kernel
 
-        return sample_kernel(logits, rows)
-    return sample_reference(logits, rows)
+    return sample_kernel(logits, rows)
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

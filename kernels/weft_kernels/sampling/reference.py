@@ -14,15 +14,18 @@ NEVER = float("-inf")
 
 def sample_reference(logits: Tensor, rows: SamplingRows) -> Tensor:
     """See `weft_kernels.sampling.sample`."""
-    greedy = logits.argmax(-1)
+    return torch.where(rows.temperature > 0, draw(logits, rows), logits.argmax(-1))
+
+
+def draw(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """[R] int64: a token of each row; of greedy ones, any."""
     cdf = filtered_scores(logits, rows).softmax(-1).cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1]
     # Strictly below the total, whatever the product rounds to: a token of probability 0 is never hit.
     target = torch.minimum(
         uniforms(rows.seeds, rows.positions) * total, torch.nextafter(total, torch.zeros_like(total))
     )
-    drawn = torch.searchsorted(cdf, target[:, None], right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
-    return torch.where(rows.temperature > 0, drawn, greedy)
+    return torch.searchsorted(cdf, target[:, None], right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
 
 
 def filtered_scores(logits: Tensor, rows: SamplingRows) -> Tensor:

@@ -22,3 +22,10 @@ class SamplingRows:
     seeds: Tensor
     positions: Tensor
     has_top_k_or_p: bool
+
+    def of(self, places: Tensor) -> SamplingRows:
+        """Those of some rows, [n] int64, on a CPU."""
+        top_k, top_p = self.top_k[places], self.top_p[places]
+        others = self.min_p[places], self.seeds[places], self.positions[places]
+        cuts = bool(((top_k > 0) | (top_p < 1)).any())
+        return SamplingRows(self.temperature[places], top_k, top_p, *others, has_top_k_or_p=cuts)
