@@ -19,10 +19,15 @@ class Fallbacks:
     def __init__(self) -> None:
         self._tokens: dict[RequestKey, int] = {}
 
+    def has_room(self, num_tokens: int) -> bool:
+        """`begin` would take them."""
+        others = sum(self._tokens.values())
+        return not others or others + num_tokens <= MAX_TOKENS
+
     def begin(self, key: RequestKey, num_tokens: int, prefill_id: str) -> None:
         """Raises PeerLost, naming the prefill worker, when others fill the bound already."""
-        others = sum(self._tokens.values())
-        if others and others + num_tokens > MAX_TOKENS:
+        if not self.has_room(num_tokens):
+            others = sum(self._tokens.values())
             raise PeerLost(f"no hand-off from {prefill_id}, and {others} such tokens are being computed", prefill_id)
         self._tokens[key] = num_tokens
         self._observe()

@@ -12,7 +12,7 @@ from weft.engine.core import Engine
 from weft.engine.messages import FirstToken, Reserved
 from weft.errors import BadCheckpoint, Cancelled, DeadlineExceeded, Incompatible, Overloaded, PeerLost, WeftError
 from weft.kv.groups import PageRun
-from weft.kv.handoff import PrefillOrder, PromptFinished
+from weft.kv.handoff import Heartbeat, PrefillOrder, PromptFinished
 from weft.kv.transport import TransferFailed
 from weft.lifetime import Stage
 from weft.request import ModelFingerprint, PromptUsage, RequestKey, WorkerAddress
@@ -23,8 +23,15 @@ from weft_services.decode.order import SequenceOrder
 from weft_services.decode.peers import PrefillPeers
 from weft_services.decode.reception import BrokenPromise, LeaseLost, Reception
 from weft_services.decode.stages import StageClock
+from weft_services.decode.standstill import Standstill
 
 logger = logging.getLogger(__name__)
+
+
+class Circle(Exception):
+    """The lender has no room, and nor have we for what others are to borrow: somebody has to begin."""
+
+
 # what the lender is to blame for: others should not be sent to it for a while
 _LOST = (PeerLost, Cancelled, DeadlineExceeded, TimeoutError)
 _REASONS: dict[type[BaseException], str] = {
@@ -39,10 +46,11 @@ _REASONS: dict[type[BaseException], str] = {
     ChecksumMismatch: "checksum",
     LeaseLost: "lease_lost",
     BrokenPromise: "protocol",
+    Circle: "circle",
 }
 
 
-_EXPECTED = (WeftError, TimeoutError, TransferFailed, ChecksumMismatch, LeaseLost, BrokenPromise)
+_EXPECTED = (WeftError, TimeoutError, TransferFailed, ChecksumMismatch, LeaseLost, BrokenPromise, Circle)
 
 
 class HandOffs:
@@ -59,7 +67,7 @@ class HandOffs:
         self._fingerprint = fingerprint
 
     async def fill(
-        self, order: SequenceOrder, prefill: WorkerAddress, reserved: Reserved, stages: StageClock
+        self, order: SequenceOrder, prefill: WorkerAddress, reserved: Reserved, stages: StageClock, still: Standstill
     ) -> PromptUsage | None:
         """Let the engine go on, with the prompt's KV in place or with the prompt to compute itself; then None, or only
         the name of a lender that was lost.
@@ -74,7 +82,7 @@ class HandOffs:
             self._engine.filled(order.key, num_hit)
             stages.reach(Stage.PREFILLING)
             return None
-        reception = self._reception(order, prefill, reserved)
+        reception = self._reception(order, prefill, reserved, still)
         finished = await self._receive(prefill, reception, num_hit, stages)
         if finished is None:
             stages.reach(Stage.PREFILLING)
@@ -111,11 +119,17 @@ class HandOffs:
                 self._engine.filled(reception.order.key, num_hit, suspect_blocks=reception.abandon())
         return finished
 
-    def _computed(self, key: RequestKey, finished: PromptFinished) -> None:
-        """The client need not wait for the KV: the token is what it is, however the last blocks get here."""
-        self._engine.foretell(key, FirstToken(finished.first_token_id, finished.logprobs))
+    def _hear(self, key: RequestKey, num_tokens: int, still: Standstill, event: PromptFinished | Heartbeat) -> None:
+        """Raises Circle."""
+        if isinstance(event, PromptFinished):
+            # the client need not wait for the KV: the token is what it is, however the last blocks get here
+            self._engine.foretell(key, FirstToken(event.first_token_id, event.logprobs))
+        elif still.lasts() and self.fallbacks.has_room(num_tokens):
+            raise Circle("neither side has room for what the other is to compute")
 
-    def _reception(self, order: SequenceOrder, prefill: WorkerAddress, reserved: Reserved) -> Reception:
+    def _reception(
+        self, order: SequenceOrder, prefill: WorkerAddress, reserved: Reserved, still: Standstill
+    ) -> Reception:
         prefill_order = PrefillOrder(
             key=order.key,
             prefill_boot_id=prefill.boot_id,
@@ -128,8 +142,9 @@ class HandOffs:
             priority=order.priority,
             retention=order.retention,
         )
-        targets, on_computed = self._targets(order, reserved), partial(self._computed, order.key)
-        return Reception(prefill_order, targets, prefill.address, self._borrower, on_computed)
+        num_lacking = len(order.token_ids) - reserved.num_hit_tokens
+        targets, on_event = self._targets(order, reserved), partial(self._hear, order.key, num_lacking, still)
+        return Reception(prefill_order, targets, prefill.address, self._borrower, on_event)
 
     def _targets(self, order: SequenceOrder, reserved: Reserved) -> list[PageRun]:
         """Of each group, the pages that are to be filled."""

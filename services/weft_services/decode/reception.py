@@ -15,6 +15,7 @@ from weft.errors import Incompatible, PeerLost
 from weft.kv.groups import PageRun
 from weft.kv.handoff import (
     Accepted,
+    Heartbeat,
     LeaseClosed,
     PrefillEvent,
     PrefillOrder,
@@ -39,7 +40,8 @@ class BrokenPromise(Exception):
 
 
 class Reception:
-    """`receive` once, then perhaps `abandon`. `on_computed` hears of the prompt's end ahead of its last blocks."""
+    """`receive` once, then perhaps `abandon`. `on_event` hears of the prompt's end, ahead of its last blocks, and of
+    heartbeats while the prompt waits for room at the lender; what it raises ends the hand-off."""
 
     def __init__(
         self,
@@ -47,7 +49,7 @@ class Reception:
         targets: list[PageRun],
         address: str,
         borrower: Borrower,
-        on_computed: Callable[[PromptFinished], None],
+        on_event: Callable[[PromptFinished | Heartbeat], None],
     ) -> None:
         self.order = order
         self.exposed_seconds = 0.0
@@ -55,7 +57,7 @@ class Reception:
         self._targets = targets
         self._address = address
         self._borrower = borrower
-        self._on_computed = on_computed
+        self._on_event = on_event
         self._borrowing: Borrowing | None = None
         self._lent: list[list[int]] = [[] for _ in targets]  # the lender's blocks, from each target's first on
         self._copies: list[BlockCopy] = []  # announced, not yet pulled
@@ -105,9 +107,12 @@ class Reception:
                 if self._borrowing is None:
                     raise BrokenPromise("the prompt ended before it was accepted")
                 self._finished = event
-                self._on_computed(event)
+                self._on_event(event)
                 self._stages.reach(Stage.TRANSFERRING)
                 self._has_news.set()
+            case Heartbeat():
+                if self._borrowing is None:
+                    self._on_event(event)
 
     def _accept(self, event: Accepted, call: PrefillCall) -> None:
         if event.boot_id != self.order.prefill_boot_id:

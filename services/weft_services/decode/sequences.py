@@ -33,6 +33,7 @@ from weft_services.decode.handoff import HandOffs
 from weft_services.decode.order import Delta, Failure, SequenceOrder
 from weft_services.decode.outbox import Outbox
 from weft_services.decode.stages import StageClock
+from weft_services.decode.standstill import Standstill
 
 logger = logging.getLogger(__name__)
 WATCH_SECONDS = 0.5
@@ -202,7 +203,8 @@ class SequenceDesk:
         order = sequence.order
         if order.prefill is not None:
             reserved = await sequence.until_reserved()
-            lent = await self._hand_offs.fill(order, order.prefill, reserved, sequence.stages)
+            still = Standstill(lambda: self._engine.load, self._sequences.__len__)
+            lent = await self._hand_offs.fill(order, order.prefill, reserved, sequence.stages, still)
             sequence.lent = lent or PromptUsage()
         elif waits:
             await self._fill(sequence)
