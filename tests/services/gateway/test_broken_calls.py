@@ -6,15 +6,50 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_tool_parsers import SEEK_V31, calls, cuts, read, said
-from weft_services.gateway.text.parts import PartKind
+from weft_services.gateway.text.assistant import AnswerReader
+from weft_services.gateway.text.parts import Part, PartKind, Parts, new_call_id
 from weft_services.gateway.text.tool_formats import FORMATS
 
-NOT_JSON = ["{1, 2}", 'b"x"', "1j", "...", "1e999", "{[]: 1}", "{(1, 2): 3}"]
+NOT_JSON = ["{1, 2}", 'b"x"', "1j", "...", "1e999", "{[]: 1}", "{(1, 2): 3}", "'\\ud83d'"]
+HALF = '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'
 ADD = '{"name": "add", "arguments": {"a": 1}}'
+
+
+PIECES = [
+    *(marker for each in FORMATS.values() for marker in each.markers),
+    *("<function=", "<function=add>", "<parameter=", "<parameter=a>", "</parameter>", "\n</parameter>", "</function>"),
+    *("<think>", "</think>", "[add(", "[add(a=1)]", "functions.add:0", "```json", "```", "add", "NaN", "null", "1"),
+    *('"name"', '"arguments"', '"parameters"', '"id"', '"add"', "{", "}", "[", "]", "(", ")", ":", ",", ";", '"', "\\"),
+    *(
+        ADD,
+        ADD[:-2],
+        '{"arguments": {}, "name": "add"}',
+        '{"name": "no", "arguments": {}}',
+        "ud83d",
+        "🙂",
+        "<",
+        " ",
+        "\n",
+    ),
+    " " * 700,
+]
+
+
+def joined(parts: list[Part]) -> list[tuple[str, int, str]]:
+    """What of one kind follows upon itself, in one; ids are made up."""
+    out: list[tuple[str, int, str]] = []
+    for part in parts:
+        kind, text = part.kind.name, part.text
+        if out and out[-1][:2] == (kind, part.call) and part.kind is not PartKind.CALL:
+            text = out.pop()[2] + text
+        out.append((kind, part.call, text))
+    return out
 
 
 @pytest.mark.parametrize(
@@ -27,6 +62,10 @@ ADD = '{"name": "add", "arguments": {"a": 1}}'
         ("mistral-args", '[TOOL_CALLS][ARGS]{"a": 1}', '[TOOL_CALLS][ARGS]{"a": 1}', []),
         ("kimi", "<|tool_call_begin|>{}", "<|tool_call_begin|>{}", []),
         ("deepseek-v3.1", SEEK_V31.format("", "{}"), "{}", []),
+        ("hermes", HALF, HALF, []),
+        ("hermes", 2 * f'<tool_call>{{"id": null, {ADD[1:]}</tool_call>', "", 2 * [("add", '{"a": 1}')]),
+        ("hermes", 2 * '<tool_call>{"name": "add", "id": null}</tool_call>', "", 2 * [("add", "{}")]),
+        ("qwen-xml", "<function=add><parameter=a>NaN</parameter></function>", "", [("add", '{"a": "NaN"}')]),
         ("hermes", f'<tool_call>{ADD[:-1]}, "parameters": {{"b": 2}}}}</tool_call>', "", [("add", '{"a": 1}')]),
     ],
 )
@@ -37,6 +76,25 @@ def test_what_is_no_call_is_text_however_it_is_cut(
         parts = read(FORMATS[name], pieces)
         assert (said(parts, PartKind.TEXT), calls(parts)) == (text, expected)
         assert all(part.text for part in parts)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(data=st.data())
+def test_whatever_is_written_is_read_the_same_however_it_is_cut(name: str, data: st.DataObject) -> None:
+    pieces = st.sampled_from([*PIECES, *FORMATS[name].markers * 8])
+    written = "".join(data.draw(st.lists(pieces, max_size=16)))
+    thinks, is_thinking = data.draw(st.sampled_from([(False, False), (True, False), (True, True)]))
+    whole, *others = [joined(read(FORMATS[name], each, thinks, is_thinking)) for each in cuts(written)]
+    assert all(other == whole for other in others)
+    json.dumps(whole, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize("kind", [5, True, 0.5, {"type": "string"}, []])
+def test_a_schema_that_is_none_does_not_cost_the_answer(kind: Any) -> None:
+    parser = FORMATS["qwen-xml"].parser({"add": {"properties": {"a": {"type": kind}}}})
+    reader = AnswerReader(parser, Parts(new_call_id), thinks=False)
+    parts = reader.push("<function=add><parameter=a>1</parameter></function>") + reader.finish()
+    assert calls(parts) == [("add", '{"a": 1}')]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -198,3 +198,11 @@ def test_a_fault_of_the_library_is_a_refusal() -> None:
     with pytest.raises(InvalidRequest) as refusal:
         ChatTemplate("{{ tools[1:][::-1] }}", {}).render(Conversation((USER,), (BARE,)))
     assert refusal.value.param == "messages"
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Ro', "[1, 2]"])
+def test_arguments_that_a_template_cannot_walk_through_are_a_refusal(arguments: str) -> None:
+    said = call() | {"tool_calls": [{"id": "call00001", "function": {"name": "now", "arguments": arguments}}]}
+    with pytest.raises(InvalidRequest) as refusal:
+        ChatTemplate(TEMPLATES["qwen3-coder"], SPECIAL).render(Conversation((USER, said), (BARE,)))
+    assert refusal.value.param == "messages"

@@ -7,6 +7,8 @@ from weft_services.gateway.text.parts import Part, PartKind, Parts
 from weft_services.gateway.text.tool_parsers import Parser, plain
 
 THINK, END_THINK = "<think>", "</think>"
+# parsers cut what they have read off what they have: a whole answer at once would be copied for every piece of it
+MAX_CHARS = 4096
 
 
 class AnswerReader:
@@ -28,8 +30,8 @@ class AnswerReader:
         """What is new; what might still become something else is held back."""
         if self.is_plain:
             return [Part(PartKind.TEXT, text)] if text else []
-        if text:
-            self._feed.text += text
+        for piece in (text,) if len(text) <= MAX_CHARS else _cut(text):
+            self._feed.text += piece
             next(self._reading, None)
         return self._found()
 
@@ -58,3 +60,7 @@ class AnswerReader:
     def _found(self) -> list[Part]:
         found, self._parts.found = self._parts.found, []
         return found
+
+
+def _cut(text: str) -> list[str]:
+    return [text[start : start + MAX_CHARS] for start in range(0, len(text), MAX_CHARS)]

@@ -141,8 +141,9 @@ class ChatTemplate:
         except minijinja.TemplateError as error:
             raise InvalidRequest(f"the chat template cannot render these messages: {error.kind}", field) from error
         except BaseException as error:
-            # a fault of the library's own, such as [][::-1], is no Exception and would pass by everybody
-            if type(error).__module__ != "pyo3_runtime":
+            # of our own filters, as for arguments that are no object; or a fault of the library's, such as [][::-1],
+            # which is no Exception and would pass by everybody
+            if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
                 raise
             raise InvalidRequest("the chat template cannot render these messages", field) from error
 

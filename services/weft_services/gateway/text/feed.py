@@ -5,9 +5,10 @@ Bounded work per letter, no regular expressions; nothing is given out that might
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeVar
+
+import orjson
 
 from weft_services.gateway.text.stopping import overlap
 
@@ -15,6 +16,8 @@ ResultT = TypeVar("ResultT")
 Reading = Generator[None, None, ResultT]
 Emit = Callable[[str], None]
 SPACE = " \t\r\n"
+# what comes after more white space than this does not begin with anything: looking for it must not take ever longer
+MAX_SPACE = 1024
 
 
 class Feed:
@@ -63,8 +66,11 @@ def begins_with(feed: Feed, marker: str) -> Reading[bool]:
     """Does the marker come next, white space aside; if so, both are read."""
     while True:
         text = feed.text.lstrip(SPACE)
+        num_space = len(feed.text) - len(text)
+        if num_space > MAX_SPACE:
+            return False
         if text.startswith(marker):
-            feed.take(len(feed.text) - len(text) + len(marker))
+            feed.take(num_space + len(marker))
             return True
         if feed.is_over or not marker.startswith(text):
             return False
@@ -81,10 +87,10 @@ def next_letter(feed: Feed) -> Reading[str]:
 
 
 def peek_letter(feed: Feed) -> Reading[str]:
-    """The next letter that is no white space; nothing is read."""
-    while not (text := feed.text.lstrip(SPACE)) and not feed.is_over:
+    """The next letter that is no white space, empty where that is too far away; nothing is read."""
+    while not (text := feed.text.lstrip(SPACE)) and not feed.is_over and len(feed.text) <= MAX_SPACE:
         yield
-    return text[:1]
+    return text[:1] if len(feed.text) - len(text) <= MAX_SPACE else ""
 
 
 def copy_json(feed: Feed, emit: Emit) -> Reading[bool]:
@@ -144,11 +150,8 @@ def json_text(feed: Feed) -> Reading[str]:
 
 
 def parse_json(text: str) -> Any:
-    """Raises ValueError when it is no JSON."""
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+    """Raises ValueError when it is no JSON; nor is NaN, or half of a surrogate pair."""
+    return orjson.loads(text)
 
 
 def _emit(feed: Feed, count: int, emit: Emit) -> None:

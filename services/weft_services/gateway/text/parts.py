@@ -41,7 +41,7 @@ class Parts:
         self._new_id = new_id
         self._max_calls = None if is_parallel else 1
         self._holds_space = holds_space
-        self._held = ""  # white space that counts only if something follows
+        self._held: list[str] = []  # white space that counts only if something follows
 
     def text(self, text: str) -> None:
         """Of the answer proper."""
@@ -57,11 +57,11 @@ class Parts:
 
     def drop_space(self) -> None:
         """What was said ends here."""
-        self._held = ""
+        self._held.clear()
 
     def begin_call(self, name: str, call_id: str = "") -> None:
         """A call; its arguments follow."""
-        self._held = ""
+        self._held.clear()
         self.num_calls += 1
         if self._is_wanted:
             self.found.append(Part(PartKind.CALL, name, self.num_calls - 1, call_id or self._new_id()))
@@ -74,19 +74,24 @@ class Parts:
     def end(self) -> None:
         """The answer ends."""
         if self._held and not self.num_calls:
-            self.found.append(Part(PartKind.TEXT, self._held))
-        self._held = ""
+            self.found.append(Part(PartKind.TEXT, "".join(self._held)))
+        self._held.clear()
 
     @property
     def _is_wanted(self) -> bool:
         return self._max_calls is None or self.num_calls <= self._max_calls
 
     def _say(self, kind: PartKind, text: str) -> None:
-        text = self._held + text
         spoken = text.rstrip(SPACE) if self._holds_space else text
-        self._held = text[len(spoken) :]
         if spoken:
-            self.found.append(Part(kind, spoken))
+            if self._held:
+                text_before = "".join(self._held)
+                self._held.clear()
+                self.found.append(Part(kind, text_before + spoken))
+            else:
+                self.found.append(Part(kind, spoken))
+        if len(spoken) < len(text):
+            self._held.append(text[len(spoken) :])
 
 
 def new_call_id() -> str:

@@ -128,7 +128,7 @@ def _object(feed: Feed, parts: Parts, names: frozenset[str] | None) -> Reading[N
         key = yield from _key(feed)
         is_it = key in ("arguments", "parameters") and "name" in fields and not is_begun
         if is_it and (yield from next_letter(feed)) == "{":
-            parts.begin_call(fields["name"], str(fields.get("id", "")))
+            parts.begin_call(fields["name"], str(fields.get("id") or ""))
             is_begun = True
             yield from copy_json(feed, parts.arguments)
             continue
@@ -159,7 +159,7 @@ def _whole_call(parts: Parts, fields: dict[str, Any], written: dict[str, str]) -
     """Arguments that came before the name, as a string, or not at all."""
     if "name" not in fields:
         raise Malformed
-    parts.begin_call(fields["name"], str(fields.get("id", "")))
+    parts.begin_call(fields["name"], str(fields.get("id") or ""))
     key = "arguments" if "arguments" in fields else "parameters"
     arguments = fields.get(key) or {}
     parts.arguments(arguments if isinstance(arguments, str) else written[key] if arguments else "{}")
@@ -220,11 +220,11 @@ def _deepseek_call(feed: Feed, parts: Parts) -> Reading[None]:
 
 def _python_calls(feed: Feed, parts: Parts, names: frozenset[str]) -> Reading[None]:
     """`[f(a=1), g()]`, given out when it is complete; a list that does not begin with a tool's call is text at once."""
-    while not feed.is_over and _may_be_python(feed.text.strip(), names, is_whole=False):
-        if any(feed.text.strip().startswith(f"[{name}(") for name in names):
+    while not feed.is_over and _may_be_python(text := feed.text.lstrip(), names, is_whole=False):
+        if any(text.startswith(f"[{name}(") for name in names):
             break
         yield
-    if not _may_be_python(feed.text.strip(), names, is_whole=True):
+    if not _may_be_python(feed.text.lstrip(), names, is_whole=True):
         return
     held: list[str] = []
     yield from copy_until(feed, ("<|python_end|>",), held.append)
@@ -260,4 +260,6 @@ def _python_call(node: ast.expr, names: frozenset[str]) -> tuple[str, str]:
     if name not in names:
         raise Malformed
     arguments = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords if each.arg}
-    return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    text.encode()  # half of a surrogate pair could not be sent
+    return name, text

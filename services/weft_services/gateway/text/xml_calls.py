@@ -89,7 +89,7 @@ def is_text(schema: Any) -> bool:
         return True
     kind = schema.get("type")
     if kind is not None:
-        return "string" in kind
+        return isinstance(kind, str | list) and "string" in kind
     if isinstance(values := schema.get("enum"), list):
         return any(isinstance(value, str) for value in values)
     options = schema.get("anyOf") or schema.get("oneOf")
