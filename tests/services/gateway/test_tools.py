@@ -19,6 +19,7 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "now"}},
 ]
 NOW: Any = {"type": "function", "function": {"name": "now"}}
+TOO_LARGE: Any = {"type": "function", "function": {"name": "f", "parameters": {"multipleOf": 99731}}}
 CALLS = (
     'Looking.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -224,10 +225,16 @@ async def test_without_tools_nothing_is_taken_for_a_call(bench: MakeBench) -> No
         ),
         (
             {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"multipleOf": 99731}}}],
+                "tools": [TOO_LARGE],
                 "tool_choice": "required",
             },
             "tools.0.function.parameters",
+        ),
+        # one grammar is made of all, also of those that need not be called, or not strictly
+        ({"tools": [NOW, TOO_LARGE], "response_format": {"type": "json_object"}}, "tools.1.function.parameters"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "now", "strict": True}}, TOO_LARGE]},
+            "tools.1.function.parameters",
         ),
     ],
 )

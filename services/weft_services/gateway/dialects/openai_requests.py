@@ -200,14 +200,15 @@ class ChatBody(_Body):
         """Raises InvalidRequest for what the types alone cannot tell."""
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
-        tool_use = read_tool_use(self.tools or [], self.tool_choice, self.parallel_tool_calls is not False)
+        fields, is_parallel = self.common(), self.parallel_tool_calls is not False
+        tool_use = read_tool_use(self.tools or [], self.tool_choice, is_parallel, fields["answer_format"] is not None)
         tools = tool_use.tools if tool_use else ()
         messages = for_template(self.messages)
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         is_continued = self._is_continued()
         kwargs = effort | self.chat_template_kwargs
         conversation = Conversation(messages, tools, kwargs, is_continued=is_continued)
-        fields = self.common() | {"tool_use": tool_use}
+        fields |= {"tool_use": tool_use}
         if tool_use is not None and tool_use.is_forced and fields["answer_format"] is not None:
             raise InvalidRequest("tool_choice: an answer that calls tools has no other format", "tool_choice")
         if self.max_completion_tokens is not None:

@@ -10,18 +10,22 @@ from weft_services.gateway.dialects.answer_format import check_schema
 from weft_services.gateway.generation import ToolUse
 
 
-def read_tool_use(tools: Sequence[dict[str, Any]], choice: Any, is_parallel: bool) -> ToolUse | None:
-    """None when nothing is to be called. Raises InvalidRequest naming the field. The tools are checked one by one."""
+def read_tool_use(
+    tools: Sequence[dict[str, Any]], choice: Any, is_parallel: bool, has_format: bool = False
+) -> ToolUse | None:
+    """None when nothing is to be called. `has_format`: what is no call must look like something, too. Raises
+    InvalidRequest naming the field. The tools are checked one by one."""
     if choice in (None, "auto", "none") and (not tools or choice == "none"):
         return None
     if not tools:
         raise InvalidRequest("tool_choice: there are no tools to choose from", "tool_choice")
     use = _use(tuple(tools), choice, is_parallel)
+    becomes_grammar = use.is_forced or use.is_bound or has_format
     for place, tool in enumerate(use.tools):
         function, field = tool["function"], f"tools.{place}.function"
         if not isinstance(function.get("parameters"), dict | None):
             raise InvalidRequest(f"{field}.parameters: expected a JSON schema", f"{field}.parameters")
-        if use.is_forced or use.allowed or function.get("strict") is True:  # only then is a grammar made of it
+        if becomes_grammar:  # all of them together
             check_schema(function.get("parameters") or {}, f"{field}.parameters")
     return use
 
