@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from tests.services.gateway.test_responses import TOOL, client, events_of, promp
 from weft.config import ConfigError
 from weft_services.gateway.config import Config
 from weft_services.gateway.front import kept
+from weft_services.gateway.mesh import pipeline
+from weft_services.gateway.mesh.prepare import prepare
 
 CALL = '<tool_call>{"name": "now", "arguments": {"zone": "utc"}}</tool_call>'
 
@@ -99,6 +102,46 @@ async def test_results_of_calls_are_enough_to_go_on(bench: MakeBench, valkey: Va
         assert ([each.type for each in rest.data], rest.has_more) == (["message"], False)
 
 
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "reasoning", "summary": [], "content": "none of its parts"},
+        {"type": "function_call", "call_id": "a", "name": "now", "arguments": "{}", "content": "text"},
+        {"type": "function_call_output", "call_id": "a", "output": "noon", "content": "text"},
+    ],
+    ids=lambda item: item["type"],
+)
+async def test_what_is_no_message_is_kept_as_it_was_given(
+    bench: MakeBench, valkey: ValkeyServer, item: dict[str, Any]
+) -> None:
+    async with bench(redis_url=valkey.connection_url) as b:
+        said = {"model": MODEL_NAME, "input": [{"role": "user", "content": "hi"}, item]}
+        made = await b.http.post("/v1/responses", json=said)
+        assert made.status_code == 200
+        listed = await b.http.get(f"/v1/responses/{made.json()['id']}/input_items")
+        assert item.items() <= listed.json()["data"][0].items()
+
+
+async def test_a_few_words_behind_a_long_conversation_are_not_read_on_the_loop(
+    bench: MakeBench, valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: list[threading.Thread] = []
+
+    def watched(*asked: Any) -> Any:
+        readers.append(threading.current_thread())
+        return prepare(*asked)
+
+    async with bench(redis_url=valkey.connection_url, context=4096) as b, client(b) as sdk:
+        say(b, "hello")
+        first = await ask(sdk, "here and there " * 300)
+        monkeypatch.setattr(pipeline, "prepare", watched)
+        await ask(sdk, "more", previous_response_id=first.id)
+        await ask(sdk, "more")
+    behind, alone = readers
+    assert behind is not threading.main_thread()
+    assert alone is threading.main_thread()
+
+
 async def test_nobody_finds_what_is_anothers(bench: MakeBench, valkey: ValkeyServer) -> None:
     async with bench(redis_url=valkey.connection_url) as b, client(b) as sdk:
         say(b, "hello")
@@ -163,7 +206,13 @@ async def test_a_listing_has_bounds(bench: MakeBench, valkey: ValkeyServer) -> N
     async with bench(redis_url=valkey.connection_url) as b, client(b) as sdk:
         say(b, "hello")
         name = (await ask(sdk, "hi")).id
-        for query, param in (("limit=0", "limit"), ("limit=101", "limit"), ("order=up", "order"), ("after=x", "after")):
+        for query, param in (
+            ("limit=0", "limit"),
+            ("limit=101", "limit"),
+            (f"limit=0001{'0' * 5000}", "limit"),
+            ("order=up", "order"),
+            ("after=x", "after"),
+        ):
             answer = await b.http.get(f"/v1/responses/{name}/input_items?{query}", headers=sdk.auth_headers)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
         answer = await b.http.get(f"/v1/responses/{name}?stream=true", headers=sdk.auth_headers)

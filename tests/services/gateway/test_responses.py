@@ -127,16 +127,16 @@ async def test_whole_and_streamed_answers_are_the_same_but_for_ids_and_times(ben
         logprobs = [each["output"][1]["content"][0].pop("logprobs") for each in (whole, streamed)]
         assert whole == streamed
         assert [tool["name"] for tool in whole["tools"]] == ["now"], "what the model was not shown is not named"
-        # which tokens came together with the text depends on how the answer was cut
-        assert all(entry["token"] for entry in logprobs[0] + logprobs[1])
+        assert logprobs[0] == logprobs[1]
+        assert "".join(entry["token"] for entry in logprobs[0]) == "Hm."
 
 
 async def test_logprobs_come_with_the_deltas_whose_tokens_they_are(bench: MakeBench) -> None:
     async with bench() as b, client(b) as sdk:
-        b.decode.script = speaking([*b.ids("hello world"), END])
+        b.decode.script = speaking([*b.ids("hello world </think"), END])
         events = await events_of(sdk, **ASKED, top_logprobs=2, include=["message.output_text.logprobs"])
         entries = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
-        assert "".join(entry.token for entry in entries) == "hello world"
+        assert "".join(entry.token for entry in entries) == "hello world </think"
         assert all(len(entry.top_logprobs) == 2 for entry in entries)
         part = events[-1].response.output[0].content[0]
         assert [entry.token for entry in part.logprobs] == [entry.token for entry in entries]
@@ -263,6 +263,9 @@ async def test_an_answer_that_is_cut_off_is_incomplete(bench: MakeBench) -> None
         assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
         assert answer.output[0].status == "incomplete"
         assert (await events_of(sdk, **ASKED, max_output_tokens=3))[-1].type == "response.incomplete"
+        b.decode.script = speaking(ids := b.ids("<think>hello  \n"), LENGTH)
+        answer = await sdk.responses.create(**ASKED, max_output_tokens=len(ids))
+        assert answer.usage.output_tokens_details.reasoning_tokens == len(ids), "all of it is thoughts"
 
 
 async def test_a_stream_that_fails_ends_with_response_failed(bench: MakeBench) -> None:

@@ -21,27 +21,33 @@ class Answer:
         self._reader = reader
         self._end_of_thoughts = end_of_thoughts
 
+    @property
+    def num_held(self) -> int:
+        """Letters that have come and might still become something else than they seem."""
+        return self._reader.num_held
+
     def take(self, piece: Piece) -> list[Part]:
         """What the next piece adds. Calls that were written to their end are the reason why it stopped."""
         if self._reader.is_plain and piece.finish_reason is None:
             return self._reader.push(piece.text)
         was_thinking = self._reader.is_thinking
         parts = self._reader.push(piece.text)
+        is_thinking = self._reader.is_thinking
         if piece.finish_reason is not None:
             parts += self._reader.finish()
             is_call = piece.finish_reason is FinishReason.STOP and self._reader.num_calls
             self.finish_reason = FinishReason.TOOL_CALLS if is_call else piece.finish_reason
         thoughts = [part for part in parts if part.kind is PartKind.REASONING]
-        if was_thinking or self._reader.is_thinking or thoughts:
+        if is_thinking:
+            self.num_reasoning_tokens += len(piece.token_ids)
+        elif was_thinking or thoughts:
             self.num_reasoning_tokens += self._count(piece, sum(len(part.text) for part in thoughts))
         return parts
 
     def _count(self, piece: Piece, num_letters: int) -> int:
-        """Up to the token that ends thoughts; where none does, all, or by the share of the text."""
+        """Up to the token that ends thoughts; where none does, by the share of the text."""
         if self._end_of_thoughts in piece.token_ids:
             return piece.token_ids.index(self._end_of_thoughts) + 1
-        if self._reader.is_thinking:
-            return len(piece.token_ids)
         return round(len(piece.token_ids) * num_letters / max(1, len(piece.text)))
 
 

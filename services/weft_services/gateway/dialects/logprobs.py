@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from weft.request import PositionLogprobs, PromptLogprobs, TokenLogprob
+from weft_services.gateway.mesh.sequence import Piece
 from weft_services.gateway.model import Codec
 
 LOWEST = -9999.0  # JSON has no -inf
@@ -19,6 +20,52 @@ def chat_logprobs(positions: Sequence[PositionLogprobs], codec: Codec) -> dict[s
         for position in positions
     ]
     return {"content": content, "refusal": None}
+
+
+class TextLogprobs:
+    """The logprobs of an answer's text alone, where other tokens of it are thoughts and calls."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._detokenizer = codec.detokenizer()
+        self._num_ahead = 0  # letters of tokens that have come, and whose text has not
+        self._waiting: list[tuple[PositionLogprobs, int]] = []  # each with its letters
+
+    def one_by_one(self, piece: Piece) -> Iterator[Piece]:
+        """The same in pieces of a token each, so that what is found in one is of that token and those before it."""
+        if len(piece.logprobs) != len(piece.token_ids):
+            yield piece  # nobody asked for them
+            return
+        rest = piece.text
+        for token_id, position in zip(piece.token_ids, piece.logprobs, strict=True):
+            num_letters = len(self._detokenizer.push((token_id,)))
+            if not self._codec.is_special(token_id):
+                self._waiting.append((position, num_letters))
+            self._num_ahead += num_letters
+            text, rest = rest[: self._num_ahead], rest[self._num_ahead :]
+            self._num_ahead -= len(text)
+            yield Piece(piece.index, text, (token_id,), (), None)
+        if rest or piece.finish_reason is not None:
+            yield Piece(piece.index, rest, (), (), piece.finish_reason, piece.stop)
+
+    def take(self, num_letters: int, num_held: int) -> list[PositionLogprobs]:
+        """Of the tokens that so many letters are of, behind which `num_held` more have come that nobody has been told
+        of. What was before them was no text."""
+        taken: list[PositionLogprobs] = []
+        held = []
+        num_held += self._num_ahead
+        for position, own in reversed(self._waiting):
+            if not taken and own <= num_held:
+                held.append((position, own))
+                num_held -= own
+            elif num_letters > 0 or not own:
+                taken.append(position)
+                num_letters -= own - num_held
+                num_held = 0
+            else:
+                break
+        self._waiting = held[::-1]
+        return taken[::-1]
 
 
 class CompletionLogprobs:

@@ -23,7 +23,7 @@ def kind_of(part: Part) -> PartKind:
 
 
 class OutputItem:
-    """Opened by its first part. `text` is what there is of its text, thoughts or arguments.
+    """Opened by its first part.
 
     `own_names`: what clients call the functions that have another name for the model.
     """
@@ -31,11 +31,20 @@ class OutputItem:
     def __init__(self, first: Part, own_names: Mapping[str, dict[str, Any]]) -> None:
         self.kind = kind_of(first)
         self.id = f"{PREFIXES[self.kind]}_{new_id()}"
-        self.text = ""
         self.status = "in_progress"
         self.is_opened = False  # its one content part has begun
         self.logprobs: list[dict[str, Any]] = []
+        self._texts: list[str] = []
         self._call = {"call_id": first.call_id, **own_names.get(first.text, {"name": first.text})}
+
+    @property
+    def text(self) -> str:
+        """What there is of its text, thoughts or arguments."""
+        return "".join(self._texts)
+
+    def add(self, text: str) -> None:
+        """More of it."""
+        self._texts.append(text)
 
     @property
     def event(self) -> str:

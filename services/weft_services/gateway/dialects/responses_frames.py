@@ -10,17 +10,17 @@ import orjson
 
 from weft.errors import Overloaded, WeftError
 from weft.ids import new_id
-from weft.request import FinishReason, PositionLogprobs
+from weft.request import FinishReason
 from weft_services.gateway.dialects.answers import Answers
 from weft_services.gateway.dialects.frames import KEEP_ALIVE, Choice, Usage, event
-from weft_services.gateway.dialects.logprobs import chat_logprobs
+from weft_services.gateway.dialects.logprobs import TextLogprobs, chat_logprobs
 from weft_services.gateway.dialects.output_items import OutputItem, kind_of
 from weft_services.gateway.dialects.padding import padded
 from weft_services.gateway.dialects.responses_tools import own_names
 from weft_services.gateway.error_body import public_message
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece
-from weft_services.gateway.text.parts import Part, PartKind
+from weft_services.gateway.text.parts import Part, PartKind, joined
 
 
 class ResponseFrames:
@@ -38,7 +38,7 @@ class ResponseFrames:
         self._is_padded = prepared.generation.include_obfuscation
         self.kept_items = prepared.generation.kept_items
         self.whole: dict[str, Any] | None = None  # the response, once it is complete
-        self._logprobs: list[PositionLogprobs] = []  # of tokens whose text has not come out yet
+        self._logprobs = TextLogprobs(self._codec)
         sampling = prepared.sequences[0].sampling
         self._response: dict[str, Any] = {
             "id": f"resp_{new_id()}",
@@ -55,9 +55,12 @@ class ResponseFrames:
     def frames(self, piece: Piece) -> bytes:
         """What is new, as events of the item that is open; another one opens where one is due."""
         out = self._begin()
-        self._logprobs += [each for each in piece.logprobs if not self._codec.is_special(each.chosen.token_id)]
-        for part in self._answer.take(piece):
-            out += self._grow(part)
+        for each in self._logprobs.one_by_one(piece):
+            parts = joined(self._answer.take(each))
+            num_behind = self._answer.num_held + sum(len(part.text) for part in parts)
+            for part in parts:
+                num_behind -= len(part.text)
+                out += self._grow(part, num_behind)
         return out
 
     @property
@@ -95,7 +98,8 @@ class ResponseFrames:
         begun = self._as_it_is("in_progress")
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def _grow(self, part: Part) -> bytes:
+    def _grow(self, part: Part, num_behind: int) -> bytes:
+        """`num_behind`: letters that have come behind it."""
         out = b""
         if part.kind is PartKind.CALL or not self._items or self._items[-1].kind is not kind_of(part):
             out += self._close("completed")
@@ -103,11 +107,11 @@ class ResponseFrames:
         if part.kind is PartKind.CALL:
             return out
         item, fields = self._items[-1], {}
-        positions, self._logprobs = self._logprobs, []
+        positions = self._logprobs.take(len(part.text), num_behind)
         if item.kind is PartKind.TEXT:
             fields["logprobs"] = chat_logprobs(positions, self._codec)["content"]
             item.logprobs += fields["logprobs"]
-        item.text += part.text
+        item.add(part.text)
         return out + self._event(f"{item.event}.delta", **self._place(), delta=part.text, **fields)
 
     def _open(self, part: Part) -> bytes:

@@ -10,7 +10,8 @@ from weft.ids import new_id
 from weft_services.gateway.dialects.responses_tools import qualified
 from weft_services.gateway.dialects.translation import Fields
 
-ROLES = ("user", "assistant", "system", "developer")
+SYSTEMS = ("system", "developer")
+ROLES = ("user", "assistant", *SYSTEMS)
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 # the order in which an assistant's turn is written; what would go back in it begins another message
@@ -23,17 +24,18 @@ class Conversation:
     def __init__(self) -> None:
         self.messages: list[Fields] = []
         self.sources: list[str] = []
+        self._opening: list[str] = []  # what systems and developers say before anybody else
 
     def say(self, role: str, content: str, path: str) -> None:
         """A message. What systems and developers say at the beginning is one: many templates take no second."""
         if role == "assistant":
             self.turn("content", content, path)
             return
-        is_system = role in ("system", "developer")
-        if is_system and self.messages and all(each["role"] in ("system", "developer") for each in self.messages):
-            self.messages[-1]["content"] += f"\n\n{content}"
-            return
-        self._add({"role": role, "content": content}, path)
+        is_opening = role in SYSTEMS and len(self.messages) == bool(self._opening)
+        if is_opening:
+            self._opening.append(content)
+        if not is_opening or len(self._opening) == 1:
+            self._add({"role": role, "content": content}, path)
 
     def answer_call(self, call_id: Any, content: str, path: str) -> None:
         """What a tool gave back."""
@@ -47,7 +49,17 @@ class Conversation:
         if last.get("role") != "assistant" or any(name in last for name in later):
             last = {"role": "assistant"}
             self._add(last, path)
-        last[part] = [*last.get(part, ()), value] if is_call else value
+        if is_call:
+            last.setdefault(part, []).append(value)
+        else:
+            last[part] = value
+
+    def end(self) -> None:
+        """Nothing more is said. Every message has its content."""
+        if self._opening:
+            self.messages[0]["content"] = "\n\n".join(self._opening)
+        for message in self.messages:
+            message.setdefault("content", "" if message.get("tool_calls") is None else None)
 
     def _add(self, message: Fields, path: str) -> None:
         self.messages.append(message)
@@ -71,8 +83,7 @@ def read_input(value: Any, instructions: Any, earlier: Iterable[Fields] = ()) ->
             _read_item(conversation, item, f"input.{place}")
     else:
         raise InvalidRequest("input: expected a string or a list of at least one item", "input")
-    for message in conversation.messages:
-        message.setdefault("content", "" if message.get("tool_calls") is None else None)
+    conversation.end()
     return conversation
 
 
@@ -85,7 +96,7 @@ def kept_items(value: str | list[Fields]) -> list[Fields]:
 def _kept(item: Fields) -> Fields:
     kind = item.get("type", "message")
     kept = {**item, "type": kind, "id": item.get("id") or f"{ID_PREFIXES[kind]}_{new_id()}", "status": "completed"}
-    if isinstance(content := item.get("content"), str):
+    if kind == "message" and isinstance(content := item.get("content"), str):
         own = {"type": "output_text", "annotations": []} if item["role"] == "assistant" else {"type": "input_text"}
         kept["content"] = [{**own, "text": content}]
     return kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import FailFast, Field
 
 from weft.errors import InvalidRequest
 from weft_services.gateway.dialects.openai_fields import MAX_TOOLS, unsupported_field
@@ -55,7 +55,8 @@ class DetokenizeBody(Lenient):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
+    # a complaint takes a kilobyte, and one is told
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS), FailFast()]
 
 
 def parse_tokenize(body: bytes) -> Tokenizing:

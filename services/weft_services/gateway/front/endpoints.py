@@ -108,7 +108,8 @@ class GenerationEndpoint:
     async def _answer(self, body: bytes, session: Session, reply: Reply, telling: Telling) -> None:
         account = telling.account
         try:
-            prepared = await self._pipeline.prepare(await self._parser(body, session), body)
+            parse, num_earlier_bytes = await self._parser(body, session)
+            prepared = await self._pipeline.prepare(parse, body, num_earlier_bytes)
             account.reached("prepared")
             run = self._pipeline.run(prepared, session, self._timeout_seconds)
             account.watch(run)
@@ -122,9 +123,9 @@ class GenerationEndpoint:
         except Exception as error:
             await fail(reply, account, error)
 
-    async def _parser(self, body: bytes, session: Session) -> Callable[[bytes], Generation]:
-        """Of this body."""
-        return self._api.parse
+    async def _parser(self, body: bytes, session: Session) -> tuple[Callable[[bytes], Generation], int]:
+        """Of this body, and how many bytes of an earlier answer it reads beside it."""
+        return self._api.parse, 0
 
     async def _keep(self, frames: Frames, session: Session) -> None:
         """The answer, once it is complete."""

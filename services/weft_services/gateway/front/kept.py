@@ -34,6 +34,7 @@ class Kept:
 
     response: dict[str, Any]
     items: list[dict[str, Any]]
+    num_bytes: int = 0  # of both, where they were kept
 
     @property
     def earlier(self) -> Earlier:
@@ -59,7 +60,7 @@ class KeptAnswers:
 
         if (found := await self._valkey.ask(read)) is None:
             raise PeerLost("kept answers cannot be read now")
-        return Kept(**orjson.loads(found[0])) if found[0] is not None else None
+        return Kept(**orjson.loads(found[0]), num_bytes=len(found[0])) if found[0] is not None else None
 
     async def keep(self, owner: bytes, kept: Kept) -> None:
         """For as long as answers are kept."""

@@ -50,7 +50,7 @@ class ResponsesEndpoint(GenerationEndpoint):
         super().__init__(pipeline, api, timeout_seconds)
         self._kept = kept
 
-    async def _parser(self, body: bytes, session: Session) -> Callable[[bytes], Generation]:
+    async def _parser(self, body: bytes, session: Session) -> tuple[Callable[[bytes], Generation], int]:
         return await _parser(self._pipeline, self._kept, body, session)
 
     async def _keep(self, frames: Frames, session: Session) -> None:
@@ -67,19 +67,19 @@ class ResponseCount(CountEndpoint):
         self._kept = kept
 
     async def _parser(self, body: bytes, session: Session) -> Callable[[bytes], Generation]:
-        return await _parser(self._pipeline, self._kept, body, session)
+        return (await _parser(self._pipeline, self._kept, body, session))[0]
 
 
 async def _parser(
     pipeline: Pipeline, kept: KeptAnswers, body: bytes, session: Session
-) -> Callable[[bytes], Generation]:
-    """One that knows the answer which the body goes on from. Raises InvalidRequest, PeerLost."""
+) -> tuple[Callable[[bytes], Generation], int]:
+    """One that knows the answer which the body goes on from, and its bytes. Raises InvalidRequest, PeerLost."""
     if PREVIOUS.encode() not in body:
-        return partial(parse_responses, earlier=Earlier())
+        return partial(parse_responses, earlier=Earlier()), 0
     fields = await pipeline.judged(lambda: read_object(body))
     name = fields.get(PREVIOUS)
     if name is None:
-        return partial(parse_responses, earlier=Earlier())
+        return partial(parse_responses, earlier=Earlier()), 0
     with counted():
         if not isinstance(name, str):
             raise InvalidRequest(f"{PREVIOUS}: expected a string", PREVIOUS)
@@ -87,7 +87,7 @@ async def _parser(
             raise InvalidRequest(
                 f"{PREVIOUS}: no answer {name[:80]!r} is kept", PREVIOUS, "previous_response_not_found"
             )
-    return partial(parse_responses, earlier=found.earlier)
+    return partial(parse_responses, earlier=found.earlier), found.num_bytes
 
 
 class _KeptEndpoint(ABC):
@@ -140,7 +140,7 @@ class _ItemsEndpoint(_KeptEndpoint):
     async def _answer(self, scope: Scope, owner: bytes, name: str) -> dict[str, Any]:
         query = _query(scope)
         limit, order, after = query.get("limit", str(USUAL_ITEMS)), query.get("order", "desc"), query.get("after")
-        if not limit.isdecimal() or not 1 <= int(limit[:4]) <= MAX_ITEMS:
+        if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= MAX_ITEMS):
             raise InvalidRequest(f"limit: expected 1 to {MAX_ITEMS}", "limit")
         if order not in ("asc", "desc"):
             raise InvalidRequest("order: expected asc or desc", "order")

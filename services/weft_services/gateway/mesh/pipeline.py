@@ -112,12 +112,13 @@ class Pipeline:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
 
-    async def prepare(self, parse: Callable[[bytes], Generation], body: bytes) -> Prepared:
+    async def prepare(self, parse: Callable[[bytes], Generation], body: bytes, num_earlier_bytes: int = 0) -> Prepared:
         """Validate, render, tokenize and hash. Raises InvalidRequest, NotFound or RateLimited.
 
         A request counts against its key's limits whether it is right or wrong, its tokens only when it is right.
+        `num_earlier_bytes`: of what `parse` reads beside the body.
         """
-        if len(body) > SHORT_BYTES:
+        if len(body) + num_earlier_bytes > SHORT_BYTES:
             prepared = await self.judged(lambda: self._prepare(parse(body)))
         else:
             prepared = await self._prepare_short(parse, body)

@@ -26,6 +26,11 @@ class AnswerReader:
         """Tool calls found so far."""
         return self._parts.num_calls
 
+    @property
+    def num_held(self) -> int:
+        """Letters that are held back: what a marker may begin with, and white space."""
+        return len(self._feed.text) + self._parts.num_held
+
     def push(self, text: str) -> list[Part]:
         """What is new; what might still become something else is held back."""
         if self.is_plain:

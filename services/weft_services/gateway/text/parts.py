@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from secrets import choice
@@ -42,6 +42,11 @@ class Parts:
         self._max_calls = None if is_parallel else 1
         self._holds_space = holds_space
         self._held: list[str] = []  # white space that counts only if something follows
+
+    @property
+    def num_held(self) -> int:
+        """Letters of white space that wait for something to follow."""
+        return sum(map(len, self._held))
 
     def text(self, text: str) -> None:
         """Of the answer proper."""
@@ -92,6 +97,17 @@ class Parts:
                 self.found.append(Part(kind, spoken))
         if len(spoken) < len(text):
             self._held.append(text[len(spoken) :])
+
+
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """The same with what follows upon its like in one part."""
+    out: list[Part] = []
+    for part in parts:
+        if out and part.kind is not PartKind.CALL and (out[-1].kind, out[-1].call) == (part.kind, part.call):
+            out[-1] = Part(part.kind, out[-1].text + part.text, part.call)
+        else:
+            out.append(part)
+    return out
 
 
 def new_call_id() -> str:

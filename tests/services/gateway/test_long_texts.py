@@ -1,0 +1,60 @@
+"""What is long, or goes on and on, is read in a time that grows with its length, and is held back for no longer than
+something could still begin. Each of these would take minutes if it were copied for every piece that comes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from tests.services.gateway.test_tool_parsers import calls, read, said
+from weft_services.gateway.dialects.responses_requests import parse_responses
+from weft_services.gateway.dialects.tokenize_requests import DetokenizeBody
+from weft_services.gateway.generation import Conversation
+from weft_services.gateway.text.feed import MAX_SPACE
+from weft_services.gateway.text.parts import PartKind
+from weft_services.gateway.text.tool_formats import FORMATS
+
+SPACES = ["    " * 16] * 40_000
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama"])
+@pytest.mark.parametrize(("thinks", "is_thinking"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("first", ["", "["])
+def test_white_space_without_end_is_nothing_but_text(name: str, thinks: bool, is_thinking: bool, first: str) -> None:
+    parts = read(FORMATS[name], [first, *SPACES, "x"], thinks, is_thinking)
+    text = said(parts, PartKind.REASONING if is_thinking else PartKind.TEXT)
+    assert text.replace(" ", "") == f"{first}x"
+    assert not calls(parts)
+
+
+def test_an_answer_that_comes_as_a_whole_may_have_any_number_of_arguments() -> None:
+    written = "<function=add>" + "<parameter=city>Rome</parameter>\n" * 60_000 + "</function>"
+    ((name, arguments),) = calls(read(FORMATS["qwen-xml"], [written]))
+    assert (name, json.loads(arguments)) == ("add", {"city": "Rome"})
+    assert arguments.count("Rome") == 60_000
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_comes_after_very_much_space_begins_nothing_however_it_is_cut(name: str) -> None:
+    for written in (" " * (MAX_SPACE + 1) + "<think>x</think>y", " " * MAX_SPACE + "<think>x</think>y"):
+        whole, letters = read(FORMATS[name], [written], thinks=True), read(FORMATS[name], list(written), thinks=True)
+        for kind in (PartKind.TEXT, PartKind.REASONING):
+            assert said(whole, kind) == said(letters, kind)
+        assert said(whole, PartKind.REASONING) == ("x" if len(written) == MAX_SPACE + 17 else "")
+
+
+def test_what_many_systems_say_first_is_put_together_once() -> None:
+    said_first = [{"role": "developer", "content": f"{number:0500}"} for number in range(50_000)]
+    body = {"model": "m", "input": [*said_first, {"role": "user", "content": "x"}]}
+    prompt = parse_responses(json.dumps(body).encode()).prompts[0]
+    assert isinstance(prompt, Conversation)
+    assert [message["role"] for message in prompt.messages] == ["developer", "user"]
+    assert prompt.messages[0]["content"] == "\n\n".join(each["content"] for each in said_first)
+
+
+def test_of_a_million_wrong_token_ids_one_is_complained_of() -> None:
+    with pytest.raises(ValidationError) as complaint:
+        DetokenizeBody.model_validate_json(b'{"tokens":[' + b"-1," * 1000 + b"-1]}")
+    assert complaint.value.error_count() == 1
