@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import secrets
 import sys
 from dataclasses import dataclass, field
@@ -17,11 +16,9 @@ import httpx
 from rich.console import Console
 from rich.text import Text
 
-from weft.cli.stream import Figures, MeshError, open_client, served_model, stream_text
+from weft.cli.stream import Figures, MeshError, open_client, printable, served_model, stream_text
 
 HELP = "/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer"
-# a model's text must not steer the terminal
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(slots=True)
@@ -109,7 +106,7 @@ def _answer(runner: asyncio.Runner, client: httpx.AsyncClient, chat: Chat, text:
     async def receive() -> None:
         async for piece in stream_text(client, chat.body(), chat.session, figures):
             pieces.append(piece)
-            print(_UNPRINTABLE.sub("", piece), end="", flush=True)
+            print(printable(piece), end="", flush=True)
 
     ended = ""
     try:

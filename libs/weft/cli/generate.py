@@ -6,7 +6,7 @@ import asyncio
 import sys
 from typing import Any
 
-from weft.cli.stream import Figures, MeshError, open_client, served_model, stream_text
+from weft.cli.stream import Figures, MeshError, open_client, printable, served_model, stream_text
 
 
 def run_generate(url: str, api_key: str, prompt: str, options: dict[str, Any], is_raw: bool) -> int:
@@ -25,10 +25,10 @@ def run_generate(url: str, api_key: str, prompt: str, options: dict[str, Any], i
 
 
 async def _generate(url: str, api_key: str, body: dict[str, Any]) -> None:
-    figures = Figures()
+    figures, is_terminal = Figures(), sys.stdout.isatty()
     async with open_client(url, api_key) as client:
         body = {"model": await served_model(client), **body}
         async for text in stream_text(client, body, "", figures):
-            print(text, end="", flush=True)
+            print(printable(text) if is_terminal else text, end="", flush=True)
     print()
     print(figures, file=sys.stderr)

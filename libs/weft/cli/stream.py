@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ CONNECT_SECONDS = 5.0
 SILENCE_SECONDS = 120.0
 MIN_RATE_SECONDS = 0.02
 DONE = "[DONE]"
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class MeshError(Exception):
@@ -61,6 +63,11 @@ def open_client(url: str, api_key: str = "", limits: httpx.Limits | None = None)
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     limits = limits or httpx.Limits()
     return httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, trust_env=trust_env, limits=limits)
+
+
+def printable(text: str) -> str:
+    """Without what would steer a terminal: a model's text must not."""
+    return _UNPRINTABLE.sub("", text)
 
 
 async def stream_text(

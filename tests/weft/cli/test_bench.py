@@ -8,6 +8,7 @@ import math
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.weft.cli.conftest import HELLO, Gateway
@@ -176,6 +177,15 @@ def test_an_open_loop_counts_what_fails(gateway: Gateway) -> None:
     assert "2 of 4 answered" in result.output
     assert "1 x no text" in result.output
     assert "1 x unavailable" in result.output
+
+
+def test_an_event_that_is_not_openais_costs_its_own_request_and_no_other(gateway: Gateway) -> None:
+    odd: list[Any] = ["null", {"usage": {"tokens": 3}}, {"choices": [7]}]
+    gateway.scripts = [list(HELLO), *([each, "[DONE]"] for each in odd), [{"choices": None}, *HELLO]]
+    result = runner.invoke(app, ["bench", "--chat", "--url", gateway.url, "--requests", "4", "--concurrency", "1"])
+    assert result.exit_code == 0, result.output
+    assert "1 of 4 answered" in result.output
+    assert "3 x an event that is not OpenAI's" in result.output
 
 
 def test_a_server_that_refuses_is_told_and_no_run(gateway: Gateway) -> None:

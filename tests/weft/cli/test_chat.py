@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pty
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from tests.weft.cli.conftest import HELLO, HOLD, USAGE, Gateway
 from typer.testing import CliRunner
 
+from weft.cli.generate import run_generate
 from weft.cli.main import app
 from weft.cli.stream import Figures
 
@@ -85,6 +87,18 @@ def test_generate_writes_text_to_stdout_and_figures_to_stderr(gateway: Gateway) 
     path, body, _ = gateway.asked[0]
     assert path == "/v1/chat/completions"
     assert (body["model"], body["seed"], body["max_tokens"]) == ("tiny", 7, 5)
+
+
+def test_a_models_text_does_not_steer_the_terminal_it_is_generated_to(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway.scripts = [HELLO]
+    reader, writer = pty.openpty()
+    with open(reader, "rb", buffering=0) as screen, open(writer, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        assert run_generate(gateway.url, "", "hi", {}, False) == 0
+        terminal.flush()
+        assert screen.read(100).decode().split() == ["Hello[2J"]
 
 
 def test_generate_raw_continues_the_text_itself(gateway: Gateway) -> None:

@@ -107,9 +107,10 @@ async def run(
 ) -> list[Record]:
     """Every job, to its end. Jobs without a time of their own are for `concurrency` clients."""
     records: list[Record] = []
-    began = time.perf_counter()
+    began, num_ended = time.perf_counter(), 0
 
     async def send(request: Request, due: float) -> None:
+        nonlocal num_ended
         record = Record(due)
         records.append(record)
         try:
@@ -117,7 +118,8 @@ async def run(
         except asyncio.CancelledError:
             record.error = OUT_OF_TIME
             raise
-        tell(sum(each.ended > 0 for each in records))
+        num_ended += 1
+        tell(num_ended)
 
     async def client() -> None:
         for job in jobs:
@@ -155,6 +157,8 @@ async def _fill(target: Target, request: Request, record: Record, began: float) 
                     _take(event, record, time.perf_counter() - began)
     except (httpx.HTTPError, ValueError) as error:
         record.error = record.error or type(error).__name__
+    except (LookupError, TypeError, AttributeError):
+        record.error = record.error or "an event that is not OpenAI's"
     record.ended = time.perf_counter() - began
     # a server that keeps its usage to itself is taken to send a token a piece
     record.output_tokens = record.output_tokens or len(record.arrivals)
@@ -179,7 +183,7 @@ def _take(event: dict[str, Any], record: Record, now: float) -> None:
     if usage := event.get("usage"):
         record.prompt_tokens, record.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    for choice in event.get("choices", ()):
+    for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
         # vLLM calls thoughts reasoning
         if choice.get("text") or any(delta.get(name) for name in ("content", "reasoning_content", "reasoning")):
