@@ -83,4 +83,5 @@ def read_pem(path: Path, variable: str) -> bytes:
 
 
 def _signature(paths: list[Path]) -> list[tuple[int, int, int]]:
-    return [(stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in (path.stat() for path in paths)]
+    """The times are those of changes to who may read them, too."""
+    return [(stat.st_ino, stat.st_ctime_ns, stat.st_size) for stat in (path.stat() for path in paths)]

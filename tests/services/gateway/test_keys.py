@@ -23,6 +23,7 @@ from weft.config import ConfigError
 from weft.keys import Key, by_digest, digest_of, dump_keys, make_secret
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
+from weft_services.gateway.access.keyring import FileSource
 from weft_services.gateway.config import Config
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
@@ -46,6 +47,14 @@ def keys(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return write
+
+
+def forbidden(path: Path) -> bytes:
+    raise PermissionError(path)
+
+
+def allow(path: Path) -> None:
+    path.chmod(0o640)
 
 
 def bearer(name: str) -> dict[str, str]:
@@ -182,6 +191,19 @@ async def test_a_changed_file_is_read_again_and_a_damaged_one_is_not_believed(be
         assert (await chat(b, "bob")).status_code == 200
         keys(entry("carol"))
         await until_let_in(b, "carol")
+
+
+async def test_a_file_that_may_be_read_now_is_read(keys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(keys(entry("alice")))
+    source = FileSource(path)
+    with monkeypatch.context() as patch:  # whoever runs tests may be allowed to read everything
+        patch.setattr(Path, "read_bytes", forbidden)
+        with pytest.raises(PermissionError):
+            await source.changed()
+    assert await source.changed() is not None
+    assert await source.changed() is None
+    allow(path)
+    assert await source.changed() is not None
 
 
 async def test_a_fleets_keys_lie_in_valkey_and_outlast_it(bench: MakeBench) -> None:

@@ -18,6 +18,7 @@ from tests.services.gateway.fakes import speaking
 from weft.cli.certs import make_certs
 from weft.cli.ports import free_ports
 from weft.config import ConfigError
+from weft.rpc import tls
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from weft_services.gateway.config import Config
@@ -51,6 +52,37 @@ async def test_both_public_faces_speak_tls_and_notice_a_new_certificate(bench: M
                 await asyncio.sleep(0.1)
         await assert_served(b, tmp_path)
         assert await shown(b.gateway.grpc_address) == await shown(b.gateway.http_address) != old
+
+
+async def test_a_certificate_whose_key_is_not_there_yet_changes_nothing(
+    bench: MakeBench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for folder in (tmp_path / "old", tmp_path / "new"):
+        make_certs(folder, [])
+    cert, key = tmp_path / "old" / "cert.pem", tmp_path / "old" / "key.pem"
+    async with bench(tls_cert=cert, tls_key=key, private_port=0) as b:
+        old = await shown(b.gateway.http_address)
+        cert.write_bytes((tmp_path / "new" / "cert.pem").read_bytes())
+        async with asyncio.timeout(15):
+            while "the last one stays" not in caplog.text:  # noqa: ASYNC110 (files are read)
+                await asyncio.sleep(0.1)
+        assert await shown(b.gateway.http_address) == old
+        assert await shown(b.gateway.grpc_address) == old
+        key.write_bytes((tmp_path / "new" / "key.pem").read_bytes())
+        async with asyncio.timeout(15):
+            while await shown(b.gateway.http_address) == old:  # noqa: ASYNC110 (files are read)
+                await asyncio.sleep(0.1)
+
+
+def test_who_may_read_a_file_is_a_change_of_it(tmp_path: Path) -> None:
+    make_certs(tmp_path, [])
+    paths = tmp_path / "cert.pem", tmp_path / "key.pem"
+    certificate = Certificate(*paths)
+    before = tls._signature(list(paths)), certificate._signature()
+    paths[1].chmod(0o640)
+    after = tls._signature(list(paths)), certificate._signature()
+    assert before[0] != after[0]
+    assert before[1] != after[1]
 
 
 async def assert_served(b: Any, folder: Path) -> None:

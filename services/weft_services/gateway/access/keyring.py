@@ -56,13 +56,15 @@ class FileSource:
         self._seen: tuple[int, ...] = ()
 
     async def changed(self) -> dict[str, Key] | None:
-        """A file that is replaced is another inode; one that is written in place has another time or size."""
+        """A file that is replaced is another inode; one that is written in place, or may be read now, has another time.
+        What could not be read is tried again."""
         stat = self._path.stat()
-        signature = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+        signature = (stat.st_ino, stat.st_ctime_ns, stat.st_size)
         if signature == self._seen:
             return None
+        found = load_keys(await asyncio.to_thread(self._path.read_bytes))
         self._seen = signature
-        return load_keys(await asyncio.to_thread(self._path.read_bytes))
+        return found
 
     async def close(self) -> None:
         """Nothing is held."""
@@ -81,9 +83,9 @@ class ValkeySource:
         version = await self._redis.get(VALKEY_VERSION)
         if version is None or version == self._seen:
             return None
-        entries = await self._redis.hvals(VALKEY_KEYS)
+        found = by_digest(map(load_key, await self._redis.hvals(VALKEY_KEYS)))
         self._seen = version
-        return by_digest(map(load_key, entries))
+        return found
 
     async def close(self) -> None:
         """Close the connections."""

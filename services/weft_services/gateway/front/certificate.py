@@ -42,6 +42,8 @@ class Certificate:
                 now = self._signature()
                 if now != self._seen:
                     self._seen = now
+                    # what fails here would leave a context with a new certificate and no key
+                    ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self._cert, self._key)
                     self.context.load_cert_chain(self._cert, self._key)
                     logger.info("certificate is read anew from=%s", self._cert)
             except (ConfigError, OSError) as error:  # ssl.SSLError is an OSError
@@ -60,4 +62,4 @@ class Certificate:
 
 def _times(path: Path) -> tuple[int, int, int]:
     stat = path.stat()
-    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+    return stat.st_ino, stat.st_ctime_ns, stat.st_size  # the time of changes to who may read it, too
