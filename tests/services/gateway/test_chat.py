@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +15,8 @@ from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import LENGTH, SequenceDelta, Start, deltas, speaking
 from weft.kv.prefix import block_keys
 from weft.metrics import REGISTRY
+from weft_services.gateway.dialects import chat_frames
+from weft_services.gateway.dialects.logprobs import chat_logprobs
 from weft_services.gateway.dialects.padding import GRAIN_BYTES
 
 USER: ChatCompletionMessageParam = {"role": "user", "content": "tell me the answer"}
@@ -132,6 +135,28 @@ async def test_a_prompt_that_the_first_of_two_choices_computed_was_not_cached(be
         assert answer.usage.prompt_tokens_details is not None
         # the prompt is counted once, so what was computed of it once counts as computed
         assert answer.usage.prompt_tokens_details.cached_tokens == 0
+
+
+@pytest.mark.parametrize("num_tokens", [3, 400])
+async def test_many_logprobs_are_not_written_on_the_loop(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    writers: list[threading.Thread] = []
+
+    def watched(*told: Any) -> dict[str, Any]:
+        writers.append(threading.current_thread())
+        return chat_logprobs(*told)
+
+    monkeypatch.setattr(chat_frames, "chat_logprobs", watched)
+    async with bench() as b:
+        b.decode.script = speaking([*b.ids("a") * num_tokens, END])
+        answer = await b.client.chat.completions.create(
+            model=MODEL_NAME, messages=[USER], logprobs=True, top_logprobs=3
+        )
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        assert len(logprobs.content or ()) == num_tokens + 1
+    assert [writer is threading.main_thread() for writer in writers] == [num_tokens == 3]
 
 
 async def test_logprobs_have_the_shape_that_the_client_knows(bench: MakeBench) -> None:

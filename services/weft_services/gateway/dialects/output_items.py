@@ -33,7 +33,7 @@ class OutputItem:
         self.id = f"{PREFIXES[self.kind]}_{new_id()}"
         self.status = "in_progress"
         self.is_opened = False  # its one content part has begun
-        self.logprobs: list[dict[str, Any]] = []
+        self.logprobs: list[Any] = []  # as JSON
         self._texts: list[str] = []
         self._call = {"call_id": first.call_id, **own_names.get(first.text, {"name": first.text})}
 

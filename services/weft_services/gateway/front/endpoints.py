@@ -38,6 +38,8 @@ from weft_services.gateway.mesh.sessions import Session, session_of
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 10.0
+# of tokens with their alternatives: more take longer to write than a thread takes to be woken
+MANY_LOGPROBS = 256
 
 
 class Frames(Protocol):
@@ -169,7 +171,7 @@ async def _collect(run: Run, frames: Frames, reply: Reply, telling: Telling) -> 
             choices[piece.index].add(piece)
     usage = account.usage()
     told = [response_header(account.timeline())] if telling.wants_timeline else []
-    if _tells_prompts(run):
+    if _tells_prompts(run) or sum(len(choice.logprobs) for choice in choices) > MANY_LOGPROBS:
         body = await asyncio.to_thread(frames.body, choices, usage)
     else:
         body = frames.body(choices, usage)
