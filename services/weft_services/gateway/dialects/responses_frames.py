@@ -57,7 +57,8 @@ class ResponseFrames:
         out = self._begin()
         for each in self._logprobs.one_by_one(piece):
             parts = joined(self._answer.take(each))
-            num_behind = self._answer.num_held + sum(len(part.text) for part in parts)
+            # while white space gathers, of which there may be very much, nothing comes out
+            num_behind = self._answer.num_held + sum(len(part.text) for part in parts) if parts else 0
             for part in parts:
                 num_behind -= len(part.text)
                 out += self._grow(part, num_behind)
