@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
+import threading
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +25,8 @@ from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1 import prefill_service_pb2 as prefill_pb
 from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
 from weft_mesh.v1.prefill_service_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
+from weft_services.gateway.dialects.embeddings import embedding_body
+from weft_services.gateway.front import embeddings
 
 
 class FakePrefill(PrefillServiceServicer):
@@ -31,6 +36,7 @@ class FakePrefill(PrefillServiceServicer):
         self.asked: list[prefill_pb.PrefillServiceEmbedRequest] = []
         self.refusal: grpc.StatusCode | None = None
         self.is_stuck = False
+        self.size = 3
         self.has_left = asyncio.Event()
         self.has_enough = asyncio.Event()  # half of what one request has under way
 
@@ -45,7 +51,8 @@ class FakePrefill(PrefillServiceServicer):
                 self.has_left.set()
         if self.refusal is not None:
             await context.abort(self.refusal, "at 10.1.2.3:4")
-        return prefill_pb.PrefillServiceEmbedResponse(values=[len(request.token_ids), request.token_ids[0], 1.0])
+        values = [len(request.token_ids), request.token_ids[0], 1.0] + [0.0] * (self.size - 3)
+        return prefill_pb.PrefillServiceEmbedResponse(values=values)
 
     def Prefill(self, request_iterator: Any, context: Any) -> Any:
         """Nobody asks."""
@@ -102,6 +109,27 @@ async def test_vectors_have_length_1_in_the_order_of_the_inputs(bench: MakeBench
         assert single.data[0].embedding == plain.data[1].embedding
         assert worker.asked[0].prefill_boot_id == "boot-of-prefill-0"
         assert not b.decode.started
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+@pytest.mark.parametrize("size", [3, 50_000])
+async def test_many_numbers_are_not_written_on_the_loop(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch, encoding: Any, size: int
+) -> None:
+    writers: list[threading.Thread] = []
+
+    def watched(*found: Any) -> bytes:
+        writers.append(threading.current_thread())
+        return embedding_body(*found)
+
+    monkeypatch.setattr(embeddings, "embedding_body", watched)
+    async with bench() as b, with_prefill(b) as (worker,):
+        worker.size = size
+        asked = {"model": MODEL_NAME, "input": ["a", "b"], "encoding_format": encoding}
+        vectors = [each["embedding"] for each in (await b.http.post("/v1/embeddings", json=asked)).json()["data"]]
+    read = [array("f", base64.b64decode(each)) if encoding == "base64" else each for each in vectors]
+    assert [len(each) for each in read] == [size] * 2
+    assert [writer is threading.main_thread() for writer in writers] == [size == 3]
 
 
 async def test_grpc_gives_the_same_vectors(bench: MakeBench) -> None:

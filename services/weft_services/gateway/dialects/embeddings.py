@@ -47,12 +47,17 @@ def parse_embedding(body: bytes) -> Embedding:
 
 def embedding_body(asked: Embedding, vectors: Sequence[tuple[float, ...]], num_tokens: int) -> bytes:
     """The whole answer."""
+    written = as_base64 if asked.as_base64 else _as_json
     data = [
-        {"object": "embedding", "index": index, "embedding": as_base64(vector) if asked.as_base64 else vector}
-        for index, vector in enumerate(vectors)
+        {"object": "embedding", "index": index, "embedding": written(vector)} for index, vector in enumerate(vectors)
     ]
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return orjson.dumps({"object": "list", "data": data, "model": asked.model, "usage": usage})
+
+
+def _as_json(vector: tuple[float, ...]) -> orjson.Fragment:
+    """One by one: the interpreter is held for a vector at a time, and not for all."""
+    return orjson.Fragment(orjson.dumps(vector))
 
 
 def as_base64(vector: tuple[float, ...]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from starlette.types import Receive, Scope, Send
@@ -17,6 +18,9 @@ from weft_services.gateway.generation import Embedding
 from weft_services.gateway.mesh.embedding import Vector
 from weft_services.gateway.mesh.pipeline import Pipeline
 from weft_services.gateway.mesh.sessions import Session, session_of
+
+# more take longer to write than a thread takes to be woken
+MANY_NUMBERS = 65_536
 
 
 async def embed(
@@ -54,6 +58,10 @@ class EmbeddingEndpoint:
         try:
             found = await embed(self._pipeline, lambda: parse_embedding(body), session, account, self._timeout_seconds)
             account.close(Stage.FINISHED)
-            await reply.whole(200, embedding_body(*found))
+            if sum(map(len, found[1])) > MANY_NUMBERS:
+                answer = await asyncio.to_thread(embedding_body, *found)
+            else:
+                answer = embedding_body(*found)
+            await reply.whole(200, answer)
         except Exception as error:
             await fail(reply, account, error)
