@@ -152,6 +152,8 @@ class Supervisor:
         """Keep all children running until `stop` or cancellation. Raises ChildFailed. Leaves no process behind."""
         try:
             self._nursery = await self._open_nursery()
+            if self._stopping:
+                return  # there was nobody yet whom `stop` could have ended
             async with asyncio.TaskGroup() as group:
                 for spec in self._specs:
                     self._keepers[spec.name] = group.create_task(self._keep(spec))

@@ -109,6 +109,14 @@ async def test_children_start_when_those_they_need_are_ready() -> None:
         ]
 
 
+async def test_a_mesh_that_is_ended_before_it_has_begun_starts_nobody() -> None:
+    recorder = Recorder()
+    supervisor = Supervisor([spec(recorder, "one", FOREVER)], recorder, QUICK)
+    await supervisor.stop()  # while the process that forks is being started
+    await asyncio.wait_for(supervisor.run(), 30)
+    assert recorder.states == []
+
+
 async def test_a_dead_child_is_reported_with_its_last_lines_and_started_again_with_backoff() -> None:
     recorder = Recorder()
     program = "import sys; [print('line', i) for i in range(40)]; print('up', flush=True); sys.exit(7)"
