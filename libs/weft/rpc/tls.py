@@ -20,14 +20,25 @@ VARIABLE = "WEFT_TLS_DIR"
 MESH_NAME = "weft.mesh"
 FILES = ("ca.pem", "cert.pem", "key.pem")
 Configuration = Callable[[], grpc.ServerCertificateConfiguration]
+_last_read: dict[str, list[bytes]] = {}  # by folder, what channels have opened with
 
 
 def channel_credentials() -> grpc.ChannelCredentials | None:
-    """For calls to peers; None where the mesh has no certificates. Raises ConfigError naming a file."""
+    """For calls to peers; None where the mesh has no certificates.
+
+    Raises ConfigError naming a file that cannot be read; where all could be before, those stay: files are replaced one
+    after the other, and a process that opens a channel meanwhile shall not end of it.
+    """
     folder = os.environ.get(VARIABLE)
     if not folder:
         return None
-    ca, cert, key = (read_pem(Path(folder) / name, VARIABLE) for name in FILES)
+    try:
+        _last_read[folder] = [read_pem(Path(folder) / name, VARIABLE) for name in FILES]
+    except ConfigError as error:
+        if folder not in _last_read:
+            raise
+        logger.error("certificates cannot be read, the last ones stay: %s", error)
+    ca, cert, key = _last_read[folder]
     return grpc.ssl_channel_credentials(ca, key, cert)
 
 

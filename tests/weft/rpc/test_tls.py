@@ -85,6 +85,16 @@ def test_a_missing_file_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         channel_credentials()
 
 
+async def test_a_peer_is_called_with_the_last_certificate_while_another_is_put_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with scheduler(folder) as address:
+        monkeypatch.setenv("WEFT_TLS_DIR", str(folder))
+        assert await grpc_serves(address)
+        (folder / "key.pem").write_text("")
+        assert await grpc_serves(address)
+
+
 def test_private_keys_are_for_their_owner_and_the_authority_stays(folder: Path) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert set(before) == {"ca.pem", "ca-key.pem", "cert.pem", "key.pem"}
