@@ -20,6 +20,7 @@ from weft_services.gateway.mesh.refusals import RefusedForNow
 from weft_services.gateway.mesh.routes import RouteStream, StreamLost
 from weft_services.scheduler import dispatch, gateways
 from weft_services.scheduler.affinity import Affinity
+from weft_services.scheduler.state import Placement, RouteQuery
 from weft_services.scheduler.waiting import WaitingRoom
 
 CANCELLED = pb.Settlement.STAGE_CANCELLED
@@ -172,3 +173,33 @@ async def test_a_stream_that_breaks_fails_who_waits_and_the_next_one_opens_by_it
                     await stream.ask(route_request(f"r{number}"))
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_long_prompts_that_are_asked_for_together_do_not_break_the_stream(scheduler: Scheduler) -> None:
+    keys = [bytes(32)] * 16_384
+    async with AsyncExitStack() as stack:
+        await join(stack, scheduler, "prefill-0", "decode-0")
+        stream = await stack.enter_async_context(stream_to(scheduler))
+        asked = (stream.ask(route_request(f"r{number}", block_keys=keys, max_tokens=1)) for number in range(80))
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert {type(answer) for answer in answers} <= {pb.RouteResponse, Overloaded}
+
+
+async def test_who_leaves_before_it_was_sent_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed: list[str] = []
+    route = dispatch.Dispatcher.route
+
+    async def noted(dispatcher: dispatch.Dispatcher, query: RouteQuery) -> Placement:
+        placed.append(query.key.request_id)
+        return await route(dispatcher, query)
+
+    monkeypatch.setattr(dispatch.Dispatcher, "route", noted)
+    async with serving(Affinity("", 60)) as scheduler, AsyncExitStack() as stack:
+        await join(stack, scheduler, "prefill-0", "decode-0")
+        stream = await stack.enter_async_context(stream_to(scheduler))
+        leaving, staying = (asyncio.create_task(stream.ask(route_request(name))) for name in ("leaves", "stays"))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await staying
+        await stream.ask(route_request("next"))
+        assert placed == ["stays", "next"]

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
-from typing import TypeVar
 
 import grpc
 
 from weft import trace
 from weft.errors import Overloaded, PeerLost, WeftError, from_code
 from weft.rpc import wire
-from weft.rpc.client import owned
+from weft.rpc.client import MAX_MESSAGE_BYTES, owned
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
@@ -24,7 +23,9 @@ from weft_services.gateway.mesh.placement import Forecast, Placement, RouteQuery
 from weft_services.gateway.mesh.refusals import RefusedForNow
 
 MAX_BATCH = 256
-ItemT = TypeVar("ItemT")
+# keys of a long prompt's blocks are half a megabyte, and a message that is too long would break the stream for all: the
+# last one in may be as long again
+MAX_BATCH_BYTES = MAX_MESSAGE_BYTES // 4
 
 
 class StreamLost(PeerLost):
@@ -37,7 +38,7 @@ class RouteStream:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = SchedulerServiceStub(channel)
         self._gateway_id = uuid.uuid4().hex
-        self._asked: deque[pb.RouteRequest] = deque()
+        self._asked: OrderedDict[tuple[str, int], pb.RouteRequest] = OrderedDict()  # and not sent yet
         self._withdrawn: deque[common_pb2.RequestKey] = deque()
         self._waiting: dict[tuple[str, int], asyncio.Future[pb.RouteResponse]] = {}
         self._has_news = asyncio.Event()
@@ -48,15 +49,17 @@ class RouteStream:
 
     async def ask(self, request: pb.RouteRequest) -> pb.RouteResponse:
         """The same on the wire."""
-        key = (request.key.request_id, request.key.generation)
+        key = _key_of(request.key)
         place: asyncio.Future[pb.RouteResponse] = asyncio.get_running_loop().create_future()
         self._waiting[key] = place
-        self._asked.append(request)
+        self._asked[key] = request
         self._has_news.set()
         try:
             return await place
         finally:
-            if self._waiting.pop(key, None) is not None and place.cancelled():
+            self._waiting.pop(key, None)
+            was_sent = self._asked.pop(key, None) is None
+            if was_sent and place.cancelled():
                 self._withdrawn.append(request.key)
                 self._has_news.set()
 
@@ -80,11 +83,20 @@ class RouteStream:
             await self._has_news.wait()
             self._has_news.clear()
             while self._asked or self._withdrawn:
-                asked, withdrawn = _some(self._asked), _some(self._withdrawn)
+                asked, withdrawn = self._next_asked(), _some(self._withdrawn)
                 yield pb.RouteManyRequest(requests=asked, withdrawn=withdrawn)
 
+    def _next_asked(self) -> list[pb.RouteRequest]:
+        """As many as a message takes; of the largest, one."""
+        batch: list[pb.RouteRequest] = []
+        room = MAX_BATCH_BYTES
+        while self._asked and len(batch) < MAX_BATCH and room > 0:
+            batch.append(self._asked.popitem(last=False)[1])
+            room -= batch[-1].ByteSize()
+        return batch
+
     def _answer(self, result: pb.RouteResult) -> None:
-        place = self._waiting.get((result.key.request_id, result.key.generation))
+        place = self._waiting.get(_key_of(result.key))
         if place is None or place.done():
             return  # withdrawn meanwhile
         if result.WhichOneof("outcome") == "placed":
@@ -101,7 +113,11 @@ class RouteStream:
                 place.set_exception(error)
 
 
-def _some(items: deque[ItemT]) -> list[ItemT]:
+def _key_of(key: common_pb2.RequestKey) -> tuple[str, int]:
+    return key.request_id, key.generation
+
+
+def _some(items: deque[common_pb2.RequestKey]) -> list[common_pb2.RequestKey]:
     return [items.popleft() for _ in range(min(len(items), MAX_BATCH))]
 
 
