@@ -34,7 +34,7 @@ MAX_BACKOFF_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """What a worker says of itself when it joins."""
+    """What a worker says of itself when it joins; and whether it was asked to drain, which its reports say."""
 
     worker: WorkerAddress
     role: WorkerRole
@@ -45,6 +45,7 @@ class Introduction:
     transport: str
     metrics_address: str
     can_change_role: bool = False
+    is_draining: bool = False
 
 
 class _Link:
@@ -77,7 +78,7 @@ class Membership:
         self._load = load
         self._is_able = is_able
         self._tallies = tallies
-        self._is_draining = False
+        self._is_draining = introduction.is_draining
         self._is_parked = is_parked
         self._park_changes = asyncio.Event()
         self._role = introduction.role
@@ -101,7 +102,7 @@ class Membership:
     @property
     def introduction(self) -> Introduction:
         """As it would join now."""
-        return replace(self._introduction, role=self._role)
+        return replace(self._introduction, role=self._role, is_draining=self._is_draining)
 
     async def leave(self, timeout_seconds: float) -> None:
         """Take no more work: wait until every scheduler has been told, or the time is over."""

@@ -34,12 +34,13 @@ def give_back() -> None:
         trim(0)
 
 
-async def sleep(schedulers: str, parked: Parked) -> bool:
-    """Until it is woken; False for a signal that ends the process."""
+async def sleep(schedulers: str, parked: Parked) -> Introduction | None:
+    """Until it is woken, as what it was asked to be meanwhile; None for a signal that ends the process."""
     if not parked.is_asleep:
-        return True
+        return parked.introduction
     membership = Membership(schedulers, parked.introduction, EngineLoad, lambda: False, is_parked=True)
     logger.info("parked: weights and pool are given back")
     async with background() as tasks:
         tasks.create_task(membership.keep())
-        return not await until_signal(or_when=membership.until_park_changes)
+        is_ending = await until_signal(or_when=membership.until_park_changes)
+        return None if is_ending else membership.introduction

@@ -105,27 +105,32 @@ async def serve_worker(config: WorkerConfig, *posts: Post) -> None:
     parked = await _live(config, posts)
     while parked is not None:
         give_back()
-        if not await sleep(config.scheduler_addr, parked):
+        if (woken := await sleep(config.scheduler_addr, parked)) is None:
             return
         log.mark(log.ASLEEP)
-        parked = await _live(replace(config, role=parked.introduction.role), posts)
+        parked = await _live(replace(config, role=woken.role), posts, woken.is_draining)
 
 
-async def _live(config: WorkerConfig, posts: Sequence[Post]) -> Parked | None:
+async def _live(config: WorkerConfig, posts: Sequence[Post], is_draining: bool = False) -> Parked | None:
     """From weights and a pool until they are given back, or the process is to end."""
     feed = EngineFeed()
     booted = await boot(config, feed.listener)
     booted.engine.start()
     try:
         async with background() as tasks:
-            return await _serve(config, posts, booted, feed, tasks)
+            return await _serve(config, posts, is_draining, booted, feed, tasks)
     finally:
         await asyncio.to_thread(booted.engine.stop)
         feed.forget()
 
 
 async def _serve(
-    config: WorkerConfig, posts: Sequence[Post], booted: Booted, feed: EngineFeed, tasks: asyncio.TaskGroup
+    config: WorkerConfig,
+    posts: Sequence[Post],
+    is_draining: bool,
+    booted: Booted,
+    feed: EngineFeed,
+    tasks: asyncio.TaskGroup,
 ) -> Parked | None:
     rpc = RpcServer([post.service_name for post in posts])
     place = await _furnish(config, booted, feed, tasks)
@@ -135,10 +140,9 @@ async def _serve(
     engine = place.engine
     vitals = Vitals(engine.pulse, lambda: engine.load, booted.engine_config.num_blocks)
     health = Health(vitals, rpc)
-    introduction = _introduction(config, posts, place, booted, address)
     membership = Membership(
         config.scheduler_addr,
-        introduction,
+        replace(_introduction(config, posts, place, booted, address), is_draining=is_draining),
         lambda: engine.load,
         lambda: engine.is_alive and health.is_fit,
         lambda: replace(place.tally.read(), work=feed.work),

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 
 from tests.weft.worker.test_membership import INTRODUCTION, start_fleet
+from weft.request import WorkerRole
 from weft.worker.parking import Parked, sleep
+from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb2
 
 
@@ -21,6 +24,21 @@ async def test_it_sleeps_in_the_fleet_until_it_is_woken() -> None:
         fleet.wish = pb2.JoinResponse(report_interval_ms=10, park=False)
         async with asyncio.timeout(10):
             assert await sleeping
+
+
+async def test_what_it_is_asked_to_be_while_it_sleeps_it_is_when_it_wakes() -> None:
+    async with start_fleet() as (fleet, address):
+        flexible = replace(INTRODUCTION, can_change_role=True, is_draining=True)
+        sleeping = asyncio.create_task(sleep(address, Parked(flexible, is_asleep=True)))
+        await fleet.next("hello")
+        assert (await fleet.next("report")).draining, "as it was before"
+        prefill = common_pb2.WORKER_ROLE_PREFILL
+        fleet.wish = pb2.JoinResponse(report_interval_ms=10, role=prefill)
+        while (await fleet.next("report")).role != prefill:
+            pass
+        fleet.wish = pb2.JoinResponse(report_interval_ms=10, park=False)
+        async with asyncio.timeout(10):
+            assert await sleeping == replace(flexible, role=WorkerRole.PREFILL)
 
 
 async def test_a_signal_ends_it() -> None:
