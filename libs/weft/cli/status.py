@@ -134,6 +134,8 @@ def state_of(report: pb.WorkerReport) -> Text:
     """In a word or two."""
     if report.ready:
         return Text("ready", style="green")
+    if report.full:
+        return Text("full", style="yellow")
     if report.parked:
         return Text("parked", style="blue")
     return Text("draining", style="yellow") if report.draining else Text("not ready", style="red")

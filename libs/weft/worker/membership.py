@@ -178,6 +178,7 @@ class Membership:
 
     def _report(self, is_leaving: bool) -> scheduler_service_pb2.WorkerReport:
         load, tallies = self._load(), self._tallies()
+        is_serving = self._is_able() and not (is_leaving or self._is_draining or self._is_parked)
         has_room = load.free_blocks + load.cached_blocks > 0
         return scheduler_service_pb2.WorkerReport(
             num_running=load.num_running,
@@ -188,7 +189,8 @@ class Membership:
             cached_blocks=load.cached_blocks,
             active_blocks=load.active_blocks,
             quarantined_blocks=load.quarantined_blocks,
-            ready=self._is_able() and has_room and not (is_leaving or self._is_draining or self._is_parked),
+            ready=is_serving and has_room,
+            full=is_serving and not has_room,
             draining=self._is_draining,
             parked=self._is_parked,
             role=role_to_wire(self._role),

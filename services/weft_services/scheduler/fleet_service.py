@@ -164,6 +164,7 @@ def _report(report: pb.WorkerReport) -> WorkerReport:
         computed_prompt_tokens=report.computed_prompt_tokens,
         is_draining=report.draining,
         is_parked=report.parked,
+        full=report.full if report.HasField("full") else None,
         tallies=tallies_from_wire(report),
         role=role_from_wire(report.role) if report.role != common_pb2.WORKER_ROLE_UNSPECIFIED else None,
     )
@@ -200,6 +201,7 @@ def _status(worker: Worker, age_seconds: float) -> pb.WorkerStatus:
             computing_seconds=report.tallies.work.computing_seconds,
             draining=report.is_draining,
             parked=report.is_parked,
+            full=report.full,
             prefix=prefix_to_wire(report.tallies.prefix),
             hand_offs=hand_offs_to_wire(report.tallies.hand_offs),
             role=role_to_wire(report.role) if report.role else common_pb2.WORKER_ROLE_UNSPECIFIED,

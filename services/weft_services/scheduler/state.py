@@ -61,6 +61,7 @@ class WorkerReport:
     is_parked: bool = False
     tallies: Tallies = NO_TALLIES
     role: WorkerRole | None = None
+    full: bool | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -69,8 +70,10 @@ class WorkerReport:
 
     @property
     def is_full(self) -> bool:
-        """Sequences hold the whole pool; a worker says "not ready" then as well."""
-        return self.active_blocks > 0 and self.free_blocks + self.cached_blocks == 0
+        """Sequences hold the whole pool; a worker says "not ready" then as well. An older one does not say why."""
+        if self.full is None:
+            return self.active_blocks > 0 and self.free_blocks + self.cached_blocks == 0
+        return self.full
 
 
 @dataclass(slots=True)

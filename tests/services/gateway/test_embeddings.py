@@ -190,6 +190,15 @@ async def test_without_a_prefill_worker_it_is_a_503(bench: MakeBench) -> None:
         assert status == 503
 
 
+async def test_a_worker_whose_pool_is_full_is_asked_where_there_is_no_other(bench: MakeBench) -> None:
+    async with bench() as b, with_prefill(b, 1):
+        b.scheduler.is_prefill_ready = False
+        b.scheduler.reports["prefill-0"] = scheduler_pb.WorkerReport(full=True)
+        await b.gateway.watch.poll()
+        answer = await b.lenient.embeddings.create(model=MODEL_NAME, input=["hello"])
+        assert len(answer.data) == 1
+
+
 async def test_work_is_shared_and_a_client_that_leaves_is_noticed(bench: MakeBench) -> None:
     async with bench() as b, with_prefill(b, 2) as workers:
         for worker in workers:

@@ -17,6 +17,7 @@ from tests.services.gateway.conftest import CONTEXT, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import LENGTH, SequenceDelta, failing, speaking
 from tests.services.gateway.test_disconnect import connect
 from weft.metrics import REGISTRY
+from weft_mesh.v1.scheduler_service_pb2 import WorkerReport
 from weft_services.gateway.front import http_server
 from weft_services.gateway.front.exchange import MAX_BODY_BYTES
 from weft_services.gateway.front.http_server import MAX_HEAD_BYTES, MAX_HEADERS
@@ -143,6 +144,15 @@ async def test_health_is_about_the_process_and_ready_about_the_fleet(bench: Make
         await b.gateway.watch.poll()
         assert (await b.http.get("/ready")).json()["reasons"] == ["the scheduler cannot be reached"]
         assert (await b.http.get("/health")).status_code == 200
+
+
+async def test_a_gateway_whose_workers_are_full_is_ready(bench: MakeBench) -> None:
+    async with bench() as b:
+        b.scheduler.is_prefill_ready = False
+        b.scheduler.reports["prefill-0"] = WorkerReport(full=True)
+        await b.gateway.watch.poll()
+        response = await b.http.get("/ready")
+        assert (response.status_code, response.json()["reasons"]) == (200, [])
 
 
 async def test_metrics_count_what_was_served(bench: MakeBench) -> None:

@@ -97,6 +97,8 @@ def test_a_worker_whose_pool_is_full_is_busy_and_not_lost() -> None:
     workers = pair()
     workers[1].report = WorkerReport(ready=False, active_blocks=100)
     assert isinstance(refusal(workers, query()), Overloaded)
+    workers[1].report = WorkerReport(ready=False, active_blocks=100, full=False)
+    assert isinstance(refusal(workers, query()), PeerLost), "what holds its blocks does not move"
 
 
 def test_an_unknown_model_differs_from_one_whose_workers_are_gone() -> None:

@@ -71,10 +71,12 @@ class Fleet(scheduler_service_pb2_grpc.FleetServiceServicer):
         assert message.WhichOneof("message") == kind
         return getattr(message, kind)
 
-    async def until_not_ready(self) -> None:
+    async def until_not_ready(self) -> pb2.WorkerReport:
         """Reports go on until one says so."""
-        while (await self.next("report")).ready:
+        while (report := await self.next("report")).ready:
             pass
+        assert isinstance(report, pb2.WorkerReport)
+        return report
 
 
 @asynccontextmanager
@@ -114,12 +116,15 @@ async def test_a_dead_engine_or_a_full_pool_is_not_ready() -> None:
         await fleet.next("hello")
         assert (await fleet.next("report")).ready
         loads.append(EngineLoad(active_blocks=26))
-        await fleet.until_not_ready()
+        assert (await fleet.until_not_ready()).full
         loads.append(LOAD)
         while not (await fleet.next("report")).ready:
             pass
         able.append(False)
-        await fleet.until_not_ready()
+        assert not (await fleet.until_not_ready()).full
+        loads.append(EngineLoad(active_blocks=26))
+        report = await fleet.next("report")
+        assert (report.ready, report.full) == (False, False), "what holds its blocks does not move"
 
 
 async def test_a_scheduler_that_comes_back_is_joined_again() -> None:

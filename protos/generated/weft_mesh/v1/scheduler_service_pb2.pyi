@@ -571,6 +571,7 @@ class WorkerReport(_message.Message):
     GENERATING_SECONDS_FIELD_NUMBER: _builtins.int
     COMPUTING_SECONDS_FIELD_NUMBER: _builtins.int
     PARKED_FIELD_NUMBER: _builtins.int
+    FULL_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sequences in the batch."""
     num_waiting: _builtins.int
@@ -604,6 +605,8 @@ class WorkerReport(_message.Message):
     """Time since its start that computing prompts took; of a step with both, its share by tokens."""
     parked: _builtins.bool
     """It has been asked to hold neither weights nor a pool; `ready` is false then."""
+    full: _builtins.bool
+    """All that keeps it from being ready is that sequences hold its whole pool: requests wait for that. Absent: not said."""
     @_builtins.property
     def prefix(self) -> Global___PrefixTally:
         """What its caches were worth since its start."""
@@ -634,12 +637,15 @@ class WorkerReport(_message.Message):
         generating_seconds: _builtins.float = ...,
         computing_seconds: _builtins.float = ...,
         parked: _builtins.bool = ...,
+        full: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_full", b"_full", "full", b"full", "prefix", b"prefix"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_blocks", b"active_blocks", "active_tokens", b"active_tokens", "cached_blocks", b"cached_blocks", "computed_prompt_tokens", b"computed_prompt_tokens", "computing_seconds", b"computing_seconds", "draining", b"draining", "free_blocks", b"free_blocks", "generated_tokens", b"generated_tokens", "generating_seconds", b"generating_seconds", "generating_steps", b"generating_steps", "hand_offs", b"hand_offs", "num_running", b"num_running", "num_waiting", b"num_waiting", "parked", b"parked", "prefix", b"prefix", "quarantined_blocks", b"quarantined_blocks", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_full", b"_full", "active_blocks", b"active_blocks", "active_tokens", b"active_tokens", "cached_blocks", b"cached_blocks", "computed_prompt_tokens", b"computed_prompt_tokens", "computing_seconds", b"computing_seconds", "draining", b"draining", "free_blocks", b"free_blocks", "full", b"full", "generated_tokens", b"generated_tokens", "generating_seconds", b"generating_seconds", "generating_steps", b"generating_steps", "hand_offs", b"hand_offs", "num_running", b"num_running", "num_waiting", b"num_waiting", "parked", b"parked", "prefix", b"prefix", "quarantined_blocks", b"quarantined_blocks", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__full: _TypeAlias = _typing.Literal["full"]  # noqa: Y015
+    _WhichOneofArgType__full: _TypeAlias = _typing.Literal["_full", b"_full"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__full) -> _WhichOneofReturnType__full | None: ...
 
 Global___WorkerReport: _TypeAlias = WorkerReport  # noqa: Y015
 

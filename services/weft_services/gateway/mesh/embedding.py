@@ -69,12 +69,13 @@ class Embeddings:
         able = [
             worker
             for worker in self._watch.of(model).workers
-            if worker.is_ready and worker.role.can(WorkerRole.PREFILL) and worker.address.boot_id not in failed
+            if worker.serves and worker.role.can(WorkerRole.PREFILL) and worker.address.boot_id not in failed
         ]
         return min(able, key=self._num_waiting, default=None)
 
-    def _num_waiting(self, worker: Worker) -> int:
-        return max(worker.work.queued_prefill_tokens, self._sent[worker.address.boot_id])
+    def _num_waiting(self, worker: Worker) -> tuple[bool, int]:
+        """At one whose pool is full even the first waits."""
+        return not worker.is_ready, max(worker.work.queued_prefill_tokens, self._sent[worker.address.boot_id])
 
 
 def _unit(vector: Vector) -> Vector:

@@ -35,7 +35,7 @@ class Fleet:
             able = [worker for worker in self.workers if worker.role.can(role)]
             if not able:
                 missing.append(f"no {role} worker has joined")
-            elif not any(worker.is_ready for worker in able):
+            elif not any(worker.serves for worker in able):
                 missing.append(f"no {role} worker is ready")
         return missing
 

@@ -133,6 +133,7 @@ def _worker_from_wire(status: scheduler_pb.WorkerStatus) -> Worker:
         can_change_role=hello.can_change_role,
         transport=hello.transport,
         work=_work_from_wire(status),
+        is_full=status.report.full,
     )
 
 

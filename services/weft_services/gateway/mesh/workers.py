@@ -47,6 +47,12 @@ class Worker:
     can_change_role: bool = False
     transport: str = ""
     work: Work = NO_WORK
+    is_full: bool = False
+
+    @property
+    def serves(self) -> bool:
+        """It takes requests, or would if sequences did not hold its whole pool: then they wait, and it is there."""
+        return self.is_ready or self.is_full
 
 
 @dataclass(frozen=True, slots=True)
