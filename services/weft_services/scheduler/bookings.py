@@ -75,12 +75,12 @@ class Share:
 class Booking:
     """A placed request. `prefill` is None from the first token on, and when the decode worker computes the prompt.
 
-    `prefill_id` keeps the name of who computed it, for the session's sake.
+    `computed_by` stays who computes or has computed the prompt, for the session's sake.
     """
 
     query: RouteQuery
     booked_at: float
-    prefill_id: str
+    computed_by: Worker
     decode: Share
     prefill: Share | None
 
@@ -88,6 +88,11 @@ class Booking:
     def key(self) -> RequestKey:
         """The attempt."""
         return self.query.key
+
+    @property
+    def prefill_id(self) -> str:
+        """Who has the prompt beside the worker that decodes, or that one."""
+        return self.computed_by.worker_id
 
     @property
     def ends_at(self) -> float:
@@ -122,7 +127,7 @@ class Bookings:
         booking = Booking(
             query=query,
             booked_at=now,
-            prefill_id=(prefill or decode).worker_id,
+            computed_by=prefill or decode,
             decode=self._take(decode, local_tokens, placement.decode_tokens),
             prefill=self._take(prefill, placement.prefill_tokens, 0) if prefill else None,
         )

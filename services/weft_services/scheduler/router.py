@@ -28,6 +28,7 @@ from weft_services.scheduler.state import (
     Placement,
     Preference,
     Prefixes,
+    Priority,
     RouteQuery,
     Served,
     Worker,
@@ -106,7 +107,9 @@ class Router:
         self._bookings.admit(query.key)
         demand = self.demand(query, preference)
         placement = choose(self.fleet.models, demand, now)
-        self._targets.check(query.model, query.priority, placement)
+        # who lost its place goes before all who wait: were it to wait for a fleet that is half empty, so would they
+        priority = Priority.DEFAULT if query.key.generation > 0 else query.priority
+        self._targets.check(query.model, priority, placement)
         check_deadline(query, placement)
         self._bookings.book(query, placement, now)
         for worker in {placement.decode, placement.prefill or placement.decode}:
@@ -197,14 +200,18 @@ class Router:
 
     def _hear(self, progress: Progress, now: float) -> None:
         """The first token is there: the prompt was computed, but not by who was asked for it if that is named."""
-        if progress.failed_id:
+        booking = self._bookings.find(progress.key)
+        if booking is None:
             self.fleet.suspect(progress.failed_id, now)
-        if (booking := self._bookings.find(progress.key)) is not None:
-            decode_id = booking.decode.worker.worker_id
-            if progress.failed_id == booking.prefill_id:
-                booking.prefill_id = decode_id  # where the prompt is; what ends well now says nothing for the other
-            for worker_id in {booking.prefill_id, decode_id}:
-                self.fleet.heard(worker_id)
+            return
+        asked, decode = booking.computed_by.info.address, booking.decode.worker
+        if progress.failed_id == asked.worker_id:
+            # if it is still there: who was started anew under its name has done nothing wrong
+            if self.fleet.find(asked.worker_id, asked.boot_id) is not None:
+                self.fleet.suspect(asked.worker_id, now)
+            booking.computed_by = decode  # where the prompt is; what ends well now says nothing for the other
+        for worker_id in {booking.prefill_id, decode.worker_id}:
+            self.fleet.heard(worker_id)
 
     def sweep(self, now: float) -> list[Worker]:
         """Once a second: give up workers that are silent and bookings that nobody will settle, and let workers play

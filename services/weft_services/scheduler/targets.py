@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from weft.config import ConfigError
 from weft.errors import Overloaded
+from weft_services.scheduler.refusals import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS
 from weft_services.scheduler.state import Placement, Priority, RouteQuery
 
 # work that nobody waits for leaves this share of the promised time to the others
@@ -54,15 +55,19 @@ class TooLate(Overloaded):
 def check_deadline(query: RouteQuery, placement: Placement) -> None:
     """Raises TooLate where the answer, as long as answers are, would take longer than its client waits.
 
-    On an idle worker it takes what it takes: no other time is a better one to ask.
+    On an idle worker it takes what it takes: no other time is a better one to ask. An answer that has begun goes on:
+    its client has the first part, and what is left of it may be less than usual.
     """
+    if query.resumed_tokens:
+        return
     workers = {placement.decode, placement.prefill or placement.decode}
     if not any(worker.booked.requests for worker in workers):
         return
     output = placement.decode_tokens - query.prompt_tokens
     late = placement.ttft_seconds + output * placement.itl_seconds - query.remaining_seconds
     if late > 0:
-        raise TooLate("the answer would not be complete by its deadline", late)
+        retry_after_seconds = min(max(late, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+        raise TooLate("the answer would not be complete by its deadline", retry_after_seconds)
 
 
 def parse_targets(text: str) -> Targets:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import Any
 
+import grpc
 import pytest
 
 from weft.errors import PeerLost
-from weft.request import WorkerAddress
+from weft.request import RequestKey, SamplingParams, WorkerAddress
+from weft_mesh.v1.decode_service_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
 from weft_services.gateway.mesh import links
+from weft_services.gateway.mesh.inbox import Inbox
 from weft_services.gateway.mesh.links import DecodeLinks
 from weft_services.gateway.mesh.peers import DecodeLink
+from weft_services.gateway.mesh.placement import Forecast, Placement, StartCommand
 
 NUM_REQUESTS = 40
 
@@ -73,6 +78,30 @@ async def test_a_gateway_that_closes_waits_for_no_worker(attempts: list[DecodeLi
             assert len(attempts) == 1
             streams.close()
             assert str(await asked) == "the gateway is shutting down"
+
+
+class Impatient(DecodeServiceServicer):
+    """Ends every stream as a worker does whose frames nobody reads."""
+
+    async def Attach(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        await anext(request_iterator)
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the gateway reads its stream too slowly")
+
+
+async def test_a_worker_that_cuts_off_a_slow_gateway_is_not_blamed_for_it() -> None:
+    server = grpc.aio.server()
+    add_DecodeServiceServicer_to_server(Impatient(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    worker = WorkerAddress("decode-0", "boot", address)
+    inbox, key = Inbox(), RequestKey("r")
+    start = StartCommand(key, Placement(worker, None, Forecast()), (1,), SamplingParams(1), b"", 60.0)
+    async with asyncio.TaskGroup() as group:
+        (await DecodeLinks(group).get(worker)).start(start, inbox)
+        (delta,) = await asyncio.wait_for(inbox.take(), 10)
+    assert isinstance(delta.error, PeerLost)
+    assert delta.worker_id == delta.error.worker_id == ""
+    await server.stop(None)
 
 
 async def _outcome(streams: DecodeLinks, worker: WorkerAddress) -> DecodeLink | PeerLost:

@@ -216,3 +216,19 @@ async def test_a_client_that_leaves_during_a_move_leaves_nothing_behind(bench: M
         routed = len(b.scheduler.routed)
         await b.scheduler.until(lambda: b.scheduler.stages(routed - 1) == ["cancelled"])
         assert b.gateway.pipeline.num_in_flight == 0
+
+
+async def test_a_prefill_worker_that_is_lost_after_its_first_token_is_named_to_the_scheduler(bench: MakeBench) -> None:
+    async with bench() as b:
+
+        async def script(start: Start) -> AsyncIterator[SequenceDelta]:
+            for number, delta in enumerate(deltas(start, b.ids("hello world"), LENGTH)):
+                delta.ClearField("prompt")
+                if number == 1:  # by then the rest of the prompt has been computed again
+                    delta.prompt.prefill_worker_id, delta.prompt.failed_worker_id = "decode-0", "prefill-0"
+                yield delta
+
+        b.decode.script = script
+        await b.http.post("/v1/completions", json={"model": MODEL_NAME, "prompt": "user", "stream": True})
+        await b.scheduler.until(lambda: b.scheduler.stages()[-1:] == ["finished"])
+        assert b.scheduler.settled[-2].failed_worker_id == "prefill-0"

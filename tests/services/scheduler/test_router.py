@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.services.scheduler.fakes import MODEL, worker_info
 from weft.lifetime import Stage
-from weft.request import RequestKey, WorkerRole
+from weft.request import RequestKey, WorkerAddress, WorkerRole
 from weft_services.scheduler.gateways import ABSENT_SECONDS
 from weft_services.scheduler.lengths import DEFAULT_OUTPUT_TOKENS
 from weft_services.scheduler.router import Progress, Router
-from weft_services.scheduler.state import NO_PREFERENCE, Load, RouteQuery, WorkerReport
+from weft_services.scheduler.state import NEVER, NO_PREFERENCE, Load, RouteQuery, WorkerReport
+from weft_services.scheduler.targets import TooLate
+
+NEXT_BOOT = WorkerAddress("prefill-0", "next-boot", "127.0.0.1:1")
 
 
 def test_an_answer_that_was_moved_is_as_long_as_all_its_parts() -> None:
@@ -79,8 +84,35 @@ def test_an_answer_that_ends_well_says_nothing_for_the_prefill_worker_that_faile
         router.report(worker, WorkerReport(ready=True, free_blocks=100), 0.0)
     placed = router.place(RouteQuery(RequestKey("r"), MODEL, 500, 10), NO_PREFERENCE, 0.0)
     assert placed.prefill is not None
-    router.settle(Progress(RequestKey("r"), Stage.DECODING, "prefill-0"), 1.0)
-    booking = router.settle(Progress(RequestKey("r"), Stage.FINISHED, generated_tokens=5), 1.5)
+    router.settle(Progress(RequestKey("r"), Stage.DECODING), 0.5)  # and was lost with its last blocks
+    for now in (1.0, 4.0):  # a gateway that heard no answer says it again
+        router.settle(Progress(RequestKey("r"), Stage.DECODING, "prefill-0"), now)
+    booking = router.settle(Progress(RequestKey("r"), Stage.FINISHED, generated_tokens=5), 4.5)
     assert placed.prefill.suspect_until == 3.0
     assert booking is not None
     assert booking.prefill_id == "decode-0", "where the session's cache is"
+
+
+def test_a_prefill_worker_that_was_started_anew_is_not_blamed_for_what_the_one_before_failed() -> None:
+    router = Router(1000.0)
+    for name, role in (("prefill-0", WorkerRole.PREFILL), ("decode-0", WorkerRole.DECODE)):
+        worker = router.join(worker_info(name, role), 0.0)
+        router.report(worker, WorkerReport(ready=True, free_blocks=100), 0.0)
+    placed = router.place(RouteQuery(RequestKey("r"), MODEL, 500, 10), NO_PREFERENCE, 0.0)
+    assert placed.prefill is not None
+    router.leave(placed.prefill, "killed")
+    again = router.join(worker_info("prefill-0", WorkerRole.PREFILL, address=NEXT_BOOT), 1.0)
+    # decode has computed the prompt meanwhile
+    router.settle(Progress(RequestKey("r"), Stage.DECODING, "prefill-0"), 2.0)
+    assert again.suspect_until == NEVER
+
+
+def test_an_answer_that_has_begun_goes_on_though_answers_are_usually_longer_than_its_deadline() -> None:
+    router = Router(1000.0)
+    worker = router.join(worker_info("both-0", WorkerRole.BOTH), 0.0)
+    router.report(worker, WorkerReport(ready=True, num_running=1, free_blocks=100), 0.0)
+    router.place(RouteQuery(RequestKey("before"), MODEL, 20, 10), NO_PREFERENCE, 0.0)
+    with pytest.raises(TooLate):
+        router.place(RouteQuery(RequestKey("new"), MODEL, 20, 400, remaining_seconds=2.0), NO_PREFERENCE, 0.0)
+    moved = RouteQuery(RequestKey("moved", 1), MODEL, 220, 200, remaining_seconds=2.0, resumed_tokens=200)
+    assert router.place(moved, NO_PREFERENCE, 0.0).decode is worker

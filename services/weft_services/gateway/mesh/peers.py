@@ -202,6 +202,7 @@ class DecodeLink:
                     self._delivery.settle()
         except WeftError as error:
             reason = f"is lost: {error}"
+            at_fault = "" if isinstance(error, Overloaded) else at_fault  # then it is we who read too slowly
         except asyncio.CancelledError:
             reason, at_fault = "was let go by this gateway", ""
             raise

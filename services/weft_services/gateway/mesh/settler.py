@@ -73,8 +73,9 @@ class Booking:
         self._is_closed = False
 
     def first_token(self, failed_worker_id: str = "") -> None:
-        """The prompt is computed; not by the worker that is named here, although it was asked."""
-        if not (self._has_first_token or self._is_closed):
+        """The prompt is computed; not by the worker that is named here, although it was asked: of one that was lost
+        after its first token that is said later."""
+        if not self._is_closed and (failed_worker_id or not self._has_first_token):
             self._has_first_token = True
             self._settler.put(Settlement(self.key, FIRST_TOKEN, failed_worker_id))
 
