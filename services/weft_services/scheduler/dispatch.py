@@ -10,19 +10,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from weft.errors import InvalidRequest, NotFound, Overloaded, PeerLost, WeftError
+from weft.errors import Cancelled, InvalidRequest, NotFound, Overloaded, PeerLost, WeftError
 from weft.lifetime import Stage
 from weft.metrics import ROUTES, WAITING
 from weft.request import WorkerRole
 from weft_services.scheduler.affinity import Affinity
+from weft_services.scheduler.bookings import Booking
 from weft_services.scheduler.lines import Waiter
+from weft_services.scheduler.pace import Pace
 from weft_services.scheduler.refusals import NobodyReady
 from weft_services.scheduler.router import Progress, Router
 from weft_services.scheduler.state import (
+    INFINITE,
     Placement,
     Preference,
     Priority,
@@ -39,12 +42,15 @@ SWEEP_SECONDS = 1.0
 OTHERS_WAIT = "others wait for room already"
 # looked up once
 _BY_SESSION, _BY_LOAD = ROUTES.labels("session"), ROUTES.labels("load")
-_OUTCOMES: dict[type[WeftError], str] = {
-    Overloaded: "overloaded",
-    PeerLost: "unavailable",
-    NotFound: "unknown_model",
-    InvalidRequest: "invalid",
-}
+# the first that fits
+_OUTCOMES: tuple[tuple[type[WeftError], str], ...] = (
+    (TooLate, "late"),
+    (Overloaded, "overloaded"),
+    (PeerLost, "unavailable"),
+    (NotFound, "unknown_model"),
+    (InvalidRequest, "invalid"),
+    (Cancelled, "cancelled"),
+)
 
 
 class Dispatcher:
@@ -66,6 +72,7 @@ class Dispatcher:
         self._clock = clock
         self._whereabouts = whereabouts or Whereabouts()
         self._places: dict[Waiter, tuple[Preference, asyncio.Future[Placement]]] = {}
+        self._seating = Pace(self._seat_all, clock)
         # those who wait until a role of a model has a worker again
         self._absences = defaultdict[tuple[str, WorkerRole], set[asyncio.Future[None]]](set)
 
@@ -126,7 +133,7 @@ class Dispatcher:
             placement = await self._place_in_time(query, preference)
         except WeftError as error:
             self._router.refuse(query)
-            ROUTES.labels(_OUTCOMES.get(type(error), "late")).inc()
+            ROUTES.labels(next((outcome for kind, outcome in _OUTCOMES if isinstance(error, kind)), "failed")).inc()
             raise
         (_BY_SESSION if placement.by_session else _BY_LOAD).inc()
         return placement
@@ -140,12 +147,13 @@ class Dispatcher:
 
     async def _place_in_time(self, query: RouteQuery, preference: Preference) -> Placement:
         """A role that has just lost its last worker is waited for, as long as for room: who died is started anew."""
-        began, asked = self._clock(), query
+        began, asked, until = self._clock(), query, INFINITE
         while True:
             try:
-                return await self._place(asked, preference)
+                return await self._place(asked, preference, until)
             except NobodyReady as error:
-                seconds = self._rooms[query.model].longest(query) - (self._clock() - began)
+                until = began + self._rooms[query.model].longest(query)
+                seconds = until - self._clock()
                 if not self._may_return(query, error.role) or not await self._returns(query.model, error.role, seconds):
                     raise
             asked = replace(query, remaining_seconds=query.remaining_seconds - (self._clock() - began))
@@ -179,7 +187,8 @@ class Dispatcher:
                 if not back.done():
                     back.set_result(None)
 
-    async def _place(self, query: RouteQuery, preference: Preference) -> Placement:
+    async def _place(self, query: RouteQuery, preference: Preference, until: float) -> Placement:
+        """Now, or after a wait for room, which is over by then: a worker has been waited for already, perhaps."""
         now, room = self._clock(), self._rooms.get(query.model)
         busy = Overloaded(OTHERS_WAIT)
         if room is None or room.goes_first(query):
@@ -195,7 +204,7 @@ class Dispatcher:
         self._places[waiter] = preference, place
         WAITING.inc()
         try:
-            async with asyncio.timeout(waiter.give_up_at - now):
+            async with asyncio.timeout(min(waiter.give_up_at, until) - now):
                 return await place
         except TimeoutError:
             if place.done() and not place.cancelled():
@@ -213,8 +222,13 @@ class Dispatcher:
         return placement
 
     def _seat(self) -> None:
-        """Something has changed: place those who wait, in their order, until there is no room for the next of any
-        model."""
+        """Something has changed. On a large fleet it does so all the time, and to look at a thousand full workers takes
+        milliseconds."""
+        if self._places:
+            self._seating.ask()
+
+    def _seat_all(self) -> None:
+        """Place those who wait, in their order, until there is no room for the next of any model."""
         now = self._clock()
         for room in self._rooms.values():
             self._seat_from(room, now)
@@ -242,14 +256,18 @@ class Dispatcher:
         room.leave(waiter, now)
         return True
 
-    def settle(self, progress: Progress) -> None:
-        """A booked request has come this far. Late, repeated and unknown ones change nothing."""
-        booking = self._router.settle(progress, self._clock())
-        if booking is None:
-            if progress.stage is Stage.DECODING:
-                self._seat()
-            return
+    def settle(self, news: Iterable[Progress]) -> None:
+        """Booked requests have come this far. Late, repeated and unknown ones change nothing.
+
+        Who waits is looked at once for all."""
+        for progress in news:
+            booking = self._router.settle(progress, self._clock())
+            if booking is not None:
+                self._bind(progress, booking)
         self._seat()
+
+    def _bind(self, progress: Progress, booking: Booking) -> None:
+        """A session stays where it was served, and leaves where it was not."""
         query = booking.query
         if progress.stage is Stage.FINISHED and booking.key == progress.key:
             tokens = query.prompt_tokens + (progress.generated_tokens or 0)

@@ -36,7 +36,7 @@ class Fleet:
         self._silence_seconds = silence_seconds
         self._workers: dict[str, Worker] = {}
         self._models: dict[str, Served] = {}
-        self._ready_at: dict[tuple[str, WorkerRole], float] = {}  # when a worker of the role last said so
+        self._ready_at: dict[tuple[str, WorkerRole], float] = {}  # when a worker of the role last said so, or was full
 
     @property
     def models(self) -> Mapping[str, Served]:
@@ -116,7 +116,7 @@ class Fleet:
         worker.refresh()
 
     def _note_ready(self, worker: Worker, now: float) -> None:
-        for role in (WorkerRole.PREFILL, WorkerRole.DECODE) if worker.report.ready else ():
+        for role in (WorkerRole.PREFILL, WorkerRole.DECODE) if serves(worker) else ():
             if worker.info.role.can(role):
                 self._ready_at[worker.info.model, role] = now
 

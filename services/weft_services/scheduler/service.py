@@ -106,8 +106,7 @@ class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
         """See the proto."""
         _at_most("settlements", len(request.settlements), MAX_SETTLEMENTS)
         # all are understood before one counts
-        for progress in [_progress(settlement) for settlement in request.settlements]:
-            self._dispatcher.settle(progress)
+        self._dispatcher.settle([_progress(settlement) for settlement in request.settlements])
         return pb.SettleResponse()
 
 

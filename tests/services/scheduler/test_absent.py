@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from tests.services.scheduler.fakes import MODEL, Clock, worker_info
-from weft.errors import PeerLost
+from weft.errors import Overloaded, PeerLost
+from weft.metrics import REGISTRY
 from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.dispatch import Dispatcher
@@ -30,8 +31,8 @@ class Lonely:
         self.start("prefill-0", WorkerRole.PREFILL)
         self.dispatcher.leave(self.start("decode-0", WorkerRole.DECODE), "killed")
 
-    def start(self, worker_id: str, role: WorkerRole, model: str = MODEL) -> Worker:
-        worker = self.dispatcher.join(worker_info(worker_id, role, model=model))
+    def start(self, worker_id: str, role: WorkerRole, model: str = MODEL, num_blocks: int = 100) -> Worker:
+        worker = self.dispatcher.join(worker_info(worker_id, role, model=model, num_blocks=num_blocks))
         self.dispatcher.report(worker, WorkerReport(ready=True, free_blocks=100))
         return worker
 
@@ -89,3 +90,36 @@ async def test_nor_is_one_worker_that_the_request_itself_passes_over() -> None:
     boot = lonely.start("decode-0", WorkerRole.DECODE).info.address.boot_id
     with pytest.raises(PeerLost):
         await (await lonely.ask("moved", excluded_boot_ids=frozenset({boot})))
+
+
+async def test_who_has_waited_for_a_worker_does_not_wait_as_long_again_for_room() -> None:
+    lonely = Lonely()
+    asked = [await lonely.ask(name) for name in ("one", "two")]
+    lonely.clock.now += 20.0
+    lonely.start("decode-0", WorkerRole.DECODE, num_blocks=1)
+    outcomes = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10)
+    assert {type(outcome) for outcome in outcomes} == {Placement, Overloaded}
+    assert lonely.dispatcher.num_waiting == 0
+
+
+async def test_a_worker_that_was_full_when_it_died_is_waited_for_as_well() -> None:
+    lonely = Lonely()
+    full = lonely.start("decode-0", WorkerRole.DECODE)
+    lonely.clock.now += LONG_AGO
+    lonely.dispatcher.report(full, WorkerReport(ready=False, active_blocks=100))
+    lonely.dispatcher.leave(full, "killed")
+    asked = await lonely.ask("one")
+    lonely.start("decode-0", WorkerRole.DECODE)
+    assert (await asked).decode.worker_id == "decode-0"
+
+
+async def test_refusals_are_counted_by_their_kind() -> None:
+    lonely = Lonely()
+    before = num_unavailable()
+    with pytest.raises(PeerLost):
+        await (await lonely.ask("in a hurry", reject_if_busy=True))
+    assert num_unavailable() == before + 1
+
+
+def num_unavailable() -> float:
+    return REGISTRY.get_sample_value("weft_routes_total", {"outcome": "unavailable"}) or 0.0

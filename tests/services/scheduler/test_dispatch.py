@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 
 import pytest
 
@@ -21,6 +23,7 @@ from weft_services.scheduler.state import (
     RouteQuery,
     WorkerReport,
 )
+from weft_services.scheduler.targets import Target, Targets
 from weft_services.scheduler.waiting import WaitingRoom
 
 SEATS = 2
@@ -41,9 +44,11 @@ class Asked(Affinity):
 class Full:
     """Two models with a worker each; the first has no seat left, and one request waits for it."""
 
-    def __init__(self, max_waiting: int, max_seconds: float = 20.0) -> None:
+    def __init__(
+        self, max_waiting: int, max_seconds: float = 20.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.affinity = Asked()
-        self.dispatcher = Dispatcher(Router(10.0), self.affinity, lambda: WaitingRoom(max_waiting, max_seconds))
+        self.dispatcher = Dispatcher(Router(10.0), self.affinity, lambda: WaitingRoom(max_waiting, max_seconds), clock)
         for model in ("full", "idle"):
             info = worker_info(f"{model}-0", WorkerRole.BOTH, model=model, num_blocks=SEATS)
             worker = self.dispatcher.join(info)
@@ -80,10 +85,10 @@ async def test_a_stream_whose_worker_died_takes_the_next_place_of_a_full_model()
     for _ in range(10):
         await asyncio.sleep(0)
     assert not moved.done(), "neither refused for those before it nor placed beyond what there is"
-    full.dispatcher.settle(Progress(RequestKey("0"), Stage.CANCELLED))
+    full.dispatcher.settle([Progress(RequestKey("0"), Stage.CANCELLED)])
     assert (await asyncio.wait_for(moved, 10)).decode.worker_id == "full-0"
     assert not waiting.done()
-    full.dispatcher.settle(Progress(RequestKey("1"), Stage.CANCELLED))
+    full.dispatcher.settle([Progress(RequestKey("1"), Stage.CANCELLED)])
     await asyncio.wait_for(waiting, 10)
 
 
@@ -93,7 +98,7 @@ async def test_a_place_that_comes_in_the_moment_the_wait_is_over_is_taken() -> N
         await full.ask(str(number))
     late = full.ask("late")
     # behind its first step, and before the clock's word that it has waited for long enough
-    asyncio.get_running_loop().call_soon(full.dispatcher.settle, Progress(RequestKey("0"), Stage.CANCELLED))
+    asyncio.get_running_loop().call_soon(full.dispatcher.settle, [Progress(RequestKey("0"), Stage.CANCELLED)])
     assert (await late).decode.worker_id == "full-0", "booked, and its client told that there is no room"
 
 
@@ -133,9 +138,72 @@ async def test_a_turn_of_a_lower_priority_that_finds_no_room_keeps_nobody_from_i
     batch = await ask("batch", 40, Priority.BATCH)
     default = await ask("default", 4, Priority.DEFAULT)
     clock.now += 10.0  # its turn, but two pools of three blocks have no room for it beside two of those
-    dispatcher.settle(Progress(RequestKey("0"), Stage.CANCELLED))
+    dispatcher.settle([Progress(RequestKey("0"), Stage.CANCELLED)])
     assert (await asyncio.wait_for(default, 10)).decode is worker
     assert not batch.done()
     for name in ("1", "2"):
-        dispatcher.settle(Progress(RequestKey(name), Stage.CANCELLED))
+        dispatcher.settle([Progress(RequestKey(name), Stage.CANCELLED)])
     assert (await asyncio.wait_for(batch, 10)).decode is worker
+
+
+class Looks:
+    """Counts how often a place is looked for, which takes so many seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, clock: Clock, seconds: float = 0.0) -> None:
+        self.number = 0
+        place = Router.place
+
+        def counted(router: Router, query: RouteQuery, preference: Preference, now: float) -> Placement:
+            self.number += 1
+            clock.now += seconds
+            return place(router, query, preference, now)
+
+        monkeypatch.setattr(Router, "place", counted)
+
+
+def settled(stage: Stage) -> list[Progress]:
+    return [Progress(RequestKey(str(number)), stage) for number in range(SEATS)]
+
+
+async def test_who_waits_is_looked_at_once_for_all_that_a_gateway_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    full = Full(max_waiting=4, clock=clock)
+    waiting = await full.fill()
+    looks = Looks(monkeypatch, clock)
+    full.dispatcher.settle(settled(Stage.DECODING) * 100)
+    assert (looks.number, waiting.done()) == (1, False)
+    full.dispatcher.settle(settled(Stage.CANCELLED))
+    assert (await asyncio.wait_for(waiting, 10)).decode.worker_id == "full-0"
+
+
+async def test_a_fleet_that_takes_long_to_look_at_is_not_looked_at_for_every_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    full = Full(max_waiting=4, clock=clock)
+    waiting = await full.fill()
+    looks = Looks(monkeypatch, clock, seconds=0.004)
+    for _ in range(100):
+        for worker in full.dispatcher.workers():
+            full.dispatcher.report(worker, WorkerReport(ready=True, free_blocks=SEATS))
+    assert (looks.number, waiting.done()) == (1, False)
+    full.dispatcher.settle(settled(Stage.CANCELLED))
+    assert (await asyncio.wait_for(waiting, 10)).decode.worker_id == "full-0", "soon, and not for ever after"
+    assert looks.number == 2
+
+
+async def test_batch_work_that_lost_its_place_holds_up_nobody_until_the_fleet_is_half_empty() -> None:
+    dispatcher = Dispatcher(Router(100.0, Targets(Target(wait_seconds=1.0))), Asked(), lambda: WaitingRoom(8, 20.0))
+    worker = dispatcher.join(worker_info("both-0", WorkerRole.BOTH, num_blocks=1000, max_context_tokens=10_000))
+    dispatcher.report(worker, WorkerReport(ready=True, free_blocks=1000))
+
+    def ask(name: str, generation: int, priority: Priority) -> asyncio.Task[Placement]:
+        query = RouteQuery(RequestKey(name, generation), MODEL, 1400, max_tokens=1, priority=priority)
+        return asyncio.create_task(dispatcher.route(query))
+
+    await ask("first", 0, Priority.DEFAULT)
+    waiting = ask("batch", 0, Priority.BATCH)
+    moved = ask("moved", 1, Priority.BATCH)
+    assert (await asyncio.wait_for(moved, 10)).decode is worker
+    assert not waiting.done()
+    waiting.cancel()
