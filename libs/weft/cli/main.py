@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,7 @@ from weft.cli.bundles import app as bundles_app
 from weft.cli.keys import app as keys_app
 from weft.cli.machine import app as machine_app
 from weft.cli.up_command import DType, Weights, up
+from weft.config import ConfigError
 
 app = typer.Typer(
     name="weft",
@@ -258,7 +260,11 @@ def main() -> None:
     """Entry point of the `weft` script."""
     # read when grpc is imported: its own lines about peers that leave would end up between ours
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    app()
+    try:
+        app()
+    except ConfigError as error:  # of what every command reads, such as WEFT_TLS_DIR
+        typer.secho(f"weft: {error}", fg="red", err=True)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -153,6 +156,23 @@ def test_status_without_a_mesh_says_what_to_do() -> None:
     result = runner.invoke(app, ["status"])
     assert result.exit_code == 1
     assert "weft up" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "scheduler", "reason"),
+    [
+        ("nowhere", "127.0.0.1:1", "WEFT_TLS_DIR: nowhere/ca.pem: No such file"),
+        ("", "no.such.host.invalid:1,neither.is.this.invalid:1", "can be looked up"),
+    ],
+)
+def test_a_setting_that_no_command_can_use_is_named_in_one_line(setting: str, scheduler: str, reason: str) -> None:
+    command = [sys.executable, "-m", "weft.cli.main", "drain", "decode-0", "--scheduler", scheduler]
+    environ = {**os.environ, "WEFT_TLS_DIR": setting}
+    told = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, check=False)
+    assert told.returncode == 2
+    assert told.stderr.splitlines()[-1].startswith("weft: ")
+    assert reason in told.stderr.splitlines()[-1]
+    assert "Traceback" not in told.stderr
 
 
 def test_a_mesh_without_prefill_workers_is_refused(checkpoint: Path) -> None:
