@@ -151,11 +151,15 @@ async def test_an_operator_takes_a_worker_out_and_back(bench: MakeBench) -> None
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "worker_not_found")
 
 
-async def test_a_parked_worker_is_told_from_one_that_is_not_ready(bench: MakeBench) -> None:
+async def test_a_parked_or_full_worker_is_told_from_one_that_is_not_ready(bench: MakeBench) -> None:
     async with bench() as b:
         b.scheduler.is_prefill_ready = False
-        for is_parked, state in ((False, "not ready"), (True, "parked")):
-            b.scheduler.reports["prefill-0"] = pb.WorkerReport(parked=is_parked)
+        for report, state in (
+            (pb.WorkerReport(), "not ready"),
+            (pb.WorkerReport(parked=True), "parked"),
+            (pb.WorkerReport(full=True), "full"),
+        ):
+            b.scheduler.reports["prefill-0"] = report
             await b.gateway.watch.poll()
             async with b.http.stream("GET", "/weft/fleet/events") as response:
                 told = events(response)

@@ -73,7 +73,9 @@ def _failure(error: WeftError) -> bytes:
 def _state(worker: Worker) -> str:
     if worker.is_parked:
         return "parked"
-    return "draining" if worker.is_draining else "ready" if worker.is_ready else "not ready"
+    if worker.is_draining:
+        return "draining"
+    return "ready" if worker.is_ready else "full" if worker.is_full else "not ready"
 
 
 def _worker_fields(worker: Worker) -> dict[str, Any]:
