@@ -257,14 +257,14 @@ def hand_offs_to_wire(tallies: Iterable[HandOffTally]) -> list[scheduler_service
     ]
 
 
-def tallies_from_wire(report: scheduler_service_pb2.WorkerReport) -> Tallies:
-    """Total."""
+def tallies_from_wire(report: scheduler_service_pb2.WorkerReport, with_hand_offs: bool = True) -> Tallies:
+    """Total. Hand-offs, one for each pair of workers, take longer than all the rest."""
     prefix = report.prefix
     return Tallies(
         PrefixTally(prefix.looked_up_tokens, prefix.pool_tokens, prefix.dram_tokens, prefix.nvme_tokens),
         tuple(
             HandOffTally(tally.prefill_worker_id, tally.num_prompts, tally.size_bytes, tally.num_failed)
-            for tally in report.hand_offs
+            for tally in (report.hand_offs if with_hand_offs else ())
         ),
         WorkTally(report.generating_steps, report.generating_seconds, report.computing_seconds),
     )

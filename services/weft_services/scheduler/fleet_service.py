@@ -16,7 +16,6 @@ from weft.rpc.wire import (
     address_to_wire,
     fingerprint_from_wire,
     fingerprint_to_wire,
-    hand_offs_to_wire,
     prefix_to_wire,
     role_from_wire,
     role_to_wire,
@@ -80,10 +79,10 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         context: grpc.aio.ServicerContext[pb.ListWorkersRequest, pb.ListWorkersResponse],
     ) -> pb.ListWorkersResponse:
         """See the proto."""
-        workers = self._dispatcher.workers()
+        workers, with_hand_offs = self._dispatcher.workers(), not request.without_hand_offs
         use = self._store.use if self._store is not None else None
         return pb.ListWorkersResponse(
-            workers=[_status(w, self._dispatcher.age_seconds(w)) for w in workers],
+            workers=[_status(w, self._dispatcher.age_seconds(w), with_hand_offs) for w in workers],
             store=pb.StoreStatus(**asdict(use)) if use is not None else None,
             waiting_requests=self._dispatcher.num_waiting,
         )
@@ -165,12 +164,13 @@ def _report(report: pb.WorkerReport) -> WorkerReport:
         is_draining=report.draining,
         is_parked=report.parked,
         full=report.full if report.HasField("full") else None,
-        tallies=tallies_from_wire(report),
+        tallies=tallies_from_wire(report, with_hand_offs=False),
+        hand_offs=report.hand_offs,
         role=role_from_wire(report.role) if report.role != common_pb2.WORKER_ROLE_UNSPECIFIED else None,
     )
 
 
-def _status(worker: Worker, age_seconds: float) -> pb.WorkerStatus:
+def _status(worker: Worker, age_seconds: float, with_hand_offs: bool) -> pb.WorkerStatus:
     info, report = worker.info, worker.report
     return pb.WorkerStatus(
         hello=pb.WorkerHello(
@@ -203,7 +203,7 @@ def _status(worker: Worker, age_seconds: float) -> pb.WorkerStatus:
             parked=report.is_parked,
             full=report.full,
             prefix=prefix_to_wire(report.tallies.prefix),
-            hand_offs=hand_offs_to_wire(report.tallies.hand_offs),
+            hand_offs=report.hand_offs if with_hand_offs else (),
             role=role_to_wire(report.role) if report.role else common_pb2.WORKER_ROLE_UNSPECIFIED,
         ),
         booked_prefill_tokens=worker.booked.prefill_tokens,

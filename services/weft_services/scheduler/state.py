@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 from weft.kv.store_keys import fingerprint_digest
 from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
@@ -44,7 +45,8 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """A worker's own view of its load. A worker that has not reported yet is not ready."""
+    """A worker's own view of its load. A worker that has not reported yet is not ready. `hand_offs` is as it came, for
+    people who ask: here nobody looks into it."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -60,6 +62,7 @@ class WorkerReport:
     is_draining: bool = False
     is_parked: bool = False
     tallies: Tallies = NO_TALLIES
+    hand_offs: Sequence[Any] = ()
     role: WorkerRole | None = None
     full: bool | None = None
 

@@ -132,8 +132,11 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
         raise NotImplementedError
 
     async def ListWorkers(self, request: Any, context: Any) -> Any:
+        statuses = self._statuses()
+        for status in statuses if request.without_hand_offs else ():
+            status.report.ClearField("hand_offs")
         return scheduler_service_pb2.ListWorkersResponse(
-            workers=self._statuses(), store=self.store, waiting_requests=self.num_waiting
+            workers=statuses, store=self.store, waiting_requests=self.num_waiting
         )
 
     def _statuses(self) -> list[scheduler_service_pb2.WorkerStatus]:

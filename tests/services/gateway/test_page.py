@@ -88,6 +88,8 @@ async def test_the_fleet_is_told_as_it_changes_and_hand_offs_when_they_happen(be
         b.scheduler.reports["decode-0"] = report
         b.scheduler.store = pb.StoreStatus(memory_bytes=100, memory_used_bytes=40)
         await b.gateway.watch.poll()
+        known = b.gateway.watch.picture.workers
+        assert not any(worker.work.tallies.hand_offs for worker in known), "nobody listens yet"
         b.decode.script = speaking([100, 101])
         async with b.http.stream("GET", "/weft/fleet/events") as response, asyncio.timeout(20):
             told = events(response)

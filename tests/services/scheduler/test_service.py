@@ -254,3 +254,13 @@ async def route_many(scheduler: Scheduler, name: str) -> None:
     assert {answer.decode.worker_id for answer in placed} == {"decode-0"}
     for number in range(8):
         await scheduler.settle(f"{name}-{number}", FINISHED)
+
+
+async def test_hand_offs_are_told_as_they_were_reported_to_those_who_want_them(scheduler: Scheduler) -> None:
+    tally = pb.HandOffTally(prefill_worker_id="prefill-0", num_prompts=4, size_bytes=4096, num_failed=1)
+    async with FakeWorker(scheduler, hello("decode-0", "decode")) as worker:
+        await worker.report(hand_offs=[tally], computed_prompt_tokens=7)
+        for is_wanted in (True, False):
+            asked = pb.ListWorkersRequest(without_hand_offs=not is_wanted)
+            report = (await scheduler.fleet.ListWorkers(asked)).workers[0].report
+            assert (list(report.hand_offs), report.computed_prompt_tokens) == ([tally] * is_wanted, 7)

@@ -764,12 +764,17 @@ class ListWorkersRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    WITHOUT_HAND_OFFS_FIELD_NUMBER: _builtins.int
+    without_hand_offs: _builtins.bool
+    """Leave out which lender has handed off what to whom: of a large fleet that is nearly all of the answer."""
     def __init__(
         self,
+        *,
+        without_hand_offs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["without_hand_offs", b"without_hand_offs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

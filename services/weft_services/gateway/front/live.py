@@ -42,7 +42,8 @@ class FleetEvents:
 
     async def _tell(self, reply: Reply, news: News, may_operate: bool) -> None:
         await reply.begin_stream(_failure)
-        await reply.stream(_event("hello", {"is_operator": may_operate}) + self._frame(self._pipeline.picture))
+        await reply.stream(_event("hello", {"is_operator": may_operate}))
+        await reply.stream(self._frame(await self._pipeline.picture()))
         while (item := await news.next()) is not None:
             await reply.stream(self._frame(item))
         await reply.end_stream(b"")

@@ -56,7 +56,8 @@ class Fleet:
 
 
 class FleetWatch:
-    """Polls the scheduler. After a lost poll the last workers stay, for their limits.
+    """Polls the scheduler. After a lost poll the last workers stay, for their limits. Who has handed off what to whom
+    is asked for while somebody listens.
 
     `picture` is its latest answer, as far as it is about served models; `news` tells every one of them, and hand-offs
     in between.
@@ -65,6 +66,7 @@ class FleetWatch:
     def __init__(self, scheduler: Scheduler, models: Iterable[str]) -> None:
         self._scheduler = scheduler
         self.picture = FleetReport()
+        self._has_hand_offs = False
         self.news = News[FleetReport | HandOff]()
         self._fleets = {model: Fleet() for model in models}
 
@@ -92,17 +94,28 @@ class FleetWatch:
         return [worker.address.boot_id for fleet in self._fleets.values() for worker in fleet.workers]
 
     async def poll(self) -> None:
-        """Ask once. Never raises."""
+        """Ask once, and tell who listens. Never raises."""
+        await self._ask()
+        self.news.publish(self.picture)
+
+    async def whole_picture(self) -> FleetReport:
+        """For somebody who has begun to listen: the latest, or a new one where that has no hand-offs. Never raises."""
+        if not self._has_hand_offs:
+            await self._ask()
+        return self.picture
+
+    async def _ask(self) -> None:
+        with_hand_offs = self.news.has_listeners
         before = self.is_ready, self.reasons
         try:
-            report = await self._scheduler.fleet()
+            report = await self._scheduler.fleet(with_hand_offs)
         except (WeftError, KeyError) as error:
             if UNREACHABLE not in self.reasons:
                 logger.warning("%s: %s", UNREACHABLE, error)
             fleets = {model: Fleet(fleet.workers, UNREACHABLE) for model, fleet in self._fleets.items()}
         else:
             workers = tuple(worker for worker in report.workers if worker.model in self._fleets)
-            self.picture = replace(report, workers=workers)
+            self.picture, self._has_hand_offs = replace(report, workers=workers), with_hand_offs
             fleets = {
                 model: Fleet(tuple(worker for worker in workers if worker.model == model), None)
                 for model in self._fleets
@@ -110,7 +123,6 @@ class FleetWatch:
         self._fleets = fleets
         if (self.is_ready, self.reasons) != before:
             logger.info("ready=%s reasons=%s", self.is_ready, "; ".join(self.reasons) or "none")
-        self.news.publish(self.picture)
 
     async def drain(self, worker_id: str, undo: bool) -> None:
         """Take a worker out of service, or back. Raises NotFound, WeftError."""

@@ -38,6 +38,11 @@ class News(Generic[ItemT]):
         self._listeners: set[Subscription[ItemT]] = set()
         self._is_closed = False
 
+    @property
+    def has_listeners(self) -> bool:
+        """Does anybody."""
+        return bool(self._listeners)
+
     def publish(self, item: ItemT) -> None:
         """Tell all."""
         for listener in self._listeners:

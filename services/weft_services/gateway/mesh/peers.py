@@ -21,7 +21,7 @@ from weft.errors import (
 )
 from weft.request import RequestKey, WorkerAddress, WorkerRole
 from weft.rpc import wire
-from weft.rpc.client import ChannelPool, open_channel, owned, translated
+from weft.rpc.client import open_channel, owned, translated
 from weft_mesh.v1 import decode_service_pb2 as decode_pb
 from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
 from weft_mesh.v1.decode_service_pb2_grpc import DecodeServiceStub
@@ -44,11 +44,10 @@ class Scheduler:
     """The scheduler's two services over one channel; `run` must be running."""
 
     def __init__(self, address: str) -> None:
-        self._channels = ChannelPool()
-        channel = self._channels.get(address)
-        self._scheduler = SchedulerServiceStub(channel)
-        self._fleet = FleetServiceStub(channel)
-        self._routes = RouteStream(channel)
+        self._channel = open_channel(address)
+        self._scheduler = SchedulerServiceStub(self._channel)
+        self._fleet = FleetServiceStub(self._channel)
+        self._routes = RouteStream(self._channel)
 
     async def route(self, query: RouteQuery, timeout_seconds: float) -> Placement:
         """Raises Overloaded, PeerLost (no scheduler, or no worker for it), DeadlineExceeded."""
@@ -83,10 +82,11 @@ class Scheduler:
         with translated():
             await self._scheduler.Settle(request, timeout=SETTLE_SECONDS)
 
-    async def fleet(self) -> FleetReport:
+    async def fleet(self, with_hand_offs: bool = False) -> FleetReport:
         """The fleet as the scheduler sees it. Raises WeftError."""
+        request = scheduler_pb.ListWorkersRequest(without_hand_offs=not with_hand_offs)
         with translated():
-            response = await self._fleet.ListWorkers(scheduler_pb.ListWorkersRequest(), timeout=POLL_SECONDS)
+            response = await self._fleet.ListWorkers(request, timeout=POLL_SECONDS)
         return FleetReport(
             tuple(_worker_from_wire(status) for status in response.workers),
             _store_from_wire(response.store) if response.HasField("store") else None,
@@ -106,7 +106,7 @@ class Scheduler:
 
     async def close(self) -> None:
         """Close the channel."""
-        await self._channels.close()
+        await self._channel.close()
 
 
 def _settlement_to_wire(settlement: Settlement) -> scheduler_pb.Settlement:

@@ -73,10 +73,9 @@ class Pipeline:
         """The fleet's pictures as they come, and hand-offs."""
         return self._watch.news
 
-    @property
-    def picture(self) -> FleetReport:
-        """The latest of them."""
-        return self._watch.picture
+    async def picture(self) -> FleetReport:
+        """The latest of them, for somebody who listens."""
+        return await self._watch.whole_picture()
 
     async def drain(self, worker_id: str, undo: bool) -> None:
         """Take a worker out of service, or back. Raises NotFound, WeftError."""
