@@ -93,7 +93,8 @@ async def test_a_stop_string_across_the_seam_is_found(bench: MakeBench) -> None:
         answer = [*b.ids(TEXT), END]
         cut = next(i for i in range(len(answer)) if "here" in b.tokenizer.decode(answer[:i])) - 1
         seam = b.tokenizer.decode(answer[: cut + 2])[len(b.tokenizer.decode(answer[: cut - 1])) :]
-        b.decode.script, b.decoders[1].script = answering(answer, dies_after=cut), answering(answer)
+        b.decode.script = answering(answer, dies_after=cut)
+        b.decoders[1].script = answering(answer, dies_after=len(answer))  # and has not ended by itself when it is found
         response = await ask(b, stop=[seam])
         assert response.json()["choices"][0]["text"] == TEXT[: TEXT.index(seam)]
         assert response.json()["choices"][0]["finish_reason"] == "stop"
