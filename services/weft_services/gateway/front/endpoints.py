@@ -24,6 +24,7 @@ from weft_services.gateway.front.exchange import (
     ErrorWords,
     Reply,
     header,
+    is_known,
     read_json_body,
     unless_disconnected,
 )
@@ -196,7 +197,7 @@ async def fail(reply: Reply, account: Account, error: Exception) -> None:
     if isinstance(known, Cancelled):
         account.close(Stage.CANCELLED, known)
         return
-    if not _is_known(error):
+    if not is_known(error):
         logger.error("request failed", exc_info=error)
     account.close(REJECTED if status_of(known) < 500 and not reply.is_begun else Stage.FAILED, known)
     if not reply.is_ended:
@@ -204,10 +205,3 @@ async def fail(reply: Reply, account: Account, error: Exception) -> None:
             await reply.fail(known)
         except Cancelled:
             logger.info("the client did not wait for its error")
-
-
-def _is_known(error: BaseException) -> bool:
-    """One of ours, or several of them at once; anything else is a bug, and its traceback is wanted."""
-    if isinstance(error, BaseExceptionGroup):
-        return all(map(_is_known, error.exceptions))
-    return isinstance(error, WeftError)

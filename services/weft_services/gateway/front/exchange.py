@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import Cancelled, WeftError
+from weft.rpc.status import as_weft_error
 from weft_services.gateway.error_body import HttpError, error_body, retry_headers, status_of
 from weft_services.gateway.front.access_log import note_error
 
+logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 8 * 1024 * 1024
 BODY_SECONDS = 30.0
 
@@ -119,3 +123,23 @@ class Reply:
         # after 413 the rest of the body is read and dropped: a reset connection would overtake the answer
         close = [(b"connection", b"close")] if status_of(error) == 408 else []
         await self.whole(status_of(error), self._error_words(error), [*JSON_HEADERS, *retry_headers(error), *close])
+
+
+@asynccontextmanager
+async def failures_told(reply: Reply) -> AsyncIterator[None]:
+    """Whatever goes wrong inside is the answer, unless the client has left."""
+    try:
+        yield
+    except Exception as error:
+        known = as_weft_error(error)
+        if not is_known(error):
+            logger.error("request failed", exc_info=error)
+        if not (isinstance(known, Cancelled) or reply.is_ended):
+            await reply.fail(known)
+
+
+def is_known(error: BaseException) -> bool:
+    """One of ours, or several of them at once; anything else is a bug, and its traceback is wanted."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(is_known, error.exceptions))
+    return isinstance(error, WeftError)

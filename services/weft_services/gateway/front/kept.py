@@ -10,7 +10,7 @@ import logging
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import orjson
 from redis.asyncio import Redis
@@ -34,37 +34,47 @@ class Kept:
 
     response: dict[str, Any]
     items: list[dict[str, Any]]
-    num_bytes: int = 0  # of both, where they were kept
 
     @property
     def earlier(self) -> Earlier:
         """To go on from."""
         return Earlier(self.response["id"], (*self.items, *self.response["output"]))
 
+    @property
+    def record(self) -> bytes:
+        """As it is kept."""
+        return orjson.dumps({"response": self.response, "items": self.items})
+
+    @classmethod
+    def read(cls, record: bytes) -> Self:
+        """From its record."""
+        return cls(**orjson.loads(record))
+
 
 class KeptAnswers:
-    """`owner` is the digest of a tenant; nobody finds what is another's."""
+    """Their records, which may be long: who reads or writes one does so beside the loop. `owner` is the digest of a
+    tenant; nobody finds what is another's."""
 
     def __init__(self, redis_url: str, seconds: float) -> None:
         self._valkey = Valkey(redis_url, FOUND, LOST, deadline_seconds=DEADLINE_SECONDS)
         self._milliseconds = math.ceil(seconds * 1000)
 
-    async def find(self, owner: bytes, name: str) -> Kept | None:
+    async def find(self, owner: bytes, name: str) -> bytes | None:
         """None: there is none, or no more. Raises PeerLost."""
         if not _NAME.fullmatch(name):
             return None
         key = _key(owner, name)
 
-        async def read(redis: Redis) -> list[bytes | str | None]:
+        async def read(redis: Redis) -> list[Any]:
             return list(await redis.mget(key))
 
         if (found := await self._valkey.ask(read)) is None:
             raise PeerLost("kept answers cannot be read now")
-        return Kept(**orjson.loads(found[0]), num_bytes=len(found[0])) if found[0] is not None else None
+        record: bytes | None = found[0]
+        return record
 
-    async def keep(self, owner: bytes, kept: Kept) -> None:
+    async def keep(self, owner: bytes, name: str, record: bytes) -> None:
         """For as long as answers are kept."""
-        name, record = kept.response["id"], orjson.dumps({"response": kept.response, "items": kept.items})
         if len(record) > MAX_RECORD_BYTES:
             logger.warning("not kept: %s has %d bytes with all before it", name, len(record))
             return

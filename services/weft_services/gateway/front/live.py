@@ -10,10 +10,9 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from weft.errors import Cancelled, WeftError
-from weft.rpc.status import as_weft_error
+from weft.errors import WeftError
 from weft_services.gateway.error_body import error_fields
-from weft_services.gateway.front.exchange import Reply, unless_disconnected
+from weft_services.gateway.front.exchange import Reply, failures_told, unless_disconnected
 from weft_services.gateway.front.operator import is_operator
 from weft_services.gateway.mesh.news import Subscription
 from weft_services.gateway.mesh.pipeline import Pipeline
@@ -32,13 +31,9 @@ class FleetEvents:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One listener, until it or the gateway goes."""
         reply = Reply(send)
-        try:
+        async with failures_told(reply):
             with self._pipeline.news.subscribed() as news:
                 await unless_disconnected(receive, self._tell(reply, news, is_operator(scope)))
-        except Exception as error:
-            known = as_weft_error(error)
-            if not (isinstance(known, Cancelled) or reply.is_ended):
-                await reply.fail(known)
 
     async def _tell(self, reply: Reply, news: News, may_operate: bool) -> None:
         await reply.begin_stream(_failure)

@@ -9,13 +9,12 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from weft.errors import Cancelled, InvalidRequest, NotFound
+from weft.errors import InvalidRequest, NotFound
 from weft.request import WorkerRole
-from weft.rpc.status import as_weft_error
 from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.dialects.translation import read_object
 from weft_services.gateway.error_body import HttpError
-from weft_services.gateway.front.exchange import Reply, header, read_json_body
+from weft_services.gateway.front.exchange import Reply, failures_told, header, read_json_body
 from weft_services.gateway.mesh.pipeline import Pipeline
 
 REFUSAL = "this is for operators: by their key, or without keys from the gateway's own machine"
@@ -57,7 +56,7 @@ class OperatorEndpoint(ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         reply = Reply(send)
-        try:
+        async with failures_told(reply):
             if not is_operator(scope):
                 raise HttpError(403, REFUSAL, "forbidden")
             fields = read_object(await read_json_body(scope, receive))
@@ -67,10 +66,6 @@ class OperatorEndpoint(ABC):
             except NotFound as error:
                 raise HttpError(404, str(error), "worker_not_found") from error
             await reply.whole(200, orjson.dumps({"worker_id": worker_id, **done}))
-        except Exception as error:
-            known = as_weft_error(error)
-            if not isinstance(known, Cancelled):
-                await reply.fail(known)
 
     @abstractmethod
     async def _act(self, worker_id: str, fields: dict[str, Any]) -> dict[str, Any]:

@@ -12,15 +12,14 @@ import orjson
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from weft.errors import Cancelled, InvalidRequest
-from weft.rpc.status import as_weft_error
+from weft.errors import InvalidRequest
 from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.dialects.responses_frames import ResponseFrames
 from weft_services.gateway.dialects.responses_requests import Earlier, parse_responses
 from weft_services.gateway.dialects.translation import read_object
 from weft_services.gateway.error_body import HttpError
 from weft_services.gateway.front.endpoints import Api, Frames, GenerationEndpoint
-from weft_services.gateway.front.exchange import Reply
+from weft_services.gateway.front.exchange import Reply, failures_told
 from weft_services.gateway.front.kept import Kept, KeptAnswers
 from weft_services.gateway.front.text_endpoints import CountEndpoint
 from weft_services.gateway.generation import Generation
@@ -34,7 +33,7 @@ USUAL_ITEMS, MAX_ITEMS = 20, 100
 
 def kept_routes(pipeline: Pipeline, kept: KeptAnswers, api: Api, timeout_seconds: float) -> list[Route]:
     """All of them, those without answers that are kept included."""
-    answers, items = _AnswerEndpoint(kept), _ItemsEndpoint(kept)
+    answers, items = _AnswerEndpoint(pipeline, kept), _ItemsEndpoint(pipeline, kept)
     return [
         Route(PATH, ResponsesEndpoint(pipeline, api, timeout_seconds, kept), methods=["POST"]),
         Route(f"{PATH}/input_tokens", ResponseCount(pipeline, kept), methods=["POST"]),
@@ -56,7 +55,9 @@ class ResponsesEndpoint(GenerationEndpoint):
     async def _keep(self, frames: Frames, session: Session) -> None:
         assert isinstance(frames, ResponseFrames)
         if frames.kept_items is not None and frames.whole is not None:
-            await self._kept.keep(_owner(session), Kept(frames.whole, list(frames.kept_items)))
+            kept = Kept(frames.whole, list(frames.kept_items))
+            record = await self._pipeline.judged(lambda: kept.record)
+            await self._kept.keep(_owner(session), kept.response["id"], record)
 
 
 class ResponseCount(CountEndpoint):
@@ -74,85 +75,84 @@ async def _parser(
     pipeline: Pipeline, kept: KeptAnswers, body: bytes, session: Session
 ) -> tuple[Callable[[bytes], Generation], int]:
     """One that knows the answer which the body goes on from, and its bytes. Raises InvalidRequest, PeerLost."""
-    if PREVIOUS.encode() not in body:
-        return partial(parse_responses, earlier=Earlier()), 0
-    fields = await pipeline.judged(lambda: read_object(body))
-    name = fields.get(PREVIOUS)
-    if name is None:
+    fields = await pipeline.judged(lambda: read_object(body)) if PREVIOUS.encode() in body else {}
+    if (name := fields.get(PREVIOUS)) is None:
         return partial(parse_responses, earlier=Earlier()), 0
     with counted():
         if not isinstance(name, str):
             raise InvalidRequest(f"{PREVIOUS}: expected a string", PREVIOUS)
         if (found := await kept.find(_owner(session), name)) is None:
-            raise InvalidRequest(
-                f"{PREVIOUS}: no answer {name[:80]!r} is kept", PREVIOUS, "previous_response_not_found"
-            )
-    return partial(parse_responses, earlier=found.earlier), found.num_bytes
+            message = f"{PREVIOUS}: no answer {name[:80]!r} is kept"
+            raise InvalidRequest(message, PREVIOUS, "previous_response_not_found")
+    record = found
+    return lambda whole: parse_responses(whole, Kept.read(record).earlier), len(record)
 
 
 class _KeptEndpoint(ABC):
     """A kept answer by its id, for its owner."""
 
-    def __init__(self, kept: KeptAnswers) -> None:
+    def __init__(self, pipeline: Pipeline, kept: KeptAnswers) -> None:
+        self._pipeline = pipeline
         self._kept = kept
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         reply = Reply(send)
-        try:
-            visitor.get().check()
-            await visitor.get().take(0)
-            answer = await self._answer(
-                scope, _owner(session_of(scope["headers"])), scope["path_params"]["response_id"]
-            )
-            await reply.whole(200, orjson.dumps(answer))
-        except Exception as error:
-            known = as_weft_error(error)
-            if not isinstance(known, Cancelled):
-                await reply.fail(known)
+        async with failures_told(reply):
+            with self._pipeline.admitted():
+                owner, name = _owner(session_of(scope["headers"])), scope["path_params"]["response_id"]
+                answer = await self._answer(scope, owner, name)
+            await reply.whole(200, answer)
 
     @abstractmethod
-    async def _answer(self, scope: Scope, owner: bytes, name: str) -> dict[str, Any]:
+    async def _answer(self, scope: Scope, owner: bytes, name: str) -> bytes:
         """What is told. Raises WeftError."""
 
-    async def _found(self, owner: bytes, name: str) -> Kept:
-        if (found := await self._kept.find(owner, name)) is None:
+    async def _told(self, owner: bytes, name: str, what: Callable[[Kept], Any]) -> bytes:
+        """So much of a kept answer."""
+        if (record := await self._kept.find(owner, name)) is None:
             raise _unknown(name)
-        return found
+        return await self._pipeline.do(lambda: orjson.dumps(what(Kept.read(record))))
 
 
 class _AnswerEndpoint(_KeptEndpoint):
     """GET and DELETE of the answer itself."""
 
-    async def _answer(self, scope: Scope, owner: bytes, name: str) -> dict[str, Any]:
+    async def _answer(self, scope: Scope, owner: bytes, name: str) -> bytes:
         if scope["method"] == "DELETE":
+            await visitor.get().take(0)
             if not await self._kept.drop(owner, name):
                 raise _unknown(name)
-            return {"id": name, "object": "response", "deleted": True}
+            return orjson.dumps({"id": name, "object": "response", "deleted": True})
         if _query(scope).get("stream", "false") != "false":
             raise InvalidRequest("stream: an answer that is complete is not streamed again", "stream")
-        return (await self._found(owner, name)).response
+        return await self._told(owner, name, lambda kept: kept.response)
 
 
 class _ItemsEndpoint(_KeptEndpoint):
     """GET of the items that led to it, the last ones first unless asked otherwise."""
 
-    async def _answer(self, scope: Scope, owner: bytes, name: str) -> dict[str, Any]:
+    async def _answer(self, scope: Scope, owner: bytes, name: str) -> bytes:
         query = _query(scope)
         limit, order, after = query.get("limit", str(USUAL_ITEMS)), query.get("order", "desc"), query.get("after")
         if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= MAX_ITEMS):
             raise InvalidRequest(f"limit: expected 1 to {MAX_ITEMS}", "limit")
         if order not in ("asc", "desc"):
             raise InvalidRequest("order: expected asc or desc", "order")
-        items = (await self._found(owner, name)).items
-        items = items if order == "asc" else items[::-1]
+        page = partial(_page, limit=int(limit), step=1 if order == "asc" else -1, after=after)
+        return await self._told(owner, name, lambda kept: page(kept.items))
+
+
+def _page(items: list[dict[str, Any]], limit: int, step: int, after: str | None) -> dict[str, Any]:
+    items = items[::step]
+    if after is not None:
         places = [place for place, item in enumerate(items) if item["id"] == after]
-        if after is not None and not places:
+        if not places:
             raise InvalidRequest("after: the answer has no such item", "after")
-        items = items[places[0] + 1 if places else 0 :]
-        page = items[: int(limit)]
-        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-        return {"object": "list", "data": page, **ends, "has_more": len(page) < len(items)}
+        items = items[places[0] + 1 :]
+    page = items[:limit]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": page, **ends, "has_more": len(page) < len(items)}
 
 
 def _query(scope: Scope) -> dict[str, str]:

@@ -10,15 +10,13 @@ import orjson
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from weft.errors import Cancelled
-from weft.rpc.status import as_weft_error
 from weft_services.gateway.dialects.anthropic_frames import message_error
 from weft_services.gateway.dialects.anthropic_requests import parse_count
 from weft_services.gateway.dialects.responses_requests import parse_responses
 from weft_services.gateway.dialects.tokenize_requests import parse_detokenize, parse_tokenize
 from weft_services.gateway.error_body import error_body
 from weft_services.gateway.front.access_log import note
-from weft_services.gateway.front.exchange import ErrorWords, Reply, read_json_body
+from weft_services.gateway.front.exchange import ErrorWords, Reply, failures_told, read_json_body
 from weft_services.gateway.generation import Generation, Tokenizing
 from weft_services.gateway.mesh.pipeline import Pipeline
 from weft_services.gateway.mesh.prepare import check_ids, tokenize
@@ -79,14 +77,10 @@ class TextEndpoint(ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         reply = Reply(send, self._error_body)
-        try:
+        async with failures_told(reply):
             with self._pipeline.admitted():
                 answer = await self._answer(await read_json_body(scope, receive), scope)
             await reply.whole(200, orjson.dumps(answer))
-        except Exception as error:
-            known = as_weft_error(error)
-            if not isinstance(known, Cancelled):
-                await reply.fail(known)
 
     @abstractmethod
     async def _answer(self, body: bytes, scope: Scope) -> Fields:
