@@ -99,6 +99,15 @@ class Overloaded(WeftError):
         self.retry_after_seconds = retry_after_seconds
 
 
+class RoomClosed(Overloaded):
+    """So many wait that for `hold_seconds` no other of this model, tenant and priority that asks for as much, or for
+    more, would be let in either."""
+
+    def __init__(self, message: str, retry_after_seconds: float, hold_seconds: float) -> None:
+        super().__init__(message, retry_after_seconds)
+        self.hold_seconds = hold_seconds
+
+
 class RateLimited(Overloaded):
     """More than the key's limit; `kind` is what there was too much of, requests or tokens."""
 

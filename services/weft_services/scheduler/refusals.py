@@ -13,15 +13,6 @@ MIN_RETRY_SECONDS = 1.0
 MAX_RETRY_SECONDS = 30.0
 
 
-class RoomClosed(Overloaded):
-    """So many wait that for `hold_seconds` no other of this tenant and priority that asks for as much, or for more,
-    would be let in either."""
-
-    def __init__(self, message: str, retry_after_seconds: float, hold_seconds: float) -> None:
-        super().__init__(message, retry_after_seconds)
-        self.hold_seconds = hold_seconds
-
-
 class NobodyReady(PeerLost):
     """No worker of a role takes requests. One may be back in a moment: a worker is started anew when it has died."""
 

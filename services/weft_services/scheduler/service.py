@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import grpc
 
 from weft import trace
-from weft.errors import EngineFailed, InvalidRequest, Overloaded, WeftError
+from weft.errors import EngineFailed, InvalidRequest, Overloaded, RoomClosed, WeftError
 from weft.lifetime import Stage
 from weft.request import RequestKey
 from weft.rpc.status import as_weft_error
@@ -21,7 +21,6 @@ from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.fleet_service import MAX_NAME_CHARS, FleetServicer
-from weft_services.scheduler.refusals import RoomClosed
 from weft_services.scheduler.router import Progress
 from weft_services.scheduler.state import DEFAULT_REQUEST_SECONDS, Priority, RouteQuery
 from weft_services.scheduler.store_watch import StoreWatch

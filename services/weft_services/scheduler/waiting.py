@@ -17,9 +17,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from weft.errors import Overloaded
+from weft.errors import Overloaded, RoomClosed
 from weft_services.scheduler.lines import Lines, Waiter, cost_of
-from weft_services.scheduler.refusals import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, RoomClosed
+from weft_services.scheduler.refusals import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS
 from weft_services.scheduler.state import INFINITE, Priority, RouteQuery
 
 # of the tokens placed, what each lower priority gets while higher ones wait

@@ -173,21 +173,6 @@ async def test_a_full_fleet_is_told_nothing_of_those_whom_it_refused(bench: Make
         assert b.scheduler.stages() == ["first_token", "finished"]
 
 
-async def test_while_a_refusal_holds_who_is_like_the_refused_is_told_so_by_the_gateway(bench: MakeBench) -> None:
-    async with bench() as b:
-        held = (("weft-retry-after", "7"), ("weft-hold-ms", "60000"))
-        b.scheduler.refusal = (grpc.StatusCode.RESOURCE_EXHAUSTED, "others wait", held)
-        first = await b.http.post("/v1/completions", json=STREAM)
-        b.scheduler.refusal = None
-        again = await b.http.post("/v1/completions", json=STREAM)
-        assert (again.status_code, again.content) == (429, first.content)
-        assert (first.headers["retry-after"], again.headers["retry-after"]) == ("7", "7")
-        assert len(b.scheduler.routed) == 1
-        assert b.gateway.pipeline.num_in_flight == 0
-        for headers in ({"authorization": "Bearer other"}, {"x-smg-priority": "interactive"}):
-            assert (await b.http.post("/v1/completions", json=STREAM, headers=headers)).status_code == 200
-
-
 async def test_with_every_decode_worker_full_a_stream_is_a_429(bench: MakeBench) -> None:
     async with bench(num_decoders=2) as b:
         for decoder in b.decoders:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import grpc
 import pytest
 
-from weft.errors import Overloaded
+from tests.services.gateway.conftest import MODEL_NAME, MakeBench
+from weft.errors import Overloaded, RoomClosed
 from weft.request import RequestKey
 from weft_services.gateway.mesh.placement import RouteQuery
-from weft_services.gateway.mesh.refusals import MAX_REMEMBERED, Refusals, RefusedForNow
+from weft_services.gateway.mesh.refusals import MAX_REMEMBERED, Refusals
 
 ASKED = RouteQuery(RequestKey("a"), "model", 100, 20, b"", (), tenant=b"tenant")
-FULL = RefusedForNow("others wait", 7.0, 0.5)
+ASK = {"model": MODEL_NAME, "prompt": "x"}
+FULL = RoomClosed("others wait", 7.0, 0.5)
 
 
 class Clock:
@@ -31,7 +34,7 @@ def test_a_refusal_holds_as_long_as_was_said_and_the_newest_word_counts() -> Non
     with pytest.raises(Overloaded, match="others wait") as told:
         refusals.check(ASKED)
     assert told.value.retry_after_seconds == 7.0
-    refusals.remember(ASKED, RefusedForNow("others wait", 1.0, 0.25))
+    refusals.remember(ASKED, RoomClosed("others wait", 1.0, 0.25))
     clock.now += 0.25
     refusals.check(ASKED)
 
@@ -65,3 +68,18 @@ def test_as_many_tenants_as_clients_make_up_are_not_all_remembered() -> None:
     for query in asked[1:]:
         with pytest.raises(Overloaded):
             refusals.check(query)
+
+
+async def test_while_a_refusal_holds_who_is_like_the_refused_is_told_so_by_the_gateway(bench: MakeBench) -> None:
+    async with bench() as b:
+        held = (("weft-retry-after", "7"), ("weft-hold-ms", "60000"))
+        b.scheduler.refusal = (grpc.StatusCode.RESOURCE_EXHAUSTED, "others wait", held)
+        first = await b.http.post("/v1/completions", json=ASK)
+        b.scheduler.refusal = None
+        again = await b.http.post("/v1/completions", json=ASK)
+        assert (again.status_code, again.content) == (429, first.content)
+        assert (first.headers["retry-after"], again.headers["retry-after"]) == ("7", "7")
+        assert len(b.scheduler.routed) == 1
+        assert b.gateway.pipeline.num_in_flight == 0
+        for headers in ({"authorization": "Bearer other"}, {"x-smg-priority": "interactive"}):
+            assert (await b.http.post("/v1/completions", json=ASK, headers=headers)).status_code == 200

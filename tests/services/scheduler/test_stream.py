@@ -10,13 +10,12 @@ import grpc
 import pytest
 
 from tests.services.scheduler.fakes import Scheduler, join, route_request, serving
-from weft.errors import InvalidRequest, NotFound, Overloaded, PeerLost, WeftError
+from weft.errors import InvalidRequest, NotFound, Overloaded, PeerLost, RoomClosed, WeftError
 from weft.rpc.client import open_channel, owned
 from weft.rpc.server import RpcServer
 from weft.rpc.status import as_weft_error
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
-from weft_services.gateway.mesh.refusals import RefusedForNow
 from weft_services.gateway.mesh.routes import RouteStream, StreamLost
 from weft_services.scheduler import dispatch, gateways
 from weft_services.scheduler.affinity import Affinity
@@ -99,7 +98,7 @@ async def test_for_how_long_a_room_stays_closed_is_told_to_the_gateway(monkeypat
             waiting.append(asyncio.create_task(stream.ask(request)))
             await asyncio.wait(waiting, timeout=0.05)
         monkeypatch.setattr(WaitingRoom, "expected_seconds", lambda *_: 9.0)
-        with pytest.raises(RefusedForNow) as refused:
+        with pytest.raises(RoomClosed) as refused:
             await stream.ask(route_request("late", prompt_tokens=400, max_tokens=1))
         assert (refused.value.retry_after_seconds, refused.value.hold_seconds) == (9.0, 0.5)
         for task in waiting:

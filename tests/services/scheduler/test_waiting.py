@@ -9,10 +9,9 @@ import pytest
 
 from tests.services.scheduler.fakes import FINGERPRINT, MODEL, ready_worker
 from weft.config import ConfigError
-from weft.errors import Overloaded
+from weft.errors import Overloaded, RoomClosed
 from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler.lines import Waiter
-from weft_services.scheduler.refusals import RoomClosed
 from weft_services.scheduler.state import Placement, Priority, RouteQuery
 from weft_services.scheduler.targets import Target, TooLate, check_deadline, parse_targets
 from weft_services.scheduler.waiting import MAX_HOLD_SECONDS, WaitingRoom

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from weft import metrics
-from weft.errors import DeadlineExceeded, EngineFailed, Overloaded, PeerLost, WeftError
+from weft.errors import DeadlineExceeded, EngineFailed, Overloaded, PeerLost, RoomClosed, WeftError
 from weft.lifetime import Stage
 from weft.request import PromptUsage, RequestKey, WorkerAddress
 from weft_services.gateway.mesh.inbox import Inbox
@@ -21,7 +21,7 @@ from weft_services.gateway.mesh.links import DecodeLinks
 from weft_services.gateway.mesh.peers import DecodeLink, Scheduler
 from weft_services.gateway.mesh.placement import Forecast, Placement, RouteQuery, StartCommand
 from weft_services.gateway.mesh.prepare import Prepared
-from weft_services.gateway.mesh.refusals import Refusals, RefusedForNow
+from weft_services.gateway.mesh.refusals import Refusals
 from weft_services.gateway.mesh.sequence import Sequence
 from weft_services.gateway.mesh.sessions import Standing
 from weft_services.gateway.mesh.settler import Booking, Settler
@@ -237,7 +237,7 @@ class Flight:
             placement = await self._mesh.scheduler.route(query, self._shared.remaining_seconds())
         except Overloaded as error:
             self._booking = None  # who is refused holds nothing: a fleet that is full need not be told
-            if isinstance(error, RefusedForNow):
+            if isinstance(error, RoomClosed):
                 self._mesh.refusals.remember(query, error)
             raise
         self.forecast = self.forecast or placement.forecast

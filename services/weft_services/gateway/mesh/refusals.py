@@ -13,24 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft import metrics
-from weft.errors import Overloaded
+from weft.errors import Overloaded, RoomClosed
 from weft_services.gateway.mesh.placement import RouteQuery
 
 # there may be as many tenants as clients make up
 MAX_REMEMBERED = 4096
 
 
-class RefusedForNow(Overloaded):
-    """And so is, for `hold_seconds`, every other of this model, tenant and priority that asks for as much or more."""
-
-    def __init__(self, message: str, retry_after_seconds: float, hold_seconds: float) -> None:
-        super().__init__(message, retry_after_seconds)
-        self.hold_seconds = hold_seconds
-
-
 @dataclass(frozen=True, slots=True)
 class _Held:
-    refused: RefusedForNow
+    refused: RoomClosed
     until: float
     prompt_tokens: int
     max_tokens: int
@@ -43,7 +35,7 @@ class Refusals:
         self._clock = clock
         self._held: OrderedDict[tuple[str, bytes, int], _Held] = OrderedDict()
 
-    def remember(self, query: RouteQuery, refused: RefusedForNow) -> None:
+    def remember(self, query: RouteQuery, refused: RoomClosed) -> None:
         """The scheduler's newest word counts."""
         kind = _kind(query)
         until = self._clock() + refused.hold_seconds

@@ -13,14 +13,13 @@ from collections.abc import AsyncIterator
 import grpc
 
 from weft import trace
-from weft.errors import Overloaded, PeerLost, WeftError, from_code
+from weft.errors import Overloaded, PeerLost, RoomClosed, WeftError, from_code
 from weft.rpc import wire
 from weft.rpc.client import MAX_MESSAGE_BYTES, owned
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from weft_services.gateway.mesh.placement import Forecast, Placement, RouteQuery
-from weft_services.gateway.mesh.refusals import RefusedForNow
 
 MAX_BATCH = 256
 # keys of a long prompt's blocks are half a megabyte, and a message that is too long would break the stream for all: the
@@ -124,7 +123,7 @@ def _some(items: deque[common_pb2.RequestKey]) -> list[common_pb2.RequestKey]:
 def _refusal(refused: pb.RouteRefusal) -> WeftError:
     error = from_code(refused.code, refused.message)
     if isinstance(error, Overloaded) and refused.hold_ms:
-        return RefusedForNow(refused.message, refused.retry_after_seconds, refused.hold_ms / 1000)
+        return RoomClosed(refused.message, refused.retry_after_seconds, refused.hold_ms / 1000)
     if isinstance(error, Overloaded) and refused.retry_after_seconds:
         error.retry_after_seconds = refused.retry_after_seconds
     return error
