@@ -10,7 +10,7 @@ from weft.request import RequestKey, WorkerAddress, WorkerRole
 from weft_services.scheduler.gateways import ABSENT_SECONDS
 from weft_services.scheduler.lengths import DEFAULT_OUTPUT_TOKENS
 from weft_services.scheduler.router import Progress, Router
-from weft_services.scheduler.state import NEVER, NO_PREFERENCE, Load, RouteQuery, WorkerReport
+from weft_services.scheduler.state import NEVER, NO_PREFERENCE, Load, Placement, RouteQuery, WorkerReport
 from weft_services.scheduler.targets import TooLate
 
 NEXT_BOOT = WorkerAddress("prefill-0", "next-boot", "127.0.0.1:1")
@@ -77,12 +77,17 @@ def test_a_gateway_whose_broken_stream_ends_after_the_next_has_begun_is_there() 
     assert router.gateways.gone(3000.0) == set(), "remembered no longer"
 
 
-def test_an_answer_that_ends_well_says_nothing_for_the_prefill_worker_that_failed_it() -> None:
+def _split() -> tuple[Router, Placement]:
+    """A worker of each role, and one request on both."""
     router = Router(1000.0)
     for name, role in (("prefill-0", WorkerRole.PREFILL), ("decode-0", WorkerRole.DECODE)):
         worker = router.join(worker_info(name, role), 0.0)
         router.report(worker, WorkerReport(ready=True, free_blocks=100), 0.0)
-    placed = router.place(RouteQuery(RequestKey("r"), MODEL, 500, 10), NO_PREFERENCE, 0.0)
+    return router, router.place(RouteQuery(RequestKey("r"), MODEL, 500, 10), NO_PREFERENCE, 0.0)
+
+
+def test_an_answer_that_ends_well_says_nothing_for_the_prefill_worker_that_failed_it() -> None:
+    router, placed = _split()
     assert placed.prefill is not None
     router.settle(Progress(RequestKey("r"), Stage.DECODING), 0.5)  # and was lost with its last blocks
     for now in (1.0, 4.0):  # a gateway that heard no answer says it again
@@ -94,11 +99,7 @@ def test_an_answer_that_ends_well_says_nothing_for_the_prefill_worker_that_faile
 
 
 def test_a_prefill_worker_that_was_started_anew_is_not_blamed_for_what_the_one_before_failed() -> None:
-    router = Router(1000.0)
-    for name, role in (("prefill-0", WorkerRole.PREFILL), ("decode-0", WorkerRole.DECODE)):
-        worker = router.join(worker_info(name, role), 0.0)
-        router.report(worker, WorkerReport(ready=True, free_blocks=100), 0.0)
-    placed = router.place(RouteQuery(RequestKey("r"), MODEL, 500, 10), NO_PREFERENCE, 0.0)
+    router, placed = _split()
     assert placed.prefill is not None
     router.leave(placed.prefill, "killed")
     again = router.join(worker_info("prefill-0", WorkerRole.PREFILL, address=NEXT_BOOT), 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 
 from tests.weft.weights.checkpoints import CONFIG, nothing
 from weft.model.config import expected_tensors, read_config
+from weft.weights import image
 from weft.weights.bundle import convert
 
 
@@ -41,3 +43,13 @@ def checkpoint(tmp_path: Path) -> Path:
 def bundle(checkpoint: Path, tmp_path: Path) -> Path:
     convert.compress(checkpoint, tmp_path / "bundle", 2, nothing)
     return tmp_path / "bundle"
+
+
+@pytest.fixture
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory of the test's own, with nothing left in it at the end."""
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    monkeypatch.setattr(image, "SHARED_MEMORY", directory)
+    yield directory
+    assert list(directory.iterdir()) == []

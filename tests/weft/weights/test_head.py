@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,24 +16,14 @@ from tests.weft.weights.checkpoints import nothing
 from weft.errors import BadCheckpoint
 from weft.model.config import read_config
 from weft.weights import head as head_module
-from weft.weights import image as image_module
 from weft.weights.bundle import convert
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.head import with_own_head
 from weft.weights.image import write_image
 from weft.weights.shared import open_image
 
+pytestmark = pytest.mark.usefixtures("shared_memory")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
-@pytest.fixture(autouse=True)
-def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory of the test's own, with nothing left in it at the end."""
-    directory = tmp_path / "shm"
-    directory.mkdir()
-    monkeypatch.setattr(image_module, "SHARED_MEMORY", directory)
-    yield directory
-    assert list(directory.iterdir()) == []
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,17 +28,8 @@ from weft.weights.image import Image, find_image, image_name, image_path, remove
 from weft.weights.shared import open_image
 from weft.weights.users import is_used
 
+pytestmark = pytest.mark.usefixtures("shared_memory")
 torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory of the test's own, with nothing left in it at the end."""
-    directory = tmp_path / "shm"
-    directory.mkdir()
-    monkeypatch.setattr(image_module, "SHARED_MEMORY", directory)
-    yield directory
-    assert list(directory.iterdir()) == []
 
 
 def nothing(num_bytes: int, file: str) -> None:

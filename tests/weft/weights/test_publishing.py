@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +17,6 @@ import torch
 
 from tests.weft.weights.checkpoints import make_checkpoint
 from weft.errors import BadCheckpoint, Overloaded, Unreadable
-from weft.weights import image as image_module
 from weft.weights import shared
 from weft.weights.blobs import LocalFile
 from weft.weights.checkpoint import read_checkpoint
@@ -25,17 +24,8 @@ from weft.weights.image import image_name, write_image
 from weft.weights.origin import LocalOrigin
 from weft.weights.shared import open_image
 
+pytestmark = pytest.mark.usefixtures("shared_memory")
 PATIENCE_SECONDS = 20.0
-
-
-@pytest.fixture(autouse=True)
-def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory of the test's own, with nothing left in it at the end."""
-    directory = tmp_path / "shm"
-    directory.mkdir()
-    monkeypatch.setattr(image_module, "SHARED_MEMORY", directory)
-    yield directory
-    assert list(directory.iterdir()) == []
 
 
 @pytest.fixture(params=["unnamed", "named"])
