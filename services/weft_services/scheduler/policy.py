@@ -104,6 +104,16 @@ def _prefill_cost(worker: Worker, own: int, weight: float) -> float:
     return worker.pressure_seconds + worker.wait_seconds(own) + weight * worker.token_seconds
 
 
+def _prefill_costs(workers: Sequence[Worker], own: int, weight: float) -> list[float]:
+    """`_prefill_cost` of each: for a large fleet most of what a placement takes, so nothing is called here."""
+    return [
+        worker.pressure_seconds
+        + (wait if (wait := own * worker.overtaken_seconds) < worker.prefill_seconds else worker.prefill_seconds)
+        + weight * worker.token_seconds
+        for worker in workers
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class _Pick:
     """A worker and its cost."""
@@ -136,16 +146,16 @@ class _View:
         return self._placed(both, both) if both else self._placed(decode.worker, prefill.worker)
 
     def _prefill_costs(self) -> list[float]:
-        demand, prefixes = self.demand, self.demand.prefixes
-        own, weight = self._own(0), self._weight(0)
-        costs = [_prefill_cost(worker, own, weight) for worker in self.served.prefills]
-        slots, preferred = self.served.prefill_slots, self.served.by_id.get(demand.preference.prefill_id)
-        common, last = self._weight(prefixes.common_tokens), demand.query.prompt_tokens - 1
-        for worker, held in prefixes.held.items():
+        demand, served, last = self.demand, self.served, self.demand.query.prompt_tokens - 1
+        costs = _prefill_costs(served.prefills, self._own(0), self._weight(0))
+        slots, preferred = served.prefill_slots, served.by_id.get(demand.preference.prefill_id)
+        shares: dict[int, tuple[int, float]] = {}  # nearly all who hold anything hold what is common, and no more
+        for worker, tokens in demand.prefixes.held.items():
             if (slot := slots.get(worker)) is not None:
-                # nearly all who hold anything hold what is common, and no more
-                weight = common if held == prefixes.common_tokens else self._weight(min(held, last))
-                costs[slot] = _prefill_cost(worker, self._own(min(held, last)), weight)
+                held = tokens if tokens < last else last
+                if (share := shares.get(held)) is None:
+                    share = shares[held] = self._own(held), self._weight(held)
+                costs[slot] = _prefill_cost(worker, *share)
         if preferred is not None and (slot := slots.get(preferred)) is not None:
             held = held_tokens(demand, preferred)
             costs[slot] = _prefill_cost(preferred, self._own(held), self._weight(held))
@@ -171,7 +181,7 @@ class _View:
         last = demand.query.prompt_tokens - 1
         for worker, held in demand.prefixes.held.items():
             if (slot := slots.get(worker)) is not None:
-                costs[slot] -= min(held, last) * worker.decode_token_seconds
+                costs[slot] -= (held if held < last else last) * worker.decode_token_seconds
         if preferred is not None and (slot := slots.get(preferred)) is not None:
             claim = 0 if preferred in demand.prefixes.held else held_tokens(demand, preferred)
             costs[slot] -= claim * preferred.decode_token_seconds

@@ -153,12 +153,11 @@ class Router:
 
     def _held(self, query: RouteQuery) -> dict[Worker, int]:
         """Tokens of the prompt by worker of its model; another model's blocks can have the same keys."""
-        matched = self.prefixes.match(query.block_keys)
-        return {
-            worker: blocks * worker.info.fingerprint.block_tokens
-            for worker, blocks in matched.items()
-            if worker.info.model == query.model
-        }
+        matched, served = self.prefixes.match(query.block_keys), self.fleet.models.get(query.model)
+        if served is None:
+            return {}
+        members = served.block_tokens_of
+        return {worker: blocks * members[worker] for worker, blocks in matched.items() if worker in members}
 
     def learn(self, fingerprint: bytes, keys: Sequence[bytes], located: Located) -> None:
         """What others know of where a prompt's blocks lie. What workers have been given since is not denied by it."""

@@ -192,6 +192,7 @@ class Served:
         self.prefill_slots = {worker: slot for slot, worker in enumerate(self.prefills)}
         self.decode_slots = {worker: slot for slot, worker in enumerate(self.decodes)}
         self.by_id = {worker.worker_id: worker for worker in self.workers}
+        self.block_tokens_of = {worker: worker.info.fingerprint.block_tokens for worker in self.workers}
         self.is_uniform = len({worker.info.fingerprint for worker in self.workers}) <= 1
         self.block_tokens = self.workers[0].info.fingerprint.block_tokens if self.workers else 0
         # what the shared store calls this model's blocks by
