@@ -10,8 +10,9 @@ from statistics import fmean
 from weft.errors import Incompatible, InvalidRequest, NotFound
 from weft.metrics import WORKERS
 from weft.request import WorkerRole
+from weft_services.scheduler.served import Served
 from weft_services.scheduler.speed import DEFAULT_DECODE_RATE, DEFAULT_PREFILL_RATE
-from weft_services.scheduler.state import NEVER, Load, Served, Worker, WorkerInfo, WorkerReport
+from weft_services.scheduler.state import NEVER, Load, Worker, WorkerInfo, WorkerReport
 
 logger = logging.getLogger(__name__)
 # a worker that a request has just failed on is left alone for so long, if there is another

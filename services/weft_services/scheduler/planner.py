@@ -17,7 +17,8 @@ from statistics import fmean
 from weft.config import ConfigError
 from weft.request import WorkerRole
 from weft_services.scheduler.fleet import serves
-from weft_services.scheduler.state import INFINITE, NEVER, Served, Worker
+from weft_services.scheduler.served import Served
+from weft_services.scheduler.state import INFINITE, NEVER, Worker
 
 # a side is short when it has been over its limit for so much longer than it was not: queues come and go, and one look
 # at an empty or a long one must not undo all the others

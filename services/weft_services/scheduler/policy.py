@@ -12,14 +12,16 @@ session waits a while before it moves. A prompt is computed where it decodes whe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from operator import attrgetter
+
+import numpy as np
 
 from weft.errors import NotFound
 from weft.request import ModelFingerprint, WorkerRole
 from weft_services.scheduler.refusals import refusal
-from weft_services.scheduler.state import INFINITE, Demand, Placement, Served, Worker
+from weft_services.scheduler.served import Row, Served
+from weft_services.scheduler.state import INFINITE, Demand, Placement, Worker
 
 # how much more a prompt token that must be computed weighs than one that waits already: no more while there are idle
 # workers, since a second copy of a prefix is of use too; much more once nearly all are busy, when only hits make room.
@@ -48,8 +50,6 @@ STALL_SHARE = 0.1
 # bookings a worker takes, in pools: running and waiting for decode; prompts waiting hold no blocks
 MAX_DECODE_POOLS = 2
 MAX_PREFILL_POOLS = 4
-
-_given = attrgetter("dispatched_tokens")
 
 
 def choose(models: Mapping[str, Served], demand: Demand, now: float) -> Placement:
@@ -100,20 +100,6 @@ def _store_saves(demand: Demand, held: int) -> float:
     return MEMORY_CREDIT * (end - held - on_disk) + DISK_CREDIT * on_disk
 
 
-def _prefill_cost(worker: Worker, own: int, weight: float) -> float:
-    return worker.pressure_seconds + worker.wait_seconds(own) + weight * worker.token_seconds
-
-
-def _prefill_costs(workers: Sequence[Worker], own: int, weight: float) -> list[float]:
-    """`_prefill_cost` of each: for a large fleet most of what a placement takes, so nothing is called here."""
-    return [
-        worker.pressure_seconds
-        + (wait if (wait := own * worker.overtaken_seconds) < worker.prefill_seconds else worker.prefill_seconds)
-        + weight * worker.token_seconds
-        for worker in workers
-    ]
-
-
 @dataclass(frozen=True, slots=True)
 class _Pick:
     """A worker and its cost."""
@@ -135,19 +121,19 @@ class _View:
         """Decode first: it must have room for the answer. Then who computes the prompt, and whether they are one."""
         served = self.served
         if self.demand.query.computes_prompt:
-            one = self._pick(WorkerRole.DECODE, served.decodes, self._whole_costs(), None).worker
+            one = self._pick(WorkerRole.DECODE, self._whole_costs(), None).worker
             return self._placed(one, one)
         prefill_costs, decode_costs = self._prefill_costs(), self._decode_costs()
         partners = None if served.is_uniform else {worker.info.fingerprint for worker in served.prefills}
-        decode = self._pick(WorkerRole.DECODE, served.decodes, decode_costs, partners)
+        decode = self._pick(WorkerRole.DECODE, decode_costs, partners)
         mates = None if served.is_uniform else {decode.worker.info.fingerprint}
-        prefill = self._pick(WorkerRole.PREFILL, served.prefills, prefill_costs, mates)
+        prefill = self._pick(WorkerRole.PREFILL, prefill_costs, mates)
         both = self._one(decode, prefill, prefill_costs, decode_costs)
         return self._placed(both, both) if both else self._placed(decode.worker, prefill.worker)
 
-    def _prefill_costs(self) -> list[float]:
+    def _prefill_costs(self) -> Row:
         demand, served, last = self.demand, self.served, self.demand.query.prompt_tokens - 1
-        costs = _prefill_costs(served.prefills, self._own(0), self._weight(0))
+        costs = served.prefill_costs(self._own(0), self._weight(0)) + served.bars[WorkerRole.PREFILL]
         slots, preferred = served.prefill_slots, served.by_id.get(demand.preference.prefill_id)
         shares: dict[int, tuple[int, float]] = {}  # nearly all who hold anything hold what is common, and no more
         for worker, tokens in demand.prefixes.held.items():
@@ -155,10 +141,10 @@ class _View:
                 held = tokens if tokens < last else last
                 if (share := shares.get(held)) is None:
                     share = shares[held] = self._own(held), self._weight(held)
-                costs[slot] = _prefill_cost(worker, *share)
+                costs[slot] = worker.prefill_cost(*share)
         if preferred is not None and (slot := slots.get(preferred)) is not None:
             held = held_tokens(demand, preferred)
-            costs[slot] = _prefill_cost(preferred, self._own(held), self._weight(held))
+            costs[slot] = preferred.prefill_cost(self._own(held), self._weight(held))
         return costs
 
     def _own(self, held: int) -> int:
@@ -173,12 +159,11 @@ class _View:
         own = total - max(held, prefixes.common_tokens) - max(stored - common, 0.0)
         return self.care * own + max(common - stored, 0.0)
 
-    def _decode_costs(self) -> list[float]:
-        demand = self.demand
-        own = demand.query.prompt_tokens + demand.output_tokens
-        costs = [worker.decode_seconds + own * worker.decode_token_seconds for worker in self.served.decodes]
-        slots, preferred = self.served.decode_slots, self.served.by_id.get(demand.preference.decode_id)
-        last = demand.query.prompt_tokens - 1
+    def _decode_costs(self) -> Row:
+        demand, served = self.demand, self.served
+        own, last = demand.query.prompt_tokens + demand.output_tokens, demand.query.prompt_tokens - 1
+        costs = served.decode_costs(own) + served.bars[WorkerRole.DECODE]
+        slots, preferred = served.decode_slots, served.by_id.get(demand.preference.decode_id)
         for worker, held in demand.prefixes.held.items():
             if (slot := slots.get(worker)) is not None:
                 costs[slot] -= (held if held < last else last) * worker.decode_token_seconds
@@ -187,28 +172,20 @@ class _View:
             costs[slot] -= claim * preferred.decode_token_seconds
         return costs
 
-    def _whole_costs(self) -> list[float]:
+    def _whole_costs(self) -> Row:
         """Of whoever decodes and computes all of the prompt."""
-        own, weight = self._own(0), self._weight(0)
-        pairs = zip(self.served.decodes, self._decode_costs(), strict=True)
-        return [cost + _prefill_cost(worker, own, weight) for worker, cost in pairs]
+        return self._decode_costs() + self.served.prefill_costs(self._own(0), self._weight(0))
 
-    def _one(
-        self, decode: _Pick, prefill: _Pick, prefill_costs: list[float], decode_costs: list[float]
-    ) -> Worker | None:
+    def _one(self, decode: _Pick, prefill: _Pick, prefill_costs: Row, decode_costs: Row) -> Worker | None:
         """The worker that had better do both, if there is one."""
         query, served = self.demand.query, self.served
         if prefill.worker is decode.worker:
             return decode.worker
         handoff = HANDOFF_SECONDS + HANDOFF_SHARE * query.prompt_tokens * prefill.worker.token_seconds
         if served.has_both:
-            both = [worker for worker in served.prefills if worker.info.role is WorkerRole.BOTH]
-            costs = [
-                prefill_costs[served.prefill_slots[worker]] + decode_costs[served.decode_slots[worker]]
-                for worker in both
-            ]
+            both = self._best(WorkerRole.BOTH, prefill_costs + decode_costs + served.bars[WorkerRole.BOTH], None)
             limit = prefill.cost + decode.cost + handoff
-            return next((pick.worker for pick in self._best(WorkerRole.BOTH, both, costs) if pick.cost <= limit), None)
+            return both.worker if both is not None and both.cost <= limit else None
         # a session's word is not enough to compute among those that generate
         worker = decode.worker
         own = query.prompt_tokens - min(self.demand.prefixes.held.get(worker, 0), query.prompt_tokens - 1)
@@ -218,39 +195,42 @@ class _View:
         local = (worker.prefill_tokens + self.care * own + stall) * worker.token_seconds
         return worker if local <= prefill.cost + handoff else None
 
-    def _pick(
-        self, role: WorkerRole, workers: Sequence[Worker], costs: list[float], kinds: Set[ModelFingerprint] | None
-    ) -> _Pick:
-        for pick in self._best(role, workers, costs, kinds):
-            return pick
-        raise refusal(self.served, self.demand.query, role, kinds)
+    def _pick(self, role: WorkerRole, costs: Row, kinds: Set[ModelFingerprint] | None) -> _Pick:
+        if (pick := self._best(role, costs, kinds)) is None:
+            raise refusal(self.served, self.demand.query, role, kinds)
+        return pick
 
-    def _best(
-        self,
-        role: WorkerRole,
-        workers: Sequence[Worker],
-        costs: list[float],
-        kinds: Set[ModelFingerprint] | None = None,
-    ) -> list[_Pick]:
+    def _best(self, role: WorkerRole, costs: Row, kinds: Set[ModelFingerprint] | None) -> _Pick | None:
         """The cheapest worker that can take the request, if there is one; one that a request has just failed on only
         when there is no other. Nearly always the first look is the last, so the others are vetted only when it is
         not."""
-        slack = TIE_SECONDS + TIE_SHARE * self.demand.query.prompt_tokens * (
-            workers[0].token_seconds if workers else 0.0
-        )
-        preference, by_id = self.demand.preference, self.served.by_id
-        own = [by_id[name] for name in (preference.prefill_id, preference.decode_id) if name in by_id]
-        pick = _cheapest(workers, costs, slack, own)
+        pick, workers = self._cheapest(role, costs), self.served.workers
         if pick is None or (self._can(role, pick.worker, kinds) and pick.worker.suspect_until <= self.now):
-            return [pick] if pick else []
-        able = [
-            cost if self._can(role, worker, kinds) else INFINITE for worker, cost in zip(workers, costs, strict=True)
-        ]
-        trusted = [
-            cost if worker.suspect_until <= self.now else INFINITE for worker, cost in zip(workers, able, strict=True)
-        ]
-        pick = _cheapest(workers, trusted, slack, own) or _cheapest(workers, able, slack, own)
-        return [pick] if pick else []
+            return pick
+        able = costs.copy()
+        for slot in np.flatnonzero(costs < INFINITE):
+            if not self._can(role, workers[slot], kinds):
+                able[slot] = INFINITE
+        trusted = able.copy()
+        for slot in np.flatnonzero(able < INFINITE):
+            if workers[slot].suspect_until > self.now:
+                trusted[slot] = INFINITE
+        return self._cheapest(role, trusted) or self._cheapest(role, able)
+
+    def _cheapest(self, role: WorkerRole, costs: Row) -> _Pick | None:
+        """Among those that cost about the same one that the session knows, or whoever was given least."""
+        served, preference = self.served, self.demand.preference
+        first = served.firsts[role]
+        if first is None or (best := float(costs.min())) == INFINITE:
+            return None
+        limit = best + TIE_SECONDS + TIE_SHARE * self.demand.query.prompt_tokens * first.token_seconds
+        tied = np.flatnonzero(costs <= limit)
+        if len(tied) == 1:
+            return _Pick(served.workers[tied[0]], best)
+        for name in (preference.prefill_id, preference.decode_id):
+            if (own := served.by_id.get(name)) is not None and costs[served.slots[own]] <= limit:
+                return _Pick(own, best)
+        return _Pick(served.workers[tied[served.dispatched_tokens[tied].argmin()]], best)
 
     def _can(self, role: WorkerRole, worker: Worker, kinds: Set[ModelFingerprint] | None) -> bool:
         query = self.demand.query
@@ -290,13 +270,3 @@ def has_room(worker: Worker, role: WorkerRole, demand: Demand) -> bool:
         return False
     prefill = worker.prefill_tokens + uncached_tokens(demand, worker)
     return role is WorkerRole.DECODE or prefill <= MAX_PREFILL_POOLS * info.pool_tokens
-
-
-def _cheapest(workers: Sequence[Worker], costs: list[float], slack: float, own: list[Worker]) -> _Pick | None:
-    best = min(costs, default=INFINITE)
-    if best == INFINITE:
-        return None
-    tied = [worker for worker, cost in zip(workers, costs, strict=True) if cost <= best + slack]
-    if len(tied) == 1:
-        return _Pick(tied[0], best)
-    return _Pick(next((worker for worker in own if worker in tied), None) or min(tied, key=_given), best)

@@ -56,8 +56,7 @@ class PrefixIndex(Generic[HolderT]):
             holders = get(keys[depth - 1])
             # who holds a key holds all before it, so a longer list is a list with somebody new
             if holders is not None and len(holders) > len(found):
-                for holder in holders:
-                    found.setdefault(holder, depth)
+                found = dict.fromkeys(holders, depth) | found
         return found
 
     def add(self, holder: HolderT, keys: Sequence[bytes], held: int, capacity: int) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Set
 
 from weft.errors import InvalidRequest, Overloaded, PeerLost, WeftError
 from weft.request import ModelFingerprint, WorkerRole
-from weft_services.scheduler.state import RouteQuery, Served, Worker
+from weft_services.scheduler.served import Served
+from weft_services.scheduler.state import RouteQuery, Worker
 
 MIN_RETRY_SECONDS = 1.0
 MAX_RETRY_SECONDS = 30.0

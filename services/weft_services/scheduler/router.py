@@ -22,6 +22,7 @@ from weft_services.scheduler.located import Located
 from weft_services.scheduler.planner import RolePlanner
 from weft_services.scheduler.policy import choose
 from weft_services.scheduler.prefixes import MAX_KEYS, PrefixIndex
+from weft_services.scheduler.served import Served
 from weft_services.scheduler.state import (
     NO_PREFERENCE,
     Demand,
@@ -30,7 +31,6 @@ from weft_services.scheduler.state import (
     Prefixes,
     Priority,
     RouteQuery,
-    Served,
     Worker,
     WorkerInfo,
     WorkerReport,
@@ -156,8 +156,14 @@ class Router:
         matched, served = self.prefixes.match(query.block_keys), self.fleet.models.get(query.model)
         if served is None:
             return {}
-        members = served.block_tokens_of
-        return {worker: blocks * members[worker] for worker, blocks in matched.items() if worker in members}
+        members, size = served.slots, served.block_tokens
+        if served.is_uniform:
+            return {worker: blocks * size for worker, blocks in matched.items() if worker in members}
+        return {
+            worker: blocks * worker.info.fingerprint.block_tokens
+            for worker, blocks in matched.items()
+            if worker in members
+        }
 
     def learn(self, fingerprint: bytes, keys: Sequence[bytes], located: Located) -> None:
         """What others know of where a prompt's blocks lie. What workers have been given since is not denied by it."""

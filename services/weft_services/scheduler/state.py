@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from weft.kv.store_keys import fingerprint_digest
+import numpy as np
+from numpy.typing import NDArray
+
 from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
 from weft.tally import NO_TALLIES, Tallies
 from weft_services.scheduler.speed import DEFAULT_DECODE_RATE, DEFAULT_PREFILL_RATE, Speed
@@ -19,6 +21,8 @@ LAMBDA_SECONDS = 0.15
 # engines let short prompts overtake long ones: for each prompt before it one waits so many times its own work at most.
 # Fitted on the conversation trace (loadtest.fleet compare)
 MAX_WAIT_RATIO = 4.0
+# of what a worker tells the policy, in the order in which it does
+NUM_ROWS = 7
 # a request whose gateway names no deadline
 DEFAULT_REQUEST_SECONDS = 600.0
 
@@ -100,10 +104,10 @@ class Worker:
 
     `fresh` is the part of `booked` that came after the last report, so that the report cannot know of it; `returned`
     is what came to its end since, of what the report counts still. `dispatched_tokens` is what it was given of late:
-    among equals it is the turn of whoever was given least. The last six are what the policy reads, worked out once
+    among equals it is the turn of whoever was given least. The six after it are what the policy reads, worked out once
     a change and not once a request: what the fill of its pool counts for, seconds of work before a new prompt, the
     most that a prompt waits for each of its tokens, seconds of work before a new sequence (the pool's fill included),
-    and seconds that a token of each takes.
+    and seconds that a token of each takes. `column` is where `Served` has all seven beside those of the others.
     """
 
     info: WorkerInfo
@@ -128,6 +132,7 @@ class Worker:
     decode_seconds: float = INFINITE
     token_seconds: float = 1 / DEFAULT_PREFILL_RATE
     decode_token_seconds: float = 1 / DEFAULT_DECODE_RATE
+    column: NDArray[np.float64] = field(default_factory=lambda: np.empty(NUM_ROWS), repr=False)
 
     @property
     def worker_id(self) -> str:
@@ -156,6 +161,10 @@ class Worker:
         do not wait for all of long ones (`weft.engine.waiting`)."""
         return min(self.prefill_seconds, own_tokens * self.overtaken_seconds)
 
+    def prefill_cost(self, own_tokens: int, weight: float) -> float:
+        """Of a prompt of which so many tokens have to be computed here, and weigh that much."""
+        return self.pressure_seconds + self.wait_seconds(own_tokens) + weight * self.token_seconds
+
     @property
     def kv_use(self) -> float:
         """Share of the pool that cannot be had by evicting cache, 0 to below 1; bookings count before they arrive."""
@@ -167,37 +176,27 @@ class Worker:
         """Work out what the policy reads, after any change above."""
         if not self.report.ready or True in (self.drain_wish, self.park_wish):
             self.pressure_seconds = self.decode_seconds = INFINITE
-            return
-        use = self.kv_use
-        pressure = LAMBDA_SECONDS * use / (1.0 - use)
-        self.pressure_seconds = pressure
-        self.prefill_seconds = self.prefill_tokens * self.token_seconds
-        num_prompts = max(self.booked.requests, self.report.num_running + self.report.num_waiting, 1)
-        self.overtaken_seconds = MAX_WAIT_RATIO * num_prompts * self.token_seconds
-        self.decode_seconds = self.decode_tokens * self.decode_token_seconds + pressure
+        else:
+            use = self.kv_use
+            pressure = LAMBDA_SECONDS * use / (1.0 - use)
+            self.pressure_seconds = pressure
+            self.prefill_seconds = self.prefill_tokens * self.token_seconds
+            num_prompts = max(self.booked.requests, self.report.num_running + self.report.num_waiting, 1)
+            self.overtaken_seconds = MAX_WAIT_RATIO * num_prompts * self.token_seconds
+            self.decode_seconds = self.decode_tokens * self.decode_token_seconds + pressure
+        self.tell()
 
-
-class Served:
-    """The live workers of one model, by what they do and sorted by id; those of both roles stand in both lists.
-
-    A slot is a worker's place in its list. `is_uniform`: all can exchange blocks. `utilization`: share of the
-    prefill workers that had something to compute of late.
-    """
-
-    def __init__(self, workers: Iterable[Worker] = (), utilization: float = 0.0) -> None:
-        self.utilization = utilization
-        self.workers = sorted(workers, key=lambda worker: worker.worker_id)
-        self.prefills = [worker for worker in self.workers if worker.info.role.can(WorkerRole.PREFILL)]
-        self.decodes = [worker for worker in self.workers if worker.info.role.can(WorkerRole.DECODE)]
-        self.prefill_slots = {worker: slot for slot, worker in enumerate(self.prefills)}
-        self.decode_slots = {worker: slot for slot, worker in enumerate(self.decodes)}
-        self.by_id = {worker.worker_id: worker for worker in self.workers}
-        self.block_tokens_of = {worker: worker.info.fingerprint.block_tokens for worker in self.workers}
-        self.is_uniform = len({worker.info.fingerprint for worker in self.workers}) <= 1
-        self.block_tokens = self.workers[0].info.fingerprint.block_tokens if self.workers else 0
-        # what the shared store calls this model's blocks by
-        self.fingerprint = fingerprint_digest(self.workers[0].info.fingerprint) if self.workers else b""
-        self.has_both = any(worker.info.role is WorkerRole.BOTH for worker in self.workers)
+    def tell(self) -> None:
+        """Write what the policy reads where it reads it."""
+        self.column[:] = (
+            self.pressure_seconds,
+            self.prefill_seconds,
+            self.overtaken_seconds,
+            self.token_seconds,
+            self.decode_seconds,
+            self.decode_token_seconds,
+            self.dispatched_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

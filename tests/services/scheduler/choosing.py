@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.services.scheduler.fakes import MODEL, ready_worker
 from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler.policy import choose
+from weft_services.scheduler.served import Served
 from weft_services.scheduler.state import (
     NO_PREFERENCE,
     Demand,
@@ -12,7 +13,6 @@ from weft_services.scheduler.state import (
     Preference,
     Prefixes,
     RouteQuery,
-    Served,
     Worker,
     WorkerReport,
 )

@@ -14,7 +14,8 @@ from tests.services.scheduler.fakes import MODEL, Clock, ready_worker
 from tests.services.scheduler.test_affinity import PATIENT_SECONDS, frozen, process_id
 from weft_services.scheduler.lease import Lease
 from weft_services.scheduler.planner import PATIENCE_SECONDS, Limits, RolePlanner
-from weft_services.scheduler.state import Served, WorkerReport
+from weft_services.scheduler.served import Served
+from weft_services.scheduler.state import WorkerReport
 
 SECONDS = 1000.0
 PAUSE_SECONDS = 30.0

@@ -26,7 +26,8 @@ from weft_services.scheduler.planner import (
     wanted,
 )
 from weft_services.scheduler.router import Router
-from weft_services.scheduler.state import Served, Worker, WorkerReport
+from weft_services.scheduler.served import Served
+from weft_services.scheduler.state import Worker, WorkerReport
 
 LIMITS = Limits(wait_seconds=0.5, itl_seconds=0.05, least=1, pause_seconds=30.0)
 

@@ -14,6 +14,7 @@ from weft.request import RequestKey
 from weft_services.scheduler.bookings import Bookings
 from weft_services.scheduler.policy import DISK_CREDIT, choose
 from weft_services.scheduler.router import Router
+from weft_services.scheduler.served import Served
 from weft_services.scheduler.state import (
     MAX_WAIT_RATIO,
     NO_PREFERENCE,
@@ -22,7 +23,6 @@ from weft_services.scheduler.state import (
     Preference,
     Prefixes,
     RouteQuery,
-    Served,
     WorkerReport,
 )
 

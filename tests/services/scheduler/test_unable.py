@@ -24,7 +24,8 @@ from weft.errors import InvalidRequest, NotFound, Overloaded, PeerLost, WeftErro
 from weft.request import RequestKey
 from weft_services.scheduler.bookings import Bookings
 from weft_services.scheduler.policy import choose
-from weft_services.scheduler.state import Demand, Preference, RouteQuery, Served, Worker, WorkerReport
+from weft_services.scheduler.served import Served
+from weft_services.scheduler.state import Demand, Preference, RouteQuery, Worker, WorkerReport
 
 
 @pytest.mark.parametrize("spoil", [not_ready, full, suspect])

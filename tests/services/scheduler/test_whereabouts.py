@@ -105,7 +105,9 @@ async def test_a_request_goes_where_kvstore_says_its_prefix_lies() -> None:
             worker = dispatcher.join(worker_info(name, WorkerRole.BOTH))
             dispatcher.report(worker, WorkerReport(ready=True, free_blocks=100, cached_blocks=50))
         # as if it had been given much of late: among equals it would be the other's turn
-        router.fleet.workers()[0].dispatched_tokens = 1e6
+        first = router.fleet.workers()[0]
+        first.dispatched_tokens = 1e6
+        first.refresh()
         assert (await dispatcher.route(query(0, KEYS[:4]))).decode.worker_id == "both-0"
 
 

@@ -1,0 +1,69 @@
+"""A model's live workers, as the policy looks at all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.kv.store_keys import fingerprint_digest
+from weft.request import WorkerRole
+from weft_services.scheduler.state import INFINITE, NUM_ROWS, Worker
+
+Row = NDArray[np.float64]  # a number for each worker
+
+
+class Served:
+    """The live workers of one model, sorted by id, and what the policy reads of them: rows with a place (slot) for each
+    worker, which the worker writes. Those of both roles stand in both lists.
+
+    `bars`: by role, 0 for each worker that plays it, infinite for the others; `firsts`: the first of the former.
+    `is_uniform`: all can exchange blocks. `utilization`: share of the prefill workers that had something to compute of
+    late.
+    """
+
+    def __init__(self, workers: Iterable[Worker] = (), utilization: float = 0.0) -> None:
+        self.utilization = utilization
+        self.workers = sorted(workers, key=lambda worker: worker.worker_id)
+        self.slots = {worker: slot for slot, worker in enumerate(self.workers)}
+        self.by_id = {worker.worker_id: worker for worker in self.workers}
+        self.prefills, self.prefill_slots = self._playing(WorkerRole.PREFILL)
+        self.decodes, self.decode_slots = self._playing(WorkerRole.DECODE)
+        self.is_uniform = len({worker.info.fingerprint for worker in self.workers}) <= 1
+        self.block_tokens = self.workers[0].info.fingerprint.block_tokens if self.workers else 0
+        # what the shared store calls this model's blocks by
+        self.fingerprint = fingerprint_digest(self.workers[0].info.fingerprint) if self.workers else b""
+        self.has_both = any(worker.info.role is WorkerRole.BOTH for worker in self.workers)
+        self.firsts = {
+            role: next((each for each in self.workers if each.info.role.can(role)), None) for role in WorkerRole
+        }
+        self.bars = {role: self._bar(role) for role in WorkerRole}
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        table = np.empty((NUM_ROWS, len(self.workers)))
+        for slot, worker in enumerate(self.workers):
+            worker.column = table[:, slot]
+            worker.tell()
+        self._pressure_seconds, self._prefill_seconds, self._overtaken_seconds, self._token_seconds, *rest = table
+        self._decode_seconds, self._decode_token_seconds, self.dispatched_tokens = rest
+
+    def _playing(self, role: WorkerRole) -> tuple[list[Worker], dict[Worker, int]]:
+        found = [worker for worker in self.workers if worker.info.role.can(role)]
+        return found, {worker: self.slots[worker] for worker in found}
+
+    def _bar(self, role: WorkerRole) -> Row:
+        return np.array([0.0 if worker.info.role.can(role) else INFINITE for worker in self.workers])
+
+    def _first(self, role: WorkerRole) -> Worker | None:
+        return next((worker for worker in self.workers if worker.info.role.can(role)), None)
+
+    def prefill_costs(self, own: int, weight: float) -> Row:
+        """`Worker.prefill_cost` of each, whether it prefills or not."""
+        wait: Row = np.minimum(self._prefill_seconds, own * self._overtaken_seconds)
+        return wait + self._pressure_seconds + weight * self._token_seconds
+
+    def decode_costs(self, own: int) -> Row:
+        """Of a new sequence with so many tokens, on each."""
+        return self._decode_seconds + own * self._decode_token_seconds
