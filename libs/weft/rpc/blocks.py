@@ -56,11 +56,11 @@ class GrpcTransport:
         targets = dict(self._pairs(lender.endpoint, runs))
         missing = self._memory.block_bytes * len(targets)
         request = prefill_service_pb2.ReadBlocksRequest(key=key_to_wire(lender.lease), blocks=list(targets))
-        stub = prefill_service_pb2_grpc.PrefillServiceStub(self._channels.get(lender.address))
         try:
             async with (
                 asyncio.timeout(timeout_seconds),
-                owned(stub.ReadBlocks(request)) as call,
+                self._channels.lend(lender.address) as channel,
+                owned(prefill_service_pb2_grpc.PrefillServiceStub(channel).ReadBlocks(request)) as call,
             ):
                 async for chunk in call:
                     self._memory.write(targets[chunk.block], chunk.offset_bytes, chunk.data)

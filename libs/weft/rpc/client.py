@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -38,6 +40,8 @@ CHANNEL_OPTIONS = (
     # a proxy named in the environment leads to the world outside, not to peers
     ("grpc.enable_http_proxy", 0),
 )
+# of a channel in a pool
+MAX_IDLE_SECONDS = 300.0
 CallT = TypeVar("CallT")
 
 
@@ -103,24 +107,54 @@ def translated() -> Iterator[None]:
         raise_as_weft(error)
 
 
+@dataclass(slots=True)
+class _Lent:
+    """A channel and who uses it."""
+
+    channel: grpc.aio.Channel
+    num_users: int = 0
+    used_at: float = 0.0
+
+
 class ChannelPool:
-    """One channel a peer address, opened on first use and closed together."""
+    """One channel a peer address, opened on first use, closed when nobody has used it for long: workers come and go
+    under new addresses, and an idle connection pings its peer all the time."""
 
-    def __init__(self) -> None:
-        self._channels: dict[str, grpc.aio.Channel] = {}
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lent: dict[str, _Lent] = {}
+        self._clock = clock
+        self._looked_at = clock()
 
-    def get(self, address: str) -> grpc.aio.Channel:
-        """The channel to host:port."""
-        if address not in self._channels:
-            self._channels[address] = open_channel(address)
-        return self._channels[address]
+    def __len__(self) -> int:
+        """Channels that are open."""
+        return len(self._lent)
 
-    async def drop(self, address: str) -> None:
-        """Forget a peer that has gone."""
-        if (channel := self._channels.pop(address, None)) is not None:
-            await channel.close()
+    @asynccontextmanager
+    async def lend(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
+        """The channel to host:port; it stays open for the scope and for a while after it."""
+        if (lent := self._lent.get(address)) is None:
+            lent = self._lent[address] = _Lent(open_channel(address))
+        lent.num_users += 1
+        try:
+            yield lent.channel
+        finally:
+            lent.num_users -= 1
+            lent.used_at = self._clock()
+            await self._close_idle(lent.used_at)
+
+    async def _close_idle(self, now: float) -> None:
+        """Looks at all of them, so not each time."""
+        if now - self._looked_at < MAX_IDLE_SECONDS / 4:
+            return
+        self._looked_at = now
+        idle = [
+            each for each, lent in self._lent.items() if not lent.num_users and now - lent.used_at > MAX_IDLE_SECONDS
+        ]
+        for address in idle:
+            await self._lent.pop(address).channel.close()
 
     async def close(self) -> None:
-        """Close all."""
-        for address in list(self._channels):
-            await self.drop(address)
+        """Close all, used or not."""
+        while self._lent:
+            _, lent = self._lent.popitem()
+            await lent.channel.close()

@@ -73,9 +73,10 @@ class PrefillPeers:
         self, worker: WorkerAddress, order: PrefillOrder, timeout_seconds: float
     ) -> AsyncIterator[PrefillCall]:
         """Place an order; the call ends with the scope. Broken calls come out as WeftError."""
-        stub = prefill_service_pb2_grpc.PrefillServiceStub(self._channels.get(worker.address))
         call = PrefillCall(order, self._lease_seconds)
-        prefill = stub.Prefill(call.requests(), timeout=timeout_seconds, metadata=trace.outgoing())
-        async with owned(prefill) as stream:
-            call.responses = aiter(stream)
-            yield call
+        async with self._channels.lend(worker.address) as channel:
+            stub = prefill_service_pb2_grpc.PrefillServiceStub(channel)
+            prefill = stub.Prefill(call.requests(), timeout=timeout_seconds, metadata=trace.outgoing())
+            async with owned(prefill) as stream:
+                call.responses = aiter(stream)
+                yield call

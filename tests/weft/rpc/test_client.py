@@ -11,8 +11,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from weft.cli.health import grpc_serves
 from weft.config import ConfigError
-from weft.rpc.client import open_channel
+from weft.rpc.client import MAX_IDLE_SECONDS, ChannelPool, open_channel
 from weft.rpc.server import RpcServer
+
+
+class Clock:
+    """Time that moves only when told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 async def test_a_proxy_in_the_environment_is_not_for_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,3 +79,27 @@ async def test_a_name_that_nobody_knows_is_passed_over_while_another_is_known(mo
         await rpc.stop(0)
     with pytest.raises(ConfigError, match=r"b\.one:1,b\.two:1"):
         open_channel("b.one:1,b.two:1")
+
+
+async def test_a_pool_closes_what_nobody_has_used_for_long_and_nothing_that_is_in_use() -> None:
+    clock, rpc = Clock(), RpcServer([])
+    address = await rpc.start("127.0.0.1", 0)
+    await rpc.set_ready(True)
+    pool = ChannelPool(clock)
+    try:
+        async with pool.lend(address) as used:
+            for number in range(20):  # workers that came and went
+                async with pool.lend(f"127.0.0.1:{number + 1}"):
+                    assert len(pool) == number + 2
+            clock.now += 2 * MAX_IDLE_SECONDS
+            async with pool.lend("127.0.0.1:1"):
+                pass
+            assert len(pool) == 2
+            assert (await _check(used)).status == health_pb2.HealthCheckResponse.SERVING
+        async with pool.lend(address) as again:
+            assert again is used
+            assert (await _check(again)).status == health_pb2.HealthCheckResponse.SERVING
+    finally:
+        await pool.close()
+        await rpc.stop(0)
+    assert len(pool) == 0

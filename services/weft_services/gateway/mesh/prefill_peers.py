@@ -27,8 +27,9 @@ class PrefillPeers:
             cache_salt=order.cache_salt,
         )
         try:
-            with translated():
-                response = await PrefillServiceStub(self._channels.get(worker.address)).Embed(request, timeout=seconds)
+            async with self._channels.lend(worker.address) as channel:
+                with translated():
+                    response = await PrefillServiceStub(channel).Embed(request, timeout=seconds)
         except (BadCheckpoint, Cancelled) as error:  # it is another boot, or going away
             raise PeerLost(str(error)) from error
         return tuple(response.values)
