@@ -121,7 +121,10 @@ class Display:
         self._console.print(renderable, highlight=False)
 
     def _print(self, text: Text) -> None:
-        self._console.print(text, soft_wrap=True, highlight=False)
+        if self._console.is_terminal:
+            self._console.print(text, soft_wrap=True, highlight=False)
+        else:  # a line for each request, which takes rich four times as long
+            print(text.plain, file=self._console.file, flush=True)
 
     def _table(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
