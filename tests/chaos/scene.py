@@ -117,9 +117,11 @@ async def scene_of(
     tiny: Tiny, event: str, hurt: Hurt, lease_seconds: float, transport: str = "grpc"
 ) -> AsyncIterator[Scene]:
     """Held where prefill says `event`, or by the transport. At the end: the bystander's tokens, and every block."""
-    async with start_pair(tiny, transport, hurt, num_blocks=NUM_BLOCKS, lease_seconds=lease_seconds) as pair:
+    async with (
+        start_pair(tiny, transport, hurt, num_blocks=NUM_BLOCKS, lease_seconds=lease_seconds) as pair,
+        pair.decode.place.channels.lend(pair.prefill.address.address) as channel,
+    ):
         hurt.victim = pair.decode
-        channel = pair.decode.place.channels.get(pair.prefill.address.address)
         relay = Relay(prefill_service_pb2_grpc.PrefillServiceStub(channel), event, hurt.has_begun)
         rpc = RpcServer([])
         prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(relay, rpc.server)

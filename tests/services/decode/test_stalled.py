@@ -117,9 +117,9 @@ class Echo(prefill_service_pb2_grpc.PrefillServiceServicer):
 
 
 async def test_what_prefill_says_twice_changes_nothing(tiny: Tiny) -> None:
-    async with start_pair(tiny) as pair:
+    async with start_pair(tiny) as pair, pair.decode.place.channels.lend(pair.prefill.address.address) as channel:
         rpc = RpcServer([])
-        stub = prefill_service_pb2_grpc.PrefillServiceStub(pair.decode.place.channels.get(pair.prefill.address.address))
+        stub = prefill_service_pb2_grpc.PrefillServiceStub(channel)
         prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(Echo(stub), rpc.server)
         echo = WorkerAddress("echo", pair.prefill.address.boot_id, await rpc.start("127.0.0.1", 0))
         answer = await pair.gateway.generate(LONG, echo)
