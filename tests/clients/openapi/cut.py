@@ -21,6 +21,8 @@ SERVED = {
     "/models/{model}": ["get"],
     "/responses": ["post"],
     "/responses/input_tokens": ["post"],
+    "/responses/{response_id}": ["get", "delete"],
+    "/responses/{response_id}/input_items": ["get"],
 }
 # what no path refers to: the body of every error
 ERROR = "#/components/schemas/ErrorResponse"

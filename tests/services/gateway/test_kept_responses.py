@@ -215,8 +215,9 @@ async def test_a_listing_has_bounds(bench: MakeBench, valkey: ValkeyServer) -> N
         ):
             answer = await b.http.get(f"/v1/responses/{name}/input_items?{query}", headers=sdk.auth_headers)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-        answer = await b.http.get(f"/v1/responses/{name}?stream=true", headers=sdk.auth_headers)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+        for query, param in (("stream=true", "stream"), ("starting_after=x", "starting_after")):
+            answer = await b.http.get(f"/v1/responses/{name}?{query}", headers=sdk.auth_headers)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 async def test_reading_kept_answers_counts_among_the_requests_under_way(bench: MakeBench, valkey: ValkeyServer) -> None:

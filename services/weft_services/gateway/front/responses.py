@@ -124,8 +124,11 @@ class _AnswerEndpoint(_KeptEndpoint):
             if not await self._kept.drop(owner, name):
                 raise _unknown(name)
             return orjson.dumps({"id": name, "object": "response", "deleted": True})
-        if _query(scope).get("stream", "false") != "false":
+        query = _query(scope)
+        if query.get("stream", "false") != "false":
             raise InvalidRequest("stream: an answer that is complete is not streamed again", "stream")
+        if not query.get("starting_after", "0").isdecimal():  # of a stream, so that it means nothing here
+            raise InvalidRequest("starting_after: expected a number", "starting_after")
         return await self._told(owner, name, lambda kept: kept.response)
 
 
