@@ -66,7 +66,7 @@ class MooncakeTransport:
             from mooncake.engine import TransferEngine
         except (ImportError, OSError) as error:
             raise MooncakeUnavailable(str(error)) from error
-        self._engine = TransferEngine()
+        self._engine: Any = TransferEngine()
         with _held_stderr() as said:
             code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
             if code != 0:
@@ -117,11 +117,14 @@ class MooncakeTransport:
             self._lanes.pop(segment).threads.shutdown(wait=False)
 
     async def close(self) -> None:
-        """Wait for the transfers under way to end, then give the memory back."""
+        """Wait for the transfers under way to end, then give the memory back, and the library's threads and sockets."""
         for lane in self._lanes.values():
             await asyncio.to_thread(lane.threads.shutdown, wait=True, cancel_futures=True)
         if self._pool_address:
             self._engine.unregister_memory(self._pool_address)
+            self._pool_address = 0
+        # its end takes a second in which no thread of Python's runs: now, and not whenever the collector comes by it
+        self._engine = None
 
 
 class _Lane:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import builtins
 import ctypes
+import gc
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +46,31 @@ def sides() -> Iterator[tuple[Side, Side]]:
     yield lender, borrower
     asyncio.run(borrower.transport.close())
     asyncio.run(lender.transport.close())
+
+
+async def test_a_closed_transport_leaves_nothing_for_the_garbage_collector() -> None:
+    async def threads_of_one() -> tuple[int, int]:
+        lender, borrower = Side(MIB, 7), Side(MIB, 1)
+        await borrower.transport.pull(lender.lender(), [Run(lender.address, borrower.address, MIB)], 10)
+        most = count_threads()
+        await borrower.transport.close()
+        await lender.transport.close()
+        await lender.transport.close()  # once more changes nothing
+        return most, count_threads()
+
+    gc.disable()
+    try:
+        await threads_of_one()  # the library keeps some of its first one's
+        before = count_threads()
+        most, after = await threads_of_one()
+    finally:
+        gc.enable()
+    assert most > before == after
+
+
+def count_threads() -> int:
+    """Of this process, the libraries' own included."""
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 async def test_a_pull_copies_these_runs_and_nothing_else(sides: tuple[Side, Side]) -> None:
