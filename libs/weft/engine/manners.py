@@ -8,7 +8,7 @@ import sys
 
 # of what computes on the cores that event loops, gateway and scheduler run on. Whoever only answers has a tenth of a
 # core to ask for and goes first; steps share what is left. A GPU's thread must not wait, it keeps the device busy
-CPU_NICENESS = 10
+CPU_NICENESS, MAX_NICENESS = 10, 19
 
 
 def give_way(niceness: int) -> None:

@@ -22,7 +22,6 @@ from weft.engine.build import assemble
 from weft.engine.config import EngineConfig
 from weft.engine.core import Engine
 from weft.engine.graphs import graph_sizes, static_bytes
-from weft.engine.manners import CPU_NICENESS
 from weft.engine.messages import StepOutput
 from weft.engine.runner import DTYPES
 from weft.errors import Overloaded, PeerLost
@@ -64,7 +63,7 @@ async def boot(config: WorkerConfig, listener: Callable[[StepOutput], None]) -> 
     torch.set_num_threads(config.threads or min(num_cores, granted_cores() or num_cores))
     sizes = choose(config.wanted, torch.cuda.is_available())
     if sizes.machine.device == "cpu":
-        let_sessions_pass(CPU_NICENESS)
+        let_sessions_pass(config.niceness)
     if config.model and (config.model / "config.json").is_file():
         # before somebody reads a checkpoint that nobody can use; the one that counts comes with the weights
         await asyncio.to_thread(checked_room, read_config(config.model), sizes, config.gpu_share)
@@ -182,7 +181,7 @@ def _limits(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> EngineCon
         steps_ahead=int(is_gpu),
         decode_graphs=config.cuda_graphs and is_gpu,
         pin_sealed=bool(config.kvstore_addr),
-        niceness=0 if is_gpu else CPU_NICENESS,
+        niceness=0 if is_gpu else config.niceness,
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from weft.capacity.sizes import Wanted
 from weft.config import WILDCARD_HOSTS, ConfigError
+from weft.engine.manners import CPU_NICENESS, MAX_NICENESS
 from weft.kv.handoff import LEASE_SECONDS
 from weft.request import WorkerRole
 from weft.worker.cpus import parse_cpus
@@ -95,6 +96,7 @@ class WorkerConfig:
     lease_seconds: float = LEASE_SECONDS
     threads: int = 0
     cpus: str = ""
+    niceness: int = CPU_NICENESS
     grace_seconds: float = 30.0
     role: WorkerRole = WorkerRole.BOTH
 
@@ -107,6 +109,8 @@ class WorkerConfig:
         _ = self.wanted
         if self.cpus:
             parse_cpus(self.cpus)
+        if not 0 <= self.niceness <= MAX_NICENESS:
+            raise ConfigError(f"WEFT_NICENESS={self.niceness}: expected 0 to {MAX_NICENESS}")
         if self.tune_seconds < 0:
             raise ConfigError(f"WEFT_TUNE_SECONDS={self.tune_seconds:g}: expected 0 or more")
         if not 0 < self.gpu_share <= 1:

@@ -66,6 +66,8 @@ def test_peers_use_the_host_unless_another_is_advertised() -> None:
         ({"MAX_SEQS": "-1"}, "WEFT_MAX_SEQS"),
         ({"NUM_BLOCKS": "-1"}, "WEFT_NUM_BLOCKS"),
         ({"CPUS": "all"}, "WEFT_CPUS"),
+        ({"NICENESS": "20"}, "WEFT_NICENESS"),
+        ({"NICENESS": "-1"}, "WEFT_NICENESS"),
         ({"GPU_SHARE": "0"}, "WEFT_GPU_SHARE"),
         ({"TUNE_SECONDS": "-1"}, "WEFT_TUNE_SECONDS"),
         ({"GPU_SHARE": "50"}, "WEFT_GPU_SHARE"),
