@@ -37,6 +37,8 @@ CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # also how long one try to connect may take: the kernel accepts for a frozen peer, which then says nothing
     ("grpc.min_reconnect_backoff_ms", 1_000),
+    # nor is it taken for gone by a new channel because an old one to that port was refused a moment ago
+    ("grpc.use_local_subchannel_pool", 1),
     # a proxy named in the environment leads to the world outside, not to peers
     ("grpc.enable_http_proxy", 0),
 )

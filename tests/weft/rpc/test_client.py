@@ -103,3 +103,23 @@ async def test_a_pool_closes_what_nobody_has_used_for_long_and_nothing_that_is_i
         await pool.close()
         await rpc.stop(0)
     assert len(pool) == 0
+
+
+async def test_who_was_refused_a_moment_ago_does_not_keep_a_new_channel_from_whoever_listens_there_now() -> None:
+    rpc = RpcServer([])
+    address = await rpc.start("127.0.0.1", 0)
+    await rpc.set_ready(True)
+    async with open_channel(address) as old:
+        await _check(old)
+        await rpc.stop(0)
+        for _ in range(3):  # the first may still end with the connection
+            with pytest.raises(grpc.aio.AioRpcError):
+                await _check(old)
+        again = RpcServer([])
+        await again.start("127.0.0.1", int(address.rpartition(":")[2]))
+        await again.set_ready(True)
+        try:
+            async with open_channel(address) as new:
+                assert (await _check(new)).status == health_pb2.HealthCheckResponse.SERVING
+        finally:
+            await again.stop(0)
