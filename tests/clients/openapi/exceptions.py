@@ -117,6 +117,7 @@ REFUSED = [
     Allowed("prompts are not cut", "truncation"),
     Allowed("an answer is found by its id", "previous_response_id", "is kept"),
     Allowed("an answer that is complete has nothing to wait for", "stream", "is not streamed again"),
+    Allowed("events are counted from 0", "starting_after", "expected a number"),
     Allowed("said in words: 1 to 100", "limit", "expected 1 to 100"),
     Allowed("items are found by their ids", "after", "no such item"),
     *(Allowed(reason, name, "not supported") for each in UNSERVED_PROPERTIES.values() for name, reason in each.items()),
