@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 from openai import AsyncOpenAI
@@ -144,8 +143,15 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
         stack.push_async_callback(scheduler.kill)
         secret, keys = make_secret(), folder / "keys.json"
         keys.write_text(dump_keys([Key("tester", digest_of(secret))]))
-        ports: dict[str, Any] = {"http_port": 0, "grpc_port": 0, "redis_url": valkey.connection_url}
-        config = Config(str(NANO), scheduler.address, **ports, keys=str(keys), move_seconds=0.3, grace_seconds=1)
+        config = Config(
+            *(str(NANO), scheduler.address),
+            http_port=0,
+            grpc_port=0,
+            redis_url=valkey.connection_url,
+            keys=str(keys),
+            move_seconds=0.3,
+            grace_seconds=1,
+        )
         gateway = await stack.enter_async_context(running(config))
         url = f"http://{gateway.http_address}"
         client = await stack.enter_async_context(AsyncOpenAI(base_url=f"{url}/v1", api_key=secret))

@@ -119,8 +119,8 @@ class _Lent:
 
 
 class ChannelPool:
-    """One channel a peer address, opened on first use, closed when nobody has used it for long: workers come and go
-    under new addresses, and an idle connection pings its peer all the time."""
+    """One channel a peer address, opened on first use, closed when another comes back and nobody has used it for long:
+    workers come and go under new addresses, and an idle connection pings its peer all the time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._lent: dict[str, _Lent] = {}

@@ -182,8 +182,8 @@ class _View:
         if prefill.worker is decode.worker:
             return decode.worker
         handoff = HANDOFF_SECONDS + HANDOFF_SHARE * query.prompt_tokens * prefill.worker.token_seconds
-        if served.has_both:
-            both = self._best(WorkerRole.BOTH, prefill_costs + decode_costs + served.bars[WorkerRole.BOTH], None)
+        if served.firsts[WorkerRole.BOTH] is not None:
+            both = self._best(WorkerRole.BOTH, prefill_costs + decode_costs, None)
             limit = prefill.cost + decode.cost + handoff
             return both.worker if both is not None and both.cost <= limit else None
         # a session's word is not enough to compute among those that generate

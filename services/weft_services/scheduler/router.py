@@ -156,13 +156,10 @@ class Router:
         matched, served = self.prefixes.match(query.block_keys), self.fleet.models.get(query.model)
         if served is None:
             return {}
-        members, size = served.slots, served.block_tokens
-        if served.is_uniform:
-            return {worker: blocks * size for worker, blocks in matched.items() if worker in members}
         return {
             worker: blocks * worker.info.fingerprint.block_tokens
             for worker, blocks in matched.items()
-            if worker in members
+            if worker in served.slots
         }
 
     def learn(self, fingerprint: bytes, keys: Sequence[bytes], located: Located) -> None:

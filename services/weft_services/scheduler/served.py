@@ -18,9 +18,9 @@ class Served:
     """The live workers of one model, sorted by id, and what the policy reads of them: rows with a place (slot) for each
     worker, which the worker writes. Those of both roles stand in both lists.
 
-    `bars`: by role, 0 for each worker that plays it, infinite for the others; `firsts`: the first of the former.
-    `is_uniform`: all can exchange blocks. `utilization`: share of the prefill workers that had something to compute of
-    late.
+    `bars`: by role, 0 for each worker that plays it, infinite for the others; `firsts`: the first that plays it, if one
+    does. `is_uniform`: all can exchange blocks. `utilization`: share of the prefill workers that had something to
+    compute of late.
     """
 
     def __init__(self, workers: Iterable[Worker] = (), utilization: float = 0.0) -> None:
@@ -34,11 +34,8 @@ class Served:
         self.block_tokens = self.workers[0].info.fingerprint.block_tokens if self.workers else 0
         # what the shared store calls this model's blocks by
         self.fingerprint = fingerprint_digest(self.workers[0].info.fingerprint) if self.workers else b""
-        self.has_both = any(worker.info.role is WorkerRole.BOTH for worker in self.workers)
-        self.firsts = {
-            role: next((each for each in self.workers if each.info.role.can(role)), None) for role in WorkerRole
-        }
-        self.bars = {role: self._bar(role) for role in WorkerRole}
+        self.firsts = {role: self._first(role) for role in WorkerRole}
+        self.bars = {role: self._bar(role) for role in (WorkerRole.PREFILL, WorkerRole.DECODE)}
         self._lay_out()
 
     def _lay_out(self) -> None:
