@@ -6,7 +6,7 @@ import { events, headers, refusal } from "./sse.js";
 import { account, fit } from "./timeline.js";
 
 const IDEAS = [
-  ["Who are you?", "A short prompt: watch the hand-off on the right.", {}],
+  ["Who are you?", "A short prompt: watch its hand-off in the mesh.", {}],
   ["My locker code is 4821. Please remember it.", "Then ask for it: the second turn finds the first one cached.", {}],
   ["What is the weather in Oslo?", "With a tool: the model asks you to call it.", { tools: true }],
 ];

@@ -92,7 +92,7 @@ function fill(card, worker, fleet, role) {
   card.pool[0].parentElement.setAttribute("aria-label", `KV pool: ${percent(shares[0])} in use, ${percent(shares[1])} kept as cache`);
   const tokens = role === "prefill" ? worker.queued_prefill_tokens : worker.active_tokens;
   const rows = [
-    ["KV in use", `${percent(shares[0])} of ${compact(blocks.total)} blocks`],
+    ["KV used", `${percent(shares[0])} of ${compact(blocks.total)} blocks`],
     [role === "prefill" ? "to compute" : "in flight", `${compact(tokens)} tokens`],
     ["sequences", worker.waiting ? `${count(worker.running)} + ${count(worker.waiting)} waiting` : count(worker.running)],
   ];
@@ -100,7 +100,7 @@ function fill(card, worker, fleet, role) {
   const { looked_up_tokens: looked, pool_tokens: pool, dram_tokens: dram, nvme_tokens: nvme } = worker.prefix;
   if (role === "prefill") rows.push(["from caches", looked ? percent((pool + dram + nvme) / looked) : "–"]);
   card.root.title = rows.map((row) => row.join(" ")).join("\n");
-  card.lines.replaceChildren(...rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
+  card.lines.replaceChildren(...rows.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
   spark(card, fleet.rates.get(worker.id)[role === "prefill" ? "prompt" : "generated"]);
 }
 
