@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import TypeAlias
 
 from weft.errors import Incompatible, InvalidRequest, NotFound
 from weft.metrics import WORKERS
@@ -21,6 +22,11 @@ MAX_SUSPECT_SECONDS = 60.0
 MAX_COUNTED_FAULTS = 16
 # models without workers remembered, so that "all its workers are gone" differs from "no such model"
 MAX_MODELS = 1024
+# workers remembered that went before they had granted what they were asked for
+MAX_WISHES = 1024
+# to drain, to park, and to play a role
+Wishes: TypeAlias = tuple[bool | None, bool | None, WorkerRole | None]
+NO_WISHES: Wishes = (None, None, None)
 # a role that had a ready worker within this time is expected to have one again in a moment
 RETURN_SECONDS = 10.0
 # kept a second: what was dispatched counts for some minutes, how busy the fleet was for some seconds
@@ -37,6 +43,7 @@ class Fleet:
         self._silence_seconds = silence_seconds
         self._workers: dict[str, Worker] = {}
         self._models: dict[str, Served] = {}
+        self._wishes: dict[tuple[str, str], Wishes] = {}  # of those that left, by id and boot id
         self._ready_at: dict[tuple[str, WorkerRole], float] = {}  # when a worker of the role last said so, or was full
 
     @property
@@ -63,6 +70,7 @@ class Fleet:
             )
             self.leave(replaced, "replaced")
         worker = Worker(info, reported_at=now)
+        worker.drain_wish, worker.park_wish, worker.role_wish = self._wishes.pop(_start_of(info), NO_WISHES)
         self._workers[worker.worker_id] = worker
         served = self._models.get(info.model) or Served()
         peers = [peer.dispatched_tokens for peer in served.workers if peer.info.role is info.role]
@@ -79,9 +87,14 @@ class Fleet:
         return worker, replaced
 
     def leave(self, worker: Worker, why: str) -> bool:
-        """The worker is gone; False when it was already. A successor of the same id is not touched."""
+        """The worker is gone; False when it was already. A successor of the same id is not touched. Should the same
+        start of it come back, it is asked again for what it has not granted yet: it may never have heard of that."""
         if self._workers.get(worker.worker_id) is not worker:
             return False
+        if (wishes := (worker.drain_wish, worker.park_wish, worker.role_wish)) != NO_WISHES:
+            self._wishes[_start_of(worker.info)] = wishes
+            if len(self._wishes) > MAX_WISHES:
+                self._wishes.pop(next(iter(self._wishes)))
         del self._workers[worker.worker_id]
         served = self._models[worker.info.model]
         remaining = [other for other in served.workers if other is not worker]
@@ -210,6 +223,10 @@ class Fleet:
     def silent(self, now: float) -> list[Worker]:
         """Workers that have not reported for too long."""
         return [worker for worker in self._workers.values() if now - worker.reported_at > self._silence_seconds]
+
+
+def _start_of(info: WorkerInfo) -> tuple[str, str]:
+    return info.address.worker_id, info.address.boot_id
 
 
 def _pause(num_faults: int) -> float:

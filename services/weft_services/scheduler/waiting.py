@@ -20,7 +20,7 @@ from dataclasses import replace
 from weft.errors import Overloaded, RoomClosed
 from weft_services.scheduler.lines import Lines, Waiter, cost_of
 from weft_services.scheduler.refusals import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS
-from weft_services.scheduler.state import INFINITE, Priority, RouteQuery
+from weft_services.scheduler.state import Priority, RouteQuery
 
 # of the tokens placed, what each lower priority gets while higher ones wait
 TURN_SHARE = 0.1
@@ -126,15 +126,20 @@ class WaitingRoom:
         self._look(now)
         if not above + level or self._busy_seconds < MIN_BUSY_SECONDS:
             return 0.0
-        # while nobody waits requests are placed as fast as they come, which says nothing
-        rate = self._busy_tokens / self._busy_seconds
-        if rate <= 0:
-            return INFINITE
+        rate = self._rate(now)
         in_line = (above + level + cost_of(query)) / rate
         if not above:
             return in_line
         until_turn = max(self._turn_at[own] - self._placed_tokens, 0.0) + level / TURN_SHARE
         return min(in_line, max((until_turn + cost_of(query)) / rate, TURN_WAIT_SHARE * self._max_seconds))
+
+    def _rate(self, now: float) -> float:
+        """Tokens a second that get their places while somebody waits: else they get them as fast as they come, which
+        says nothing. Where there are few places and long answers none may have been given of late, and of whoever is
+        next it is supposed that it has half of its wait behind it."""
+        first, _ = self.candidates(now)[-1]
+        waited = max(self._busy_seconds, now - first.since)
+        return max(self._busy_tokens / self._busy_seconds, max(cost_of(first.query), 1) / waited)
 
     def retry_after(self, query: RouteQuery, now: float, least: float) -> float:
         """When it is worth another try: after those who wait now, and never sooner than the fleet itself says."""

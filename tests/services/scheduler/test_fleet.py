@@ -219,6 +219,24 @@ def test_a_drained_worker_takes_nothing_from_the_moment_it_is_asked() -> None:
         fleet.drain("d9", True)
 
 
+def test_a_worker_that_comes_back_is_asked_again_for_what_it_has_not_granted() -> None:
+    fleet = Fleet(60.0)
+    first, _ = fleet.join(INFO, 0.0)
+    fleet.report(first, WorkerReport(ready=True), 1.0)
+    fleet.drain("d0", True)
+    fleet.leave(first, "stream broke")
+    again, _ = fleet.join(INFO, 2.0)
+    assert again.drain_wish is True
+    fleet.report(again, WorkerReport(ready=False, is_draining=True), 3.0)
+    fleet.leave(again, "stream broke")
+    assert fleet.join(INFO, 4.0)[0].drain_wish is None, "granted before it left"
+    fleet.drain("d0", True)
+    another = worker_info("d0", WorkerRole.DECODE, address=WorkerAddress("d0", "b2", "h:1"))
+    restarted, replaced = fleet.join(another, 5.0)
+    assert replaced is not None
+    assert restarted.drain_wish is None, "a new start has been asked for nothing"
+
+
 @pytest.mark.parametrize("ask", [Fleet.drain, Fleet.park], ids=["drain", "park"])
 def test_the_last_worker_of_a_role_that_takes_requests_keeps_it(ask: Callable[[Fleet, str, bool], None]) -> None:
     fleet = Fleet(5.0)

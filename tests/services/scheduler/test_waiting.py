@@ -176,6 +176,20 @@ def test_the_first_may_wait_however_slow_it_was_before() -> None:
         room.enter(query("c"), 3.0, BUSY)
 
 
+def test_while_nobody_has_been_placed_yet_the_first_is_supposed_to_be_half_through() -> None:
+    room = WaitingRoom(100, 30.0)
+    room.enter(query("first"), 0.0, BUSY)
+    assert room.expected_seconds(query("second"), 0.4) == 0.0, "too soon to say"
+    assert room.expected_seconds(query("second"), 2.0) == pytest.approx(2 * 2.0)
+    room.enter(query("second"), 2.0, BUSY)
+    with pytest.raises(RoomClosed) as closed:
+        room.enter(query("third"), 9.0, BUSY)
+    assert closed.value.retry_after_seconds == pytest.approx(3 * 9.0)
+    assert room.expected_seconds(query("a", tokens=200), 9.0) == pytest.approx(4 * 9.0)
+    room.leave(room.candidates(9.0)[0][0], 9.0)
+    assert room.expected_seconds(query("third"), 12.0) == pytest.approx(2 * 10.0), "the second has waited since 2.0"
+
+
 def test_nobody_waits_longer_than_its_own_client() -> None:
     room = WaitingRoom(10, 5.0)
     assert room.enter(query("a", remaining_seconds=2.0), 10.0, BUSY).give_up_at == 12.0
