@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn.server
 from openai import AsyncOpenAI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -70,6 +73,16 @@ def write_model(parent: Path, tokenizer: Tokenizer, template: str, context: int 
 def model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
     """The tiny model."""
     return write_model(tmp_path_factory.mktemp("models"), tokenizer, TEMPLATE)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hasty_uvicorn() -> Iterator[None]:
+    """Whenever it stops uvicorn sleeps for a tenth of a second, and here gateways stop a thousand times."""
+    hasty = ModuleType("asyncio")
+    vars(hasty).update(vars(asyncio), sleep=lambda seconds: asyncio.sleep(seconds / 20))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn.server, "asyncio", hasty)
+        yield
 
 
 @dataclass(slots=True)

@@ -137,7 +137,7 @@ async def test_who_is_not_let_in_is_named_by_nothing_but_the_error(bench: MakeBe
 
 async def test_calls_over_grpc_have_lines_like_requests(bench: MakeBench, log: Log) -> None:
     service = "/weft_mesh.v1.InferenceService"
-    async with bench() as b, stub_of(b) as stub:
+    async with bench(move_seconds=0.2) as b, stub_of(b) as stub:
         b.decode.script = speaking([*b.ids("hello"), END])
         assert [r async for r in stub.Generate(pb.GenerateRequest(text="x"), timeout=10)]
         _, told = await log.next()

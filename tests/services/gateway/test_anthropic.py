@@ -184,7 +184,7 @@ async def test_the_sdk_finds_the_requests_id(bench: MakeBench) -> None:
 
 
 async def test_errors_are_what_the_sdk_raises(bench: MakeBench) -> None:
-    async with bench() as b, client(b) as sdk:
+    async with bench(move_seconds=0.2) as b, client(b) as sdk:
         asked: Any = {"model": MODEL_NAME, "max_tokens": 9, "messages": [USER]}
         with pytest.raises(anthropic.BadRequestError, match="temperature"):
             await sdk.messages.create(**asked, extra_body={"temperature": 7.0})

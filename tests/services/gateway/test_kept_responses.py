@@ -157,7 +157,7 @@ async def test_nobody_finds_what_is_anothers(bench: MakeBench, valkey: ValkeySer
 
 async def test_what_is_not_complete_or_not_to_be_kept_is_not(bench: MakeBench, valkey: ValkeyServer) -> None:
     redis = Redis.from_url(valkey.connection_url)
-    async with bench(redis_url=valkey.connection_url) as b, client(b) as sdk:
+    async with bench(redis_url=valkey.connection_url, move_seconds=0.2) as b, client(b) as sdk:
         redis.flushall()
         say(b, "hello")
         assert (await ask(sdk, "hi", store=False)).model_dump()["store"] is False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
-from tests.services.gateway.fakes import LENGTH, STOP, SequenceDelta, speaking
+from tests.services.gateway.fakes import LENGTH, STOP, SequenceDelta, deltas, speaking
 from weft.grammar import load_grammars
 
 USER: Any = {"role": "user", "content": "weather?"}
@@ -29,6 +30,12 @@ CALLS = (
 def allowed(mode: str, tools: list[Any]) -> dict[str, Any]:
     """OpenAI's word for: of all these tools, only some."""
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def arguments_in(chunks: list[Any]) -> str:
+    """All that was said so far of the arguments of all calls."""
+    parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []]
+    return "".join(part.function.arguments or "" for part in parts)
 
 
 async def test_a_whole_answer_has_its_calls(bench: MakeBench) -> None:
@@ -53,10 +60,23 @@ async def test_a_whole_answer_has_its_calls(bench: MakeBench) -> None:
 
 async def test_a_stream_joins_to_the_same_by_the_sdks_own_helper(bench: MakeBench) -> None:
     async with bench(tool_format="hermes") as b:
-        b.decode.script = speaking([*b.ids(CALLS), END])
+        token_ids, heard = [*b.ids(CALLS), END], asyncio.Event()
+
+        async def script(start: Any) -> Any:
+            for number, delta in enumerate(deltas(start, token_ids)):
+                if number == len(b.ids(CALLS[: CALLS.index("Rome")])):
+                    await heard.wait()
+                yield delta
+
+        b.decode.script = script
         asked: Any = {"model": MODEL_NAME, "messages": [USER], "tools": TOOLS}
+        chunks = []
         async with b.client.chat.completions.stream(**asked) as stream:
-            chunks = [event.chunk async for event in stream if event.type == "chunk"]
+            async for event in stream:
+                if event.type == "chunk":
+                    chunks.append(event.chunk)
+                    if '"city"' in arguments_in(chunks):
+                        heard.set()  # the rest is not said before that: arguments come while they are written
             final = await stream.get_final_completion()
         calls: Any = final.choices[0].message.tool_calls
         assert [(call.function.name, call.function.arguments) for call in calls] == [
@@ -65,16 +85,14 @@ async def test_a_stream_joins_to_the_same_by_the_sdks_own_helper(bench: MakeBenc
         ]
         assert final.choices[0].finish_reason == "tool_calls"
         assert final.choices[0].message.content == "Looking."
-        deltas = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or []]
+        parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []]
         for index in (0, 1):
-            mine = [delta for delta in deltas if delta.index == index]
+            mine = [part for part in parts if part.index == index]
             # id, type and name once, then arguments alone; none of the rest is empty
             assert mine[0].id is not None
-            assert all(delta.id is None and delta.type is None for delta in mine[1:])
-            assert all(
-                delta.function and delta.function.name is None and delta.function.arguments for delta in mine[1:]
-            )
-        assert len([delta for delta in deltas if delta.index == 0]) > 3, "arguments stream"
+            assert all(part.id is None and part.type is None for part in mine[1:])
+            assert all(part.function and part.function.name is None and part.function.arguments for part in mine[1:])
+        assert heard.is_set()
 
 
 async def test_a_call_that_completes_within_the_last_delta_is_whole(bench: MakeBench) -> None:

@@ -22,6 +22,7 @@ MAX_HEADERS = 64
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 75
+DATE_SECONDS = 1.0
 # How long a client may leave a full send buffer unread.
 SLOW_READER_SECONDS = 30.0
 BACKLOG = 2048
@@ -134,7 +135,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 class HttpServer(uvicorn.Server):
-    """Serves on a socket that is bound before it starts; stops when `should_exit` is set."""
+    """Serves on a socket that is bound before it starts, until `stop` is called."""
 
     def __init__(
         self, app: ASGIApp, listener: socket.socket, grace_seconds: float, context: ssl.SSLContext | None = None
@@ -156,12 +157,25 @@ class HttpServer(uvicorn.Server):
             ssl_context_factory=(lambda *_: context) if context else None,
         )
         super().__init__(config)
+        self._stopping = asyncio.Event()
         self._socket = listener
         self.port = int(self._socket.getsockname()[1])
 
     async def serve_until_stopped(self) -> None:
         """Returns after connections have drained, or the grace is over."""
         await self.serve([self._socket])
+
+    def stop(self) -> None:
+        """No new connections."""
+        self.should_exit = True
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """Answers carry the date, which is written anew every second; uvicorn itself wakes up ten times as often."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DATE_SECONDS):
+                    await self._stopping.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -60,7 +60,7 @@ class Listeners:
     def refuse(self) -> None:
         """No new connections."""
         for http in self._servers():
-            http.should_exit = True
+            http.stop()
 
     async def stop(self) -> None:
         """Let last words out, then close what is left."""
