@@ -94,6 +94,9 @@ MOVES = Counter(
 
 # scheduler; gateways count a full fleet's refusals that they know of in ROUTES
 WORKERS = Gauge("weft_workers", "Live workers", ["role"], registry=REGISTRY)
+READY_WORKERS = Gauge(
+    "weft_ready_workers", "Workers that take requests, by what they can do", ["model", "role"], registry=REGISTRY
+)
 BOOKED_TOKENS = Gauge("weft_booked_tokens", "Tokens booked on workers", ["role"], registry=REGISTRY)
 BOOKED_REQUESTS = Gauge("weft_booked_requests", "Requests booked on workers", registry=REGISTRY)
 WAITING = Gauge("weft_routes_waiting", "Requests that wait for room", registry=REGISTRY)

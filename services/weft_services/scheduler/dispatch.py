@@ -198,6 +198,8 @@ class Dispatcher:
                 raise
             except Overloaded as error:
                 busy = error
+        if self._router.passes_over(query):
+            raise busy  # others would wait behind it, for a worker that has room for them
         room = self._rooms[query.model]
         waiter = room.enter(query, now, busy)
         place: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
@@ -245,7 +247,8 @@ class Dispatcher:
         try:
             placement = self._router.place(query, preference, now)
         except WeftError as error:
-            if isinstance(error, Overloaded) and not isinstance(error, TooLate):
+            is_busy = isinstance(error, Overloaded) and not isinstance(error, TooLate)
+            if is_busy and not self._router.passes_over(query):
                 return False
             if not place.done():
                 place.set_exception(error)

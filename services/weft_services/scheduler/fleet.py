@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from statistics import fmean
-from typing import TypeAlias
 
 from weft.errors import Incompatible, InvalidRequest, NotFound
-from weft.metrics import WORKERS
+from weft.metrics import READY_WORKERS, WORKERS
 from weft.request import WorkerRole
 from weft_services.scheduler.served import Served
 from weft_services.scheduler.speed import DEFAULT_DECODE_RATE, DEFAULT_PREFILL_RATE
@@ -22,11 +22,12 @@ MAX_SUSPECT_SECONDS = 60.0
 MAX_COUNTED_FAULTS = 16
 # models without workers remembered, so that "all its workers are gone" differs from "no such model"
 MAX_MODELS = 1024
-# workers remembered that went before they had granted what they were asked for
+# a worker that comes back within this time of its last report is asked again to drain, if it had not granted it; later
+# somebody else may have asked it for something else. So many of them are remembered
+WISH_SECONDS = 30.0
 MAX_WISHES = 1024
-# to drain, to park, and to play a role
-Wishes: TypeAlias = tuple[bool | None, bool | None, WorkerRole | None]
-NO_WISHES: Wishes = (None, None, None)
+# that a model has no worker is told for so long after it had one: then it is not missed any more
+MISSED_SECONDS = 3600.0
 # a role that had a ready worker within this time is expected to have one again in a moment
 RETURN_SECONDS = 10.0
 # kept a second: what was dispatched counts for some minutes, how busy the fleet was for some seconds
@@ -43,7 +44,7 @@ class Fleet:
         self._silence_seconds = silence_seconds
         self._workers: dict[str, Worker] = {}
         self._models: dict[str, Served] = {}
-        self._wishes: dict[tuple[str, str], Wishes] = {}  # of those that left, by id and boot id
+        self._wishes: dict[tuple[str, str], Worker] = {}  # that left, by id and boot id
         self._ready_at: dict[tuple[str, WorkerRole], float] = {}  # when a worker of the role last said so, or was full
 
     @property
@@ -70,7 +71,9 @@ class Fleet:
             )
             self.leave(replaced, "replaced")
         worker = Worker(info, reported_at=now)
-        worker.drain_wish, worker.park_wish, worker.role_wish = self._wishes.pop(_start_of(info), NO_WISHES)
+        before = self._wishes.pop(_start_of(info), None)
+        if before is not None and now - before.reported_at < WISH_SECONDS:
+            worker.drain_wish = before.drain_wish
         self._workers[worker.worker_id] = worker
         served = self._models.get(info.model) or Served()
         peers = [peer.dispatched_tokens for peer in served.workers if peer.info.role is info.role]
@@ -88,11 +91,12 @@ class Fleet:
 
     def leave(self, worker: Worker, why: str) -> bool:
         """The worker is gone; False when it was already. A successor of the same id is not touched. Should the same
-        start of it come back, it is asked again for what it has not granted yet: it may never have heard of that."""
+        start of it come back soon, it is asked again to drain if it has not granted that: it may never have heard of
+        it. Not so to park or to play another role, which may not be granted any more by then."""
         if self._workers.get(worker.worker_id) is not worker:
             return False
-        if (wishes := (worker.drain_wish, worker.park_wish, worker.role_wish)) != NO_WISHES:
-            self._wishes[_start_of(worker.info)] = wishes
+        if worker.drain_wish is not None:
+            self._wishes[_start_of(worker.info)] = worker
             if len(self._wishes) > MAX_WISHES:
                 self._wishes.pop(next(iter(self._wishes)))
         del self._workers[worker.worker_id]
@@ -138,8 +142,8 @@ class Fleet:
         """Had the role a ready worker a moment ago."""
         return now - self._ready_at.get((model, role), NEVER) < RETURN_SECONDS
 
-    def refresh(self) -> None:
-        """What the policy knows of the fleet as a whole; to be called once a second."""
+    def refresh(self, now: float) -> None:
+        """What the policy and operators know of the fleet as a whole; to be called once a second."""
         for served in self._models.values():
             for worker in served.workers:
                 worker.speed.fade()
@@ -147,6 +151,17 @@ class Fleet:
             _rate(served.workers)
             busy = [min(worker.prefill_tokens, 1) for worker in served.prefills if serves(worker)]
             served.utilization += NEWEST_SHARE * ((fmean(busy) if busy else 0.0) - served.utilization)
+        self._tell_ready(now)
+
+    def _tell_ready(self, now: float) -> None:
+        for model, served in self._models.items():
+            ready = [worker.info.role for worker in served.workers if serves(worker)]
+            for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
+                if served.workers or now - self._ready_at.get((model, role), NEVER) < MISSED_SECONDS:
+                    READY_WORKERS.labels(model, role).set(sum(each.can(role) for each in ready))
+                else:
+                    with suppress(KeyError):
+                        READY_WORKERS.remove(model, role)
 
     def suspect(self, worker_id: str, now: float) -> None:
         """A request has failed on it: others go elsewhere for a while, for longer each time in a row. What fails while
@@ -174,7 +189,9 @@ class Fleet:
             worker.num_faults, worker.suspect_until, worker.is_probed = 0, NEVER, False
 
     def drain(self, worker_id: str, wish: bool) -> None:
-        """Ask a worker to take no new work, or to take it again. Raises NotFound when no such worker is live."""
+        """Ask a worker to take no new work, or to take it again. Raises NotFound when no such worker is live; then what
+        it was asked before is forgotten, too."""
+        self._wishes = {start: gone for start, gone in self._wishes.items() if start[0] != worker_id}
         worker = self._live(worker_id)
         worker.drain_wish = wish
         worker.refresh()

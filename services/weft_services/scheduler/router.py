@@ -15,7 +15,7 @@ from weft.kv.tiers import Tier
 from weft.lifetime import Stage
 from weft.request import RequestKey
 from weft_services.scheduler.bookings import Booking, Bookings
-from weft_services.scheduler.fleet import Fleet
+from weft_services.scheduler.fleet import Fleet, serves
 from weft_services.scheduler.gateways import Gateways
 from weft_services.scheduler.lengths import OutputLengths
 from weft_services.scheduler.located import Located
@@ -117,6 +117,13 @@ class Router:
             self.prefixes.add(worker, query.block_keys, held, worker.info.num_blocks)
             self.fleet.probe(worker, now)
         return placement
+
+    def passes_over(self, query: RouteQuery) -> bool:
+        """It excludes a worker that takes requests, as after an attempt that has just failed there."""
+        if not (query.excluded_worker_ids or query.excluded_boot_ids):
+            return False
+        served = self.fleet.models.get(query.model) or Served()
+        return any(query.excludes(worker) and serves(worker) for worker in served.workers)
 
     def refuse(self, query: RouteQuery) -> None:
         """It is told that there is no place for it, and will not be settled."""
@@ -221,7 +228,7 @@ class Router:
         lost = [worker for worker in self.fleet.silent(now) if self.leave(worker, "silent")]
         if (count := self._bookings.sweep(now, self.gateways.gone(now))) > 0:
             logger.warning("bookings given up, their gateway never settled them: count=%d", count)
-        self.fleet.refresh()
+        self.fleet.refresh(now)
         for move in self._planner.plan(self.fleet.models, now) if self._planner is not None else ():
             try:
                 self.fleet.set_role(move.worker.worker_id, move.role)

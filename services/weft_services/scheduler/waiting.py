@@ -154,11 +154,11 @@ class WaitingRoom:
         return has_waited and self._placed_tokens >= self._turn_at[rank]
 
     def _look(self, now: float) -> None:
-        """Time in which somebody waited passes; call before their number changes."""
-        if self._num:
-            kept = math.exp((self._looked_at - now) / RATE_SECONDS)
-            self._busy_tokens *= kept
-            self._busy_seconds = kept * self._busy_seconds + (1 - kept) * RATE_SECONDS
+        """Time passes, in which somebody waited or nobody; call before their number changes. What was long ago is
+        forgotten either way: how it went yesterday says nothing of today."""
+        kept = math.exp((self._looked_at - now) / RATE_SECONDS)
+        self._busy_tokens *= kept
+        self._busy_seconds = kept * self._busy_seconds + ((1 - kept) * RATE_SECONDS if self._num else 0.0)
         self._looked_at = now
 
 

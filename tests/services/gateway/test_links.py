@@ -80,6 +80,41 @@ async def test_a_gateway_that_closes_waits_for_no_worker(attempts: list[DecodeLi
             assert str(await asked) == "the gateway is shutting down"
 
 
+class Patient(DecodeServiceServicer):
+    """Keeps every stream for as long as the gateway does."""
+
+    async def Attach(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        async for _ in request_iterator:
+            pass
+
+
+class Hasty(DecodeLinks):
+    """Hears in the very turn in which it opens a stream that the worker is not listed."""
+
+    async def _open(self, worker: WorkerAddress) -> DecodeLink | PeerLost:
+        link = await super()._open(worker)
+        self.keep_only([])
+        return link
+
+
+@pytest.mark.timeout(60)
+async def test_a_stream_to_a_worker_that_is_not_listed_yet_is_never_one_that_nobody_runs() -> None:
+    server = grpc.aio.server()
+    add_DecodeServiceServicer_to_server(Patient(), server)
+    worker = WorkerAddress("decode-0", "boot", f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    await server.start()
+    async with asyncio.TaskGroup() as group:
+        streams = Hasty(group)
+        link = await streams.get(worker)
+        await asyncio.sleep(0)
+        streams.keep_only([])
+        await asyncio.wait_for(streams.until_lost(10), 20)
+        assert link.is_closed
+        assert await streams.get(worker) is not link
+        streams.close()
+    await server.stop(None)
+
+
 class Impatient(DecodeServiceServicer):
     """Ends every stream as a worker does whose frames nobody reads."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -50,12 +51,15 @@ class Full:
         self.affinity = Asked()
         self.dispatcher = Dispatcher(Router(10.0), self.affinity, lambda: WaitingRoom(max_waiting, max_seconds), clock)
         for model in ("full", "idle"):
-            info = worker_info(f"{model}-0", WorkerRole.BOTH, model=model, num_blocks=SEATS)
-            worker = self.dispatcher.join(info)
-            self.dispatcher.report(worker, WorkerReport(ready=True, free_blocks=SEATS))
+            self.start(f"{model}-0", model)
 
-    def ask(self, name: str, model: str = "full", generation: int = 0) -> asyncio.Task[Placement]:
+    def start(self, worker_id: str, model: str) -> None:
+        worker = self.dispatcher.join(worker_info(worker_id, WorkerRole.BOTH, model=model, num_blocks=SEATS))
+        self.dispatcher.report(worker, WorkerReport(ready=True, free_blocks=SEATS))
+
+    def ask(self, name: str, model: str = "full", generation: int = 0, without: str = "") -> asyncio.Task[Placement]:
         query = RouteQuery(RequestKey(name, generation), model, prompt_tokens=4, max_tokens=1)
+        query = replace(query, excluded_boot_ids=frozenset({f"{without}-boot"})) if without else query
         return asyncio.create_task(self.dispatcher.route(query))
 
     async def fill(self) -> asyncio.Task[Placement]:
@@ -90,6 +94,23 @@ async def test_a_stream_whose_worker_died_takes_the_next_place_of_a_full_model()
     assert not waiting.done()
     full.dispatcher.settle([Progress(RequestKey("1"), Stage.CANCELLED)])
     await asyncio.wait_for(waiting, 10)
+
+
+async def test_who_passes_over_the_worker_that_has_room_keeps_nobody_from_it() -> None:
+    full = Full(max_waiting=4)
+    waiting = await full.fill()
+    moved = full.ask("moved", generation=1, without="full-1")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not moved.done()
+    full.start("full-1", "full")
+    assert (await asyncio.wait_for(waiting, 10)).decode.worker_id == "full-1"
+    with pytest.raises(Overloaded):
+        await asyncio.wait_for(moved, 10)
+    with pytest.raises(Overloaded):
+        await asyncio.wait_for(full.ask("moved too", generation=1, without="full-1"), 10)
+    assert (await asyncio.wait_for(full.ask("new"), 10)).decode.worker_id == "full-1"
+    assert full.dispatcher.num_waiting == 0
 
 
 async def test_a_place_that_comes_in_the_moment_the_wait_is_over_is_taken() -> None:

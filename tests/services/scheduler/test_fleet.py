@@ -8,9 +8,10 @@ import pytest
 
 from tests.services.scheduler.fakes import MODEL, worker_info
 from weft.errors import Incompatible, InvalidRequest, NotFound
+from weft.metrics import REGISTRY
 from weft.request import WorkerAddress, WorkerRole
 from weft.tally import Tallies, WorkTally
-from weft_services.scheduler.fleet import MAX_MODELS, Fleet
+from weft_services.scheduler.fleet import MAX_MODELS, MISSED_SECONDS, WISH_SECONDS, Fleet
 from weft_services.scheduler.state import Load, Worker, WorkerReport
 
 INFO = worker_info("d0", WorkerRole.DECODE)
@@ -98,8 +99,36 @@ def test_what_decode_workers_compute_of_prompts_says_nothing_of_prefill_workers(
     decode, _ = fleet.join(INFO, 0.0)
     decode.speed.measure_prefill(10, 100.0)
     first.speed.measure_prefill(40_000, 1000.0)
-    fleet.refresh()
+    fleet.refresh(0.0)
     assert 1 / first.token_seconds == pytest.approx(40.0)
+
+
+def test_ready_workers_are_counted_by_what_they_can_do_and_missed_for_a_while() -> None:
+    fleet = Fleet(60.0)
+
+    def told() -> list[float | None]:
+        return [
+            REGISTRY.get_sample_value("weft_ready_workers", {"model": "counted", "role": role})
+            for role in ("prefill", "decode")
+        ]
+
+    both, _ = fleet.join(worker_info("b0", WorkerRole.BOTH, model="counted"), 0.0)
+    decode, _ = fleet.join(worker_info("d0", WorkerRole.DECODE, model="counted"), 0.0)
+    fleet.refresh(0.0)
+    assert told() == [0, 0], "they have joined and are not ready"
+    for worker in (both, decode):
+        fleet.report(worker, WorkerReport(ready=True), 1.0)
+    fleet.refresh(1.0)
+    assert told() == [1, 2]
+    fleet.drain("b0", True)
+    fleet.refresh(2.0)
+    assert told() == [0, 1]
+    for worker in (both, decode):
+        fleet.leave(worker, "said goodbye")
+    fleet.refresh(MISSED_SECONDS)
+    assert told() == [0, 0]
+    fleet.refresh(MISSED_SECONDS + 1.0)
+    assert told() == [None, None]
 
 
 def two_prefills(fleet: Fleet) -> tuple[Worker, Worker]:
@@ -112,7 +141,7 @@ def test_a_worker_that_was_never_measured_counts_as_its_peers_do() -> None:
     fleet = Fleet(5.0)
     first, second = two_prefills(fleet)
     first.speed.measure_prefill(40_000, 1000.0)
-    fleet.refresh()
+    fleet.refresh(0.0)
     assert 1 / second.token_seconds == pytest.approx(40.0)
     assert 1 / first.token_seconds == pytest.approx(40.0)
 
@@ -122,13 +151,13 @@ def test_one_slow_prompt_does_not_make_a_slow_worker_for_ever() -> None:
     first, second = two_prefills(fleet)
     second.speed.measure_prefill(100_000, 50.0)
     first.speed.measure_prefill(1000, 5.0)
-    fleet.refresh()
+    fleet.refresh(0.0)
     assert first.token_seconds < 1.3 * second.token_seconds
     first.speed.measure_prefill(40_000, 200.0)
-    fleet.refresh()
+    fleet.refresh(0.0)
     assert first.token_seconds > 3 * second.token_seconds
     for _ in range(2000):
-        fleet.refresh()
+        fleet.refresh(0.0)
     assert first.token_seconds == pytest.approx(second.token_seconds, rel=0.1)
 
 
@@ -138,7 +167,7 @@ def test_who_was_given_least_of_late_is_next_and_a_newcomer_is_given_no_more_tha
     first.dispatched_tokens, second.dispatched_tokens = 1000.0, 3000.0
     third, _ = fleet.join(worker_info("p2", WorkerRole.PREFILL), 0.0)
     assert third.dispatched_tokens == 2000.0
-    fleet.refresh()
+    fleet.refresh(0.0)
     assert first.dispatched_tokens < 1000.0
 
 
@@ -219,22 +248,32 @@ def test_a_drained_worker_takes_nothing_from_the_moment_it_is_asked() -> None:
         fleet.drain("d9", True)
 
 
-def test_a_worker_that_comes_back_is_asked_again_for_what_it_has_not_granted() -> None:
+def test_a_worker_that_comes_back_soon_is_asked_again_to_drain_if_it_had_not_granted_that() -> None:
     fleet = Fleet(60.0)
-    first, _ = fleet.join(INFO, 0.0)
-    fleet.report(first, WorkerReport(ready=True), 1.0)
+
+    def comes_back(at: float) -> bool | None:
+        for worker in fleet.workers():
+            fleet.leave(worker, "stream broke")
+        worker, _ = fleet.join(INFO, at)
+        fleet.report(worker, WorkerReport(ready=True), at)
+        return worker.drain_wish
+
+    assert comes_back(1.0) is None
     fleet.drain("d0", True)
-    fleet.leave(first, "stream broke")
-    again, _ = fleet.join(INFO, 2.0)
-    assert again.drain_wish is True
-    fleet.report(again, WorkerReport(ready=False, is_draining=True), 3.0)
-    fleet.leave(again, "stream broke")
-    assert fleet.join(INFO, 4.0)[0].drain_wish is None, "granted before it left"
+    assert comes_back(2.0) is True
+    assert comes_back(3.0) is True, "it has reported once, and not that it drains"
+    assert comes_back(3.0 + WISH_SECONDS) is None, "who knows what it was asked for meanwhile"
+    fleet.drain("d0", True)
+    fleet.leave(fleet.workers()[0], "stream broke")
+    with pytest.raises(NotFound):
+        fleet.drain("d0", False)
+    assert comes_back(40.0) is None, "asked for no more"
+    fleet.drain("d0", True)
+    fleet.report(fleet.workers()[0], WorkerReport(ready=False, is_draining=True), 41.0)
+    assert comes_back(42.0) is None, "granted before it left"
     fleet.drain("d0", True)
     another = worker_info("d0", WorkerRole.DECODE, address=WorkerAddress("d0", "b2", "h:1"))
-    restarted, replaced = fleet.join(another, 5.0)
-    assert replaced is not None
-    assert restarted.drain_wish is None, "a new start has been asked for nothing"
+    assert fleet.join(another, 43.0)[0].drain_wish is None, "a new start has been asked for nothing"
 
 
 @pytest.mark.parametrize("ask", [Fleet.drain, Fleet.park], ids=["drain", "park"])
@@ -256,7 +295,7 @@ def test_how_busy_prefill_is_says_who_takes_requests() -> None:
         fleet.report(worker, WorkerReport(ready=True, queued_prefill_tokens=queued), 1.0)
     fleet.drain("p1", True)
     for _ in range(100):
-        fleet.refresh()
+        fleet.refresh(0.0)
     assert fleet.models[MODEL].utilization == pytest.approx(1.0, abs=0.01)
 
 

@@ -190,6 +190,14 @@ def test_while_nobody_has_been_placed_yet_the_first_is_supposed_to_be_half_throu
     assert room.expected_seconds(query("third"), 12.0) == pytest.approx(2 * 10.0), "the second has waited since 2.0"
 
 
+def test_how_slow_it_was_long_ago_says_nothing() -> None:
+    room = WaitingRoom(100, 2.0)
+    for second in range(0, 10, 2):
+        room.leave(room.enter(query("gives up"), float(second), BUSY), second + 2.0)
+    room.enter(query("b"), 86_400.0, BUSY)
+    room.enter(query("c"), 86_400.001, BUSY)
+
+
 def test_nobody_waits_longer_than_its_own_client() -> None:
     room = WaitingRoom(10, 5.0)
     assert room.enter(query("a", remaining_seconds=2.0), 10.0, BUSY).give_up_at == 12.0

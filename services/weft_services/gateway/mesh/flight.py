@@ -131,7 +131,8 @@ class Flight:
         self._suspect(self._decode)
         self._try_again(Stage.FAILED, _at_fault(error, worker_id))
         self._num_fruitless = 0 if len(self.sequence.token_ids) > self._num_resumed else self._num_fruitless + 1
-        if self._num_fruitless > MAX_FRUITLESS.get(type(error), -1) or self.num_attempts > MAX_MOVES:
+        has_tried = self._num_fruitless > MAX_FRUITLESS.get(type(error), -1) or self.num_attempts > MAX_MOVES
+        if has_tried or self._mesh.links.is_closed:
             raise error
         metrics.MOVES.labels(_CAUSES[type(error)]).inc()
         self._move = self._mesh.tasks.create_task(self._move_on(error), name=f"move {self.key}")
@@ -194,7 +195,8 @@ class Flight:
                 failed = failed or error
                 self._suspect(placement.decode)
                 self._try_again(Stage.FAILED, error.worker_id if isinstance(error, PeerLost) else "")
-                if loop.time() > give_up_at:  # there may always be another that cannot be reached
+                # there may always be another that cannot be reached; once this gateway is leaving nobody can
+                if self._mesh.links.is_closed or loop.time() > give_up_at:
                     raise failed from None
             else:
                 return

@@ -23,6 +23,7 @@ class DecodeLinks:
         self._group = group
         self._links: dict[str, DecodeLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._attached = set[DecodeLink]()  # whose task has begun: until then a cancelled one would not end its link
         self._opening: dict[str, asyncio.Task[DecodeLink | PeerLost]] = {}
         self._lost = asyncio.Event()
         self._delivery = Delivery()
@@ -50,8 +51,8 @@ class DecodeLinks:
     def keep_only(self, boot_ids: Iterable[str]) -> None:
         """Close streams to workers that have left the fleet and owe us nothing any more."""
         alive = set(boot_ids)
-        for boot in set(self._links) - alive:
-            if self._links[boot].num_sequences == 0:
+        for boot, link in self._links.items():
+            if boot not in alive and link in self._attached and link.num_sequences == 0:
                 self._tasks[boot].cancel()
 
     def close(self) -> None:
@@ -88,9 +89,11 @@ class DecodeLinks:
     async def _run(self, link: DecodeLink) -> None:
         worker = link.worker
         logger.info("attached worker=%s address=%s boot=%s", worker.worker_id, worker.address, worker.boot_id)
+        self._attached.add(link)
         try:
             await link.run()
         finally:
+            self._attached.discard(link)
             logger.info("detached worker=%s boot=%s", worker.worker_id, worker.boot_id)
             self._lost.set()
             if self._links.get(worker.boot_id) is link:
