@@ -81,6 +81,14 @@ def test_only_the_gateway_can_be_reached_from_outside(services: dict[str, Any]) 
     assert all(port.startswith("127.0.0.1:") for port in services["gateway"]["ports"])
 
 
+def test_grafana_is_published_to_this_host_alone_and_nobody_can_log_in() -> None:
+    grafana = yaml.safe_load(COMPOSE.read_text())["services"]["grafana"]
+    assert grafana["ports"] == ["${WEFT_GRAFANA_HOST:-127.0.0.1}:${WEFT_GRAFANA_PORT:-3000}:3000"]
+    assert grafana["environment"]["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
+    assert grafana["environment"]["GF_AUTH_BASIC_ENABLED"] == "false"
+    assert grafana["environment"]["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+
+
 def test_the_gateway_cannot_be_started_without_keys(services: dict[str, Any]) -> None:
     assert "WEFT_KEYS_DIR:/keys:ro" in services["gateway"]["volumes"]
     assert "${WEFT_KEYS_DIR:?" in COMPOSE.read_text()

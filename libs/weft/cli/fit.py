@@ -36,7 +36,7 @@ def check_fit(options: MeshOptions, environ: Mapping[str, str]) -> None:
     models = {name: read_config(directory) for name, directory in options.models.items()}
     total = sum(_image_bytes(directory, models[name]) for name, directory in options.models.items())
     images = min(total, read_settings(Limits, environ).weights_bytes or total)
-    there = _held_bytes()
+    there = held_bytes()
     if SHARED_MEMORY.is_dir() and images > (free := shared_memory()[0] + there):
         what = f"the weights take {_gib(images)} of shared memory, and {SHARED_MEMORY} has {_gib(free)}"
         raise BadCheckpoint(f"{what}: mount -o remount,size={images // GIB + 1}G {SHARED_MEMORY}")
@@ -99,7 +99,7 @@ def _card(found: list[Card], name: str) -> Card:
     return max(found, key=lambda card: card.free_bytes)
 
 
-def _held_bytes() -> int:
+def held_bytes() -> int:
     """Of images that are there already: they are used again, or go when there is no room."""
     found = 0
     for path in SHARED_MEMORY.glob("weft-weights-*"):

@@ -238,13 +238,20 @@ def bench(
 
 def _scheduler(command: str, named: str) -> str:
     """What --scheduler says, else that of the latest mesh on this machine."""
-    from weft.cli.record import running_meshes
+    from weft.cli.record import running_meshes, runtime_folder
 
     address = named or next((mesh.scheduler for mesh in running_meshes()), "")
     if not address:
-        typer.secho(f"weft {command}: no mesh runs on this machine: start one with `weft up`,", fg="red", err=True)
+        typer.secho(
+            f"weft {command}: no mesh runs that is noted in {runtime_folder()}: start one with", fg="red", err=True
+        )
         indent = " " * len(f"weft {command}: ")
-        typer.secho(f"{indent}or name a scheduler with --scheduler HOST:PORT", fg="red", err=True)
+        typer.secho(
+            f"{indent}`weft up`; if one runs (in containers, for another user, as a unit of systemd's),",
+            fg="red",
+            err=True,
+        )
+        typer.secho(f"{indent}name its scheduler with --scheduler HOST:PORT", fg="red", err=True)
         raise typer.Exit(1)
     return address
 

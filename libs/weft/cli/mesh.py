@@ -265,9 +265,11 @@ def _gateway(options: MeshOptions, at: Addresses, name: str) -> ChildSpec:
         "WEFT_OPEN": str(int(options.is_open)),
     }
     probed = f"{reachable(options.host)}:{options.port}"
-    if options.keys or options.has_tls or len(at.gateways) > 1:
-        own["WEFT_PRIVATE_PORT"] = str(at.gateways[name])
-        probed = f"{LOOPBACK}:{at.gateways[name]}"
+    # the user's own serves one gateway, and a Prometheus that has been told of it
+    said = os.environ.get("WEFT_PRIVATE_PORT", "") if len(at.gateways) == 1 else ""
+    if said or options.keys or options.has_tls or len(at.gateways) > 1:
+        own["WEFT_PRIVATE_PORT"] = said or str(at.gateways[name])
+        probed = f"{reachable(os.environ.get('WEFT_PRIVATE_HOST', LOOPBACK))}:{own['WEFT_PRIVATE_PORT']}"
     if len(at.gateways) > 1:
         own["WEFT_SHARE_PORTS"] = "1"
     spec = ChildSpec(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -94,10 +95,16 @@ def explain(address: str, error: grpc.aio.AioRpcError) -> str:
         )
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return (
-            f"no scheduler answers at {address}.\n"
+            f"no scheduler answers at {address}, which was asked {_how_it_was_asked()}: {error.details()}.\n"
             "Is the mesh running? Start one with `weft up`, or name another scheduler with --scheduler HOST:PORT."
         )
     return f"the scheduler at {address} failed: {error.code().name.lower()}: {error.details()}"
+
+
+def _how_it_was_asked() -> str:
+    """A mesh with TLS hears nobody without, and the other way round."""
+    folder = os.environ.get("WEFT_TLS_DIR")
+    return f"with the certificate in {folder} (WEFT_TLS_DIR)" if folder else "without TLS (WEFT_TLS_DIR is not set)"
 
 
 def console() -> Console:

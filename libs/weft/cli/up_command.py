@@ -60,19 +60,28 @@ def up(
     decode: Annotated[int | None, typer.Option(min=0, max=64, help="Decode workers of each model.  [1]")] = None,
     both: Annotated[int, typer.Option(min=0, max=64, help="Workers that do both; then the others need not be.")] = 0,
     gateways: Annotated[int, typer.Option(min=1, max=64, help="Gateway processes, which share their ports.")] = 1,
-    dtype: Annotated[DType, typer.Option(help="Of weights and KV cache; auto: bfloat16 on a GPU.")] = DType.AUTO,
+    dtype: Annotated[
+        DType, typer.Option(envvar="WEFT_DTYPE", help="Of weights and KV cache; auto: bfloat16 on a GPU.")
+    ] = DType.AUTO,
     weights: Annotated[
-        Weights, typer.Option(help="In a GPU's memory: resident packs bfloat16 to 12 bits, without loss.")
+        Weights,
+        typer.Option(
+            envvar="WEFT_WEIGHTS", help="In a GPU's memory: resident packs bfloat16 to 12 bits, without loss."
+        ),
     ] = Weights.PLAIN,
     transport: Annotated[
-        Transport, typer.Option(help="Of KV blocks; auto: shared memory, Mooncake, gRPC.")
+        Transport, typer.Option(envvar="WEFT_TRANSPORT", help="Of KV blocks; auto: shared memory, Mooncake, gRPC.")
     ] = Transport.AUTO,
-    threads: Annotated[int, typer.Option(min=0, help="torch threads a worker; 0 shares the cores.")] = 0,
+    threads: Annotated[
+        int, typer.Option(min=0, envvar="WEFT_THREADS", help="torch threads a worker; 0 shares the cores.")
+    ] = 0,
     max_seqs: Annotated[
         int, typer.Option(min=0, envvar="WEFT_MAX_SEQS", help="Sequences of a step; 0: 64 on a CPU, 256 on a GPU.")
     ] = 0,
     keys: Annotated[str, typer.Option(envvar="WEFT_KEYS", help="API keys that are asked for; see `weft keys`.")] = "",
-    is_open: Annotated[bool, typer.Option("--open", help="Without keys, whoever may reach it.")] = False,
+    is_open: Annotated[
+        bool, typer.Option("--open", envvar="WEFT_OPEN", help="Without keys, whoever may reach it.")
+    ] = False,
     disk: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Cached blocks are kept there, too, over restarts.")
     ] = None,
@@ -80,7 +89,9 @@ def up(
     weights_from: Annotated[str, typer.Option(help="HOST:PORT of a mesh that may hold the weights in memory.")] = "",
     weights_listen: Annotated[str, typer.Option(help="HOST:PORT where other meshes may read the weights.")] = "",
     timeline: Annotated[Path | None, typer.Option(help="Write a picture (SVG) of how the start went here.")] = None,
-    log_level: Annotated[LogLevel, typer.Option(help="Of all services.")] = LogLevel.INFO,
+    log_level: Annotated[
+        LogLevel, typer.Option(envvar="WEFT_LOG_LEVEL", case_sensitive=False, help="Of all services.")
+    ] = LogLevel.INFO,
 ) -> None:
     """Start a whole mesh on this machine; Ctrl-C ends it."""
     from weft.cli.mesh import MeshOptions

@@ -162,7 +162,7 @@ def _tell_dtype(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> None:
         logger.warning("the checkpoint is float16, computed in %s (WEFT_DTYPE): %s", machine.dtype, lost)
     is_free = config.dtype is Dtype.AUTO and machine.device == "cpu" and model.dtype == "bfloat16"
     if is_free and best_isa() == "avx512_bf16":
-        logger.info("computed in float32; this processor multiplies bfloat16: WEFT_DTYPE=bfloat16 is quicker")
+        logger.info("computed in float32; this processor multiplies bfloat16: --dtype bfloat16 (WEFT_DTYPE) is quicker")
 
 
 def _limits(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> EngineConfig:

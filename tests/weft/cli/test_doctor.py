@@ -147,6 +147,21 @@ def test_too_little_memory_is_told_with_the_figures_of_the_plan(monkeypatch: pyt
     assert levels[-1] is Level.OK
 
 
+def test_what_a_running_mesh_has_taken_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "cards", list)
+    monkeypatch.setattr(model, "available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(model, "shared_memory", lambda: (0, 1 << 30))
+    monkeypatch.setattr(model, "held_bytes", lambda: 64 << 30)  # an image that is there is used again
+    (memory,) = model.check_memory(Subject(MODELS, num_workers=1))
+    (shared,) = model.check_shared_memory(Subject(MODELS, num_workers=1))
+    assert {memory.level, shared.level} == {Level.OK}
+    monkeypatch.setattr(model, "held_bytes", lambda: 0)
+    monkeypatch.setattr(model, "running_meshes", lambda: [object()])
+    (memory,) = model.check_memory(Subject(MODELS, num_workers=1))
+    assert memory.level is Level.OK
+    assert "a mesh runs here" in memory.says
+
+
 def test_memory_is_added_up_by_the_settings_that_workers_will_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "cards", list)
     monkeypatch.setattr(model, "available_bytes", lambda: 1 << 30)

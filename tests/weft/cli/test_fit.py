@@ -31,7 +31,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with room, and nobody else's weights in it."""
     set_memory(monkeypatch, 64 * GIB)
     set_shared(monkeypatch, 64 * GIB)
-    monkeypatch.setattr(fit, "_held_bytes", lambda: 0)
+    monkeypatch.setattr(fit, "held_bytes", lambda: 0)
 
 
 def set_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -75,7 +75,7 @@ def test_weights_that_lie_in_shared_memory_already_are_counted_once(monkeypatch:
     image = read_checkpoint(SHIPPED).total_bytes
     set_memory(monkeypatch, needed_bytes(OPTIONS) - image)
     set_shared(monkeypatch, 0)
-    monkeypatch.setattr(fit, "_held_bytes", lambda: image)
+    monkeypatch.setattr(fit, "held_bytes", lambda: image)
     check_fit(OPTIONS, {})
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from weft.cli import up
 from weft.cli.main import app
+from weft.cli.mesh import MeshOptions
 from weft.cli.up import UsageError, find_models
 
 runner = CliRunner()
@@ -173,6 +175,24 @@ def test_a_setting_that_no_command_can_use_is_named_in_one_line(setting: str, sc
     assert told.stderr.splitlines()[-1].startswith("weft: ")
     assert reason in told.stderr.splitlines()[-1]
     assert "Traceback" not in told.stderr
+
+
+def test_settings_of_services_hold_where_no_option_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[MeshOptions] = []
+
+    def noted(options: MeshOptions, picture: Path | None) -> int:
+        said.append(options)
+        return 0
+
+    monkeypatch.setattr(up, "up", noted)
+    given = {"DTYPE": "bfloat16", "TRANSPORT": "grpc", "THREADS": "3", "LOG_LEVEL": "WARNING", "OPEN": "1"}
+    environ = {f"WEFT_{name}": value for name, value in given.items()}
+    for options in ([], ["--dtype", "float32", "--threads", "1"]):
+        assert runner.invoke(app, ["up", "--model", str(SHIPPED), *options], env=environ).exit_code == 0
+    (first, second) = said
+    assert (first.dtype, first.transport, first.threads, first.log_level) == ("bfloat16", "grpc", 3, "warning")
+    assert first.is_open
+    assert (second.dtype, second.transport, second.threads) == ("float32", "grpc", 1)
 
 
 def test_a_mesh_without_prefill_workers_is_refused(checkpoint: Path) -> None:

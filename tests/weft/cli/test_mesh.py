@@ -135,6 +135,15 @@ def test_a_guarded_gateway_is_asked_on_a_port_of_its_own() -> None:
         assert (gateway.environ["WEFT_PRIVATE_PORT"], gateway.environ["WEFT_KEYS"]) == ("9", options.keys)
 
 
+def test_a_port_for_those_who_look_after_the_only_gateway_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_PRIVATE_PORT", "8001")
+    for options in (MeshOptions(ONE), MeshOptions(ONE, keys="keys.json")):
+        assert mesh_specs(options, AT)[-1].environ["WEFT_PRIVATE_PORT"] == "8001"
+    options = MeshOptions(ONE, num_gateways=2)
+    at = dataclasses.replace(AT, gateways=dict(zip(options.gateways, (9, 10), strict=True)))
+    assert [spec.environ["WEFT_PRIVATE_PORT"] for spec in mesh_specs(options, at)[-2:]] == ["9", "10"]
+
+
 def test_several_gateways_share_their_ports_and_are_looked_after_one_by_one() -> None:
     options = MeshOptions(ONE, num_gateways=2)
     at = dataclasses.replace(AT, gateways=dict(zip(options.gateways, (9, 10), strict=True)))

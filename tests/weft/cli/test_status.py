@@ -150,7 +150,7 @@ def test_without_a_scheduler_it_says_what_to_do(capsys: pytest.CaptureFixture[st
     assert caught.value.exit_code == 1
     said = capsys.readouterr()
     assert said.out == ""
-    assert f"no scheduler answers at {address}" in said.err
+    assert f"no scheduler answers at {address}, which was asked without TLS (WEFT_TLS_DIR is not set): " in said.err
     assert "weft up" in said.err
 
 

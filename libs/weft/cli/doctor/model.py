@@ -15,8 +15,9 @@ from weft.capacity.memory import available_bytes
 from weft.capacity.room import Room
 from weft.capacity.sizes import Sizes, Wanted, choose
 from weft.cli.doctor.finding import Finding, Level, Subject
-from weft.cli.fit import SHARED_MEMORY, is_for_cpus_only, shared_memory
+from weft.cli.fit import SHARED_MEMORY, held_bytes, is_for_cpus_only, shared_memory
 from weft.cli.gpus import cards
+from weft.cli.record import running_meshes
 from weft.config import ConfigError
 from weft.config import read_config as read_settings
 from weft.errors import BadCheckpoint, Unreadable
@@ -99,6 +100,7 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
     if not needed or not SHARED_MEMORY.is_dir():
         return
     free, total = shared_memory()
+    free += held_bytes()
     says = f"{_size(free)} of {_size(total)} free in {SHARED_MEMORY}, the weights take {_size(needed)}"
     if free < needed:
         size = needed // GIB + 1
@@ -131,9 +133,13 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
         free = min(card.free_bytes for card in found) // math.ceil(subject.num_workers / len(found))
     else:
         images = sum(checkpoint.total_bytes for checkpoint in checkpoints.values())
-        free = max(0, available_bytes() - images) // subject.num_workers
+        free = max(0, available_bytes() + held_bytes() - images) // subject.num_workers
     for name, checkpoint in checkpoints.items():
-        yield _room(name, read_config(checkpoint.directory), sizes, free)
+        found_room = _room(name, read_config(checkpoint.directory), sizes, free)
+        if found_room.level is not Level.OK and running_meshes():
+            says = f"{found_room.says}; but a mesh runs here, whose workers have taken theirs"
+            found_room = Finding("memory", Level.OK, says, "weft doctor says more before a mesh is started")
+        yield found_room
 
 
 def _room(name: str, config: ModelConfig, sizes: Sizes, free: int) -> Finding:

@@ -18,7 +18,7 @@ from weft_services.gateway.mesh.placement import Forecast
 from weft_services.gateway.mesh.run import Run
 from weft_services.gateway.mesh.sequence import Piece
 
-REJECTED = "rejected"  # refused before it was placed; not a stage of life
+REJECTED = "rejected"  # by a status below 500, before it was placed; not a stage of life
 
 
 class Account:
