@@ -10,6 +10,9 @@ from weft.errors import InvalidRequest, NotFound
 from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.model import ServedModel, load_model
 
+# of a name that is not served: as many as one that is may have
+MAX_TOLD_CHARS = 256
+
 
 class Catalog:
     """In the order in which they were given."""
@@ -39,6 +42,7 @@ class Catalog:
         names = self.names
         if name in names:
             return self._models[name]
+        name = name[:MAX_TOLD_CHARS]
         if not names:
             raise NotFound(f"the model {name!r} is not served here, or not to this API key")
         raise NotFound(f"the model {name!r} is not served here; there is {_listed(names)}")

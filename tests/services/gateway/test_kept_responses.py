@@ -202,6 +202,17 @@ async def test_what_is_wrong_is_named(
         assert not b.decode.started
 
 
+async def test_items_of_one_id_are_told_apart(bench: MakeBench, valkey: ValkeyServer) -> None:
+    async with bench(redis_url=valkey.connection_url, context=4096) as b, client(b) as sdk:
+        say(b, "hello")
+        message: Any = {"type": "message", "role": "user", "content": "hi", "id": "m"}
+        made = await sdk.responses.create(model=MODEL_NAME, input=[message] * 30)
+        again = await sdk.responses.create(model=MODEL_NAME, input=[message], previous_response_id=made.id)
+        listed = [each.id async for each in sdk.responses.input_items.list(again.id, order="asc")]
+        assert len(listed) == len(set(listed)) == 32
+        assert listed[0] == "m"
+
+
 async def test_a_listing_has_bounds(bench: MakeBench, valkey: ValkeyServer) -> None:
     async with bench(redis_url=valkey.connection_url) as b, client(b) as sdk:
         say(b, "hello")

@@ -53,6 +53,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"safety_identifier": 5}, "safety_identifier"),
     ({"metadata": {"a": 5}}, "metadata"),
     ({"metadata": {"a" * 65: "b"}}, "metadata"),
+    ({"max_tokens": 5}, "max_tokens"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"bad_words": ["a"]}, "bad_words"),
+    ({"cache_salt": "mine"}, "cache_salt"),
+    ({"guided_json": "{"}, "guided_json"),
 ]
 
 

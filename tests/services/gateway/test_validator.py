@@ -77,6 +77,8 @@ def completion(**fields: Any) -> Generation:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": {"1": 10**400}}, "logit_bias"),
+        ({"logit_bias": {"1": float("nan")}}, "logit_bias"),
         ({"logit_bias": {"one": 5}}, "logit_bias"),
         ({"logit_bias": {"1": True}}, "logit_bias"),
         ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),

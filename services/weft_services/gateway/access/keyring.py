@@ -79,9 +79,12 @@ class ValkeySource:
         self._seen: bytes | str | None = None
 
     async def changed(self) -> dict[str, Key] | None:
-        """An absent number means that nobody has added a key yet, or that the server has lost them: we keep ours."""
+        """An absent number means that nobody has added a key yet, or that the server has lost them: we keep ours, and
+        any number that comes after it is news."""
         version = await self._redis.get(VALKEY_VERSION)
-        if version is None or version == self._seen:
+        if version is None:
+            self._seen = None
+        if version == self._seen:
             return None
         found = by_digest(map(load_key, await self._redis.hvals(VALKEY_KEYS)))
         self._seen = version

@@ -30,6 +30,8 @@ ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+# of thoughts: nothing is signed here, but whoever gives them back has to have one
+SIGNATURE = {"type": "signature_delta", "signature": ""}
 REASONS = {
     FinishReason.STOP: "end_turn",
     FinishReason.LENGTH: "max_tokens",
@@ -116,8 +118,11 @@ class MessageFrames:
     def _close(self) -> bytes:
         if self._open is None:
             return b""
+        signed = b""
+        if self._open is PartKind.REASONING:  # clients take it from here alone
+            signed = event("content_block_delta", index=self._index, delta=SIGNATURE)
         self._open = None
-        return event("content_block_stop", index=self._index)
+        return signed + event("content_block_stop", index=self._index)
 
     def _reason(self) -> tuple[str, str | None]:
         reason = self._answer.finish_reason or FinishReason.STOP
@@ -153,19 +158,20 @@ def blocks_of(parts: Sequence[Part]) -> list[dict[str, Any]]:
     return blocks
 
 
-def _object(text: str) -> dict[str, Any]:
-    """Arguments that were cut off are no object; the raw text says more than nothing."""
+def _object(text: str) -> orjson.Fragment | dict[str, str]:
+    """As they were written, numbers of any size. Arguments that were cut off are no object; the raw text says more than
+    nothing."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:
         return {"raw": text}
-    return value if isinstance(value, dict) else {"raw": text}
+    return orjson.Fragment(text) if isinstance(value, dict) else {"raw": text}
 
 
 def _empty_block(part: Part) -> dict[str, Any]:
     match part.kind:
         case PartKind.REASONING:
-            return {"type": "thinking", "thinking": "", "signature": ""}
+            return {"type": "thinking", "thinking": "", "signature": SIGNATURE["signature"]}
         case PartKind.CALL:
             return {"type": "tool_use", "id": part.call_id, "name": part.text, "input": {}}
         case _:

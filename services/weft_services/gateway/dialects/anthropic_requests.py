@@ -11,6 +11,7 @@ from typing import Any
 
 from weft.errors import InvalidRequest
 from weft.request import KEEP, Retention
+from weft_services.gateway.dialects import openai_fields
 from weft_services.gateway.dialects.openai_fields import unsupported_field
 from weft_services.gateway.dialects.translation import (
     Fields,
@@ -22,8 +23,12 @@ from weft_services.gateway.dialects.translation import (
 )
 from weft_services.gateway.generation import Generation
 
-# the same under both names
-SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+# the same under both names, those that other servers' clients add included
+SAME = (
+    "model max_tokens temperature top_p top_k stream min_p seed frequency_penalty presence_penalty repetition_penalty "
+    "logit_bias min_tokens stop_token_ids ignore_eos chat_template_kwargs structured_outputs guided_json guided_regex "
+    "guided_grammar guided_choice priority reject_if_busy session_id"
+).split()
 RENAMED = {"stop_sequences": "stop"}
 RENAMED_PATHS = (
     ("stop", "stop_sequences"),
@@ -39,6 +44,15 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
     "output_format": (),  # an older name of output_config.format
     "thread": (),
+}
+# of chat completions, where they mean something: what would be lost here
+FOREIGN_VALUES: dict[str, tuple[Any, ...]] = {
+    **openai_fields.NEUTRAL_VALUES,
+    "logprobs": (False,),
+    "max_completion_tokens": (),
+    "n": (1,),
+    "response_format": ({"type": "text"},),
+    "stop": ([],),
 }
 # whether templates that can be told let the model think; how much it does is its own affair
 THINKING = {"enabled": True, "adaptive": True, "disabled": False}
@@ -64,6 +78,8 @@ def parse_count(body: bytes) -> Generation:
 def _generation(fields: Fields) -> Generation:
     if (field := unsupported_field(fields, NEUTRAL_VALUES)) is not None:
         raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
+    if (field := unsupported_field(fields, FOREIGN_VALUES)) is not None:
+        raise InvalidRequest(f"{field} is not of this API", field, "unsupported_parameter")
     _check_edits(fields)
     chat = {name: fields[name] for name in SAME if fields.get(name) is not None}
     chat |= {new: fields[name] for name, new in RENAMED.items() if fields.get(name) is not None}
@@ -109,7 +125,8 @@ def _thinking(fields: Fields) -> Fields:
     kind = config.get("type")
     if not isinstance(kind, str) or kind not in THINKING:
         raise InvalidRequest(f"thinking.type: {', '.join(THINKING)} are known", "thinking.type")
-    return {"chat_template_kwargs": {"enable_thinking": THINKING[kind]}}
+    named = object_of(fields, "chat_template_kwargs")
+    return {"chat_template_kwargs": {**named, "enable_thinking": THINKING[kind]}}
 
 
 def _retention(fields: Fields) -> Retention:

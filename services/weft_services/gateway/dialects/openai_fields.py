@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from typing import Any
 
@@ -12,7 +11,7 @@ from weft_services.gateway.dialects.body_limits import MAX_LEVELS, depth_of, may
 MAX_PROMPTS = 64
 # both hold their text under their own name; a refusal is what an assistant once said
 TEXT_PARTS = ("text", "refusal")
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
 MAX_NAME_CHARS = 128
 MAX_SESSION_CHARS = 256
 MAX_BIASES = 1024
@@ -132,7 +131,7 @@ def check_logit_bias(value: Any) -> Any:
 def _check_bias(token: Any, bias: Any) -> tuple[int, float]:
     if not (isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) < 10):
         raise ValueError(f"{str(token)[:32]!r} is not a token id")
-    if isinstance(bias, bool) or not isinstance(bias, int | float) or not math.fabs(bias) <= MAX_BIAS:
+    if isinstance(bias, bool) or not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:
         raise ValueError(f"token {token}: the bias must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}")
     return int(token), float(bias)
 

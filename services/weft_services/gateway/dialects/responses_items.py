@@ -87,18 +87,23 @@ def read_input(value: Any, instructions: Any, earlier: Iterable[Fields] = ()) ->
     return conversation
 
 
-def kept_items(value: str | list[Fields]) -> list[Fields]:
-    """The input, found right, as it is listed later: items with ids, texts in parts."""
+def kept_items(value: str | list[Fields], before: Iterable[Fields] = ()) -> list[Fields]:
+    """The input, found right, as it is listed later behind those before it: items with an id each, texts in parts."""
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    return [_kept(item) for item in items]
+    taken = {item["id"] for item in before}
+    return [_kept(item, taken) for item in items]
 
 
-def _kept(item: Fields) -> Fields:
+def _kept(item: Fields, taken: set[str]) -> Fields:
     kind = item.get("type", "message")
-    kept = {**item, "type": kind, "id": item.get("id") or f"{ID_PREFIXES[kind]}_{new_id()}", "status": "completed"}
+    own = item.get("id")
+    if not own or own in taken:  # a page of the list begins behind an id
+        own = f"{ID_PREFIXES[kind]}_{new_id()}"
+    taken.add(own)
+    kept = {**item, "type": kind, "id": own, "status": "completed"}
     if kind == "message" and isinstance(content := item.get("content"), str):
-        own = {"type": "output_text", "annotations": []} if item["role"] == "assistant" else {"type": "input_text"}
-        kept["content"] = [{**own, "text": content}]
+        part = {"type": "output_text", "annotations": []} if item["role"] == "assistant" else {"type": "input_text"}
+        kept["content"] = [{**part, "text": content}]
     return kept
 
 

@@ -9,6 +9,9 @@ from weft.errors import InvalidRequest
 from weft_services.gateway.dialects.answer_format import check_schema
 from weft_services.gateway.generation import ToolUse
 
+# that become parts of a grammar
+MAX_BOUND_TOOLS = 128
+
 
 def read_tool_use(
     tools: Sequence[dict[str, Any]], choice: Any, is_parallel: bool, has_format: bool = False
@@ -21,6 +24,9 @@ def read_tool_use(
         raise InvalidRequest("tool_choice: there are no tools to choose from", "tool_choice")
     use = _use(tuple(tools), choice, is_parallel)
     becomes_grammar = use.is_forced or use.is_bound or has_format
+    if becomes_grammar and len(tools) > MAX_BOUND_TOOLS:
+        message = f"tools: {len(tools)}; with more than {MAX_BOUND_TOOLS} nothing can be forced, strict or of a format"
+        raise InvalidRequest(message, "tools")
     for place, tool in enumerate(use.tools):
         function, field = tool["function"], f"tools.{place}.function"
         if not isinstance(function.get("parameters"), dict | None):
