@@ -115,6 +115,8 @@ class FileBlob(Blob):
         os.close(self._fd)
 
     def read(self, offset: int, size: int, scratch: Scratch) -> memoryview:
+        if offset + size > self.size_bytes:  # before there is memory for it
+            raise BadCheckpoint(f"{self._path}: truncated: it ends before byte {offset + size}")
         begin = offset - offset % SECTOR_BYTES
         wanted = offset + size - begin
         target = scratch.take(-(-wanted // SECTOR_BYTES) * SECTOR_BYTES)

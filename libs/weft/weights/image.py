@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import BadCheckpoint, NotFound, Overloaded, Unreadable
+from weft.weights.blobs import told
 from weft.weights.checkpoint import Checkpoint, source_id
 from weft.weights.header import TensorEntry, read_header
 from weft.weights.layout import FORMAT, LEAF_BYTES, image_layout, num_pieces, root_hash
@@ -87,13 +88,16 @@ def find_image(checkpoint: Checkpoint) -> Image | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise BadCheckpoint(f"{path} is in the way: {error.strerror}") from error
+        raise told(error, f"{path} is in the way") from error
     stat = os.fstat(fd)
     if stat.st_uid == os.geteuid() and _try_lock(fd, fcntl.LOCK_SH) and _is_same_file(path, fd):
         try:
             return Image(path.name, stat.st_size, _read_hash(path), fd)
         except BadCheckpoint as error:
             logger.warning("not an image of ours: %s", error)
+        except BaseException:
+            os.close(fd)  # and with it the lock that keeps the image
+            raise
     os.close(fd)
     _remove_unheld(path)
     return None

@@ -85,6 +85,8 @@ class Sequence:
         """Raises the engine's failure."""
         while not self.has_ended:
             await self._change()
+        if self._failure is not None:  # it came while nobody waited
+            raise self._failure
 
     async def _change(self) -> None:
         await self._changed.wait()

@@ -51,6 +51,7 @@ class BlockIndex:
         self._used_at: dict[Name, float] = {}  # of those whose idle time counts
         self._tenant_bytes: Counter[bytes] = Counter()
         self._tenant_names: dict[bytes, OrderedDict[Name, None]] = {}  # only where tenants are limited
+        self._found_old: list[tuple[bytes, StoredBlock]] = []  # by `find`; the next `add` or `sweep` tells of them
         self._to_sweep: list[Name] = []
         self.used_bytes = 0
 
@@ -62,10 +63,12 @@ class BlockIndex:
 
         What memory has no room for is forgotten, too, and not returned: the store has evicted as much by itself.
         """
-        gone: list[tuple[bytes, StoredBlock]] = []
+        gone = self._take_found_old()
         for block in blocks:
             name = fingerprint, block.key
-            self._forget(name)
+            before = self._forget(name)
+            if before is not None and before.checksum != block.checksum:
+                gone.append((fingerprint, before))  # other bytes, which lie in the store under another name
             gone += self._make_tenant_room(block)
             self._enter(name, block)
         while len(self._blocks) > self._limits.max_blocks:
@@ -82,7 +85,7 @@ class BlockIndex:
         if block is None:
             return None
         if self._is_too_old(name, block):
-            self._evict(name, "expired")
+            self._found_old.append(self._evict(name, "expired"))
             return None
         self._blocks.move_to_end(name)
         if name in self._used_at:
@@ -107,7 +110,8 @@ class BlockIndex:
         """Forget what is too old among the next few thousand blocks, which is returned; call it now and then."""
         if not self._to_sweep and (self._used_at or self._limits.ttl_seconds):
             self._to_sweep = list(self._blocks)
-        gone = [
+        gone = self._take_found_old()
+        gone += [
             self._evict(name, "expired")
             for name in self._to_sweep[-SWEEP_BLOCKS:]
             if (block := self._blocks.get(name)) is not None and self._is_too_old(name, block)
@@ -116,8 +120,13 @@ class BlockIndex:
         self._tell()
         return gone
 
+    def _take_found_old(self) -> list[tuple[bytes, StoredBlock]]:
+        found, self._found_old = self._found_old, []
+        return found
+
     def clear(self) -> None:
         """The store has been started anew."""
+        self._found_old.clear()
         for books in (self._blocks, self._used_at, self._tenant_bytes, self._tenant_names):
             books.clear()
         self.used_bytes = 0

@@ -6,7 +6,7 @@ import asyncio
 
 from weft.engine.core import Engine
 from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
-from weft.errors import InvalidRequest
+from weft.errors import InvalidRequest, PeerLost
 from weft.request import RequestKey, SamplingParams
 from weft.worker.pooling import MeanHidden
 
@@ -19,6 +19,17 @@ class Embedder:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._ends: dict[RequestKey, asyncio.Future[None]] = {}
+        self._is_open = True
+
+    def close(self) -> None:
+        """Take no more."""
+        self._is_open = False
+
+    async def until_idle(self) -> None:
+        """Every prompt has ended."""
+        while self._ends:
+            await asyncio.wait(self._ends.values())
+            await asyncio.sleep(0)  # whoever waited for it goes first
 
     def on_step(self, output: StepOutput) -> None:
         """The engine's news; keys that are not embedded here are somebody else's."""
@@ -32,10 +43,12 @@ class Embedder:
     async def embed(
         self, key: RequestKey, token_ids: tuple[int, ...], cache_salt: bytes, priority: int
     ) -> tuple[float, ...]:
-        """Raises InvalidRequest, Overloaded or EngineFailed. Cancelled, it leaves nothing behind.
+        """Raises InvalidRequest, Overloaded, PeerLost or EngineFailed. Cancelled, it leaves nothing behind.
 
         The blocks that it fills can be found by whoever has the salt, as any prompt's.
         """
+        if not self._is_open:
+            raise PeerLost("the worker is leaving")
         if key in self._ends:
             raise InvalidRequest("this attempt is being computed already")
         reader, mode = MeanHidden(len(token_ids)), SequenceMode.PREFILL

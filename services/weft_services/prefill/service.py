@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -156,7 +157,25 @@ def _describe(span: trace.Span, order: PrefillOrder, finished: PromptFinished) -
 SERVICE_NAME = prefill_service_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
 
 
-def install(place: Workplace, server: grpc.aio.Server) -> LeaseDesk:
+@dataclass(frozen=True, slots=True)
+class PrefillDesk:
+    """Leases and embeddings."""
+
+    leases: LeaseDesk
+    embedder: Embedder
+
+    def close(self) -> None:
+        """Take no more."""
+        self.leases.close()
+        self.embedder.close()
+
+    async def until_idle(self) -> None:
+        """Every request has ended."""
+        await self.leases.until_idle()
+        await self.embedder.until_idle()
+
+
+def install(place: Workplace, server: grpc.aio.Server) -> PrefillDesk:
     """Put the role to work at this place."""
     prefix = StorePrefix(place.store, place.engine.paging, place.tally)
     desk = LeaseDesk(place.engine, prefix, place.boot_id, place.fingerprint, place.grammars)
@@ -166,7 +185,7 @@ def install(place: Workplace, server: grpc.aio.Server) -> LeaseDesk:
     accepted = Accepted(place.boot_id, place.endpoint, round(place.lease_seconds * 1000))
     servicer = PrefillServicer(desk, embedder, place.memory, accepted, place.with_checksums)
     prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
-    return desk
+    return PrefillDesk(desk, embedder)
 
 
 POST = Post(WorkerRole.PREFILL, SERVICE_NAME, install)

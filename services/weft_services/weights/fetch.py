@@ -103,6 +103,11 @@ class WeightLoader:
         """What is held now."""
         return self._loaded.image if self._loaded else None
 
+    @property
+    def read_bytes(self) -> int:
+        """Of the files, as far as this is being done."""
+        return self._progress.read_bytes
+
     def drop(self) -> None:
         """Hold the image no more; whoever calls releases it."""
         self._loaded = None

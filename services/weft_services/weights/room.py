@@ -36,6 +36,10 @@ class Holder(Protocol):
     def image(self) -> Image | None:
         """What is held now."""
 
+    @property
+    def read_bytes(self) -> int:
+        """Of what is being made: so much lies in shared memory by now."""
+
     def drop(self) -> None:
         """Hold it no more; whoever calls releases it."""
 
@@ -62,20 +66,22 @@ class Room:
         """As it is, without what no service holds. Raises Overloaded for what is more than the limit by itself."""
         if 0 < self._limit < size:
             raise Overloaded(f"an image of {size} bytes is by itself larger than WEFT_WEIGHTS_BYTES={self._limit}")
-        promised = size + sum(self._promised.values())
-        if self._limit and sum(image.size_bytes for _, image in self._held()) + promised > self._limit:
-            return False
-        while _free_bytes() < promised:
+        while True:
+            held, promised = sum(image.size_bytes for _, image in self._held()), sum(self._promised.values())
+            if self._limit and held + promised + size > self._limit:
+                return False
+            # what others have read of theirs is not free any more
+            if _free_bytes() >= size + sum(max(0, own - each.read_bytes) for each, own in self._promised.items()):
+                return True
             if not (name := await asyncio.to_thread(remove_abandoned)):
                 return False
             logger.info("making room: %s goes, which no service holds", name)
-        return True
 
     @asynccontextmanager
     async def promised(self, holder: Holder, size: int) -> AsyncIterator[None]:
         """So many bytes for its image. Raises Overloaded when there is no room within WAIT_SECONDS."""
         await self._make(holder, size)
-        self._promised[holder] = size
+        self._promised[holder] = size  # nothing has happened since it was found to fit
         try:
             yield
         finally:

@@ -147,7 +147,7 @@ async def test_a_prefill_worker_that_was_restarted(tiny: Tiny) -> None:
 
 async def test_a_prefill_worker_of_another_model(tiny: Tiny) -> None:
     async with start_pair(tiny) as pair:
-        pair.prefill.desk._fingerprint = dataclasses.replace(pair.prefill.place.fingerprint, weights_hash="beef")
+        pair.prefill.desk.leases._fingerprint = dataclasses.replace(pair.prefill.place.fingerprint, weights_hash="beef")
         await expect_local(pair, pair.prefill.address, "incompatible")
         await pair.prefill.until_idle()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,6 +59,23 @@ def test_a_block_that_was_put_anew_is_not_dropped_for_the_old_one() -> None:
     assert leading_run(index, ONE, keys(1)) == [new]
     index.drop(ONE, [new])
     assert len(index) == 0
+
+
+def test_bytes_that_are_known_no_more_are_told_so_that_they_go_from_the_store() -> None:
+    now = 1000.0
+    index = BlockIndex(IndexLimits(ttl_seconds=60), clock=lambda: now)
+    old, other = StoredBlock(b"k", 1, 10, stored_at=now), StoredBlock(b"k", 2, 10, stored_at=now)
+    assert index.add(ONE, [old]) == []
+    assert index.add(ONE, [old]) == [], "the same bytes under the same name"
+    assert index.add(ONE, [other]) == [(ONE, old)]
+    now = 1061.0
+    assert index.find(ONE, b"k") is None
+    assert index.sweep() == [(ONE, other)], "found too old before the sweep came by"
+    assert index.sweep() == []
+    index.add(ONE, [replace(old, stored_at=now)])
+    now = 1122.0
+    assert index.find(ONE, b"k") is None
+    assert [each.checksum for _, each in index.add(ONE, [])] == [1]
 
 
 def test_a_block_is_not_found_after_its_time() -> None:

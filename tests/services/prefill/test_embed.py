@@ -56,6 +56,21 @@ async def test_a_caller_that_leaves_leaves_no_blocks_behind(tiny: Tiny) -> None:
         await worker.until_idle()
 
 
+async def test_a_worker_that_leaves_ends_its_embeddings_first_and_takes_no_more(tiny: Tiny) -> None:
+    async with embedding_worker(tiny) as (worker, stub):
+        calls = [stub.Embed(request(worker, PROMPT * 2), timeout=20) for _ in range(8)]
+        await worker.until_load(lambda load: load.num_running + load.num_waiting > 0)
+        worker.desk.close()
+        await worker.desk.until_idle()
+        await worker.until_idle()
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        refused = [answer for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
+        assert len(refused) < len(calls)
+        assert {error.details() for error in refused} <= {"the worker is leaving"}, "who came too late"
+        with pytest.raises(grpc.aio.AioRpcError, match="leaving"):
+            await stub.Embed(request(worker, PROMPT), timeout=20)
+
+
 @pytest.mark.parametrize(
     ("change", "code"),
     [

@@ -149,6 +149,47 @@ async def test_shared_memory_without_memory_behind_it_is_no_room(
         assert there(models) == set()
 
 
+class Reading:
+    """Somebody whose image is being made."""
+
+    name, image, read_bytes = "b", None, 0
+
+    def drop(self) -> None:
+        raise AssertionError("nothing is held")
+
+
+async def test_what_others_have_read_of_theirs_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, other = room.Room(), Reading()
+    monkeypatch.setattr(room, "remove_abandoned", lambda: "")
+    monkeypatch.setattr(room, "_free_bytes", lambda: 240 - other.read_bytes)
+    async with shared.promised(other, 100):
+        assert await shared.fits(140)
+        assert not await shared.fits(141)
+        other.read_bytes = 90
+        assert await shared.fits(140)
+        assert not await shared.fits(141)
+
+
+async def test_room_that_one_has_found_is_not_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, free, lying_about = room.Room(), [0], ["left by a killed service"]
+
+    def remove() -> str:
+        if lying_about:
+            free[0] = 100
+        return lying_about.pop() if lying_about else ""
+
+    monkeypatch.setattr(room, "remove_abandoned", remove)
+    monkeypatch.setattr(room, "_free_bytes", lambda: free[0])
+    monkeypatch.setattr(room, "WAIT_SECONDS", 0.0)
+
+    async def take(holder: Reading) -> None:
+        async with shared.promised(holder, 100):
+            await asyncio.sleep(0.2)
+
+    outcomes = await asyncio.gather(take(Reading()), take(Reading()), return_exceptions=True)
+    assert sorted(map(type, outcomes), key=str) == [type(None), Overloaded]
+
+
 async def test_a_model_beyond_the_limit_is_refused_at_once_and_nothing_goes_for_it(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -95,6 +96,22 @@ def test_a_flipped_bit_names_tensor_and_chunk_and_leaves_nothing(bundle: Path, t
     with pytest.raises(BadCheckpoint, match=expected):
         write_image(read_checkpoint(bundle), lambda size, file: None, 2)
     assert set(os.listdir("/dev/shm")) == before
+
+
+@pytest.mark.parametrize("ends", [(2**63 - 1, -2), (2**62, 2**62 + 16), (0, 0), (-(2**63), 2**63 - 1)])
+def test_places_of_chunks_beyond_the_tensor_are_refused(tmp_path: Path, ends: tuple[int, int]) -> None:
+    source = tmp_path / "model"
+    source.mkdir()
+    save_file({"w": torch.randn(1024, 768).bfloat16()}, source / "model.safetensors")
+    convert.compress(source, tmp_path / "bundle", 1, nothing)
+    path = tmp_path / "bundle" / "model.weft"
+    (tensor,) = layout.read_bundle_header(path).tensors
+    assert tensor.num_chunks == 3
+    with path.open("r+b") as file:
+        file.seek(tensor.offset)
+        file.write(struct.pack("<qq", *ends))  # the last one stays what it was
+    with pytest.raises(BadCheckpoint, match="tensor w: its table of chunks is damaged"):
+        convert.verify(tmp_path / "bundle", 1, nothing)
 
 
 def test_every_byte_of_a_bundle_counts(tmp_path: Path) -> None:

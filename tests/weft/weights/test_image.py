@@ -19,7 +19,7 @@ from tests.weft.weights.checkpoints import (
     safetensors_bytes,
     write_config,
 )
-from weft.errors import BadCheckpoint, NotFound, Overloaded
+from weft.errors import BadCheckpoint, NotFound, Overloaded, Unreadable
 from weft.weights import image as image_module
 from weft.weights import layout
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
@@ -240,6 +240,22 @@ def test_a_file_of_our_name_that_is_no_image_is_replaced(tmp_path: Path, shared_
     (shared_memory / image_name(checkpoint)).write_bytes(b"rubbish")
     assert find_image(checkpoint) is None
     write(checkpoint).release()
+
+
+def test_an_image_that_cannot_be_read_for_now_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "model")
+    checkpoint = read_checkpoint(tmp_path / "model")
+    image = write(checkpoint)
+
+    def unreadable(path: Path) -> bytes:
+        raise Unreadable("too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(image_module, "_read_hash", unreadable)
+        with pytest.raises(Unreadable):
+            find_image(checkpoint)
+    image.release()
+    assert not image.path.exists(), "its lock went with it"
 
 
 @pytest.mark.parametrize("name", ["", "../../etc/passwd", "/etc/passwd", "weft-weights-1.safetensors", "x\n"])
