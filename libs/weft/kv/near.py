@@ -21,6 +21,8 @@ from weft.kv.transport import Endpoint, Lender, Run, TransferFailed, coalesce
 
 NUM_THREADS = 4
 MAX_READ_BYTES = 16 * 1024 * 1024
+# so much is read before another thread would have begun
+MAX_BYTES_AT_ONCE = 256 * 1024
 OPEN_FILES = Path("/proc")
 # a process, one of its open files, and the name that no other file has
 FILE_NAME = re.compile(r"(\d+/fd/\d+) (/memfd:\S+-[0-9a-f]{32}\b.*)")
@@ -66,7 +68,10 @@ class NearTransport:
     async def pull(self, lender: Lender, runs: Sequence[Run], timeout_seconds: float) -> None:
         """See Transport.pull. It waits for nobody: a lender that is frozen, or ends meanwhile, changes nothing."""
         deadline = time.monotonic() + timeout_seconds
-        await asyncio.get_running_loop().run_in_executor(self._threads, self._read, lender.endpoint, runs, deadline)
+        if sum(run.size_bytes for run in runs) <= MAX_BYTES_AT_ONCE:
+            self._read(lender.endpoint, runs, deadline)
+        else:
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._read, lender.endpoint, runs, deadline)
 
     async def close(self) -> None:
         """Wait for what is being read."""

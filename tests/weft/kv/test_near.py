@@ -15,6 +15,7 @@ from signal import SIGSTOP
 
 import pytest
 
+from weft.kv import near
 from weft.kv.memory import HostBlocks
 from weft.kv.near import NearTransport
 from weft.kv.shared import SharedBytes, shared_bytes
@@ -77,8 +78,9 @@ class Ours:
         return [block[0] for block in content]
 
 
-@pytest.fixture
-async def ours() -> Ours:
+@pytest.fixture(params=[0, BLOCK_BYTES * NUM_BLOCKS], ids=["by a thread", "at once"])
+async def ours(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ours:
+    monkeypatch.setattr(near, "MAX_BYTES_AT_ONCE", request.param)
     return Ours()
 
 
