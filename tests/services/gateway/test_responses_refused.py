@@ -24,6 +24,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": "x" * 100_000}, "input"),
     ({"input": [5]}, "input.0"),
     ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role"),
+    ({"input": [{"role": "user", "content": "x", "id": [None]}]}, "input.0.id"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
     ({"input": [{"role": "user", "content": [{"type": {}, "text": "x"}]}]}, "input.0.content.0"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0"),

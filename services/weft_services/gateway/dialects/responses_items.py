@@ -81,6 +81,8 @@ def read_input(value: Any, instructions: Any, earlier: Iterable[Fields] = ()) ->
     elif isinstance(value, list) and value:
         for place, item in enumerate(value):
             _read_item(conversation, item, f"input.{place}")
+            if not isinstance(item.get("id"), str | None):
+                raise InvalidRequest(f"input.{place}.id: expected a string", f"input.{place}.id")
     else:
         raise InvalidRequest("input: expected a string or a list of at least one item", "input")
     conversation.end()
@@ -90,7 +92,7 @@ def read_input(value: Any, instructions: Any, earlier: Iterable[Fields] = ()) ->
 def kept_items(value: str | list[Fields], before: Iterable[Fields] = ()) -> list[Fields]:
     """The input, found right, as it is listed later behind those before it: items with an id each, texts in parts."""
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    taken = {item["id"] for item in before}
+    taken = {str(item["id"]) for item in before}
     return [_kept(item, taken) for item in items]
 
 
