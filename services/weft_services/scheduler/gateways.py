@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-# a stream that broke is back sooner, if its gateway lives and is asked for anything
+# a stream that broke is back sooner, if its gateway lives
 ABSENT_SECONDS = 10.0
 
 

@@ -16,8 +16,9 @@ from weft.rpc.server import RpcServer
 from weft.rpc.status import as_weft_error
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
+from weft_services.gateway.mesh import routes
 from weft_services.gateway.mesh.routes import RouteStream, StreamLost
-from weft_services.scheduler import dispatch, gateways
+from weft_services.scheduler import dispatch, gateways, service
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.state import Placement, RouteQuery
 from weft_services.scheduler.waiting import WaitingRoom
@@ -172,6 +173,23 @@ async def test_a_stream_that_breaks_fails_who_waits_and_the_next_one_opens_by_it
                     await stream.ask(route_request(f"r{number}"))
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_stream_that_breaks_is_opened_anew_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all that its gateway has under way would be given up."""
+    monkeypatch.setattr(gateways, "ABSENT_SECONDS", 0.5)
+    monkeypatch.setattr(dispatch, "SWEEP_SECONDS", 0.02)
+    monkeypatch.setattr(routes, "REOPEN_SECONDS", 0.05)
+    async with serving(Affinity("", 60)) as scheduler, AsyncExitStack() as stack:
+        await join(stack, scheduler, "prefill-0", "decode-0")
+        stream = await stack.enter_async_context(stream_to(scheduler))
+        await stream.ask(route_request("long"))
+        with monkeypatch.context() as patch:
+            patch.setattr(service, "MAX_ROUTES", 0)
+            with pytest.raises(StreamLost):
+                await stream.ask(route_request("breaks it"))
+        await asyncio.sleep(1.0)
+        assert await booked(scheduler) == 1
 
 
 async def test_long_prompts_that_are_asked_for_together_do_not_break_the_stream(scheduler: Scheduler) -> None:

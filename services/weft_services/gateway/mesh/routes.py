@@ -1,6 +1,7 @@
 """Places for sequences, asked of the scheduler over one stream: requests that come together travel together.
 
-A stream is opened when somebody asks, and fails whoever waits when it breaks; asking again opens the next.
+A stream is opened when somebody asks, and fails whoever waits when it breaks; asking again opens the next, and so does
+a second of silence.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import grpc
 
@@ -25,6 +27,7 @@ MAX_BATCH = 256
 # keys of a long prompt's blocks are half a megabyte, and a message that is too long would break the stream for all: the
 # last one in may be as long again
 MAX_BATCH_BYTES = MAX_MESSAGE_BYTES // 4
+REOPEN_SECONDS = 1.0
 
 
 class StreamLost(PeerLost):
@@ -63,9 +66,10 @@ class RouteStream:
                 self._has_news.set()
 
     async def run(self) -> None:
-        """For ever."""
+        """For ever. A stream that breaks is opened anew, asked or not: the scheduler gives up what is booked for a
+        gateway that holds none."""
+        await self._has_news.wait()
         while True:
-            await self._has_news.wait()
             error = StreamLost("the scheduler is going away")
             try:
                 async with owned(self._stub.RouteMany(self._batches())) as call:
@@ -75,6 +79,9 @@ class RouteStream:
             except WeftError as reason:
                 error = StreamLost(str(reason))
             self._fail_all(error)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REOPEN_SECONDS):
+                    await self._has_news.wait()
 
     async def _batches(self) -> AsyncIterator[pb.RouteManyRequest]:
         yield pb.RouteManyRequest(gateway_id=self._gateway_id)
