@@ -167,13 +167,13 @@ class Pull:
 
     def _submit(self) -> bool:
         """Begin what may begin; False when nothing is under way after that."""
-        while self._waiting and not self._trouble and self._has_room(self._waiting[0]):
+        begin, waiting = self._engine.batch_transfer_async_read, self._waiting
+        while waiting and not self._trouble and self._has_room(waiting[0]):
             if time.monotonic() > self._deadline:
                 self._trouble = "took too long"
                 break
-            run = self._waiting.popleft()
-            addresses = [run.local_address], [run.remote_address]
-            transfer = self._engine.batch_transfer_async_read(self._segment, *addresses, [run.size_bytes])
+            run = waiting.popleft()
+            transfer = begin(self._segment, [run.local_address], [run.remote_address], [run.size_bytes])
             if transfer == 0:  # nothing was begun
                 self._trouble = "was refused"
                 break
@@ -183,16 +183,17 @@ class Pull:
 
     def _collect(self) -> bool:
         """Take in what has ended, oldest first: one that has not stands for those behind it. False when none has."""
-        num_before = len(self._in_flight)
-        while self._in_flight:
-            oldest = next(iter(self._in_flight))
-            status = self._engine.transfer_check_status(oldest)
+        check, ended = self._engine.transfer_check_status, []
+        for transfer in self._in_flight:
+            status = check(transfer)
             if status not in (SUCCEEDED, FAILED):
                 break
             if status == FAILED:
                 self._trouble = self._trouble or "failed"
-            self._in_flight_bytes -= self._in_flight.pop(oldest)
-        return len(self._in_flight) < num_before
+            ended.append(transfer)
+        for transfer in ended:
+            self._in_flight_bytes -= self._in_flight.pop(transfer)
+        return bool(ended)
 
     def _nap(self) -> float:
         least = self._in_flight_bytes / BEST_BYTES_PER_SECOND
@@ -219,6 +220,9 @@ def _held_stderr() -> Iterator[Callable[[], str]]:
 def pieces(runs: Sequence[Run]) -> Iterator[Run]:
     """The runs, in order, those that are too long cut up."""
     for run in runs:
+        if run.size_bytes <= MAX_RUN_BYTES:  # nearly all: to make one anew takes as long as to begin its transfer
+            yield run
+            continue
         for offset in range(0, run.size_bytes, MAX_RUN_BYTES):
             size = min(MAX_RUN_BYTES, run.size_bytes - offset)
             yield Run(run.remote_address + offset, run.local_address + offset, size)
