@@ -12,7 +12,6 @@ import anthropic
 import pytest
 from anthropic import AsyncAnthropic
 from pydantic import BaseModel
-from tokenizers import AddedToken
 
 from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench, tiny_tokenizer, write_model
 from tests.services.gateway.fakes import LENGTH, SequenceDelta, Start, deltas, failing, speaking
@@ -227,53 +226,6 @@ async def test_errors_have_anthropics_names_whole_and_in_a_stream(
         last = response.text.rstrip("\n").split("\n\n")[-1]
         assert last.startswith("event: error\ndata: ")
         assert json.loads(last.partition("data: ")[2])["error"]["type"] == kind
-
-
-async def test_arguments_stay_as_they_were_written(bench: MakeBench) -> None:
-    async with bench(tool_format="hermes", context=4096) as b:
-        arguments = '{"id": 123456789012345678901234567890, "deep": ' + "[" * 300 + "]" * 300 + "}"
-        call = f'<tool_call>{{"name": "now", "arguments": {arguments}}}</tool_call>'
-        b.decode.script = speaking([*b.ids(call), END])
-        asked = {"model": MODEL_NAME, "max_tokens": 999, "messages": [USER], "tools": TOOLS}
-        answer = await b.http.post("/v1/messages", json=asked)
-        assert answer.status_code == 200
-        assert json.loads(answer.text)["content"][0]["input"] == json.loads(arguments)
-
-
-async def test_thoughts_in_a_stream_are_signed_as_whole_ones_are(bench: MakeBench, tmp_path: Path) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in ("<think>", "</think>")])
-    template = "{% for m in messages %}<think>{{ m.reasoning_content }}</think>{{ m.content }}\n{% endfor %}answer: "
-    async with bench(model=str(write_model(tmp_path, tokenizer, template))) as b, client(b) as sdk:
-        b.decode.script = speaking([*tokenizer.encode("<think>hello</think>world").ids, END])
-        asked: Any = {"model": MODEL_NAME, "max_tokens": 99, "messages": [USER]}
-        whole = await sdk.messages.create(**asked)
-        async with sdk.messages.stream(**asked) as stream:
-            deltas = [event.delta.type async for event in stream if event.type == "content_block_delta"]
-            streamed = await stream.get_final_message()
-        assert [block.type for block in whole.content] == ["thinking", "text"]
-        assert streamed.content[0] == whole.content[0]
-        assert list(dict.fromkeys(deltas)) == ["thinking_delta", "signature_delta", "text_delta"]
-
-
-async def test_what_other_servers_clients_add_reaches_the_engine(bench: MakeBench) -> None:
-    async with bench() as b, client(b) as sdk:
-        b.decode.script = speaking([*b.ids("hello"), END])
-        added = {"seed": 7, "min_p": 0.25, "priority": -3, "reject_if_busy": True}
-        asked: Any = {"model": MODEL_NAME, "max_tokens": 9, "messages": [USER], "extra_body": added}
-        await sdk.messages.create(**asked)
-        start = b.decode.started[0]
-        assert (start.sampling.seed, start.sampling.min_p, start.priority) == (7, 0.25, 3)
-
-
-async def test_there_may_be_many_tools_unless_they_become_a_grammar(bench: MakeBench) -> None:
-    async with bench(tool_format="hermes", context=65_536) as b:
-        b.decode.script = speaking([*b.ids("hello"), END])
-        many = [{"name": f"f{number}", "input_schema": {"type": "object"}} for number in range(300)]
-        asked: Any = {"model": MODEL_NAME, "max_tokens": 9, "messages": [USER], "tools": many}
-        assert (await b.http.post("/v1/messages", json=asked)).status_code == 200
-        forced = await b.http.post("/v1/messages", json={**asked, "tool_choice": {"type": "any"}})
-        assert (forced.status_code, forced.json()["error"]["message"][:10]) == (400, "tools: 300")
 
 
 @pytest.mark.parametrize(

