@@ -80,7 +80,7 @@ def image_name(checkpoint: Checkpoint) -> str:
 def find_image(checkpoint: Checkpoint) -> Image | None:
     """The image of just these files, if an earlier run left it or another process serves it.
 
-    Raises BadCheckpoint when something else has taken its name.
+    Raises BadCheckpoint when something else has taken its name, Unreadable when it cannot be read for the moment.
     """
     path = image_path(image_name(checkpoint))
     try:

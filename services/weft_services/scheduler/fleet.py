@@ -44,7 +44,7 @@ class Fleet:
         self._silence_seconds = silence_seconds
         self._workers: dict[str, Worker] = {}
         self._models: dict[str, Served] = {}
-        self._wishes: dict[tuple[str, str], Worker] = {}  # that left, by id and boot id
+        self._wishes: dict[tuple[str, str], tuple[bool, float]] = {}  # to drain or not; when such a start last reported
         self._ready_at: dict[tuple[str, WorkerRole], float] = {}  # when a worker of the role last said so, or was full
 
     @property
@@ -71,9 +71,9 @@ class Fleet:
             )
             self.leave(replaced, "replaced")
         worker = Worker(info, reported_at=now)
-        before = self._wishes.pop(_start_of(info), None)
-        if before is not None and now - before.reported_at < WISH_SECONDS:
-            worker.drain_wish = before.drain_wish
+        wish, reported_at = self._wishes.pop(_start_of(info), (None, NEVER))
+        if now - reported_at < WISH_SECONDS:
+            worker.drain_wish = wish
         self._workers[worker.worker_id] = worker
         served = self._models.get(info.model) or Served()
         peers = [peer.dispatched_tokens for peer in served.workers if peer.info.role is info.role]
@@ -96,7 +96,7 @@ class Fleet:
         if self._workers.get(worker.worker_id) is not worker:
             return False
         if worker.drain_wish is not None:
-            self._wishes[_start_of(worker.info)] = worker
+            self._wishes[_start_of(worker.info)] = worker.drain_wish, worker.reported_at
             if len(self._wishes) > MAX_WISHES:
                 self._wishes.pop(next(iter(self._wishes)))
         del self._workers[worker.worker_id]

@@ -11,8 +11,7 @@ from typing import Any
 
 from weft.errors import InvalidRequest
 from weft.request import KEEP, Retention
-from weft_services.gateway.dialects import openai_fields
-from weft_services.gateway.dialects.openai_fields import unsupported_field
+from weft_services.gateway.dialects.openai_fields import ADDED, CHAT_ALONE, unsupported_field
 from weft_services.gateway.dialects.translation import (
     Fields,
     check_chat,
@@ -24,11 +23,7 @@ from weft_services.gateway.dialects.translation import (
 from weft_services.gateway.generation import Generation
 
 # the same under both names, those that other servers' clients add included
-SAME = (
-    "model max_tokens temperature top_p top_k stream min_p seed frequency_penalty presence_penalty repetition_penalty "
-    "logit_bias min_tokens stop_token_ids ignore_eos chat_template_kwargs structured_outputs guided_json guided_regex "
-    "guided_grammar guided_choice priority reject_if_busy session_id"
-).split()
+SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", *ADDED)
 RENAMED = {"stop_sequences": "stop"}
 RENAMED_PATHS = (
     ("stop", "stop_sequences"),
@@ -39,20 +34,13 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # what would change the answer, or is asked for to be kept: any value but these is refused. The rest that Anthropic's
 # clients send is harmless here: who pays, how urgently, where, and what models that refuse fall back to
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    **CHAT_ALONE,
     "compaction": (),
     "container": (),
     "mcp_servers": ([],),
+    "stop": ([],),
     "output_format": (),  # an older name of output_config.format
     "thread": (),
-}
-# of chat completions, where they mean something: what would be lost here
-FOREIGN_VALUES: dict[str, tuple[Any, ...]] = {
-    **openai_fields.NEUTRAL_VALUES,
-    "logprobs": (False,),
-    "max_completion_tokens": (),
-    "n": (1,),
-    "response_format": ({"type": "text"},),
-    "stop": ([],),
 }
 # whether templates that can be told let the model think; how much it does is its own affair
 THINKING = {"enabled": True, "adaptive": True, "disabled": False}
@@ -78,8 +66,6 @@ def parse_count(body: bytes) -> Generation:
 def _generation(fields: Fields) -> Generation:
     if (field := unsupported_field(fields, NEUTRAL_VALUES)) is not None:
         raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
-    if (field := unsupported_field(fields, FOREIGN_VALUES)) is not None:
-        raise InvalidRequest(f"{field} is not of this API", field, "unsupported_parameter")
     _check_edits(fields)
     chat = {name: fields[name] for name in SAME if fields.get(name) is not None}
     chat |= {new: fields[name] for name, new in RENAMED.items() if fields.get(name) is not None}

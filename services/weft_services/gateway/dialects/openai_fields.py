@@ -50,6 +50,20 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "web_search_options": (),
 }
+# The same for the other two APIs, where these of chat completions would be lost.
+CHAT_ALONE: dict[str, tuple[Any, ...]] = {
+    **NEUTRAL_VALUES,
+    "logprobs": (False,),
+    "max_completion_tokens": (),
+    "n": (1,),
+    "response_format": ({"type": "text"},),
+}
+# What clients of other servers add to any of the three.
+ADDED = (
+    "min_p seed frequency_penalty presence_penalty repetition_penalty logit_bias min_tokens stop_token_ids ignore_eos "
+    "chat_template_kwargs structured_outputs guided_json guided_regex guided_grammar guided_choice priority "
+    "reject_if_busy session_id"
+).split()
 
 
 def unsupported_field(extra: dict[str, Any], neutral_values: dict[str, tuple[Any, ...]] = NEUTRAL_VALUES) -> str | None:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.errors import InvalidRequest
-from weft_services.gateway.dialects import openai_fields
-from weft_services.gateway.dialects.openai_fields import unsupported_field
+from weft_services.gateway.dialects.openai_fields import ADDED, CHAT_ALONE, unsupported_field
 from weft_services.gateway.dialects.responses_items import Conversation, kept_items, read_input
 from weft_services.gateway.dialects.responses_tools import Tools, read_tools
 from weft_services.gateway.dialects.translation import (
@@ -25,28 +24,19 @@ from weft_services.gateway.generation import Generation
 
 # the same under both names, those of other servers' clients included
 SAME = (
-    "model temperature top_p top_k min_p seed frequency_penalty presence_penalty repetition_penalty logit_bias "
-    "min_tokens stop stop_token_ids ignore_eos stream parallel_tool_calls chat_template_kwargs structured_outputs "
-    "guided_json guided_regex guided_grammar guided_choice priority reject_if_busy prompt_cache_key "
-    "prompt_cache_retention session_id stream_options user"
-).split()
+    "model temperature top_p top_k stop stream parallel_tool_calls prompt_cache_key prompt_cache_retention "
+    "stream_options user"
+).split() + ADDED
 # what would change the answer, or is asked for to be kept: any value but these is refused
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    **CHAT_ALONE,
     "background": (False,),
     "context_management": ([],),
     "conversation": (),
+    "max_tokens": (),
     "moderation": (),
     "prompt": (),
     "truncation": ("disabled",),
-}
-# of chat completions, where they mean something: what would be lost here
-FOREIGN_VALUES: dict[str, tuple[Any, ...]] = {
-    **openai_fields.NEUTRAL_VALUES,
-    "logprobs": (False,),
-    "max_completion_tokens": (),
-    "max_tokens": (),
-    "n": (1,),
-    "response_format": ({"type": "text"},),
 }
 # the same where no answer is kept
 WITHOUT_STORE: dict[str, tuple[Any, ...]] = {**NEUTRAL_VALUES, "previous_response_id": (), "store": (False,)}
@@ -78,8 +68,6 @@ def parse_responses(body: bytes, earlier: Earlier | None = None) -> Generation:
     fields = read_object(body)
     if (field := unsupported_field(fields, WITHOUT_STORE if earlier is None else NEUTRAL_VALUES)) is not None:
         raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
-    if (field := unsupported_field(fields, FOREIGN_VALUES)) is not None:
-        raise InvalidRequest(f"{field} is not of this API", field, "unsupported_parameter")
     before = earlier or Earlier()
     if fields.get("previous_response_id") != before.id:
         raise InvalidRequest("previous_response_id: that answer was not looked for", "previous_response_id")
