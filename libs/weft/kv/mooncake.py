@@ -30,8 +30,10 @@ PULLS_PER_PEER = 2
 MAX_IN_FLIGHT = 256
 MAX_RUN_BYTES = 16 * 1024 * 1024
 MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
-# between two questions: what the bytes under way will take at the best; nothing is learned earlier, and whoever asks
-# takes the processor from the library's own thread. After a second in which nothing has moved there is no hurry
+# whoever sleeps for a millisecond's transfer wakes up late, and whoever keeps asking takes the processor from the
+# library's own thread: at first it is only offered to others between two questions, then these are as far apart as the
+# bytes under way take at the best. After a second in which nothing has moved there is no hurry
+ASK_AT_ONCE_SECONDS = 0.001
 SHORTEST_NAP_SECONDS, LONGEST_NAP_SECONDS, BEST_BYTES_PER_SECOND = 0.000002, 0.002, 8e9
 LONG_NAP_SECONDS, LONG_AFTER_SECONDS = 0.01, 1.0
 MAX_LANES = 64
@@ -161,7 +163,7 @@ class Pull:
             if self._collect():
                 moved_at = now
             else:
-                time.sleep(self._nap() if now - moved_at < LONG_AFTER_SECONDS else LONG_NAP_SECONDS)
+                self._wait(now - moved_at)
         if self._trouble:
             raise TransferFailed(f"mooncake read from {self._segment} {self._trouble}")
 
@@ -195,9 +197,14 @@ class Pull:
             self._in_flight_bytes -= self._in_flight.pop(transfer)
         return bool(ended)
 
-    def _nap(self) -> float:
-        least = self._in_flight_bytes / BEST_BYTES_PER_SECOND
-        return min(max(least, SHORTEST_NAP_SECONDS), LONGEST_NAP_SECONDS)
+    def _wait(self, quiet_seconds: float) -> None:
+        if quiet_seconds < ASK_AT_ONCE_SECONDS:
+            os.sched_yield()
+        elif quiet_seconds < LONG_AFTER_SECONDS:
+            least = self._in_flight_bytes / BEST_BYTES_PER_SECOND
+            time.sleep(min(max(least, SHORTEST_NAP_SECONDS), LONGEST_NAP_SECONDS))
+        else:
+            time.sleep(LONG_NAP_SECONDS)
 
     def _has_room(self, run: Run) -> bool:
         is_within = self._in_flight_bytes + run.size_bytes <= MAX_IN_FLIGHT_BYTES
