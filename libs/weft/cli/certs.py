@@ -20,14 +20,19 @@ Pair = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
 
 
 def make_certs(folder: Path, hosts: list[str]) -> None:
-    """ca.pem and ca-key.pem unless they are there; cert.pem and key.pem, new, by them. Raises OSError, ValueError."""
+    """ca.pem and ca-key.pem unless they are there; cert.pem and key.pem, new, by them. Raises OSError, ValueError: also
+    where one of the first two is missing, since a new authority would part this folder from all others."""
     folder.mkdir(parents=True, exist_ok=True)
     ca_files = (folder / "ca.pem", folder / "ca-key.pem")
-    if all(path.exists() for path in ca_files):
-        ca = _load(*ca_files)
-    else:
+    missing = [path.name for path in ca_files if not path.exists()]
+    if len(missing) == 1:
+        advice = "put it back to have another certificate by the same authority, or name a new folder"
+        raise ValueError(f"{folder} lacks {missing[0]}, which belongs to the other's: {advice}")
+    if missing:
         ca = _make_ca()
         _save(ca, *ca_files)
+    else:
+        ca = _load(*ca_files)
     _save(_make_member(ca, hosts), folder / "cert.pem", folder / "key.pem")
 
 

@@ -5,9 +5,11 @@ On a terminal with colours and movement; elsewhere the same as plain lines. Know
 
 from __future__ import annotations
 
+import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from rich.console import Console, Group, RenderableType
@@ -60,7 +62,8 @@ class Display:
     def end_start(self) -> None:
         """Take the rows away; from here on there is only the log."""
         if self._live is not None:
-            self._live.stop()
+            with self._while_heard():
+                self._live.stop()
             self._live = None
 
     @property
@@ -118,13 +121,25 @@ class Display:
 
     def show(self, renderable: RenderableType) -> None:
         """Anything else."""
-        self._console.print(renderable, highlight=False)
+        with self._while_heard():
+            self._console.print(renderable, highlight=False)
 
     def _print(self, text: Text) -> None:
-        if self._console.is_terminal:
-            self._console.print(text, soft_wrap=True, highlight=False)
-        else:  # a line for each request, which takes rich four times as long
-            print(text.plain, file=self._console.file, flush=True)
+        with self._while_heard():
+            if self._console.is_terminal:
+                self._console.print(text, soft_wrap=True, highlight=False)
+            else:  # a line for each request, which takes rich four times as long
+                print(text.plain, file=self._console.file, flush=True)
+
+    @contextmanager
+    def _while_heard(self) -> Iterator[None]:
+        """A pipe's reader may end, and a terminal go: services are kept, and ended in good order, all the same."""
+        try:
+            yield
+        except (OSError, SystemExit):  # rich wants to end the whole program
+            # what is still buffered would fail once more at this process' end
+            with suppress(OSError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._console.file.fileno())
 
     def _table(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))

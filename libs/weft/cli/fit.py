@@ -61,7 +61,10 @@ def shared_memory() -> tuple[int, int]:
 
 def is_for_cpus_only() -> bool:
     """A build of torch that sees no GPU, told without importing it."""
-    return importlib.metadata.version("torch").endswith("+cpu")
+    try:
+        return importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return True  # none sees none
 
 
 def _check_memory(
@@ -81,6 +84,8 @@ def _check_memory(
 def _check_cards(options: MeshOptions, models: Mapping[str, ModelConfig], sizes: Sizes) -> None:
     """Each worker on the card that it is given, beside those who share it."""
     found = cards()
+    if not all(card.total_bytes for card in found) or not found:
+        return  # nobody tells their memory here: the workers will
     for index, (name, model) in enumerate(options.workers.items()):
         share = options.worker_share(index)
         card = _card(found, share[VISIBLE])

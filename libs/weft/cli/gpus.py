@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU as nvidia-smi tells of it."""
+    """A GPU as nvidia-smi tells of it. Bytes 0: it does not say."""
 
     name: str
     total_bytes: int
@@ -29,14 +30,27 @@ def cards() -> list[Card]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     rows = [line.split(", ") for line in ended.stdout.splitlines()] if ended.returncode == 0 else []
-    return [Card(row[0], int(row[1]) << 20, int(row[2]) << 20, row[3]) for row in rows if len(row) == 4]
+    return [Card(row[0], _mebibytes(row[1]), _mebibytes(row[2]), row[3]) for row in rows if len(row) == 4]
 
 
-def usable_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """As CUDA calls them: those that the user has chosen, else all."""
+def _mebibytes(told: str) -> int:
+    """In bytes. Where GPU and processor share their memory, nvidia-smi tells no number."""
+    return int(told) << 20 if told.isdecimal() else 0
+
+
+def usable_gpus(environ: Mapping[str, str], found: Sequence[Card] | None = None) -> tuple[str, ...]:
+    """As CUDA calls them: those that the user has chosen, up to the first that there cannot be (-1: none), else all
+    (those `found`, where they have been looked for)."""
     if VISIBLE in environ:
-        return tuple(filter(None, (name.strip() for name in environ[VISIBLE].split(","))))
-    return tuple(str(number) for number in range(len(cards())))
+        chosen = filter(None, (name.strip() for name in environ[VISIBLE].split(",")))
+        return tuple(itertools.takewhile(lambda name: not name.startswith("-"), chosen))
+    return tuple(str(number) for number in range(len(cards() if found is None else found)))
+
+
+def chosen_cards(found: Sequence[Card], gpus: Sequence[str]) -> list[Card]:
+    """Those that are called so; where a name is not a number of one, all."""
+    numbers = [int(name) for name in gpus if name.isdecimal() and int(name) < len(found)]
+    return [found[number] for number in numbers] if len(numbers) == len(gpus) else list(found)
 
 
 def gpu_settings(gpus: Sequence[str], num_workers: int, index: int) -> dict[str, str]:

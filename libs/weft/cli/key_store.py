@@ -44,8 +44,16 @@ def change_keys(where: str, change: Change) -> str:
         return ""
     with _opened(where) as server:
         _change_valkey(server, change)
-        memory: Any = server.info("memory")
-        return FORGETFUL if str(memory.get("maxmemory_policy", "")).startswith("allkeys") else ""
+        return _warning(server)
+
+
+def _warning(server: Any) -> str:
+    """Asked after the change: a user who may not ask has his key all the same."""
+    try:
+        memory = server.info("memory")
+    except redis.RedisError:
+        return ""
+    return FORGETFUL if str(memory.get("maxmemory_policy", "")).startswith("allkeys") else ""
 
 
 def _read_file(path: Path) -> dict[str, Key]:
@@ -76,7 +84,11 @@ def _change_file(path: Path, change: Change) -> None:
 @contextmanager
 def _opened(url: str) -> Iterator[redis.Redis]:
     try:
-        with redis.Redis.from_url(url, socket_timeout=SECONDS, socket_connect_timeout=SECONDS) as server:
+        opened = redis.Redis.from_url(url, socket_timeout=SECONDS, socket_connect_timeout=SECONDS)
+    except ValueError as error:
+        raise OSError(f"{url.rpartition('@')[2]} is no address of a Valkey, redis://HOST:PORT/DB: {error}") from error
+    try:
+        with opened as server:
             yield server
     except redis.RedisError as error:
         raise OSError(f"Valkey: {error}") from error

@@ -221,6 +221,8 @@ def bench(
     from weft.cli.bench.main import BenchOptions, run_bench
     from weft.cli.bench.workload import Recipe
 
+    if shared_tokens >= prompt_tokens and trace is None:
+        raise typer.BadParameter("prompts have fewer tokens in common than they are long", param_hint="--shared-tokens")
     recipe = Recipe(
         requests=requests if trace else max(requests, 1),
         prompt_tokens=prompt_tokens,

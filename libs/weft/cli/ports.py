@@ -9,6 +9,7 @@ LOOPBACK = "127.0.0.1"
 # below the range that the kernel hands out to connections, so that a restarted child finds its port free;
 # above the one that Mooncake picks from
 INTERNAL_PORTS = range(18_000, 32_000)
+MAX_PORT = 65_535
 
 
 class PortTaken(Exception):
@@ -49,8 +50,8 @@ def free_ports(count: int) -> list[int]:
 def check_listen_address(listen: str, flag: str) -> str:
     """Where a listener at HOST:PORT is called on this machine. Raises PortTaken when it cannot be."""
     host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal():
-        raise PortTaken(f"{flag} {listen}: expected HOST:PORT")
+    if not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
+        raise PortTaken(f"{flag} {listen}: expected HOST:PORT, and a port of 1 to {MAX_PORT}")
     check_port(host, int(port), flag)
     return f"{reachable(host)}:{port}"
 

@@ -40,7 +40,8 @@ class MeshRecord:
 
 def runtime_folder() -> Path:
     """Where the notes lie: the session's runtime folder, else a cache folder of the user's own."""
-    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if os.access(runtime, os.W_OK | os.X_OK):  # not so where sudo has kept another user's
         return Path(runtime) / "weft"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
 

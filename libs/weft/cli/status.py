@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -67,10 +67,23 @@ async def _watch(address: str, as_json: bool) -> None:
                 await asyncio.sleep(REFRESH_SECONDS)
                 workers = await _list_workers(channel)
         screen = console()
-        with Live(render(workers, screen.width), console=screen, auto_refresh=False) as live:
-            while True:
-                await asyncio.sleep(REFRESH_SECONDS)
-                live.update(await _refreshed(channel, address, screen.width), refresh=True)
+        first = render(workers, screen.width)
+        await show_for_ever(screen, first, lambda: _refreshed(channel, address, screen.width))
+
+
+async def show_for_ever(
+    screen: Console, first: RenderableType, look: Callable[[], Awaitable[RenderableType]], is_whole: bool = False
+) -> None:
+    """A picture every second: in one place of a terminal (all of it if `is_whole`), elsewhere one below the other."""
+    if not screen.is_terminal or screen.is_dumb_terminal:
+        screen.print(first)
+        while True:
+            await asyncio.sleep(REFRESH_SECONDS)
+            screen.print(await look())
+    with Live(first, console=screen, auto_refresh=False, screen=is_whole) as live:
+        while True:
+            await asyncio.sleep(REFRESH_SECONDS)
+            live.update(await look(), refresh=True)
 
 
 async def _refreshed(channel: grpc.aio.Channel, address: str, width: int) -> RenderableType:

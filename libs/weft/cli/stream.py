@@ -20,6 +20,8 @@ CONNECT_SECONDS = 5.0
 SILENCE_SECONDS = 120.0
 MIN_RATE_SECONDS = 0.02
 DONE = "[DONE]"
+# where a delta keeps what a model thinks before it answers; vLLM says the second
+THOUGHTS = ("reasoning_content", "reasoning")
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -62,7 +64,14 @@ def open_client(url: str, api_key: str = "", limits: httpx.Limits | None = None)
     trust_env = parsed.host not in LOOPBACK_HOSTS
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     limits = limits or httpx.Limits()
-    return httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, trust_env=trust_env, limits=limits)
+    try:
+        # SSL_CERT_FILE may name an authority of one's own
+        verify = httpx.create_ssl_context() if parsed.scheme == "https" else True
+    except OSError as error:
+        raise MeshError(f"SSL_CERT_FILE: {error.strerror}") from error
+    return httpx.AsyncClient(
+        base_url=url, headers=headers, timeout=timeout, verify=verify, trust_env=trust_env, limits=limits
+    )
 
 
 def printable(text: str) -> str:
@@ -82,13 +91,14 @@ async def stream_text(
         async with client.stream("POST", path, json=body, headers=headers) as response:
             await _check(response)
             async for event in _events(response):
-                text = _read(event, figures)
+                text, has_token = _read(event, figures)
                 figures.total_seconds = time.monotonic() - began
-                if text:
+                if has_token:
                     figures.first_token_seconds = figures.first_token_seconds or figures.total_seconds
+                if text:
                     yield text
     except httpx.ConnectError as error:
-        raise MeshError(f"no mesh answers at {client.base_url}: start one with `weft up`, or say --url") from error
+        raise _unreached(client, error) from error
     except httpx.HTTPError as error:
         raise MeshError(f"the connection to {client.base_url} broke: {error or type(error).__name__}") from error
 
@@ -100,9 +110,18 @@ async def served_model(client: httpx.AsyncClient) -> str:
         await _check(response)
         return str(response.json()["data"][0]["id"])
     except httpx.ConnectError as error:
-        raise MeshError(f"no mesh answers at {client.base_url}: start one with `weft up`, or say --url") from error
+        raise _unreached(client, error) from error
     except (httpx.HTTPError, LookupError, ValueError) as error:
         raise MeshError(f"{client.base_url} does not answer like a mesh: {error!r}") from error
+
+
+def _unreached(client: httpx.AsyncClient, error: httpx.ConnectError) -> MeshError:
+    if "CERTIFICATE" in str(error):
+        advice = (
+            "SSL_CERT_FILE names the authority (`weft certs` leaves its in ca.pem), --url a host of the certificate's"
+        )
+        return MeshError(f"the certificate of {client.base_url} is not accepted ({error}): {advice}")
+    return MeshError(f"no mesh answers at {client.base_url}: start one with `weft up`, or say --url")
 
 
 async def _check(response: httpx.Response) -> None:
@@ -134,14 +153,17 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     raise MeshError("the answer broke off: the stream ended before its last event")
 
 
-def _read(event: dict[str, Any], figures: Figures) -> str:
-    """The event's text; usage and the reason of the end go into the figures."""
+def _read(event: dict[str, Any], figures: Figures) -> tuple[str, bool]:
+    """The event's text, and whether it brought any token, which a thought has too; usage and the reason of the end go
+    into the figures."""
     if usage := event.get("usage"):
         figures.prompt_tokens = usage["prompt_tokens"]
         figures.completion_tokens = usage["completion_tokens"]
         figures.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    text = ""
+    text, has_thought = "", False
     for choice in event.get("choices", ()):
         figures.finish_reason = choice.get("finish_reason") or figures.finish_reason
-        text += (choice["delta"].get("content") if "delta" in choice else choice.get("text")) or ""
-    return text
+        delta = choice.get("delta", {})
+        text += (delta.get("content") if "delta" in choice else choice.get("text")) or ""
+        has_thought |= any(delta.get(name) for name in THOUGHTS)
+    return text, bool(text) or has_thought

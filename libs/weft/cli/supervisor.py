@@ -23,6 +23,8 @@ from weft.log import PROGRESS
 MAX_PROBE_SECONDS = 0.25
 # of the 5 s that Ctrl-C may take
 STOP_SECONDS = 4.0
+# of them, what the tiers below the one that is being stopped are sure of, each
+LEAST_TIER_SECONDS = 0.5
 # what a killed process group may take to let go of its output
 DRAIN_SECONDS = 1.0
 # a child that ends so has been told something that trying again cannot mend
@@ -150,6 +152,7 @@ class Supervisor:
 
     async def run(self) -> None:
         """Keep all children running until `stop` or cancellation. Raises ChildFailed. Leaves no process behind."""
+        failure: BaseException | None = None
         try:
             self._nursery = await self._open_nursery()
             if self._stopping:
@@ -159,10 +162,12 @@ class Supervisor:
                     self._keepers[spec.name] = group.create_task(self._keep(spec))
                 await asyncio.wait(self._keepers.values())
         except* ChildFailed as failed:
-            raise failed.exceptions[0] from None
+            failure = failed.exceptions[0]
         finally:
             if self._nursery is not None:
                 await self._nursery.close()
+        if failure is not None:  # here: Python before 3.11.4 wraps what is raised above in a group once more
+            raise failure
 
     async def stop(self) -> None:
         """End the children, highest tier first, within STOP_SECONDS; `run` then returns."""
@@ -172,8 +177,7 @@ class Supervisor:
                 keeper.cancel()
         deadline = time.monotonic() + STOP_SECONDS
         for tier in sorted({spec.tier for spec in self._specs}, reverse=True):
-            # a tier that takes its time leaves the lower ones their share
-            grace = max(0.0, deadline - time.monotonic()) / (tier + 1)
+            grace = max(0.0, deadline - time.monotonic() - tier * LEAST_TIER_SECONDS)
             async with asyncio.TaskGroup() as group:
                 for spec in self._specs:
                     if spec.tier == tier and (child := self._children.get(spec.name)) is not None:

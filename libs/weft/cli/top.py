@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Sequence
 
@@ -10,13 +11,12 @@ import grpc
 import typer
 from rich.box import ROUNDED
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from weft.cli.rates import History, Rates
-from weft.cli.status import DEADLINE_SECONDS, REFRESH_SECONDS, console, explain, kv_use, state_of
+from weft.cli.status import DEADLINE_SECONDS, REFRESH_SECONDS, console, explain, kv_use, show_for_ever, state_of
 from weft.request import WorkerRole
 from weft.rpc.client import open_channel
 from weft.rpc.wire import role_from_wire
@@ -59,10 +59,8 @@ async def _watch(address: str) -> None:
     history, screen = History(), console()
     async with open_channel(address) as channel:
         first = render(await _look(channel, history), history, screen.width)
-        with Live(first, console=screen, auto_refresh=False, screen=screen.is_terminal) as live:
-            while True:
-                await asyncio.sleep(REFRESH_SECONDS)
-                live.update(await _refreshed(channel, address, history, screen), refresh=True)
+        look = functools.partial(_refreshed, channel, address, history, screen)
+        await show_for_ever(screen, first, look, is_whole=True)
 
 
 async def _refreshed(channel: grpc.aio.Channel, address: str, history: History, screen: Console) -> RenderableType:

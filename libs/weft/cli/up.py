@@ -35,6 +35,7 @@ from weft.cli.timeline import Timeline
 from weft.config import ConfigError, is_loopback, read_models
 from weft.errors import BadCheckpoint, Unreadable
 from weft.model.config import read_config
+from weft.rpc.tls import channel_credentials
 from weft.tokenizer import check_tokenizer
 from weft.weights.objects import is_url, local_model, with_local_model
 
@@ -166,6 +167,7 @@ def _check_options(options: MeshOptions, picture: Path | None) -> None:
         raise UsageError(f"{what}; name API keys with --keys (`weft keys add NAME` makes one), or say --open")
     if not options.num_both and not (options.num_prefill and options.num_decode):
         raise UsageError("a model needs --prefill 1 and --decode 1 at least, or --both 1")
+    channel_credentials()  # raises ConfigError where WEFT_TLS_DIR cannot be read
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise UsageError(f"{' and '.join(missing)} must be installed: pip install 'weft[engine,local]', or make serve")
 
@@ -212,9 +214,7 @@ async def _supervise(supervisor: Supervisor, display: Display, announce: Callabl
                 stopping.cancel()
     except* ChildFailed as failures:
         display.end_start()
-        failure = failures.exceptions[0]
-        assert isinstance(failure, ChildFailed)
-        status = _report(failure, display)
+        status = _report(failures.exceptions[0], display)
     finally:
         display.end_start()
     return status
@@ -234,7 +234,8 @@ async def _stop_when(stop: asyncio.Event, supervisor: Supervisor, display: Displ
     display.say(f"all services have ended after {time.monotonic() - began:.1f} s")
 
 
-def _report(failure: ChildFailed, display: Display) -> int:
+def _report(failure: BaseException, display: Display) -> int:
+    assert isinstance(failure, ChildFailed)
     display.mourn(failure.name, f"{failure}; giving up", failure.last_lines or ("(it wrote nothing)",))
     return failure.exit_code
 

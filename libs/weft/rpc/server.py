@@ -124,15 +124,18 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     A wrong setting or checkpoint ends the process with status 2 and one line: starting it again would not help. A port
     that is taken, or storage that fails, ends it with status 1 and one line.
     """
+    status = 0
     try:
         _runner()(main())
     except* (ConfigError, BadCheckpoint) as group:
         for error in _leaves(group):
             logger.error("cannot start: %s", error)
-        sys.exit(CONFIG_EXIT_CODE)
+        status = CONFIG_EXIT_CODE
     except* (CannotListen, Unreadable) as group:
         logger.error("cannot start: %s", next(iter(_leaves(group))))
-        sys.exit(1)
+        status = status or 1
+    if status:  # here: Python before 3.11.4 wraps what is raised above in a group, which no interpreter's end knows
+        sys.exit(status)
 
 
 def _runner() -> Callable[[Coroutine[Any, Any, None]], None]:

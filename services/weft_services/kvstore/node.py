@@ -229,6 +229,7 @@ class NodeStore:
 
     async def _keep(self, running: Running) -> None:
         """Ends by StoreLost. A move that waits for the disk then may end later: its staging area is its own."""
+        loss: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 if running.mover is not None:
@@ -236,7 +237,9 @@ class NodeStore:
                 tasks.create_task(running.remover.run())
                 tasks.create_task(self._watch(running))
         except* StoreLost as lost:
-            raise lost.exceptions[0] from None
+            loss = lost.exceptions[0]
+        if loss is not None:  # here: Python before 3.11.4 wraps what is raised above in a group once more
+            raise loss
 
     async def _watch(self, running: Running) -> None:
         """A frozen master is as useless as a dead one."""

@@ -151,7 +151,7 @@ class Links(HTMLParser):
 def test_a_run_against_a_server_prints_tables_and_writes_a_page_that_needs_nothing(
     gateway: Gateway, tmp_path: Path
 ) -> None:
-    gateway.scripts = [list(HELLO) for _ in range(7)]
+    gateway.scripts = [list(HELLO) for _ in range(8)]
     page, raw = tmp_path / "report.html", tmp_path / "raw.json"
     options = ["--chat", "--requests", "6", "--concurrency", "2", "--prompt-tokens", "20", "--api-key", "very-secret"]
     files = ["--report", str(page), "--raw", str(raw)]
@@ -159,7 +159,7 @@ def test_a_run_against_a_server_prints_tables_and_writes_a_page_that_needs_nothi
     assert result.exit_code == 0, result.output
     assert "6 of 6 answered" in result.output
     assert "TTFT" in result.output
-    assert len(gateway.asked) == 7, "one to find out how long its tokens are"
+    assert len(gateway.asked) == 8, "two to find out how long its tokens are"
     path, body, _ = gateway.asked[-1]
     assert (path, body["model"], body["stream"]) == ("/v1/chat/completions", "tiny", True)
     links = Links()
@@ -171,7 +171,7 @@ def test_a_run_against_a_server_prints_tables_and_writes_a_page_that_needs_nothi
 
 
 def test_an_open_loop_counts_what_fails(gateway: Gateway) -> None:
-    gateway.scripts = [list(HELLO) for _ in range(3)] + [["[DONE]"], [{"error": {"code": "unavailable"}}, "[DONE]"]]
+    gateway.scripts = [list(HELLO) for _ in range(4)] + [["[DONE]"], [{"error": {"code": "unavailable"}}, "[DONE]"]]
     result = runner.invoke(app, ["bench", "--chat", "--url", gateway.url, "--requests", "4", "--rate", "200"])
     assert result.exit_code == 0, result.output
     assert "2 of 4 answered" in result.output
@@ -181,7 +181,7 @@ def test_an_open_loop_counts_what_fails(gateway: Gateway) -> None:
 
 def test_an_event_that_is_not_openais_costs_its_own_request_and_no_other(gateway: Gateway) -> None:
     odd: list[Any] = ["null", {"usage": {"tokens": 3}}, {"choices": [7]}]
-    gateway.scripts = [list(HELLO), *([each, "[DONE]"] for each in odd), [{"choices": None}, *HELLO]]
+    gateway.scripts = [list(HELLO), list(HELLO), *([each, "[DONE]"] for each in odd), [{"choices": None}, *HELLO]]
     result = runner.invoke(app, ["bench", "--chat", "--url", gateway.url, "--requests", "4", "--concurrency", "1"])
     assert result.exit_code == 0, result.output
     assert "1 of 4 answered" in result.output
@@ -197,12 +197,12 @@ def test_a_server_that_refuses_is_told_and_no_run(gateway: Gateway) -> None:
 
 def test_a_server_that_knows_openais_fields_alone_is_measured_without_the_others(gateway: Gateway) -> None:
     gateway.unknown_fields = {"ignore_eos"}
-    gateway.scripts = [list(HELLO) for _ in range(3)]
+    gateway.scripts = [list(HELLO) for _ in range(4)]
     result = runner.invoke(app, ["bench", "--chat", "--url", gateway.url, "--requests", "2"])
     assert result.exit_code == 0, result.output
     assert "2 of 2 answered" in result.output
     assert "does not take ignore_eos" in result.output
-    assert ["ignore_eos" in body for _, body, _ in gateway.asked] == [True, False, False, False]
+    assert ["ignore_eos" in body for _, body, _ in gateway.asked] == [True, False, False, False, False]
     gateway.unknown_fields = {"stream_options"}
     result = runner.invoke(app, ["bench", "--chat", "--url", gateway.url, "--requests", "2"])
     assert result.exit_code == 1
@@ -211,7 +211,11 @@ def test_a_server_that_knows_openais_fields_alone_is_measured_without_the_others
 
 def test_thoughts_are_tokens_whatever_a_server_calls_them(gateway: Gateway) -> None:
     thinking = {"choices": [{"index": 0, "delta": {"reasoning": "Hm"}, "finish_reason": None}]}
-    gateway.scripts = [list(HELLO), [thinking, {**thinking, "usage": {"prompt_tokens": 3, "completion_tokens": 1}}]]
+    gateway.scripts = [
+        list(HELLO),
+        list(HELLO),
+        [thinking, {**thinking, "usage": {"prompt_tokens": 3, "completion_tokens": 1}}],
+    ]
     result = runner.invoke(app, ["bench", "--chat", "--url", gateway.url, "--requests", "1"])
     assert "1 of 1 answered" in result.output, result.output
 
@@ -219,6 +223,6 @@ def test_thoughts_are_tokens_whatever_a_server_calls_them(gateway: Gateway) -> N
 def test_events_may_have_names_comments_and_any_line_ends(gateway: Gateway) -> None:
     text = [json.dumps(event) for event in HELLO[:-1]]
     named = [f"event: chunk\r\nid: 7\r\ndata: {each}\r\n\r\n".encode() for each in text]
-    gateway.scripts = [list(HELLO), [b": waiting\n\n", *named, b"event: end\ndata: [DONE]\n\n"]]
+    gateway.scripts = [list(HELLO), list(HELLO), [b": waiting\n\n", *named, b"event: end\ndata: [DONE]\n\n"]]
     result = runner.invoke(app, ["bench", "--chat", "--url", gateway.url, "--requests", "1"])
     assert "1 of 1 answered" in result.output, result.output

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pty
 import signal
+import ssl
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.weft.cli.conftest import HELLO, HOLD, USAGE, Gateway
 from typer.testing import CliRunner
 
+from weft.cli.certs import make_certs
 from weft.cli.generate import run_generate
 from weft.cli.main import app
 from weft.cli.stream import Figures
@@ -98,7 +101,10 @@ def test_a_models_text_does_not_steer_the_terminal_it_is_generated_to(
         monkeypatch.setattr(sys, "stdout", terminal)
         assert run_generate(gateway.url, "", "hi", {}, False) == 0
         terminal.flush()
-        assert screen.read(100).decode().split() == ["Hello[2J"]
+        said = b""
+        while b"\n" not in said:  # the kernel passes it on in pieces, and when it likes
+            said += screen.read(100)
+    assert said.decode().split() == ["Hello[2J"]
 
 
 def test_generate_raw_continues_the_text_itself(gateway: Gateway) -> None:
@@ -138,3 +144,31 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(gateway: Gateway) -> N
     assert rest.startswith(b" [stopped]\n")
     assert process.returncode == 0
     assert [message["content"] for message in gateway.asked[1][1]["messages"]] == ["one", "Hel", "two"]
+
+
+def test_a_thought_is_a_first_token_too(gateway: Gateway) -> None:
+    thought = {"choices": [{"delta": {"reasoning_content": "Hm"}, "finish_reason": None}]}
+    gateway.scripts = [[thought, {"choices": [], "usage": USAGE}, "[DONE]"]]
+    result = runner.invoke(app, ["generate", "hi", "--url", gateway.url])
+    assert result.exit_code == 0
+    assert "first token 0 ms" not in result.stderr
+
+
+def test_an_authority_of_ones_own_is_believed_where_the_environment_names_it(
+    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_certs(tmp_path, [])
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    gateway.server.socket = context.wrap_socket(gateway.server.socket, server_side=True)
+    url = gateway.url.replace("http:", "https:")
+    refused = runner.invoke(app, ["generate", "hi", "--url", url])
+    assert refused.exit_code == 1
+    assert "is not accepted" in refused.stderr
+    assert "SSL_CERT_FILE" in refused.stderr
+    gateway.scripts = [HELLO]
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+    result = runner.invoke(app, ["generate", "hi", "--url", url])
+    assert "Hello" in result.stdout, result.stderr
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "nowhere.pem"))
+    assert "SSL_CERT_FILE: No such file" in runner.invoke(app, ["generate", "hi", "--url", url]).stderr

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
+import sys
 
+import pytest
 from rich.console import Console
 
 from weft.cli.display import Display
@@ -60,3 +63,36 @@ def test_last_lines_that_stand_right_above_are_not_said_twice() -> None:
     shown.on_line("valkey", "hello")
     shown.on_death("decode-0", "exit code 1", ["boom"], 0.5)
     assert file.getvalue().count("boom") == 3
+
+
+class Closed(io.StringIO):
+    """Whoever read it has ended."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_log_that_nobody_reads_any_more_ends_nothing(is_terminal: bool) -> None:
+    shown, _ = display(is_terminal)
+    shown._console.file = Closed()
+    shown.on_line("decode-0", RECORD)
+    shown.on_death("decode-0", "exit code 1", ["boom"], 0.5)
+    shown.show("a banner")
+    shown.end_start()
+
+
+def test_a_pipe_that_has_closed_is_written_to_no_more_not_even_at_the_end() -> None:
+    program = (
+        "import re, sys; from rich.console import Console; from weft.cli.display import Display\n"
+        "shown = Display(Console(), ['a'], 'Weft', re.compile('x'))\n"
+        "sys.stdin.readline(); shown.say('one'); shown.show('two'); shown.say('three')"
+    )
+    command = [sys.executable, "-c", program]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        process.stdout = None
+        _, said = process.communicate(b"go\n", timeout=60)
+    assert (process.returncode, said) == (0, b"")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,6 +101,13 @@ def test_each_worker_must_fit_on_the_card_that_it_is_given(monkeypatch: pytest.M
         check_fit(replace(OPTIONS, gpus=("0", "1")), {})
     with pytest.raises(BadCheckpoint, match=r"prefill-0 on H100: .*WEFT_NUM_BLOCKS"):
         check_fit(replace(OPTIONS, gpus=("0",)), {"WEFT_NUM_BLOCKS": "1000000"})
+
+
+def test_gpus_whose_memory_nobody_tells_are_left_to_their_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "is_for_cpus_only", lambda: False)
+    told = subprocess.CompletedProcess([], 0, "GB10, [N/A], [N/A], 580.1\n", "")
+    monkeypatch.setattr("weft.cli.gpus.subprocess.run", lambda *args, **kwargs: told)
+    check_fit(replace(OPTIONS, gpus=("0",)), {})
 
 
 def test_a_setting_that_cannot_be_is_named() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import redis
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -50,6 +51,23 @@ def test_a_key_is_printed_once_and_kept_as_a_digest(where: str) -> None:
     assert read_keys(where) == {}
     gone = runner.invoke(app, ["keys", "revoke", "alice", "--keys", where])
     assert (gone.exit_code, "no key named 'alice'" in gone.stderr) == (1, True)
+
+
+def test_a_key_is_shown_though_its_user_may_not_ask_how_valkey_evicts(valkey: ValkeyServer) -> None:
+    with redis.Redis.from_url(valkey.connection_url) as server:
+        server.acl_setuser("keeper", enabled=True, nopass=True, keys=["*"], categories=["+@all"], commands=["-info"])
+    where = valkey.connection_url.replace("redis://", "redis://keeper:secret@")
+    added = runner.invoke(app, ["keys", "add", "bob", "--keys", where])
+    assert added.exit_code == 0, added.stderr
+    assert digest_of(added.stdout.strip()) in read_keys(where)
+    assert runner.invoke(app, ["keys", "revoke", "bob", "--keys", where]).exit_code == 0
+
+
+def test_an_address_that_is_none_is_told_in_one_line() -> None:
+    added = runner.invoke(app, ["keys", "add", "bob", "--keys", "redis://me:secret@HOST:PORT/DB"])
+    assert (added.exit_code, added.stdout) == (1, "")
+    assert "HOST:PORT/DB is no address of a Valkey" in added.stderr
+    assert "secret" not in added.stderr
 
 
 def test_a_file_that_is_not_there_is_named_with_what_makes_it(tmp_path: Path) -> None:

@@ -109,6 +109,8 @@ def test_gpus_that_the_user_chose_are_those_that_there_are(monkeypatch: pytest.M
     assert usable_gpus({}) == ("0", "1", "2", "3")
     assert usable_gpus({"CUDA_VISIBLE_DEVICES": "2, 3"}) == ("2", "3")
     assert usable_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
+    assert usable_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == ()
+    assert usable_gpus({"CUDA_VISIBLE_DEVICES": "1,-1,2"}) == ("1",), "CUDA reads no further"
 
 
 def test_each_model_has_workers_of_its_own_and_the_gateway_all() -> None:

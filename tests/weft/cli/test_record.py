@@ -35,3 +35,11 @@ def test_notes_of_dead_or_foreign_meshes_are_ignored() -> None:
         (runtime_folder() / "up-1.json").write_text("not json")
         (runtime_folder() / "up-2.json").write_text('{"pid": 1}')
         assert running_meshes() == []
+
+
+def test_a_runtime_folder_that_is_not_ours_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone with its session"))
+    with recorded(NOTE) as note:
+        assert note.parent == tmp_path / "weft"
+        assert running_meshes() == [NOTE]

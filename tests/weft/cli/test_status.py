@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -198,6 +201,22 @@ def test_watching_shows_the_fleet_as_it_changes(
     fleet[:] = [[worker("a")], [worker("a"), worker("b")], []]
     status(address, watch=True, as_json=True)
     assert [json.loads(text)["totals"]["workers"] for text in printed] == [1, 2, 0]
+
+
+@pytest.mark.parametrize("command", ["status", "top"])
+def test_watching_through_a_pipe_writes_every_picture(address: str, command: str) -> None:
+    watching = [sys.executable, "-m", "weft.cli.main", command, "--scheduler", address]
+    watching += ["--watch"] if command == "status" else []
+    with subprocess.Popen(watching, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pictures = 0
+        for line in process.stdout:
+            pictures += "workers" in line
+            if pictures == 2:
+                break
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+    assert pictures == 2
 
 
 def test_drain_says_what_it_did_and_whom_it_does_not_know(address: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,6 +95,15 @@ async def test_a_peer_is_called_with_the_last_certificate_while_another_is_put_t
         assert await grpc_serves(address)
 
 
+@pytest.mark.parametrize("kept_elsewhere", ["ca-key.pem", "ca.pem"])
+def test_half_an_authority_is_not_replaced_by_another(folder: Path, kept_elsewhere: str) -> None:
+    (folder / kept_elsewhere).unlink()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ValueError, match=f"lacks {kept_elsewhere}.*put it back"):
+        make_certs(folder, [])
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
 def test_private_keys_are_for_their_owner_and_the_authority_stays(folder: Path) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert set(before) == {"ca.pem", "ca-key.pem", "cert.pem", "key.pem"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -12,11 +13,12 @@ from typing import Any
 import httpx
 
 from weft.cli.bench.workload import Job
-from weft.cli.stream import MeshError, message_of, open_client, served_model
+from weft.cli.stream import CONNECT_SECONDS, THOUGHTS, MeshError, message_of, open_client, served_model
 
-CALIBRATION = Job(None, (("calibration", 200),), 1)
+# the difference of two prompts is without what a chat template adds
+CALIBRATIONS = tuple(Job(None, (("calibration", tokens),), 1) for tokens in (200, 40))
 GUESSED_CHARS_PER_TOKEN = 4.5
-OUT_OF_TIME = "out of time"
+OUT_OF_TIME, NEVER_SENT = "out of time", "never sent: out of time"
 MAX_ERROR_CHARS = 200
 REFUSED = ("HTTP 400", "HTTP 422")
 # path and body
@@ -78,34 +80,53 @@ class Target:
 async def open_target(url: str, model: str, api_key: str, is_chat: bool) -> Target:
     """Find the model, how long its tokens are in our words, and whether answers can be made as long as they are to be:
     `ignore_eos` is not OpenAI's, and strict servers refuse it. Raises MeshError."""
+    _allow_connections()
     client = open_client(url, api_key, httpx.Limits(max_connections=None, max_keepalive_connections=None))
     client.headers["content-type"] = "application/json"
     client.headers["accept-encoding"] = "identity"
     try:
         target = Target(client, model or await served_model(client), is_chat)
-        record = await _calibrate(target)
+        record = await _answered(target, CALIBRATIONS[0])
         if record.error.startswith(REFUSED):
             target = replace(target, ignores_end=False)
-            record = await _calibrate(target)
+            record = await _answered(target, CALIBRATIONS[0])
+        if not record.error and record.prompt_tokens:
+            target = replace(target, chars_per_token=await _chars_per_token(target, record.prompt_tokens))
         if record.error:
             raise MeshError(f"{url}: {record.error}")
     except BaseException:
         await client.aclose()
         raise
-    measured = len(CALIBRATION.text(GUESSED_CHARS_PER_TOKEN)) / max(record.prompt_tokens, 1)
-    return replace(target, chars_per_token=measured) if record.prompt_tokens else target
+    # from here on `run` says how long anything may take
+    client.timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+    return target
 
 
-async def _calibrate(target: Target) -> Record:
+async def _chars_per_token(target: Target, tokens_of_first: int) -> float:
+    chars, fewer_chars = (len(job.text(GUESSED_CHARS_PER_TOKEN)) for job in CALIBRATIONS)
+    fewer_tokens = (await _answered(target, CALIBRATIONS[1])).prompt_tokens
+    if 0 < fewer_tokens < tokens_of_first:
+        return (chars - fewer_chars) / (tokens_of_first - fewer_tokens)
+    return chars / tokens_of_first
+
+
+def _allow_connections() -> None:
+    """Each is a file, and processes begin with 1,024 of them: what fails for want of one is not the server's."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+async def _answered(target: Target, job: Job) -> Record:
     record = Record(0.0)
-    await _fill(target, target.request(CALIBRATION), record, time.perf_counter())
+    await _fill(target, target.request(job), record, time.perf_counter())
     return record
 
 
 async def run(
     target: Target, jobs: Iterator[Job], concurrency: int, max_seconds: float, tell: Callable[[int], None]
 ) -> list[Record]:
-    """Every job, to its end. Jobs without a time of their own are for `concurrency` clients."""
+    """Every job, to its end; those that the time was not enough for are told as failed. Jobs without a time of their
+    own are for `concurrency` clients."""
     records: list[Record] = []
     began, num_ended = time.perf_counter(), 0
 
@@ -116,7 +137,7 @@ async def run(
         try:
             await _fill(target, request, record, began)
         except asyncio.CancelledError:
-            record.error = OUT_OF_TIME
+            record.error, record.ended = OUT_OF_TIME, time.perf_counter() - began
             raise
         num_ended += 1
         tell(num_ended)
@@ -140,7 +161,8 @@ async def run(
             else:
                 await clock(group)
     except TimeoutError:
-        pass  # told in the records
+        ended = time.perf_counter() - began
+        records += [Record(ended if job.at is None else job.at, ended, ended=ended, error=NEVER_SENT) for job in jobs]
     return records
 
 
@@ -185,6 +207,5 @@ def _take(event: dict[str, Any], record: Record, now: float) -> None:
         record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
-        # vLLM calls thoughts reasoning
-        if choice.get("text") or any(delta.get(name) for name in ("content", "reasoning_content", "reasoning")):
+        if choice.get("text") or any(delta.get(name) for name in ("content", *THOUGHTS)):
             record.arrivals.append(now)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -52,6 +50,8 @@ class BenchOptions:
 def run_bench(options: BenchOptions) -> int:
     """The exit status: 1 when nothing was answered."""
     try:
+        for path in filter(None, (options.raw, options.report)):
+            path.open("a").close()  # told before the load is sent, and not after
         records = asyncio.run(_measure(options))
     except (MeshError, BadTrace, OSError) as error:
         print(f"weft bench: {error}", file=sys.stderr)
@@ -60,20 +60,19 @@ def run_bench(options: BenchOptions) -> int:
     console = Console(soft_wrap=True)
     for table in tables(figures):
         console.print(table)
+    if options.raw is not None:
+        whole = {"figures": asdict(figures), "records": [asdict(record) for record in records]}
+        options.raw.write_text(json.dumps(whole), encoding="utf-8")
     if options.report is not None:
         title = f"{options.url}, {time.strftime('%Y-%m-%d %H:%M')}"
         options.report.write_text(page(title, options.shown, figures, records), encoding="utf-8")
         console.print(f"report: {options.report}")
-    if options.raw is not None:
-        whole = {"figures": asdict(figures), "records": [asdict(record) for record in records]}
-        options.raw.write_text(json.dumps(whole), encoding="utf-8")
     return 0 if figures.answered else 1
 
 
 async def _measure(options: BenchOptions) -> list[Record]:
     jobs = _jobs(options)
-    first = next(jobs, None)  # a trace that cannot be read is told before anything is sent
-    if first is None:
+    if options.trace is not None and not jobs:
         raise BadTrace(f"{options.trace}: no requests")
     target = await open_target(options.url, options.model, options.api_key, options.is_chat)
     if not target.ignores_end:
@@ -85,15 +84,15 @@ async def _measure(options: BenchOptions) -> list[Record]:
             print(f"\r{ended} answered", end="", file=sys.stderr, flush=True)
 
     try:
-        whole = itertools.chain((first,), jobs)
-        return await run(target, whole, options.concurrency, options.max_seconds, tell)
+        return await run(target, iter(jobs), options.concurrency, options.max_seconds, tell)
     finally:
         if is_watched:
             print("\r", end="", file=sys.stderr)
         await target.client.aclose()
 
 
-def _jobs(options: BenchOptions) -> Iterator[Job]:
+def _jobs(options: BenchOptions) -> list[Job]:
+    """All of them: a trace's last line that cannot be read is told before anything is sent."""
     if options.trace is None:
-        return from_recipe(options.recipe)
-    return from_trace(options.trace, options.recipe.requests, options.speed)
+        return list(from_recipe(options.recipe))
+    return list(from_trace(options.trace, options.recipe.requests, options.speed))

@@ -81,7 +81,7 @@ def from_trace(path: Path, requests: int, speed: float) -> Iterator[Job]:
     `speed` 2 replays it twice as fast; `requests` 0 takes all. Raises BadTrace, at the latest at the line at fault.
     """
     start: float | None = None
-    with path.open() as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines):
             if requests and number >= requests:
                 return

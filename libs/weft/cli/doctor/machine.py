@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import importlib.util
+import os
 import re
 import resource
 import subprocess
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weft.cli.doctor.finding import Finding, Level, Subject
-from weft.cli.gpus import cards
+from weft.cli.gpus import VISIBLE, cards, chosen_cards, usable_gpus
 from weft.cli.mesh import usable_cores
 from weft.cli.ports import PortTaken, check_port
 from weft.cli.record import running_meshes
@@ -81,6 +82,10 @@ def check_gpu(subject: Subject) -> Iterator[Finding]:
     if not found:
         yield Finding("gpu", Level.OK, "none: workers compute on the CPU")
         return
+    if not (usable := usable_gpus(os.environ, found)):
+        yield Finding("gpu", Level.OK, f"{len(found)}, and {VISIBLE} hides them all: workers compute on the CPU")
+        return
+    found = chosen_cards(found, usable)
     says = ", ".join(
         f"{card.name} ({card.free_bytes >> 20:,} of {card.total_bytes >> 20:,} MiB free)" for card in found
     )
@@ -143,13 +148,17 @@ def check_clock(subject: Subject) -> Iterator[Finding]:
 
 def check_ports(subject: Subject) -> Iterator[Finding]:
     """Those that the user knows; a mesh of ours may be there already."""
-    ours = {mesh.port for mesh in running_meshes()}
+    ours = {
+        int(at.rpartition(":")[2]) for mesh in running_meshes() for at in (f":{mesh.port}", *mesh.services.values())
+    }
     for flag, port in (("--port", subject.port), ("--grpc-port", subject.grpc_port)):
         try:
             check_port(subject.host, port, flag)
         except PortTaken as error:
-            if ours:
-                yield Finding("ports", Level.OK, f"{port} is in use, and a mesh runs on this machine (`weft status`)")
+            if port in ours:
+                yield Finding(
+                    "ports", Level.OK, f"{port} is in use by the mesh that runs on this machine (`weft status`)"
+                )
             else:
                 yield Finding("ports", Level.FAILURE, f"{port} is taken", str(error))
         else:

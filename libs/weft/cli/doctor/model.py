@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,11 +13,11 @@ from pathlib import Path
 
 from weft.capacity.layout import GIB
 from weft.capacity.memory import available_bytes
-from weft.capacity.room import Room
+from weft.capacity.room import Room, default_num_blocks
 from weft.capacity.sizes import Sizes, Wanted, choose
 from weft.cli.doctor.finding import Finding, Level, Subject
 from weft.cli.fit import SHARED_MEMORY, held_bytes, is_for_cpus_only, shared_memory
-from weft.cli.gpus import cards
+from weft.cli.gpus import cards, chosen_cards, usable_gpus
 from weft.cli.record import running_meshes
 from weft.config import ConfigError
 from weft.config import read_config as read_settings
@@ -128,8 +129,13 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
         return
     checkpoints = _readable(subject)
     found = cards()
-    sizes = choose(wanted, has_cuda=bool(found) and not is_for_cpus_only())
+    usable = usable_gpus(os.environ, found)
+    sizes = choose(wanted, has_cuda=bool(usable) and not is_for_cpus_only())
     if sizes.machine.device == "cuda":
+        found = chosen_cards(found, usable)
+        if not found or not all(card.total_bytes for card in found):
+            yield Finding("memory", Level.OK, "nvidia-smi tells nothing of the GPUs' memory: workers look themselves")
+            return
         free = min(card.free_bytes for card in found) // math.ceil(subject.num_workers / len(found))
     else:
         images = sum(checkpoint.total_bytes for checkpoint in checkpoints.values())
@@ -144,7 +150,8 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
 
 def _room(name: str, config: ModelConfig, sizes: Sizes, free: int) -> Finding:
     machine, room = sizes.machine, sizes.room(config, free)
-    pages = max(0, room.left) // block_bytes(config, machine.dtype, machine.block_tokens)
+    size = block_bytes(config, machine.dtype, machine.block_tokens)
+    pages = sizes.num_blocks or default_num_blocks(room, machine.device == "cpu", size, 0, sys.maxsize)
     longest = sizes.paging(config).longest(pages, config.max_positions)
     says = f"{name}: {_sum(room, machine.dtype)}"
     if room.left <= 0 or longest < 1:

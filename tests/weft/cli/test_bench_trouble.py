@@ -1,0 +1,87 @@
+"""`weft bench` where something goes wrong: a server that stands still, files that cannot be read or written."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+from tests.weft.cli.conftest import HELLO, HOLD, Gateway
+from typer.testing import CliRunner
+
+from weft.cli.main import app
+
+runner = CliRunner()
+LINE = '{"timestamp": 0, "input_length": 1, "output_length": 1}\n'
+
+
+def run(gateway: Gateway, *options: str) -> tuple[int, str]:
+    result = runner.invoke(app, ["bench", "--chat", "--url", gateway.url, *options])
+    return result.exit_code, result.output
+
+
+def test_a_server_that_stands_still_costs_the_time_that_it_took_and_all_that_was_never_sent(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    gateway.scripts = [*([list(HELLO)] * 4), [HOLD]]
+    raw = tmp_path / "raw.json"
+    options = ["--requests", "9", "--concurrency", "1", "--max-seconds", "1.5", "--raw", str(raw)]
+    code, output = run(gateway, *options)
+    gateway.released.set()
+    assert code == 0, output
+    assert "2 of 9 answered" in output
+    assert "1 x out of time" in output
+    assert "6 x never sent: out of time" in output
+    figures = json.loads(raw.read_text())["figures"]
+    assert figures["seconds"] >= 1.5, "not the time of the last good answer"
+    assert figures["good_share"] == 2 / 9
+
+
+@pytest.mark.parametrize("line", [b"{", b"\n", b"\x1f\x8b\x08 not text"])
+def test_a_trace_is_read_to_its_end_before_anything_is_sent(gateway: Gateway, tmp_path: Path, line: bytes) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_bytes(LINE.encode() * 3 + line)
+    code, output = run(gateway, "--requests", "0", "--trace", str(trace))
+    assert code == 1
+    assert f"{trace}, line 4" in output.replace("\n", "")
+    assert gateway.asked == []
+
+
+@pytest.mark.parametrize("option", ["--report", "--raw"])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_sent(
+    gateway: Gateway, tmp_path: Path, option: str
+) -> None:
+    code, output = run(gateway, option, str(tmp_path / "nowhere" / "file"))
+    assert code == 1
+    assert "No such file or directory" in output
+    assert gateway.asked == []
+
+
+def test_prompts_cannot_share_more_than_they_are_long(gateway: Gateway) -> None:
+    code, output = run(gateway, "--shared-tokens", "256", "--prompt-tokens", "256")
+    assert code == 2
+    assert "--shared-tokens" in output
+
+
+def test_what_a_chat_template_adds_does_not_shorten_prompts(gateway: Gateway, tmp_path: Path) -> None:
+    def answer(prompt_tokens: int) -> list[object]:
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": 1}
+        return [HELLO[1], {"choices": [], "usage": usage}, "[DONE]"]
+
+    # words of 4.5 characters are tokens, and 36 more are the template's
+    gateway.scripts = [answer(236), answer(76), list(HELLO)]
+    code, output = run(gateway, "--requests", "1", "--prompt-tokens", "1000")
+    assert code == 0, output
+    assert len(gateway.asked[-1][1]["messages"][0]["content"]) == pytest.approx(4500, rel=0.01)
+
+
+def test_it_may_open_as_many_connections_as_the_system_lets_it(gateway: Gateway) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        gateway.scripts = [list(HELLO) for _ in range(3)]
+        assert run(gateway, "--requests", "1")[0] == 0
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
