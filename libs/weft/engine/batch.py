@@ -211,13 +211,16 @@ class Planner:
         """Blocks for all its tokens, cached ones first; one more stays free for each sequence that may grow."""
         if len(self.running) + self._num_reserved >= self._config.max_num_seqs:
             return False
-        num_growing = self._num_reserved + sum(not other.is_prefill for other in self.running)
-        num_hit = self.pages.seat(sequence, num_growing)
+        num_hit = self.pages.seat(sequence, self._num_growing)
         if num_hit is None:
             return False
         sequence.num_sealed = num_hit
         sequence.set_computed(num_hit * self._config.block_tokens)
         return True
+
+    @property
+    def _num_growing(self) -> int:
+        return self._num_reserved + sum(not other.is_prefill for other in self.running)
 
     def _yielding(self, sequence: Sequence) -> Sequence | None:
         """Who makes way for a sequence of higher priority: the last in turn, if all such together give room enough."""
@@ -226,8 +229,12 @@ class Planner:
             for other in self.running
             if not other.is_prefill and other.turn > sequence.turn and other.spec.priority < sequence.spec.priority
         ]
-        room = self._pool.num_available + sum(len(run.blocks) for other in lower for run in other.runs)
-        return lower[-1] if lower and room >= self.pages.num_wanted(sequence) else None
+        if not lower:
+            return None
+        # blocks that somebody else holds as well stay where they are
+        freed = self._pool.num_freed(block for other in lower for run in other.runs for block in run.blocks)
+        wanted = self.pages.num_wanted(sequence, self._num_growing - len(lower))
+        return lower[-1] if self._pool.num_available + freed >= wanted else None
 
     def _grow(self, sequence: Sequence, is_settled: bool) -> bool:
         """A block for the next token, at the cost of the last in turn, maybe itself; False when that may not be."""

@@ -39,10 +39,10 @@ class Pages:
         sequence.runs = [self._extended(*each) for each in zip(hits, wanted, strict=True)]
         return num_hit
 
-    def num_wanted(self, sequence: Sequence) -> int:
-        """Pages that it takes to begin, when none are found."""
+    def num_wanted(self, sequence: Sequence, num_growing: int) -> int:
+        """Pages that must be available for `seat`, when none are found."""
         num_blocks = self._paging.num_blocks(len(sequence.token_ids))
-        return sum([self._paging.num_new(group, 0, num_blocks) for group in self._groups])
+        return sum([self._paging.num_new(group, 0, num_blocks) + num_growing for group in self._groups])
 
     def num_lacking(self, sequence: Sequence) -> int:
         """Pages that it takes to go on."""

@@ -10,7 +10,7 @@ No time ends a quarantine: only whoever knows that nothing can write to the bloc
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -99,6 +99,10 @@ class BlockPool:
                 self._cached[block] = None
             else:
                 heapq.heappush(self._free, block)
+
+    def num_freed(self, blocks: Iterable[int]) -> int:
+        """How many more would be available if each of these were released, as often as it is named."""
+        return sum(count == self._refs[block] for block, count in Counter(blocks).items())
 
     def quarantine(self, blocks: Iterable[int]) -> None:
         """Put private blocks with a single holder aside, taking that reference: somebody may still write there."""

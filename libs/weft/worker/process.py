@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -51,6 +52,8 @@ GOODBYE_SECONDS = 0.5
 CUT_OFF_SECONDS = 0.2
 # what lives when a worker is parked may take so long to its end, or what a signal leaves it if that is more
 PARK_GRACE_SECONDS = 60.0
+# several times what a transfer takes that nobody answers
+CLEAR_SECONDS = 30.0
 
 
 class Desk(Protocol):
@@ -151,9 +154,15 @@ async def _serve(
     try:
         watches = _announce(membership, health), _watch(engine, health), feed.until_broken()
         is_ending = await until_signal(*watches, or_when=membership.until_park_changes)
-        grace = config.grace_seconds if is_ending else max(PARK_GRACE_SECONDS, config.grace_seconds)
-        await _drain(grace, desks, membership, rpc)
-        return None if is_ending else Parked(membership.introduction, membership.is_parked)
+        drain = partial(_drain, desks=desks, membership=membership, rpc=rpc)
+        if not is_ending:
+            # a signal meanwhile counts for more than the wish to park
+            grace = max(PARK_GRACE_SECONDS, config.grace_seconds)
+            is_ending = await until_signal(or_when=partial(drain, grace))
+        if is_ending:
+            await drain(config.grace_seconds)
+            return None
+        return Parked(membership.introduction, membership.is_parked)
     finally:
         keeping.cancel()
         await rpc.stop(CUT_OFF_SECONDS)
@@ -250,8 +259,14 @@ async def _drain(grace_seconds: float, desks: Sequence[Desk], membership: Member
 
 
 async def _clear(place: Workplace) -> None:
-    place.grammars.close()
-    await place.store.close()
-    for transport in place.transports:
-        await transport.close()
-    await place.channels.close()
+    """Give everything back. What a library does not let go of goes with the process; its keeper starts another."""
+    try:
+        async with asyncio.timeout(CLEAR_SECONDS):
+            place.grammars.close()
+            await place.store.close()
+            for transport in place.transports:
+                await transport.close()
+            await place.channels.close()
+    except TimeoutError:
+        logger.error("transfers have not ended after %g s; this process ends without them", CLEAR_SECONDS)
+        os._exit(1)

@@ -1,10 +1,11 @@
-"""A task group for background work: what still runs at the end of its scope is cancelled instead of awaited."""
+"""A task group for background work: what still runs at the end of its scope is cancelled instead of awaited; and what
+every group forgets."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 
 class _ScopeEnds(Exception):
@@ -14,9 +15,22 @@ class _ScopeEnds(Exception):
 @asynccontextmanager
 async def background() -> AsyncIterator[asyncio.TaskGroup]:
     """A TaskGroup: a task that fails ends the scope, the scope's end ends the tasks."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            yield group
-            raise _ScopeEnds
-    except* _ScopeEnds:
-        pass
+    with cancellation_heeded():
+        try:
+            async with asyncio.TaskGroup() as group:
+                yield group
+                raise _ScopeEnds
+        except* _ScopeEnds:
+            pass
+
+
+@contextmanager
+def cancellation_heeded() -> Iterator[None]:
+    """Around a TaskGroup whose errors are caught. A group that fails waits for its tasks, and drops the cancellation of
+    its own task that comes meanwhile (CPython up to 3.12): that is raised behind the block. On a task."""
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    yield
+    if task.cancelling() > before:
+        raise asyncio.CancelledError

@@ -10,7 +10,16 @@ from functools import partial
 
 from weft.engine.core import Engine
 from weft.engine.messages import FirstToken, Reserved
-from weft.errors import BadCheckpoint, Cancelled, DeadlineExceeded, Incompatible, Overloaded, PeerLost, WeftError
+from weft.errors import (
+    BadCheckpoint,
+    Cancelled,
+    DeadlineExceeded,
+    Incompatible,
+    NotFound,
+    Overloaded,
+    PeerLost,
+    WeftError,
+)
 from weft.kv.groups import PageRun
 from weft.kv.handoff import Heartbeat, PrefillOrder, PromptFinished
 from weft.kv.transport import TransferFailed
@@ -18,6 +27,7 @@ from weft.lifetime import Stage
 from weft.request import ModelFingerprint, PromptUsage, RequestKey, WorkerAddress
 from weft.worker.borrow import Borrower, ChecksumMismatch
 from weft.worker.tally import Tally
+from weft.worker.tasks import cancellation_heeded
 from weft_services.decode.fallback import Fallbacks
 from weft_services.decode.order import SequenceOrder
 from weft_services.decode.peers import PrefillPeers
@@ -45,6 +55,7 @@ _REASONS: dict[type[BaseException], str] = {
     TransferFailed: "transfer",
     ChecksumMismatch: "checksum",
     LeaseLost: "lease_lost",
+    NotFound: "lease_lost",
     BrokenPromise: "protocol",
     Circle: "circle",
 }
@@ -104,19 +115,20 @@ class HandOffs:
         self, prefill: WorkerAddress, reception: Reception, num_hit: int, stages: StageClock
     ) -> PromptFinished | None:
         finished: PromptFinished | None = None
-        try:
-            async with self._peers.open(prefill, reception.order, stages.remaining_seconds) as call:
-                finished = await reception.receive(call, stages)
-        except* _EXPECTED as group:
-            error = first_leaf(group)
-            reason = _REASONS.get(type(error), "failed")
-            reception.is_lender_lost = isinstance(error, _LOST)
-            self.tally.hand_off_failed(prefill.worker_id, reason)
-            logger.warning("hand-off from %s thrown away (%s): %s", prefill.worker_id, reason, error)
-        finally:
-            if finished is None:
-                # also when cancelled: whoever cancels the sequence next finds its suspect blocks in quarantine
-                self._engine.filled(reception.order.key, num_hit, suspect_blocks=reception.abandon())
+        with cancellation_heeded():
+            try:
+                async with self._peers.open(prefill, reception.order, stages.remaining_seconds) as call:
+                    finished = await reception.receive(call, stages)
+            except* _EXPECTED as group:
+                error = first_leaf(group)
+                reason = _REASONS.get(type(error), "failed")
+                reception.is_lender_lost = isinstance(error, _LOST)
+                self.tally.hand_off_failed(prefill.worker_id, reason)
+                logger.warning("hand-off from %s thrown away (%s): %s", prefill.worker_id, reason, error)
+            finally:
+                if finished is None:
+                    # also when cancelled: whoever cancels the sequence next finds its suspect blocks in quarantine
+                    self._engine.filled(reception.order.key, num_hit, suspect_blocks=reception.abandon())
         return finished
 
     def _hear(self, key: RequestKey, num_tokens: int, still: Standstill, event: PromptFinished | Heartbeat) -> None:

@@ -224,6 +224,6 @@ class LeaseDesk:
         if (difference := self._fingerprint.difference(order.fingerprint)) is not None:
             raise Incompatible(f"prefill and decode differ in {difference}")
         if is_late(order.key, self._leases):
-            raise Cancelled("a later attempt at the request is being computed")
+            raise InvalidRequest("a later attempt at the request is being computed")
         if order.key in self._leases:
             raise InvalidRequest("this attempt is being computed already")

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from weft import trace
-from weft.errors import DeadlineExceeded, Incompatible, InvalidRequest, NotFound, PeerLost
+from weft.errors import Incompatible, InvalidRequest, NotFound, PeerLost
 from weft.kv.handoff import (
     SIGNS_A_LEASE,
     Accepted,
@@ -107,14 +107,15 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
             await speaker.say(Heartbeat())
 
     async def _until_done(self, requests: Requests, lease: Lease) -> None:
-        """Returns at decode's `done`; raises DeadlineExceeded when decode is silent for longer than the lease."""
+        """Returns at decode's `done`; raises NotFound when decode is silent for longer than the lease: a deadline would
+        be taken for this worker's fault."""
         while True:
             try:
                 async with asyncio.timeout(self._accepted.lease_ms / 1000):
                     request = await anext(requests, None)
             except TimeoutError:
                 lease.end = "expired"
-                raise DeadlineExceeded("the lease ended: decode fell silent") from None
+                raise NotFound("the lease ended: decode fell silent") from None
             if request is None or request.WhichOneof("message") == "done":
                 break
         lease.dismiss()

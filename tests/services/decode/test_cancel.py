@@ -20,6 +20,7 @@ from weft.worker.tasks import background
 from weft_mesh.v1 import decode_service_pb2
 from weft_services.decode import service
 from weft_services.decode.outbox import Outbox
+from weft_services.decode.reception import Reception
 
 ENDLESS = SamplingParams(max_tokens=150, ignore_eos=True)
 
@@ -78,6 +79,35 @@ async def test_cancelled_during_a_pull_its_blocks_are_nobodys_until_the_pull_has
         # the first token waits for no pull; whoever has left hears nothing more
         assert len(answer.tokens) <= 1
         assert not answer.has_ended.is_set()
+
+
+async def test_cancelled_while_a_hand_off_is_being_given_up(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_giving_up, may_end = asyncio.Event(), asyncio.Event()
+
+    async def slow_to_end() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_giving_up.set()
+            await may_end.wait()
+
+    async def receive(*_: object) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(slow_to_end())
+            await asyncio.sleep(0)
+            raise PeerLost("the lender is gone")
+
+    monkeypatch.setattr(Reception, "receive", receive)
+    async with start_pair(tiny) as pair:
+        key, answer = await pair.gateway.start(prompt(30), pair.prefill.address, sampling=ENDLESS)
+        await is_giving_up.wait()
+        await pair.gateway.cancel(key)
+        # on the same stream: when this is answered, the other word has been heard
+        assert (await pair.gateway.generate(prompt(6))).tokens == pair.expected(prompt(6))
+        may_end.set()
+        await pair.decode.until_idle()
+        await pair.gateway.generate(prompt(7))
+        assert answer.tokens == []
 
 
 async def test_cancelled_while_it_generates(tiny: Tiny) -> None:

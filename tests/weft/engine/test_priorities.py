@@ -148,3 +148,30 @@ def test_a_short_prompt_does_not_overtake_a_long_one_of_higher_priority_that_cam
     played.now = 1.0
     played.run()
     assert played.begun == ["urgent", "short"]
+
+
+def test_what_lower_ones_share_is_room_once_and_what_higher_ones_share_with_them_is_none(steps_ahead: int) -> None:
+    """20 blocks of 4, of which 6 hold what three have in common: the lower two give 4 back, not 16."""
+    played = Played(steps_ahead, num_blocks=20, max_context_tokens=128)
+    common: dict[str, Any] = {"cache_salt": b"common", "prompt": 25}
+    played.submit("held", 1, num_tokens=20, **common)
+    played.turn(12)
+    for name in ("one", "two"):
+        played.submit(name, 0, num_tokens=6, **common)
+    played.turn(4)
+    played.submit("urgent", 1, prompt=48)
+    played.run()
+    assert played.ended.index("one") < played.ended.index("urgent"), "it would have made way for nothing"
+    assert played.ended.index("two") < played.ended.index("urgent")
+
+
+def test_the_block_that_others_may_grow_into_is_no_room(steps_ahead: int) -> None:
+    """9 blocks of 4: without the batch there were 5, of which one is the other's next."""
+    played = Played(steps_ahead, num_blocks=9)
+    played.submit("usual", 1, prompt=10, num_tokens=18)
+    played.turn(3)
+    played.submit("batch", 0, prompt=10, num_tokens=3)
+    played.turn(2)
+    played.submit("urgent", 1, prompt=20)
+    played.run()
+    assert played.ended[0] == "batch"
