@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from loadtest.engine.limits import measure
 from loadtest.engine.report import write_report
 from loadtest.engine.results import Results
 from loadtest.engine.shapes import SHAPES, Shape, weight_bytes
-from loadtest.engine.sweep import GPU_BATCHES, GPU_CONTEXTS, GPU_PROMPTS, Grid, Sweep, facts
+from loadtest.engine.sweep import GPU_BATCHES, GPU_CONTEXTS, GPU_PROMPTS, Grid, ShapeFailed, Sweep, facts
 from weft.capacity.gpus import Gpu
 from weft.capacity.layout import GIB
 from weft.capacity.sizes import Wanted, choose
@@ -54,15 +55,20 @@ def run_shape(shape: Shape, settings: Settings, gpu: Gpu, grid: Grid, results: R
         return
     if all(results.has(point) for point in grid.points(shape.name)):
         return
+    free()
     started = time.monotonic()
     try:
         sweep = Sweep(shape, settings, gpu, grid)
-    except torch.cuda.OutOfMemoryError as error:
-        results.facts[shape.name] = f"{title}; {str(error).splitlines()[0]}"
+    except Exception as error:  # out of memory, or a kernel that this device does not take
+        traceback.print_exc()
+        results.facts[shape.name] = f"{title}; {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return
     results.facts[shape.name] = f"{title}, ready in {time.monotonic() - started:.1f} s"
     try:
         sweep.run(results)
+    except ShapeFailed as error:
+        traceback.print_exc()
+        results.facts[shape.name] += f"; ended at {error}"
     finally:
         sweep.close()
         results.save()

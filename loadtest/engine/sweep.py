@@ -54,6 +54,10 @@ class Grid:
         return [*decodes[:first], *prefills, *mixed, *decodes[first:]]
 
 
+class ShapeFailed(Exception):
+    """A point's engine has ended, and with it the points of the shape that are left."""
+
+
 class Sweep:
     """One shape's points on one engine."""
 
@@ -62,7 +66,7 @@ class Sweep:
         self.shape, self.settings, self.gpu, self.grid = shape, settings, gpu, grid
 
     def run(self, results: Results) -> None:
-        """All points that are not there yet."""
+        """All points that are not there yet. Raises ShapeFailed; the point at fault is named, and not tried again."""
         for point in self.grid.points(self.shape.name):
             if not results.has(point):
                 self._run_one(point, results)
@@ -88,7 +92,12 @@ class Sweep:
         if results.seconds_left < 2 * least + 5:
             return results.skip(point, "no time left", is_late=True)
         measure_point = {"decode": self._decode, "prefill": self._prefill, "mixed": self._mixed}[point.kind]
-        figures = measure_point(point)
+        try:
+            figures = measure_point(point)
+        except Exception as error:  # of a compiler, a driver, an allocator, or the engine's own
+            said = str(error).splitlines() or [""]
+            results.skip(point, f"failed: {type(error).__name__}: {said[0]}")
+            raise ShapeFailed(f"{point.key}: {type(error).__name__}") from error
         results.add(point, **figures, memory_gib=self.bench.memory_bytes() / GIB)
         return None
 

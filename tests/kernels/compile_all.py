@@ -66,7 +66,8 @@ class Recorder:
                 signature[name] = "constexpr"
             elif isinstance(value, torch.Tensor):
                 signature[name] = "*" + NAMES[value.dtype]
-                aligned[(index,)] = [["tt.divisibility", 16]]
+                if not self.kernel.params[index].do_not_specialize_on_alignment:
+                    aligned[(index,)] = [["tt.divisibility", 16]]
             elif isinstance(value, int) and value == 1:
                 # as a launch does: it becomes part of the kernel
                 signature[name], constants[name] = "constexpr", 1
@@ -129,6 +130,7 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
     assert long is not None
     few = long.slice(0, 1, 2)
     shape, windowed = Shape(0.1, num_splits=8), Shape(0.1, window=4096, num_splits=8)
+    split = Shape(0.1, num_splits=32)
     latent = torch.empty(4, 1, 2, 1, 64, 576, dtype=BF16)[:, :, 0, 0]
     latent_q, latent_out = torch.empty(2, 64, 576, dtype=BF16), torch.empty(2, 64, 512, dtype=BF16)
     made = torch.empty(4, 8, 1, 2, 64, 192, dtype=BF16)[:, :, 0]  # MLA's keys of 128 + 64 and values, for a long chunk
@@ -186,6 +188,11 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
         "F12, looked up": (unpack, "_unpack", lambda: unpack.unpack_rows(f12, slots)),
         "decode": (decode, "_decode", lambda: decode.paged_attention_decode(q, keys, values, batch, shape, q)),
         "join": (decode, "_join", lambda: decode.paged_attention_decode(q, keys, values, batch, shape, q)),
+        "join, latent": (
+            decode,
+            "_join",
+            lambda: decode.paged_attention_decode(latent_q, latent, latent[..., :512], batch, split, latent_out),
+        ),
         "decode, window": (
             decode,
             "_decode",

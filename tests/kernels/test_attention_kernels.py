@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -181,6 +182,21 @@ def test_rows_of_other_sequences_are_left_alone() -> None:
         close(out[2], expected[2])
         assert bool((out[:2] == 7).all())
         assert bool((out[3:] == 7).all())
+
+
+def test_parts_are_kept_of_the_sequences_that_are_decoded_and_of_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, shape = make_case([(2, 40), (30, 70)]), Shape(0.25, num_splits=32)
+    expected, made, empty = case.expected(shape), list[tuple[int, ...]](), torch.empty
+
+    def noted(*sizes: int, **kinds: Any) -> Tensor:
+        made.append(sizes)
+        return empty(*sizes, **kinds)
+
+    monkeypatch.setattr(torch, "empty", noted)
+    case.batch = case.batch.slice(0, 1, 2)
+    out = decode(case, shape)
+    close(out[:2], expected[:2])
+    assert [sizes[0] for sizes in made if sizes[2:] == (32,)] == [2]
 
 
 def test_launches_split_at_the_first_long_sequence() -> None:

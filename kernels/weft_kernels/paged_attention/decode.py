@@ -31,8 +31,9 @@ def paged_attention_decode(
     tiles = shape.tiles(keys, values, 64 if keys.shape[3] * keys.itemsize <= 512 else 32)
     splits = shape.num_splits or _num_splits(num_seqs * kv_heads * num_m, q.device)
     assert splits & (splits - 1) == 0
-    # With one split there is nothing to join: the part is the result, and lies where the result does.
-    logs = torch.empty(*q.shape[:2], splits, dtype=torch.float32, device=q.device)
+    # With one split there is nothing to join: the part is the result, and lies where the result does. Of more, those
+    # of these sequences alone are kept: `q` may have a long prompt's rows, too.
+    logs = torch.empty(num_seqs * batch.max_rows, q.shape[1], splits, dtype=torch.float32, device=q.device)
     parts = out if splits == 1 else logs.new_empty(*logs.shape, values.shape[3])
     _decode[(num_seqs, kv_heads * num_m, splits)](
         q,
@@ -45,6 +46,7 @@ def paged_attention_decode(
         logs,
         *keys.stride()[:3],
         batch.block_tables.stride(0),
+        batch.max_rows,
         shape.scale * LOG2_E,
         SPLITS=splits,
         KV_HEADS=kv_heads,
@@ -91,6 +93,7 @@ def _decode(
     stride_head: tl.tensor,
     stride_token: tl.tensor,
     stride_table: tl.tensor,
+    max_rows: tl.tensor,
     scale: tl.tensor,
     SPLITS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -164,7 +167,10 @@ def _decode(
                 VALUE_IS_KEY,
             )
         b_acc = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
-        o_part = o_out * SPLITS + i_split
+        o_part = o_out
+        if SPLITS > 1:
+            o_row = i_seq * max_rows + o_m // GROUP
+            o_part = (o_row * (KV_HEADS * GROUP) + i_head * GROUP + o_m % GROUP) * SPLITS + i_split
         o_v = tl.arange(0, BLOCK_V)
         m_part = m_m[:, None] & (o_v < VALUE_DIM)[None, :]
         p_part = p_parts + o_part[:, None] * VALUE_DIM + o_v[None, :]
@@ -193,11 +199,12 @@ def _join(
         o_v = tl.arange(0, BLOCK_V)
         m_v = o_v < VALUE_DIM
         # [SPLITS]: a split without visible keys has the log of nothing, -inf, and weight 0
-        b_log = tl.load(p_logs + o_out * SPLITS + o_split)
+        o_part = (tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)) * SPLITS + o_split
+        b_log = tl.load(p_logs + o_part)
         top = tl.max(b_log, 0)
         b_weight = tl.exp2(b_log - tl.where(top == float("-inf"), 0.0, top))
         # [SPLITS, BLOCK_V]
-        p_part = p_parts + (o_out * SPLITS + o_split)[:, None] * VALUE_DIM + o_v[None, :]
+        p_part = p_parts + o_part[:, None] * VALUE_DIM + o_v[None, :]
         b_part = tl.load(p_part, mask=m_v[None, :], other=0.0)
         total = tl.sum(b_weight, 0)
         b_out = tl.sum(b_part * b_weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)

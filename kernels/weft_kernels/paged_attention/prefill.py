@@ -43,7 +43,8 @@ def paged_attention_prefill(
     )
 
 
-@triton.jit
+# a batch's long prompts begin anywhere among its sequences; compiled once all the same
+@triton.jit(do_not_specialize_on_alignment=["p_starts", "p_contexts"])
 def _prefill(
     p_q: tl.tensor,
     p_keys: tl.tensor,

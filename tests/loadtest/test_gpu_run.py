@@ -1,0 +1,53 @@
+"""The benchmark of a bare GPU machine, with tiny models on whatever is here: it ends with results, whatever fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from loadtest.engine.drive import Bench
+from loadtest.engine.gpu import TINY, run_shape, settings_for
+from loadtest.engine.results import Results
+from loadtest.engine.shapes import SHAPES
+
+from weft.capacity.gpus import Gpu
+
+GRID = replace(TINY, batches=(1, 2), contexts=(128,), prompts=(64,), mixed=())
+
+
+def test_a_point_that_fails_is_named_and_the_next_shape_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = replace(settings_for("cpu", is_tiny=True), chunk_tokens=64)
+    results, gpu = Results(None, float("inf")), Gpu("this one", 1.0, 0.01, 0.1, 0.1)
+    decode = Bench.decode
+
+    def fails_for_two(bench: Bench, batch: int, *others: Any) -> Any:
+        if batch == 2 and bench.config.experts is None:
+            raise RuntimeError("CUDA error: no kernel image\nand forty lines more")
+        return decode(bench, batch, *others)
+
+    monkeypatch.setattr(Bench, "decode", fails_for_two)
+    for name in ("8B", "Scout"):
+        run_shape(SHAPES[name].tiny(), settings, gpu, GRID, results)
+    rows = {key: row.get("note", "measured") for key, row in results.points.items()}
+    assert rows == {
+        "weft/8B/decode/1/128/0": "measured",
+        "weft/8B/decode/2/128/0": "failed: RuntimeError: CUDA error: no kernel image",
+        "weft/Scout/decode/1/128/0": "measured",
+        "weft/Scout/decode/2/128/0": "measured",
+        "weft/Scout/prefill/1/64/0": "measured",
+    }
+    assert "; ended at " in results.facts["8B"]
+    assert "ended" not in results.facts["Scout"]
+
+
+def test_a_shape_whose_engine_does_not_come_up_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(bench: Bench, *_: Any) -> None:
+        raise RuntimeError("out of resource: shared memory\nRequired: 300000")
+
+    monkeypatch.setattr(Bench, "__init__", fails)
+    results = Results(None, float("inf"))
+    shape, settings = SHAPES["8B"].tiny(), settings_for("cpu", is_tiny=True)
+    run_shape(shape, settings, Gpu("this one", 1.0, 0.01, 0.1, 0.1), GRID, results)
+    assert results.points == {}
+    assert results.facts["8B"].endswith("; RuntimeError: out of resource: shared memory")
