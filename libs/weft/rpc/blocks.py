@@ -6,7 +6,9 @@ The lender's half is `block_chunks`; the borrower's half is GrpcTransport. Neith
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import ParamSpec, TypeVar
 
 from weft.errors import WeftError
 from weft.kv.memory import BlockBytes
@@ -16,18 +18,37 @@ from weft.rpc.wire import key_to_wire
 from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 
 CHUNK_BYTES = 1024 * 1024
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def block_chunks(memory: BlockBytes, blocks: Iterable[int]) -> Iterator[prefill_service_pb2.ReadBlocksResponse]:
-    """The lender's answer: every block in order, in pieces of at most 1 MiB, each copied when it is asked for."""
+async def block_chunks(
+    memory: BlockBytes, blocks: Iterable[int]
+) -> AsyncIterator[prefill_service_pb2.ReadBlocksResponse]:
+    """The lender's answer: every block in order, in pieces of at most 1 MiB, copied when they are asked for: each by
+    itself, or a device's whole block with its first."""
     for block in blocks:
+        whole = await _beside(memory, memory.read, block)
         for offset in range(0, memory.block_bytes, CHUNK_BYTES):
-            data = bytes(memory.read(block)[offset : offset + CHUNK_BYTES])
+            data = bytes(whole[offset : offset + CHUNK_BYTES])
             yield prefill_service_pb2.ReadBlocksResponse(block=block, offset_bytes=offset, data=data)
 
 
+async def _beside(memory: BlockBytes, copy: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """At once, or on a thread where a copy waits for a device; then to its end, also when this is cancelled."""
+    if memory.is_near:
+        return copy(*args, **kwargs)
+    copying = asyncio.ensure_future(asyncio.to_thread(copy, *args, **kwargs))
+    try:
+        return await asyncio.shield(copying)
+    finally:
+        while not copying.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([copying])
+
+
 class GrpcTransport:
-    """Pulls whole blocks from the lender's gRPC listener and writes them on the event loop."""
+    """Pulls whole blocks from the lender's gRPC listener; writes them on the event loop, a device's beside it."""
 
     name = "grpc"
 
@@ -63,7 +84,8 @@ class GrpcTransport:
                 owned(prefill_service_pb2_grpc.PrefillServiceStub(channel).ReadBlocks(request)) as call,
             ):
                 async for chunk in call:
-                    self._memory.write(targets[chunk.block], chunk.offset_bytes, chunk.data)
+                    write = self._memory.write
+                    await _beside(self._memory, write, targets[chunk.block], chunk.offset_bytes, chunk.data)
                     missing -= len(chunk.data)
         except (WeftError, TimeoutError, KeyError, ValueError) as error:
             raise TransferFailed(f"reading from {lender.address}: {error!r}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +19,8 @@ def open_blocks(pool: PoolMemory, device: str) -> BlockBytes:
 
 
 class TensorBlocks:
-    """A pool that only torch can reach: `read` and `write` copy in order with the engine's work on its stream.
-
-    Copies of many blocks go beside it, on a stream of their own: what is copied out must be final, and nobody may look
-    at what is copied in before that is done.
+    """A pool that only torch can reach. Copies go beside the engine's work, on a stream of their own, and wait for none
+    of its steps: what is copied out must be final, and nobody may look at what is copied in before that is done.
     """
 
     is_near = False
@@ -61,8 +58,9 @@ class TensorBlocks:
         """A copy."""
         if not 0 <= block < self.num_blocks:
             raise ValueError(f"no block {block} in a pool of {self.num_blocks}")
-        copied: Any = self._pool[block].to("cpu", copy=True).numpy()
-        return memoryview(copied)
+        copied = torch.empty(self.block_bytes, dtype=torch.uint8)
+        self._copy([(copied, self._pool[block])])
+        return memoryview(copied.numpy())  # type: ignore[arg-type]
 
     def write(self, block: int, offset_bytes: int, data: bytes) -> None:
         """See BlockBytes."""
@@ -70,7 +68,7 @@ class TensorBlocks:
             raise ValueError(f"{len(data)} bytes at {offset_bytes} do not fit into block {block}")
         if data:
             source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            self._pool[block, offset_bytes : offset_bytes + len(data)].copy_(source)
+            self._copy([(self._pool[block, offset_bytes : offset_bytes + len(data)], source)])
 
 
 class _DeviceMemory:

@@ -139,7 +139,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         key = key_from_wire(request.key)
         if not self._desk.find(key).lent.issuperset(request.blocks):
             raise NotFound("the lease does not cover these blocks")
-        for chunk in block_chunks(self._memory, request.blocks):
+        async for chunk in block_chunks(self._memory, request.blocks):
             # for every piece: its bytes were copied just now, and the lease may have ended while the last one was sent
             self._desk.find(key)
             yield chunk

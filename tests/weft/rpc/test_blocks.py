@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -32,13 +33,10 @@ def pool(fill: Callable[[int], int]) -> HostBlocks:
     return memory
 
 
-def honest(request: pb2.ReadBlocksRequest, memory: HostBlocks) -> Any:
-    """What prefill does."""
-    return block_chunks(memory, request.blocks)
-
-
 @asynccontextmanager
-async def start_lender(memory: HostBlocks, answer: Answer = honest) -> AsyncIterator[str]:
+async def start_lender(memory: HostBlocks, answer: Answer | None = None) -> AsyncIterator[str]:
+    """Without an answer what prefill does."""
+
     class Servicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         async def Prefill(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
             raise AssertionError("only blocks are read")
@@ -50,7 +48,9 @@ async def start_lender(memory: HostBlocks, answer: Answer = honest) -> AsyncIter
             self, request: pb2.ReadBlocksRequest, context: Any
         ) -> AsyncIterator[pb2.ReadBlocksResponse]:
             assert request.key.request_id == "lease"
-            for chunk in answer(request, memory):
+            async for chunk in block_chunks(memory, request.blocks if answer is None else ()):
+                yield chunk
+            for chunk in answer(request, memory) if answer else ():
                 if chunk is None:
                     await asyncio.Event().wait()
                 yield chunk
@@ -84,6 +84,47 @@ async def test_blocks_arrive_as_they_were_in_pieces(monkeypatch: pytest.MonkeyPa
         await pull(remote, local, address, [(4, 0), (5, 1), (2, 5)], 5)
     assert [bytes(local.read(i)) for i in (0, 1, 5)] == [bytes(remote.read(i)) for i in (4, 5, 2)]
     assert all(bytes(local.read(i)) == bytes(SIZE) for i in (2, 3, 4))
+
+
+class Device(HostBlocks):
+    """Copies wait until it is free, as those of a GPU wait for what it does."""
+
+    is_near = False
+
+    def __init__(self, memory: HostBlocks) -> None:
+        super().__init__(memory.address, memory.block_bytes, memory.num_blocks)
+        self.is_free, self.is_asked, self.backing = threading.Event(), threading.Event(), memory
+        self.num_reads = 0
+
+    def read(self, block: int) -> memoryview:
+        self.num_reads += 1
+        return super().read(block)
+
+    def write(self, block: int, offset_bytes: int, data: bytes) -> None:
+        self.is_asked.set()
+        assert self.is_free.wait(20)
+        self.backing.write(block, offset_bytes, data)
+
+
+async def test_the_loop_goes_on_while_a_device_is_written_to_and_the_pull_ends_when_nothing_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(blocks, "CHUNK_BYTES", 1024)
+    remote, local = Device(pool(lambda i: i * 7)), Device(pool(lambda i: 0))
+    async with start_lender(remote) as address:
+        pulling = asyncio.create_task(pull(remote, local, address, [(4, 0)], 20))
+        await asyncio.to_thread(local.is_asked.wait, 20)
+        pulling.cancel()
+        await asyncio.sleep(0)
+        assert not pulling.done(), "something may still land"
+        local.is_free.set()
+        with pytest.raises(asyncio.CancelledError):
+            await pulling
+        landed = bytes(local.backing.read(0))
+        assert landed == bytes(remote.read(4))[:1024] + bytes(SIZE - 1024)
+        await pull(remote, local, address, [(4, 1)], 20)
+        assert bytes(local.backing.read(1)) == bytes(remote.backing.read(4))
+    assert remote.num_reads <= 4, "once a block, not once a piece"
 
 
 def chunk(**fields: Any) -> pb2.ReadBlocksResponse:
