@@ -69,6 +69,7 @@ class Recorder:
         self._link = link
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._captures = not link.is_direct
+        self._memory: Any = torch.cuda.graph_pool_handle() if self._captures else None
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """A function that does what `run` does, on the same memory; `run` may wait for nothing and ask for no values.
@@ -82,15 +83,26 @@ class Recorder:
             return self._capture(run)
         except RuntimeError as error:
             self._captures = False
+            self._end_capture()
             logger.warning("no graph could be captured, steps are launched kernel by kernel from now on: %s", error)
             return run
 
+    def _end_capture(self) -> None:
+        """For the allocator, which torch leaves believing in a capture that the driver has given up: it would give back
+        nothing that it has cached any more, not even to those who find no memory."""
+        index = self._link.device.index
+        index = torch.cuda.current_device() if index is None else index
+        try:
+            torch._C._cuda_endAllocateToPool(index, self._memory)
+        except RuntimeError:
+            return  # torch has ended it
+        torch._C._cuda_releasePool(index, self._memory)
+
     def _capture(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        memory = self._graphs[0].pool() if self._graphs else None
         current = torch.cuda.stream(torch.cuda.current_stream(self._link.device))
         # a capture that fails leaves its own stream the current one; other threads may go on with their own work
-        with current, torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        with current, torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             run()
         self._graphs.append(graph)
         return graph.replay
