@@ -69,7 +69,7 @@ class Recorder:
         self._link = link
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._captures = not link.is_direct
-        self._memory: Any = torch.cuda.graph_pool_handle() if self._captures else None
+        self._memory: Any = None  # of all graphs, from the first on
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """A function that does what `run` does, on the same memory; `run` may wait for nothing and ask for no values.
@@ -90,6 +90,8 @@ class Recorder:
     def _end_capture(self) -> None:
         """For the allocator, which torch leaves believing in a capture that the driver has given up: it would give back
         nothing that it has cached any more, not even to those who find no memory."""
+        if self._memory is None:
+            return
         index = self._link.device.index
         index = torch.cuda.current_device() if index is None else index
         try:
@@ -100,6 +102,7 @@ class Recorder:
 
     def _capture(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
+        self._memory = self._memory or torch.cuda.graph_pool_handle()
         current = torch.cuda.stream(torch.cuda.current_stream(self._link.device))
         # a capture that fails leaves its own stream the current one; other threads may go on with their own work
         with current, torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
