@@ -89,19 +89,20 @@ class PrefixIndex(Generic[HolderT]):
         """The holder has said that it holds these no more."""
         if (mine := self._held.get(holder)) is not None:
             for key in keys:
-                self._drop(holder, mine, key)
+                if (stood_for := mine.keys.pop(key, None)) is not None:
+                    self._lost(holder, mine, key, stood_for)
 
     def trim(self, holder: HolderT, capacity: int) -> None:
         """It holds no more than so many blocks: the oldest are gone."""
-        mine = self._held.get(holder)
-        while mine is not None and mine.keys and mine.blocks > capacity:
-            self._drop(holder, mine, next(iter(mine.keys)))
+        if (mine := self._held.get(holder)) is not None:
+            while mine.keys and mine.blocks > capacity:
+                self._lost(holder, mine, *mine.keys.popitem(last=False))
 
     def forget(self, holder: HolderT) -> None:
         """It is gone, and all it held."""
         if (mine := self._held.pop(holder, None)) is not None:
-            for key in list(mine.keys):
-                self._drop(holder, mine, key)
+            for key, stood_for in mine.keys.items():
+                self._lost(holder, mine, key, stood_for)
             self._ring.remove(holder)
             self._largest = None if holder == self._largest else self._largest
 
@@ -111,7 +112,7 @@ class PrefixIndex(Generic[HolderT]):
         self._ring.rotate(-1)
         largest = self._compare(self._ring[0])
         if keys := self._held[largest].keys:
-            self._drop(largest, self._held[largest], next(iter(keys)))
+            self._lost(largest, self._held[largest], *keys.popitem(last=False))
 
     def _compare(self, holder: HolderT) -> HolderT:
         """Who has most, as far as is known, this one included."""
@@ -119,17 +120,16 @@ class PrefixIndex(Generic[HolderT]):
             self._largest = holder
         return self._largest
 
-    def _drop(self, holder: HolderT, mine: _Held, key: bytes) -> None:
-        stood_for = mine.keys.pop(key, None)
-        if stood_for is None:
-            return
+    def _lost(self, holder: HolderT, mine: _Held, key: bytes, stood_for: int) -> None:
+        """The key is among its own no more."""
         mine.blocks -= stood_for
         self._num_keys -= 1
-        others = tuple(other for other in self._holders[key] if other != holder)
-        if others:
-            self._holders[key] = others
-        else:
+        holders = self._holders[key]
+        if len(holders) == 1:
             del self._holders[key]
+        else:
+            place = holders.index(holder)
+            self._holders[key] = (*holders[:place], *holders[place + 1 :])
 
 
 @lru_cache(4096)
