@@ -18,6 +18,7 @@ ANSWERS = (
     "```python\ndef f(a):\n    return a < 2 and '**not bold**'\n```\nafter",
     "```\nnever closed\n- no list",
     "| name | age |\n|------|-----|\n| Ada | 36 |\n| *Bob* | 41 |",
+    "1. Write\n   ```python\n   def f():\n       return 1\n\n\n   f()\n   ```\n2. Run it",
     "> quoted\n> twice\n\n---\n\nbehind",
     "2 * 3 * 4 and snake_case_name and <b>no markup</b> & <script>alert(1)</script>",
 )

@@ -43,7 +43,9 @@ async def test_an_answer_comes_with_its_account(browser: Any, shown: Scene) -> N
         await page.keyboard.type("hello world, hello world")  # the field has the focus
         await page.keyboard.press("Enter")
         await page.wait_for_selector(".account", timeout=WAIT_MS)
-        assert ANSWER.startswith(await page.inner_text(".assistant .text"))
+        text = (await page.inner_text(".assistant .text")).strip()
+        assert ANSWER.startswith(text)
+        assert len(text) > 0.9 * len(ANSWER), "its last word's full stop is no token of the tiny tokenizer"
         figures = (await page.inner_text(".figures")).split("\n")
         told = dict(zip(figures[::2], figures[1::2], strict=True))
         assert told["workers"] == "prefill-0 → decode-0"
@@ -160,6 +162,75 @@ async def test_what_goes_wrong_is_said(browser: Any, shown: Scene) -> None:
         await page.fill("#prompt", "hello")
         await page.keyboard.press("Enter")
         assert (await page.inner_text("#trouble")).startswith("Tools: ")
+        assert await page.input_value("#prompt") == "hello", "it may be asked again"
+        assert await page.locator("#talk li").count() == 0
+
+
+async def test_a_question_that_is_refused_is_back_in_its_field(browser: Any, shown: Scene) -> None:
+    async def refuse(route: Any) -> None:
+        await route.fulfill(
+            status=200, content_type="text/event-stream", body='data: {"error": {"message": "no room"}}\n\n'
+        )
+
+    async with visit(browser, shown) as page:
+        await page.route("**/v1/chat/completions", refuse)
+        await page.fill("#prompt", "hello")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("#trouble:has-text('no room')")
+        assert await page.input_value("#prompt") == "hello"
+        assert await page.locator("#talk li").count() == 0
+
+
+async def test_a_conversation_that_is_cleared_in_the_midst_of_an_answer_keeps_nothing_of_it(
+    browser: Any, shown: Scene
+) -> None:
+    bodies: list[dict[str, Any]] = []
+    decode = shown.scheduler.decoders[0]
+    decode.script = speaking(TOKENIZER.encode("the answer is").ids, finish=None)
+    async with visit(browser, shown) as page:
+        page.on("request", lambda request: bodies.append(json.loads(request.post_data)) if request.post_data else None)
+        await page.fill("#prompt", "one")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector(".assistant .text:has-text('the answer is')", timeout=WAIT_MS)
+        await page.click("#clear")
+        decode.script = answer
+        await page.fill("#prompt", "two")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector(".account", timeout=WAIT_MS)
+        assert await page.locator("#talk li").count() == 2
+    assert [each["messages"] for each in bodies] == [[{"role": "user", "content": text}] for text in ("one", "two")]
+
+
+async def test_settings_are_no_part_of_the_question(browser: Any, shown: Scene) -> None:
+    async with visit(browser, shown) as page:
+        await page.click("summary")
+        await page.fill("#prompt", "half a question")
+        await page.fill("#temperature", "0.75")
+        await page.keyboard.press("Enter")
+        assert await page.locator("#talk li").count() == 0, "Enter in a setting sends nothing"
+        await page.focus("#prompt")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector(".account", timeout=WAIT_MS)
+
+
+async def test_an_answer_that_was_cut_off_says_so(browser: Any, shown: Scene) -> None:
+    async def speak(route: Any) -> None:
+        frame = {"choices": [{"index": 0, "delta": {"content": "Once upon"}, "finish_reason": "length"}]}
+        await route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(frame)}\n\ndata: [DONE]\n\n")
+
+    async with visit(browser, shown) as page:
+        await page.route("**/v1/chat/completions", speak)
+        await page.fill("#prompt", "hello")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector(".assistant .note:has-text('Cut off')")
+
+
+async def test_a_mesh_that_loses_its_scheduler_is_not_shown_as_ready(browser: Any, shown: Scene) -> None:
+    async with visit(browser, shown) as page:
+        await shown.scheduler.kill()
+        for _ in range(2):
+            await shown.gateway.watch.poll()
+        await page.wait_for_selector(".state.bad", timeout=WAIT_MS)
 
 
 async def test_an_answer_format_is_asked_for_by_its_schema(browser: Any, shown: Scene) -> None:

@@ -113,6 +113,7 @@ class FleetWatch:
             if UNREACHABLE not in self.reasons:
                 logger.warning("%s: %s", UNREACHABLE, error)
             fleets = {model: Fleet(fleet.workers, UNREACHABLE) for model, fleet in self._fleets.items()}
+            self.picture = replace(self.picture)  # another one to whoever has put it into words: it is not ready now
         else:
             workers = tuple(worker for worker in report.workers if worker.model in self._fleets)
             self.picture, self._has_hand_offs = replace(report, workers=workers), with_hand_offs

@@ -73,11 +73,19 @@ function summarize() {
 
 function clear() {
   running?.abort();
+  run(null);
   messages.length = 0;
   byId("talk").replaceChildren();
   byId("intro").hidden = false;
   complain("");
   byId("prompt").focus();
+}
+
+// An answer under way may be stopped, by the same button.
+function run(controller) {
+  running = controller;
+  byId("send").textContent = controller ? "Stop" : "Send";
+  byId("talk").setAttribute("aria-busy", String(Boolean(controller)));
 }
 
 function complain(text) {
@@ -111,8 +119,15 @@ async function ask(text, modelName) {
   if (running) return;
   byId("intro").hidden = true;
   messages.push({ role: "user", content: text });
-  say("user", "You").text.textContent = text;
-  await answer(modelName);
+  const shown = say("user", "You");
+  shown.text.textContent = text;
+  if (await answer(modelName) || !shown.item.isConnected) return;
+  // nothing was answered: the question may be asked again
+  shown.item.remove();
+  byId("intro").hidden = messages.length > 0;
+  const prompt = byId("prompt");
+  prompt.value ||= text;
+  grow(prompt);
 }
 
 function say(kind, who) {
@@ -128,18 +143,21 @@ function follow(always) {
   if (always || scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 160) scroll.scrollTop = scroll.scrollHeight;
 }
 
+// Was anything answered; what was asked last is taken back where not.
 async function answer(modelName) {
   let payload;
   try {
     payload = body(modelName);
   } catch (error) {
-    return complain(error.message);
+    messages.pop();
+    complain(error.message);
+    return false;
   }
   complain("");
-  running = new AbortController();
-  byId("send").textContent = "Stop";
+  const mine = new AbortController();
+  run(mine);
   const shown = say("assistant running", modelName());
-  const told = { content: "", reasoning: "", calls: [], timeline: null };
+  const told = { content: "", reasoning: "", calls: [], timeline: null, ended: null };
   let isDue = false; // drawn once a frame, however many pieces come in one
   const draw = () => {
     if (!isDue) requestAnimationFrame(() => { isDue = false; show(shown, told); });
@@ -147,7 +165,7 @@ async function answer(modelName) {
   };
   try {
     const response = await fetch("/v1/chat/completions", {
-      method: "POST", body: payload, signal: running.signal,
+      method: "POST", body: payload, signal: mine.signal,
       headers: headers({ "content-type": "application/json", "x-weft-timeline": "1" }),
     });
     if (!response.ok) throw new Error(await refusal(response));
@@ -159,15 +177,16 @@ async function answer(modelName) {
   } catch (error) {
     if (error.name !== "AbortError") complain(error.message);
   }
-  running = null;
-  byId("send").textContent = "Send";
-  finish(shown, told, modelName);
+  if (running === mine) run(null);
+  // a conversation that was cleared meanwhile is another one now
+  return shown.item.isConnected && finish(shown, told, modelName);
 }
 
 function take(told, event, frame) {
   if (frame.error) throw new Error(frame.error.message);
   if (event === "weft.timeline") { told.timeline = frame; return; }
   const delta = frame.choices?.[0]?.delta ?? {};
+  told.ended = frame.choices?.[0]?.finish_reason ?? told.ended;
   told.content += delta.content ?? "";
   told.reasoning += delta.reasoning_content ?? "";
   for (const piece of delta.tool_calls ?? []) {
@@ -179,7 +198,12 @@ function take(told, event, frame) {
 
 function show({ item, text }, told) {
   text.classList.add("rich");
-  text.replaceChildren(...render(told.content));
+  // blocks that are as they were stay: whoever reads, selects or copies one is not interrupted
+  const [old, blocks] = [[...text.children], render(told.content)];
+  let same = 0;
+  while (same < old.length && same < blocks.length && old[same].isEqualNode(blocks[same])) same += 1;
+  for (const block of old.slice(same)) block.remove();
+  text.append(...blocks.slice(same));
   if (told.reasoning) {
     let box = item.querySelector(".thoughts");
     if (!box) text.before(box = element("details", { class: "thoughts" }, element("summary", {}, "Thoughts"), element("div", { class: "text" })));
@@ -196,31 +220,36 @@ function finish(shown, told, modelName) {
   if (told.content || calls.length) {
     messages.push({ role: "assistant", content: told.content || null, ...(calls.length ? { tool_calls: calls } : {}) });
   } else if (!told.timeline) {
-    messages.pop(); // nothing was answered: the question may be asked again
+    messages.pop();
     shown.item.remove();
+    return false;
   }
-  for (const call of calls) shown.item.append(request(call, calls, modelName));
+  if (told.ended === "length") shown.item.append(element("p", { class: "note" }, "Cut off: it was as long as Settings, Longest answer, lets it be."));
+  const open = new Set(calls);
+  for (const call of calls) shown.item.append(request(call, open, modelName));
   if (told.timeline) {
     shown.item.append(account(told.timeline));
     fit(shown.item);
   }
   follow(false);
+  return true;
 }
 
 // A tool call, and a field for what the tool says; with the last result in, the model goes on.
-function request(call, calls, modelName) {
+function request(call, open, modelName) {
   const result = element("input", { placeholder: "What the tool answers", "aria-label": `Result of ${call.function.name}` });
   const form = element("form", { class: "reply" }, result, element("button", { type: "submit" }, "Reply"));
-  form.addEventListener("submit", (event) => {
+  form.addEventListener("submit", async (event) => {
     event.preventDefault();
     if (running || !result.value.trim()) return;
     messages.push({ role: "tool", tool_call_id: call.id, content: result.value.trim() });
-    form.replaceWith(element("div", { class: "quiet" }, `→ ${result.value.trim()}`));
-    call.isAnswered = true;
-    if (calls.every((each) => each.isAnswered)) {
-      for (const each of calls) delete each.isAnswered;
-      answer(modelName);
-    }
+    const given = element("div", { class: "quiet" }, `→ ${result.value.trim()}`);
+    form.replaceWith(given);
+    byId("prompt").focus();
+    open.delete(call);
+    if (open.size || await answer(modelName)) return;
+    open.add(call); // it was taken back, and may be given again
+    given.replaceWith(form);
   });
   return element("div", { class: "call" }, element("code", {}, `${call.function.name}(${call.function.arguments})`), form);
 }

@@ -5,6 +5,7 @@ import { events, headers, refusal } from "./sse.js";
 const KEPT = 60; // pictures, one a second
 const WINDOW_MS = 2800; // reports and pictures both come once a second, not together
 const RETRY_MS = [500, 1000, 2000, 4000];
+const SILENCE_MS = 15_000; // pictures come once a second
 
 export class Fleet {
   constructor() {
@@ -99,28 +100,58 @@ export class Fleet {
   }
 }
 
-// For ever: connects, tells `on`, connects again. `on` has hello, picture, handOff, lost, and refused: another key is needed.
+// For ever: connects, tells `on`, connects again; not while nobody looks. `on` has hello, picture, handOff, lost, and
+// refused, with whether the key is known: another one is needed.
 export async function watch(fleet, on) {
   for (let tries = 0; ; tries += 1) {
+    await visible();
+    const call = new AbortController();
+    const hide = () => { if (document.hidden) call.abort(); };
+    document.addEventListener("visibilitychange", hide);
     try {
-      const response = await fetch("/weft/fleet/events", { headers: headers() });
-      if (response.status === 401 || response.status === 403) {
-        on.refused(await refusal(response));
-        await new Promise((resolve) => document.getElementById("key").addEventListener("change", resolve, { once: true }));
-        continue;
-      }
-      if (!response.ok) throw new Error(await refusal(response));
-      for await (const { event, data } of events(response)) {
-        tries = 0;
-        const fields = JSON.parse(data);
-        if (event === "hello") on.hello((fleet.hello = fields));
-        if (event === "fleet") on.picture(fleet.take(fields));
-        if (event === "hand_off") { fleet.handedOff(fields); on.handOff(fields); }
-      }
-      on.lost("the gateway has closed the connection");
+      const status = await listen(fleet, on, call, () => { tries = 0; });
+      if (status) await new Promise((resolve) => document.getElementById("key").addEventListener("change", resolve, { once: true }));
+      else on.lost("the gateway has closed the connection");
     } catch (error) {
-      on.lost(error.message);
+      if (!document.hidden) on.lost(error.message);
+    } finally {
+      document.removeEventListener("visibilitychange", hide);
     }
-    await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(tries, RETRY_MS.length - 1)]));
+    if (!document.hidden) await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(tries, RETRY_MS.length - 1)]));
   }
 }
+
+// To the stream's end; a status where the key is at fault. A stream that falls silent is a connection that has gone.
+async function listen(fleet, on, call, heard) {
+  let timer = 0;
+  const wait = () => {
+    clearTimeout(timer);
+    timer = setTimeout(() => call.abort(new Error(`no word for ${SILENCE_MS / 1000} s`)), SILENCE_MS);
+  };
+  try {
+    wait();
+    const response = await fetch("/weft/fleet/events", { headers: headers(), signal: call.signal });
+    if (response.status === 401 || response.status === 403) {
+      on.refused(await refusal(response), response.status === 403);
+      return response.status;
+    }
+    if (!response.ok) throw new Error(await refusal(response));
+    for await (const { event, data } of events(response)) {
+      wait();
+      heard();
+      const fields = JSON.parse(data);
+      if (event === "hello") on.hello((fleet.hello = fields));
+      if (event === "fleet") on.picture(fleet.take(fields));
+      if (event === "hand_off") { fleet.handedOff(fields); on.handOff(fields); }
+    }
+    return 0;
+  } finally {
+    clearTimeout(timer);
+  }
+}
+
+const visible = () => new Promise((resolve) => {
+  if (!document.hidden) return resolve();
+  const look = () => { if (!document.hidden) { document.removeEventListener("visibilitychange", look); resolve(); } };
+  document.addEventListener("visibilitychange", look);
+});

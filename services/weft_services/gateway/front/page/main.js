@@ -59,13 +59,26 @@ async function ask(id, verb, body) {
       method: "POST", body: JSON.stringify(body), headers: headers({ "content-type": "application/json" }),
     });
     if (!response.ok) throw new Error(await refusal(response));
+    return true;
   } catch (error) {
     complain(error.message);
+    return false;
   }
 }
 
+// The last of its kind that takes new work: without it nobody is answered.
+function isLast(id) {
+  const workers = fleet.now.workers.filter((each) => each.state === "ready" || each.state === "full");
+  const one = workers.find((each) => each.id === id);
+  const isLike = (each) => each.model === one.model && (each.role === one.role || each.role === "both" || one.role === "both");
+  return Boolean(one) && workers.filter(isLike).length === 1;
+}
+
 const steer = {
-  drain: (id, undo) => ask(id, undo ? "undrain" : "drain", {}),
+  drain: (id, undo) => {
+    if (!undo && isLast(id) && !confirm(`${id} is the last one that takes such work. Requests will be refused until another one does. Drain it?`)) return;
+    ask(id, undo ? "undrain" : "drain", {});
+  },
   role: (id, role) => ask(id, "role", { role }),
 };
 
@@ -85,11 +98,14 @@ watch(fleet, {
     weave(fleet);
     light(prefill, decode);
   },
-  lost: (why) => state("bad", `not connected: ${why}`),
-  refused: (why) => {
-    state("bad", "a key is asked for");
+  lost: (why) => {
+    state("bad", `not connected: ${why}`);
+    if (!lengths.size) learnModels().catch(() => {}); // answers may come where pictures do not
+  },
+  refused: (why, isKnown) => {
+    state(isKnown ? "" : "bad", isKnown ? "the map is for operators" : "a key is asked for: Settings");
     complain(`The mesh is shown to operators, whose key goes under Settings: ${why}`);
-    byId("settings").open ||= !byId("key").value;
-    learnModels().catch((error) => complain(error.message));
+    byId("settings").open ||= !isKnown;
+    learnModels().catch(() => {});
   },
 });

@@ -69,7 +69,9 @@ function make(id, steer) {
     element("div", { class: "pool", role: "img" }, ...card.pool), card.lines,
     element("div", { class: "speed" }, drawing("svg", { viewBox: "0 0 60 20", preserveAspectRatio: "none", "aria-hidden": "true" }, card.area, card.line), card.speed));
   card.role.setAttribute("aria-label", `role of ${id}`);
-  card.role.addEventListener("change", () => steer.role(id, card.role.value));
+  card.role.addEventListener("change", async () => {
+    if (!(await steer.role(id, card.role.value))) card.role.value = card.now;
+  });
   card.button.addEventListener("click", () => steer.drain(id, card.button.dataset.undo === "1"));
   cards.set(id, card);
   return card;
@@ -82,6 +84,7 @@ function fill(card, worker, fleet, role) {
   card.root.dataset.worker = worker.id;
   card.status.textContent = worker.state === "ready" ? "" : worker.state;
   card.role.hidden = !fleet.hello?.is_operator || !worker.can_change_role;
+  card.now = worker.role;
   if (document.activeElement !== card.role) card.role.value = worker.role;
   card.button.hidden = !fleet.hello?.is_operator;
   card.button.textContent = worker.state === "draining" ? "undrain" : "drain";

@@ -44,7 +44,8 @@ const begins = (lines, at) =>
 function code(lines, at) {
   let end = at + 1;
   while (end < lines.length && !FENCE.test(lines[end])) end += 1;
-  const text = lines.slice(at + 1, end).join("\n");
+  const margin = indent(lines[at]); // of the fence, as in a list's item
+  const text = lines.slice(at + 1, end).map((line) => line.slice(Math.min(margin, indent(line)))).join("\n");
   const language = FENCE.exec(lines[at])[1].trim();
   return [element("div", { class: "code" }, element("header", {}, language || "text", copier(() => text)), element("pre", {}, element("code", {}, text))), end + 1];
 }
@@ -65,14 +66,19 @@ function list(lines, at) {
     const item = ITEM.exec(lines[end]);
     if (!item || item[1].length > margin.length + 1 || /\d/.test(item[2]) !== isOrdered) break;
     const inner = [];
-    for (end += 1; end < lines.length && isWithin(lines, end, margin.length); end += 1) inner.push(lines[end].slice(Math.min(margin.length + 2, indent(lines[end]))));
+    const depth = item[1].length + item[2].length + 1; // where its text begins
+    for (end += 1; end < lines.length && isWithin(lines, end, margin.length); end += 1) inner.push(lines[end].slice(Math.min(depth, indent(lines[end]))));
     made.append(element("li", {}, ...inline(item[3]), ...render(inner.join("\n"))));
   }
   return [made, Math.max(end, at + 1)];
 }
 
 const indent = (line) => line.length - line.trimStart().length;
-const isWithin = (lines, at, margin) => (lines[at].trim() ? indent(lines[at]) > margin + 1 : at + 1 < lines.length && lines[at + 1].trim() && indent(lines[at + 1]) > margin);
+const isWithin = (lines, at, margin) => {
+  let next = at;
+  while (next < lines.length && !lines[next].trim()) next += 1;
+  return next < lines.length && indent(lines[next]) > margin + (next === at ? 1 : 0);
+};
 
 const isTable = (lines, at) => lines[at].includes("|") && at + 1 < lines.length && lines[at + 1].includes("|") && DASHES.test(lines[at + 1]);
 

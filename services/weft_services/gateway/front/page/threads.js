@@ -86,7 +86,7 @@ export function light(prefill, decode) {
   path.style.strokeWidth = "3";
   clearTimeout(path.dataset.timer);
   path.dataset.timer = setTimeout(() => { path.classList.remove("hot"); path.style.strokeWidth = ""; }, GLOW_MS);
-  if (isStill.matches) return;
+  if (isStill.matches || document.hidden) return; // nothing is drawn for a page that nobody sees
   const shuttle = svg.appendChild(drawing("circle", { r: "4.5" }));
   const length = path.getTotalLength();
   const started = performance.now();

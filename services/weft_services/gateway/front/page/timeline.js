@@ -99,7 +99,7 @@ function note(told) {
     parts.push(`${percent(tokens.cached / tokens.prompt)} of the prompt did not have to be computed${store}.`);
   }
   if (transfer.bytes) parts.push(`Of the hand-off, ${milliseconds(transfer.exposed_ms)} were not hidden behind computing.`);
-  if (workers.prefill === workers.decode) parts.push("So little was left to compute that the decode worker did it itself.");
+  if (workers.prefill === workers.decode) parts.push("The worker that wrote the answer computed the prompt, too: nothing was moved.");
   if (route.waited_ms > 1) parts.push(`It waited ${milliseconds(route.waited_ms)} for room.`);
   if (told.num_attempts > 1) parts.push(`It was moved to another worker on the way, ${told.num_attempts} attempts in all.`);
   return parts.length ? element("p", { class: "note" }, parts.join(" ")) : null;
