@@ -108,12 +108,19 @@ async def test_openai_responses_and_embeddings(whole_mesh: Whole) -> None:
 
 async def test_a_stream_that_is_left_is_cancelled_down_to_the_engine(whole_mesh: Whole) -> None:
     mesh, door = whole_mesh
+    before = generated(mesh)
     async with openai_of(door) as sdk:
         asked = {**FIELDS, "messages": [QUESTION], "max_tokens": 1500}
         stream = await sdk.chat.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
         async with stream:
             assert (await anext(aiter(stream))).choices
     mesh.wait_idle()
+    assert generated(mesh) - before < 1500, "it was written to its end for nobody"
+
+
+def generated(mesh: Mesh) -> float:
+    """Tokens, by what workers count."""
+    return sum(status.report.generated_tokens for status in mesh.workers().values())
 
 
 async def test_anthropic(whole_mesh: Whole) -> None:

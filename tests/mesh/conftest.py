@@ -165,9 +165,13 @@ class Mesh:
     def wait_idle(self) -> None:
         """Until nothing is booked, running or held anywhere."""
 
+        began = time.monotonic()
+
         def is_idle() -> bool:
             return all(
-                not (s.booked_requests or s.booked_prefill_tokens or s.booked_decode_tokens)
+                # workers report once a second: what they said before this was asked counts for nothing
+                s.report_age_ms < 1000 * (time.monotonic() - began)
+                and not (s.booked_requests or s.booked_prefill_tokens or s.booked_decode_tokens)
                 and not (s.report.num_running or s.report.num_waiting or s.report.active_tokens)
                 and not (s.report.active_blocks or s.report.quarantined_blocks)
                 and s.report.free_blocks + s.report.cached_blocks == s.hello.num_blocks
@@ -187,7 +191,7 @@ class Mesh:
             raise
         finally:
             self.client.close()
-        _, remaining = psutil.wait_procs(tree, timeout=1)
+        _, remaining = psutil.wait_procs(tree, timeout=10)
         # an orphan that has ended is a zombie until the system's first process collects it
         alive = [process for process in remaining if is_alive(process)]
         for process in alive:

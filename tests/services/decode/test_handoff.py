@@ -55,19 +55,32 @@ async def test_a_fleets_generated_tokens_are_those_of_the_answers(tiny: Tiny) ->
         assert generated == sum(len(answer.tokens) for answer in answers)
 
 
-async def test_both_workers_hear_how_long_a_prompt_is_to_be_kept(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_both_workers_hear_how_a_prompt_is_kept_for_whom_and_in_what_turn(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with start_pair(tiny) as pair:
-        heard: list[Retention] = []
+        heard: list[tuple[Retention, bytes, int]] = []
         for engine in (pair.prefill.engine, pair.decode.engine):
 
             def submit(spec: SequenceSpec, submit: Callable[[SequenceSpec], None] = engine.submit) -> None:
-                heard.append(spec.retention)
+                heard.append((spec.retention, spec.cache_salt, spec.priority))
                 submit(spec)
 
             monkeypatch.setattr(engine, "submit", submit)
         retention = Retention(300, memory_only=True)
-        await pair.gateway.generate(prompt(9), pair.prefill.address, retention=retention_to_wire(retention))
-        assert heard == [retention, retention]
+        fields = {"retention": retention_to_wire(retention), "cache_salt": b"acme", "priority": 3}
+        await pair.gateway.generate(prompt(9), pair.prefill.address, **fields)
+        assert heard == [(retention, b"acme", 3)] * 2
+
+
+async def test_another_tenant_finds_nothing_of_a_prompt_on_either_worker(tiny: Tiny) -> None:
+    async with start_pair(tiny) as pair:
+        for salt, cached in ((b"acme", 0), (b"acme", 28), (b"other", 0), (b"", 0)):
+            answer = await pair.gateway.generate(prompt(30), pair.prefill.address, cache_salt=salt)
+            assert answer.tokens == pair.expected(prompt(30))
+            assert answer.usage is not None
+            assert answer.usage.cached_tokens == cached, salt
+        await pair.until_idle()
 
 
 async def test_a_prompt_of_many_chunks_keeps_its_text(tiny: Tiny) -> None:

@@ -180,7 +180,9 @@ async def test_tenants_share_no_cache_and_keys_of_one_tenant_do(bench: MakeBench
         assert first.tenant == second.tenant != third.tenant
 
 
-async def test_a_changed_file_is_read_again_and_a_damaged_one_is_not_believed(bench: MakeBench, keys: Any) -> None:
+async def test_a_changed_file_is_read_again_and_a_damaged_one_is_not_believed(
+    bench: MakeBench, keys: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     path = keys(entry("alice"))
     async with bench(keys=path) as b:
         assert (await chat(b, "alice")).status_code == 200
@@ -188,6 +190,7 @@ async def test_a_changed_file_is_read_again_and_a_damaged_one_is_not_believed(be
         await until_let_in(b, "bob")
         assert (await chat(b, "alice")).status_code == 401
         damage(Path(path))
+        await until_said(caplog)
         assert (await chat(b, "bob")).status_code == 200
         keys(entry("carol"))
         await until_let_in(b, "carol")
@@ -206,7 +209,7 @@ async def test_a_file_that_may_be_read_now_is_read(keys: Any, monkeypatch: pytes
     assert await source.changed() is not None
 
 
-async def test_a_fleets_keys_lie_in_valkey_and_outlast_it(bench: MakeBench) -> None:
+async def test_a_fleets_keys_lie_in_valkey_and_outlast_it(bench: MakeBench, caplog: pytest.LogCaptureFixture) -> None:
     with ExitStack() as stack:
         where = stack.enter_context(ValkeyServer()).connection_url
         change_keys(where, lambda _: by_digest([entry("alice"), entry("bob")]))
@@ -216,6 +219,7 @@ async def test_a_fleets_keys_lie_in_valkey_and_outlast_it(bench: MakeBench) -> N
             await until_let_in(b, "carol")
             assert (await chat(b, "alice")).status_code == 401
             stack.close()
+            await until_said(caplog)
             assert (await chat(b, "bob")).status_code == 200
     async with bench(keys=where) as b:
         unknown = await chat(b, "bob")
@@ -224,6 +228,13 @@ async def test_a_fleets_keys_lie_in_valkey_and_outlast_it(bench: MakeBench) -> N
 
 def damage(path: Path) -> None:
     path.write_text('{"keys": [{"name": "carol"}]}')
+
+
+async def until_said(caplog: pytest.LogCaptureFixture) -> None:
+    """The gateway has looked, and found no keys."""
+    async with asyncio.timeout(20):
+        while "the last ones stay" not in caplog.text:  # noqa: ASYNC110 - told by nobody
+            await asyncio.sleep(0.05)
 
 
 async def until_let_in(b: Bench, name: str) -> None:

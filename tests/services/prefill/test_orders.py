@@ -13,6 +13,7 @@ from tests.services.prefill.borrower import start_lender
 from tests.services.workers import fingerprint_of
 from tests.weft.tiny_llama import Tiny
 from weft.kv.handoff import Accepted, LeaseClosed
+from weft.kv.prefix import block_keys
 
 
 async def test_orders_that_cannot_be_taken_are_refused_by_name(tiny: Tiny) -> None:
@@ -78,6 +79,15 @@ async def test_what_the_store_has_is_not_computed(tiny: Tiny) -> None:
         assert (second.cached_tokens, second.store_tokens) == (20, 20)
         _, third = await lender.borrower(token_ids).until_finished()
         assert (third.cached_tokens, third.store_tokens) == (28, 0)
+
+
+async def test_the_store_is_asked_for_the_tenants_own_blocks(tiny: Tiny) -> None:
+    store, token_ids = FakeStore(), prompt(30)
+    async with start_lender(tiny, store) as lender:
+        for salt in (b"acme", b""):
+            store.keys.clear()
+            await lender.borrower(token_ids, cache_salt=salt).until_finished()
+            assert list(store.keys) == block_keys(token_ids, 4, salt)[:7]
 
 
 async def test_a_borrower_that_leaves_during_the_store_fetch(tiny: Tiny) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.weft.engine.harness import Driver, prefill
 from tests.weft.tiny_llama import Tiny
 from weft.engine.messages import SequenceMode
-from weft.kv.prefix import block_keys
+from weft.kv.prefix import block_keys, tenant_tag
 from weft.request import RequestKey, Retention
 
 PROMPT = [3 + i % 100 for i in range(80)]
@@ -90,10 +90,10 @@ def test_a_prefill_is_never_preempted(grouped: Tiny) -> None:
 
 def test_full_blocks_are_told_once_with_their_keys_and_stay_pinned_until_answered(grouped: Tiny) -> None:
     with Driver(grouped, pin_sealed=True) as driver:
-        text = driver.generate(PROMPT, 20, "one", retention=Retention(60)).tokens
-        driver.generate(PROMPT, 20, "two")
-        assert [each.block_key for each in driver.sealed] == block_keys(PROMPT + text[:-1], 16)
-        assert {each.retention for each in driver.sealed} == {Retention(60)}
+        text = driver.generate(PROMPT, 20, "one", retention=Retention(60), cache_salt=b"acme").tokens
+        driver.generate(PROMPT, 20, "two", cache_salt=b"acme")
+        assert [each.block_key for each in driver.sealed] == block_keys(PROMPT + text[:-1], 16, b"acme")
+        assert {(each.retention, each.tenant) for each in driver.sealed} == {(Retention(60), tenant_tag(b"acme"))}
         assert driver.load.active_blocks == len({each.block for each in driver.sealed}) == 6
         assert driver.load.active_tokens == 0
         driver.engine.unpin([each.block for each in driver.sealed])
