@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +11,6 @@ from torch import Tensor
 
 from weft_kernels.upload import upload
 
-logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -57,55 +54,3 @@ class Link:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return Mark(event)
-
-
-class Recorder:
-    """Captures what is launched as a graph, to be launched again at once. On a CPU it is done again, step by step.
-
-    So it is, from then on, where a capture has failed.
-    """
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._captures = not link.is_direct
-        self._memory: Any = None  # of all graphs, from the first on
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """A function that does what `run` does, on the same memory; `run` may wait for nothing and ask for no values.
-
-        All graphs share their memory: what one has computed holds until another one runs.
-        """
-        if not self._captures:
-            return run
-        run()  # what compiles kernels and makes libraries' workspaces cannot be captured
-        try:
-            return self._capture(run)
-        except RuntimeError as error:
-            self._captures = False
-            self._end_capture()
-            logger.warning("no graph could be captured, steps are launched kernel by kernel from now on: %s", error)
-            return run
-
-    def _end_capture(self) -> None:
-        """For the allocator, which torch leaves believing in a capture that the driver has given up: it would give back
-        nothing that it has cached any more, not even to those who find no memory."""
-        if self._memory is None:
-            return
-        index = self._link.device.index
-        index = torch.cuda.current_device() if index is None else index
-        try:
-            torch._C._cuda_endAllocateToPool(index, self._memory)
-        except RuntimeError:
-            return  # torch has ended it
-        torch._C._cuda_releasePool(index, self._memory)
-
-    def _capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        self._memory = self._memory or torch.cuda.graph_pool_handle()
-        current = torch.cuda.stream(torch.cuda.current_stream(self._link.device))
-        # a capture that fails leaves its own stream the current one; other threads may go on with their own work
-        with current, torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            run()
-        self._graphs.append(graph)
-        return graph.replay

@@ -23,6 +23,10 @@ from weft_services.gateway.text.detokenizer import ByteDetokenizer, Detokenizer,
 from weft_services.gateway.text.segments import SegmentedEncoder, message_marks
 from weft_services.gateway.text.tool_formats import ToolFormat, choose_format
 
+FEW_IDS = 1024
+# as transformers saves them; the second renders conversations that have tools
+TEMPLATE_FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
+
 
 class Codec:
     """Text <-> token ids. `encode` belongs in a thread; `decode` of a few ids is a matter of microseconds."""
@@ -59,9 +63,10 @@ class Codec:
         spoken = [token for token in token_ids if token not in self._silent]
         return str(self._tokenizer.decode(spoken, skip_special_tokens=False))
 
-    def detokenizer(self) -> Detokenizer:
-        """For one answer: what `decode` says of all of it, as it comes."""
-        return ByteDetokenizer(self._spell) if self._spells_bytes else WindowDetokenizer(self.decode)
+    def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
+        """For one answer: what `decode` says of all of it, as it comes. `context`: the last tokens before it, where it
+        goes on with a text; other vocabularies than byte-level ones begin a text without its first space."""
+        return ByteDetokenizer(self._spell) if self._spells_bytes else WindowDetokenizer(self.decode, context)
 
     def whole_detokenizer(self) -> Detokenizer:
         """The same for what `whole_text` says."""
@@ -101,7 +106,10 @@ class Codec:
 
     def whole_text(self, token_ids: Sequence[int]) -> str:
         """All that is written there, special tokens included."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        if len(token_ids) <= FEW_IDS:
+            return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        # as with `encode`: without the interpreter's lock
+        return str(self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)[0])
 
     def entries(self, token_ids: Iterable[int]) -> list[str]:
         """The tokens as the vocabulary has them; ids beyond it, as padded embeddings have, are empty."""
@@ -165,7 +173,7 @@ def load_model(directory: Path, name: str, tool_format: str = "auto") -> ServedM
         raise BadCheckpoint(f"{directory / TOKENIZER}: {error}") from error
     vocabulary_size = _positive_int(text_config, "vocab_size", directory)
     template = _load_template(directory)
-    source = template.source if template else ""
+    source = template.all_sources if template else ""
     chosen = choose_format(tool_format, source)
     thinks = END_THINK in source
     marks = codec.marks(((THINK, END_THINK) if thinks else ()) + (chosen.markers if chosen else ()))
@@ -215,10 +223,12 @@ def _end_tokens(config: dict[str, Any]) -> list[int]:
 
 def _load_template(directory: Path) -> ChatTemplate | None:
     settings = _read_json(directory / SETTINGS)
-    path = directory / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.exists() else settings.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
+    found = settings.get("chat_template")
+    named = {entry.get("name"): entry.get("template") for entry in found} if isinstance(found, list) else {}
+    for name, path in ((name, directory / file) for name, file in TEMPLATE_FILES.items()):
+        if path.exists():
+            named[name] = path.read_text(encoding="utf-8")
+    source = named.get("default") or (found if isinstance(found, str) else None)
     if source is None:
         return None
     special = {}
@@ -227,7 +237,7 @@ def _load_template(directory: Path) -> ChatTemplate | None:
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):
             special[key] = text
-    return ChatTemplate(source, special)
+    return ChatTemplate(source, special, named.get("tool_use"))
 
 
 def _load_defaults(directory: Path) -> SamplingDefaults:

@@ -13,7 +13,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from tests.services.gateway.conftest import MODEL_NAME
 from weft.errors import BadCheckpoint
+from weft_services.gateway.dialects.openai_requests import parse_chat, parse_completion
 from weft_services.gateway.generation import Conversation, SamplingDefaults
+from weft_services.gateway.mesh.prepare import prepare
 from weft_services.gateway.model import Codec, load_model
 from weft_services.gateway.text.chat_template import ChatTemplate
 
@@ -68,17 +70,71 @@ def test_encoding_a_long_text_leaves_the_interpreter_to_others(model_dir: Path) 
     assert turns > 10
 
 
-def test_tokens_of_a_vocabulary_with_spaces_in_its_words_are_shown_as_they_stand_in_a_text() -> None:
+def spaced_codec() -> Codec:
+    """Of a vocabulary with spaces in its words, as those of Llama 2 and the first Mistrals."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "H", "i", "▁H", "▁Hi", "Hi"]
     merges = [("▁", "H"), ("▁H", "i"), ("H", "i")]
     numbers = {piece: number for number, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(numbers, merges, unk_token="<unk>", byte_fallback=True))
-    # as the tokenizers of Llama 2 and the first Mistrals have it
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    codec = Codec(tokenizer)
+    return Codec(tokenizer)
+
+
+def test_tokens_of_a_vocabulary_with_spaces_in_its_words_are_shown_as_they_stand_in_a_text() -> None:
+    codec = spaced_codec()
     ids = codec.encode("Hi Hi éHi", add_special_tokens=False)
     assert [codec.token_text(each) for each in ids] == [" Hi", " Hi", " ", "\ufffd", "\ufffd", "Hi"]
     assert b"".join(map(codec.token_bytes, ids)).decode() == " Hi Hi éHi"
+
+
+@pytest.mark.parametrize("num_before", [1, 2, 3, 4, 5])
+def test_what_goes_on_with_a_text_keeps_its_first_space(num_before: int) -> None:
+    """Cut anywhere, also within a character: what was before and what comes then are the text."""
+    codec = spaced_codec()
+    ids = codec.encode("Hi Hi éHi", add_special_tokens=False)
+    before, behind = ids[:num_before], ids[num_before:]
+    detokenizer = codec.detokenizer(before)
+    text = "".join(detokenizer.push((each,)) for each in behind) + detokenizer.flush()
+    assert codec.decode(before).rstrip("\ufffd") + text == codec.decode(ids)
+    assert codec.detokenizer().push(behind) != text or not text.startswith(" ")
+
+
+def test_a_texts_continuation_is_decoded_behind_it_and_an_answer_by_itself(model_dir: Path) -> None:
+    model = load_model(model_dir, "m")
+    for body, length in (
+        ({"prompt": "the answer is here and there, hello world and more of it"}, 8),
+        ({"prompt": [5]}, 1),
+    ):
+        (prompt,) = prepare(parse_completion(json.dumps({"model": "m", **body}).encode()), model, None, 512).prompts
+        assert prompt.context == prompt.token_ids[-length:]
+    chat = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+    assert prepare(parse_chat(json.dumps(chat).encode()), model, None, 512).prompts[0].context == ()
+
+
+@pytest.mark.parametrize("is_saved_apart", [False, True])
+def test_conversations_with_tools_have_a_template_of_their_own(
+    model_dir: Path, tmp_path: Path, is_saved_apart: bool
+) -> None:
+    """As Hermes 2 and 3 are published, and as transformers saves them again."""
+    folder = Path(shutil.copytree(model_dir, tmp_path / "copy"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "chat_template.jinja").unlink()
+    tools = "with {{ tools[0].function.name }} <tool_call>"
+    if is_saved_apart:
+        (folder / "chat_template.jinja").write_text("without")
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(tools)
+    else:
+        named = [{"name": "default", "template": "without"}, {"name": "tool_use", "template": tools}]
+        (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": named}))
+    model = load_model(folder, "m")
+    assert model.template is not None
+    assert model.tool_format is not None
+    assert model.tool_format.name == "hermes"
+    tool = {"type": "function", "function": {"name": "now"}}
+    user = {"role": "user", "content": "hi"}
+    assert model.template.render(Conversation((user,), (tool,))) == "with now <tool_call>"
+    assert model.template.render(Conversation((user,))) == "without"

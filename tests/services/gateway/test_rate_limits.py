@@ -183,6 +183,16 @@ async def test_valkey_and_the_local_buckets_count_alike(valkey: ValkeyServer) ->
         assert abs(shared.levels(whose)[0].remaining - alone.levels(whose)[0].remaining) <= 3
 
 
+async def test_what_valkey_did_not_hear_of_stays_counted_here(valkey: ValkeyServer) -> None:
+    whose = Key("carol", digest_of("carol"), tokens_per_minute=6000)
+    async with sharing(valkey) as limiter:
+        await limiter.take(whose, 0)
+        limiter.charge(whose, 0, 5000)
+        limiter._owed.clear()  # it was away when it was to be told
+        await limiter.take(whose, 0)
+        assert limiter.levels(whose)[0].remaining < 1500
+
+
 async def test_a_dead_valkey_leaves_local_limits(clock: Clock) -> None:
     limiter, whose = Limiter("redis://127.0.0.1:1/0", clock, PATIENT_SECONDS), key(requests=3)
     assert [await fits(limiter, whose) for _ in range(5)] == [True] * 3 + [False] * 2

@@ -206,3 +206,23 @@ def test_arguments_that_a_template_cannot_walk_through_are_a_refusal(arguments: 
     with pytest.raises(InvalidRequest) as refusal:
         ChatTemplate(TEMPLATES["qwen3-coder"], SPECIAL).render(Conversation((USER, said), (BARE,)))
     assert refusal.value.param == "messages"
+
+
+@pytest.mark.parametrize("content", [None, "I look."])
+def test_a_template_that_puts_arguments_between_other_text_gets_them_as_text(content: str | None) -> None:
+    """As DeepSeek publishes its own."""
+    function = {"name": "now", "arguments": '{"city": "Rome", "é": 1.0}'}
+    called: Message = {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [{"id": "a", "type": "function", "function": function}],
+    }
+    messages = [USER, called, {"role": "tool", "tool_call_id": "a", "content": "noon"}]
+    name = "deepseek-v3"
+    expected = render_jinja_template(
+        conversations=[messages], chat_template=TEMPLATES[name], add_generation_prompt=True, **SPECIAL
+    )
+    (asked,) = parse_chat(json.dumps({"model": name, "messages": messages}).encode()).prompts
+    assert isinstance(asked, Conversation)
+    assert ChatTemplate(TEMPLATES[name], SPECIAL).render(asked) == expected[0][0]
+    assert content is not None or function["arguments"] in expected[0][0]

@@ -75,7 +75,7 @@ class Level:
 class Limiter:
     """The buckets of all keys, as this gateway knows them, and behind them those that all gateways share.
 
-    What is known here is never more than what is shared: a refusal that it gives is right without asking.
+    What is known here is never more than what was used: a refusal that it gives is right without asking.
     """
 
     def __init__(
@@ -163,7 +163,9 @@ class Limiter:
             return None
         fits, *microseconds = answer
         for kind, each in zip(KINDS, microseconds, strict=True):
-            self._empty[key.digest, kind] = self._clock() + each / MICROSECONDS
+            # Valkey has not heard of what was charged while it was away
+            told, known = self._clock() + each / MICROSECONDS, self._empty.get((key.digest, kind), 0.0)
+            self._empty[key.digest, kind] = max(told, known)
         return bool(fits)
 
     def _refuse(self, key: Key, costs: dict[str, int], always: bool = False) -> None:

@@ -35,7 +35,8 @@ class Answer:
         is_thinking = self._reader.is_thinking
         if piece.finish_reason is not None:
             parts += self._reader.finish()
-            is_call = piece.finish_reason is FinishReason.STOP and self._reader.num_calls
+            is_cut = piece.stop is not None and self._reader.is_in_call
+            is_call = piece.finish_reason is FinishReason.STOP and self._reader.num_calls and not is_cut
             self.finish_reason = FinishReason.TOOL_CALLS if is_call else piece.finish_reason
         thoughts = [part for part in parts if part.kind is PartKind.REASONING]
         if is_thinking:
@@ -80,9 +81,12 @@ class Answers:
         is_thinking = self._prepared.prompts[self._prepared.sequences[index].prompt].is_thinking
         parser: Parser = plain
         new_id = new_call_id
+        ends_thoughts: tuple[str, ...] = ()
         if use is not None and model.tool_format is not None:
             parser, new_id = model.tool_format.parser(use.schemas), model.tool_format.new_id
+            ends_thoughts = model.tool_format.ends_thoughts
         parts = Parts(
             new_id, is_parallel=use is None or use.is_parallel, holds_space=parser is not plain or model.thinks
         )
-        return Answer(AnswerReader(parser, parts, model.thinks, is_thinking), model.marks.get(END_THINK))
+        reader = AnswerReader(parser, parts, model.thinks, is_thinking, ends_thoughts)
+        return Answer(reader, model.marks.get(END_THINK))

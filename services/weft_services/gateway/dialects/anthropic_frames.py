@@ -15,7 +15,7 @@ from weft_services.gateway.dialects.frames import Choice, Usage, event
 from weft_services.gateway.error_body import public_message, status_of
 from weft_services.gateway.mesh.prepare import Prepared, TooLong
 from weft_services.gateway.mesh.sequence import Piece
-from weft_services.gateway.text.parts import Part, PartKind
+from weft_services.gateway.text.parts import Part, PartKind, joined
 
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -143,18 +143,14 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 def blocks_of(parts: Sequence[Part]) -> list[dict[str, Any]]:
     """Content blocks, whole."""
     blocks: list[dict[str, Any]] = []
-    inputs: dict[int, str] = {}
-    for part in parts:
+    for part in joined(parts):
         if part.kind is PartKind.ARGUMENTS:
-            inputs[len(blocks) - 1] = inputs.get(len(blocks) - 1, "") + part.text
+            blocks[-1]["input"] = _object(part.text)
             continue
         block = _empty_block(part)
-        if not blocks or part.kind is PartKind.CALL or blocks[-1]["type"] != block["type"]:
-            blocks.append(block)
         if part.kind is not PartKind.CALL:
-            blocks[-1][block["type"]] += part.text
-    for place, text in inputs.items():
-        blocks[place]["input"] = _object(text)
+            block[block["type"]] = part.text
+        blocks.append(block)
     return blocks
 
 

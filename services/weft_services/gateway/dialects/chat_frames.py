@@ -12,7 +12,7 @@ from weft_services.gateway.dialects.frames import KEEP_ALIVE, Choice, Envelope, 
 from weft_services.gateway.dialects.logprobs import chat_logprobs, prompt_logprobs
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece
-from weft_services.gateway.text.parts import Part, PartKind
+from weft_services.gateway.text.parts import Part, PartKind, joined
 
 TEXT_FIELDS = {PartKind.TEXT: b"content", PartKind.REASONING: b"reasoning_content"}
 
@@ -128,12 +128,12 @@ def message_of(parts: Sequence[Part]) -> dict[str, Any]:
 def calls_of(parts: Sequence[Part]) -> list[dict[str, Any]]:
     """The tool calls, whole."""
     calls: list[dict[str, Any]] = []
-    for part in parts:
+    for part in joined(parts):
         if part.kind is PartKind.CALL:
             function = {"name": part.text, "arguments": ""}
             calls.append({"id": part.call_id, "type": "function", "function": function})
         elif part.kind is PartKind.ARGUMENTS:
-            calls[-1]["function"]["arguments"] += part.text
+            calls[-1]["function"]["arguments"] = part.text
     return calls
 
 

@@ -192,7 +192,7 @@ class CompletionFrames:
         asked, prompt = self._prepared.generation, self._prepared.prompts[self._prepared.sequences[index].prompt]
         entry: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": source.finish_reason}
         if is_first := index not in self._logprobs:
-            self._logprobs[index] = CompletionLogprobs(self._codec) if self._wants_logprobs else None
+            self._logprobs[index] = CompletionLogprobs(self._codec, prompt.context) if self._wants_logprobs else None
         told = self._logprobs[index]
         if is_first and asked.repeats_prompt:
             entry["text"] = prompt.text + text

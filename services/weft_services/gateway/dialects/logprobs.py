@@ -75,9 +75,9 @@ class TextLogprobs:
 class CompletionLogprobs:
     """The `logprobs` objects of one completion choice, piece by piece; offsets are places in all of its text."""
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: Codec, context: Sequence[int] = ()) -> None:
         self._codec = codec
-        self._detokenizer = codec.detokenizer()
+        self._detokenizer = codec.detokenizer(context)
         self._offset = 0
         self._begin()
 

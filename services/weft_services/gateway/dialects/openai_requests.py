@@ -85,7 +85,8 @@ class Message(Lenient):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """Role and content are always there, the rest only where it was given."""
+        """Role and content are always there, the rest only where it was given. Content is None beside calls that came
+        without."""
         thoughts = self.reasoning if self.reasoning_content is None else self.reasoning_content
         calls = None if self.tool_calls is None else [templated_call(call) for call in self.tool_calls]
         rest = {
@@ -95,7 +96,8 @@ class Message(Lenient):
             "reasoning_content": thoughts,
         }
         given = {name: value for name, value in rest.items() if value is not None}
-        return {"role": self.role, "content": self.content or self.refusal or "", **given}
+        says_nothing = self.content is None and not self.refusal and calls
+        return {"role": self.role, "content": None if says_nothing else self.content or self.refusal or "", **given}
 
     @property
     def argument_texts(self) -> list[str]:

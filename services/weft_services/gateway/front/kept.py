@@ -25,6 +25,8 @@ LOST = "answers are not kept"
 # a client waits so long at most for its answer to be kept; a megabyte takes some milliseconds
 DEADLINE_SECONDS = 0.5
 MAX_RECORD_BYTES = 16 * 1024 * 1024
+# what is no part of a prompt, such as thoughts and fields that nobody reads, is charged to nobody, but takes room
+USUAL_BYTES, BYTES_A_TOKEN = 1024 * 1024, 64
 _NAME = re.compile(r"resp_[0-9a-f]{1,64}", re.ASCII)
 
 
@@ -73,9 +75,9 @@ class KeptAnswers:
         record: bytes | None = found[0]
         return record
 
-    async def keep(self, owner: bytes, name: str, record: bytes) -> None:
-        """For as long as answers are kept."""
-        if len(record) > MAX_RECORD_BYTES:
+    async def keep(self, owner: bytes, name: str, record: bytes, num_tokens: int) -> None:
+        """For as long as answers are kept. `num_tokens`: of its prompt and text."""
+        if len(record) > min(MAX_RECORD_BYTES, USUAL_BYTES + BYTES_A_TOKEN * num_tokens):
             logger.warning("not kept: %s has %d bytes with all before it", name, len(record))
             return
         key, milliseconds = _key(owner, name), self._milliseconds

@@ -57,7 +57,8 @@ class ResponsesEndpoint(GenerationEndpoint):
         if frames.kept_items is not None and frames.whole is not None:
             kept = Kept(frames.whole, list(frames.kept_items))
             record = await self._pipeline.judged(lambda: kept.record)
-            await self._kept.keep(_owner(session), kept.response["id"], record)
+            num_tokens = kept.response["usage"]["total_tokens"]
+            await self._kept.keep(_owner(session), kept.response["id"], record, num_tokens)
 
 
 class ResponseCount(CountEndpoint):

@@ -185,9 +185,9 @@ class Pipeline:
 
 @contextmanager
 def counted() -> Iterator[None]:
-    """What is wrong counts as a request all the same."""
+    """What is wrong counts as a request all the same, and so does what nobody waits for any more."""
     try:
         yield
-    except WeftError:
+    except (WeftError, asyncio.CancelledError):
         visitor.get().charge(requests=1)
         raise

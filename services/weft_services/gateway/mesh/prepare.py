@@ -24,6 +24,8 @@ MAX_EMBEDDED_TOKENS = 300_000
 MAX_COUNTED_CHARS = 1 << 20
 # logprobs of prompt tokens and of their alternatives, in one request: some 10 MB of JSON
 MAX_SCORES = 262_144
+# of a text that is gone on with, enough to begin with a whole character and a word
+CONTEXT_TOKENS = 8
 Encode = Callable[[str], tuple[int, ...]]
 
 
@@ -39,13 +41,15 @@ class TooLong(InvalidRequest):
 class PreparedPrompt:
     """Token ids and the keys of their full blocks, in order. `is_thinking`: it ends where thoughts have begun.
 
-    `text`: of one that is to be repeated, as it was given, or what its token ids say, special ones included.
+    `text`: of one that is to be repeated, as it was given, or what its token ids say, special ones included. `context`:
+    the last of its tokens, where an answer goes on with its text.
     """
 
     token_ids: tuple[int, ...]
     block_keys: tuple[bytes, ...]
     is_thinking: bool = False
     text: str = ""
+    context: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,9 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
         keys = block_keys(token_ids, block_tokens, cache_salt) if block_tokens else []
         is_thinking = model.thinks and isinstance(text, str) and text.rstrip().endswith(THINK)
         repeated = _repeated(prompt, model) if generation.repeats_prompt else ""
-        prompts.append(PreparedPrompt(token_ids, tuple(keys), is_thinking, repeated))
+        goes_on = not isinstance(prompt, Conversation) or prompt.is_continued
+        context = token_ids[-CONTEXT_TOKENS:] if goes_on else ()
+        prompts.append(PreparedPrompt(token_ids, tuple(keys), is_thinking, repeated, context))
     _check_named_tokens(generation, model)
     _check_scores(generation, sum(len(prompt.token_ids) for prompt in prompts))
     grammar = grammar_of(generation, model, prompts[0].is_thinking)

@@ -33,7 +33,12 @@ class Run:
         self._failure: WeftError | None = None  # to be raised once the pieces before it are delivered
         stops = prepared.generation.stop
         self._flights = [
-            Flight(mesh, self._shared, new_id(), Sequence(index, codec, stops, spec.max_tokens))
+            Flight(
+                mesh,
+                self._shared,
+                new_id(),
+                Sequence(index, codec, stops, spec.max_tokens, prepared.prompts[spec.prompt].context),
+            )
             for index, spec in enumerate(prepared.sequences)
         ]
         self._num_open = len(self._flights)

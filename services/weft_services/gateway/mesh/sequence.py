@@ -31,14 +31,15 @@ class Sequence:
     It ends with `max_tokens`, whether the worker that generates says so or not.
     """
 
-    def __init__(self, index: int, codec: Codec, stops: Items[str], max_tokens: int) -> None:
+    def __init__(self, index: int, codec: Codec, stops: Items[str], max_tokens: int, context: Items[int] = ()) -> None:
+        """`context`: the last tokens of a text that is gone on with."""
         self.index = index
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._stop: str | None = None
         self._prompt_logprobs: list[PromptLogprobs] = []  # that nobody has been told yet
         self._max_tokens = max_tokens
-        self._detokenizer = codec.detokenizer()
+        self._detokenizer = codec.detokenizer(context)
         self._scanner = StopScanner(stops) if stops else None
 
     def accept(self, deltas: Items[Delta]) -> Piece:

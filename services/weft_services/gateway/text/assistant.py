@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from weft_services.gateway.text.feed import Feed, Reading, begins_with, copy_until, next_letter
 from weft_services.gateway.text.parts import Part, PartKind, Parts
 from weft_services.gateway.text.tool_parsers import Parser, plain
@@ -14,17 +16,26 @@ MAX_CHARS = 4096
 class AnswerReader:
     """State of one choice. `is_thinking`: the prompt ended within thoughts already."""
 
-    def __init__(self, parser: Parser, parts: Parts, thinks: bool, is_thinking: bool = False) -> None:
+    def __init__(
+        self, parser: Parser, parts: Parts, thinks: bool, is_thinking: bool = False, ends_thoughts: Iterable[str] = ()
+    ) -> None:
+        """`ends_thoughts`: what a call begins with, where models go from thoughts to it without a word."""
         self.is_thinking = is_thinking
         self.is_plain = False  # there is nothing to look for any more
         self._feed = Feed()
         self._parts = parts
+        self._ends_thoughts = (END_THINK, *ends_thoughts)
         self._reading = self._read(parser, thinks)
 
     @property
     def num_calls(self) -> int:
         """Tool calls found so far."""
         return self._parts.num_calls
+
+    @property
+    def is_in_call(self) -> bool:
+        """The last call's arguments have not come to their end."""
+        return self._parts.is_open
 
     @property
     def num_held(self) -> int:
@@ -53,7 +64,9 @@ class AnswerReader:
             self.is_thinking = yield from begins_with(self._feed, THINK)
         if self.is_thinking:
             yield from begins_with(self._feed, THINK)
-            yield from copy_until(self._feed, (END_THINK,), self._parts.reasoning)
+            mark = yield from copy_until(self._feed, self._ends_thoughts, self._parts.reasoning)
+            if mark and mark != END_THINK:
+                self._feed.text = mark + self._feed.text
             self._parts.drop_space()
             self.is_thinking = False
             yield from next_letter(self._feed)

@@ -6,6 +6,7 @@ The template comes from the model directory only, never from a request.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any
@@ -19,6 +20,8 @@ from weft_services.gateway.generation import Conversation
 FUEL = 10_000_000
 # put where an answer goes on that has begun, to be found again; from Unicode's private area
 HERE = "\ue0fe"
+# templates that tell an assistant's calls by what it does not say
+IS_NONE = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none", re.IGNORECASE)
 
 
 class _Refused(Exception):
@@ -95,9 +98,12 @@ _TESTS: dict[str, Callable[[Any], bool]] = {
 class ChatTemplate:
     """One compiled template. `special_tokens` are bos_token, eos_token and the like, as text."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self.source = source
-        self._knows_developers = "developer" in source
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
+        """`tool_source`: another template, for conversations that have tools."""
+        self.all_sources = f"{source}\n{tool_source}" if tool_source else source
+        self._sources = {"chat": source, "tool_use": tool_source or source}
+        self._knows_developers = "developer" in self.all_sources
+        self._asks_for_none = IS_NONE.search(self.all_sources) is not None
         self._special_tokens = dict(special_tokens)
         self._environment = minijinja.Environment(
             fuel=FUEL,
@@ -111,7 +117,8 @@ class ChatTemplate:
         self._environment.add_global("raise_exception", _refuse)
         self._environment.add_global("strftime_now", _now)
         try:
-            self._environment.add_template("chat", source)
+            for name, text in self._sources.items():
+                self._environment.add_template(name, text)
         except minijinja.TemplateError as error:
             raise BadCheckpoint(f"chat template does not compile: {error.message}") from error
 
@@ -129,8 +136,21 @@ class ChatTemplate:
 
     def _rendered(self, conversation: Conversation, messages: list[dict[str, Any]], field: str) -> str:
         try:
+            return self._tried(conversation, messages, field)
+        except InvalidRequest as error:
+            # most templates want arguments as an object; DeepSeek's own put what is a text between other text
+            texts = [_with_texts({**message, "content": message["content"] or ""}) for message in messages]
+            if not isinstance(error.__cause__, minijinja.TemplateError) or texts == messages:
+                raise
+            try:
+                return self._tried(conversation, texts, field)
+            except InvalidRequest:
+                raise error from None
+
+    def _tried(self, conversation: Conversation, messages: list[dict[str, Any]], field: str) -> str:
+        try:
             return self._environment.render_template(
-                "chat",
+                "tool_use" if conversation.tools else "chat",
                 messages=messages,
                 tools=_with_floats(list(conversation.tools)) or None,
                 add_generation_prompt=conversation.is_open and not conversation.is_continued,
@@ -152,5 +172,21 @@ class ChatTemplate:
         if message["role"] == "developer" and not self._knows_developers:
             return {**message, "role": "system"}
         if "tool_calls" in message:
-            return {**message, "tool_calls": _with_floats(message["tool_calls"])}
+            content = None if self._asks_for_none and message["content"] is None else message["content"] or ""
+            return {**message, "content": content, "tool_calls": _with_floats(message["tool_calls"])}
         return message
+
+
+def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
+    """The same with the arguments of its calls as JSON text."""
+    if "tool_calls" not in message:
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    texts = [
+        {**function, "arguments": _to_json(function["arguments"])}
+        if isinstance(function["arguments"], dict)
+        else function
+        for function in functions
+    ]
+    calls = zip(message["tool_calls"], texts, strict=True)
+    return {**message, "tool_calls": [{**call, "function": function} for call, function in calls]}

@@ -48,11 +48,13 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """For any vocabulary. The window holds the last clean group of ids as context, then what is not yet settled."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = ()) -> None:
+        """`context`: what the text goes on from; nothing of it is given out."""
         self._decode = decode
-        self._window: list[int] = []
-        self._num_context = 0
-        self._shown = ""  # how much of the window's text has been given out
+        self._window = list(context)
+        self._num_context = len(context)
+        # how much of the window's text has been given out
+        self._shown = "" if not context else (text := decode(self._window))[: len(text) - _held_marks(text)]
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The new text; an incomplete character at the end is held back."""

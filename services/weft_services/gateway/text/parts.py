@@ -37,6 +37,7 @@ class Parts:
     def __init__(self, new_id: Callable[[], str], is_parallel: bool = True, holds_space: bool = True) -> None:
         """Without `holds_space` text is given out as it comes."""
         self.num_calls = 0
+        self.is_open = False  # the last call's arguments have not come to their end
         self.found: list[Part] = []
         self._new_id = new_id
         self._max_calls = None if is_parallel else 1
@@ -68,6 +69,7 @@ class Parts:
         """A call; its arguments follow."""
         self._held.clear()
         self.num_calls += 1
+        self.is_open = True
         if self._is_wanted:
             self.found.append(Part(PartKind.CALL, name, self.num_calls - 1, call_id or self._new_id()))
 
@@ -75,6 +77,10 @@ class Parts:
         """More of the last call's arguments."""
         if text and self._is_wanted:
             self.found.append(Part(PartKind.ARGUMENTS, text, self.num_calls - 1))
+
+    def end_call(self) -> None:
+        """Its arguments are whole."""
+        self.is_open = False
 
     def end(self) -> None:
         """The answer ends."""
@@ -101,13 +107,14 @@ class Parts:
 
 def joined(parts: Iterable[Part]) -> list[Part]:
     """The same with what follows upon its like in one part."""
-    out: list[Part] = []
+    alike: list[tuple[Part, list[str]]] = []  # of long answers every letter is copied once
     for part in parts:
-        if out and part.kind is not PartKind.CALL and (out[-1].kind, out[-1].call) == (part.kind, part.call):
-            out[-1] = Part(part.kind, out[-1].text + part.text, part.call)
+        first = alike[-1][0] if alike else None
+        if first and part.kind is not PartKind.CALL and (first.kind, first.call) == (part.kind, part.call):
+            alike[-1][1].append(part.text)
         else:
-            out.append(part)
-    return out
+            alike.append((part, [part.text]))
+    return [Part(first.kind, "".join(texts), first.call, first.call_id) for first, texts in alike]
 
 
 def new_call_id() -> str:

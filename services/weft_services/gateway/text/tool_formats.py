@@ -19,7 +19,7 @@ NAME, ARGUMENTS, SPACE, NUMBER = "\0name", "\0arguments", "\0space", "\0number"
 class ToolFormat:
     """`call` is how one call is written, between `opening` and `closing`; strings in `markers` may be single tokens.
 
-    `is_xml`: arguments are not JSON but tags, see `xml_calls`.
+    `is_xml`: arguments are not JSON but tags, see `xml_calls`. `ends_thoughts`: what ends them as `</think>` does.
     """
 
     name: str
@@ -31,6 +31,7 @@ class ToolFormat:
     closing: tuple[str, ...] = ()
     new_id: Callable[[], str] = new_call_id
     is_xml: bool = False
+    ends_thoughts: tuple[str, ...] = ()
 
 
 def _always(parser: Parser) -> Callable[[Schemas], Parser]:
@@ -100,6 +101,7 @@ KIMI = ToolFormat(
     call=(_KIMI[2], "functions.", NAME, ":", NUMBER, _KIMI[4], ARGUMENTS, _KIMI[3]),
     opening=(_KIMI[0],),
     closing=(_KIMI[1],),
+    ends_thoughts=(_KIMI[0], _KIMI[2]),
 )
 LLAMA = ToolFormat(
     "llama",

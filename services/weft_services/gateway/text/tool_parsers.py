@@ -130,7 +130,8 @@ def _object(feed: Feed, parts: Parts, names: frozenset[str] | None) -> Reading[N
         if is_it and (yield from next_letter(feed)) == "{":
             parts.begin_call(fields["name"], str(fields.get("id") or ""))
             is_begun = True
-            yield from copy_json(feed, parts.arguments)
+            if (yield from copy_json(feed, parts.arguments)):
+                parts.end_call()
             continue
         written[key] = yield from json_text(feed)
         fields[key] = parse_json(written[key])
@@ -163,6 +164,7 @@ def _whole_call(parts: Parts, fields: dict[str, Any], written: dict[str, str]) -
     key = "arguments" if "arguments" in fields else "parameters"
     arguments = fields.get(key) or {}
     parts.arguments(arguments if isinstance(arguments, str) else written[key] if arguments else "{}")
+    parts.end_call()
 
 
 def _named_call(
@@ -182,10 +184,11 @@ def _named_call(
 
 
 def _arguments(feed: Feed, parts: Parts) -> Reading[None]:
-    if (yield from next_letter(feed)) == "{":
-        yield from copy_json(feed, parts.arguments)
-    else:
+    if (yield from next_letter(feed)) != "{":
         parts.arguments("{}")  # a call without arguments; clients parse what they get
+    elif not (yield from copy_json(feed, parts.arguments)):
+        return
+    parts.end_call()
 
 
 def _mistral_name(header: str) -> tuple[str, str]:
@@ -195,7 +198,8 @@ def _mistral_name(header: str) -> tuple[str, str]:
 
 def _kimi_name(header: str) -> tuple[str, str]:
     """`functions.name:0` is the call's id as well: the template gives it back to the model."""
-    return header.removeprefix("functions.").rpartition(":")[0] or header, header
+    name = header.removeprefix("functions.")
+    return name.rpartition(":")[0] or name, header
 
 
 def _deepseek_call(feed: Feed, parts: Parts) -> Reading[None]:
@@ -206,9 +210,9 @@ def _deepseek_call(feed: Feed, parts: Parts) -> Reading[None]:
     name = "".join(before).strip()
     if (yield from next_letter(feed)) != "{":  # V3: what came before was the type, now comes the name
         lines: list[str] = []
-        fence = yield from copy_until(feed, ("```json", "{"), lines.append)
+        fence = yield from copy_until(feed, ("```json", "{", "<｜tool▁call▁end｜>"), lines.append)
         name = "".join(lines).strip() or name
-        if fence == "{":
+        if fence and fence != "```json":  # V3.1's without arguments ends here
             feed.text = fence + feed.text
     if not name:
         parts.text("".join(before))

@@ -9,12 +9,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from weft_services.gateway.text.feed import Feed, Reading, begins_with, copy_until, parse_json
+from weft_services.gateway.text.feed import Emit, Feed, Reading, begins_with, copy_until, parse_json
 from weft_services.gateway.text.parts import Parts
 from weft_services.gateway.text.tool_parsers import Parser
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+NEXT_TAGS = (f"\n{PARAMETER}", f"\n{END_FUNCTION}", "\n</tool_call>")
 LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 Schemas = Mapping[str, dict[str, Any]]
@@ -55,6 +56,7 @@ def _call(feed: Feed, parts: Parts, schemas: Schemas) -> Reading[None]:
             return  # cut off
     if mark is not None:
         parts.arguments("}" if separator == ", " else "{}")
+        parts.end_call()
 
 
 def _name(feed: Feed) -> Reading[tuple[str, bool]]:
@@ -71,15 +73,22 @@ def _value(feed: Feed, parts: Parts, is_text: bool) -> Reading[bool]:
         yield
     if feed.text.startswith("\n"):
         feed.take(1)
-    ends = (f"\n{END_PARAMETER}", END_PARAMETER)
     if is_text:
         parts.arguments('"')
-        mark = yield from copy_until(feed, ends, lambda text: parts.arguments(_escaped(text)))
-        parts.arguments('"' if mark else "")
-        return mark is not None
+        is_ended = yield from _until_end(feed, lambda text: parts.arguments(_escaped(text)))
+        parts.arguments('"' if is_ended else "")
+        return is_ended
     written: list[str] = []
-    mark = yield from copy_until(feed, ends, written.append)
-    parts.arguments(_as_json("".join(written)) if mark else "".join(written))
+    is_ended = yield from _until_end(feed, written.append)
+    parts.arguments(_as_json("".join(written)) if is_ended else "".join(written))
+    return is_ended
+
+
+def _until_end(feed: Feed, emit: Emit) -> Reading[bool]:
+    """Up to the tag that closes a value; models forget it, and then the next tag on a line of its own ends it too."""
+    mark = yield from copy_until(feed, (f"\n{END_PARAMETER}", END_PARAMETER, *NEXT_TAGS), emit)
+    if mark in NEXT_TAGS:
+        feed.text = mark + feed.text
     return mark is not None
 
 
@@ -93,7 +102,10 @@ def is_text(schema: Any) -> bool:
     if isinstance(values := schema.get("enum"), list):
         return any(isinstance(value, str) for value in values)
     options = schema.get("anyOf") or schema.get("oneOf")
-    return any(map(is_text, options)) if isinstance(options, list) else "$ref" not in schema
+    if isinstance(options, list):
+        return any(map(is_text, options))
+    every = schema.get("allOf")
+    return all(map(is_text, every)) if isinstance(every, list) else "$ref" not in schema
 
 
 def _as_json(written: str) -> str:
