@@ -38,6 +38,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "compaction": (),
     "container": (),
     "mcp_servers": ([],),
+    "parallel_tool_calls": (True,),
     "stop": ([],),
     "output_format": (),  # an older name of output_config.format
     "thread": (),

@@ -56,7 +56,10 @@ CHAT_ALONE: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "max_completion_tokens": (),
     "n": (1,),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
     "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
 }
 # What clients of other servers add to any of the three.
 ADDED = (
