@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import grpc
 import httpx
 from rich.console import Console
 from rich.table import Table
@@ -164,16 +165,19 @@ def main() -> None:
     options = parser.parse_args()
     samples: Samples = defaultdict(list)
     counts: dict[str, int] = defaultdict(int)
+    missing: dict[str, int] = {}
+    trouble = ""
     try:
         with LocalMesh(options.model) as mesh:
             missing = asyncio.run(run(mesh, options.minutes, samples, counts))
-    except MeshTrouble as error:
-        sys.exit(f"soak: {error}")
+    except (MeshTrouble, grpc.RpcError, LookupError) as error:  # what was seen until then is told all the same
+        trouble = f"{type(error).__name__}: {error}"
     Console(width=None if sys.stdout.isatty() else 120).print(render(samples, counts, options.minutes))
     if options.out:
         Path(options.out).write_text(json.dumps(samples))
-    if found := troubles(samples, counts, missing, options.minutes):
-        sys.exit(f"soak: {'; '.join(found)}")
+    found = troubles(samples, counts, missing, options.minutes)
+    if trouble or found:
+        sys.exit(f"soak: {'; '.join(filter(None, (trouble, *found)))}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Everything about the engine on a bare GPU machine, from a checkout, in ten minutes: torch and triton are enough.
 
     PYTHONPATH=libs:kernels:. python -m loadtest.engine.gpu --out results
-    PYTHONPATH=libs:kernels:. python -m loadtest.engine.gpu --out results --tiny     the same on any machine, in seconds
+    PYTHONPATH=libs:kernels:. python -m loadtest.engine.gpu --out tiny --tiny     the same on any machine, in seconds
     PYTHONPATH=libs:kernels:. python -m loadtest.engine.gpu --out packed --weights resident   limits stay those of plain
 
 Measures the device's own limits, attention alone, then decode, prefill and mixed load of the 8B, 70B, Scout and Kimi
@@ -98,7 +98,7 @@ def main() -> None:
     results = Results.open(options.out / "results.json", options.limit_seconds)
     settings = replace(settings_for(options.device, options.tiny), is_resident=options.weights == "resident")
     gpu = measure(options.device)
-    results.facts |= facts(settings, gpu) | {"weights": options.weights}
+    results.under(facts(settings, gpu) | {"weights": options.weights, "tiny": options.tiny})
     if not results.attention:
         results.attention = [asdict(row) for row in sweep_attention(options.device, gpu, options.tiny)]
         results.save()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -46,6 +47,15 @@ class Results:
             results.facts, results.attention = kept["facts"], kept["attention"]
             results.points = {key: row for key, row in kept["points"].items() if not row.get("is_late")}
         return results
+
+    def under(self, conditions: dict[str, Any]) -> None:
+        """What holds for all points, kept or to come. Exits where kept ones were taken under others: a tiny model's, or
+        another dtype's. Rates that were measured differ from run to run, and say nothing of that."""
+        for name, value in conditions.items():
+            kept = self.facts.get(name, value)
+            if self.points and kept != value and not isinstance(value, float):
+                sys.exit(f"{self.path} was measured with {name} {kept}, and this is {value}: name another --out")
+        self.facts |= conditions
 
     @property
     def seconds_left(self) -> float:

@@ -204,7 +204,7 @@ def main() -> None:
     settings = Settings(options.device, options.dtype, block_tokens, options.chunk_tokens, max_seqs, options.kv_gib)
     results = Results.open(options.out / "results.json" if options.out else None, options.limit_seconds)
     gpu = measure(options.device, options.dtype)
-    results.facts |= facts(settings, gpu)
+    results.under(facts(settings, gpu) | {"threads": torch.get_num_threads(), "tiny": options.tiny})
     parts = (options.batches, options.contexts, options.prompts, options.mixed)
     sweep = Sweep(shape, settings, gpu, Grid(*parts, options.steps, options.point_seconds))
     sweep.run(results)

@@ -102,8 +102,8 @@ def measure(stack: Stack, times: int) -> list[str]:
             answers = [ask(client, stack, fields) for _ in range(times)]
             statuses = ", ".join(str(status) for status in sorted({status for status, _ in answers}))
             took = [milliseconds for _, milliseconds in answers]
-            verdict = "yes" if statistics.median(took) <= BAR_MS else "NO"
-            if statuses != "400":
+            verdict = "yes" if statuses == "400" and statistics.median(took) <= BAR_MS else "NO"
+            if statuses == "200":
                 verdict = f"harmless: a mask takes {longest_mask(model, fields):.2f} ms at most"
             rows.append(f"| {name} | {statuses} | {statistics.median(took):.1f} ms | {max(took):.1f} ms | {verdict} |")
     return rows

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from loadtest.engine.drive import Bench
 from loadtest.engine.gpu import TINY, run_shape, settings_for
-from loadtest.engine.results import Results
+from loadtest.engine.results import Point, Results
 from loadtest.engine.shapes import SHAPES
 
 from weft.capacity.gpus import Gpu
@@ -51,3 +51,13 @@ def test_a_shape_whose_engine_does_not_come_up_is_named(monkeypatch: pytest.Monk
     run_shape(shape, settings, Gpu("this one", 1.0, 0.01, 0.1, 0.1), GRID, results)
     assert results.points == {}
     assert results.facts["8B"].endswith("; RuntimeError: out of resource: shared memory")
+
+
+def test_results_of_other_conditions_are_not_gone_on_with() -> None:
+    results = Results(None, float("inf"))
+    results.under({"dtype": "float32", "tiny": True, "tflops": 1.0})
+    results.under({"dtype": "bfloat16", "tiny": False, "tflops": 1.0})
+    results.add(Point("8B", "decode", 1, 128), tok_s=1.0)
+    results.under({"dtype": "bfloat16", "tiny": False, "tflops": 2.0})
+    with pytest.raises(SystemExit, match="measured with tiny False, and this is True: name another --out"):
+        results.under({"dtype": "bfloat16", "tiny": True, "tflops": 2.0})
