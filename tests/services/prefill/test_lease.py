@@ -67,7 +67,7 @@ async def test_what_the_pool_holds_counts_as_cached(tiny: Tiny) -> None:
 
 
 async def test_silence_ends_the_lease(tiny: Tiny) -> None:
-    async with start_lender(tiny, lease_seconds=0.1) as lender:
+    async with start_lender(tiny, lease_seconds=2.0) as lender:
         borrower = lender.borrower(prompt(22))
         ready, _ = await borrower.until_finished()
         assert await borrower.status() is grpc.StatusCode.NOT_FOUND, "nothing that this worker could be blamed for"

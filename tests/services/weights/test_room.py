@@ -182,9 +182,14 @@ async def test_room_that_one_has_found_is_not_anothers(monkeypatch: pytest.Monke
     monkeypatch.setattr(room, "_free_bytes", lambda: free[0])
     monkeypatch.setattr(room, "WAIT_SECONDS", 0.0)
 
+    ended = asyncio.Event()  # one of them: the other keeps its room until then
+
     async def take(holder: Reading) -> None:
-        async with shared.promised(holder, 100):
-            await asyncio.sleep(0.2)
+        try:
+            async with shared.promised(holder, 100):
+                await ended.wait()
+        finally:
+            ended.set()
 
     outcomes = await asyncio.gather(take(Reading()), take(Reading()), return_exceptions=True)
     assert sorted(map(type, outcomes), key=str) == [type(None), Overloaded]

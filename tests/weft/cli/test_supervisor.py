@@ -185,7 +185,7 @@ ADVANCING = """
 import time
 for done in range({count}):
     print(f"I weights progress weights: {{done * {step}}} of 100 MiB", flush=True)
-    time.sleep(0.1)
+    time.sleep({pause})
 print("up", flush=True)
 time.sleep(60)
 """
@@ -193,9 +193,9 @@ time.sleep(60)
 
 async def test_a_start_that_says_how_far_it_is_has_all_the_time_it_needs_and_so_have_those_that_wait_for_it() -> None:
     recorder = Recorder()
-    waiting = {"probe": recorder.has_said("loads", "up"), "start_seconds": 0.5, "heeds_progress": True}
+    waiting = {"probe": recorder.has_said("loads", "up"), "start_seconds": 4.0, "heeds_progress": True}
     specs = [
-        spec(recorder, "loads", ADVANCING.format(count=12, step=1), **waiting),
+        spec(recorder, "loads", ADVANCING.format(count=12, step=1, pause=0.5), **waiting),
         spec(recorder, "waits", FOREVER, **waiting),
     ]
     supervisor = Supervisor(specs, recorder, QUICK)
@@ -206,7 +206,7 @@ async def test_a_start_that_says_how_far_it_is_has_all_the_time_it_needs_and_so_
 
 async def test_a_start_that_stands_still_is_ended_whatever_it_says() -> None:
     recorder = Recorder()
-    program = ADVANCING.format(count=100, step=0)
+    program = ADVANCING.format(count=100, step=0, pause=0.1)
     specs = [spec(recorder, "stuck", program, start_seconds=0.5, heeds_progress=True)]
     async with running(Supervisor(specs, recorder, QUICK)):
         await recorder.until(lambda: bool(recorder.deaths))

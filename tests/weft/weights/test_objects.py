@@ -17,6 +17,7 @@ import torch
 from obstore.store import from_url
 
 from tests.weft.weights.checkpoints import make_checkpoint
+from weft.cli.ports import free_ports
 from weft.errors import BadCheckpoint, Unreadable
 from weft.weights import objects
 from weft.weights.bundle import convert
@@ -32,9 +33,7 @@ PATIENCE_SECONDS = 40.0
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """The server's URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE_SECONDS
