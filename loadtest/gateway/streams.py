@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import resource
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ import uvloop
 from loadtest.gateway.client import COUNT, QUESTION
 from loadtest.gateway.processes import Processes, cpu_seconds
 from loadtest.gateway.stacks import Stack, weft
+from weft.files import allow_files
 
 # idle streams: a token every ten seconds
 IDLE_STEP_SECONDS, IDLE_TOKENS = 10.0, 13
@@ -178,9 +178,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=10_000)
     parser.add_argument("--stalled", type=int, default=4, help="clients that do not read")
     options = parser.parse_args()
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard < options.streams + 1000:
+    if (hard := allow_files()) < options.streams + 1000:
         parser.error(f"--streams {options.streams}: this user may have {hard} files open (ulimit -n)")
     rows = []
     with Processes() as processes:

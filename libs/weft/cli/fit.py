@@ -16,7 +16,7 @@ from weft.capacity.footprint import footprint
 from weft.capacity.layout import GIB
 from weft.capacity.memory import available_bytes
 from weft.capacity.sizes import Sizes, Wanted, choose
-from weft.cli.gpus import VISIBLE, Card, cards
+from weft.cli.gpus import VISIBLE, Card, cards, tell_memory
 from weft.cli.mesh import MeshOptions
 from weft.config import read_config as read_settings
 from weft.errors import BadCheckpoint
@@ -84,7 +84,7 @@ def _check_memory(
 def _check_cards(options: MeshOptions, models: Mapping[str, ModelConfig], sizes: Sizes) -> None:
     """Each worker on the card that it is given, beside those who share it."""
     found = cards()
-    if not all(card.total_bytes for card in found) or not found:
+    if not tell_memory(found):
         return  # nobody tells their memory here: the workers will
     for index, (name, model) in enumerate(options.workers.items()):
         share = options.worker_share(index)

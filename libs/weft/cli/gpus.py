@@ -38,6 +38,11 @@ def _mebibytes(told: str) -> int:
     return int(told) << 20 if told.isdecimal() else 0
 
 
+def tell_memory(found: Sequence[Card]) -> bool:
+    """Is it known how much each of them has."""
+    return bool(found) and all(card.total_bytes for card in found)
+
+
 def usable_gpus(environ: Mapping[str, str], found: Sequence[Card] | None = None) -> tuple[str, ...]:
     """As CUDA calls them: those that the user has chosen, up to the first that there cannot be (-1: none), else all
     (those `found`, where they have been looked for)."""

@@ -269,8 +269,7 @@ def _gateway(options: MeshOptions, at: Addresses, name: str) -> ChildSpec:
     said = os.environ.get("WEFT_PRIVATE_PORT", "") if len(at.gateways) == 1 else ""
     if said or options.keys or options.has_tls or len(at.gateways) > 1:
         own["WEFT_PRIVATE_PORT"] = said or str(at.gateways[name])
-        host = reachable(os.environ.get("WEFT_PRIVATE_HOST", LOOPBACK))
-        probed = f"{f'[{host}]' if ':' in host else host}:{own['WEFT_PRIVATE_PORT']}"
+        probed = f"{reachable(os.environ.get('WEFT_PRIVATE_HOST', LOOPBACK))}:{own['WEFT_PRIVATE_PORT']}"
     if len(at.gateways) > 1:
         own["WEFT_SHARE_PORTS"] = "1"
     spec = ChildSpec(

@@ -58,4 +58,6 @@ def check_listen_address(listen: str, flag: str) -> str:
 
 def reachable(host: str) -> str:
     """The address to call on this machine for a listener bound to host."""
-    return LOOPBACK if host in ("0.0.0.0", "", "::") else host
+    if host in ("0.0.0.0", "", "::"):
+        return LOOPBACK
+    return f"[{host}]" if ":" in host else host

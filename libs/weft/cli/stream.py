@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 
+from weft.cli.ports import MAX_PORT
 from weft.cli.record import DEFAULT_URL
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
-MAX_PORT = 65_535
 CONNECT_SECONDS = 5.0
 # between two pieces of an answer; prompts can wait behind others
 SILENCE_SECONDS = 120.0

@@ -231,10 +231,12 @@ class Planner:
         ]
         if not lower:
             return None
+        wanted = self.pages.num_wanted(sequence, self._num_growing - len(lower)) - self._pool.num_available
+        if sum(len(run.blocks) for other in lower for run in other.runs) < wanted:
+            return None  # told without looking at every block, since every step asks
         # blocks that somebody else holds as well stay where they are
         freed = self._pool.num_freed(block for other in lower for run in other.runs for block in run.blocks)
-        wanted = self.pages.num_wanted(sequence, self._num_growing - len(lower))
-        return lower[-1] if self._pool.num_available + freed >= wanted else None
+        return lower[-1] if freed >= wanted else None
 
     def _grow(self, sequence: Sequence, is_settled: bool) -> bool:
         """A block for the next token, at the cost of the last in turn, maybe itself; False when that may not be."""

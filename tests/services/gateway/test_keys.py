@@ -277,18 +277,6 @@ async def test_a_keys_file_that_cannot_be_read_ends_the_process_by_name(bench: M
                 pass
 
 
-def test_keys_that_cross_a_network_in_the_clear_are_known(model_dir: Path, tmp_path: Path) -> None:
-    def shows(**settings: Any) -> bool:
-        return Config(str(model_dir), "127.0.0.1:1", **settings).shows_keys
-
-    assert shows(keys="k", host="10.0.0.5")
-    assert shows(keys="k", host="0.0.0.0", publish_host="10.0.0.5")
-    assert not shows(keys="k", host="0.0.0.0", publish_host="127.0.0.1"), "a container's ports"
-    assert not shows(keys="k")
-    assert not shows(host="10.0.0.5", open=True), "no keys"
-    assert not shows(keys="k", host="10.0.0.5", tls_cert=tmp_path, tls_key=tmp_path)
-
-
 async def test_the_page_is_open_and_the_mesh_it_shows_is_for_operators(bench: MakeBench, keys: Any) -> None:
     async with bench(keys=keys(entry("alice"), entry("ops", operator=True))) as b:
         for path in ("/", "/weft/page/main.js"):

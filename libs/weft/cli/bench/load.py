@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ import httpx
 
 from weft.cli.bench.workload import Job
 from weft.cli.stream import CONNECT_SECONDS, THOUGHTS, MeshError, message_of, open_client, served_model
+from weft.files import allow_files
 
 # the difference of two prompts is without what a chat template adds
 CALIBRATIONS = tuple(Job(None, (("calibration", tokens),), 1) for tokens in (200, 40))
@@ -80,7 +80,7 @@ class Target:
 async def open_target(url: str, model: str, api_key: str, is_chat: bool) -> Target:
     """Find the model, how long its tokens are in our words, and whether answers can be made as long as they are to be:
     `ignore_eos` is not OpenAI's, and strict servers refuse it. Raises MeshError."""
-    _allow_connections()
+    allow_files()  # what fails for want of one is not the server's
     client = open_client(url, api_key, httpx.Limits(max_connections=None, max_keepalive_connections=None))
     client.headers["content-type"] = "application/json"
     client.headers["accept-encoding"] = "identity"
@@ -108,12 +108,6 @@ async def _chars_per_token(target: Target, tokens_of_first: int) -> float:
     if 0 < fewer_tokens < tokens_of_first:
         return (chars - fewer_chars) / (tokens_of_first - fewer_tokens)
     return chars / tokens_of_first
-
-
-def _allow_connections() -> None:
-    """Each is a file, and processes begin with 1,024 of them: what fails for want of one is not the server's."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _answered(target: Target, job: Job) -> Record:

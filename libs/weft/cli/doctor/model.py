@@ -17,7 +17,7 @@ from weft.capacity.room import Room, default_num_blocks
 from weft.capacity.sizes import Sizes, Wanted, choose
 from weft.cli.doctor.finding import Finding, Level, Subject
 from weft.cli.fit import SHARED_MEMORY, held_bytes, is_for_cpus_only, shared_memory
-from weft.cli.gpus import cards, chosen_cards, usable_gpus
+from weft.cli.gpus import cards, chosen_cards, tell_memory, usable_gpus
 from weft.cli.record import running_meshes
 from weft.config import ConfigError
 from weft.config import read_config as read_settings
@@ -133,7 +133,7 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
     sizes = choose(wanted, has_cuda=bool(usable) and not is_for_cpus_only())
     if sizes.machine.device == "cuda":
         found = chosen_cards(found, usable)
-        if not found or not all(card.total_bytes for card in found):
+        if not tell_memory(found):
             yield Finding("memory", Level.OK, "nvidia-smi tells nothing of the GPUs' memory: workers look themselves")
             return
         free = min(card.free_bytes for card in found) // math.ceil(subject.num_workers / len(found))

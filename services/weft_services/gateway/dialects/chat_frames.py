@@ -133,7 +133,7 @@ def calls_of(parts: Sequence[Part]) -> list[dict[str, Any]]:
             function = {"name": part.text, "arguments": ""}
             calls.append({"id": part.call_id, "type": "function", "function": function})
         elif part.kind is PartKind.ARGUMENTS:
-            calls[-1]["function"]["arguments"] = part.text
+            calls[-1]["function"]["arguments"] += part.text  # joined: once a call
     return calls
 
 
