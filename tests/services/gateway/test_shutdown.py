@@ -53,17 +53,21 @@ async def read_all(bench: MakeBench, grace_seconds: float, finish: bool) -> tupl
     return asked.result(), b.scheduler
 
 
+def told(scheduler: FakeScheduler) -> list[str]:
+    """The stages told, each once: what is on its way to the scheduler when the gateway ends is told once more."""
+    return list(dict.fromkeys(scheduler.stages()))
+
+
 async def test_streams_under_way_may_end_within_the_grace(bench: MakeBench) -> None:
     text, scheduler = await read_all(bench, grace_seconds=10, finish=True)
     assert "".join(event["choices"][0]["text"] for event in events(text)) == "hello"
-    assert scheduler.stages() == ["first_token", "finished"]
+    assert told(scheduler) == ["first_token", "finished"]
 
 
 async def test_streams_that_outlast_the_grace_end_with_an_error_frame(bench: MakeBench) -> None:
     text, scheduler = await read_all(bench, grace_seconds=0.1, finish=False)
     assert events(text)[-1]["error"]["code"] == "unavailable"
-    # what is on its way to the scheduler when the gateway ends is told once more
-    assert list(dict.fromkeys(scheduler.stages())) == ["first_token", "failed"]
+    assert told(scheduler) == ["first_token", "failed"]
     assert scheduler.settled[-1].failed_worker_id == ""  # nobody is blamed for our leaving
     assert len(scheduler.routed) == 1  # nor asked for another place
 
@@ -102,7 +106,7 @@ async def test_a_signal_ends_the_process_with_status_0(model_dir: Path) -> None:
     process.send_signal(signal.SIGTERM)
     async with asyncio.timeout(20):
         assert await process.wait() == 0
-    await scheduler.until(lambda: scheduler.stages() == ["first_token", "finished"])
+    await scheduler.until(lambda: told(scheduler) == ["first_token", "finished"])
     await decode.kill()
     await scheduler.kill()
 
