@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import weft_kernels.block_copy.kernel as block_copy
+import weft_kernels.latent_kv.kernel as latent_kv
 import weft_kernels.moe.kernel as moe
 import weft_kernels.moe_routing.kernel as moe_routing
 import weft_kernels.packed.linear as packed
@@ -30,6 +31,7 @@ from weft_kernels.moe_routing import Rule
 from weft_kernels.packed import F12, Fp8, Int4
 from weft_kernels.paged_attention.shape import Shape
 from weft_kernels.paged_attention.tensors import plan_launches
+from weft_kernels.rope_kv import ROTATED, HeadRule
 from weft_kernels.sampling.rows import SamplingRows
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -121,6 +123,9 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
     pool = torch.empty(4, 8, 2, 2, 64, 128, dtype=BF16)
     qkv, angles = torch.empty(2, 48, 128, dtype=BF16), torch.empty(2, 128, dtype=BF16)
     slots = torch.tensor([3, 70])
+    heads = qkv, angles, angles, pool, 0, slots
+    normed, normed_last = HeadRule((angles[0], angles[1]), eps=1e-6), HeadRule(is_normed_last=True, eps=1e-5)
+    unrotated = HeadRule(is_rotated=False)
     q = torch.empty(2, 32, 128, dtype=BF16)
     keys, values = pool[:, :, 0, 0], pool[:, :, 0, 1]
     batch = plan_launches([0, 1, 2], [70, 3], [[1, 2], [0]], torch.device("cpu")).decode
@@ -132,6 +137,9 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
     shape, windowed = Shape(0.1, num_splits=8), Shape(0.1, window=4096, num_splits=8)
     split = Shape(0.1, num_splits=32)
     latent = torch.empty(4, 1, 2, 1, 64, 576, dtype=BF16)[:, :, 0, 0]
+    turns, vectors = torch.empty(2, 64, dtype=BF16), torch.empty(4, 1, 2, 1, 64, 576, dtype=BF16)
+    rotated = torch.empty(2, 64, 192, dtype=BF16)[..., 128:]
+    latents = torch.empty(2, 576, dtype=BF16), rotated, weight[:512], 1e-6, (turns, turns), vectors, 0, slots
     latent_q, latent_out = torch.empty(2, 64, 576, dtype=BF16), torch.empty(2, 64, 512, dtype=BF16)
     made = torch.empty(4, 8, 1, 2, 64, 192, dtype=BF16)[:, :, 0]  # MLA's keys of 128 + 64 and values, for a long chunk
     made_q, made_out = torch.empty(2, 64, 8, 192, dtype=BF16)
@@ -163,8 +171,11 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
         "add_rms_norm": (rms_norm, "_rms_norm", lambda: rms_norm.add_rms_norm_kernel(x, x, weight, 1e-5)),
         "silu_mul": (silu_mul, "_silu_mul", lambda: silu_mul.silu_mul_kernel(x)),
         "gather": (block_copy, "_copy", lambda: block_copy.gather_blocks_kernel(pool, slots)),
-        "rope": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(qkv, angles, angles, pool, 0, slots, False)),
-        "rope pairs": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(qkv, angles, angles, pool, 0, slots, True)),
+        "rope": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(*heads, ROTATED, None)),
+        "rope, normed": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(*heads, normed, None)),
+        "rope, normed last": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(*heads, normed_last, None)),
+        "no rope": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(*heads, unrotated, torch.ones(2, 1, 1))),
+        "latent": (latent_kv, "_latent_kv", lambda: latent_kv.latent_kv_kernel(*latents)),
         "sampling": (sampling, "_sample", lambda: sampling.sample_kernel(logits, rows)),
         "routing": (moe_routing, "_route", lambda: moe_routing.route_kernel(scored, None, Rule(8, True))),
         "routing, groups": (moe_routing, "_route", lambda: moe_routing.route_kernel(scored, bias, grouped)),

@@ -25,6 +25,7 @@ from weft_kernels.paged_attention import FULL, PagedBatch, Span
 
 pytest.importorskip("triton")
 
+from weft_kernels.latent_kv.kernel import latent_kv_kernel
 from weft_kernels.paged_attention.launch import paged_attention_kernels
 from weft_kernels.rms_norm.kernel import add_rms_norm_kernel, rms_norm_kernel
 from weft_kernels.rope_kv.kernel import rope_kv_kernel
@@ -42,10 +43,6 @@ def latent_attention(q: Tensor, layer: int, batch: PagedBatch, value_dim: int, s
     return paged_attention_kernels(q, layer, batch, FULL, scale, value_dim)
 
 
-def rope_kv(qkv: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, layer: int, slots: Tensor) -> Tensor:
-    return rope_kv_kernel(qkv, cos, sin, pool, layer, slots, False)
-
-
 def pack_experts(pairs: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype, is_resident: bool) -> PackedExperts:
     assert not is_resident
     gate_up, down = zip(*pairs, strict=True)
@@ -57,11 +54,11 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the place of what the models import."""
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
         (attention, "paged_attention", paged_attention),
-        (attention, "rope_kv", rope_kv),
-        (attention, "rms_norm", rms_norm_kernel),
+        (attention, "rope_kv", rope_kv_kernel),
         (decoder, "rms_norm", rms_norm_kernel),
         (decoder, "add_rms_norm", add_rms_norm_kernel),
         (latent, "latent_attention", latent_attention),
+        (latent, "latent_kv", latent_kv_kernel),
         (latent, "paged_attention", paged_attention),
         (latent, "rms_norm", rms_norm_kernel),
         (mlp, "silu_mul", silu_mul_kernel),

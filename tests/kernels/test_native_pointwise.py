@@ -13,7 +13,7 @@ from weft_kernels.rms_norm import add_rms_norm, rms_norm
 from weft_kernels.rms_norm.reference import rms_norm_reference
 from weft_kernels.rope import rope
 from weft_kernels.rope.reference import rope_reference
-from weft_kernels.rope_kv import rope_kv
+from weft_kernels.rope_kv import ROTATED, rope_kv
 from weft_kernels.rope_kv.reference import rope_kv_reference
 from weft_kernels.silu_mul import silu_mul
 from weft_kernels.silu_mul.reference import silu_mul_reference
@@ -80,7 +80,7 @@ def test_rotated_rows_lie_in_the_pool(dtype: torch.dtype, size: tuple[int, int, 
     pool = torch.randn(80, 2, 3, 2, 4, dim).to(dtype)
     slots = torch.randperm(80 * 4)[:num_rows]
     expected_pool = pool.clone()
-    expected = rope_kv_reference(qkv, cos, sin, expected_pool, 1, slots, is_interleaved=False)
+    expected = rope_kv_reference(qkv, cos, sin, expected_pool, 1, slots, ROTATED)
     q = rope_kv(qkv, cos, sin, pool, 1, slots)
     close = {"rtol": 0, "atol": 0} if dtype == torch.bfloat16 else {"rtol": 1e-6, "atol": 1e-6}
     torch.testing.assert_close(q, expected, **close)

@@ -1,4 +1,4 @@
-"""Norm, gate, rotation and block copies against their references."""
+"""Norm, gate and block copies against their references."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ from weft_kernels.block_copy import gather_blocks, scatter_blocks
 from weft_kernels.block_copy.kernel import gather_blocks_kernel, scatter_blocks_kernel
 from weft_kernels.rms_norm import add_rms_norm, rms_norm
 from weft_kernels.rms_norm.kernel import add_rms_norm_kernel, rms_norm_kernel
-from weft_kernels.rope import rope
-from weft_kernels.rope_kv import rope_kv
-from weft_kernels.rope_kv.kernel import rope_kv_kernel
-from weft_kernels.rope_kv.reference import rope_kv_reference
 from weft_kernels.silu_mul import silu_mul
 from weft_kernels.silu_mul.kernel import silu_mul_kernel
 
@@ -52,37 +48,6 @@ def test_add_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 def test_silu_mul(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = (torch.randn(shape) * 4).to(DEVICE, dtype)
     close(silu_mul_kernel(x).cpu(), silu_mul(x.cpu()))
-
-
-@pytest.mark.parametrize("is_interleaved", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 16), ((3, 1), 10), ((10, 10), 6)])
-def test_rope_kv(heads: tuple[int, int], dim: int, dtype: torch.dtype, is_interleaved: bool) -> None:
-    num_heads, kv_heads = heads
-    qkv = torch.randn(5, num_heads + 2 * kv_heads, dim).to(dtype)
-    turns = torch.randn(5, dim // 2).repeat(1, 2)
-    cos, sin = turns.cos().to(dtype), turns.sin().to(dtype)
-    pool = torch.randn(6, kv_heads, 3, 2, 4, dim).to(dtype)
-    slots = torch.tensor([23, 0, 5, 6, 9])
-    written = pool.to(DEVICE).clone()
-    angles = cos.to(DEVICE), sin.to(DEVICE)
-    q = rope_kv_kernel(qkv.to(DEVICE), *angles, written, 1, slots.to(DEVICE), is_interleaved)
-    expected = rope_kv(qkv, cos, sin, pool, 1, slots, is_interleaved=is_interleaved)
-    close(q.cpu(), expected)
-    close(written.cpu(), pool)
-    assert torch.equal(written[:, :, [0, 2]].cpu(), pool[:, :, [0, 2]])
-
-
-def test_the_reference_rotates_as_rope_does_and_pairs_are_halves_in_another_order() -> None:
-    qkv, angles = torch.randn(4, 6, 8), torch.randn(4, 4).repeat(1, 2)
-    cos, sin, slots = angles.cos(), angles.sin(), torch.arange(4)
-    pools = torch.zeros(2, 1, 1, 1, 2, 4, 8)
-    q = rope_kv_reference(qkv, cos, sin, pools[0], 0, slots, False)
-    assert torch.equal(q, rope(qkv, cos, sin)[:, :4])
-    assert torch.equal(pools[0][0, 0, 0, 0], rope(qkv, cos, sin)[:, 4])
-    assert torch.equal(pools[0][0, 0, 0, 1], qkv[:, 5])
-    order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
-    assert torch.equal(rope_kv_reference(qkv[..., order], cos, sin, pools[1], 0, slots, True), q[..., order])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])

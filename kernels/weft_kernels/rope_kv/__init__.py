@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, with keys and values written where they stay."""
+"""Queries and keys made ready for attention, with keys and values written where they stay."""
 
 from __future__ import annotations
 
@@ -7,30 +7,62 @@ import ctypes
 import torch
 from torch import Tensor
 
+from weft_kernels.kv_write import kv_write
 from weft_kernels.native import of_rows
+from weft_kernels.rms_norm import rms_norm
+from weft_kernels.rope import rope
 from weft_kernels.rope_kv.reference import rope_kv_reference
+from weft_kernels.rope_kv.rule import ROTATED, HeadRule
 
+__all__ = ["ROTATED", "HeadRule", "rope_kv"]
 _Sizes = ctypes.c_long * 7
 
 
 def rope_kv(
-    qkv: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, layer: int, slots: Tensor, *, is_interleaved: bool = False
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pool: Tensor,
+    layer: int,
+    slots: Tensor,
+    rule: HeadRule = ROTATED,
+    temperature: Tensor | None = None,
 ) -> Tensor:
-    """Rotate the queries and the keys of packed rows, write keys and values into the pool, return the queries.
+    """Do what the rule says to packed rows, write keys and values into the pool, return the queries.
 
-    qkv: [T, heads + 2 kv_heads, dim], contiguous: queries, keys, values. pool: [blocks, kv_heads, layers, 2,
-    block_tokens, dim], written at slots [T] int64 of `layer`. cos, sin: [T, dim / 2 or more], the angle of pair i in
-    column i. A pair is (x[i], x[i + dim/2]), or (x[2i], x[2i + 1]) when `is_interleaved`.
+    qkv: [T, heads + 2 kv_heads, dim], contiguous: queries, keys, values; overwritten. pool: [blocks, kv_heads, layers,
+    2, block_tokens, dim], written at slots [T] int64 of `layer`. cos, sin: [T, dim], both halves alike; a pair is
+    (x[i], x[i + dim/2]). `temperature`: [T, 1, 1] float32, by which queries are multiplied in the end.
     Returns [T, heads, dim], contiguous.
     """
     if qkv.is_cuda:
         from weft_kernels.rope_kv.kernel import rope_kv_kernel
 
-        return rope_kv_kernel(qkv, cos, sin, pool, layer, slots, is_interleaved)
+        return rope_kv_kernel(qkv, cos, sin, pool, layer, slots, rule, temperature)
+    kv_heads = pool.shape[1]
+    num_heads = qkv.shape[1] - 2 * kv_heads
+    if rule.norms is not None:
+        for some, weight in zip(
+            (qkv[:, :num_heads], qkv[:, num_heads : num_heads + kv_heads]), rule.norms, strict=True
+        ):
+            some.copy_(rms_norm(some, weight, rule.eps))
+    if rule.is_rotated and not rule.is_normed_last and temperature is None:
+        return _rotate_and_write(qkv, cos, sin, pool, layer, slots)
+    rotated = qkv[:, : num_heads + kv_heads]
+    if rule.is_rotated:
+        rotated = rope(rotated, cos, sin)
+    if rule.is_normed_last:
+        rotated = rms_norm(rotated, rotated.new_ones(rotated.shape[-1]), rule.eps)
+    kv_write(rotated[:, num_heads:], qkv[:, num_heads + kv_heads :], pool, layer, slots)
+    q = rotated[:, :num_heads]
+    return (q if temperature is None else (q * temperature).to(q.dtype)).contiguous()
+
+
+def _rotate_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, layer: int, slots: Tensor) -> Tensor:
     _, kv_heads, layers, parts, block_tokens, dim = pool.shape
-    function = None if is_interleaved or cos.shape[1] != dim else of_rows("rope_kv", qkv, dim // 2)
+    function = of_rows("rope_kv", qkv, dim // 2)
     if function is None or not cos.is_contiguous() or not sin.is_contiguous():
-        return rope_kv_reference(qkv, cos, sin, pool, layer, slots, is_interleaved)
+        return rope_kv_reference(qkv, cos, sin, pool, layer, slots, ROTATED)
     assert qkv.is_contiguous()
     assert qkv.dtype == cos.dtype == sin.dtype == pool.dtype
     num_heads = qkv.shape[1] - 2 * kv_heads

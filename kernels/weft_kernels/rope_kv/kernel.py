@@ -1,4 +1,5 @@
-"""Rotation and KV write in one pass: a program takes some heads of one token from the projection to their places."""
+"""Norms, rotation and KV write in one pass: a program takes some heads of a token from the projection to their
+places."""
 
 from __future__ import annotations
 
@@ -7,19 +8,63 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft_kernels.rope_kv.rule import HeadRule
+
 BLOCK_HEADS = 8
 
 
 def rope_kv_kernel(
-    qkv: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, layer: int, slots: Tensor, is_interleaved: bool
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pool: Tensor,
+    layer: int,
+    slots: Tensor,
+    rule: HeadRule,
+    temperature: Tensor | None,
 ) -> Tensor:
     """See `weft_kernels.rope_kv.rope_kv`."""
     num_tokens, num_all_heads, dim = qkv.shape
     kv_heads = pool.shape[1]
     num_heads = num_all_heads - 2 * kv_heads
+    _check(qkv, cos, sin, pool, slots, rule, temperature)
+    q = torch.empty(num_tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    q_norm, k_norm = rule.norms or (qkv, qkv)
+    if num_tokens:
+        _rope_kv[(num_tokens, triton.cdiv(num_all_heads, BLOCK_HEADS))](
+            qkv,
+            cos,
+            sin,
+            q_norm,
+            k_norm,
+            qkv if temperature is None else temperature,
+            pool[:, :, layer],
+            slots,
+            q,
+            rule.eps,
+            cos.stride(0),
+            *(pool.stride(i) for i in (0, 1, 3, 4)),
+            pool.shape[4],
+            HEADS=num_heads,
+            KV_HEADS=kv_heads,
+            HALF=dim // 2,
+            HAS_NORMS=rule.norms is not None,
+            ROTATED=rule.is_rotated,
+            NORMED_LAST=rule.is_normed_last,
+            HAS_TEMPERATURE=temperature is not None,
+            BLOCK_H=BLOCK_HEADS,
+            BLOCK_I=triton.next_power_of_2(dim // 2),
+        )
+    return q
+
+
+def _check(
+    qkv: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, slots: Tensor, rule: HeadRule, temperature: Tensor | None
+) -> None:
+    num_tokens, num_all_heads, dim = qkv.shape
     assert qkv.is_contiguous()
     assert dim % 2 == 0
-    assert num_heads > 0
+    assert num_all_heads > 2 * pool.shape[1]
     assert pool.shape[3] == 2
     assert pool.shape[5] == dim
     assert pool.stride(5) == 1
@@ -30,30 +75,22 @@ def rope_kv_kernel(
     assert cos.stride() == sin.stride()
     assert cos.stride(1) == 1
     assert qkv.device == pool.device == slots.device == cos.device
-    q = torch.empty(num_tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
-    grid = (num_tokens, triton.cdiv(num_all_heads, BLOCK_HEADS))
-    if num_tokens:
-        _rope_kv[grid](
-            qkv,
-            cos,
-            sin,
-            pool[:, :, layer],
-            slots,
-            q,
-            cos.stride(0),
-            pool.stride(0),
-            pool.stride(1),
-            pool.stride(3),
-            pool.stride(4),
-            pool.shape[4],
-            HEADS=num_heads,
-            KV_HEADS=kv_heads,
-            HALF=dim // 2,
-            INTERLEAVED=is_interleaved,
-            BLOCK_H=BLOCK_HEADS,
-            BLOCK_I=triton.next_power_of_2(dim // 2),
-        )
-    return q
+    for weight in rule.norms or ():
+        assert weight.shape == (dim,)
+        assert weight.is_contiguous()
+        assert weight.dtype == qkv.dtype
+    if temperature is not None:
+        assert temperature.shape == (num_tokens, 1, 1)
+        assert temperature.is_contiguous()
+
+
+@triton.jit
+def _normed(
+    b_first: tl.tensor, b_second: tl.tensor, eps: tl.tensor, HALF: tl.constexpr, ITEM: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Heads [BLOCK_H, BLOCK_I] twice by their root mean square, rounded."""
+    b_scale = tl.rsqrt(tl.sum(b_first * b_first + b_second * b_second, 1) / (2 * HALF) + eps)[:, None]
+    return (b_first * b_scale).to(ITEM).to(tl.float32), (b_second * b_scale).to(ITEM).to(tl.float32)
 
 
 @triton.jit
@@ -61,9 +98,13 @@ def _rope_kv(
     p_qkv: tl.tensor,
     p_cos: tl.tensor,
     p_sin: tl.tensor,
+    p_q_norm: tl.tensor,
+    p_k_norm: tl.tensor,
+    p_temperature: tl.tensor,
     p_pool: tl.tensor,
     p_slots: tl.tensor,
     p_q: tl.tensor,
+    eps: tl.tensor,
     stride_angle: tl.tensor,
     stride_block: tl.tensor,
     stride_head: tl.tensor,
@@ -73,41 +114,56 @@ def _rope_kv(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+    ROTATED: tl.constexpr,
+    NORMED_LAST: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ) -> None:
+    ITEM: tl.constexpr = p_q.dtype.element_ty
     i_token = tl.program_id(0).to(tl.int64)
     o_head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     o_pair = tl.arange(0, BLOCK_I)
     m_pair = o_pair < HALF
-    # [BLOCK_I]
-    b_cos = tl.load(p_cos + i_token * stride_angle + o_pair, mask=m_pair, other=0.0).to(tl.float32)
-    b_sin = tl.load(p_sin + i_token * stride_angle + o_pair, mask=m_pair, other=0.0).to(tl.float32)
-    if INTERLEAVED:
-        o_first = 2 * o_pair
-        o_second = 2 * o_pair + 1
-    else:
-        o_first = o_pair
-        o_second = o_pair + HALF
+    is_query = (o_head < HEADS)[:, None]
+    is_value = (o_head >= HEADS + KV_HEADS)[:, None]
     # [BLOCK_H, BLOCK_I]
     m_all = (o_head < HEADS + 2 * KV_HEADS)[:, None] & m_pair[None, :]
-    p_row = p_qkv + (i_token * (HEADS + 2 * KV_HEADS) + o_head)[:, None] * (2 * HALF)
-    b_first = tl.load(p_row + o_first[None, :], mask=m_all, other=0.0).to(tl.float32)
-    b_second = tl.load(p_row + o_second[None, :], mask=m_all, other=0.0).to(tl.float32)
-    is_value = (o_head >= HEADS + KV_HEADS)[:, None]
-    b_left = tl.where(is_value, b_first, b_first * b_cos[None, :] - b_second * b_sin[None, :])
-    b_right = tl.where(is_value, b_second, b_second * b_cos[None, :] + b_first * b_sin[None, :])
-    b_left = b_left.to(p_q.dtype.element_ty)
-    b_right = b_right.to(p_q.dtype.element_ty)
-    m_query = m_all & (o_head < HEADS)[:, None]
-    p_out = p_q + (i_token * HEADS + o_head)[:, None] * (2 * HALF)
-    tl.store(p_out + o_first[None, :], b_left, mask=m_query)
-    tl.store(p_out + o_second[None, :], b_right, mask=m_query)
+    p_row = p_qkv + (i_token * (HEADS + 2 * KV_HEADS) + o_head)[:, None] * (2 * HALF) + o_pair[None, :]
+    b_first = tl.load(p_row, mask=m_all, other=0.0).to(tl.float32)
+    b_second = tl.load(p_row + HALF, mask=m_all, other=0.0).to(tl.float32)
+    b_left, b_right = b_first, b_second
+    if HAS_NORMS:
+        b_left, b_right = _normed(b_left, b_right, eps, HALF, ITEM)
+        b_q_left = tl.load(p_q_norm + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
+        b_k_left = tl.load(p_k_norm + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
+        b_q_right = tl.load(p_q_norm + HALF + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
+        b_k_right = tl.load(p_k_norm + HALF + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
+        b_left = (b_left * tl.where(is_query, b_q_left, b_k_left)).to(ITEM).to(tl.float32)
+        b_right = (b_right * tl.where(is_query, b_q_right, b_k_right)).to(ITEM).to(tl.float32)
+    if ROTATED:
+        b_cos = tl.load(p_cos + i_token * stride_angle + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
+        b_sin = tl.load(p_sin + i_token * stride_angle + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
+        b_turned = (b_left * b_cos - b_right * b_sin).to(ITEM).to(tl.float32)
+        b_right = (b_right * b_cos + b_left * b_sin).to(ITEM).to(tl.float32)
+        b_left = b_turned
+    if NORMED_LAST:
+        b_left, b_right = _normed(b_left, b_right, eps, HALF, ITEM)
+    if HAS_TEMPERATURE:
+        b_factor = tl.where(is_query, tl.load(p_temperature + i_token), 1.0)
+        b_left = b_left * b_factor
+        b_right = b_right * b_factor
+    b_left = tl.where(is_value, b_first, b_left).to(ITEM)
+    b_right = tl.where(is_value, b_second, b_right).to(ITEM)
+    m_query = m_all & is_query
+    p_out = p_q + (i_token * HEADS + o_head)[:, None] * (2 * HALF) + o_pair[None, :]
+    tl.store(p_out, b_left, mask=m_query)
+    tl.store(p_out + HALF, b_right, mask=m_query)
     i_slot = tl.load(p_slots + i_token)
     o_kv = tl.maximum(o_head - HEADS, 0)
     p_token = p_pool + (i_slot // block_tokens) * stride_block + (i_slot % block_tokens) * stride_token
-    p_kv = p_token + ((o_kv % KV_HEADS) * stride_head + (o_kv // KV_HEADS) * stride_kind)[:, None]
+    p_kv = p_token + ((o_kv % KV_HEADS) * stride_head + (o_kv // KV_HEADS) * stride_kind)[:, None] + o_pair[None, :]
     m_kv = m_all & (o_head >= HEADS)[:, None]
-    tl.store(p_kv + o_first[None, :], b_left, mask=m_kv)
-    tl.store(p_kv + o_second[None, :], b_right, mask=m_kv)
+    tl.store(p_kv, b_left, mask=m_kv)
+    tl.store(p_kv + HALF, b_right, mask=m_kv)

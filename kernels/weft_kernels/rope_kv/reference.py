@@ -1,4 +1,4 @@
-"""What rotating and writing means, pair by pair."""
+"""What norms, rotation and KV write mean, one after another."""
 
 from __future__ import annotations
 
@@ -6,18 +6,29 @@ import torch
 from torch import Tensor
 
 from weft_kernels.kv_write.reference import kv_write_reference
+from weft_kernels.rms_norm.reference import rms_norm_reference
+from weft_kernels.rope.reference import rope_reference
+from weft_kernels.rope_kv.rule import HeadRule
 
 
 def rope_kv_reference(
-    qkv: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, layer: int, slots: Tensor, is_interleaved: bool
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pool: Tensor,
+    layer: int,
+    slots: Tensor,
+    rule: HeadRule,
+    temperature: Tensor | None = None,
 ) -> Tensor:
-    """See `weft_kernels.rope_kv.rope_kv`."""
-    kv_heads, half = pool.shape[1], qkv.shape[2] // 2
-    num_rotated = qkv.shape[1] - kv_heads
-    cos, sin = cos[:, None, :half], sin[:, None, :half]
-    x = qkv[:, :num_rotated]
-    first, second = (x[..., 0::2], x[..., 1::2]) if is_interleaved else (x[..., :half], x[..., half:])
-    pair = first * cos - second * sin, second * cos + first * sin
-    rotated = torch.stack(pair, -1).flatten(-2) if is_interleaved else torch.cat(pair, -1)
-    kv_write_reference(rotated[:, num_rotated - kv_heads :], qkv[:, num_rotated:], pool, layer, slots)
-    return rotated[:, : num_rotated - kv_heads].contiguous()
+    """See `weft_kernels.rope_kv.rope_kv`; the rows stay as they are."""
+    kv_heads = pool.shape[1]
+    q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    if rule.norms is not None:
+        q, k = (rms_norm_reference(*each, rule.eps) for each in zip((q, k), rule.norms, strict=True))
+    if rule.is_rotated:
+        q, k = rope_reference(q, cos, sin), rope_reference(k, cos, sin)
+    if rule.is_normed_last:
+        q, k = (rms_norm_reference(each, each.new_ones(each.shape[-1]), rule.eps) for each in (q, k))
+    kv_write_reference(k, v, pool, layer, slots)
+    return (q if temperature is None else (q * temperature).to(q.dtype)).contiguous()

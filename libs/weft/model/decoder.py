@@ -65,7 +65,7 @@ class DecoderLayer:
         attention, mlp = self.attention, self.mlp
         if not isinstance(attention, GroupedAttention) or not isinstance(mlp, Mlp) or not attention.is_plain:
             return None
-        q_norm, k_norm = attention.head_norms or (None, None)
+        q_norm, k_norm = attention.rule.norms or (None, None)
         weights = attention.qkv, attention.bias, q_norm, k_norm, attention.output
         place = attention.group, attention.index, attention.span, attention.layer.is_rotated
         return DenseLayer(self.input_norm, *weights, self.mlp_norm, mlp.gate_up, mlp.down, *place)

@@ -15,13 +15,12 @@ from weft.model.loading import Loader
 from weft.model.rotary import pairs_to_halves
 from weft.model.spec import Latent, ModelConfig
 from weft.model.step import Step
-from weft_kernels.kv_write import kv_write
 from weft_kernels.latent_attention import latent_attention
+from weft_kernels.latent_kv import latent_kv
 from weft_kernels.linear import linear
 from weft_kernels.packed import plain
 from weft_kernels.paged_attention import PagedBatch, paged_attention
 from weft_kernels.rms_norm import rms_norm
-from weft_kernels.rope import rope
 
 # transformers and the published code build these norms without the config's eps
 LATENT_NORM_EPS = 1e-6
@@ -54,19 +53,17 @@ class LatentAttention:
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[T, hidden]; the rows' own vectors go into the pool first."""
-        latent = self.latent
-        down = linear(x, self.kv_down)[:, None]
-        compressed = rms_norm(down[..., : latent.kv_rank], self.kv_norm, LATENT_NORM_EPS)
-        cached = torch.cat((compressed, rope(down[..., latent.kv_rank :], *step.angles)), dim=-1)
-        kv_write(cached, None, step.batches[self.group].pool, self.index, step.slots[self.group])
-        return linear(self._attend(*self._queries(x, step), step).flatten(1), self.output)
+        down, q = linear(x, self.kv_down), self._queries(x)
+        plain, rotated = torch.split(q, [self.latent.nope_dim, self.latent.rope_dim], dim=-1)
+        pool, slots = step.batches[self.group].pool, step.slots[self.group]
+        rotated = latent_kv(down, rotated, self.kv_norm, LATENT_NORM_EPS, step.angles, pool, self.index, slots)
+        return linear(self._attend(plain, rotated, step).flatten(1), self.output)
 
-    def _queries(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """[T, heads, nope_dim] and, rotated, [T, heads, rope_dim]."""
+    def _queries(self, x: Tensor) -> Tensor:
+        """[T, heads, nope_dim + rope_dim], not rotated yet."""
         if self.q_down is not None and self.q_norm is not None:
             x = rms_norm(linear(x, self.q_down), self.q_norm, LATENT_NORM_EPS)
-        heads = linear(x, self.q_up).view(len(x), self.config.num_heads, -1)
-        return heads[..., : self.latent.nope_dim], rope(heads[..., self.latent.nope_dim :], *step.angles)
+        return linear(x, self.q_up).view(len(x), self.config.num_heads, -1)
 
     def _attend(self, plain: Tensor, rotated: Tensor, step: Step) -> Tensor:
         """[T, heads, value_dim]."""

@@ -1,0 +1,38 @@
+"""Latent attention's vectors made ready and written where they stay, with queries rotated."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft_kernels.kv_write import kv_write
+from weft_kernels.rms_norm import rms_norm
+from weft_kernels.rope import rope
+
+
+def latent_kv(
+    down: Tensor,
+    q: Tensor,
+    norm: Tensor,
+    eps: float,
+    angles: tuple[Tensor, Tensor],
+    pool: Tensor,
+    layer: int,
+    slots: Tensor,
+) -> Tensor:
+    """Write each row's normed latent and rotated key part into the pool, in this order; return rotated queries.
+
+    down: [T, kv_rank + rope_dim], contiguous; the first part is normed by norm [kv_rank]. q: [T, heads, rope_dim],
+    the part of the queries to rotate, perhaps within wider heads. angles: cosine and sine [T, rope_dim], both halves
+    alike. pool: [blocks, 1, layers, 1, block_tokens, kv_rank + rope_dim], written at slots [T] int64 of `layer`.
+    Returns [T, heads, rope_dim], contiguous. (DeepSeek-V2, arXiv 2405.04434, section 2.1.)
+    """
+    if down.is_cuda:
+        from weft_kernels.latent_kv.kernel import latent_kv_kernel
+
+        return latent_kv_kernel(down, q, norm, eps, angles, pool, layer, slots)
+    kv_rank = len(norm)
+    rotated = rope(down[:, None, kv_rank:], *angles)
+    cached = torch.cat((rms_norm(down[:, None, :kv_rank], norm, eps), rotated), dim=-1)
+    kv_write(cached, None, pool, layer, slots)
+    return rope(q, *angles)
