@@ -12,7 +12,7 @@ from weft_kernels.sampling.reference import sample_reference
 
 VOCABULARY = 128_256
 # temperature, top-k, top-p
-WAYS = {"plain": (1.0, 0, 1.0), "top-k": (1.0, 50, 1.0), "top-k, top-p": (1.0, 50, 0.9)}
+WAYS = {"plain": (1.0, 0, 1.0), "top-k": (1.0, 50, 1.0), "top-p": (1.0, 0, 0.9), "top-k, top-p": (1.0, 50, 0.9)}
 
 
 def works() -> list[Work]:
@@ -21,7 +21,7 @@ def works() -> list[Work]:
 
 
 def make_work(name: str, batch: int) -> Work:
-    """The least is one read of the logits; the kernel reads them again from the cache."""
+    """The least is one read of the logits; the kernels read them again from the cache."""
     logits = torch.randn(batch, VOCABULARY, device="cuda") * 4
     rows = make_rows(name, batch)
     return Work(
@@ -47,7 +47,8 @@ def make_rows(name: str, batch: int) -> SamplingRows:
         min_p=column(0, torch.float32),
         seeds=torch.arange(batch, device="cuda"),
         positions=column(100, torch.int64),
-        has_top_k_or_p=top_k > 0 or top_p < 1,
+        has_top_k=top_k > 0,
+        has_top_p=top_p < 1,
     )
 
 

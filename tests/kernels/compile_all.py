@@ -26,6 +26,7 @@ import weft_kernels.paged_attention.prefill as prefill
 import weft_kernels.rms_norm.kernel as rms_norm
 import weft_kernels.rope_kv.kernel as rope_kv
 import weft_kernels.sampling.kernel as sampling
+import weft_kernels.sampling.search as search
 import weft_kernels.silu_mul.kernel as silu_mul
 from weft_kernels.moe_routing import Rule
 from weft_kernels.packed import F12, Fp8, Int4
@@ -146,8 +147,9 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
     f32, f64, i64 = torch.float32, torch.float64, torch.int64
     names = {"temperature": f32, "top_k": i64, "top_p": f64, "min_p": f32, "seeds": i64, "positions": i64}
     columns = {name: torch.ones(2, dtype=dtype) for name, dtype in names.items()}
-    rows = SamplingRows(**columns, has_top_k_or_p=True)
+    rows = SamplingRows(**columns, has_top_k=False, has_top_p=False)
     logits = torch.empty(2, 128_256)
+    slices = search.Slices(logits, torch.empty(2, 32), rows.temperature, torch.ones(2, dtype=torch.int32))
     scored, bias, grouped = torch.empty(2, 256), torch.empty(256), Rule(8, False, True, 8, 4, 2.5)
     rows_in, gates, downs = (torch.empty(shape, dtype=BF16) for shape in ((2, 2048), (8, 1536, 2048), (8, 2048, 768)))
     few_rows = rows_in, torch.zeros(2, 4, dtype=i64), torch.ones(2, 4), gates, downs, False
@@ -176,7 +178,12 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
         "rope, normed last": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(*heads, normed_last, None)),
         "no rope": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(*heads, unrotated, torch.ones(2, 1, 1))),
         "latent": (latent_kv, "_latent_kv", lambda: latent_kv.latent_kv_kernel(*latents)),
-        "sampling": (sampling, "_sample", lambda: sampling.sample_kernel(logits, rows)),
+        "sampling": (sampling, "_draw", lambda: sampling.sample_kernel(logits, rows)),
+        "sampling, best": (sampling, "_tops", lambda: sampling.sample_kernel(logits, rows)),
+        "sampling, sums": (sampling, "_sums", lambda: sampling.sample_kernel(logits, rows)),
+        "sampling, sums of all": (sampling, "_sums", lambda: sampling._sums_of(slices, None)),
+        "sampling, top-k": (search, "_digit", lambda: search.cut(slices, rows.top_k, None)),
+        "sampling, top-p": (search, "_digit", lambda: search.cut(slices, rows.top_p, torch.empty(2, 32, dtype=f64))),
         "routing": (moe_routing, "_route", lambda: moe_routing.route_kernel(scored, None, Rule(8, True))),
         "routing, groups": (moe_routing, "_route", lambda: moe_routing.route_kernel(scored, bias, grouped)),
         "experts": (moe, "_gate_up", lambda: moe.moe_kernel(*few_rows)),

@@ -30,7 +30,8 @@ def make_rows(params: list[dict[str, Any]], seeds: list[int], positions: list[in
         min_p=column("min_p", torch.float32),
         seeds=torch.tensor(seeds),
         positions=torch.tensor(positions),
-        has_top_k_or_p=any(each.get("top_k") or each.get("top_p", 1.0) < 1.0 for each in params),
+        has_top_k=any(each.get("top_k") for each in params),
+        has_top_p=any(each.get("top_p", 1.0) < 1.0 for each in params),
     )
 
 

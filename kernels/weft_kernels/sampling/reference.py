@@ -33,7 +33,7 @@ def filtered_scores(logits: Tensor, rows: SamplingRows) -> Tensor:
     temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0)
     # Relative to the best one: a tiny temperature gives -inf for the others, and never inf - inf.
     scores = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
-    if rows.has_top_k_or_p:
+    if rows.has_top_k or rows.has_top_p:
         scores = _top_k_then_p(scores, rows)
     floor = torch.log(rows.min_p)[:, None]  # ln 0 = -inf drops nothing
     return scores.masked_fill(scores < floor, NEVER)

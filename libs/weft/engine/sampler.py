@@ -91,7 +91,8 @@ class Sampler:
             min_p=upload(np.array([each.min_p for each in params], dtype=np.float32)),
             seeds=upload(seeds),
             positions=upload(np.array(positions)),
-            has_top_k_or_p=any(each.top_k > 0 or each.top_p < 1 for each in params),
+            has_top_k=any(each.top_k > 0 for each in params),
+            has_top_p=any(each.top_p < 1 for each in params),
         )
 
 

@@ -1,0 +1,184 @@
+"""Where top-k and top-p cut a row: a threshold is found four bits at a time, each by one launch over all slices.
+
+A score's distance from the best one is a float >= 0, whose bits order like a whole number: its key, 0 for the best. A
+launch sums up, for each slice of the vocabulary, what has each of the 16 next digits; the next one adds the slices.
+Always in the same order, so that a row's threshold depends on the row alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SLICE_ITEMS = 4096
+# a search holds 16 bins for every item of its block
+BLOCK_ITEMS = 1024
+NUM_DIGITS = 8
+# the key of a score of -inf: nothing is cut
+ALL = 0x7F800000
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """Rows of logits [R, V] and each slice's largest value [R, S]; `limits` [R] int32: keys beyond are cut."""
+
+    logits: Tensor
+    tops: Tensor
+    temperature: Tensor
+    limits: Tensor
+
+    @property
+    def num_items(self) -> int:
+        """V."""
+        return self.logits.shape[1]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """A program for each slice."""
+        return self.logits.shape[0], self.tops.shape[1]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What all kernels are compiled for."""
+        return {"SLICE": SLICE_ITEMS, "BLOCK_SLICES": triton.next_power_of_2(self.tops.shape[1])}
+
+
+def cut(slices: Slices, wanted: Tensor, sums: Tensor | None) -> Slices:
+    """The slices with limits that leave the best `wanted` [R] items, or with `sums` [R, S], masses of the slices, the
+    least that have the share `wanted` of them. What ties with the last one stays."""
+    (num_rows, num_slices), device = slices.grid, slices.logits.device
+    bins = torch.empty(2, num_rows, num_slices, 16, dtype=torch.float64, device=device)
+    found = torch.empty(NUM_DIGITS + 1, num_rows, dtype=torch.int32, device=device)
+    reached = torch.empty(NUM_DIGITS + 1, num_rows, dtype=torch.float64, device=device)
+    limits = torch.empty_like(slices.limits)
+    for i in range(NUM_DIGITS + 1):
+        _digit[slices.grid if i < NUM_DIGITS else (num_rows, 1)](
+            slices.logits,
+            slices.tops,
+            slices.temperature,
+            slices.limits,
+            wanted,
+            wanted if sums is None else sums,
+            found[max(i - 1, 0)],
+            reached[max(i - 1, 0)],
+            bins[(i + 1) % 2],
+            found[i],
+            reached[i],
+            bins[i % 2],
+            limits,
+            slices.logits.stride(0),
+            slices.num_items,
+            num_slices,
+            28 - 4 * i,
+            MASS=sums is not None,
+            FIRST=i == 0,
+            LAST=i == NUM_DIGITS,
+            BLOCK=BLOCK_ITEMS,
+            **slices.sizes,
+            num_warps=8,
+        )
+    return Slices(slices.logits, slices.tops, slices.temperature, limits)
+
+
+@triton.jit
+def row_top(p_tops: tl.tensor, i_row: tl.tensor, num_slices: tl.tensor, BLOCK_SLICES: tl.constexpr) -> tl.tensor:
+    """The best logit of a row."""
+    o_slice = tl.arange(0, BLOCK_SLICES)
+    b_top = tl.load(p_tops + i_row * num_slices + o_slice, mask=o_slice < num_slices, other=float("-inf"))
+    return tl.max(b_top, 0)
+
+
+@triton.jit
+def row_sum(p_sums: tl.tensor, i_row: tl.tensor, num_slices: tl.tensor, BLOCK_SLICES: tl.constexpr) -> tl.tensor:
+    """Of all slices' masses."""
+    o_slice = tl.arange(0, BLOCK_SLICES)
+    return tl.sum(tl.load(p_sums + i_row * num_slices + o_slice, mask=o_slice < num_slices, other=0.0), 0)
+
+
+@triton.jit
+def scores(
+    p_row: tl.tensor,
+    o_item: tl.tensor,
+    num_items: tl.tensor,
+    top: tl.tensor,
+    temperature: tl.tensor,
+) -> tl.tensor:
+    """Scores <= 0 of some items, the best one's 0; -inf past the end. Division as IEEE has it: ties stay ties."""
+    b_logit = tl.load(p_row + o_item, mask=o_item < num_items, other=float("-inf"))
+    return tl.div_rn(b_logit - top, temperature)
+
+
+@triton.jit
+def _digit(
+    p_logits: tl.tensor,
+    p_tops: tl.tensor,
+    p_temperature: tl.tensor,
+    p_limits: tl.tensor,
+    p_wanted: tl.tensor,
+    p_sums: tl.tensor,
+    p_found: tl.tensor,
+    p_reached: tl.tensor,
+    p_bins: tl.tensor,
+    p_found_next: tl.tensor,
+    p_reached_next: tl.tensor,
+    p_bins_next: tl.tensor,
+    p_limits_next: tl.tensor,
+    stride: tl.tensor,
+    num_items: tl.tensor,
+    num_slices: tl.tensor,
+    shift: tl.tensor,
+    MASS: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLICE: tl.constexpr,
+    BLOCK_SLICES: tl.constexpr,
+) -> None:
+    i_row = tl.program_id(0).to(tl.int64)
+    i_slice = tl.program_id(1)
+    temperature = tl.load(p_temperature + i_row)
+    limit = tl.load(p_limits + i_row)
+    wanted = tl.load(p_wanted + i_row)
+    is_cut = wanted < 1.0 if MASS else wanted > 0
+    if (temperature > 0.0) & is_cut:
+        o_bin = tl.arange(0, 16)
+        found = limit * 0
+        reached = temperature.to(tl.float64) * 0.0
+        if not FIRST:
+            if MASS:
+                target = wanted * row_sum(p_sums, i_row, num_slices, BLOCK_SLICES)
+            else:
+                target = tl.minimum(wanted, num_items).to(tl.float64)
+            o_slice = tl.arange(0, BLOCK_SLICES)
+            p_bin = p_bins + (i_row * num_slices + o_slice)[:, None] * 16 + o_bin[None, :]
+            b_bins = tl.sum(tl.load(p_bin, mask=(o_slice < num_slices)[:, None], other=0.0), 0)
+            found = tl.load(p_found + i_row)
+            reached = tl.load(p_reached + i_row)
+            digit = tl.minimum(tl.sum((reached + tl.cumsum(b_bins, 0) < target).to(tl.int32), 0), 15)
+            reached += tl.sum(tl.where(o_bin < digit, b_bins, 0.0), 0)
+            found = found * 16 + digit
+        if LAST:
+            # sums round: where all together stay below the target, digits of 15 end beyond the limit or 31 bits
+            tl.store(p_limits_next + i_row, tl.where(found < 0, limit, tl.minimum(found, limit)))
+        else:
+            if i_slice == 0:
+                tl.store(p_found_next + i_row, found)
+                tl.store(p_reached_next + i_row, reached)
+            top = row_top(p_tops, i_row, num_slices, BLOCK_SLICES)
+            b_sums = tl.zeros([16], tl.float64)
+            for start in range(0, SLICE, BLOCK):
+                o_item = i_slice * SLICE + start + tl.arange(0, BLOCK)
+                b_score = scores(p_logits + i_row * stride, o_item, num_items, top, temperature)
+                b_key = (0.0 - b_score).to(tl.int32, bitcast=True)
+                # keys have 31 bits: above the first digit there is nothing
+                m_item = ((b_key >> tl.minimum(shift + 4, 31)) == found) & (b_key <= limit) & (o_item < num_items)
+                b_weight = tl.where(m_item, tl.exp(b_score), 0.0) if MASS else tl.where(m_item, 1.0, 0.0)
+                m_bin = ((b_key >> shift) & 15)[:, None] == o_bin[None, :]
+                b_sums += tl.sum(tl.where(m_bin, b_weight[:, None], 0.0), 0).to(tl.float64)
+            tl.store(p_bins_next + (i_row * num_slices + i_slice) * 16 + o_bin, b_sums)
+    elif LAST:
+        tl.store(p_limits_next + i_row, limit)
