@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.weft.tiny_families import make_family, wrap
 from tests.weft.weights.checkpoints import (
     make_checkpoint,
     random_tensors,
@@ -18,6 +19,7 @@ from tests.weft.weights.checkpoints import (
 
 from weft.errors import BadCheckpoint
 from weft.weights.checkpoint import read_checkpoint
+from weft.worker.boot import parse_config
 
 NORM = "model.norm.weight"
 LAST = "lm_head.weight"
@@ -194,3 +196,13 @@ def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     assert json.loads(read_checkpoint(tmp_path).config_json)["eos_token_id"] == [7, 9]
+
+
+def test_end_tokens_reach_the_text_model_of_a_wrapped_one(tmp_path: Path) -> None:
+    """What workers read is this text alone; the text model's own word would win there."""
+    tiny = wrap(make_family("llama4", tmp_path), "Llama4ForConditionalGeneration", tmp_path / "wrapped")
+    fields = json.loads((tiny.directory / "config.json").read_text())
+    fields["text_config"]["eos_token_id"] = 3
+    (tiny.directory / "config.json").write_text(json.dumps(fields))
+    (tiny.directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert parse_config(read_checkpoint(tiny.directory).config_json).eos_token_ids == (7, 9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.model.fields import Fields
 from weft.model.quantization import read_quantization
-from weft.model.rope_fields import read_rope
+from weft.model.rope_fields import read_context, read_rope
 from weft.model.spec import Layer, ModelConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -13,7 +13,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 def read_common(fields: Fields) -> ModelConfig:
     """A plain Llama of these fields. Raises BadCheckpoint naming file and field."""
     num_heads, hidden_size = fields.whole("num_attention_heads"), fields.whole("hidden_size")
-    max_positions = fields.whole("max_position_embeddings", 2048)
     config = ModelConfig(
         architecture=str(fields.words("architectures")[0]),
         vocab_size=fields.whole("vocab_size"),
@@ -24,8 +23,8 @@ def read_common(fields: Fields) -> ModelConfig:
         num_kv_heads=fields.whole("num_key_value_heads", num_heads),
         head_dim=fields.whole("head_dim", hidden_size // num_heads),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=read_rope(fields, max_positions),
-        max_positions=max_positions,
+        rope=read_rope(fields),
+        max_positions=read_context(fields),
         is_tied=fields.flag("tie_word_embeddings"),
         eos_token_ids=read_eos(fields) or (),
         dtype=_dtype(fields),

@@ -29,6 +29,7 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "Llama4ForConditionalGeneration": llama4.read_wrapped,
     "DeepseekV3ForCausalLM": deepseek.read,
     "KimiK25ForConditionalGeneration": deepseek.read_wrapped,
+    "Kimi_K25ForConditionalGeneration": deepseek.read_wrapped,
 }
 
 

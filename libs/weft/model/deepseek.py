@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from weft.model.common import read_common
 from weft.model.fields import Fields
-from weft.model.rope_fields import mscale
+from weft.model.rope_fields import mscale, rope_object
 from weft.model.spec import Experts, Latent, Layer, ModelConfig, Scoring
 
 
@@ -15,9 +15,10 @@ def read(fields: Fields) -> ModelConfig:
     config = read_common(fields)
     latent = _latent(fields, config)
     num_dense = fields.whole("first_k_dense_replace", 3, least=0)
-    # layers past the last one predict further tokens; they are not part of the model
-    num_extra = max(fields.whole(name, 0, least=0) for name in ("num_nextn_predict_layers", "num_mtp_layers"))
-    extra = tuple(f"model.layers.{config.num_layers + i}." for i in range(num_extra))
+    # layers past the last one predict further tokens; they are not part of the model. Unsaid it is one, as ever
+    names = ("num_nextn_predict_layers", "num_mtp_layers")
+    counts = [fields.whole(name, least=0) for name in names if fields.values.get(name) is not None]
+    extra = tuple(f"model.layers.{config.num_layers + i}." for i in range(max(counts, default=1)))
     return replace(
         config,
         layers=tuple(Layer(has_experts=index >= num_dense) for index in range(config.num_layers)),
@@ -40,8 +41,7 @@ def read_wrapped(fields: Fields) -> ModelConfig:
 
 def _latent(fields: Fields, config: ModelConfig) -> Latent:
     nope, rotated = fields.whole("qk_nope_head_dim", 128), fields.whole("qk_rope_head_dim", 64)
-    scale = (nope + rotated) ** -0.5
-    parameters = fields.inner("rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling")
+    scale, parameters = (nope + rotated) ** -0.5, rope_object(fields)
     if config.rope.kind != "default" and parameters.values.get("mscale_all_dim"):
         scale *= mscale(config.rope.factor, parameters.number("mscale_all_dim")) ** 2
     return Latent(

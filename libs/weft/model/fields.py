@@ -84,7 +84,9 @@ class Fields:
         """The text model's fields of a wrapped model."""
         text = self.inner("text_config")
         outer = {name: self.values[name] for name in INHERITED if name in self.values}
-        text.values = {**outer, **{name: value for name, value in text.values.items() if value is not None}}
+        # null is a word of its own, but for what the outer object can say
+        said = {name: value for name, value in text.values.items() if value is not None or name not in outer}
+        text.values = {**outer, **said}
         text.values["architectures"] = self.values.get("architectures")
         return text
 

@@ -8,11 +8,31 @@ from weft.model.common import read_common
 from weft.model.fields import Fields
 from weft.model.spec import Experts, HeadNorm, Layer, ModelConfig, Scoring, Temperature
 
+# What config.json leaves out when it is as in transformers' class.
+DEFAULTS = {"rope_theta": 500_000.0, "max_position_embeddings": 131_072}
+
 
 def read(fields: Fields) -> ModelConfig:
     """See `weft.model.config.read_config`."""
+    fields.values = {**DEFAULTS, **fields.values}
     config = read_common(fields)
-    experts = Experts(
+    layers = _layers(fields, config.num_layers)
+    return replace(
+        config,
+        # `intermediate_size` is an expert's; dense layers have their own
+        intermediate_size=fields.whole("intermediate_size_mlp", 16384),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
+        layers=layers,
+        head_norm=HeadNorm.PLAIN if fields.flag("use_qk_norm", True) else HeadNorm.NONE,
+        temperature=_temperature(fields),
+        is_interleaved=True,
+        experts=_experts(fields, config) if any(layer.has_experts for layer in layers) else None,
+        mlp_name="feed_forward",
+    )
+
+
+def _experts(fields: Fields, config: ModelConfig) -> Experts:
+    return Experts(
         num_experts=fields.whole("num_local_experts", 16),
         top_k=fields.whole("num_experts_per_tok", 1),
         size=config.intermediate_size,
@@ -22,18 +42,6 @@ def read(fields: Fields) -> ModelConfig:
         router="router",
         shared="shared_expert",
         is_fused=True,
-    )
-    return replace(
-        config,
-        # `intermediate_size` is an expert's; dense layers have their own
-        intermediate_size=fields.whole("intermediate_size_mlp", 16384),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
-        layers=_layers(fields, config.num_layers),
-        head_norm=HeadNorm.PLAIN if fields.flag("use_qk_norm", True) else HeadNorm.NONE,
-        temperature=_temperature(fields),
-        is_interleaved=True,
-        experts=experts,
-        mlp_name="feed_forward",
     )
 
 
@@ -46,12 +54,12 @@ def _layers(fields: Fields, num_layers: int) -> tuple[Layer, ...]:
     interval = fields.whole("no_rope_layer_interval", 4)
     # an empty list means the default too
     rotated = fields.wholes("no_rope_layers", []) or [int((i + 1) % interval != 0) for i in range(num_layers)]
-    step = fields.whole("interleave_moe_layer_step", 1)
-    mixed = fields.wholes("moe_layers", list(range(step - 1, num_layers, step)))
+    step = fields.whole("interleave_moe_layer_step", 1, least=0)  # 0: all are dense, as in Llama Guard 4
+    mixed = fields.wholes("moe_layers", list(range(step - 1, num_layers, step)) if step else [])
     chunk = 0 if fields.values.get("attention_chunk_size", 8192) is None else fields.whole("attention_chunk_size", 8192)
     kinds = fields.words("layer_types") or ["chunked_attention" if each else "full_attention" for each in rotated]
     for name, values in (("no_rope_layers", rotated), ("layer_types", kinds)):
-        if len(values) != num_layers:
+        if len(values) < num_layers:
             raise fields.fail(name, f"expected {num_layers} entries, found {len(values)}")
     if not set(kinds) <= {"chunked_attention", "full_attention"}:
         raise fields.fail("layer_types", f"expected chunked_attention or full_attention a layer, found {kinds!r}")

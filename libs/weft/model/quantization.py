@@ -76,7 +76,8 @@ def _int4(inner: Fields) -> Quantization:
     weights.one_of("strategy", ("group",), "")
     if weights.whole("num_bits") != 4 or not weights.flag("symmetric", True):
         raise weights.fail("num_bits", "only symmetric 4-bit weights are supported")
-    if weights.values.get("actorder"):
+    # "weight" and "static" say in which order they were rounded; the columns lie as ever
+    if weights.values.get("actorder") not in (None, False, "weight", "static"):
         raise weights.fail("actorder", "columns in another order are not supported")
     patterns = [
         each.removeprefix("re:") if each.startswith("re:") else re.escape(each) + "$" for each in _ignore(inner)

@@ -7,25 +7,56 @@ import math
 from weft.model.fields import Fields
 from weft.model.spec import Rope
 
+ORIGINAL = "original_max_position_embeddings"
 KINDS = ("default", "linear", "llama3", "yarn")
 
 
-def read_rope(fields: Fields, max_positions: int) -> Rope:
+def read_context(fields: Fields) -> int:
+    """Positions that a sequence may have: what the model was trained on, and what yarn stretches that to. Raises
+    BadCheckpoint.
+
+    Linear scaling counts for nothing: checkpoints that have it name the stretched length themselves.
+    """
+    positions, rope = fields.whole("max_position_embeddings", 2048), read_rope(fields)
+    if rope.kind == "yarn":
+        positions = max(positions, int(rope.original_max_positions * rope.factor))
+    # beyond this Qwen's long-context models attend in another way, which is not supported
+    dual = fields.inner("dual_chunk_attention_config")
+    return min(positions, dual.whole(ORIGINAL, positions))
+
+
+def read_rope(fields: Fields) -> Rope:
     """Raises BadCheckpoint for kinds that are not known and fields that are missing."""
-    name = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
-    rope = fields.inner(name)
+    rope = rope_object(fields)
     theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
     for source in (rope, fields):
         if source.number("partial_rotary_factor", 1.0) != 1.0:
             raise source.fail("partial_rotary_factor", "rotating a part of each head is not supported")
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
     if kind not in KINDS:
-        raise fields.fail(f"{name}.rope_type", f"{kind!r} is not supported; supported: {', '.join(KINDS)}")
+        raise rope.fail("rope_type", f"{kind!r} is not supported; supported: {', '.join(KINDS)}")
     if kind == "default":
         return Rope(theta)
     if kind == "linear":
         return Rope(theta, "linear", rope.number("factor"))
-    return _llama3(rope, theta) if kind == "llama3" else _yarn(rope, theta, max_positions)
+    if (original := fields.values.get(ORIGINAL)) is not None:  # beside the object: it wins, as in transformers
+        rope.values = {**rope.values, ORIGINAL: original}
+    if kind == "llama3":
+        return _llama3(rope, theta)
+    return _yarn(rope, theta, fields.whole("max_position_embeddings", 2048))
+
+
+def rope_object(fields: Fields) -> Fields:
+    """The object that says how to rotate, by either name; empty where there is none."""
+    new, old = fields.inner("rope_parameters"), fields.inner("rope_scaling")
+    for rope in (new, old):
+        for name, value in rope.values.items():
+            if isinstance(value, dict):
+                raise rope.fail(name, "one rotary embedding for each kind of layer is not supported")
+    for name, value in old.values.items() if new.values else ():
+        if new.values.get("rope_type" if name == "type" else name) != value:
+            raise old.fail(name, f"{value!r} is not what rope_parameters says; keep one of the two objects")
+    return new if new.values else old
 
 
 def mscale(factor: float, weight: float = 1.0) -> float:
@@ -37,11 +68,11 @@ def _llama3(rope: Fields, theta: float) -> Rope:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if high < low:
         raise rope.fail("high_freq_factor", f"must not be below low_freq_factor {low}, found {high}")
-    return Rope(theta, "llama3", rope.number("factor"), low, high, rope.whole("original_max_position_embeddings"))
+    return Rope(theta, "llama3", rope.number("factor"), low, high, rope.whole(ORIGINAL))
 
 
 def _yarn(rope: Fields, theta: float, max_positions: int) -> Rope:
-    original = rope.whole("original_max_position_embeddings", max_positions)
+    original = rope.whole(ORIGINAL, max_positions)
     factor = rope.number("factor", max_positions / original)
     attention_factor = rope.values.get("attention_factor")
     if attention_factor is None:

@@ -166,8 +166,10 @@ def _select(directory: Path, config: ModelConfig, found: dict[str, TensorSource]
 
 def _served_config(directory: Path, config: ModelConfig) -> str:
     fields: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    if config.eos_token_ids:
-        fields["eos_token_id"] = list(config.eos_token_ids)
+    # a wrapped model's text model has its own word on it, which would win
+    for part in (fields, fields.get("text_config")):
+        if config.eos_token_ids and part is not None:
+            part["eos_token_id"] = list(config.eos_token_ids)
     return json.dumps(fields)
 
 

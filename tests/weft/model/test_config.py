@@ -13,6 +13,7 @@ from tests.weft.tiny_llama import LLAMA3_ROPE, Tiny
 from weft.errors import BadCheckpoint
 from weft.model.config import Rope, expected_tensors, read_config
 from weft.model.kv_layout import block_bytes
+from weft.model.rope_fields import ORIGINAL
 
 PLAIN: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -23,6 +24,7 @@ PLAIN: dict[str, Any] = {
     "num_attention_heads": 4,
 }
 OLD_LLAMA3 = {**{key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}, "rope_type": "llama3"}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 
 
 def write(directory: Path, **changes: Any) -> Path:
@@ -48,10 +50,37 @@ def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path) -> None
         ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, Rope(5e5, "linear", 2.0)),
         ({"rope_theta": 1e4, "rope_scaling": OLD_LLAMA3}, Rope(1e4, "llama3", 8.0, 1.0, 4.0, 64)),
         ({"rope_theta": 7.0, "rope_parameters": LLAMA3_ROPE}, Rope(1e4, "llama3", 8.0, 1.0, 4.0, 64)),
+        # both, and they agree; the length beside the object wins
+        ({"rope_parameters": LLAMA3_ROPE, "rope_scaling": OLD_LLAMA3}, Rope(1e4, "llama3", 8.0, 1.0, 4.0, 64)),
+        (
+            {"rope_parameters": LLAMA3_ROPE, ORIGINAL: 9},
+            Rope(1e4, "llama3", 8.0, 1.0, 4.0, 9),
+        ),
     ],
 )
 def test_rope_is_read_as_transformers_4_and_5_write_it(tmp_path: Path, fields: dict[str, Any], rope: Rope) -> None:
     assert read_config(write(tmp_path, **fields)).rope == rope
+
+
+@pytest.mark.parametrize(
+    ("fields", "positions"),
+    [
+        ({"max_position_embeddings": 640}, 640),
+        ({"max_position_embeddings": 512, "rope_scaling": YARN}, 2048),
+        ({"max_position_embeddings": 640, "rope_scaling": YARN}, 2048),
+        ({"max_position_embeddings": 2048, "rope_scaling": YARN}, 2048),
+        ({"max_position_embeddings": 640, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 2560),
+        ({"max_position_embeddings": 640, "rope_scaling": {"type": "linear", "factor": 4.0}}, 640),
+        ({"max_position_embeddings": 640, "rope_parameters": LLAMA3_ROPE}, 640),
+        ({"max_position_embeddings": 1010, "dual_chunk_attention_config": {"chunk_size": 256}}, 1010),
+        ({"max_position_embeddings": 1010, "dual_chunk_attention_config": {ORIGINAL: 256}}, 256),
+    ],
+)
+def test_a_context_is_as_long_as_the_model_was_stretched_to(
+    tmp_path: Path, fields: dict[str, Any], positions: int
+) -> None:
+    """As the cards of Qwen2.5 and Qwen3 say, and no longer than what is computed as they were trained."""
+    assert read_config(write(tmp_path, **fields)).max_positions == positions
 
 
 @pytest.mark.parametrize(
@@ -97,6 +126,8 @@ def test_end_tokens_are_those_of_the_generation_config_that_the_vocabulary_has(
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor"]),
         ({"rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 0.5}}, ["rope_parameters.high_freq_factor", "0.5"]),
         ({"rope_scaling": "llama3"}, ["rope_scaling"]),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ["rope_parameters.full_attention"]),
+        ({"rope_parameters": LLAMA3_ROPE, "rope_scaling": YARN}, ["rope_scaling.type", "yarn"]),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused_by_file_and_field(

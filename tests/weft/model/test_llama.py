@@ -96,7 +96,8 @@ def test_yarn_is_that_of_transformers(grouped: Tiny, fields: dict[str, float]) -
     parameters = {"rope_theta": 50_000.0, "rope_type": "yarn", **fields}
     config = type(grouped.oracle.config)(head_dim=64, max_position_embeddings=131072, rope_parameters=dict(parameters))
     expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config)
-    rope = read_rope(Fields(Path("config.json"), {"rope_parameters": parameters}), 131072)
+    values = {"rope_parameters": parameters, "max_position_embeddings": 131072}
+    rope = read_rope(Fields(Path("config.json"), values))
     torch.testing.assert_close(inverse_frequencies(rope, 64), expected, rtol=1e-6, atol=0)
     assert rope.attention_factor == pytest.approx(factor)
 
