@@ -35,4 +35,7 @@ class Stage(StrEnum):
     @property
     def is_terminal(self) -> bool:
         """Nothing follows this stage."""
-        return self in (Stage.FINISHED, Stage.FAILED, Stage.CANCELLED)
+        return self in _TERMINAL
+
+
+_TERMINAL = frozenset((Stage.FINISHED, Stage.FAILED, Stage.CANCELLED))

@@ -1,14 +1,15 @@
 """Session -> the workers that hold its cache, in Valkey. A hint: every failure here means "no preference", soon.
 
-One batch is under way at a time: what is asked and written meanwhile is the next one, so that many requests cost
-Valkey and this process little more than one. A lookup waits for two batches at most, each no longer than Valkey's
-deadline; writes wait in a bounded queue, and nobody waits for them.
+One batch is under way at a time: what is asked and written meanwhile is the next one, and one call, so that many
+requests cost Valkey and this process little more than one. A lookup waits for two batches at most, each no longer than
+Valkey's deadline; writes wait in a bounded queue, and nobody waits for them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,28 @@ from redis.asyncio import Redis
 from weft.rpc.valkey import DEADLINE_SECONDS, Valkey
 from weft_services.scheduler.state import NO_PREFERENCE, Preference
 
+# All of a batch in one call. KEYS: names to read, to bind, and where to look for a worker that failed, in this order,
+# so that the last see what was bound. ARGV: seconds, how many are read and bound, what to bind, who failed. Reading
+# renews. What cannot be done for one name, such as a write where memory is full, is done for the others.
+EXCHANGE = r"""
+local seconds, reads, binds = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local found = {}
+for i = 1, reads do
+    local value = redis.pcall('GETEX', KEYS[i], 'EX', seconds)
+    found[i] = type(value) == 'string' and value
+end
+for i = reads + 1, reads + binds do
+    redis.pcall('SET', KEYS[i], ARGV[3 - reads + i], 'EX', seconds)
+end
+for i = reads + binds + 1, #KEYS do
+    local value, failed = redis.pcall('GET', KEYS[i]), ARGV[3 - reads + i]
+    if type(value) == 'string' then
+        local prefill, decode = string.match(value, '^([^\n]*)\n([^\n]*)')
+        if prefill == failed or decode == failed then redis.pcall('DEL', KEYS[i]) end
+    end
+end
+return found
+"""
 MAX_QUEUED_WRITES = 1024
 MAX_BATCH = 256
 MAX_DIGITS = 10
@@ -62,7 +85,10 @@ class Affinity:
     ) -> None:
         self._valkey = Valkey(url, FOUND, LOST, clock, deadline_seconds) if url else None
         self._ttl_seconds = ttl_seconds
-        self._writes: asyncio.Queue[_Write] = asyncio.Queue(MAX_QUEUED_WRITES)
+        self._script = self._valkey.redis.register_script(EXCHANGE) if self._valkey else None
+        self._writes: deque[_Write] = deque()
+        self._has_written = asyncio.Event()
+        self._has_written.set()
         self._reads: list[_Read] = []
         self._has_news = asyncio.Event()
         self._is_running = False
@@ -96,8 +122,9 @@ class Affinity:
             while True:
                 await self._has_news.wait()
                 self._has_news.clear()
-                while self._reads or not self._writes.empty():
+                while self._reads or self._writes:
                     await self._carry_out(self._valkey, self._next_batch())
+                self._has_written.set()
         finally:
             self._is_running = False
             _answer(self._reads, ())
@@ -105,53 +132,38 @@ class Affinity:
 
     async def flushed(self) -> None:
         """Until every write so far was carried out or given up. Needs `run`."""
-        await self._writes.join()
+        await self._has_written.wait()
 
     def _enqueue(self, session: bytes, write: _Write) -> None:
-        if self._valkey is not None and session and not self._writes.full():
-            self._writes.put_nowait(write)
+        if self._valkey is not None and session and len(self._writes) < MAX_QUEUED_WRITES:
+            self._writes.append(write)
+            self._has_written.clear()
             self._has_news.set()
 
     def _next_batch(self) -> _Batch:
         batch = _Batch(self._reads[:MAX_BATCH])
         del self._reads[:MAX_BATCH]
-        for _ in range(min(self._writes.qsize(), MAX_BATCH)):
-            write = self._writes.get_nowait()
+        for _ in range(min(len(self._writes), MAX_BATCH)):
+            write = self._writes.popleft()
             (batch.drops if write.failed_id else batch.binds).append(write)
         return batch
 
     async def _carry_out(self, valkey: Valkey, batch: _Batch) -> None:
-        """One exchange, and one more where a failed worker is still what a session prefers."""
         found: Sequence[bytes | None] = ()
         try:
             found = await valkey.ask(lambda redis: self._exchange(redis, batch)) or ()
         finally:
             _answer(batch.reads, found)
-        # what was there after all that was bound in this batch
-        preferred = found[-len(batch.drops) :] if batch.drops else ()
-        names = {write.name for write, value in zip(batch.drops, preferred, strict=False) if _prefers(value, write)}
-        if names:
-            await valkey.ask(lambda redis: redis.delete(*names))
-        for _ in (*batch.binds, *batch.drops):
-            self._writes.task_done()
 
     async def _exchange(self, redis: Redis, batch: _Batch) -> list[bytes | None]:
-        """What is there for each read, then what came of each bind, then what is there for each drop."""
-        async with redis.pipeline(transaction=False) as pipe:
-            for read in batch.reads:
-                # reading a binding renews it
-                pipe.getex(read.name, ex=self._ttl_seconds)
-            for write in batch.binds:
-                pipe.set(write.name, _format(write.preference), ex=self._ttl_seconds)
-            for write in batch.drops:
-                pipe.get(write.name)
-            found: list[bytes | None] = await pipe.execute()
+        """What is there for each read."""
+        assert self._script is not None
+        names = [each.name for each in batch.reads] + [each.name for each in batch.binds + batch.drops]
+        values = [_format(write.preference) for write in batch.binds]
+        sizes = (self._ttl_seconds, len(batch.reads), len(batch.binds))
+        failed = [write.failed_id for write in batch.drops]
+        found: list[bytes | None] = await self._script(names, (*sizes, *values, *failed), client=redis)
         return found
-
-
-def _prefers(value: bytes | None, write: _Write) -> bool:
-    preference = _parse(value) if value else NO_PREFERENCE
-    return write.failed_id in (preference.prefill_id, preference.decode_id)
 
 
 def _answer(reads: Sequence[_Read], found: Sequence[bytes | None]) -> None:

@@ -14,10 +14,13 @@ from weft.errors import Cancelled
 from weft.lifetime import Stage
 from weft.metrics import BOOKED_REQUESTS, BOOKED_TOKENS
 from weft.request import RequestKey
-from weft_services.scheduler.state import Placement, RouteQuery, Worker
+from weft_services.scheduler.state import Load, Placement, RouteQuery, Worker
 
-# looking a label up takes longer than booking
-_BOOKED_PREFILL, _BOOKED_DECODE = BOOKED_TOKENS.labels("prefill"), BOOKED_TOKENS.labels("decode")
+# what this process has booked, told when somebody asks: a gauge that is moved takes as long as half of a booking
+_TOTAL = Load()
+BOOKED_TOKENS.labels("prefill").set_function(lambda: _TOTAL.prefill_tokens)
+BOOKED_TOKENS.labels("decode").set_function(lambda: _TOTAL.decode_tokens)
+BOOKED_REQUESTS.set_function(lambda: _TOTAL.requests)
 # what nobody settles ends with the request's own deadline, and a moment for late settlements
 GRACE_SECONDS = 10.0
 # a worker that has held no sequence for this long holds no booked request either
@@ -62,10 +65,7 @@ class Share:
             worker.fresh.add(prefill, decode)
         else:
             worker.returned.add(-prefill, -decode)
-        if prefill:
-            _BOOKED_PREFILL.inc(prefill)
-        if decode:
-            _BOOKED_DECODE.inc(decode)
+        _TOTAL.add(prefill, decode)
 
     def _count(self, number: int) -> None:
         self.worker.booked.requests += number
@@ -132,7 +132,7 @@ class Bookings:
             prefill=self._take(prefill, placement.prefill_tokens, 0) if prefill else None,
         )
         self._booked[request_id] = booking
-        BOOKED_REQUESTS.inc()
+        _TOTAL.requests += 1
         return booking
 
     def _take(self, worker: Worker, prefill_tokens: int, decode_tokens: int) -> Share:
@@ -144,7 +144,7 @@ class Bookings:
     def find(self, key: RequestKey) -> Booking | None:
         """That of this very attempt, while it is under way."""
         booking = self._booked.get(key.request_id)
-        return booking if booking is not None and booking.key == key else None
+        return booking if booking is not None and booking.query.key.generation == key.generation else None
 
     def settle(self, key: RequestKey, stage: Stage) -> Booking | None:
         """A stage was reached: DECODING gives prefill load back, a terminal one everything. Late and repeated calls
@@ -152,7 +152,7 @@ class Bookings:
         newer attempt's, which stays."""
         booking = self._booked.get(key.request_id)
         if not stage.is_terminal:
-            if booking is not None and booking.key == key:
+            if booking is not None and booking.query.key.generation == key.generation:
                 _end_prefill(booking)
             return None
         if not self._remember_end(key) or booking is None:
@@ -191,7 +191,7 @@ class Bookings:
         if booking is not None:
             _end_prefill(booking)
             booking.decode.give_back()
-            BOOKED_REQUESTS.dec()
+            _TOTAL.requests -= 1
 
     def _remember_end(self, key: RequestKey) -> bool:
         """False when that attempt has ended before."""

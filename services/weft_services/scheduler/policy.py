@@ -133,15 +133,16 @@ class _View:
 
     def _prefill_costs(self) -> Row:
         demand, served, last = self.demand, self.served, self.demand.query.prompt_tokens - 1
-        costs = served.prefill_costs(self._own(0), self._weight(0)) + served.bars[WorkerRole.PREFILL]
+        costs = served.prefill_costs(self._own(0), self._weight(0))
+        costs += served.bars[WorkerRole.PREFILL]
         slots, preferred = served.prefill_slots, served.by_id.get(demand.preference.prefill_id)
-        shares: dict[int, tuple[int, float]] = {}  # nearly all who hold anything hold what is common, and no more
+        own, weight, before = 0, 0.0, -1  # nearly all who hold anything hold what is common, and no more
         for worker, tokens in demand.prefixes.held.items():
             if (slot := slots.get(worker)) is not None:
-                held = tokens if tokens < last else last
-                if (share := shares.get(held)) is None:
-                    share = shares[held] = self._own(held), self._weight(held)
-                costs[slot] = worker.prefill_cost(*share)
+                if tokens != before:
+                    before, held = tokens, min(tokens, last)
+                    own, weight = self._own(held), self._weight(held)
+                costs[slot] = worker.prefill_cost(own, weight)
         if preferred is not None and (slot := slots.get(preferred)) is not None:
             held = held_tokens(demand, preferred)
             costs[slot] = preferred.prefill_cost(self._own(held), self._weight(held))
@@ -162,7 +163,8 @@ class _View:
     def _decode_costs(self) -> Row:
         demand, served = self.demand, self.served
         own, last = demand.query.prompt_tokens + demand.output_tokens, demand.query.prompt_tokens - 1
-        costs = served.decode_costs(own) + served.bars[WorkerRole.DECODE]
+        costs = served.decode_costs(own)
+        costs += served.bars[WorkerRole.DECODE]
         slots, preferred = served.decode_slots, served.by_id.get(demand.preference.decode_id)
         for worker, held in demand.prefixes.held.items():
             if (slot := slots.get(worker)) is not None:
@@ -221,10 +223,10 @@ class _View:
         """Among those that cost about the same one that the session knows, or whoever was given least."""
         served, preference = self.served, self.demand.preference
         first = served.firsts[role]
-        if first is None or (best := float(costs.min())) == INFINITE:
+        if first is None or (best := float(np.minimum.reduce(costs))) == INFINITE:
             return None
         limit = best + TIE_SECONDS + TIE_SHARE * self.demand.query.prompt_tokens * first.token_seconds
-        tied = np.flatnonzero(costs <= limit)
+        (tied,) = (costs <= limit).nonzero()
         if len(tied) == 1:
             return _Pick(served.workers[tied[0]], best)
         for name in (preference.prefill_id, preference.decode_id):

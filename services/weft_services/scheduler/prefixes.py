@@ -14,30 +14,39 @@ from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Generic, TypeVar
 
+import numpy as np
+
 HolderT = TypeVar("HolderT", bound=Hashable)
 # over all holders; a key takes about 300 bytes
 MAX_KEYS = 1_000_000
 # every depth up to here, every second up to twice that, and so on: a prefix is found to within 1/8 of its length,
 # and to the block where a prompt goes on from another's end
 FINE_DEPTHS = 8
+# from here on it is quicker to unpack a mask whole than to take bit by bit
+MANY_BITS = 12
 
 
 class _Held:
-    """One holder's keys, oldest first, and how many blocks each stands for."""
+    """One holder's keys, oldest first, and how many blocks each stands for. `bit`: its own in the masks of all keys."""
 
-    __slots__ = ("blocks", "keys")
+    __slots__ = ("bit", "blocks", "keys")
 
-    def __init__(self) -> None:
+    def __init__(self, bit: int) -> None:
         self.keys: OrderedDict[bytes, int] = OrderedDict()
         self.blocks = 0
+        self.bit = bit
 
 
 class PrefixIndex(Generic[HolderT]):
-    """Holders by key. Bounded by each holder's own capacity, and over all by `max_keys`."""
+    """Holders by key, as a whole number with a bit for each: small, quick to change, and nothing that a collector of
+    garbage would have to look at. Bounded by each holder's own capacity, and over all by `max_keys`."""
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
-        self._holders: dict[bytes, tuple[HolderT, ...]] = {}
+        self._masks: dict[bytes, int] = {}
         self._held: dict[HolderT, _Held] = {}
+        # whose bit that is; those of who is gone are given out again
+        self._names: list[HolderT] = []
+        self._free_bits: list[int] = []
         # all of `_held` in turn, and who had most keys of those looked at
         self._ring: deque[HolderT] = deque()
         self._largest: HolderT | None = None
@@ -49,15 +58,37 @@ class PrefixIndex(Generic[HolderT]):
         return self._num_keys
 
     def match(self, keys: Sequence[bytes]) -> dict[HolderT, int]:
-        """For every holder of a first part of these keys: how many of them it holds."""
+        """For every holder of a first part of these keys: how many of them it holds; who holds most comes first.
+
+        Whose prompt ended between two depths of the grid is found there by who goes on from it, and at the depth before
+        where others hold more.
+        """
         found: dict[HolderT, int] = {}
-        get = self._holders.get
-        for depth in range(len(keys), 0, -1):
-            holders = get(keys[depth - 1])
-            # who holds a key holds all before it, so a longer list is a list with somebody new
-            if holders is not None and len(holders) > len(found):
-                found = dict.fromkeys(holders, depth) | found
+        known = 0
+        for depth, mask in reversed(self._hits(keys)):
+            if others := mask & ~known:
+                known |= mask
+                for number in _numbers(others):
+                    found[self._names[number]] = depth
         return found
+
+    def _hits(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
+        """Depths at which somebody holds a key, and who does. Each look is a walk through cold memory: none goes beyond
+        the first depth of the grid that nobody holds, as nobody holds what is behind it either."""
+        hits: list[tuple[int, int]] = []
+        get, last, mask = self._masks.get, 0, 0
+        for depth in _grid(len(keys)):
+            if (here := get(keys[depth - 1])) is None:
+                ends = []
+                for between in range(depth - 1, last, -1):
+                    if (here := get(keys[between - 1])) is not None:
+                        ends.append((between, here))
+                        if here == mask:
+                            break  # all who hold the depth before
+                return hits + ends[::-1]
+            hits.append((depth, here))
+            last, mask = depth, here
+        return hits
 
     def add(self, holder: HolderT, keys: Sequence[bytes], held: int, capacity: int) -> None:
         """The holder has, or is about to have, all these blocks; `held` of them it was known to have.
@@ -65,44 +96,66 @@ class PrefixIndex(Generic[HolderT]):
         What it holds of them becomes its newest, the beginning newest of all. What is over `capacity` blocks goes.
         """
         if (mine := self._held.get(holder)) is None:
-            mine = self._held[holder] = _Held()
-            self._ring.append(holder)
-        known = mine.keys
-        depths = _grid(len(keys))
-        for index in range(len(depths) - 1, -1, -1):
-            depth, key = depths[index], keys[depths[index] - 1]
+            mine = self._join(holder)
+        known, masks, bit = mine.keys, self._masks, mine.bit
+        num_before, blocks = len(known), mine.blocks
+        for depth, before in _steps(len(keys)):
+            key = keys[depth - 1]
             if key in known:
                 known.move_to_end(key)
-            else:
-                before = depths[index - 1] if index else 0
-                stands_for = max(depth - max(before, min(held, depth)), 1)
-                known[key] = stands_for
-                mine.blocks += stands_for
-                self._num_keys += 1
-                self._holders[key] = (*self._holders.get(key, ()), holder)
+                continue
+            if before < held:
+                before = held if held < depth else depth - 1  # it stands for itself at least
+            known[key] = depth - before
+            blocks += depth - before
+            masks[key] = masks.get(key, 0) | bit
+        mine.blocks = blocks
+        self._num_keys += len(known) - num_before
         self.trim(holder, capacity)
         self._compare(holder)
         while self._num_keys > self._max_keys:
             self._drop_one()
+
+    def _join(self, holder: HolderT) -> _Held:
+        if self._free_bits:
+            number = self._free_bits.pop()
+            self._names[number] = holder
+        else:
+            number = len(self._names)
+            self._names.append(holder)
+        mine = self._held[holder] = _Held(1 << number)
+        self._ring.append(holder)
+        return mine
 
     def remove(self, holder: HolderT, keys: Sequence[bytes]) -> None:
         """The holder has said that it holds these no more."""
         if (mine := self._held.get(holder)) is not None:
             for key in keys:
                 if (stood_for := mine.keys.pop(key, None)) is not None:
-                    self._lost(holder, mine, key, stood_for)
+                    mine.blocks -= stood_for
+                    self._lost(mine, key)
 
     def trim(self, holder: HolderT, capacity: int) -> None:
         """It holds no more than so many blocks: the oldest are gone."""
-        if (mine := self._held.get(holder)) is not None:
-            while mine.keys and mine.blocks > capacity:
-                self._lost(holder, mine, *mine.keys.popitem(last=False))
+        if (mine := self._held.get(holder)) is not None and mine.blocks > capacity:
+            keys, masks, bit, blocks = mine.keys, self._masks, mine.bit, mine.blocks
+            num_before = len(keys)
+            while blocks > capacity and keys:
+                key, stood_for = keys.popitem(False)
+                blocks -= stood_for
+                if (mask := masks[key]) == bit:
+                    del masks[key]
+                else:
+                    masks[key] = mask ^ bit
+            mine.blocks = blocks
+            self._num_keys -= num_before - len(keys)
 
     def forget(self, holder: HolderT) -> None:
         """It is gone, and all it held."""
         if (mine := self._held.pop(holder, None)) is not None:
-            for key, stood_for in mine.keys.items():
-                self._lost(holder, mine, key, stood_for)
+            for key in mine.keys:
+                self._lost(mine, key)
+            self._free_bits.append(mine.bit.bit_length() - 1)
             self._ring.remove(holder)
             self._largest = None if holder == self._largest else self._largest
 
@@ -110,9 +163,11 @@ class PrefixIndex(Generic[HolderT]):
         """The oldest key of who has most. Who comes to have most by others' losses may be found late, but not by much:
         with every key that goes one more holder is looked at, and nobody looks at all of them."""
         self._ring.rotate(-1)
-        largest = self._compare(self._ring[0])
-        if keys := self._held[largest].keys:
-            self._lost(largest, self._held[largest], *keys.popitem(last=False))
+        mine = self._held[self._compare(self._ring[0])]
+        if mine.keys:
+            key, stood_for = mine.keys.popitem(last=False)
+            mine.blocks -= stood_for
+            self._lost(mine, key)
 
     def _compare(self, holder: HolderT) -> HolderT:
         """Who has most, as far as is known, this one included."""
@@ -120,16 +175,28 @@ class PrefixIndex(Generic[HolderT]):
             self._largest = holder
         return self._largest
 
-    def _lost(self, holder: HolderT, mine: _Held, key: bytes, stood_for: int) -> None:
+    def _lost(self, mine: _Held, key: bytes) -> None:
         """The key is among its own no more."""
-        mine.blocks -= stood_for
         self._num_keys -= 1
-        holders = self._holders[key]
-        if len(holders) == 1:
-            del self._holders[key]
+        if rest := self._masks[key] & ~mine.bit:
+            self._masks[key] = rest
         else:
-            place = holders.index(holder)
-            self._holders[key] = (*holders[:place], *holders[place + 1 :])
+            del self._masks[key]
+
+
+def _numbers(mask: int) -> list[int]:
+    """Which bits are set."""
+    if mask.bit_count() > MANY_BITS:
+        size = (mask.bit_length() + 7) // 8
+        octets = np.frombuffer(mask.to_bytes(size, "little"), np.uint8)
+        found: list[int] = np.unpackbits(octets, bitorder="little").nonzero()[0].tolist()
+        return found
+    numbers = []
+    while mask:
+        lowest = mask & -mask
+        numbers.append(lowest.bit_length() - 1)
+        mask ^= lowest
+    return numbers
 
 
 @lru_cache(4096)
@@ -145,3 +212,10 @@ def _grid(num_keys: int) -> tuple[int, ...]:
     if num_keys and depths[-1] != num_keys:
         depths.append(num_keys)
     return tuple(depths)
+
+
+@lru_cache(4096)
+def _steps(num_keys: int) -> tuple[tuple[int, int], ...]:
+    """Each of those depths and the one before it, from the last on."""
+    depths = _grid(num_keys)
+    return tuple(zip(depths, (0, *depths), strict=False))[::-1]

@@ -5,7 +5,6 @@ nor the wire.
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -135,7 +134,7 @@ class Router:
         if query.computes_prompt:
             return Demand(query, output_tokens=output_tokens)
         held = self._held(query)
-        common = heapq.nlargest(FEW_HOLDERS + 1, held.values())[-1] if len(held) > FEW_HOLDERS else 0
+        common = sorted(held.values(), reverse=True)[FEW_HOLDERS] if len(held) > FEW_HOLDERS else 0
         served = self.fleet.models.get(query.model)
         stored, on_disk = self._stored_tokens(query, served) if served and self._stored else (0, 0)
         prefixes = Prefixes(held, stored, on_disk, common)
@@ -163,10 +162,14 @@ class Router:
         matched, served = self.prefixes.match(query.block_keys), self.fleet.models.get(query.model)
         if served is None:
             return {}
+        slots = served.slots
+        if served.is_uniform:
+            block_tokens = served.block_tokens
+            return {worker: blocks * block_tokens for worker, blocks in matched.items() if worker in slots}
         return {
             worker: blocks * worker.info.fingerprint.block_tokens
             for worker, blocks in matched.items()
-            if worker in served.slots
+            if worker in slots
         }
 
     def learn(self, fingerprint: bytes, keys: Sequence[bytes], located: Located) -> None:

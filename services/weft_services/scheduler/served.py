@@ -58,9 +58,14 @@ class Served:
 
     def prefill_costs(self, own: int, weight: float) -> Row:
         """`Worker.prefill_cost` of each, whether it prefills or not."""
-        wait: Row = np.minimum(self._prefill_seconds, own * self._overtaken_seconds)
-        return wait + self._pressure_seconds + weight * self._token_seconds
+        costs: Row = own * self._overtaken_seconds
+        np.minimum(costs, self._prefill_seconds, out=costs)
+        costs += self._pressure_seconds
+        costs += weight * self._token_seconds
+        return costs
 
     def decode_costs(self, own: int) -> Row:
         """Of a new sequence with so many tokens, on each."""
-        return self._decode_seconds + own * self._decode_token_seconds
+        costs: Row = own * self._decode_token_seconds
+        costs += self._decode_seconds
+        return costs

@@ -147,14 +147,16 @@ class Worker:
     @property
     def prefill_tokens(self) -> int:
         """Prompt tokens not yet computed: what we booked, or what it reports if others book there too."""
-        reported = max(self.report.queued_prefill_tokens - self.returned.prefill_tokens, 0)
-        return max(self.booked.prefill_tokens, reported + self.fresh.prefill_tokens)
+        reported = self.report.queued_prefill_tokens - self.returned.prefill_tokens
+        known = reported + self.fresh.prefill_tokens if reported > 0 else self.fresh.prefill_tokens
+        return known if known > self.booked.prefill_tokens else self.booked.prefill_tokens
 
     @property
     def decode_tokens(self) -> int:
         """Tokens of the sequences that decode there."""
-        reported = max(self.report.active_tokens - self.returned.decode_tokens, 0)
-        return max(self.booked.decode_tokens, reported + self.fresh.decode_tokens)
+        reported = self.report.active_tokens - self.returned.decode_tokens
+        known = reported + self.fresh.decode_tokens if reported > 0 else self.fresh.decode_tokens
+        return known if known > self.booked.decode_tokens else self.booked.decode_tokens
 
     def wait_seconds(self, own_tokens: int) -> float:
         """How long a prompt of which so many tokens have to be computed waits here: for those before it, but short ones
@@ -163,26 +165,30 @@ class Worker:
 
     def prefill_cost(self, own_tokens: int, weight: float) -> float:
         """Of a prompt of which so many tokens have to be computed here, and weigh that much."""
-        return self.pressure_seconds + self.wait_seconds(own_tokens) + weight * self.token_seconds
+        overtaken = own_tokens * self.overtaken_seconds
+        wait = self.prefill_seconds if self.prefill_seconds < overtaken else overtaken
+        # in the order in which `Served.prefill_costs` adds, so that both round alike
+        return wait + self.pressure_seconds + weight * self.token_seconds
 
     @property
     def kv_use(self) -> float:
         """Share of the pool that cannot be had by evicting cache, 0 to below 1; bookings count before they arrive."""
-        held = self.report.active_blocks + self.report.quarantined_blocks
-        booked = self.booked.decode_tokens / max(self.info.fingerprint.block_tokens, 1)
-        return min(max(held, booked) / max(self.info.num_blocks, 1), 0.999)
+        report, info = self.report, self.info
+        held = report.active_blocks + report.quarantined_blocks
+        booked = self.booked.decode_tokens / (info.fingerprint.block_tokens or 1)
+        return min((held if held > booked else booked) / (info.num_blocks or 1), 0.999)
 
     def refresh(self) -> None:
         """Work out what the policy reads, after any change above."""
-        if not self.report.ready or True in (self.drain_wish, self.park_wish):
+        report = self.report
+        if not report.ready or self.drain_wish or self.park_wish:
             self.pressure_seconds = self.decode_seconds = INFINITE
         else:
-            use = self.kv_use
-            pressure = LAMBDA_SECONDS * use / (1.0 - use)
-            self.pressure_seconds = pressure
-            self.prefill_seconds = self.prefill_tokens * self.token_seconds
-            num_prompts = max(self.booked.requests, self.report.num_running + self.report.num_waiting, 1)
-            self.overtaken_seconds = MAX_WAIT_RATIO * num_prompts * self.token_seconds
+            use, token_seconds = self.kv_use, self.token_seconds
+            self.pressure_seconds = pressure = LAMBDA_SECONDS * use / (1.0 - use)
+            self.prefill_seconds = self.prefill_tokens * token_seconds
+            num_prompts = max(self.booked.requests, report.num_running + report.num_waiting, 1)
+            self.overtaken_seconds = MAX_WAIT_RATIO * num_prompts * token_seconds
             self.decode_seconds = self.decode_tokens * self.decode_token_seconds + pressure
         self.tell()
 

@@ -106,15 +106,15 @@ class WaitingRoom:
 
     def goes_first(self, query: RouteQuery) -> bool:
         """May a request that has just come be placed before all who wait."""
-        return all(_rank(query) < rank for rank, lines in self._lines.items() if lines)
+        return not self._num or all(_rank(query) < rank for rank, lines in self._lines.items() if lines)
 
     def placed(self, query: RouteQuery, now: float) -> None:
         """A request got its place, with or without waiting: its tenant pays for it. Call `leave` afterwards."""
-        tokens = cost_of(query)
+        tokens, rank = cost_of(query), _rank(query)
         self._look(now)
         self._busy_tokens += tokens if self._num else 0
-        self._lines[_rank(query)].charge(query.tenant, tokens)
-        self._turn_at[_rank(query)] = self._placed_tokens + tokens / TURN_SHARE
+        self._lines[rank].charge(query.tenant, tokens)
+        self._turn_at[rank] = self._placed_tokens + tokens / TURN_SHARE
         self._placed_tokens += tokens
 
     def expected_seconds(self, query: RouteQuery, now: float) -> float:

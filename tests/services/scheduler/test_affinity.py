@@ -137,6 +137,30 @@ async def test_of_many_failures_at_once_only_what_prefers_the_failed_worker_is_f
         assert gone == [number for number in range(300) if number % 3 == 1 and number not in (1, 4)]
 
 
+async def test_what_cannot_be_done_for_one_session_is_done_for_the_others(valkey: ValkeyServer, clock: Clock) -> None:
+    other = b"another session"
+    async with (
+        running(Affinity(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as affinity,
+        Redis.from_url(valkey.connection_url) as client,
+    ):
+        affinity.bind(MODEL, SESSION, THERE)
+        await affinity.flushed()
+        (name,) = await client.keys("*")
+        await client.delete(name)
+        await client.hset(name, "of another", "kind")
+        affinity.bind(MODEL, other, THERE)
+        await affinity.flushed()
+        found = tuple(await asyncio.gather(affinity.lookup(MODEL, SESSION), affinity.lookup(MODEL, other)))
+        assert found == (NO_PREFERENCE, THERE)
+        # full, and nothing may be pushed out: what is there is found still
+        await client.config_set("maxmemory-policy", "noeviction")
+        await client.config_set("maxmemory", 1)
+        affinity.bind(MODEL, other, Preference("prefill-9", "decode-9"))
+        await affinity.flushed()
+        assert await affinity.lookup(MODEL, other) == THERE
+        await client.config_set("maxmemory", 0)
+
+
 async def test_what_another_hand_wrote_there_is_no_preference_for_anybody_live(
     valkey: ValkeyServer, clock: Clock
 ) -> None:
