@@ -72,6 +72,15 @@ def test_every_expression_parses_and_asks_for_what_there_is(text: str) -> None:
             assert set(part.modifier.labels) <= labels, text
 
 
+def test_what_was_thrown_away_counts_leases_that_ended_badly_and_no_client_that_left() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text().replace("\\|", "|")
+    (badly,) = [part.removesuffix("}") for part in page.split("`") if part.startswith("weft_kv_leases_total{")]
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    shown = [each["expr"] for panel in panels if panel["title"] == "Thrown away" for each in panel["targets"]]
+    assert sum(badly in text for text in shown) == 1
+    assert "cancelled" not in badly
+
+
 def test_the_check_would_notice_a_metric_that_was_renamed() -> None:
     (selector,) = [
         part
