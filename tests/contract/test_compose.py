@@ -81,9 +81,15 @@ def test_only_the_gateway_can_be_reached_from_outside(services: dict[str, Any]) 
     assert all(port.startswith("127.0.0.1:") for port in services["gateway"]["ports"])
 
 
-def test_grafana_is_published_to_this_host_alone_and_nobody_can_log_in() -> None:
+@pytest.mark.parametrize(("name", "port"), [("grafana", 3000), ("prometheus", 9090), ("jaeger", 16686)])
+def test_dashboards_alerts_and_traces_can_be_looked_at_from_this_host_alone(name: str, port: int) -> None:
+    service = yaml.safe_load(COMPOSE.read_text())["services"][name]
+    setting = f"WEFT_{name.upper()}"
+    assert service["ports"] == [f"${{{setting}_HOST:-127.0.0.1}}:${{{setting}_PORT:-{port}}}:{port}"]
+
+
+def test_nobody_can_log_in_to_grafana() -> None:
     grafana = yaml.safe_load(COMPOSE.read_text())["services"]["grafana"]
-    assert grafana["ports"] == ["${WEFT_GRAFANA_HOST:-127.0.0.1}:${WEFT_GRAFANA_PORT:-3000}:3000"]
     assert grafana["environment"]["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
     assert grafana["environment"]["GF_AUTH_BASIC_ENABLED"] == "false"
     assert grafana["environment"]["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
