@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from weft import metrics
 from weft.kv.tiers import Tier
@@ -20,6 +20,11 @@ class Tally:
         self._looked_up = 0
         self._found: Counter[Tier] = Counter()
         self._hand_offs: dict[str, HandOffTally] = {}
+
+    def expect_failures(self, reasons: Iterable[str]) -> None:
+        """So that the first of each can be seen: of a series that begins with it no increase is told."""
+        for reason in reasons:
+            metrics.TRANSFER_FAILURES.labels(reason)
 
     def looked_up(self, num_tokens: int, found: Mapping[Tier, int]) -> None:
         """A prompt of so many tokens, and how many of them lay where."""

@@ -59,8 +59,7 @@ _REASONS: dict[type[BaseException], str] = {
     BrokenPromise: "protocol",
     Circle: "circle",
 }
-
-
+_OTHER_REASON = "failed"
 _EXPECTED = (WeftError, TimeoutError, TransferFailed, ChecksumMismatch, LeaseLost, BrokenPromise, Circle)
 
 
@@ -72,6 +71,7 @@ class HandOffs:
     ) -> None:
         self.fallbacks = Fallbacks()
         self.tally = tally
+        tally.expect_failures({*_REASONS.values(), _OTHER_REASON})
         self._engine = engine
         self._peers = peers
         self._borrower = borrower
@@ -121,7 +121,7 @@ class HandOffs:
                     finished = await reception.receive(call, stages)
             except* _EXPECTED as group:
                 error = first_leaf(group)
-                reason = _REASONS.get(type(error), "failed")
+                reason = _REASONS.get(type(error), _OTHER_REASON)
                 reception.is_lender_lost = isinstance(error, _LOST)
                 self.tally.hand_off_failed(prefill.worker_id, reason)
                 logger.warning("hand-off from %s thrown away (%s): %s", prefill.worker_id, reason, error)

@@ -20,6 +20,7 @@ from weft.request import WorkerAddress
 from weft.rpc.handoff import event_to_wire, order_from_wire
 from weft.rpc.server import RpcServer
 from weft.worker import borrow, quarantine
+from weft.worker.tally import Tally
 from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from weft_services.decode.handoff import HandOffs
 
@@ -34,6 +35,13 @@ def _short_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
 def failures(reason: str) -> float:
     """The metric as it stands."""
     return float(metrics.TRANSFER_FAILURES.labels(reason)._value.get())
+
+
+async def test_every_reason_is_counted_from_the_start(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: set[str] = set()
+    monkeypatch.setattr(Tally, "expect_failures", lambda _, reasons: told.update(reasons))
+    async with start_pair(tiny):
+        assert {"peer_lost", "incompatible", "checksum", "circle", "failed"} <= told
 
 
 # of the tiny model's blocks, which are four tokens long

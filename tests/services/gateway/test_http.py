@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,7 +20,9 @@ from tests.services.gateway.fakes import LENGTH, SequenceDelta, failing, speakin
 from tests.services.gateway.test_disconnect import connect
 from weft.metrics import REGISTRY
 from weft_mesh.v1.scheduler_service_pb2 import WorkerReport
-from weft_services.gateway.front import http_server
+from weft_services.gateway.front import accounting, http_server
+from weft_services.gateway.front.accounting import ENDPOINTS, expect
+from weft_services.gateway.front.app import APIS
 from weft_services.gateway.front.exchange import MAX_BODY_BYTES
 from weft_services.gateway.front.http_server import MAX_HEAD_BYTES, MAX_HEADERS
 
@@ -162,6 +166,19 @@ async def test_metrics_count_what_was_served(bench: MakeBench) -> None:
         text = (await b.http.get("/metrics")).text
         assert 'weft_requests_total{endpoint="completions",model="tiny",outcome="finished"}' in text
         assert "weft_requests_in_flight 0.0" in text
+
+
+def test_failures_are_counted_from_the_start_so_that_the_first_shows_in_a_rate() -> None:
+    """Of every endpoint that opens accounts, and where the model is not clear."""
+    expect(["just-served"])
+    told = set(ENDPOINTS)
+    assert {api.name for api in APIS.values()} <= told
+    sources = (path.read_text() for path in Path(accounting.__file__).parent.glob("*.py"))
+    assert {name for text in sources for name in re.findall(r'(?:Account|_answer)\("([^"]+)"', text)} <= told
+    for endpoint in ENDPOINTS:
+        for model in ("", "just-served"):
+            labels = {"endpoint": endpoint, "outcome": "failed", "model": model}
+            assert REGISTRY.get_sample_value("weft_requests_total", labels) is not None
 
 
 async def test_durations_are_of_requests_that_finished(bench: MakeBench) -> None:

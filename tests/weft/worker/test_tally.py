@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.kv.tiers import Tier
+from weft.metrics import REGISTRY
 from weft.rpc import wire
 from weft.tally import HandOffTally, PrefixTally, WorkTally
 from weft.worker import tally
@@ -42,3 +43,8 @@ def test_the_lender_heard_of_longest_ago_is_forgotten_first() -> None:
     assert len(lenders) == tally.MAX_LENDERS
     assert "prefill-0" in lenders
     assert "prefill-1" not in lenders
+
+
+def test_reasons_are_counted_from_the_start_so_that_the_first_failure_shows_in_an_increase() -> None:
+    Tally().expect_failures(["of this test"])
+    assert REGISTRY.get_sample_value("weft_kv_transfer_failures_total", {"reason": "of this test"}) == 0

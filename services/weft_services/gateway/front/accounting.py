@@ -19,6 +19,11 @@ from weft_services.gateway.mesh.run import Run
 from weft_services.gateway.mesh.sequence import Piece
 
 REJECTED = "rejected"  # by a status below 500, before it was placed; not a stage of life
+# what requests are counted by, as accounts are opened
+ENDPOINTS = (
+    *("chat.completions", "completions", "responses", "messages", "embeddings"),
+    *("grpc.chat", "grpc.generate", "grpc.embed"),
+)
 
 
 class Account:
@@ -168,7 +173,12 @@ def _forecast_pairs(forecast: Forecast | None) -> dict[str, int]:
 
 
 def expect(models: Iterable[str]) -> None:
-    """So that graphs begin at zero with the process, and not with a model's first request."""
+    """So that graphs begin at zero with the process, and not with a model's first request; nor with its first failure,
+    which no rate would show: of a series that begins with it there is nothing earlier to compare."""
+    models = tuple(models)
+    for endpoint in ENDPOINTS:
+        for model in ("", *models):
+            metrics.REQUESTS.labels(endpoint, Stage.FAILED.value, model)
     for model in models:
         metrics.ITL.of(model)
         for metric in (
