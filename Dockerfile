@@ -23,9 +23,9 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ \
 
 FROM python:3.12-slim
 ARG MOONCAKE=cpu
-# Mooncake's wheels load these from the system; Triton compiles its launcher for the GPU that it finds
+# Mooncake's wheels load these from the system, those for GPUs libmlx5 of ibverbs-providers too; Triton compiles its launcher for the GPU that it finds
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends libibverbs1 librdmacm1 libnuma1 libcurl4 liburing2 \
+    && apt-get install -y --no-install-recommends libibverbs1 ibverbs-providers librdmacm1 libnuma1 libcurl4 liburing2 \
         $([ "$MOONCAKE" = cpu ] || echo gcc libc6-dev) \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --system --uid 10001 --create-home weft \

@@ -31,10 +31,10 @@ apt_install() {
 
 # Mooncake's wheels load libraries that belong to the system. Without them Weft still runs: KV blocks then travel over gRPC.
 check_mooncake() {
-    local python="$1" packages="libibverbs1 librdmacm1 libnuma1 libcurl4 liburing2" why
-    if why="$("$python" -c 'import mooncake.engine, mooncake.store' 2>&1)"; then return; fi
+    local python="$1" packages="libibverbs1 ibverbs-providers librdmacm1 libnuma1 libcurl4 liburing2" why
+    if why="$("$python" -m weft.kv.mooncake_loading 2>&1)"; then return; fi
     # shellcheck disable=SC2086
-    if apt_install $packages && why="$("$python" -c 'import mooncake.engine, mooncake.store' 2>&1)"; then return; fi
+    if apt_install $packages && why="$("$python" -m weft.kv.mooncake_loading 2>&1)"; then return; fi
     step "Mooncake does not load; KV blocks will travel over gRPC, which is slower"
     note "${why##*$'\n'}" "On Debian and Ubuntu its libraries come with: sudo apt install $packages" \
         "Then remove .venv/.installed-* and run make again."

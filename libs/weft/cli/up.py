@@ -113,7 +113,7 @@ def _check_models(options: MeshOptions) -> None:
 
 def mooncake_trouble() -> str:
     """Why Mooncake cannot be used here; empty when it can. Asked of a child: a library that fails to load may crash."""
-    check = [sys.executable, "-c", "import mooncake.engine, mooncake.store"]
+    check = [sys.executable, "-m", "weft.kv.mooncake_loading"]
     try:
         ended = subprocess.run(check, capture_output=True, text=True, timeout=MOONCAKE_SECONDS, check=False)
     except subprocess.TimeoutExpired:

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from weft.kv.mooncake_loading import load_cuda_runtime
 from weft.kv.transport import Endpoint, Lender, Run, TransferFailed, coalesce
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class MooncakeTransport:
             os.environ.setdefault(variable, value)
         if protocol == "tcp":
             os.environ.setdefault("MC_FORCE_TCP", "1")
+        load_cuda_runtime()
         try:
             # optional: three wheels share this name, and each needs libraries of the machine
             from mooncake.engine import TransferEngine

@@ -20,6 +20,7 @@ from functools import partial
 from threading import Lock
 from typing import Any, TextIO
 
+from weft.kv.mooncake_loading import load_cuda_runtime
 from weft.kv.shared import map_file
 from weft.kv.store_child import die_with_parent
 
@@ -41,6 +42,7 @@ def open_store(spec: dict[str, Any]) -> tuple[Any, Areas]:
     """
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
+    load_cuda_runtime()
     try:
         from mooncake.store import MooncakeDistributedStore
     except (ImportError, OSError) as error:
