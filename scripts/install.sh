@@ -65,7 +65,7 @@ install_torch() {
 install_weft() {
     local extras="engine,local,objects,mooncake-$(mooncake_flavour)"
     if [ "$kind" = dev ]; then extras="$extras,dev"; fi
-    if [ "$kind" = dev ] && [ "$(mooncake_flavour)" = cpu ]; then extras="$extras,interpreter"; fi
+    if [ "$kind" = dev ] && ! brings_triton "$venv/bin/python"; then extras="$extras,interpreter"; fi
     step "installing Weft and what it needs ($extras)"
     "$venv/bin/python" -m pip install -c constraints.txt hatchling editables
     "$venv/bin/python" -m pip install -c constraints.txt --no-build-isolation -e ".[$extras]"

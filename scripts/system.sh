@@ -29,6 +29,15 @@ apt_install() {
     "${run[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" </dev/null
 }
 
+# Whether the torch that is installed asks for a Triton of its own, in one version: a build with CUDA does, on whatever machine, and no other
+# may stand beside it. By what its wheel says: it may lack half of what it needs to be imported.
+brings_triton() {
+    "$1" -c '
+import importlib.metadata, sys
+lines = importlib.metadata.requires("torch") or []
+sys.exit(not any(line.startswith(("triton", "pytorch-triton")) for line in lines))'
+}
+
 # Mooncake's wheels load libraries that belong to the system. Without them Weft still runs: KV blocks then travel over gRPC.
 check_mooncake() {
     local python="$1" packages="libibverbs1 ibverbs-providers librdmacm1 libnuma1 libcurl4 liburing2" why
