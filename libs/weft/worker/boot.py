@@ -18,6 +18,7 @@ from weft.capacity.plan import RUNTIME_BYTES
 from weft.capacity.processors import granted_cores
 from weft.capacity.room import Room, default_num_blocks, measured_room
 from weft.capacity.sizes import Sizes, choose
+from weft.config import ConfigError
 from weft.engine.build import assemble
 from weft.engine.config import EngineConfig
 from weft.engine.core import Engine
@@ -31,7 +32,7 @@ from weft.model.kv_layout import block_bytes, layout_name
 from weft.request import ModelFingerprint
 from weft.rpc.client import open_channel, owned
 from weft.weights.shared import open_image
-from weft.worker.config import Dtype, WorkerConfig
+from weft.worker.config import DeviceChoice, Dtype, WorkerConfig
 from weft.worker.cpus import let_sessions_pass, pin
 from weft.worker.heap import keep_heap
 from weft.worker.peak import free_bytes, identity_of, measure_peak, remembered
@@ -57,11 +58,12 @@ class Booted:
 
 
 async def boot(config: WorkerConfig, listener: Callable[[StepOutput], None]) -> Booted:
-    """Load, map and build. Raises PeerLost when no weights service answers in time, BadCheckpoint, NotFound."""
+    """Load, map and build. Raises PeerLost when no weights service answers in time, BadCheckpoint, NotFound; ConfigError
+    where the worker wants a GPU and there is none."""
     keep_heap()
     num_cores = pin(config.cpus) if config.cpus else torch.get_num_threads()
     torch.set_num_threads(config.threads or min(num_cores, granted_cores() or num_cores))
-    sizes = choose(config.wanted, torch.cuda.is_available())
+    sizes = choose(config.wanted, _has_cuda(config.device))
     if sizes.machine.device == "cpu":
         let_sessions_pass(config.niceness)
     if config.model and (config.model / "config.json").is_file():
@@ -72,6 +74,17 @@ async def boot(config: WorkerConfig, listener: Callable[[StepOutput], None]) -> 
     booted = await asyncio.to_thread(_build, config, sizes, ready, listener)
     log.mark("engine")
     return booted
+
+
+def _has_cuda(wanted: DeviceChoice) -> bool:
+    """Raises ConfigError where it has to be and is not: computing on the CPU, such a worker would look as if all were
+    well."""
+    if not (is_there := torch.cuda.is_available()) and wanted is DeviceChoice.CUDA:
+        why = f"torch {torch.__version__} is built for CPUs only"
+        if torch.version.cuda is not None:
+            why = f"torch {torch.__version__} (CUDA {torch.version.cuda}) finds no GPU, or a driver too old for it"
+        raise ConfigError(f"WEFT_DEVICE={wanted}: {why}")
+    return is_there
 
 
 def checked_room(model: ModelConfig, sizes: Sizes, gpu_share: float) -> Room:

@@ -25,6 +25,13 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class DeviceChoice(StrEnum):
+    """Where to compute; auto is on a GPU where torch can use one, else on the CPU."""
+
+    AUTO = "auto"
+    CUDA = "cuda"
+
+
 class WeightsForm(StrEnum):
     """How matrices stay in a GPU's memory: as they come, or packed without loss (F12) where that suits them."""
 
@@ -79,6 +86,7 @@ class WorkerConfig:
     port: int = 0
     advertise_host: str = ""
     metrics_port: int = 0
+    device: DeviceChoice = DeviceChoice.AUTO
     dtype: Dtype = Dtype.AUTO
     weights: WeightsForm = WeightsForm.PLAIN
     block_tokens: int = 0

@@ -59,6 +59,7 @@ def test_peers_use_the_host_unless_another_is_advertised() -> None:
 @pytest.mark.parametrize(
     ("more", "variable"),
     [
+        ({"DEVICE": "cpu"}, "WEFT_DEVICE"),
         ({"DTYPE": "float16"}, "WEFT_DTYPE"),
         ({"TRANSPORT": "pigeon"}, "WEFT_TRANSPORT"),
         ({"CHUNK_TOKENS": "-1"}, "WEFT_CHUNK_TOKENS"),
@@ -123,6 +124,20 @@ async def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_asked
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
     with pytest.raises(BadCheckpoint, match="the model does not fit"):
         await boot.boot(config(MODEL=str(tmp_path), WEIGHTS_ADDR="nobody:1"), lambda output: None)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "why"), [(None, "is built for CPUs only"), ("13.0", r"\(CUDA 13.0\) finds no GPU, or a driver too old")]
+)
+async def test_a_worker_that_is_meant_for_a_gpu_does_not_start_without(
+    cuda: str | None, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boot, "keep_heap", lambda: None)  # of this process, which goes on
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(ConfigError, match=f"WEFT_DEVICE=cuda: torch {re.escape(torch.__version__)} {why}"):
+        await boot.boot(config(DEVICE="cuda"), lambda output: None)
 
 
 @pytest.mark.parametrize(
