@@ -1,5 +1,5 @@
-# One image for all six services; compose.yaml chooses which one runs, and builds it: for CPUs, or with MOONCAKE=cuda12 or cuda13 and
-# a CUDA build of torch for NVIDIA GPUs (its services prefill-gpu and decode-gpu).
+# One image for all six services; compose.yaml chooses which one runs, and builds it: for CPUs, or with MOONCAKE=cuda13 (or cuda12) and
+# a build of torch for the same CUDA for NVIDIA GPUs (its services prefill-gpu and decode-gpu).
 FROM python:3.12-slim AS build
 ARG MOONCAKE=cpu
 # a package index with the torch build you want, e.g. PyTorch's index of CPU wheels; empty: pip's default
@@ -12,6 +12,9 @@ RUN python -m venv /opt/weft \
 # what Weft needs, before Weft itself: a change of the sources alone installs nothing anew
 RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; e = p['optional-dependencies']; print(*p['dependencies'], *e['engine'], *e['mooncake-$MOONCAKE'], sep='\n')" > needs.txt \
     && /opt/weft/bin/pip install --no-cache-dir -c constraints.txt -r needs.txt hatchling editables
+# else only somebody who wonders why it is slow would find out
+RUN [ "$MOONCAKE" = cpu ] || /opt/weft/bin/python -c "import sys, torch; cuda = torch.version.cuda; \
+    sys.exit(f'cuda{cuda}'.partition('.')[0] != '$MOONCAKE' and f'torch is built for CUDA {cuda}, and MOONCAKE=$MOONCAKE')"
 COPY protos/generated protos/generated
 COPY kernels kernels
 COPY libs libs

@@ -58,8 +58,8 @@ class Booted:
 
 
 async def boot(config: WorkerConfig, listener: Callable[[StepOutput], None]) -> Booted:
-    """Load, map and build. Raises PeerLost when no weights service answers in time, BadCheckpoint, NotFound; ConfigError
-    where the worker wants a GPU and there is none."""
+    """Load, map and build. Raises PeerLost when no weights service answers in time, BadCheckpoint, NotFound;
+    ConfigError where the worker wants a GPU and there is none."""
     keep_heap()
     num_cores = pin(config.cpus) if config.cpus else torch.get_num_threads()
     torch.set_num_threads(config.threads or min(num_cores, granted_cores() or num_cores))
