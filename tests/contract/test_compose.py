@@ -129,8 +129,7 @@ class Containers:
             assert how == {"condition": "service_healthy"}
             self.wait_healthy(needed)
         environment = {key: self._localize(value) for key, value in service.get("environment", {}).items()}
-        for volume in service.get("volumes", ()):
-            source, target, _ = volume.split(":")
+        for source, target in map(_mount, service.get("volumes", ())):
             environment = {key: value.replace(target, str(ROOT / source), 1) for key, value in environment.items()}
         self._environments[name] = {**os.environ, **environment}
         with self._log(name).open("w") as output:
@@ -173,6 +172,14 @@ class Containers:
 
     def _log(self, name: str) -> Path:
         return self._folder / f"{name}.log"
+
+
+def _mount(volume: str | dict[str, Any]) -> tuple[str, str]:
+    """What is mounted, and where; either may be written in two ways."""
+    if isinstance(volume, dict):
+        return volume["source"], volume["target"]
+    source, target, _ = volume.split(":")
+    return source, target
 
 
 def free_port() -> int:

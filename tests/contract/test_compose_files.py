@@ -49,9 +49,42 @@ def test_nobody_can_log_in_to_grafana() -> None:
 
 
 def test_the_gateway_cannot_be_started_without_keys(services: dict[str, Any]) -> None:
-    assert "WEFT_KEYS_DIR:/keys:ro" in services["gateway"]["volumes"]
+    assert mounted(services["gateway"])["/keys"]["source"] == "WEFT_KEYS_DIR"
     assert "${WEFT_KEYS_DIR:?" in COMPOSE.read_text()
     assert services["gateway"]["environment"]["WEFT_KEYS"].startswith("/keys/")
+
+
+def mounted(service: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Of a service's mounts those that are written out, by where they are."""
+    return {volume["target"]: volume for volume in service.get("volumes", ()) if isinstance(volume, dict)}
+
+
+def test_folders_of_this_host_may_have_bare_names() -> None:
+    """`keys:/keys` would be a volume of that name; and a folder that is not there is an error, and not made by root."""
+    named = re.compile(r"WEFT_(KEYS|CERTS|MODEL)_DIR")
+    for path in (COMPOSE, OVERRIDE):
+        text = path.read_text()
+        assert len(re.findall(r"source: \$\{" + named.pattern, text)) == len(named.findall(re.sub("#.*", "", text)))
+        for service in all_services(path).values():
+            for volume in mounted(service).values():
+                if volume["type"] == "bind":
+                    assert volume["read_only"]
+                    assert volume["bind"] == {"create_host_path": False}
+
+
+def test_shared_memory_outlives_the_service_that_fills_it_and_any_user_may_write_to_it() -> None:
+    """Joined to another container's, a worker could not start before that one runs, which a rebooted host need not do
+    first; and one that is started anew would have a new one."""
+    services = all_services()
+    for name in ("weights", "prefill", "decode", "prefill-gpu", "decode-gpu"):
+        assert not {"ipc", "shm_size"} & services[name].keys()
+        at = mounted(services[name])["/dev/shm"]
+        assert (at["type"], at["source"], at["volume"]) == ("volume", "shm", {"nocopy": True})
+    options = yaml.safe_load(COMPOSE.read_text())["volumes"]["shm"]["driver_opts"]
+    assert options["type"] == "tmpfs"
+    assert "mode=1777" in options["o"]
+    # the kernel knows no gb
+    assert re.search(r"^WEFT_SHM_SIZE=\d+[kmg]$", (ROOT / ".env.example").read_text(), re.M)
 
 
 def test_scheduler_and_workers_know_the_kvstore(services: dict[str, Any]) -> None:

@@ -105,7 +105,7 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
     says = f"{_size(free)} of {_size(total)} free in {SHARED_MEMORY}, the weights take {_size(needed)}"
     if free < needed:
         size = needed // GIB + 1
-        advice = f"mount -o remount,size={size}G {SHARED_MEMORY} (compose: WEFT_SHM_SIZE={size}gb)"
+        advice = f"mount -o remount,size={size}G {SHARED_MEMORY} (compose: WEFT_SHM_SIZE={size}g)"
         yield Finding("shared memory", Level.FAILURE, says, advice)
     elif needed >= LARGE_PAGES_PAY and not _in_large_pages(MOUNTS.read_text()):
         advice = f"as root: mount -o remount,huge=within_size {SHARED_MEMORY}"
