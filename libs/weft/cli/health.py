@@ -1,6 +1,8 @@
 """Asks a process whether it can be used: gRPC health, HTTP readiness, a Redis PING. Never raises for "not yet".
 
-Run as `python -m weft.cli.health HOST:PORT | URL` it exits 0 when the answer is yes, for container health checks.
+Run as `python -m weft.cli.health HOST:PORT | URL` it exits 0 when the answer is yes, for container health checks. Those
+are a process each, for as long as the container lives, and cost what is imported: HTTP is spoken by hand, and gRPC's
+library is loaded where gRPC is asked.
 """
 
 from __future__ import annotations
@@ -8,22 +10,23 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 # this process starts others while it holds channels; they exec at once, so gRPC need not prepare for forks
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-
-import grpc
-import httpx
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-from weft.rpc.client import open_channel
 
 ATTEMPT_SECONDS = 2.0
 
 
 async def grpc_serves(address: str) -> bool:
     """Does grpc.health.v1 at host:port answer SERVING."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from weft.rpc.client import open_channel
+
     async with open_channel(address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
@@ -34,26 +37,32 @@ async def grpc_serves(address: str) -> bool:
 
 
 async def http_answers(url: str) -> bool:
-    """Does a GET answer 200."""
-    try:
-        async with httpx.AsyncClient(timeout=ATTEMPT_SECONDS, trust_env=False) as client:
-            return (await client.get(url)).status_code == 200
-    except httpx.HTTPError:
-        return False
+    """Does a GET of http://host:port/path answer 200."""
+    parts = urlsplit(url)
+    head = f"GET {parts.path or '/'} HTTP/1.1\r\nhost: {parts.netloc}\r\nconnection: close\r\n\r\n"
+    line = await _first_line(parts.hostname or "", parts.port or 80, head.encode())
+    return line.startswith(b"HTTP/1.") and line.split()[1:2] == [b"200"]
 
 
 async def redis_answers(host: str, port: int) -> bool:
     """Does a Redis protocol server answer PING."""
+    return (await _first_line(host, port, b"PING\r\n")).startswith(b"+PONG")
+
+
+async def _first_line(host: str, port: int, said: bytes) -> bytes:
+    """Of what a server answers to this; empty when there is none in time."""
     try:
         async with asyncio.timeout(ATTEMPT_SECONDS):
             reader, writer = await asyncio.open_connection(host, port)
-            writer.write(b"PING\r\n")
-            line = await reader.readline()
-            writer.close()
-            await writer.wait_closed()
-    except (OSError, TimeoutError):
-        return False
-    return line.startswith(b"+PONG")
+            try:
+                writer.write(said)
+                return await reader.readline()
+            finally:
+                writer.close()
+                with suppress(OSError):
+                    await writer.wait_closed()
+    except (OSError, TimeoutError, ValueError):  # the last: a line without end
+        return b""
 
 
 def main() -> None:

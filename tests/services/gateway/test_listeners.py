@@ -16,6 +16,7 @@ import pytest
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import speaking
 from weft.cli.certs import make_certs
+from weft.cli.health import http_answers
 from weft.cli.ports import free_ports
 from weft.config import ConfigError
 from weft.rpc import tls
@@ -36,6 +37,9 @@ async def test_the_private_listener_has_what_the_public_one_has_not(bench: MakeB
         for client in (private, b.http):
             assert (await client.get("/health")).json() == {"status": "ok"}
             assert (await client.get("/ready")).json()["ready"] is True
+        # as a container's health check asks
+        assert await http_answers(f"http://{b.gateway.private_address}/ready")
+        assert not await http_answers(f"http://{b.gateway.private_address}/v1/models")
 
 
 async def test_both_public_faces_speak_tls_and_notice_a_new_certificate(bench: MakeBench, tmp_path: Path) -> None:
