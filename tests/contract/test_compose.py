@@ -123,11 +123,13 @@ class Containers:
                 process.wait(10)
 
     def start(self, name: str) -> None:
-        """Run a service when those it depends on are healthy."""
+        """Run a service when those it depends on are as it asks for."""
         service = self._services[name]
         for needed, how in service.get("depends_on", {}).items():
-            assert how == {"condition": "service_healthy"}
-            self.wait_healthy(needed)
+            assert needed in self._processes
+            if how != {"condition": "service_started"}:
+                assert how == {"condition": "service_healthy"}
+                self.wait_healthy(needed)
         environment = {key: self._localize(value) for key, value in service.get("environment", {}).items()}
         for source, target in map(_mount, service.get("volumes", ())):
             environment = {key: value.replace(target, str(ROOT / source), 1) for key, value in environment.items()}

@@ -93,6 +93,16 @@ def test_scheduler_and_workers_know_the_kvstore(services: dict[str, Any]) -> Non
         assert services[host]["environment"]["WEFT_PORT"] == port
 
 
+def test_workers_do_not_wait_for_a_store_that_they_can_do_without(services: dict[str, Any]) -> None:
+    for name in ("prefill", "decode"):
+        assert services[name]["depends_on"]["kvstore"] == {"condition": "service_started"}
+
+
+def test_only_what_reads_a_checkpoint_or_waits_for_who_does_may_take_long_to_be_well(services: dict[str, Any]) -> None:
+    long = {name for name, service in services.items() if service["healthcheck"]["start_period"] == "900s"}
+    assert long == {"weights", "prefill", "decode", "gateway"}
+
+
 def test_the_store_has_a_disk_that_outlives_its_container_once_it_is_told_so(services: dict[str, Any]) -> None:
     (volume,) = services["kvstore"]["volumes"]
     source, target, _ = volume.split(":")
