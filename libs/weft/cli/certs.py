@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import shlex
+import stat
 from pathlib import Path
 
 from cryptography import x509
@@ -19,9 +21,10 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 Pair = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
 
 
-def make_certs(folder: Path, hosts: list[str]) -> None:
-    """ca.pem and ca-key.pem unless they are there; cert.pem and key.pem, new, by them. Raises OSError, ValueError: also
-    where one of the first two is missing, since a new authority would part this folder from all others."""
+def make_certs(folder: Path, hosts: list[str]) -> list[str]:
+    """ca.pem and ca-key.pem unless they are there; cert.pem and key.pem, new, by them. Returns commands that are left
+    to somebody who may give files away. Raises OSError, ValueError: also where one of the first two is missing, since a
+    new authority would part this folder from all others."""
     folder.mkdir(parents=True, exist_ok=True)
     ca_files = (folder / "ca.pem", folder / "ca-key.pem")
     missing = [path.name for path in ca_files if not path.exists()]
@@ -33,7 +36,7 @@ def make_certs(folder: Path, hosts: list[str]) -> None:
         _save(ca, *ca_files)
     else:
         ca = _load(*ca_files)
-    _save(_make_member(ca, hosts), folder / "cert.pem", folder / "key.pem")
+    return _save(_make_member(ca, hosts), folder / "cert.pem", folder / "key.pem")
 
 
 def _make_ca() -> Pair:
@@ -111,12 +114,33 @@ def _load(cert: Path, key: Path) -> Pair:
     return x509.load_pem_x509_certificate(cert.read_bytes()), loaded
 
 
-def _save(pair: Pair, cert: Path, key: Path) -> None:
-    """The key first and for its owner alone; each file is replaced in one step."""
+def _save(pair: Pair, cert: Path, key: Path) -> list[str]:
+    """The key first and for its owner alone; each file is replaced in one step, and belongs to whom it did. Returns
+    what has to be done for that where it is not permitted."""
+    left: list[str] = []
     pem = serialization.Encoding.PEM
     private = pair[1].private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     for path, content, mode in ((key, private, 0o600), (cert, pair[0].public_bytes(pem), 0o644)):
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(content)
+            left += _take_over(file.fileno(), path)
         partial.replace(path)
+    return left
+
+
+def _take_over(fd: int, path: Path) -> list[str]:
+    """Owner and mode of the file that is to be replaced: services run as another user, who is to read the new one."""
+    if not path.exists():
+        return []
+    before, now = path.stat(), os.fstat(fd)
+    mode = stat.S_IMODE(before.st_mode)
+    try:
+        if (before.st_uid, before.st_gid) != (now.st_uid, now.st_gid):
+            os.fchown(fd, before.st_uid, before.st_gid)
+    except PermissionError:
+        # with the old mode, whoever is in our group might read what was meant for another's
+        quoted = shlex.quote(str(path))
+        return [f"sudo chown {before.st_uid}:{before.st_gid} {quoted} && sudo chmod {mode:o} {quoted}"]
+    os.fchmod(fd, mode)
+    return []

@@ -19,11 +19,13 @@ def certs(
     from weft.cli.certs import make_certs
 
     try:
-        make_certs(folder, host or [])
+        left = make_certs(folder, host or [])
     except (OSError, ValueError) as error:
         typer.secho(f"weft certs: {error}", fg="red", err=True)
         raise typer.Exit(1) from None
     print(f"{folder}: ca.pem, cert.pem and key.pem for every service; ca-key.pem makes new ones, keep it elsewhere")
+    for command in left:
+        typer.secho(f"services cannot read a new file until somebody gives it to their user: {command}", err=True)
 
 
 @app.command()

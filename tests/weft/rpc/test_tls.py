@@ -16,9 +16,11 @@ import grpc
 import pytest
 from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from typer.testing import CliRunner
 
 from weft.cli.certs import make_certs
 from weft.cli.health import grpc_serves
+from weft.cli.main import app
 from weft.config import ConfigError
 from weft.rpc.tls import channel_credentials
 
@@ -116,3 +118,45 @@ def test_private_keys_are_for_their_owner_and_the_authority_stays(folder: Path) 
     names = member.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert {"weft.mesh", "localhost", "gateway.example"} <= set(names.get_values_for_type(x509.DNSName))
     assert ipaddress.ip_address("10.0.0.7") in names.get_values_for_type(x509.IPAddress)
+
+
+def test_a_renewed_key_belongs_to_whom_the_old_one_did(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's user reads it, whom the operator has given it to."""
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "fchown", lambda fd, uid, gid: given.append((uid, gid)))
+    (folder / "key.pem").chmod(0o640)
+    assert make_certs(folder, []) == []
+    assert (folder / "key.pem").stat().st_mode & 0o777 == 0o640
+    assert given == []  # it was ours
+    owner = os.getuid() + 1
+    pretend_owner(monkeypatch, owner)
+    assert make_certs(folder, []) == []
+    assert given == [(owner, os.getgid())] * 2
+
+
+def test_who_may_not_give_a_renewed_key_away_is_told_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, uid: int, gid: int) -> None:
+        raise PermissionError("Operation not permitted")
+
+    monkeypatch.setattr(os, "fchown", refuse)
+    (folder / "key.pem").chmod(0o640)
+    before, owner = (folder / "key.pem").read_bytes(), os.getuid() + 1
+    pretend_owner(monkeypatch, owner)
+    result = CliRunner().invoke(app, ["certs", str(folder)])
+    assert result.exit_code == 0
+    named = f"{owner}:{os.getgid()} {folder / 'key.pem'}"
+    assert f"sudo chown {named} && sudo chmod 640 {folder / 'key.pem'}" in result.output.replace("\n", "")
+    assert (folder / "key.pem").read_bytes() != before
+    # not for whoever is in the caller's group
+    assert os.lstat(folder / "key.pem").st_mode & 0o777 == 0o600
+
+
+def pretend_owner(monkeypatch: pytest.MonkeyPatch, uid: int) -> None:
+    """Files that are asked for by their path belong to somebody else."""
+    real = Path.stat
+
+    def stat(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        found = real(path, follow_symlinks=follow_symlinks)
+        return os.stat_result((*found[:4], uid, *found[5:])) if path.suffix == ".pem" else found
+
+    monkeypatch.setattr(Path, "stat", stat)
