@@ -73,31 +73,28 @@ class Share:
 
 @dataclass(slots=True, eq=False)
 class Booking:
-    """A placed request. `prefill` is None from the first token on, and when the decode worker computes the prompt.
+    """A placed request: of its query what its end needs, as there may be thousands with a megabyte of block keys each.
 
-    `computed_by` stays who computes or has computed the prompt, for the session's sake.
+    `prefill` is None from the first token on, and when the decode worker computes the prompt. `computed_by` stays who
+    computes or has computed the prompt, for the session's sake. `ends_at`: nobody waits for it any longer than this.
     """
 
-    query: RouteQuery
+    key: RequestKey
+    model: str
+    session: bytes
+    gateway_id: str
+    prompt_tokens: int
+    resumed_tokens: int
     booked_at: float
+    ends_at: float
     computed_by: Worker
     decode: Share
     prefill: Share | None
 
     @property
-    def key(self) -> RequestKey:
-        """The attempt."""
-        return self.query.key
-
-    @property
     def prefill_id(self) -> str:
         """Who has the prompt beside the worker that decodes, or that one."""
         return self.computed_by.worker_id
-
-    @property
-    def ends_at(self) -> float:
-        """Nobody waits for it any longer than this."""
-        return self.booked_at + self.query.remaining_seconds + GRACE_SECONDS
 
 
 class Bookings:
@@ -125,8 +122,14 @@ class Bookings:
         decode, prefill = placement.decode, placement.prefill
         local_tokens = placement.prefill_tokens if prefill is None else 0
         booking = Booking(
-            query=query,
+            key=query.key,
+            model=query.model,
+            session=query.session,
+            gateway_id=query.gateway_id,
+            prompt_tokens=query.prompt_tokens,
+            resumed_tokens=query.resumed_tokens,
             booked_at=now,
+            ends_at=now + query.remaining_seconds + GRACE_SECONDS,
             computed_by=prefill or decode,
             decode=self._take(decode, local_tokens, placement.decode_tokens),
             prefill=self._take(prefill, placement.prefill_tokens, 0) if prefill else None,
@@ -144,7 +147,7 @@ class Bookings:
     def find(self, key: RequestKey) -> Booking | None:
         """That of this very attempt, while it is under way."""
         booking = self._booked.get(key.request_id)
-        return booking if booking is not None and booking.query.key.generation == key.generation else None
+        return booking if booking is not None and booking.key.generation == key.generation else None
 
     def settle(self, key: RequestKey, stage: Stage) -> Booking | None:
         """A stage was reached: DECODING gives prefill load back, a terminal one everything. Late and repeated calls
@@ -152,7 +155,7 @@ class Bookings:
         newer attempt's, which stays."""
         booking = self._booked.get(key.request_id)
         if not stage.is_terminal:
-            if booking is not None and booking.query.key.generation == key.generation:
+            if booking is not None and booking.key.generation == key.generation:
                 _end_prefill(booking)
             return None
         if not self._remember_end(key) or booking is None:
@@ -180,7 +183,7 @@ class Bookings:
         overdue = [
             request_id
             for request_id, booking in self._booked.items()
-            if booking.query.gateway_id in gone or _is_overdue(booking, now)
+            if booking.gateway_id in gone or _is_overdue(booking, now)
         ]
         for request_id in overdue:
             self._end(request_id)

@@ -271,13 +271,12 @@ class Dispatcher:
 
     def _bind(self, progress: Progress, booking: Booking) -> None:
         """A session stays where it was served, and leaves where it was not."""
-        query = booking.query
         if progress.stage is Stage.FINISHED and booking.key == progress.key:
-            tokens = query.prompt_tokens + (progress.generated_tokens or 0)
+            tokens = booking.prompt_tokens + (progress.generated_tokens or 0)
             preference = Preference(booking.prefill_id, booking.decode.worker.worker_id, tokens)
-            self._affinity.bind(query.model, query.session, preference)
+            self._affinity.bind(booking.model, booking.session, preference)
         elif progress.stage is Stage.FAILED and progress.failed_id:
-            self._affinity.drop(query.model, query.session, progress.failed_id)
+            self._affinity.drop(booking.model, booking.session, progress.failed_id)
 
     def age_seconds(self, worker: Worker) -> float:
         """Since its last report."""

@@ -124,12 +124,22 @@ class _View:
             one = self._pick(WorkerRole.DECODE, self._whole_costs(), None).worker
             return self._placed(one, one)
         prefill_costs, decode_costs = self._prefill_costs(), self._decode_costs()
-        partners = None if served.is_uniform else {worker.info.fingerprint for worker in served.prefills}
+        partners = None if served.is_uniform else self._partners(prefill_costs)
         decode = self._pick(WorkerRole.DECODE, decode_costs, partners)
         mates = None if served.is_uniform else {decode.worker.info.fingerprint}
         prefill = self._pick(WorkerRole.PREFILL, prefill_costs, mates)
         both = self._one(decode, prefill, prefill_costs, decode_costs)
         return self._placed(both, both) if both else self._placed(decode.worker, prefill.worker)
+
+    def _partners(self, prefill_costs: Row) -> Set[ModelFingerprint]:
+        """What those run who could compute the prompt; where nobody could, all, so that the refusal says why."""
+        slots, prefills = self.served.prefill_slots, self.served.prefills
+        able = {
+            worker.info.fingerprint
+            for worker in prefills
+            if prefill_costs[slots[worker]] < INFINITE and self._can(WorkerRole.PREFILL, worker, None)
+        }
+        return able or {worker.info.fingerprint for worker in prefills}
 
     def _prefill_costs(self) -> Row:
         demand, served, last = self.demand, self.served, self.demand.query.prompt_tokens - 1

@@ -26,7 +26,7 @@ def refusal(served: Served, query: RouteQuery, role: WorkerRole, kinds: Set[Mode
     """Gone, starting or draining, too long for everyone, of another kind than its partners, or full: in this order."""
     live = served.decodes if role is WorkerRole.DECODE else served.prefills
     tried = [worker for worker in live if not query.excludes(worker)]
-    ready = [worker for worker in tried if worker.report.ready]
+    ready = [worker for worker in tried if worker.report.ready and not (worker.drain_wish or worker.park_wish)]
     if not ready:
         if any(worker.report.is_full for worker in tried):
             return Overloaded(f"every {role} worker's pool is full", retry_after(tried))

@@ -205,7 +205,7 @@ class Router:
             self.fleet.trust(booking.decode.worker.worker_id)
             # an answer that was moved is as long as all its parts
             if progress.generated_tokens is not None:
-                self._lengths.learn(booking.query.model, booking.query.resumed_tokens + progress.generated_tokens)
+                self._lengths.learn(booking.model, booking.resumed_tokens + progress.generated_tokens)
         if progress.stage is Stage.FAILED and progress.failed_id:
             self.fleet.suspect(progress.failed_id, now)
         return booking

@@ -43,6 +43,7 @@ _STAGES = {
     pb.Settlement.STAGE_FAILED: Stage.FAILED,
     pb.Settlement.STAGE_CANCELLED: Stage.CANCELLED,
 }
+NOBODY: frozenset[str] = frozenset()
 _PRIORITIES = {
     pb.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
     pb.PRIORITY_BATCH: Priority.BATCH,
@@ -126,8 +127,14 @@ class _Asked:
             self._answer(_refused(request.key, Overloaded(f"{MAX_UNDER_WAY} requests of this gateway wait already")))
             return
         key = (request.key.request_id, request.key.generation)
+        if (earlier := self._tasks.get(key)) is not None:
+            earlier.cancel()  # asked again: one answer is enough
         self._tasks[key] = task = group.create_task(self._place(request))
-        task.add_done_callback(lambda _: self._tasks.pop(key, None))
+        task.add_done_callback(lambda done: self._forget(key, done))
+
+    def _forget(self, key: tuple[str, int], task: asyncio.Task[None]) -> None:
+        if self._tasks.get(key) is task:
+            del self._tasks[key]
 
     def withdraw(self, keys: Iterable[common_pb2.RequestKey]) -> None:
         """Nobody waits for these any more."""
@@ -191,26 +198,29 @@ def _progress(settlement: pb.Settlement) -> Progress:
 
 
 def _query(request: pb.RouteRequest, gateway_id: str) -> RouteQuery:
-    _at_most("model", len(request.model), MAX_NAME_CHARS)
-    _at_most("session", len(request.session), MAX_SESSION_BYTES)
-    _at_most("tenant", len(request.tenant), MAX_SESSION_BYTES)
-    _at_most("block_keys", len(request.block_keys), MAX_BLOCK_KEYS)
-    _at_most("excluded_worker_ids", len(request.excluded_worker_ids), MAX_EXCLUDED)
-    _at_most("excluded_boot_ids", len(request.excluded_boot_ids), MAX_EXCLUDED)
+    # each is read once: a message is slow to read
+    model, session, tenant, block_keys = request.model, request.session, request.tenant, request.block_keys
+    workers, boots = request.excluded_worker_ids, request.excluded_boot_ids
+    _at_most("model", len(model), MAX_NAME_CHARS)
+    _at_most("session", len(session), MAX_SESSION_BYTES)
+    _at_most("tenant", len(tenant), MAX_SESSION_BYTES)
+    _at_most("block_keys", len(block_keys), MAX_BLOCK_KEYS)
+    _at_most("excluded_worker_ids", len(workers), MAX_EXCLUDED)
+    _at_most("excluded_boot_ids", len(boots), MAX_EXCLUDED)
     if request.prompt_tokens == 0:
         raise InvalidRequest("prompt_tokens must be at least 1", "prompt_tokens")
     return RouteQuery(
         key=_key(request.key),
-        model=request.model,
+        model=model,
         prompt_tokens=request.prompt_tokens,
         max_tokens=request.max_tokens,
-        session=request.session,
-        excluded_worker_ids=frozenset(request.excluded_worker_ids),
-        excluded_boot_ids=frozenset(request.excluded_boot_ids),
-        block_keys=tuple(request.block_keys),  # read often, and a message is slow to read
+        session=session,
+        excluded_worker_ids=frozenset(workers) if workers else NOBODY,
+        excluded_boot_ids=frozenset(boots) if boots else NOBODY,
+        block_keys=tuple(block_keys),
         remaining_seconds=request.remaining_ms / 1000 or DEFAULT_REQUEST_SECONDS,
         priority=_PRIORITIES.get(request.priority, Priority.DEFAULT),
-        tenant=request.tenant,
+        tenant=tenant,
         reject_if_busy=request.reject_if_busy,
         resumed_tokens=request.resumed_tokens,
         computes_prompt=request.computes_prompt,

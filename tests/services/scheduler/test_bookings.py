@@ -88,7 +88,7 @@ def test_the_first_token_gives_the_prompt_back_and_the_end_the_rest() -> None:
     assert (prefill.booked, decode.booked) == (Load(), Load(0, 150, 1))
     ended = books.settle(RequestKey("a"), Stage.FINISHED)
     assert ended is not None
-    assert (ended.prefill_id, ended.query.session) == ("p0", b"session")
+    assert (ended.prefill_id, ended.session) == ("p0", b"session")
     assert decode.booked == Load()
 
 

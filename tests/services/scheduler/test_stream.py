@@ -132,6 +132,26 @@ async def test_one_that_waits_holds_up_nobody_and_leaves_the_room_when_it_is_wit
             assert await booked(scheduler) == before
 
 
+async def test_a_key_that_is_asked_again_is_one_request_and_can_be_withdrawn() -> None:
+    begun: list[str] = []
+
+    async def route(request: pb.RouteRequest, gateway_id: str) -> pb.RouteResponse:
+        begun.append(request.key.request_id)
+        await asyncio.Event().wait()
+        return pb.RouteResponse()
+
+    asked, request = service._Asked(route), route_request("twice")
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        asked.ask(group, request)
+        await asyncio.sleep(0)
+        asked.ask(group, request)
+        await asyncio.sleep(0)
+        assert (begun, list(asked._tasks)) == (["twice", "twice"], [("twice", 0)])
+        asked.withdraw([request.key])
+    assert not asked._tasks
+    assert not asked._results
+
+
 async def test_what_was_booked_over_a_stream_is_given_up_when_its_gateway_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

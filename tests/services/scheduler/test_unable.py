@@ -24,6 +24,7 @@ from weft.errors import InvalidRequest, NotFound, Overloaded, PeerLost, WeftErro
 from weft.request import RequestKey
 from weft_services.scheduler.bookings import Bookings
 from weft_services.scheduler.policy import choose
+from weft_services.scheduler.refusals import NobodyReady
 from weft_services.scheduler.served import Served
 from weft_services.scheduler.state import Demand, Preference, RouteQuery, Worker, WorkerReport
 
@@ -60,6 +61,25 @@ def test_blocks_go_only_between_workers_that_run_the_same_thing() -> None:
     assert place([old_prefill, new_decode, old_decode]) == ("p0", "d0")
     with pytest.raises(PeerLost, match="no prefill worker runs"):
         place([old_prefill, new_decode])
+
+
+def test_a_pair_that_can_is_found_although_the_cheapest_has_no_partner_that_can() -> None:
+    """In the midst of an update: what is new decodes already, and what would prefill for it is starting."""
+    other = FINGERPRINT.__class__("new", "float32", 16, 4096, "v1")
+    old = [ready_worker("p0", PREFILL), ready_worker("d0", DECODE)]
+    new = [ready_worker("p1", PREFILL, fingerprint=other), ready_worker("d1", DECODE, fingerprint=other)]
+    old[1].booked.decode_tokens = 1000
+    assert place([*old, *new]) == ("p1", "d1")
+    not_ready(new[0])
+    assert place([*old, *new]) == ("p0", "d0")
+    not_ready(old[0])
+    assert isinstance(refusal([*old, *new], query()), PeerLost)
+
+
+def test_the_last_worker_that_is_asked_to_drain_counts_as_gone_at_once() -> None:
+    workers = pair()
+    workers[1].drain_wish = True
+    assert isinstance(refusal(workers, query()), NobodyReady)
 
 
 def refusal(workers: list[Worker], asked: RouteQuery) -> WeftError:

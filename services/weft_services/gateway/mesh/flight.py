@@ -36,6 +36,8 @@ MAX_MOVES = 32
 SUSPECT_SECONDS = 3.0
 # processes that the scheduler is asked to pass over; it takes no longer list
 MAX_EXCLUDED = 64
+# the scheduler looks no further, and refuses more: a million tokens of 16 to a block
+MAX_BLOCK_KEYS = 65_536
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5
 _CAUSES: dict[type[WeftError], str] = {PeerLost: "lost", Overloaded: "full", EngineFailed: "failed"}
 
@@ -223,7 +225,7 @@ class Flight:
             num_prompt_tokens=len(self._prompt.token_ids) + num_generated,
             max_tokens=self._sampling.max_tokens - num_generated,
             session=standing.session,
-            block_keys=self._prompt.block_keys,
+            block_keys=self._prompt.block_keys[:MAX_BLOCK_KEYS],
             excluded_boot_ids=tuple(boot for boot, until in self._suspects.items() if now < until)[-MAX_EXCLUDED:],
             tenant=standing.tenant,
             priority=standing.priority,

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import deque
 
-from weft.errors import WeftError
+from weft.errors import InvalidRequest, WeftError
 from weft.lifetime import Stage
 from weft.request import RequestKey
 from weft_services.gateway.mesh.peers import Scheduler
@@ -54,6 +54,10 @@ class Settler:
         batch = [self._pending.popleft() for _ in range(min(len(self._pending), MAX_BATCH))]
         try:
             await self._scheduler.settle(batch)
+        except InvalidRequest as error:  # of another version; it would say so for ever
+            logger.error(
+                "settlements lost, the scheduler does not understand them: count=%d error=%s", len(batch), error
+            )
         except (WeftError, asyncio.CancelledError) as error:
             self._pending.extendleft(reversed(batch))
             if isinstance(error, asyncio.CancelledError):
