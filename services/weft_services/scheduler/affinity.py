@@ -8,6 +8,7 @@ Valkey's deadline; writes wait in a bounded queue, and nobody waits for them.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -85,6 +86,7 @@ class Affinity:
     ) -> None:
         self._valkey = Valkey(url, FOUND, LOST, clock, deadline_seconds) if url else None
         self._ttl_seconds = ttl_seconds
+        self._writer = secrets.token_hex(4)
         self._script = self._valkey.redis.register_script(EXCHANGE) if self._valkey else None
         self._writes: deque[_Write] = deque()
         self._has_written = asyncio.Event()
@@ -101,7 +103,7 @@ class Affinity:
         self._reads.append(read)
         self._has_news.set()
         found = await read.found
-        return _parse(found) if found else NO_PREFERENCE
+        return _parse(found, self._writer) if found else NO_PREFERENCE
 
     def bind(self, model: str, session: bytes, preference: Preference) -> None:
         """The session has been served there. Written soon; dropped when the queue is full."""
@@ -159,7 +161,7 @@ class Affinity:
         """What is there for each read."""
         assert self._script is not None
         names = [each.name for each in batch.reads] + [each.name for each in batch.binds + batch.drops]
-        values = [_format(write.preference) for write in batch.binds]
+        values = [_format(write.preference, self._writer) for write in batch.binds]
         sizes = (self._ttl_seconds, len(batch.reads), len(batch.binds))
         failed = [write.failed_id for write in batch.drops]
         found: list[bytes | None] = await self._script(names, (*sizes, *values, *failed), client=redis)
@@ -177,12 +179,14 @@ def _name(model: str, session: bytes) -> str:
     return f"weft:affinity:{model}:{session.hex()}"
 
 
-def _format(preference: Preference) -> str:
-    return f"{preference.prefill_id}\n{preference.decode_id}\n{preference.num_tokens}"
+def _format(preference: Preference, writer: str) -> str:
+    starts = f"{preference.prefill_boot}\n{preference.decode_boot}\n{writer}"
+    return f"{preference.prefill_id}\n{preference.decode_id}\n{preference.num_tokens}\n{starts}"
 
 
-def _parse(value: bytes | str) -> Preference:
-    """What a scheduler wrote, this one or an older one; a number that is none counts as none."""
-    text = value if isinstance(value, str) else value.decode(errors="replace")
-    prefill_id, decode_id, tokens = (*text.split("\n"), "", "")[:3]
-    return Preference(prefill_id, decode_id, int(tokens) if tokens.isdecimal() and len(tokens) < MAX_DIGITS else 0)
+def _parse(value: bytes, reader: str) -> Preference:
+    """What a scheduler wrote, this one or an older one, which named no starts; a number that is none counts as none."""
+    parts = value.decode(errors="replace").split("\n")
+    prefill_id, decode_id, digits, prefill_boot, decode_boot, writer = (*parts, *[""] * 5)[:6]
+    tokens = int(digits) if digits.isdecimal() and len(digits) < MAX_DIGITS else 0
+    return Preference(prefill_id, decode_id, tokens, prefill_boot, decode_boot, writer != reader)

@@ -128,7 +128,8 @@ class Dispatcher:
         """
         try:
             self._check(query)
-            preference = await self._affinity.lookup(query.model, query.session)
+            found = await self._affinity.lookup(query.model, query.session)
+            preference = self._router.still(found)
             await self._whereabouts.learn(self._router, query)
             placement = await self._place_in_time(query, preference)
         except WeftError as error:
@@ -273,7 +274,9 @@ class Dispatcher:
         """A session stays where it was served, and leaves where it was not."""
         if progress.stage is Stage.FINISHED and booking.key == progress.key:
             tokens = booking.prompt_tokens + (progress.generated_tokens or 0)
-            preference = Preference(booking.prefill_id, booking.decode.worker.worker_id, tokens)
+            prefill, decode = booking.computed_by.info.address, booking.decode.worker.info.address
+            starts = prefill.boot_id, decode.boot_id
+            preference = Preference(prefill.worker_id, decode.worker_id, tokens, *starts)
             self._affinity.bind(booking.model, booking.session, preference)
         elif progress.stage is Stage.FAILED and progress.failed_id:
             self._affinity.drop(booking.model, booking.session, progress.failed_id)

@@ -37,7 +37,7 @@ TIE_SECONDS = 0.005
 # as from memory (docs/results/kv-cache.md: times to the first token, less that of a hit in the worker's own pool)
 MEMORY_CREDIT = 0.75
 DISK_CREDIT = 1 - 1.9 * (1 - MEMORY_CREDIT)
-# a session's own word on where its cache is counts less than what was dispatched there
+# a session's own word on where its cache is counts less than what was dispatched there, by who knows that
 CLAIM_CREDIT = 0.5
 # moving blocks to another worker: a part of what computing them takes, and a round trip
 HANDOFF_SHARE = 0.05
@@ -76,8 +76,10 @@ def held_tokens(demand: Demand, worker: Worker) -> int:
     """Tokens of the prompt that need not be computed there. The last one always is: it gives the first new token."""
     preference, prefixes = demand.preference, demand.prefixes
     held = prefixes.held.get(worker, 0)
-    if not prefixes.held and worker.worker_id in (preference.prefill_id, preference.decode_id):
-        held = int(CLAIM_CREDIT * preference.num_tokens)
+    # our own word of old says no more than the index that was written with it, where that knows anything at all
+    is_heard = preference.is_news or not prefixes.held
+    if is_heard and worker.worker_id in (preference.prefill_id, preference.decode_id):
+        held = max(held, int(CLAIM_CREDIT * preference.num_tokens))
     return min(held, demand.query.prompt_tokens - 1)
 
 
@@ -180,8 +182,8 @@ class _View:
             if (slot := slots.get(worker)) is not None:
                 costs[slot] -= (held if held < last else last) * worker.decode_token_seconds
         if preferred is not None and (slot := slots.get(preferred)) is not None:
-            claim = 0 if preferred in demand.prefixes.held else held_tokens(demand, preferred)
-            costs[slot] -= claim * preferred.decode_token_seconds
+            known = min(demand.prefixes.held.get(preferred, 0), last)
+            costs[slot] -= (held_tokens(demand, preferred) - known) * preferred.decode_token_seconds
         return costs
 
     def _whole_costs(self) -> Row:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.errors import InvalidRequest
 from weft.kv.tiers import Tier
@@ -116,6 +116,17 @@ class Router:
             self.prefixes.add(worker, query.block_keys, held, worker.info.num_blocks)
             self.fleet.probe(worker, now)
         return placement
+
+    def still(self, preference: Preference) -> Preference:
+        """Of a session's workers those that have not been started anew since: then their caches are empty."""
+        prefill_id, decode_id = preference.prefill_id, preference.decode_id
+        if preference.prefill_boot and self.fleet.find(prefill_id, preference.prefill_boot) is None:
+            prefill_id = ""
+        if preference.decode_boot and self.fleet.find(decode_id, preference.decode_boot) is None:
+            decode_id = ""
+        if (prefill_id, decode_id) == (preference.prefill_id, preference.decode_id):
+            return preference
+        return replace(preference, prefill_id=prefill_id, decode_id=decode_id)
 
     def passes_over(self, query: RouteQuery) -> bool:
         """It excludes a worker that takes requests, as after an attempt that has just failed there."""

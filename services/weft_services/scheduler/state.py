@@ -207,11 +207,15 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Where a session's cache was last seen: worker ids, "" when unknown; and how many tokens lay there."""
+    """Where a session's cache was last seen: worker ids, "" when unknown, and which starts of them; and how many tokens
+    lay there. `is_news`: another scheduler saw it, or this one before it was started."""
 
     prefill_id: str = ""
     decode_id: str = ""
     num_tokens: int = 0
+    prefill_boot: str = ""
+    decode_boot: str = ""
+    is_news: bool = False
 
 
 NO_PREFERENCE = Preference()

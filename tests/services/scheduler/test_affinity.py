@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 
 import pytest
 from redis.asyncio import Redis
@@ -105,6 +106,24 @@ async def test_a_binding_expires_and_every_use_renews_it(valkey: ValkeyServer, c
         await client.expire(name, 5)
         await affinity.lookup(MODEL, SESSION)
         assert 990 <= await client.ttl(name) <= 1000
+
+
+async def test_another_scheduler_hears_of_the_same_starts_of_workers_and_that_it_is_news(
+    valkey: ValkeyServer, clock: Clock
+) -> None:
+    there = replace(THERE, num_tokens=7, prefill_boot="b1", decode_boot="b2")
+    async with (
+        running(Affinity(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as one,
+        running(Affinity(valkey.connection_url, 60, clock, PATIENT_SECONDS)) as other,
+        Redis.from_url(valkey.connection_url) as client,
+    ):
+        one.bind(MODEL, SESSION, there)
+        await one.flushed()
+        assert await one.lookup(MODEL, SESSION) == there
+        assert await other.lookup(MODEL, SESSION) == replace(there, is_news=True)
+        (name,) = await client.keys("*")
+        await client.set(name, "prefill-0\ndecode-1\n7")  # as before starts were written
+        assert await other.lookup(MODEL, SESSION) == replace(THERE, num_tokens=7, is_news=True)
 
 
 async def test_a_failure_forgets_the_session_only_on_the_worker_that_failed(valkey: ValkeyServer, clock: Clock) -> None:

@@ -197,6 +197,15 @@ def test_the_index_is_believed_before_the_session() -> None:
     assert place(workers, query(950), there, Prefixes({workers[0]: 800}))[0] == "p0"
 
 
+def test_a_session_is_believed_of_what_this_scheduler_cannot_know() -> None:
+    """Another scheduler has served it: here only the system prompt that many share was dispatched."""
+    workers, there = four(), Preference("p1", "d1", num_tokens=900)
+    system = Prefixes({workers[0]: 100, workers[2]: 100})
+    assert place(workers, query(950), there, system)[0] == "p0"
+    assert place(workers, query(950), replace(there, is_news=True), system) == ("p1", "d1")
+    assert place(workers, query(950), replace(there, is_news=True), Prefixes({workers[0]: 800}))[0] == "p0"
+
+
 def test_a_decode_worker_that_holds_nearly_all_computes_the_rest_itself() -> None:
     workers = four()
     prefixes = Prefixes({workers[2]: 900})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.services.scheduler.fakes import MODEL, worker_info
@@ -10,7 +12,7 @@ from weft.request import RequestKey, WorkerAddress, WorkerRole
 from weft_services.scheduler.gateways import ABSENT_SECONDS
 from weft_services.scheduler.lengths import DEFAULT_OUTPUT_TOKENS
 from weft_services.scheduler.router import Progress, Router
-from weft_services.scheduler.state import NEVER, NO_PREFERENCE, Load, Placement, RouteQuery, WorkerReport
+from weft_services.scheduler.state import NEVER, NO_PREFERENCE, Load, Placement, Preference, RouteQuery, WorkerReport
 from weft_services.scheduler.targets import TooLate
 
 NEXT_BOOT = WorkerAddress("prefill-0", "next-boot", "127.0.0.1:1")
@@ -117,3 +119,16 @@ def test_an_answer_that_has_begun_goes_on_though_answers_are_usually_longer_than
         router.place(RouteQuery(RequestKey("new"), MODEL, 20, 400, remaining_seconds=2.0), NO_PREFERENCE, 0.0)
     moved = RouteQuery(RequestKey("moved", 1), MODEL, 220, 200, remaining_seconds=2.0, resumed_tokens=200)
     assert router.place(moved, NO_PREFERENCE, 0.0).decode is worker
+
+
+def test_a_session_does_not_return_to_a_worker_that_was_started_anew() -> None:
+    """Its cache went with the process."""
+    router, placed = _split()
+    assert placed.prefill is not None
+    prefill, decode = placed.prefill.info.address, placed.decode.info.address
+    there = Preference("prefill-0", "decode-0", 500, prefill.boot_id, decode.boot_id)
+    assert router.still(there) is there
+    router.join(replace(placed.prefill.info, address=NEXT_BOOT), 1.0)
+    assert router.still(there) == replace(there, prefill_id="")
+    unsaid = Preference("prefill-0", "decode-0", 500)  # by a scheduler that wrote no starts
+    assert router.still(unsaid) is unsaid
