@@ -124,7 +124,8 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
     pool = torch.empty(4, 8, 2, 2, 64, 128, dtype=BF16)
     qkv, angles = torch.empty(2, 48, 128, dtype=BF16), torch.empty(2, 128, dtype=BF16)
     slots = torch.tensor([3, 70])
-    heads = qkv, angles, angles, pool, 0, slots
+    heads, wide = (qkv, angles, angles, pool, 0, slots), angles.float()
+    wide_heads = qkv, wide, wide, pool, 0, slots
     normed, normed_last = HeadRule((angles[0], angles[1]), eps=1e-6), HeadRule(is_normed_last=True, eps=1e-5)
     unrotated = HeadRule(is_rotated=False)
     q = torch.empty(2, 32, 128, dtype=BF16)
@@ -175,7 +176,7 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
         "gather": (block_copy, "_copy", lambda: block_copy.gather_blocks_kernel(pool, slots)),
         "rope": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(*heads, ROTATED, None)),
         "rope, normed": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(*heads, normed, None)),
-        "rope, normed last": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(*heads, normed_last, None)),
+        "rope, normed last": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(*wide_heads, normed_last, None)),
         "no rope": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(*heads, unrotated, torch.ones(2, 1, 1))),
         "latent": (latent_kv, "_latent_kv", lambda: latent_kv.latent_kv_kernel(*latents)),
         "sampling": (sampling, "_draw", lambda: sampling.sample_kernel(logits, rows)),

@@ -51,9 +51,10 @@ def on_device(rule: HeadRule) -> HeadRule:
 def test_rope_kv(heads: tuple[int, int], dim: int, dtype: torch.dtype, name: str) -> None:
     num_heads, kv_heads = heads
     qkv = torch.randn(NUM_TOKENS, num_heads + 2 * kv_heads, dim).to(dtype)
-    cos, sin = angles(dim, dtype)
+    rule = rules(dim, dtype)[name]
+    cos, sin = angles(dim, torch.float32 if rule.is_normed_last else dtype)
     pool = torch.randn(6, kv_heads, 3, 2, 4, dim).to(dtype)
-    written, rule = pool.to(DEVICE).clone(), rules(dim, dtype)[name]
+    written = pool.to(DEVICE).clone()
     temperature = None if rule.is_rotated else torch.rand(NUM_TOKENS, 1, 1) + 1
     q = rope_kv_kernel(
         qkv.to(DEVICE), cos.to(DEVICE), sin.to(DEVICE), written, 1, SLOTS.to(DEVICE), on_device(rule),
@@ -72,12 +73,16 @@ def test_rope_kv(heads: tuple[int, int], dim: int, dtype: torch.dtype, name: str
 def test_one_after_another_they_do_what_the_references_say(name: str, dtype: torch.dtype) -> None:
     dim, rank = 16, 24
     qkv, (cos, sin) = torch.randn(NUM_TOKENS, 8, dim).to(dtype), angles(dim, dtype)
+    wide = cos.float(), sin.float()
     temperature = torch.rand(NUM_TOKENS, 1, 1) + 1
     pools = torch.zeros(2, 6, 2, 3, 2, 4, dim).to(dtype)
     rule = rules(dim, dtype)[name]
     expected = rope_kv_reference(qkv, cos, sin, pools[0], 1, SLOTS, rule, temperature)
     close(rope_kv(qkv.clone(), cos, sin, pools[1], 1, SLOTS, rule, temperature), expected, 4.0)
     close(pools[1], pools[0], 4.0)
+    expected = rope_kv_reference(qkv, *wide, pools[0], 1, SLOTS, rule, temperature)
+    close(rope_kv(qkv.clone(), *wide, pools[1], 1, SLOTS, rule, temperature), expected, 4.0)
+    assert expected.dtype == dtype
     down, norm = torch.randn(NUM_TOKENS, rank + dim).to(dtype), torch.randn(rank).to(dtype)
     latents = torch.zeros(2, 6, 1, 3, 1, 4, rank + dim).to(dtype)
     expected = latent_kv_reference(down, qkv, norm, 1e-6, (cos, sin), latents[0], 1, SLOTS)

@@ -31,9 +31,9 @@ def rope_kv(
     """Do what the rule says to packed rows, write keys and values into the pool, return the queries.
 
     qkv: [T, heads + 2 kv_heads, dim], contiguous: queries, keys, values; overwritten. pool: [blocks, kv_heads, layers,
-    2, block_tokens, dim], written at slots [T] int64 of `layer`. cos, sin: [T, dim], both halves alike; a pair is
-    (x[i], x[i + dim/2]). `temperature`: [T, 1, 1] float32, by which queries are multiplied in the end.
-    Returns [T, heads, dim], contiguous.
+    2, block_tokens, dim], written at slots [T] int64 of `layer`. cos, sin: [T, dim], both halves alike, float32 or of
+    qkv's dtype; a pair is (x[i], x[i + dim/2]). `temperature`: [T, 1, 1] float32, by which queries are multiplied in
+    the end. Returns [T, heads, dim], contiguous.
     """
     if qkv.is_cuda:
         from weft_kernels.rope_kv.kernel import rope_kv_kernel
@@ -46,11 +46,11 @@ def rope_kv(
             (qkv[:, :num_heads], qkv[:, num_heads : num_heads + kv_heads]), rule.norms, strict=True
         ):
             some.copy_(rms_norm(some, weight, rule.eps))
-    if rule.is_rotated and not rule.is_normed_last and temperature is None:
+    if rule.is_rotated and not rule.is_normed_last and temperature is None and cos.dtype == qkv.dtype:
         return _rotate_and_write(qkv, cos, sin, pool, layer, slots)
     rotated = qkv[:, : num_heads + kv_heads]
     if rule.is_rotated:
-        rotated = rope(rotated, cos, sin)
+        rotated = rope(rotated.to(cos.dtype), cos, sin).to(qkv.dtype)
     if rule.is_normed_last:
         rotated = rms_norm(rotated, rotated.new_ones(rotated.shape[-1]), rule.eps)
     kv_write(rotated[:, num_heads:], qkv[:, num_heads + kv_heads :], pool, layer, slots)

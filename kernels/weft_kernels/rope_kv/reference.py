@@ -27,7 +27,7 @@ def rope_kv_reference(
     if rule.norms is not None:
         q, k = (rms_norm_reference(*each, rule.eps) for each in zip((q, k), rule.norms, strict=True))
     if rule.is_rotated:
-        q, k = rope_reference(q, cos, sin), rope_reference(k, cos, sin)
+        q, k = (rope_reference(each.to(cos.dtype), cos, sin).to(qkv.dtype) for each in (q, k))
     if rule.is_normed_last:
         q, k = (rms_norm_reference(each, each.new_ones(each.shape[-1]), rule.eps) for each in (q, k))
     kv_write_reference(k, v, pool, layer, slots)
