@@ -4,8 +4,8 @@
 one placement, as the scheduler calls it: index, policy, booking, and the settlements of the request. And one scheduler
 process beside a Valkey of its own, which has served every session once, under many routes at once from a client's
 process: a call each, over the one stream that gateways use, and that without sessions, which Valkey is not asked about.
-Every session's preference is read from Valkey and written there. The scheduler's CPU is what counts on a shared
-machine. Ends with status 1 when a bar is not met.
+Ends are told as gateways tell them, those of 20 ms in one call. Every session's preference is read from Valkey and
+written there. The scheduler's CPU is what counts on a shared machine. Ends with status 1 when a bar is not met.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from weft.rpc.client import open_channel, owned
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
+from weft_services.gateway.mesh.peers import Scheduler
+from weft_services.gateway.mesh.placement import Settlement
 from weft_services.gateway.mesh.routes import RouteStream
+from weft_services.gateway.mesh.settler import FIRST_TOKEN, Settler
 from weft_services.scheduler.router import Progress, Router
 from weft_services.scheduler.state import Preference, RouteQuery, WorkerInfo, WorkerReport
 
@@ -142,9 +145,10 @@ async def bench_calls(address: str, pid: int, options: Options) -> dict[str, tup
         async with asyncio.timeout(JOIN_SECONDS):
             while not await _all_ready(fleet, options.workers):  # noqa: ASYNC110 - told by nobody
                 await asyncio.sleep(0.2)
-        stream = RouteStream(channel)
-        helpers.append(group.create_task(stream.run()))
-        await _drive(stub, stream.ask, (_request(f"fill-{each}", each, True) for each in range(options.sessions)))
+        stream, ends = RouteStream(channel), Scheduler(address)
+        settler = Settler(ends)
+        helpers += [group.create_task(stream.run()), group.create_task(settler.run())]
+        await _drive(settler, stream.ask, (_request(f"fill-{each}", each, True) for each in range(options.sessions)))
         ways: dict[str, tuple[Route, bool]] = {
             "call": (stub.Route, True),
             "stream": (stream.ask, True),
@@ -157,19 +161,20 @@ async def bench_calls(address: str, pid: int, options: Options) -> dict[str, tup
             requests = [_request(f"{way}-{number}", each, has_session) for number, each in enumerate(sessions)]
             process = psutil.Process(pid)
             before, began = sum(process.cpu_times()[:2]), time.perf_counter()
-            await _drive(stub, route, iter(requests))
+            await _drive(settler, route, iter(requests))
             seconds = time.perf_counter() - began
             cpu = sum(process.cpu_times()[:2]) - before
             found[way] = options.calls / seconds, cpu / options.calls * 1e6
         for helper in helpers:
             helper.cancel()
+        await ends.close()
     return found
 
 
-async def _drive(stub: pb_grpc.SchedulerServiceAsyncStub, route: Route, waiting: Iterator[pb.RouteRequest]) -> None:
+async def _drive(settler: Settler, route: Route, waiting: Iterator[pb.RouteRequest]) -> None:
     async with asyncio.TaskGroup() as callers:
         for _ in range(IN_FLIGHT):
-            callers.create_task(_caller(stub, route, waiting))
+            callers.create_task(_caller(settler, route, waiting))
 
 
 def bench_process(options: Options) -> dict[str, tuple[float, float]]:
@@ -188,16 +193,12 @@ def bench_process(options: Options) -> dict[str, tuple[float, float]]:
             scheduler.join(10)
 
 
-async def _caller(stub: pb_grpc.SchedulerServiceAsyncStub, route: Route, waiting: Iterator[pb.RouteRequest]) -> None:
-    ended: list[pb.Settlement] = []
+async def _caller(settler: Settler, route: Route, waiting: Iterator[pb.RouteRequest]) -> None:
     for request in waiting:
         await route(request)
-        for stage in (pb.Settlement.STAGE_FIRST_TOKEN, pb.Settlement.STAGE_FINISHED):
-            ended.append(pb.Settlement(key=request.key, stage=stage))
-        if len(ended) >= 32:  # gateways settle in batches
-            await stub.Settle(pb.SettleRequest(settlements=ended))
-            ended.clear()
-    await stub.Settle(pb.SettleRequest(settlements=ended))
+        key = RequestKey(request.key.request_id)
+        settler.put(Settlement(key, FIRST_TOKEN))
+        settler.put(Settlement(key, Stage.FINISHED))
 
 
 def _request(request_id: str, session: int, has_session: bool) -> pb.RouteRequest:
