@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence, Set
-from contextlib import closing
+from collections.abc import Iterator, Sequence, Set
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.errors import BadCheckpoint
+from weft.errors import BadCheckpoint, Unreadable
 from weft.model.config import ModelConfig, expected_tensors, is_ignored, read_config
 from weft.model.quantization import stored_dtypes
 from weft.weights.blobs import WeightsFile
@@ -82,6 +82,28 @@ def source_id(directory: Path, tensors: Sequence[TensorSource]) -> str:
     for tensor in tensors:
         parts += [tensor.entry.name, tensor.entry.dtype, *map(str, tensor.entry.shape)]
     return _digest(parts)
+
+
+@contextmanager
+def while_unchanged(checkpoint: Checkpoint) -> Iterator[None]:
+    """For reading its files. What is wrong with files that were written anew meanwhile says nothing of the new ones:
+    that is Unreadable, as is a reading that went well and may be half of the old and half of the new."""
+    changed = f"{checkpoint.directory}: files were written anew while they were read"
+    try:
+        yield
+    except BadCheckpoint as error:
+        if _is_changed(checkpoint):
+            raise Unreadable(f"{changed}: {error}") from error
+        raise
+    if _is_changed(checkpoint):
+        raise Unreadable(changed)
+
+
+def _is_changed(checkpoint: Checkpoint) -> bool:
+    try:
+        return source_id(checkpoint.directory, checkpoint.tensors) != checkpoint.source_id
+    except BadCheckpoint:
+        return True  # one of them is gone
 
 
 def _find_tensors(directory: Path, origin: Origin) -> dict[str, TensorSource]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from weft.errors import BadCheckpoint
 from weft.model.quantization import FLOATS
-from weft.weights.checkpoint import Checkpoint, TensorSource, source_id
+from weft.weights.checkpoint import Checkpoint, TensorSource, source_id, while_unchanged
 from weft.weights.image import find_image
 from weft.weights.layout import PIECE_BYTES, ImageLayout, Part, Run, num_pieces
 from weft.weights.load import files_reader
@@ -39,7 +39,9 @@ def with_own_head(checkpoint: Checkpoint, num_threads: int) -> Checkpoint:
     embedding = next(each for each in checkpoint.tensors if each.entry.name.endswith("embed_tokens.weight"))
     if head.entry.shape != embedding.entry.shape or head.entry.dtype not in FLOATS:
         raise BadCheckpoint(f"{head.file}: tensor {head.entry.name} is not a matrix of the embedding's shape")
-    if head.entry.dtype == embedding.entry.dtype and _are_equal(embedding, head, num_threads):
+    with while_unchanged(checkpoint):
+        is_same = head.entry.dtype == embedding.entry.dtype and _are_equal(embedding, head, num_threads)
+    if is_same:
         return checkpoint
     logger.warning("%s is used: it is not the embedding, to which config.json ties it", head.entry.name)
     return own

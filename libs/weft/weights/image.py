@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.errors import BadCheckpoint, NotFound, Overloaded, Unreadable
+from weft.errors import BadCheckpoint, NotFound, Overloaded
 from weft.weights.blobs import told
-from weft.weights.checkpoint import Checkpoint, source_id
+from weft.weights.checkpoint import Checkpoint, while_unchanged
 from weft.weights.header import TensorEntry, read_header
 from weft.weights.layout import FORMAT, LEAF_BYTES, image_layout, num_pieces, root_hash
 from weft.weights.load import Report, RunReader, files_reader, fill, free_bytes, unwritable, write_all
@@ -129,10 +129,8 @@ def write_image(checkpoint: Checkpoint, report: Report, num_threads: int, around
     """
     layout = image_layout(checkpoint)
     with _unpublished(image_name(checkpoint), layout.size_bytes) as (fd, place):
-        with files_reader(layout) as read:
+        with while_unchanged(checkpoint), files_reader(layout) as read:
             leaves = fill(fd, layout, around(read) if around else read, report, num_threads)
-        if source_id(checkpoint.directory, checkpoint.tensors) != checkpoint.source_id:
-            raise Unreadable(f"{checkpoint.directory}: files were written anew while they were read")
         weights_hash = root_hash(layout.entries, leaves)
         write_all(fd, layout.header(weights_hash, leaves), 0)
         return _publish(fd, place, checkpoint, weights_hash)

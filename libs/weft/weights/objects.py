@@ -197,7 +197,8 @@ class ObjectFile(WeightsFile):
 
 
 class ObjectBlob(Blob):
-    """Ranges of one object; each read is a request, and fails when the object was written anew."""
+    """Ranges of one object; each read is a request. One that was written anew, or is gone, since it was listed is
+    Unreadable: a list made now says what is there."""
 
     def __init__(self, store: ObjectStore, where: str, path: str, size: int, tag: str) -> None:
         self._store = store
@@ -214,7 +215,7 @@ class ObjectBlob(Blob):
 
         if offset + size > self.size_bytes:
             raise BadCheckpoint(f"{self._where}: truncated: it ends before byte {offset + size}")
-        with _said(self._where):
+        with _said(self._where, is_listed=True):
             options: GetOptions = {"range": (offset, offset + size)}
             if self._tag:
                 options["if_match"] = self._tag
@@ -225,14 +226,17 @@ class ObjectBlob(Blob):
 
 
 @contextmanager
-def _said(where: str) -> Iterator[None]:
-    """The store's errors as one line of ours."""
-    from obstore.exceptions import BaseError
+def _said(where: str, is_listed: bool = False) -> Iterator[None]:
+    """The store's errors as one line of ours; `is_listed`: of an object that was there just now."""
+    from obstore.exceptions import BaseError, NotFoundError, PreconditionError
 
     try:
         yield
     except (BaseError, ValueError, OSError) as error:
         line = str(error).strip().partition("\n")[0]
+        is_changed = is_listed and isinstance(error, (PreconditionError, NotFoundError, FileNotFoundError))
+        if is_changed:
+            raise Unreadable(f"{where}: was written anew, or removed, since it was listed: {line}") from error
         raise _kind(error)(f"{where}: {line}") from error
 
 

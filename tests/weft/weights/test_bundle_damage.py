@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.weft.weights.checkpoints import nothing
-from weft.errors import BadCheckpoint
+from weft.errors import BadCheckpoint, Unreadable
 from weft.weights.bundle import convert, layout
 from weft.weights.bundle.making import NOTE
 from weft.weights.checkpoint import read_checkpoint
@@ -96,6 +96,17 @@ def test_a_flipped_bit_names_tensor_and_chunk_and_leaves_nothing(bundle: Path, t
     with pytest.raises(BadCheckpoint, match=expected):
         write_image(read_checkpoint(bundle), lambda size, file: None, 2)
     assert set(os.listdir("/dev/shm")) == before
+
+
+def test_damage_to_a_file_that_is_being_written_anew_is_not_final(bundle: Path) -> None:
+    """A bundle that is copied over while it is loaded: chunks of two models, and well when it is read again."""
+    path = next(bundle.glob("*-00001-*"))
+    checkpoint = read_checkpoint(bundle)
+    _, at = a_coded_chunk(path)
+    flip(path, at)
+    os.utime(path, (1, 1))
+    with pytest.raises(Unreadable, match=rf"files were written anew while they were read: .*{path.name}: tensor .* is"):
+        write_image(checkpoint, lambda size, file: None, 2)
 
 
 @pytest.mark.parametrize("ends", [(2**63 - 1, -2), (2**62, 2**62 + 16), (0, 0), (-(2**63), 2**63 - 1)])

@@ -196,8 +196,13 @@ def test_two_writers_end_up_with_one_image(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_while_it_is_read_leaves_no_image(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model")
     checkpoint = read_checkpoint(tmp_path / "model")
-    os.truncate(tmp_path / "model" / "model.safetensors", 4000)
-    with pytest.raises(BadCheckpoint, match=r"model\.safetensors: truncated: it ends before .* \(tensor model\."):
+    file = tmp_path / "model" / "model.safetensors"
+    os.truncate(file, 4000)
+    said = r"written anew while they were read: .*model\.safetensors: truncated: it ends before .* \(tensor model\."
+    with pytest.raises(Unreadable, match=said):
+        write(checkpoint)
+    file.unlink()
+    with pytest.raises(Unreadable, match=r"written anew while they were read: .*model\.safetensors: no such file"):
         write(checkpoint)
 
 

@@ -19,7 +19,7 @@ from obstore.store import from_url
 from tests.weft.weights.checkpoints import make_checkpoint
 from weft.cli.ports import free_ports
 from weft.errors import BadCheckpoint, Unreadable
-from weft.weights import objects
+from weft.weights import load, objects
 from weft.weights.bundle import convert
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.image import write_image
@@ -91,7 +91,7 @@ def test_weights_come_from_the_store_and_only_small_files_are_copied(
     assert set(opened) == set(tensors)
 
 
-def test_what_changes_in_the_store_changes_here(store: str, tmp_path: Path) -> None:
+def test_what_changes_in_the_store_changes_here(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     (tmp_path / "model" / "old.txt").write_text("x")
@@ -101,13 +101,19 @@ def test_what_changes_in_the_store_changes_here(store: str, tmp_path: Path) -> N
     make_checkpoint(tmp_path / "model")
     upload(tmp_path / "model", "changing")
     obstore.delete(from_url(url, client_options={"allow_http": True}), "old.txt")
-    with pytest.raises(BadCheckpoint, match=f"{url}/model.safetensors: .*"):
+    monkeypatch.setattr(load, "PAUSES_SECONDS", ())
+    with pytest.raises(Unreadable, match=rf"{url}/model\.safetensors: was written anew, or removed,"):
         write_image(before, lambda *_: None, 1)
     directory = local_model(url)
     assert (directory / "tokenizer.json").read_text() == '{"new": 1}'
     assert not (directory / "old.txt").exists()
     assert read_checkpoint(directory).source_id != before.source_id
     assert not list(Path("/dev/shm").glob(f"weft-weights-{before.directory_id}-*"))
+    obstore.delete(from_url(url, client_options={"allow_http": True}), "model.safetensors")
+    with pytest.raises(Unreadable, match=rf"{url}/model\.safetensors: was written anew, or removed,"):
+        write_image(before, lambda *_: None, 1)
+    with pytest.raises(BadCheckpoint, match=f"{url}: neither model.safetensors nor"):
+        read_checkpoint(directory)
 
 
 def test_a_place_that_cannot_keep_the_small_files_is_named(
