@@ -14,7 +14,7 @@ from weft.capacity.gpus import GPUS
 from weft.capacity.layout import GIB, UNBOUNDED, BadPlan, Demand, Layout, Stage, check_layout, layouts, on_stage, share
 from weft.capacity.limits import TERA, Step
 from weft.capacity.plan import COMMUNICATION_BYTES, RUNTIME_BYTES, Plan, make_plan
-from weft.errors import BadCheckpoint
+from weft.errors import BadCheckpoint, Unreadable
 from weft.model.config import read_config
 from weft.model.spec import ModelConfig
 
@@ -48,7 +48,7 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> int:
         config = _read(options.model)
         demand = _demand(options, config)
         plans = [make_plan(config, layout, demand) for layout in _layouts(options, config)]
-    except (BadCheckpoint, BadPlan) as error:
+    except (BadCheckpoint, BadPlan, Unreadable) as error:
         Console(stderr=True).print(f"weft plan: {error}", style="red", highlight=False, soft_wrap=True)
         return 2
     best = _best(plans)

@@ -16,6 +16,7 @@ from weft.model.spec import ModelConfig as ModelConfig
 from weft.model.spec import Rope as Rope
 from weft.model.tensors import expected_tensors as expected_tensors
 from weft.model.tensors import is_ignored as is_ignored
+from weft.storage import is_there
 
 FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "LlamaForCausalLM": llama.read,
@@ -36,7 +37,7 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
 def read_config(model_dir: Path) -> ModelConfig:
     """Read `config.json` (and `generation_config.json` where there is one) of a Hugging Face checkpoint directory.
 
-    Raises BadCheckpoint naming file and field.
+    Raises BadCheckpoint naming file and field, Unreadable where the disk fails.
     """
     fields = read_json(model_dir / "config.json")
     config = FAMILIES[_architecture(fields)](fields)
@@ -46,7 +47,7 @@ def read_config(model_dir: Path) -> ModelConfig:
         raise fields.fail("num_experts_per_tok", f"{config.experts.top_k} of {config.experts.num_experts} experts")
     generation = model_dir / "generation_config.json"
     # It wins where it names any end tokens: it is the file that chat tuning updates.
-    eos = read_eos(read_json(generation)) if generation.exists() else None
+    eos = read_eos(read_json(generation)) if is_there(generation) else None
     known = range(config.vocab_size)
     return replace(config, eos_token_ids=tuple(each for each in eos or config.eos_token_ids if each in known))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
+from weft.storage import told
 
 # What the outer object of a wrapped model says for its text model too.
 INHERITED = ("architectures", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
@@ -92,12 +93,14 @@ class Fields:
 
 
 def read_json(path: Path) -> Fields:
-    """Raises BadCheckpoint for a file that holds no JSON object."""
+    """Raises BadCheckpoint for a file that holds no JSON object, Unreadable where the disk fails."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadCheckpoint(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise told(error, f"{path}: not readable") from error
+    except ValueError as error:
         raise BadCheckpoint(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(values, dict):
         raise BadCheckpoint(f"{path}: expected a JSON object, found {type(values).__name__}")

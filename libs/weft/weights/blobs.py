@@ -11,17 +11,11 @@ import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from weft.errors import BadCheckpoint, Unreadable
+from weft.errors import BadCheckpoint
+from weft.storage import told
 
 SECTOR_BYTES = 4096  # direct reads begin and end at multiples of this, in the file and in memory
 LARGE_PAGE_BYTES = 2 * 1024 * 1024
-TRANSIENT = {
-    *(errno.EIO, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
-    # of a file system on a network
-    *(errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOTCONN, errno.EHOSTDOWN),
-    *(errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EREMOTEIO, errno.ENOLINK),
-}
-"""What says nothing of the file: asked for again, it may be read."""
 
 
 def fresh_memory(size: int) -> mmap.mmap:
@@ -175,11 +169,6 @@ class MappedBlob(MemoryBlob):
             raise told(error, f"{path}: not readable") from error
         finally:
             os.close(fd)
-
-
-def told(error: OSError, what: str) -> BadCheckpoint | Unreadable:
-    """The error of ours that a disk's is, with the same words."""
-    return (Unreadable if error.errno in TRANSIENT else BadCheckpoint)(f"{what}: {error.strerror}")
 
 
 def _open(path: Path, flags: int) -> int:

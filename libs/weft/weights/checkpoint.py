@@ -14,11 +14,12 @@ from collections.abc import Iterator, Sequence, Set
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from weft.errors import BadCheckpoint, Unreadable
 from weft.model.config import ModelConfig, expected_tensors, is_ignored, read_config
+from weft.model.fields import read_json
 from weft.model.quantization import stored_dtypes
+from weft.storage import is_there
 from weft.weights.blobs import WeightsFile
 from weft.weights.bundle.layout import SUFFIX, bundle_header_of
 from weft.weights.header import TensorEntry, header_of
@@ -62,9 +63,9 @@ class Checkpoint:
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Read config, index and headers. Raises BadCheckpoint naming the file or tensor at fault."""
+    """Read config, index and headers. Raises BadCheckpoint naming the file or tensor at fault, Unreadable."""
     directory = directory.absolute()
-    if not directory.is_dir():
+    if not is_there(directory):
         raise BadCheckpoint(f"{directory}: no such directory")
     config = read_config(directory)
     found = _find_tensors(directory, origin_of(directory))
@@ -131,11 +132,8 @@ def _read_shards(index: Path, origin: Origin) -> dict[str, TensorSource]:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """The file of every tensor, as the index has it. Raises BadCheckpoint."""
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadCheckpoint(f"{index}: no weight_map can be read: {error}") from error
+    """The file of every tensor, as the index has it. Raises BadCheckpoint, Unreadable."""
+    weight_map = read_json(index).values.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadCheckpoint(f"{index}: weight_map is not a JSON object with entries")
     for name, file in weight_map.items():
@@ -187,7 +185,7 @@ def _select(directory: Path, config: ModelConfig, found: dict[str, TensorSource]
 
 
 def _served_config(directory: Path, config: ModelConfig) -> str:
-    fields: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    fields = read_json(directory / "config.json").values
     # a wrapped model's text model has its own word on it, which would win
     for part in (fields, fields.get("text_config")):
         if config.eos_token_ids and part is not None:

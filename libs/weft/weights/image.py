@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import BadCheckpoint, NotFound, Overloaded
-from weft.weights.blobs import told
+from weft.storage import told
 from weft.weights.checkpoint import Checkpoint, while_unchanged
 from weft.weights.header import TensorEntry, read_header
 from weft.weights.layout import FORMAT, LEAF_BYTES, image_layout, num_pieces, root_hash

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import BadCheckpoint, Unreadable, WeftError
-from weft.weights.blobs import Blob, Scratch, WeightsFile, told
+from weft.storage import is_there, told
+from weft.weights.blobs import Blob, Scratch, WeightsFile
 from weft.weights.origin import LocalOrigin, Origin
 
 if TYPE_CHECKING:
@@ -82,19 +83,21 @@ def local_model(url: str, cache: Path | None = None) -> Path:
 
 
 def origin_of(directory: Path) -> Origin:
-    """Where the weights of a checkpoint directory are. Raises BadCheckpoint."""
-    if not (directory / ORIGIN_FILE).exists():
+    """Where the weights of a checkpoint directory are. Raises BadCheckpoint, Unreadable."""
+    if not is_remote(directory):
         return LocalOrigin(directory)
     try:
         url = json.loads((directory / ORIGIN_FILE).read_text())["url"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise told(error, f"{directory / ORIGIN_FILE}: not readable") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise BadCheckpoint(f"{directory / ORIGIN_FILE}: no URL can be read: {error}") from error
     return ObjectOrigin(str(url))
 
 
 def is_remote(directory: Path) -> bool:
-    """Are the weights of this directory elsewhere."""
-    return (directory / ORIGIN_FILE).exists()
+    """Are the weights of this directory elsewhere. Raises BadCheckpoint, Unreadable."""
+    return is_there(directory / ORIGIN_FILE)
 
 
 def _stamps(directory: Path) -> dict[str, Any]:

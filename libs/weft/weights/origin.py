@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Set
 from pathlib import Path
 
-from weft.weights.blobs import LocalFile, WeightsFile, told
+from weft.storage import told
+from weft.weights.blobs import LocalFile, WeightsFile
 
 
 class Origin(ABC):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weft.errors import Cancelled, Incompatible, PeerLost, WeftError
+from weft.storage import telling, told
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.head import with_own_head
 from weft.weights.image import Around, Image, find_image, remove_stale, write_image
@@ -133,9 +134,10 @@ class WeightLoader:
             image.release()
 
     async def fits(self) -> bool:
-        """Is there room, without another model's image going. Raises BadCheckpoint."""
-        checkpoint = await asyncio.to_thread(read_checkpoint, self._directory)
-        return await self._room.fits(image_layout(checkpoint).size_bytes)
+        """Is there room, without another model's image going. Raises BadCheckpoint, Unreadable."""
+        with telling(f"{self._directory}"):
+            checkpoint = await asyncio.to_thread(read_checkpoint, self._directory)
+            return await self._room.fits(image_layout(checkpoint).size_bytes)
 
     async def _fetch(self) -> Loaded | WeftError:
         """An error is handed to those who wait; in the task group it would end the process."""
@@ -153,6 +155,8 @@ class WeightLoader:
                     image, source = await self._read(checkpoint)
         except WeftError as error:
             return error
+        except OSError as error:
+            return told(error, error.filename or f"{self._directory}")
         self.release()
         self._loaded = Loaded(image, checkpoint.config_json, source)
         if self._is_wanted:

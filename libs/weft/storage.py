@@ -1,0 +1,47 @@
+"""What an error of a disk says of the files on it: nothing, where they may be read the next time. Knows no format."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from weft.errors import BadCheckpoint, Unreadable
+
+TRANSIENT = {
+    *(errno.EIO, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
+    # of a file system on a network
+    *(errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOTCONN, errno.EHOSTDOWN),
+    *(errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EREMOTEIO, errno.ENOLINK),
+}
+"""What says nothing of the file: asked for again, it may be read."""
+
+
+def told(error: OSError, what: str) -> BadCheckpoint | Unreadable:
+    """The error of ours that a disk's is, with the same words."""
+    return (Unreadable if error.errno in TRANSIENT else BadCheckpoint)(f"{what}: {error.strerror or error}")
+
+
+@contextmanager
+def telling(what: str) -> Iterator[None]:
+    """An error of the system's inside is one of ours. Raises BadCheckpoint, Unreadable."""
+    try:
+        yield
+    except OSError as error:
+        raise told(error, f"{error.filename or what}") from error
+
+
+def is_there(path: Path) -> bool:
+    """Is there anything of this name. `Path.exists` has errors of its own for some disks and hides those of others.
+
+    Raises BadCheckpoint, Unreadable.
+    """
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise told(error, f"{path}: not readable") from error
+    return True

@@ -1,0 +1,73 @@
+"""A disk that fails says nothing of the checkpoint on it, whichever of its files was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.weft.weights.checkpoints import make_checkpoint
+from weft.errors import BadCheckpoint, Unreadable
+from weft.weights.checkpoint import INDEX_FILE, read_checkpoint
+from weft.weights.objects import ORIGIN_FILE
+from weft_services.weights import fetch
+
+
+def failing(real: Callable[..., Any], name: str, number: int) -> Callable[..., Any]:
+    """The same, but for files of that name."""
+
+    def fail(path: Any, *rest: Any, **named: Any) -> Any:
+        if isinstance(path, str | Path) and Path(path).name == name:
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *rest, **named)
+
+    return fail
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX_FILE, ORIGIN_FILE])
+@pytest.mark.parametrize(("number", "kind"), [(errno.ESTALE, Unreadable), (errno.EACCES, BadCheckpoint)])
+def test_a_small_file_that_cannot_be_read_for_now_can_be_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int, kind: type[Exception]
+) -> None:
+    make_checkpoint(tmp_path, 2)
+    if name in ("generation_config.json", ORIGIN_FILE):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(Path, "read_text", failing(Path.read_text, name, number))
+    with pytest.raises(kind, match=f"{name}: not readable: {os.strerror(number)}"):
+        read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model", "generation_config.json", ORIGIN_FILE])
+def test_a_disk_that_does_not_say_what_is_there_is_asked_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    make_checkpoint(tmp_path / "model")
+    monkeypatch.setattr(os, "stat", failing(os.stat, name, errno.EIO))
+    with pytest.raises(Unreadable, match=f"{name}: not readable: Input/output error"):
+        read_checkpoint(tmp_path / "model")
+
+
+@pytest.mark.parametrize("step", ["remove_stale", "write_image"])
+async def test_no_error_of_a_disk_ends_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, shared_memory: Path
+) -> None:
+    make_checkpoint(tmp_path / "model")
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fetch, step, fail)
+    async with asyncio.TaskGroup() as tasks:
+        loader = fetch.WeightLoader(tmp_path / "model", 1, tasks)
+        with pytest.raises(Unreadable, match="model: Input/output error"):
+            async for _ in loader.load():
+                pass
+    monkeypatch.setattr(fetch, "read_checkpoint", fail)
+    async with asyncio.TaskGroup() as tasks:
+        with pytest.raises(Unreadable, match="model: Input/output error"):
+            await fetch.WeightLoader(tmp_path / "model", 1, tasks).fits()
