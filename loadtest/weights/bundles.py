@@ -93,7 +93,7 @@ class Weft:
         pack_file(source, target, None, lambda size: None)
 
     def decode_file(self, source: Path, target: Path) -> None:
-        with closing(BundleFile.map(source)) as bundle:
+        with closing(BundleFile.open(source)) as bundle:
             unpack_file(bundle, target, self._threads, lambda name, size: None)
 
 

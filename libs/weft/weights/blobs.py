@@ -9,6 +9,7 @@ import errno
 import mmap
 import os
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from weft.errors import BadCheckpoint
@@ -16,6 +17,8 @@ from weft.storage import told
 
 SECTOR_BYTES = 4096  # direct reads begin and end at multiples of this, in the file and in memory
 LARGE_PAGE_BYTES = 2 * 1024 * 1024
+SHARE_BYTES = 4 * 1024 * 1024
+"""What one of several threads reads of a large part at a time."""
 
 
 def fresh_memory(size: int) -> mmap.mmap:
@@ -42,8 +45,9 @@ class Scratch:
 
 
 class Blob(ABC):
-    """An open file. Threads may read from it at the same time."""
+    """An open file. Threads may read from it at the same time. `name` is how errors call it."""
 
+    name: str
     size_bytes: int
 
     @abstractmethod
@@ -101,6 +105,7 @@ class FileBlob(Blob):
 
     def __init__(self, path: Path, direct: bool = True) -> None:
         """Raises BadCheckpoint."""
+        self.name = str(path)
         self._path = path
         self._fd = _open(path, os.O_DIRECT if direct else 0)
         self.size_bytes = os.fstat(self._fd).st_size
@@ -114,13 +119,17 @@ class FileBlob(Blob):
         begin = offset - offset % SECTOR_BYTES
         wanted = offset + size - begin
         target = scratch.take(-(-wanted // SECTOR_BYTES) * SECTOR_BYTES)
+        self._fill(target, wanted, begin)
+        return target[offset - begin : wanted]
+
+    def _fill(self, target: memoryview, wanted: int, begin: int) -> None:
+        """At least `wanted` bytes of the file from byte `begin` on; there may be room for more."""
         done = 0
         while done < wanted:
             count = self._read_some(target[done:], begin + done)
             if count == 0:
-                raise BadCheckpoint(f"{self._path}: truncated: it ends before byte {offset + size}")
+                raise BadCheckpoint(f"{self._path}: truncated: it ends before byte {begin + wanted}")
             done += count
-        return target[offset - begin : wanted]
 
     def _read_some(self, target: memoryview, offset: int) -> int:
         try:
@@ -139,7 +148,7 @@ class FileBlob(Blob):
 
 
 class MemoryBlob(Blob):
-    """Something in memory, read without a copy. `name` is how errors call it."""
+    """Something in memory, read without a copy."""
 
     def __init__(self, name: str, content: bytes | memoryview | mmap.mmap) -> None:
         self.name = name
@@ -156,19 +165,29 @@ class MemoryBlob(Blob):
         return memoryview(self._content)[offset : offset + size]
 
 
-class MappedBlob(MemoryBlob):
-    """A file through the page cache: for tools that go over it once, or now and then."""
+class SharedOutBlob(FileBlob):
+    """Through the page cache, large parts by several threads at once: for tools that go over a file.
 
-    def __init__(self, path: Path) -> None:
-        """Raises BadCheckpoint."""
-        fd = _open(path, 0)
-        try:
-            size = os.fstat(fd).st_size
-            super().__init__(str(path), mmap.mmap(fd, 0, access=mmap.ACCESS_READ) if size else b"")
-        except OSError as error:
-            raise told(error, f"{path}: not readable") from error
-        finally:
-            os.close(fd)
+    Not mapped: where a file shrinks, or its disk fails, a mapping ends the process, and a read names the file.
+    """
+
+    def __init__(self, path: Path, threads: ThreadPoolExecutor | None) -> None:
+        """No `threads`: by the one that reads. Raises BadCheckpoint, Unreadable."""
+        super().__init__(path, direct=False)
+        self._threads = threads
+
+    def read(self, offset: int, size: int, scratch: Scratch) -> memoryview:
+        if self._threads is None or size <= SHARE_BYTES or offset + size > self.size_bytes:
+            return super().read(offset, size, scratch)
+        target = scratch.take(size)
+
+        def fill(first: int) -> None:
+            part = target[first : min(first + SHARE_BYTES, size)]
+            self._fill(part, len(part), offset + first)
+
+        for _ in self._threads.map(fill, range(0, size, SHARE_BYTES)):
+            pass
+        return target
 
 
 def _open(path: Path, flags: int) -> int:

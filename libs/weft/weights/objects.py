@@ -203,9 +203,9 @@ class ObjectBlob(Blob):
     """Ranges of one object; each read is a request. One that was written anew, or is gone, since it was listed is
     Unreadable: a list made now says what is there."""
 
-    def __init__(self, store: ObjectStore, where: str, path: str, size: int, tag: str) -> None:
+    def __init__(self, store: ObjectStore, name: str, path: str, size: int, tag: str) -> None:
         self._store = store
-        self._where = where
+        self.name = name
         self._path = path
         self._tag = tag
         self.size_bytes = size
@@ -217,14 +217,14 @@ class ObjectBlob(Blob):
         from obstore import get
 
         if offset + size > self.size_bytes:
-            raise BadCheckpoint(f"{self._where}: truncated: it ends before byte {offset + size}")
-        with _said(self._where, is_listed=True):
+            raise BadCheckpoint(f"{self.name}: truncated: it ends before byte {offset + size}")
+        with _said(self.name, is_listed=True):
             options: GetOptions = {"range": (offset, offset + size)}
             if self._tag:
                 options["if_match"] = self._tag
             data = memoryview(get(self._store, self._path, options=options).bytes())
         if len(data) != size:
-            raise Unreadable(f"{self._where}: {len(data)} bytes came where {size} were asked for")
+            raise Unreadable(f"{self.name}: {len(data)} bytes came where {size} were asked for")
         return data
 
 

@@ -114,6 +114,14 @@ def test_settings_that_keep_the_gateway_from_starting_are_named(tmp_path: Path) 
     assert "tokenizer_config.json" in finding.says
 
 
+def test_a_check_that_is_ended_by_a_signal_says_nothing_of_the_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.CompletedProcess([], -9, "", "model.weft  12 %")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
+    finding = model._verified("tiny", Path("/somewhere"), is_deep=True)
+    assert (finding.level, finding.says) == (Level.FAILURE, "tiny: decoding it was ended by a signal: Killed")
+    assert "make it again" not in finding.advice
+
+
 def test_storage_that_does_not_answer_is_no_fault_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: Path) -> None:
         raise Unreadable("/mnt/models/model.safetensors: Input/output error")

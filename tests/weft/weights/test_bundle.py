@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from tests.weft.weights.checkpoints import nothing
 from weft.errors import BadCheckpoint
-from weft.weights.blobs import MappedBlob, Scratch
+from weft.weights.blobs import FileBlob, Scratch
 from weft.weights.bundle import __main__ as program
 from weft.weights.bundle import convert, layout
 from weft.weights.bundle.inspection import picture, rows_of, total_entropy
@@ -49,7 +49,7 @@ def test_there_and_back_is_the_same_to_the_byte(checkpoint: Path, bundle: Path, 
 
 def test_any_run_of_bytes_can_be_read(checkpoint: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = next(checkpoint.glob("*-00001-*")).read_bytes()
-    with closing(BundleFile.map(next(bundle.glob("*-00001-*")))) as file:
+    with closing(BundleFile.open(next(bundle.glob("*-00001-*")))) as file:
         header = len(file.original_header())
         tensor = max(file.header.tensors, key=lambda tensor: tensor.original_bytes)
         start = header + sum(t.original_bytes for t in file.header.tensors[: file.header.tensors.index(tensor)])
@@ -64,11 +64,11 @@ def test_any_run_of_bytes_can_be_read(checkpoint: Path, bundle: Path, monkeypatc
             file.read_into("nonsense", 0, np.empty(1, np.uint8))
 
 
-class CountingBlob(MappedBlob):
+class CountingBlob(FileBlob):
     """Remembers which bytes of the file were asked for."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        super().__init__(path, direct=False)
         self.asked = list[range]()
 
     def read(self, offset: int, size: int, scratch: Scratch) -> memoryview:
@@ -154,7 +154,7 @@ def test_a_wrong_model_is_named(bundle: Path) -> None:
 
 
 def test_threads_share_one_open_file(checkpoint: Path, bundle: Path) -> None:
-    with closing(BundleFile.map(next(bundle.glob("*-00001-*")))) as file, ThreadPoolExecutor(4) as threads:
+    with closing(BundleFile.open(next(bundle.glob("*-00001-*")))) as file, ThreadPoolExecutor(4) as threads:
         tensors = file.header.tensors * 4
 
         def read(name: str, size: int) -> bytes:

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.weft.weights.checkpoints import make_checkpoint
+from tests.weft.weights.checkpoints import make_checkpoint, nothing
 from weft.errors import BadCheckpoint, Unreadable
+from weft.weights.bundle import convert
+from weft.weights.bundle.inspection import rows_of
 from weft.weights.checkpoint import INDEX_FILE, read_checkpoint
 from weft.weights.objects import ORIGIN_FILE
 from weft_services.weights import fetch
@@ -71,3 +73,41 @@ async def test_no_error_of_a_disk_ends_the_service(
     async with asyncio.TaskGroup() as tasks:
         with pytest.raises(Unreadable, match="model: Input/output error"):
             await fetch.WeightLoader(tmp_path / "model", 1, tasks).fits()
+
+
+Report = Callable[[str, int], None]
+TOOLS: dict[str, Callable[[Path, Path, Report], object]] = {
+    "compress": lambda directory, out, report: convert.compress(directory, out, 1, report),
+    "decompress": lambda directory, out, report: convert.decompress(directory, out, 1, report),
+    "verify": lambda directory, out, report: convert.verify(directory, 1, report),
+    "inspect": lambda directory, out, report: list(rows_of(directory, report)),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_file_that_shrinks_under_a_tool_is_named(checkpoint: Path, bundle: Path, tmp_path: Path, tool: str) -> None:
+    """Mapped, it would end the process with a bus error, in the midst of whatever else it does."""
+    directory = checkpoint if tool == "compress" else bundle
+    (path,) = directory.glob("*-00001-of-00002.[sw]*")
+
+    def shrink(name: str, size: int) -> None:
+        os.truncate(path, 4096)
+
+    with pytest.raises(BadCheckpoint, match=f"{path.name}: truncated: it ends before byte"):
+        TOOLS[tool](directory, tmp_path / "out", shrink)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_disk_that_fails_under_a_tool_is_named(
+    checkpoint: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str
+) -> None:
+    directory, real = checkpoint if tool == "compress" else bundle, os.preadv
+
+    def fail(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset > 100_000:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, [buffers[0][: max(0, 100_000 - offset)] or buffers[0]], offset)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(Unreadable, match=r"model-00001-of-00002\.\w+: not readable at byte \d+: Input/output error"):
+        TOOLS[tool](directory, tmp_path / "out", nothing)

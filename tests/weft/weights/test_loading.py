@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,11 @@ from loadtest.weights.loader import PeakMemory
 
 from tests.weft.weights.checkpoints import make_checkpoint, safetensors_bytes
 from weft.errors import BadCheckpoint, Unreadable
+from weft.weights import blobs as blobs_module
 from weft.weights import image as image_module
 from weft.weights import layout
 from weft.weights import load as load_module
-from weft.weights.blobs import Blob, FileBlob, LocalFile, MappedBlob, Scratch
+from weft.weights.blobs import Blob, FileBlob, LocalFile, Scratch, SharedOutBlob
 from weft.weights.checkpoint import TensorSource, read_checkpoint, source_id
 from weft.weights.header import TensorEntry, header_bytes
 from weft.weights.image import write_image
@@ -28,12 +30,15 @@ from weft.weights.source import ReadingMemory
 
 
 @pytest.mark.parametrize("size", [1, 511, 4096, 100_000])
-def test_any_part_of_a_file_is_read_past_the_cache_and_through_it(tmp_path: Path, size: int) -> None:
+def test_any_part_of_a_file_is_read_past_the_cache_and_through_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(blobs_module, "SHARE_BYTES", 1000)
     content = os.urandom(size)
     path = tmp_path / "file"
     path.write_bytes(content)
-    blobs: list[Blob] = [FileBlob(path), FileBlob(path, direct=False), MappedBlob(path)]
-    scratch = Scratch()
+    scratch, threads = Scratch(), ThreadPoolExecutor(3)
+    blobs: list[Blob] = [FileBlob(path), FileBlob(path, direct=False), SharedOutBlob(path, threads)]
     for blob in blobs:
         with closing(blob):
             for begin in {0, 1, size // 2, min(4095, size - 1), size - 1}:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,6 +90,9 @@ def _verified(name: str, directory: Path, is_deep: bool) -> Finding:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=VERIFY_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return Finding("bundle", Level.FAILURE, f"{name}: not decoded within {VERIFY_SECONDS:.0f} s")
+    if ended.returncode < 0:
+        says = f"{name}: decoding it was ended by a signal: {signal.strsignal(-ended.returncode)}"
+        return Finding("bundle", Level.FAILURE, says, "the system's log (dmesg) may say why: no memory left, for one")
     if ended.returncode:
         last = (ended.stderr.strip() or ended.stdout.strip()).rpartition("\n")[2]
         return Finding("bundle", Level.FAILURE, f"{name}: {last}", "make it again: weft compress MODEL OUT")

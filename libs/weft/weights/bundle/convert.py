@@ -108,7 +108,7 @@ def decompress(source: Path, target: Path, num_threads: int, report: Report) -> 
         ThreadPoolExecutor(num_threads, thread_name_prefix="decompress") as threads,
     ):
         for file in files:
-            with closing(BundleFile.map(file)) as bundle:
+            with closing(BundleFile.open(file)) as bundle:
                 made = place / _original_name(bundle)
                 original_bytes += bundle.header.original.size_bytes
                 if made.exists() and _hash(made) == bundle.header.original.xxh3_128:
@@ -130,7 +130,7 @@ def verify(source: Path, num_threads: int, report: Report) -> Outcome:
     original_bytes = 0
     with ThreadPoolExecutor(num_threads, thread_name_prefix="verify") as threads:
         for file in files:
-            with closing(BundleFile.map(file)) as bundle:
+            with closing(BundleFile.open(file)) as bundle:
                 original_bytes += bundle.header.original.size_bytes
                 digest = xxhash.xxh3_128(bundle.original_header())
                 for piece in _pieces(bundle, threads, report):

@@ -41,7 +41,7 @@ class Row:
 def rows_of(directory: Path, report: Report) -> Iterator[Row]:
     """Reads every tensor of 16-bit numbers. Raises BadCheckpoint."""
     for path in weight_files(directory, SUFFIX):
-        with closing(BundleFile.map(path)) as bundle:
+        with closing(BundleFile.open(path)) as bundle:
             for tensor in bundle.header.tensors:
                 entropy = None
                 if tensor.dtype in ("BF16", "F16") and tensor.original_bytes:

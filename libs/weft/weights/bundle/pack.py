@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from weft.weights.blobs import MappedBlob, MemoryBlob, Scratch
+from weft.weights.blobs import Blob, Scratch, SharedOutBlob
 from weft.weights.bundle.layout import (
     ALIGNMENT,
     CHUNK_BYTES,
@@ -45,30 +45,33 @@ def pack_file(source: Path, target: Path, threads: ThreadPoolExecutor | None, re
 
     Raises BadCheckpoint, OSError.
     """
-    with closing(MappedBlob(source)) as blob, target.open("wb") as file:
+    with closing(SharedOutBlob(source, threads)) as blob, target.open("wb") as file:
         return pack(blob, source.stat().st_mtime_ns, file, threads, report)
 
 
-def pack(
-    blob: MemoryBlob, mtime_ns: int, file: Sink, threads: ThreadPoolExecutor | None, report: Report
-) -> BundleHeader:
-    """The same from memory, to wherever `file` writes. Raises BadCheckpoint."""
-    entries = header_of(blob.name, blob).tensors
-    data: Bytes = np.frombuffer(blob.read(0, blob.size_bytes, Scratch()), np.uint8)
-    first = entries[0].offset if entries else len(data)
+def pack(blob: Blob, mtime_ns: int, file: Sink, threads: ThreadPoolExecutor | None, report: Report) -> BundleHeader:
+    """The same from anywhere, to wherever `file` writes. Raises BadCheckpoint, Unreadable.
+
+    One tensor lies in memory at a time, as it was and whole: how it is coded follows from all of its rows.
+    """
+    entries, scratch = header_of(blob.name, blob).tensors, Scratch()
+    first = entries[0].offset if entries else blob.size_bytes
     file.write(bytes(PROLOGUE.size))
-    file_header = zlib.compress(data[:first].tobytes(), 9)
-    file.write(file_header)
     packer = _Packer(file, threads, report)
-    packer.digest.update(data[:first].data)
-    tensors = [packer.pack(entry, data[entry.offset : entry.offset + entry.size_bytes]) for entry in entries]
+    packer.digest.update(kept := bytes(blob.read(0, first, scratch)))
+    file.write(file_header := zlib.compress(kept, 9))
+    tensors = [packer.pack(entry, _values(blob, entry, scratch)) for entry in entries]
     original = Original(
-        Path(blob.name).name, len(data), mtime_ns, packer.digest.hexdigest(), PROLOGUE.size, len(file_header)
+        Path(blob.name).name, blob.size_bytes, mtime_ns, packer.digest.hexdigest(), PROLOGUE.size, len(file_header)
     )
     header = BundleHeader(original, tuple(tensors))
     _align(file, ALIGNMENT)
     write_header(file, header)
     return header
+
+
+def _values(blob: Blob, entry: TensorEntry, scratch: Scratch) -> Bytes:
+    return np.frombuffer(blob.read(entry.offset, entry.size_bytes, scratch), np.uint8)
 
 
 class _Packer:

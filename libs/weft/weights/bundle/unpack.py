@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from weft.errors import BadCheckpoint
-from weft.weights.blobs import Blob, MappedBlob, Scratch
+from weft.weights.blobs import Blob, FileBlob, Scratch
 from weft.weights.bundle.layout import (
     CHUNK_BYTES,
     CHUNK_HEAD,
@@ -126,11 +126,12 @@ class BundleFile:
         self._tensors = {tensor.name: tensor for tensor in self.header.tensors}
         self._opened: OrderedDict[str, _Opened] = OrderedDict()
         self._lock = threading.Lock()
+        self._local = threading.local()
 
     @classmethod
-    def map(cls, path: Path) -> Self:
-        """Of a local file, through the page cache. Raises BadCheckpoint."""
-        return cls(str(path), MappedBlob(path))
+    def open(cls, path: Path) -> Self:
+        """Of a local file, through the page cache. Raises BadCheckpoint, Unreadable."""
+        return cls(str(path), FileBlob(path, direct=False))
 
     def close(self) -> None:
         """Let go of the file."""
@@ -157,8 +158,11 @@ class BundleFile:
         self.read_all([Wanted(name, first, out)], scratch)
 
     def read_all(self, wanted: Sequence[Wanted], scratch: Scratch | None = None) -> None:
-        """The same of several, which lie near one another: read at once, and decoded side by side."""
-        scratch, runs = scratch or Scratch(), [each for each in wanted if len(each.out)]
+        """The same of several, which lie near one another: read at once, and decoded side by side.
+
+        No `scratch`: one that this thread uses for this file again and again.
+        """
+        scratch, runs = scratch or self._own_scratch(), [each for each in wanted if len(each.out)]
         if not runs:
             return
         stretches = [self._stretch(each, scratch) for each in runs]
@@ -168,6 +172,12 @@ class BundleFile:
         chunks = itertools.chain.from_iterable(parts)
         while several := list(itertools.islice(chunks, CHUNKS_AT_ONCE)):
             self._decode(several)
+
+    def _own_scratch(self) -> Scratch:
+        if not hasattr(self._local, "scratch"):
+            self._local.scratch = Scratch()
+        scratch: Scratch = self._local.scratch
+        return scratch
 
     def _stretch(self, wanted: Wanted, scratch: Scratch) -> _Stretch:
         opened = self._open(wanted.name, scratch)
