@@ -32,7 +32,9 @@ Words = NDArray[np.uint16]
 
 
 def contexts_of(coding: Coding, first: int, count: int) -> NDArray[np.int64]:
-    """Scale of row plus scale of column of each element, in sixteenths of an octave."""
+    """Scale of row plus scale of column of each element, in sixteenths of an octave; none where there is one class."""
+    if not coding.class_bits:
+        return np.zeros(count, np.int64)
     places = np.arange(first, first + count)
     columns = len(coding.column_scales)
     rows = coding.row_scales.astype(np.int64)[places // columns]

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import struct
+import zlib
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from tests.weft.weights.checkpoints import nothing
 from weft.errors import BadCheckpoint, Unreadable
+from weft.weights.blobs import Scratch
 from weft.weights.bundle import convert, layout
 from weft.weights.bundle.making import NOTE
+from weft.weights.bundle.unpack import BundleFile
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.image import write_image
 
@@ -109,7 +114,9 @@ def test_damage_to_a_file_that_is_being_written_anew_is_not_final(bundle: Path) 
         write_image(checkpoint, lambda size, file: None, 2)
 
 
-@pytest.mark.parametrize("ends", [(2**63 - 1, -2), (2**62, 2**62 + 16), (0, 0), (-(2**63), 2**63 - 1)])
+@pytest.mark.parametrize(
+    "ends", [(2**63 - 1, -2), (2**62, 2**62 + 16), (0, 0), (-(2**63), 2**63 - 1), (16, 300_000), (300_000, 300_100)]
+)
 def test_places_of_chunks_beyond_the_tensor_are_refused(tmp_path: Path, ends: tuple[int, int]) -> None:
     source = tmp_path / "model"
     source.mkdir()
@@ -118,11 +125,42 @@ def test_places_of_chunks_beyond_the_tensor_are_refused(tmp_path: Path, ends: tu
     path = tmp_path / "bundle" / "model.weft"
     (tensor,) = layout.read_bundle_header(path).tensors
     assert tensor.num_chunks == 3
+    assert tensor.codec == "rans"
     with path.open("r+b") as file:
         file.seek(tensor.offset)
         file.write(struct.pack("<qq", *ends))  # the last one stays what it was
     with pytest.raises(BadCheckpoint, match="tensor w: its table of chunks is damaged"):
         convert.verify(tmp_path / "bundle", 1, nothing)
+
+
+def test_a_tensor_of_few_bytes_that_stands_for_very_many_is_refused(tmp_path: Path) -> None:
+    """Else a file of a megabyte has every thread make room for scales of billions of rows."""
+    chunks = (1 << 26) // (layout.CHUNK_BYTES // 2)
+    shares = np.zeros(256, "<u2")
+    shares[[0, 1, 100]] = 4, 4, 256 * 256 - 8
+    packed = zlib.compress(shares.view(np.uint8).reshape(-1, 2).T.tobytes())
+    ends = (np.arange(1, chunks + 1) * 16).astype("<i8").tobytes()
+    stored = (ends + packed).ljust(-(-(len(ends) + len(packed)) // 8) * 8, b"\0") + bytes(16 * chunks)
+    tensor = layout.PackedTensor("w", "BF16", (1 << 26, 1), "rans", 64, len(stored), 100, 0, len(packed))
+    with (path := tmp_path / "model.weft").open("wb") as file:
+        file.write(bytes(64) + stored)
+        layout.write_header(file, layout.BundleHeader(layout.Original("model.safetensors", 0, 0, "", 64, 0), (tensor,)))
+    with closing(BundleFile.open(path)) as bundle, pytest.raises(BadCheckpoint, match="its table of chunks is damaged"):
+        bundle.read_into("w", 0, np.empty(2, np.uint8))
+
+
+def test_a_tensor_without_scales_takes_no_memory_for_them(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    values = torch.randn(40_000, generator=torch.Generator().manual_seed(5)).bfloat16()
+    save_file({"w": values}, tmp_path / "model/model.safetensors")
+    convert.compress(tmp_path / "model", tmp_path / "bundle", 1, nothing)
+    with closing(BundleFile.open(tmp_path / "bundle/model.weft")) as bundle:
+        assert (bundle.tensor("w").codec, bundle.tensor("w").class_bits) == ("rans", 0)
+        coding = bundle._open("w", Scratch()).coding
+        assert coding is not None
+        assert (len(coding.column_scales), coding.column_scales.strides) == (40_000, (0,))
+        bundle.read_into("w", 0, out := np.empty(80_000, np.uint8))
+    assert out.tobytes() == values.view(torch.uint8).numpy().tobytes()
 
 
 def test_every_byte_of_a_bundle_counts(tmp_path: Path) -> None:

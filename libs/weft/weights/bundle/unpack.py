@@ -209,9 +209,7 @@ class BundleFile:
         stored: Bytes = np.frombuffer(bytes(self._blob.read(tensor.offset, used, scratch)), np.uint8)
         ends = stored[:ends_bytes].view("<i8")
         size = tensor.size_bytes - begin
-        # each within the tensor, first of all: differences of numbers near 2^63 wrap around
-        is_within = not len(ends) or (ends.min() >= CHUNK_HEAD.size and ends.max() == ends[-1] == size)
-        if not is_within or (ends[1:] - ends[:-1] < CHUNK_HEAD.size).any():
+        if not _are_ends(ends, size, tensor):
             raise BadCheckpoint(f"{self.path}: tensor {tensor.name}: its table of chunks is damaged")
         coding = self._coding(tensor, stored[ends_bytes:]) if tensor.codec == "rans" else None
         tables = rans.tables_of(coding) if coding else np.empty(0, np.uint8)
@@ -226,8 +224,11 @@ class BundleFile:
             shares = planes[0] | planes[1] << 8
         except (zlib.error, ValueError):
             raise BadCheckpoint(damaged) from None
-        scales = stored[tensor.shares_bytes :].view(np.int8) if tensor.class_bits else np.zeros(rows + columns, np.int8)
-        of_rows, of_columns = scales[:rows].copy(), scales[rows:].copy()
+        if tensor.class_bits:
+            scales = stored[tensor.shares_bytes :].view(np.int8)
+            of_rows, of_columns = scales[:rows].copy(), scales[rows:].copy()
+        else:  # however many they are, one zero stands for all
+            of_rows, of_columns = (np.broadcast_to(np.int8(0), each) for each in (rows, columns))
         coding = rans.Coding(tensor.dtype == "BF16", tensor.base, tensor.class_bits, shares, of_rows, of_columns)
         is_whole = shares.size == SYMBOLS and (shares.sum(1, dtype=np.int64) == coding.total).all()
         if not is_whole or int(shares.max()) == coding.total:
@@ -272,3 +273,25 @@ class BundleFile:
     def _damaged(self, chunk: _StoredChunk) -> BadCheckpoint:
         where = f"{self.path}: tensor {chunk.opened.tensor.name}: chunk {chunk.number}"
         return BadCheckpoint(f"{where} is damaged: what it decodes to has another checksum")
+
+
+def _are_ends(ends: NDArray[np.int64], size: int, tensor: PackedTensor) -> bool:
+    """Of chunks of the tensor, which take `size` bytes; each has room for what any chunk has at least.
+
+    So what a reader makes room for is no more than a few times what is stored.
+    """
+    if not len(ends):
+        return True
+    # each within the tensor, first of all: differences of numbers near 2^63 wrap around
+    if ends.min() < 0 or not ends.max() == ends[-1] == size:
+        return False
+    last = tensor.original_bytes - CHUNK_BYTES * (len(ends) - 1)
+    sizes = np.diff(ends, prepend=0)
+    return bool((sizes[:-1] >= _least_bytes(tensor, CHUNK_BYTES)).all() and sizes[-1] >= _least_bytes(tensor, last))
+
+
+def _least_bytes(tensor: PackedTensor, size: int) -> int:
+    """Of a chunk that stands for `size` bytes: raw ones have them all, coded ones states and what is not coded."""
+    if tensor.codec == "raw":
+        return CHUNK_HEAD.size + size
+    return CHUNK_HEAD.size + 4 * rans.LANES + rans.rest_bytes(tensor.dtype == "BF16", size // 2)
