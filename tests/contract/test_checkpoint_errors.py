@@ -129,6 +129,18 @@ SINGLE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "not a weight's dtype": (lambda d: rewrite(d, **{NORM: ("I32", (16,), bytes(64))}), [NORM, "I32"]),
     "shape and size disagree": (lambda d: edit_header(d, set_field("shape", [17])), [NORM, "68", "64"]),
     "a negative shape": (lambda d: edit_header(d, set_field("shape", [-16])), [NORM, "shape"]),
+    "very many dimensions": (
+        lambda d: edit_header(d, set_field("shape", [2] * 17)),
+        [NORM, "shape", "not a list of at most 16"],
+    ),
+    "a dimension of thousands of digits": (
+        lambda d: edit_header(d, set_field("shape", [0, 10**4000])),
+        [NORM, "shape", "not a list of at most 16"],
+    ),
+    "an offset of thousands of digits": (
+        lambda d: edit_header(d, set_field("data_offsets", [0, 10**4000])),
+        [NORM, "data_offsets", "not a range"],
+    ),
     "a missing tensor": (lambda d: rewrite(d, **{NORM: None}), [NORM, "missing"]),
     "a wrong shape": (lambda d: rewrite(d, **{NORM: ("F32", (17,), bytes(68))}), [NORM, "[17]", "[16]"]),
     "a tensor too many": (lambda d: rewrite(d, **{"model.extra": ("F32", (1,), bytes(4))}), ["model.extra", "Llama"]),
@@ -136,7 +148,7 @@ SINGLE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 SHARDED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a missing shard": (lambda d: (d / SHARD).unlink(), [SHARD, "no such file"]),
     "a truncated shard": (lambda d: cut(d / SHARD, -1), [SHARD, "truncated"]),
-    "index is no JSON": (lambda d: (d / INDEX).write_text("nothing"), [INDEX, "weight_map"]),
+    "index is no JSON": (lambda d: (d / INDEX).write_text("nothing"), [INDEX, "JSON"]),
     "index without map": (lambda d: (d / INDEX).write_text("{}"), [INDEX, "weight_map"]),
     "a tensor in another shard": (lambda d: edit_index(d, lambda m: m.update({NORM: FIRST})), [INDEX, NORM, FIRST]),
     "a shard outside": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 FIRST_BYTES = 64 * 1024  # most headers are shorter: of a remote file, one request instead of two
 ALIGNMENT_BYTES = 64
+MAX_DIMENSIONS = 16
+MAX_COUNT = 1 << 63
 DTYPE_BYTES = {
     "F64": 8,
     "F32": 4,
@@ -118,10 +121,10 @@ def _entry(path: str, name: str, value: Any, data_start: int) -> TensorEntry:
     offsets: Any = value.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise BadCheckpoint(f"{where}: unknown dtype {dtype!r}")
-    if not _is_counts(shape):
-        raise BadCheckpoint(f"{where}: shape {shape!r} is not a list of whole numbers")
-    if not _is_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise BadCheckpoint(f"{where}: data_offsets {offsets!r} are not a range")
+    if not are_counts(shape):
+        raise BadCheckpoint(f"{where}: shape {reprlib.repr(shape)} is not a list of at most 16 whole numbers")
+    if not are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise BadCheckpoint(f"{where}: data_offsets {reprlib.repr(offsets)} are not a range")
     size = offsets[1] - offsets[0]
     needed = math.prod(shape) * DTYPE_BYTES[dtype]
     if size != needed:
@@ -129,8 +132,12 @@ def _entry(path: str, name: str, value: Any, data_start: int) -> TensorEntry:
     return TensorEntry(name, dtype, tuple(shape), data_start + offsets[0], size)
 
 
-def _is_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
+def are_counts(value: Any) -> bool:
+    """Sizes or places: few enough, and small enough, that their product is a matter of nanoseconds. That of millions of
+    twos takes hours."""
+    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
+        return False
+    return all(type(each) is int and 0 <= each < MAX_COUNT for each in value)
 
 
 def _check_layout(path: str, tensors: Sequence[TensorEntry], data_start: int, file_size: int) -> None:

@@ -44,10 +44,13 @@ def with_tensors(path: Path, change: Callable[[layout.PackedTensor], layout.Pack
     write_header(path, replace(header, tensors=tuple(change(tensor) for tensor in header.tensors) * times))
 
 
-def with_original(path: Path, **said: Any) -> None:
+def with_original(path: Path, is_checked: bool = True, **said: Any) -> None:
     """A header that says so of the file that it was made of, and is whole."""
     header = layout.read_bundle_header(path)
-    write_header(path, replace(header, original=replace(header.original, **said)))
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_checked:
+            patch.setattr(layout, "MAX_UNPACKED_BYTES", 1 << 40)
+        write_header(path, replace(header, original=replace(header.original, **said)))
 
 
 def write_header(path: Path, header: layout.BundleHeader) -> None:
@@ -67,12 +70,29 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "no exponent is near base",
     ),
     "no name": (lambda path: with_tensors(path, lambda tensor: replace(tensor, name=cast("str", ["a"]))), "is called"),
+    "very many dimensions": (
+        lambda path: with_tensors(path, lambda tensor: replace(tensor, shape=(2,) * 17)),
+        "a size is not a whole number, or there are more than 16",
+    ),
+    "a dimension of thousands of digits": (
+        lambda path: with_tensors(path, lambda tensor: replace(tensor, shape=(0, 10**4000))),
+        "a size is not a whole number, or there are more than 16",
+    ),
+    "a header that is much longer than it looks": (
+        lambda path: with_original(path, name=" " * layout.MAX_UNPACKED_BYTES, is_checked=False),
+        "the header is not one of format 2: cut off, or longer than 33554432 bytes",
+    ),
     "twice": (lambda path: with_tensors(path, lambda tensor: tensor, 2), "names a tensor twice"),
     "no size": (lambda path: with_original(path, size_bytes="all"), "made of is damaged"),
     "a negative place": (lambda path: with_original(path, header_offset=-64), "made of is damaged"),
     "no file's name": (lambda path: with_original(path, name=3), "made of is damaged"),
     "empty": (lambda path: path.write_bytes(b""), "not finished"),
 }
+
+
+def test_a_header_that_no_reader_would_take_is_not_written(bundle: Path) -> None:
+    with pytest.raises(BadCheckpoint, match=r"tensors are too many for one file of a bundle"):
+        with_original(next(bundle.glob("*-00002-*")), name=" " * layout.MAX_UNPACKED_BYTES)
 
 
 @pytest.mark.parametrize("name", DAMAGE)

@@ -10,7 +10,6 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,14 +19,15 @@ import xxhash
 
 from weft.errors import BadCheckpoint
 from weft.weights.blobs import Blob, FileBlob, Scratch
-from weft.weights.header import DTYPE_BYTES, MAX_HEADER_BYTES, TensorEntry
+from weft.weights.header import DTYPE_BYTES, MAX_HEADER_BYTES, TensorEntry, are_counts
 
 MAGIC = b"WEFTBNDL"
 VERSION = 2
 SUFFIX = ".weft"
 PROLOGUE = struct.Struct("<8sIIQQQQ16x")  # magic, version, 0, header's offset, size and XXH3-64, size of the file
-MAX_UNPACKED_BYTES = 1 << 28
-"""Of a header, which is stored deflated."""
+MAX_UNPACKED_BYTES = 1 << 25
+"""Of a header, which is stored deflated: some 150,000 tensors in one file, where the largest models have as many in all
+their files. What the text becomes when it is read takes twenty times as much memory, if it means to."""
 ALIGNMENT = 64
 MAX_BASE = 1 << 12
 CHUNK_BYTES = 1 << 19
@@ -111,11 +111,14 @@ class Sink(Protocol):
 
 
 def write_header(file: Sink, header: BundleHeader) -> None:
-    """Append the header and then make the file valid by its prologue; ends where the file ends."""
+    """Append the header and then make the file valid by its prologue; ends at the file's end. Raises BadCheckpoint."""
     # not asdict, which copies all of them deeply
     tensors = [{name: getattr(tensor, name) for name in PackedTensor.__slots__} for tensor in header.tensors]
     content = {"original": asdict(header.original), "tensors": tensors}
-    text = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 9)
+    whole = json.dumps(content, separators=(",", ":")).encode()
+    if len(whole) > MAX_UNPACKED_BYTES:
+        raise BadCheckpoint(f"{header.original.name}: {len(tensors)} tensors are too many for one file of a bundle")
+    text = zlib.compress(whole, 9)
     offset = file.tell()
     file.write(text)
     file.seek(0)
@@ -180,26 +183,22 @@ def _read_prologue(path: str, blob: Blob, scratch: Scratch) -> tuple[int, int, i
 
 def _original(path: str, fields: dict[str, Any]) -> Original:
     original = Original(**fields)
-    numbers = (original.size_bytes, original.header_offset, original.header_bytes)
+    numbers = [original.size_bytes, original.header_offset, original.header_bytes]
     is_text = isinstance(original.name, str) and isinstance(original.xxh3_128, str)
-    if not is_text or not _are_counts(numbers) or type(original.mtime_ns) is not int:
+    if not is_text or not are_counts(numbers) or type(original.mtime_ns) is not int:
         raise BadCheckpoint(f"{path}: what it says of the file that it was made of is damaged")
     return original
-
-
-def _are_counts(numbers: Sequence[Any]) -> bool:
-    return all(type(number) is int and number >= 0 for number in numbers)
 
 
 def _tensor(path: str, fields: dict[str, Any]) -> PackedTensor:
     tensor = PackedTensor(**{**fields, "shape": tuple(fields["shape"])})
     if not isinstance(tensor.name, str):
         raise BadCheckpoint(f"{path}: a tensor is called {tensor.name!r}")
-    numbers = (*tensor.shape, tensor.offset, tensor.size_bytes, tensor.shares_bytes, tensor.class_bits)
+    numbers = [tensor.offset, tensor.size_bytes, tensor.shares_bytes, tensor.class_bits]
     if tensor.dtype not in DTYPE_BYTES or tensor.codec not in ("raw", "rans"):
         raise BadCheckpoint(f"{path}: tensor {tensor.name}: unknown dtype {tensor.dtype!r} or codec {tensor.codec!r}")
-    if not _are_counts(numbers) or type(tensor.base) is not int:
-        raise BadCheckpoint(f"{path}: tensor {tensor.name}: a size is not a whole number")
+    if not are_counts(fields["shape"]) or not are_counts(numbers) or type(tensor.base) is not int:
+        raise BadCheckpoint(f"{path}: tensor {tensor.name}: a size is not a whole number, or there are more than 16")
     return tensor
 
 
