@@ -42,6 +42,20 @@ def test_a_broken_off_run_goes_on(checkpoint: Path, tmp_path: Path, monkeypatch:
     assert not (tmp_path / "bundle" / NOTE).exists()
 
 
+def test_small_files_are_copied_as_they_are_when_a_run_goes_on(checkpoint: Path, tmp_path: Path) -> None:
+    """A copy of a read-only one cannot be written over; one that is gone from the source goes."""
+    files = convert.weight_files(checkpoint, ".safetensors")
+    with suppress(KeyboardInterrupt), making(files, tmp_path / "bundle", ()) as place:
+        (place / "old.json").write_text("{}")
+        (place / "tokenizer.json").write_text("copied before")
+        os.link(place / "tokenizer.json", tmp_path / "the same file")
+        raise KeyboardInterrupt
+    convert.compress(checkpoint, tmp_path / "bundle", 1, nothing)
+    assert not (tmp_path / "bundle/old.json").exists()
+    assert (tmp_path / "bundle/tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "the same file").read_text() == "copied before", "it was written over and not replaced"
+
+
 def test_what_another_version_left_is_made_anew(checkpoint: Path, tmp_path: Path) -> None:
     first, second = sorted(checkpoint.glob("*.safetensors"))
     with suppress(KeyboardInterrupt), making([first, second], tmp_path / "bundle", ()) as place:

@@ -38,10 +38,7 @@ def making(files: Sequence[Path], target: Path, left_out: Sequence[str]) -> Iter
             raise BadCheckpoint(f"{place}: another process is at work there") from None
         _begin(place, files)
         yield place
-        for path in sorted(source.iterdir()):
-            if path.is_file() and path.suffix not in left_out:
-                shutil.copy2(path, place / path.name)
-                on_disk(place / path.name)
+        _copy_small_files(source, place, left_out)
         # a name that outlives a power failure must not stand for files that do not
         on_disk(place)
         os.replace(place, target)
@@ -50,6 +47,17 @@ def making(files: Sequence[Path], target: Path, left_out: Sequence[str]) -> Iter
         on_disk(target.parent)
     finally:
         os.close(lock)
+
+
+def _copy_small_files(source: Path, place: Path, left_out: Sequence[str]) -> None:
+    """As they are now: what an earlier run copied may be gone from the source, and may be read-only."""
+    for path in place.iterdir():
+        if path.suffix not in left_out and path.name != NOTE:
+            path.unlink()
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix not in left_out:
+            shutil.copy2(path, place / path.name)
+            on_disk(place / path.name)
 
 
 def on_disk(path: Path) -> None:
