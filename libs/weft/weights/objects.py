@@ -190,7 +190,7 @@ class ObjectFile(WeightsFile):
         """All of it. Raises BadCheckpoint, Unreadable."""
         if self._size > MAX_SMALL_BYTES:
             raise BadCheckpoint(f"{self}: {self._size} bytes are too many for a file that is not weights")
-        return bytes(self.open().read(0, self._size, Scratch())) if self._size else b""
+        return bytes(self.open().read(0, self._size, Scratch()))
 
     def stamp(self) -> tuple[str, ...]:
         return self._stamp
@@ -218,6 +218,8 @@ class ObjectBlob(Blob):
 
         if offset + size > self.size_bytes:
             raise BadCheckpoint(f"{self.name}: truncated: it ends before byte {offset + size}")
+        if not size:  # a range without bytes is an error to a store
+            return memoryview(b"")
         with _said(self.name, is_listed=True):
             options: GetOptions = {"range": (offset, offset + size)}
             if self._tag:

@@ -116,6 +116,18 @@ def test_what_changes_in_the_store_changes_here(store: str, tmp_path: Path, monk
         read_checkpoint(directory)
 
 
+@pytest.mark.parametrize(("name", "said"), [("model.safetensors", "truncated"), ("model.weft", "not finished")])
+def test_an_empty_object_is_as_wrong_as_an_empty_file(store: str, tmp_path: Path, name: str, said: str) -> None:
+    make_checkpoint(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "model" / name).write_bytes(b"")
+    (tmp_path / "model" / "empty.txt").write_bytes(b"")
+    directory = local_model(upload(tmp_path / "model", f"empty-{name}"))
+    assert (directory / "empty.txt").read_bytes() == b""
+    with pytest.raises(BadCheckpoint, match=f"s3://.*/{name}: {said}"):
+        read_checkpoint(directory)
+
+
 def test_a_place_that_cannot_keep_the_small_files_is_named(
     store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
