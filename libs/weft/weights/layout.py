@@ -18,6 +18,8 @@ from weft.weights.header import DTYPE_BYTES, TensorEntry, header_bytes
 FORMAT = "weft-image-2"
 PIECE_BYTES = 2 * 1024 * 1024
 """Of a tensor: read, checked and reported at once, and the leaves of the hash tree. A multiple of a bundle's chunks."""
+MAX_RUN_PARTS = 4096
+"""Of a run, however small they are: another node takes them in one request, and no more than so many."""
 LEAF_BYTES = 16
 SAMPLE_BYTES = 4096
 MAX_SAMPLES = 1024
@@ -47,7 +49,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Parts that lie side by side, in one file and in the image, and are read together: at most PIECE_BYTES."""
+    """Parts that lie side by side, in one file and in the image, and are read together.
+
+    They are MAX_RUN_PARTS at most, and PIECE_BYTES.
+    """
 
     file: WeightsFile
     place: int
@@ -79,7 +84,8 @@ class ImageLayout:
         for source, part in self._parts():
             size = place - start
             is_near = source.file is file and held and held[-1].offset + held[-1].size == part.offset
-            if held and file is not None and not (is_near and size + part.size <= PIECE_BYTES):
+            has_room = size + part.size <= PIECE_BYTES and len(held) < MAX_RUN_PARTS
+            if held and file is not None and not (is_near and has_room):
                 yield Run(file, start, tuple(held))
                 held, start = [], place
             file = source.file

@@ -58,13 +58,14 @@ class Lender:
         return self._holding
 
     async def read(self, weights_hash: str, slices: Sequence[Slice]) -> AsyncIterator[bytes]:
-        """The bytes of these, one after another. Raises NotFound, InvalidRequest, Overloaded."""
+        """The bytes of these, one after another, no more than `check_parts` lets in. Raises NotFound, InvalidRequest,
+        Overloaded."""
         holding = await self.holding()
         if holding.image.weights_hash != weights_hash:
             raise NotFound(f"the weights {weights_hash} are not held here (any more)")
-        places = [_place(holding, each) for each in slices[: MAX_PARTS + 1]]
-        if len(places) > MAX_PARTS or sum(size for _, size in places) > MAX_READ_BYTES:
-            raise InvalidRequest(f"at most {MAX_PARTS} parts and {MAX_READ_BYTES} bytes at a time", "parts")
+        places = [_place(holding, each) for each in slices]
+        if sum(size for _, size in places) > MAX_READ_BYTES:
+            raise InvalidRequest(f"at most {MAX_READ_BYTES} bytes at a time", "parts")
         with self._turn():
             fd = os.dup(holding.image.fd)  # the image may be let go of meanwhile
             try:
@@ -83,6 +84,12 @@ class Lender:
             yield
         finally:
             self._num_reads -= 1
+
+
+def check_parts(count: int) -> None:
+    """Before anything is made of so many. Raises InvalidRequest."""
+    if count > MAX_PARTS:
+        raise InvalidRequest(f"at most {MAX_PARTS} parts at a time", "parts")
 
 
 def _place(holding: Holding, part: Slice) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from weft.weights.layout import PIECE_BYTES
 from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
 from weft_services.weights.fetch import Progress, WeightLoader
-from weft_services.weights.lending import Lender, Slice
+from weft_services.weights.lending import Lender, Slice, check_parts
 
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["WeightService"].full_name
 
@@ -53,6 +53,7 @@ class WeightServicer(pb2_grpc.WeightServiceServicer):
     async def ReadImage(self, request: pb2.ReadImageRequest, context: Any) -> AsyncIterator[pb2.ReadImageResponse]:
         """Its bytes."""
         self._check(request.model)
+        check_parts(len(request.parts))
         slices = [Slice(part.tensor, part.first, part.size) for part in request.parts]
         async for data in self._lenders[request.model].read(request.weights_hash, slices):
             yield pb2.ReadImageResponse(data=data)

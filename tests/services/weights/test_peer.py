@@ -237,6 +237,10 @@ async def test_what_is_lent_is_bounded(nodes: tuple[Path, Path], monkeypatch: py
                 await read(channel, held, part)
         with pytest.raises(InvalidRequest, match="bytes at a time"):
             await read(channel, held, *[(name, 0, 1_000_000)] * 9)
+        with monkeypatch.context() as patch:
+            patch.setattr(service_module, "Slice", None)
+            with pytest.raises(InvalidRequest, match="at most 10000 parts at a time"):
+                await read(channel, held, *[(name, 0, 1)] * (lending.MAX_PARTS + 1))
         monkeypatch.setattr(lending, "MAX_READS", 0)
         with pytest.raises(Overloaded):
             await read(channel, held, (name, 0, 1))

@@ -27,6 +27,7 @@ from weft.weights.image import write_image
 from weft.weights.layout import image_layout
 from weft.weights.load import files_reader
 from weft.weights.source import ReadingMemory
+from weft_services.weights.lending import MAX_PARTS
 
 
 @pytest.mark.parametrize("size", [1, 511, 4096, 100_000])
@@ -68,6 +69,15 @@ def test_the_plan_reads_every_byte_once_and_neighbours_together(
     assert place == planned.size_bytes
     if piece_bytes == 1 << 20:
         assert len(runs) <= 2 * max(1, num_shards)  # two sizes of elements
+
+
+def test_very_many_small_tensors_are_read_in_runs_that_another_node_takes(tmp_path: Path) -> None:
+    file, num_tensors = LocalFile(tmp_path / "model.safetensors"), 2 * layout.MAX_RUN_PARTS + 1
+    entries = [TensorEntry(f"scale.{number}", "F32", (4,), 16 * number, 16) for number in range(num_tensors)]
+    runs = list(layout.ImageLayout(tuple(TensorSource(file, entry) for entry in entries), 0, 16 * num_tensors).runs())
+    assert [len(run.parts) for run in runs] == [layout.MAX_RUN_PARTS, layout.MAX_RUN_PARTS, 1]
+    assert [run.place for run in runs] == [0, 16 * layout.MAX_RUN_PARTS, 32 * layout.MAX_RUN_PARTS]
+    assert layout.MAX_RUN_PARTS <= MAX_PARTS >= layout.MAX_SAMPLES
 
 
 def test_runs_are_the_bytes_of_their_tensors(tmp_path: Path) -> None:
