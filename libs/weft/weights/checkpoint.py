@@ -70,14 +70,18 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     config = read_config(directory)
     found = _find_tensors(directory, origin_of(directory))
     tensors = _select(directory, config, found)
-    state, head = source_id(directory, tensors), found.get(config.prefix + "lm_head.weight") if config.is_tied else None
-    return Checkpoint(directory, _served_config(directory, config), tensors, _digest([str(directory)]), state, head)
+    head = found.get(config.prefix + "lm_head.weight") if config.is_tied else None
+    state, name = source_id(directory, tensors, head), _digest([str(directory)])
+    return Checkpoint(directory, _served_config(directory, config), tensors, name, state, head)
 
 
-def source_id(directory: Path, tensors: Sequence[TensorSource]) -> str:
+def source_id(directory: Path, tensors: Sequence[TensorSource], second_head: TensorSource | None = None) -> str:
     """Of the files as they are now. Raises BadCheckpoint, Unreadable."""
     files = {tensor.file.name: tensor.file for tensor in tensors}
     parts = [str(directory)]
+    if second_head is not None:  # that it is the embedding again was true of this file
+        files[second_head.file.name] = second_head.file
+        parts.append("second head")
     for name in sorted(files):
         parts += [name, *files[name].stamp()]
     for tensor in tensors:
@@ -102,7 +106,7 @@ def while_unchanged(checkpoint: Checkpoint) -> Iterator[None]:
 
 def _is_changed(checkpoint: Checkpoint) -> bool:
     try:
-        return source_id(checkpoint.directory, checkpoint.tensors) != checkpoint.source_id
+        return source_id(checkpoint.directory, checkpoint.tensors, checkpoint.second_head) != checkpoint.source_id
     except BadCheckpoint:
         return True  # one of them is gone
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.weft.model.test_families import NUM_TOKENS, TOKENS, logits_in_chunks
 from tests.weft.tiny_families import TinyFamily, make_family, wrap
 from tests.weft.weights.checkpoints import nothing
-from weft.errors import BadCheckpoint
+from weft.errors import BadCheckpoint, Unreadable
 from weft.model.config import read_config
 from weft.weights import head as head_module
 from weft.weights.bundle import convert
@@ -71,6 +71,24 @@ def test_the_embedding_again_takes_no_memory(tied: TinyFamily) -> None:
     checkpoint = with_own_head(read_checkpoint(tied.directory), 2)
     assert names(checkpoint) == names(plain)
     assert json.loads(checkpoint.config_json)["tie_word_embeddings"] is True
+
+
+def test_a_head_in_a_file_of_its_own_is_looked_at_again_when_that_file_was_written_anew(tied: TinyFamily) -> None:
+    """Else the image of the days when it was the embedding again would be found, and served."""
+    one, other = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    tensors = load_file(tied.directory / "model.safetensors")
+    weight_map = {**dict.fromkeys(tensors, one), HEAD: other}
+    (tied.directory / "model.safetensors").rename(tied.directory / one)
+    (tied.directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    save_file({HEAD: tensors[EMBEDDING].clone()}, tied.directory / other)
+    same = with_own_head(read_checkpoint(tied.directory), 2)
+    assert HEAD not in names(same)
+    image = write_image(same, lambda size, file: None, 2)
+    save_file({HEAD: tensors[EMBEDDING] + 1}, tied.directory / other)
+    assert HEAD in names(with_own_head(read_checkpoint(tied.directory), 2))
+    with pytest.raises(Unreadable, match="written anew while they were read"):
+        write_image(same, lambda size, file: None, 2)
+    image.release()
 
 
 def test_a_wrapped_model_and_a_bundle_have_theirs_too(tied: TinyFamily, tmp_path: Path) -> None:
