@@ -105,11 +105,12 @@ def _card(found: list[Card], name: str) -> Card:
 
 
 def held_bytes() -> int:
-    """Of images that are there already: they are used again, or go when there is no room."""
+    """Of images of this user's that are there already: they are used again, or go when there is no room."""
     found = 0
     for path in SHARED_MEMORY.glob("weft-weights-*"):
         with suppress(FileNotFoundError):
-            found += path.stat().st_blocks * 512
+            about = path.stat(follow_symlinks=False)
+            found += about.st_blocks * 512 if about.st_uid == os.geteuid() else 0
     return found
 
 

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ Around = Callable[[RunReader], RunReader]
 PUBLISH_TRIES, PUBLISH_PAUSE_SECONDS = 10, 0.01
 """Somebody who looks at a file of our name, or removes it, has it for microseconds."""
 NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
-_NAME = re.compile(r"weft-weights-[0-9a-f]{16}-[0-9a-f]{16}-\d+\.safetensors")
+_NAME = re.compile(r"weft-weights-[0-9a-f]{16}-[0-9a-f]{16}-\d+-\d+\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,19 @@ def image_path(name: str) -> Path:
 
 
 def image_name(checkpoint: Checkpoint) -> str:
-    """Tells the directory first, then the state of its files, then the format: versions of Weft run side by side."""
-    return f"weft-weights-{checkpoint.directory_id}-{checkpoint.source_id}-{FORMAT.rpartition('-')[2]}.safetensors"
+    """Tells the directory first, then the state of its files, then the format: versions of Weft run side by side; then
+    the user, since nobody can read, nor remove, another one's."""
+    made_of = f"{checkpoint.directory_id}-{checkpoint.source_id}"
+    return f"weft-weights-{made_of}-{FORMAT.rpartition('-')[2]}-{os.geteuid()}.safetensors"
+
+
+def open_image_file(path: Path) -> int:
+    """To read. Raises OSError, also for a pipe of that name, whose opening would wait for whoever writes to it."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "not a regular file")
 
 
 def find_image(checkpoint: Checkpoint) -> Image | None:
@@ -84,15 +96,15 @@ def find_image(checkpoint: Checkpoint) -> Image | None:
     """
     path = image_path(image_name(checkpoint))
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = open_image_file(path)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise told(error, f"{path} is in the way") from error
-    stat = os.fstat(fd)
-    if stat.st_uid == os.geteuid() and _try_lock(fd, fcntl.LOCK_SH) and _is_same_file(path, fd):
+    about = os.fstat(fd)
+    if about.st_uid == os.geteuid() and _try_lock(fd, fcntl.LOCK_SH) and _is_same_file(path, fd):
         try:
-            return Image(path.name, stat.st_size, _read_hash(path), fd)
+            return Image(path.name, about.st_size, _read_hash(path), fd)
         except BadCheckpoint as error:
             logger.warning("not an image of ours: %s", error)
         except BaseException:
@@ -222,7 +234,7 @@ def _made_at(path: Path) -> float:
 
 def _remove_unheld(path: Path, if_used: bool = True) -> bool:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = open_image_file(path)
     except OSError:
         return False
     try:

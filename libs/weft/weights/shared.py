@@ -10,7 +10,7 @@ import torch
 from weft.errors import NotFound
 from weft.weights.blobs import MemoryBlob
 from weft.weights.header import header_of
-from weft.weights.image import image_path
+from weft.weights.image import image_path, open_image_file
 from weft.weights.users import mark_used
 
 TORCH_DTYPES = {
@@ -32,7 +32,7 @@ def open_image(shm_name: str, size_bytes: int) -> dict[str, torch.Tensor]:
     """
     path = image_path(shm_name)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = open_image_file(path)
     except OSError as error:
         raise NotFound(f"{path}: {error.strerror}") from None
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from weft.capacity.layout import GIB
 from weft.capacity.sizes import Wanted, choose
 from weft.cli import fit
-from weft.cli.fit import check_fit
+from weft.cli.fit import check_fit, held_bytes
 from weft.cli.gpus import Card
 from weft.cli.main import app
 from weft.cli.mesh import MeshOptions
@@ -131,3 +132,11 @@ def test_up_says_it_in_one_line_and_starts_nothing(monkeypatch: pytest.MonkeyPat
     assert "no room for weft-nano: 2 workers" in result.stderr
     assert result.stderr.count("\n") == 1
     assert "kvstore" not in result.output, "nothing had been started"
+
+
+def test_only_images_of_our_own_are_used_again_or_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "SHARED_MEMORY", tmp_path)
+    (tmp_path / "weft-weights-1").write_bytes(bytes(8192))
+    assert held_bytes() == 8192
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    assert held_bytes() == 0
