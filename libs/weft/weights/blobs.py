@@ -79,6 +79,17 @@ class WeightsFile(ABC):
     def __str__(self) -> str: ...
 
 
+def stamp_of(stat: os.stat_result) -> tuple[str, ...]:
+    """Differs whenever a file was written anew, or another one took its place, though it be as long and as old: image
+    volumes and package stores give all files one date. For this machine alone.
+
+    Numbers of files count where a device of its own holds them. On networks, and where a program makes the file system,
+    one may change while the file stays.
+    """
+    number = stat.st_ino if os.major(stat.st_dev) else 0
+    return str(stat.st_size), str(stat.st_mtime_ns), str(stat.st_ctime_ns), str(number)
+
+
 class LocalFile(WeightsFile):
     """On a disk of this node."""
 
@@ -94,7 +105,7 @@ class LocalFile(WeightsFile):
             stat = self.path.stat()
         except OSError as error:
             raise told(error, f"{self.path}") from error
-        return str(stat.st_size), str(stat.st_mtime_ns)
+        return stamp_of(stat)
 
     def __str__(self) -> str:
         return str(self.path)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.weft.weights.checkpoints import nothing
+from tests.weft.weights.checkpoints import nothing, replace_with_another
 from weft.errors import BadCheckpoint
 from weft.weights.bundle import convert, layout, pack
 from weft.weights.bundle.making import NOTE, making
@@ -89,6 +89,15 @@ def test_what_was_begun_of_another_model_is_begun_anew(checkpoint: Path, tmp_pat
     assert convert.compress(checkpoint, tmp_path / "bundle", 1, nothing).num_kept == 0
     small = {path.name for path in checkpoint.iterdir() if path.suffix == ".json"}
     assert set(files_of(tmp_path / "bundle")) == {*small, "model-00001-of-00002.weft", "model-00002-of-00002.weft"}
+
+
+def test_what_was_begun_of_files_of_the_same_size_and_date_is_begun_anew(checkpoint: Path, tmp_path: Path) -> None:
+    files = convert.weight_files(checkpoint, ".safetensors")
+    with suppress(KeyboardInterrupt), making(files, tmp_path / "bundle", convert.SUFFIXES) as place:
+        pack.pack_file(files[0], place / f"{files[0].stem}.weft", None, lambda size: None)
+        raise KeyboardInterrupt
+    replace_with_another(files[0], files[0].read_bytes()[:-1] + b"x")
+    assert convert.compress(checkpoint, tmp_path / "bundle", 1, nothing).num_kept == 0
 
 
 def test_a_directory_that_happens_to_be_called_so_is_not_worked_in(checkpoint: Path, tmp_path: Path) -> None:

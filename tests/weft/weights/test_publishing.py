@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.weft.weights.checkpoints import make_checkpoint
+from tests.weft.weights.checkpoints import make_checkpoint, replace_with_another
 from weft.errors import BadCheckpoint, Overloaded, Unreadable
 from weft.weights import shared
-from weft.weights.blobs import LocalFile
+from weft.weights.blobs import LocalFile, stamp_of
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.image import image_name, write_image
 from weft.weights.origin import LocalOrigin
@@ -147,6 +147,25 @@ def test_an_image_that_goes_while_it_is_mapped_is_mapped_whole(tmp_path: Path, m
     image = write_image(read_checkpoint(tmp_path / "model"), lambda *_: None, 1)
     monkeypatch.setattr(shared, "mark_used", lambda fd: image.release())
     assert set(open_image(image.name, image.size_bytes)) == set(tensors)
+
+
+def test_weights_of_the_same_size_and_date_are_others(tmp_path: Path) -> None:
+    """As in image volumes and package stores, where every file has one date."""
+    make_checkpoint(tmp_path / "model")
+    before, file = read_checkpoint(tmp_path / "model"), tmp_path / "model" / "model.safetensors"
+    replace_with_another(file, file.read_bytes()[:-1] + b"x")
+    assert image_name(read_checkpoint(tmp_path / "model")) != image_name(before)
+
+
+def test_numbers_of_files_count_on_devices_of_their_own() -> None:
+    """Others may give a file another number while it stays as it was: it would be read for ever."""
+
+    def stat(device: int, number: int) -> os.stat_result:
+        return os.stat_result((0o100600, number, device, 1, 0, 0, 10, 1, 1, 1))
+
+    disk, network = os.makedev(8, 1), os.makedev(0, 48)
+    assert stamp_of(stat(disk, 1)) != stamp_of(stat(disk, 2))
+    assert stamp_of(stat(network, 1)) == stamp_of(stat(network, 2))
 
 
 def test_files_that_go_while_they_are_looked_at_are_named(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from weft.errors import BadCheckpoint
+from weft.weights.blobs import stamp_of
 from weft.weights.bundle.layout import SUFFIX, BundleHeader, read_bundle_header
 from weft.weights.bundle.making import making, on_disk
 from weft.weights.bundle.pack import pack_file
@@ -192,8 +193,7 @@ def _whole(path: Path) -> Iterator[Path]:
 
 def _check_same(file: Path, before: os.stat_result) -> None:
     """Raises BadCheckpoint where a file was written anew since: what was made of it may be half old, half new."""
-    now = file.stat()
-    if (now.st_ino, now.st_size, now.st_mtime_ns) != (before.st_ino, before.st_size, before.st_mtime_ns):
+    if stamp_of(file.stat()) != stamp_of(before):
         raise BadCheckpoint(f"{file}: was written anew while it was read")
 
 

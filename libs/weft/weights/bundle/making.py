@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
+from weft.weights.blobs import stamp_of
 
 NOTE = ".weft-made-of.json"
 """In the directory at work: what it is made of, so that nothing of another source ever stays in it."""
@@ -77,7 +78,7 @@ def _begin(place: Path, files: Sequence[Path]) -> None:
     stats = [(path.name, path.stat()) for path in files]
     note = {
         "source": str(files[0].parent.resolve()),
-        "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+        "files": [[name, *stamp_of(stat)] for name, stat in stats],
     }
     found = [path for path in place.iterdir() if not path.name.startswith(NOTE)]
     before = _read(place / NOTE)
