@@ -1,4 +1,5 @@
-"""What an error of a disk says of the files on it: nothing, where they may be read the next time. Knows no format."""
+"""Disks: what their errors say of the files on them, which is nothing where these may be read the next time; and when
+something is kept. Knows no format."""
 
 from __future__ import annotations
 
@@ -45,3 +46,15 @@ def is_there(path: Path) -> bool:
     except OSError as error:
         raise told(error, f"{path}: not readable") from error
     return True
+
+
+def on_disk(path: Path) -> None:
+    """Wait until what was written to a file, or which names a directory has, is kept."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems on a network keep names by themselves
+            raise
+    finally:
+        os.close(fd)

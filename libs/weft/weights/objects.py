@@ -11,14 +11,14 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import BadCheckpoint, Unreadable, WeftError
-from weft.storage import is_there, told
+from weft.storage import is_there, on_disk, told
 from weft.weights.blobs import Blob, Scratch, WeightsFile
 from weft.weights.origin import LocalOrigin, Origin
 
@@ -74,7 +74,7 @@ def local_model(url: str, cache: Path | None = None) -> Path:
         if file.name.endswith(WEIGHTS_SUFFIXES) or file.name == ORIGIN_FILE:
             continue
         stamps[file.name] = list(file.stamp())
-        if had.get(file.name) != stamps[file.name] or not (directory / file.name).exists():
+        if had.get(file.name) != stamps[file.name] or not _is_whole(directory / file.name, file.size_bytes):
             _write(directory / file.name, file.content())
     for gone in had.keys() - stamps.keys():
         (directory / gone).unlink(missing_ok=True)
@@ -108,12 +108,20 @@ def _stamps(directory: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _is_whole(path: Path, size: int) -> bool:
+    """A machine that lost its power may have kept the name and nothing behind it."""
+    with _kept(path), suppress(FileNotFoundError):
+        return path.stat().st_size == size
+    return False
+
+
 def _write(path: Path, content: bytes) -> None:
     # processes that start together fetch the same; in containers that share a cache they have the same number
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     with _kept(path):
         try:
             part.write_bytes(content)
+            on_disk(part)
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
@@ -179,18 +187,18 @@ class ObjectFile(WeightsFile):
         self.name = meta["path"]
         self._store = store
         self._url = url
-        self._size = meta["size"]
+        self.size_bytes = meta["size"]
         self._tag = meta["e_tag"] or ""
-        self._stamp = (str(self._size), self._tag or str(meta["last_modified"]))
+        self._stamp = (str(self.size_bytes), self._tag or str(meta["last_modified"]))
 
     def open(self, cached: bool = False) -> Blob:
-        return ObjectBlob(self._store, str(self), self.name, self._size, self._tag)
+        return ObjectBlob(self._store, str(self), self.name, self.size_bytes, self._tag)
 
     def content(self) -> bytes:
         """All of it. Raises BadCheckpoint, Unreadable."""
-        if self._size > MAX_SMALL_BYTES:
-            raise BadCheckpoint(f"{self}: {self._size} bytes are too many for a file that is not weights")
-        return bytes(self.open().read(0, self._size, Scratch()))
+        if self.size_bytes > MAX_SMALL_BYTES:
+            raise BadCheckpoint(f"{self}: {self.size_bytes} bytes are too many for a file that is not weights")
+        return bytes(self.open().read(0, self.size_bytes, Scratch()))
 
     def stamp(self) -> tuple[str, ...]:
         return self._stamp

@@ -116,6 +116,22 @@ def test_what_changes_in_the_store_changes_here(store: str, tmp_path: Path, monk
         read_checkpoint(directory)
 
 
+def test_a_copy_that_a_power_failure_cut_short_is_fetched_again(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path / "model")
+    url = upload(tmp_path / "model", "cut")
+    synced: list[str] = []
+    monkeypatch.setattr(objects, "on_disk", lambda path: synced.append(path.name.partition(".json")[0]))
+    config = local_model(url) / "config.json"
+    assert synced == ["config", "weft-origin"]
+    whole = config.read_bytes()
+    config.write_bytes(b"")
+    assert local_model(url) == config.parent
+    assert config.read_bytes() == whole
+    assert synced == ["config", "weft-origin", "config", "weft-origin"]
+
+
 @pytest.mark.parametrize(("name", "said"), [("model.safetensors", "truncated"), ("model.weft", "not finished")])
 def test_an_empty_object_is_as_wrong_as_an_empty_file(store: str, tmp_path: Path, name: str, said: str) -> None:
     make_checkpoint(tmp_path / "model")

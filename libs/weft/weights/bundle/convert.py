@@ -17,9 +17,10 @@ import numpy as np
 import xxhash
 
 from weft.errors import BadCheckpoint
+from weft.storage import on_disk
 from weft.weights.blobs import stamp_of
 from weft.weights.bundle.layout import SUFFIX, BundleHeader, read_bundle_header
-from weft.weights.bundle.making import making, on_disk
+from weft.weights.bundle.making import making
 from weft.weights.bundle.pack import pack_file
 from weft.weights.bundle.unpack import BundleFile, Bytes
 from weft.weights.checkpoint import INDEX_FILE, read_weight_map

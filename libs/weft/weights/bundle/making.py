@@ -3,7 +3,6 @@ the next one of the same source, and takes the target's name at the end. Knows n
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
+from weft.storage import on_disk
 from weft.weights.blobs import stamp_of
 
 NOTE = ".weft-made-of.json"
@@ -59,18 +59,6 @@ def _copy_small_files(source: Path, place: Path, left_out: Sequence[str]) -> Non
         if path.is_file() and path.suffix not in left_out:
             shutil.copy2(path, place / path.name)
             on_disk(place / path.name)
-
-
-def on_disk(path: Path) -> None:
-    """Wait until what was written to a file, or which names a directory has, is kept."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems on a network keep names by themselves
-            raise
-    finally:
-        os.close(fd)
 
 
 def _begin(place: Path, files: Sequence[Path]) -> None:
