@@ -153,6 +153,20 @@ def test_places_of_chunks_beyond_the_tensor_are_refused(tmp_path: Path, ends: tu
         convert.verify(tmp_path / "bundle", 1, nothing)
 
 
+@pytest.mark.parametrize("name", ["a\0b.safetensors", "\ud800.safetensors", "../model.safetensors", "model.bin"])
+def test_a_name_that_no_file_can_have_is_refused(bundle: Path, tmp_path: Path, name: str) -> None:
+    with_original(path := next(bundle.glob("*-00002-*")), name=name)
+    with pytest.raises(BadCheckpoint, match=rf"{path.name}: .* is not the name of a safetensors file"):
+        convert.decompress(bundle, tmp_path / "again", 1, nothing)
+
+
+def test_two_files_that_would_become_one_are_refused(bundle: Path, tmp_path: Path) -> None:
+    with_original(path := next(bundle.glob("*-00002-*")), name="model-00001-of-00002.safetensors")
+    with pytest.raises(BadCheckpoint, match=rf"{path.name}: stands for model-00001-of-00002\.safetensors, as another"):
+        convert.decompress(bundle, tmp_path / "again", 1, nothing)
+    assert not (tmp_path / "again.partial").exists()
+
+
 def test_a_tensor_of_few_bytes_that_stands_for_very_many_is_refused(tmp_path: Path) -> None:
     """Else a file of a megabyte has every thread make room for scales of billions of rows."""
     chunks = (1 << 26) // (layout.CHUNK_BYTES // 2)

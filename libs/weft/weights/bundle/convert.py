@@ -104,6 +104,7 @@ def decompress(source: Path, target: Path, num_threads: int, report: Report) -> 
     """Make the checkpoint that `source` was made of, byte for byte. Raises BadCheckpoint, OSError."""
     files = weight_files(source, SUFFIX)
     check_index(files)
+    names = _original_names(files)
     original_bytes = kept = 0
     with (
         making(files, target, SUFFIXES) as place,
@@ -111,7 +112,7 @@ def decompress(source: Path, target: Path, num_threads: int, report: Report) -> 
     ):
         for file in files:
             with closing(BundleFile.open(file)) as bundle:
-                made = place / _original_name(bundle)
+                made = place / names[file]
                 original_bytes += bundle.header.original.size_bytes
                 if made.exists() and _hash(made) == bundle.header.original.xxh3_128:
                     report(file.name, bundle.header.original.size_bytes)
@@ -218,8 +219,23 @@ def _hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _original_name(bundle: BundleFile) -> str:
-    name = bundle.header.original.name
-    if Path(name).name != name or not name.endswith(WEIGHTS_SUFFIX):
-        raise BadCheckpoint(f"{bundle.path}: {name!r} is not the name of a safetensors file")
-    return name
+def _original_names(files: Sequence[Path]) -> dict[Path, str]:
+    """What becomes of each. Raises BadCheckpoint for what is no file's name, and where two would be one file."""
+    names: dict[Path, str] = {}
+    for file in files:
+        name = read_bundle_header(file).original.name
+        if not _is_file_name(name) or not name.endswith(WEIGHTS_SUFFIX):
+            raise BadCheckpoint(f"{file}: {name!r} is not the name of a safetensors file")
+        if name in names.values():
+            raise BadCheckpoint(f"{file}: stands for {name}, as another file of the bundle does")
+        names[file] = name
+    return names
+
+
+def _is_file_name(name: str) -> bool:
+    """Of a file in a directory, and of none elsewhere."""
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return Path(name).name == name and "\0" not in name
