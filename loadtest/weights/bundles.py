@@ -31,9 +31,10 @@ from safetensors.torch import save_file
 
 from loadtest.weights.synthetic import KINDS, tensor
 from weft.weights.blobs import MemoryBlob, Scratch, fresh_memory
+from weft.weights.bundle.chunks import Wanted
 from weft.weights.bundle.convert import unpack_file
 from weft.weights.bundle.pack import pack, pack_file
-from weft.weights.bundle.unpack import BundleFile, Wanted
+from weft.weights.bundle.unpack import BundleFile
 from weft_kernels import rans
 from weft_kernels.native import native
 

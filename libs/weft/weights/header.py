@@ -73,7 +73,15 @@ def header_of(path: str, blob: Blob) -> Header:
         raise BadCheckpoint(f"{path}: a header of {length} bytes is not a safetensors header")
     if end > len(raw):
         raw += bytes(blob.read(len(raw), end - len(raw), scratch))
-    return _parse(path, raw[LENGTH_BYTES:end], data_start=end, file_size=size)
+    return header_in(path, raw[:end], size)
+
+
+def header_in(path: str, raw: bytes, file_size: int) -> Header:
+    """Of a file of which only the first bytes, up to its data, are here. Raises BadCheckpoint."""
+    length = int.from_bytes(raw[:LENGTH_BYTES], "little")
+    if len(raw) != LENGTH_BYTES + length:
+        raise BadCheckpoint(f"{path}: the header has {len(raw) - LENGTH_BYTES} bytes and says that it has {length}")
+    return _parse(path, raw[LENGTH_BYTES:], data_start=len(raw), file_size=file_size)
 
 
 def header_bytes(tensors: Sequence[TensorEntry], metadata: dict[str, str]) -> bytes:

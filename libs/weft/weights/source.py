@@ -8,8 +8,9 @@ import numpy as np
 
 from weft.errors import BadCheckpoint, Unreadable, WeftError
 from weft.weights.blobs import Blob, Scratch, WeightsFile
+from weft.weights.bundle.chunks import Wanted
 from weft.weights.bundle.layout import SUFFIX
-from weft.weights.bundle.unpack import BundleFile, Wanted
+from weft.weights.bundle.unpack import BundleFile
 from weft.weights.layout import Run
 
 

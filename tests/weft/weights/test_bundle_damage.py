@@ -83,6 +83,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "the header is not one of format 2: cut off, or longer than 33554432 bytes",
     ),
     "twice": (lambda path: with_tensors(path, lambda tensor: tensor, 2), "names a tensor twice"),
+    "over one another": (
+        lambda path: with_tensors(path, lambda tensor: replace(tensor, offset=64)),
+        "tensor .* overlaps what is before it",
+    ),
+    "more than there was": (
+        lambda path: with_original(path, size_bytes=1000),
+        r"do not add up to the 1000 bytes of model-00002-of-00002\.safetensors",
+    ),
+    "much less than there was": (lambda path: with_original(path, size_bytes=1 << 40), "do not add up to"),
     "no size": (lambda path: with_original(path, size_bytes="all"), "made of is damaged"),
     "a negative place": (lambda path: with_original(path, header_offset=-64), "made of is damaged"),
     "no file's name": (lambda path: with_original(path, name=3), "made of is damaged"),
@@ -160,6 +169,27 @@ def test_a_name_that_no_file_can_have_is_refused(bundle: Path, tmp_path: Path, n
         convert.decompress(bundle, tmp_path / "again", 1, nothing)
 
 
+@pytest.mark.parametrize("change", ["name", "dtype", "shape", "missing"])
+def test_what_is_served_is_what_is_restored(bundle: Path, tmp_path: Path, change: str) -> None:
+    """A loader goes by the bundle's own header, decompression by the kept one of the original."""
+    path = next(bundle.glob("*-00002-*"))
+    header = layout.read_bundle_header(path)
+    *others, last = header.tensors
+    altered = {
+        "name": [replace(last, name="another")], "dtype": [replace(last, dtype="F16")],
+        "shape": [replace(last, shape=(1, *last.shape))], "missing": [],
+    }[change]  # fmt: skip
+    write_header(path, replace(header, tensors=(*others, *altered)))
+    (bundle / "model.safetensors.index.json").unlink()
+    said = (
+        r"model-00002-of-00002\.weft: (tensor .* was another one|.* bytes at the end belong to|.* had \d+ tensors, not)"
+    )
+    with pytest.raises(BadCheckpoint, match=said):
+        convert.verify(bundle, 1, nothing)
+    with pytest.raises(BadCheckpoint, match=said):
+        convert.decompress(bundle, tmp_path / "again", 1, nothing)
+
+
 def test_two_files_that_would_become_one_are_refused(bundle: Path, tmp_path: Path) -> None:
     with_original(path := next(bundle.glob("*-00002-*")), name="model-00001-of-00002.safetensors")
     with pytest.raises(BadCheckpoint, match=rf"{path.name}: stands for model-00001-of-00002\.safetensors, as another"):
@@ -178,7 +208,9 @@ def test_a_tensor_of_few_bytes_that_stands_for_very_many_is_refused(tmp_path: Pa
     tensor = layout.PackedTensor("w", "BF16", (1 << 26, 1), "rans", 64, len(stored), 100, 0, len(packed))
     with (path := tmp_path / "model.weft").open("wb") as file:
         file.write(bytes(64) + stored)
-        layout.write_header(file, layout.BundleHeader(layout.Original("model.safetensors", 0, 0, "", 64, 0), (tensor,)))
+        layout.write_header(
+            file, layout.BundleHeader(layout.Original("model.safetensors", 1 << 27, 0, "", 64, 0), (tensor,))
+        )
     with closing(BundleFile.open(path)) as bundle, pytest.raises(BadCheckpoint, match="its table of chunks is damaged"):
         bundle.read_into("w", 0, np.empty(2, np.uint8))
 

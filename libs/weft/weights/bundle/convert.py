@@ -19,10 +19,11 @@ import xxhash
 from weft.errors import BadCheckpoint
 from weft.storage import on_disk
 from weft.weights.blobs import stamp_of
+from weft.weights.bundle.chunks import Bytes
 from weft.weights.bundle.layout import SUFFIX, BundleHeader, read_bundle_header
 from weft.weights.bundle.making import making
 from weft.weights.bundle.pack import pack_file
-from weft.weights.bundle.unpack import BundleFile, Bytes
+from weft.weights.bundle.unpack import BundleFile
 from weft.weights.checkpoint import INDEX_FILE, read_weight_map
 from weft.weights.header import read_header
 

@@ -10,6 +10,7 @@ import json
 import math
 import struct
 import zlib
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import xxhash
 
 from weft.errors import BadCheckpoint
 from weft.weights.blobs import Blob, FileBlob, Scratch
-from weft.weights.header import DTYPE_BYTES, MAX_HEADER_BYTES, TensorEntry, are_counts
+from weft.weights.header import DTYPE_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, TensorEntry, are_counts
 
 MAGIC = b"WEFTBNDL"
 VERSION = 2
@@ -151,6 +152,7 @@ def bundle_header_of(path: str, blob: Blob) -> BundleHeader:
         _check(path, tensor, offset)
     if len({tensor.name for tensor in tensors}) != len(tensors):
         raise BadCheckpoint(f"{path}: the header names a tensor twice")
+    _check_places(path, original, tensors)
     return BundleHeader(original, tensors)
 
 
@@ -200,6 +202,18 @@ def _tensor(path: str, fields: dict[str, Any]) -> PackedTensor:
     if not are_counts(fields["shape"]) or not are_counts(numbers) or type(tensor.base) is not int:
         raise BadCheckpoint(f"{path}: tensor {tensor.name}: a size is not a whole number, or there are more than 16")
     return tensor
+
+
+def _check_places(path: str, original: Original, tensors: Sequence[PackedTensor]) -> None:
+    """Every stored byte is of one tensor, or of the original's header: it becomes no more than a few times as much."""
+    position = original.header_offset + original.header_bytes
+    for tensor in tensors:
+        if tensor.offset < position:
+            raise BadCheckpoint(f"{path}: tensor {tensor.name} overlaps what is before it")
+        position = tensor.offset + tensor.size_bytes
+    rest = original.size_bytes - sum(tensor.original_bytes for tensor in tensors)
+    if not 0 <= rest <= LENGTH_BYTES + MAX_HEADER_BYTES:
+        raise BadCheckpoint(f"{path}: its tensors do not add up to the {original.size_bytes} bytes of {original.name}")
 
 
 def _check(path: str, tensor: PackedTensor, data_end: int) -> None:

@@ -6,113 +6,25 @@ import itertools
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from weft.errors import BadCheckpoint
 from weft.weights.blobs import Blob, FileBlob, Scratch
-from weft.weights.bundle.layout import (
-    CHUNK_BYTES,
-    CHUNK_HEAD,
-    BundleHeader,
-    PackedTensor,
-    bundle_header_of,
-    inflate,
-)
-from weft.weights.header import MAX_HEADER_BYTES
+from weft.weights.bundle.chunks import Bytes, Opened, StoredChunk, Stretch, Wanted, are_ends
+from weft.weights.bundle.layout import CHUNK_BYTES, BundleHeader, PackedTensor, bundle_header_of, inflate
+from weft.weights.header import LENGTH_BYTES, MAX_HEADER_BYTES, header_in
 from weft_kernels import rans
 from weft_kernels.rans.coding import SYMBOLS
 
-Bytes = NDArray[np.uint8]
 CHUNKS_AT_ONCE = 4
 """Decoded side by side, and hashed while they are still in the processor's caches."""
 MAX_OPENED = 64
 """Tensors whose tables and scales are kept, the last ones used."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """What all chunks of a tensor share."""
-
-    tensor: PackedTensor
-    ends: NDArray[np.int64]
-    begin: int
-    """Of the first chunk in the file."""
-    coding: rans.Coding | None
-    tables: Bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A run of a tensor's original bytes, from byte `first` on, and where they go."""
-
-    name: str
-    first: int
-    out: Bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """The chunks that hold what is wanted; `edges`: where the first one begins in the file, and each one's end."""
-
-    opened: _Opened
-    wanted: Wanted
-    number: int
-    edges: tuple[int, ...]
-
-    @property
-    def begin(self) -> int:
-        return self.edges[0]
-
-    @property
-    def end(self) -> int:
-        return self.edges[-1]
-
-    def chunks(self, stored: Bytes) -> Iterator[_StoredChunk]:
-        """One after another; `stored` is what lies between begin and end."""
-        first, out, whole_size = self.wanted.first, self.wanted.out, self.opened.tensor.original_bytes
-        for number, (begin, end) in enumerate(itertools.pairwise(self.edges), self.number):
-            place = number * CHUNK_BYTES
-            size = min(CHUNK_BYTES, whole_size - place)
-            low, high = max(first, place), min(first + len(out), place + size)
-            part = out[low - first : high - first]
-            whole: Bytes = part if high - low == size else np.empty(size, np.uint8)
-            yield _StoredChunk(
-                self.opened, number, stored[begin - self.begin : end - self.begin], whole, part, low - place
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class _StoredChunk:
-    """A chunk as it is stored, where all of it goes, and which part of that is wanted."""
-
-    opened: _Opened
-    number: int
-    stored: Bytes
-    out: Bytes
-    part: Bytes
-    part_first: int
-
-    @property
-    def head(self) -> tuple[int, int, int]:
-        """Words, escapes, checksum."""
-        num_words, num_escapes, hashed = CHUNK_HEAD.unpack(self.stored[: CHUNK_HEAD.size].tobytes())
-        return num_words, num_escapes, hashed
-
-    @property
-    def body(self) -> Bytes:
-        return self.stored[CHUNK_HEAD.size :]
-
-    def hand_over(self) -> None:
-        """After `out` was found right."""
-        if len(self.part) != len(self.out):
-            self.part[:] = self.out[self.part_first : self.part_first + len(self.part)]
 
 
 class BundleFile:
@@ -124,7 +36,7 @@ class BundleFile:
         self.header: BundleHeader = bundle_header_of(path, blob)
         self._blob = blob
         self._tensors = {tensor.name: tensor for tensor in self.header.tensors}
-        self._opened: OrderedDict[str, _Opened] = OrderedDict()
+        self._opened: OrderedDict[str, Opened] = OrderedDict()
         self._lock = threading.Lock()
         self._local = threading.local()
 
@@ -145,13 +57,21 @@ class BundleFile:
         return self._tensors[name]
 
     def original_header(self) -> bytes:
-        """The first bytes of the safetensors file, up to its first tensor. Raises BadCheckpoint."""
+        """The first bytes of the safetensors file, up to its first tensor; it names the very tensors that are here, by
+        which a loader goes. Raises BadCheckpoint."""
         original = self.header.original
         stored = self._blob.read(original.header_offset, original.header_bytes, Scratch())
         try:
-            return inflate(bytes(stored), MAX_HEADER_BYTES + 8)
+            kept = inflate(bytes(stored), LENGTH_BYTES + MAX_HEADER_BYTES)
         except zlib.error as error:
             raise BadCheckpoint(f"{self.path}: the kept header of {original.name} is damaged: {error}") from None
+        entries = header_in(f"{self.path}: the kept header of {original.name}", kept, original.size_bytes).tensors
+        if len(entries) != len(self.header.tensors):
+            raise BadCheckpoint(f"{self.path}: {original.name} had {len(entries)} tensors, not these")
+        for entry, tensor in zip(entries, self.header.tensors, strict=True):
+            if (entry.name, entry.dtype, entry.shape) != (tensor.name, tensor.dtype, tensor.shape):
+                raise BadCheckpoint(f"{self.path}: tensor {tensor.name} was another one in {original.name}")
+        return kept
 
     def read_into(self, name: str, first: int, out: Bytes, scratch: Scratch | None = None) -> None:
         """Fill `out` with the tensor's original bytes from byte `first` on. Raises BadCheckpoint naming the chunk."""
@@ -179,14 +99,14 @@ class BundleFile:
         scratch: Scratch = self._local.scratch
         return scratch
 
-    def _stretch(self, wanted: Wanted, scratch: Scratch) -> _Stretch:
+    def _stretch(self, wanted: Wanted, scratch: Scratch) -> Stretch:
         opened = self._open(wanted.name, scratch)
         number, end = wanted.first // CHUNK_BYTES, -(-(wanted.first + len(wanted.out)) // CHUNK_BYTES)
         edges = [opened.begin + int(opened.ends[number - 1]) if number else opened.begin]
         edges += [opened.begin + int(each) for each in opened.ends[number:end]]
-        return _Stretch(opened, wanted, number, tuple(edges))
+        return Stretch(opened, wanted, number, tuple(edges))
 
-    def _open(self, name: str, scratch: Scratch) -> _Opened:
+    def _open(self, name: str, scratch: Scratch) -> Opened:
         with self._lock:
             if name in self._opened:
                 self._opened.move_to_end(name)
@@ -198,7 +118,7 @@ class BundleFile:
                 self._opened.popitem(last=False)
         return opened
 
-    def _read_tables(self, tensor: PackedTensor, scratch: Scratch) -> _Opened:
+    def _read_tables(self, tensor: PackedTensor, scratch: Scratch) -> Opened:
         num_scales = sum(tensor.rows_columns) if tensor.class_bits else 0
         ends_bytes = 8 * tensor.num_chunks
         used = ends_bytes + tensor.shares_bytes + num_scales
@@ -209,11 +129,11 @@ class BundleFile:
         stored: Bytes = np.frombuffer(bytes(self._blob.read(tensor.offset, used, scratch)), np.uint8)
         ends = stored[:ends_bytes].view("<i8")
         size = tensor.size_bytes - begin
-        if not _are_ends(ends, size, tensor):
+        if not are_ends(ends, size, tensor):
             raise BadCheckpoint(f"{self.path}: tensor {tensor.name}: its table of chunks is damaged")
         coding = self._coding(tensor, stored[ends_bytes:]) if tensor.codec == "rans" else None
         tables = rans.tables_of(coding) if coding else np.empty(0, np.uint8)
-        return _Opened(tensor, ends, tensor.offset + begin, coding, tables)
+        return Opened(tensor, ends, tensor.offset + begin, coding, tables)
 
     def _coding(self, tensor: PackedTensor, stored: Bytes) -> rans.Coding:
         rows, columns = tensor.rows_columns
@@ -235,7 +155,7 @@ class BundleFile:
             raise BadCheckpoint(damaged)
         return coding
 
-    def _decode(self, chunks: Sequence[_StoredChunk]) -> None:
+    def _decode(self, chunks: Sequence[StoredChunk]) -> None:
         """Raises BadCheckpoint naming the first chunk that is not what was coded."""
         coded = [(each, piece) for each in chunks if (piece := self._piece(each)) is not None]
         are_whole = rans.decode([piece for _, piece in coded])
@@ -249,7 +169,7 @@ class BundleFile:
                 raise self._damaged(chunk)
             chunk.hand_over()
 
-    def _piece(self, chunk: _StoredChunk) -> rans.Piece | None:
+    def _piece(self, chunk: StoredChunk) -> rans.Piece | None:
         """What there is to decode; a chunk that is stored as it is has been copied instead."""
         coding, body = chunk.opened.coding, chunk.body
         num_words, num_escapes, _ = chunk.head
@@ -270,28 +190,6 @@ class BundleFile:
         out = chunk.out.view(np.uint16) if chunk.out.ctypes.data % 2 == 0 else np.empty(count, np.uint16)
         return rans.Piece(coding, chunk.opened.tables, chunk.number * CHUNK_BYTES // 2, parts, out)
 
-    def _damaged(self, chunk: _StoredChunk) -> BadCheckpoint:
+    def _damaged(self, chunk: StoredChunk) -> BadCheckpoint:
         where = f"{self.path}: tensor {chunk.opened.tensor.name}: chunk {chunk.number}"
         return BadCheckpoint(f"{where} is damaged: what it decodes to has another checksum")
-
-
-def _are_ends(ends: NDArray[np.int64], size: int, tensor: PackedTensor) -> bool:
-    """Of chunks of the tensor, which take `size` bytes; each has room for what any chunk has at least.
-
-    So what a reader makes room for is no more than a few times what is stored.
-    """
-    if not len(ends):
-        return True
-    # each within the tensor, first of all: differences of numbers near 2^63 wrap around
-    if ends.min() < 0 or not ends.max() == ends[-1] == size:
-        return False
-    last = tensor.original_bytes - CHUNK_BYTES * (len(ends) - 1)
-    sizes = np.diff(ends, prepend=0)
-    return bool((sizes[:-1] >= _least_bytes(tensor, CHUNK_BYTES)).all() and sizes[-1] >= _least_bytes(tensor, last))
-
-
-def _least_bytes(tensor: PackedTensor, size: int) -> int:
-    """Of a chunk that stands for `size` bytes: raw ones have them all, coded ones states and what is not coded."""
-    if tensor.codec == "raw":
-        return CHUNK_HEAD.size + size
-    return CHUNK_HEAD.size + 4 * rans.LANES + rans.rest_bytes(tensor.dtype == "BF16", size // 2)

@@ -1,0 +1,119 @@
+"""The chunks of a bundle's tensor: where each lies, and which part of it is wanted. Decodes nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.weights.bundle.layout import CHUNK_BYTES, CHUNK_HEAD, PackedTensor
+from weft_kernels import rans
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What all chunks of a tensor share."""
+
+    tensor: PackedTensor
+    ends: NDArray[np.int64]
+    begin: int
+    """Of the first chunk in the file."""
+    coding: rans.Coding | None
+    tables: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A run of a tensor's original bytes, from byte `first` on, and where they go."""
+
+    name: str
+    first: int
+    out: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The chunks that hold what is wanted; `edges`: where the first one begins in the file, and each one's end."""
+
+    opened: Opened
+    wanted: Wanted
+    number: int
+    edges: tuple[int, ...]
+
+    @property
+    def begin(self) -> int:
+        """Of the first chunk in the file."""
+        return self.edges[0]
+
+    @property
+    def end(self) -> int:
+        """Of the last one."""
+        return self.edges[-1]
+
+    def chunks(self, stored: Bytes) -> Iterator[StoredChunk]:
+        """One after another; `stored` is what lies between begin and end."""
+        first, out, whole_size = self.wanted.first, self.wanted.out, self.opened.tensor.original_bytes
+        for number, (begin, end) in enumerate(itertools.pairwise(self.edges), self.number):
+            place = number * CHUNK_BYTES
+            size = min(CHUNK_BYTES, whole_size - place)
+            low, high = max(first, place), min(first + len(out), place + size)
+            part = out[low - first : high - first]
+            whole: Bytes = part if high - low == size else np.empty(size, np.uint8)
+            yield StoredChunk(
+                self.opened, number, stored[begin - self.begin : end - self.begin], whole, part, low - place
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A chunk as it is stored, where all of it goes, and which part of that is wanted."""
+
+    opened: Opened
+    number: int
+    stored: Bytes
+    out: Bytes
+    part: Bytes
+    part_first: int
+
+    @property
+    def head(self) -> tuple[int, int, int]:
+        """Words, escapes, checksum."""
+        num_words, num_escapes, hashed = CHUNK_HEAD.unpack(self.stored[: CHUNK_HEAD.size].tobytes())
+        return num_words, num_escapes, hashed
+
+    @property
+    def body(self) -> Bytes:
+        """All but the head."""
+        return self.stored[CHUNK_HEAD.size :]
+
+    def hand_over(self) -> None:
+        """After `out` was found right."""
+        if len(self.part) != len(self.out):
+            self.part[:] = self.out[self.part_first : self.part_first + len(self.part)]
+
+
+def are_ends(ends: NDArray[np.int64], size: int, tensor: PackedTensor) -> bool:
+    """Of chunks of the tensor, which take `size` bytes; each has room for what any chunk has at least.
+
+    So what a reader makes room for is no more than a few times what is stored.
+    """
+    if not len(ends):
+        return True
+    # each within the tensor, first of all: differences of numbers near 2^63 wrap around
+    if ends.min() < 0 or not ends.max() == ends[-1] == size:
+        return False
+    last = tensor.original_bytes - CHUNK_BYTES * (len(ends) - 1)
+    sizes = np.diff(ends, prepend=0)
+    return bool((sizes[:-1] >= _least_bytes(tensor, CHUNK_BYTES)).all() and sizes[-1] >= _least_bytes(tensor, last))
+
+
+def _least_bytes(tensor: PackedTensor, size: int) -> int:
+    """Of a chunk that stands for `size` bytes: raw ones have them all, coded ones states and what is not coded."""
+    if tensor.codec == "raw":
+        return CHUNK_HEAD.size + size
+    return CHUNK_HEAD.size + 4 * rans.LANES + rans.rest_bytes(tensor.dtype == "BF16", size // 2)
