@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -204,9 +205,13 @@ def test_inspection_takes_little_memory_for_a_large_tensor(tmp_path: Path) -> No
     assert memory.extra_bytes < row.original_bytes
 
 
-def test_the_programs_say_how_it_went(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+Program = Callable[..., tuple[int | str | None, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Program:
+    """One of the programs: its status, and what it says."""
+
     def run(*words: str | Path) -> tuple[int | str | None, str, str]:
         monkeypatch.setattr(sys, "argv", ["bundle", *map(str, words)])
         monkeypatch.setattr(program.console, "width", 200)
@@ -216,6 +221,10 @@ def test_the_programs_say_how_it_went(
             status = ended.code
         return status, *capsys.readouterr()
 
+    return run
+
+
+def test_the_programs_say_how_it_went(bundle: Path, run: Program) -> None:
     status, said, _ = run("verify", bundle, "--threads", "1")
     assert (status, "2 files" in said, "all as they were" in said) == (0, True, True)
     status, said, _ = run("inspect", bundle)
@@ -225,6 +234,17 @@ def test_the_programs_say_how_it_went(
     status, said, wrong = run("verify", bundle)
     assert (status, said) == (2, "")
     assert wrong.splitlines()[-1].endswith("is in it")
+
+
+def test_names_are_said_as_they_are(tmp_path: Path, run: Program) -> None:
+    """Brackets in them are no orders to the printer, which would end the program on some."""
+    model, bundle = tmp_path / "model [red]", tmp_path / "bundle [red]"
+    model.mkdir()
+    save_file({"[bold]w[/red]": torch.zeros(100)}, model / "[red].safetensors")
+    status, said, _ = run("compress", model, bundle, "--threads", "1")
+    assert (status, "bundle [red]: 1 files" in said.replace("\n", " ")) == (0, True)
+    status, said, _ = run("inspect", bundle)
+    assert (status, "[bold]w[/red]" in said) == (0, True)
 
 
 def test_the_shipped_model_takes_less_than_66_hundredths_and_less_than_zipnn_makes_of_it(tmp_path: Path) -> None:

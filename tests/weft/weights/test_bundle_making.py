@@ -77,6 +77,12 @@ def test_a_file_that_is_written_anew_while_it_is_compressed_is_named(checkpoint:
     assert convert.compress(checkpoint, tmp_path / "bundle", 1, nothing).num_kept == 0
 
 
+def test_a_file_that_goes_while_it_is_compressed_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    file = min(checkpoint.glob("*.safetensors"))
+    with pytest.raises(FileNotFoundError, match=rf"No such file or directory: '{file}'"):
+        convert.compress(checkpoint, tmp_path / "bundle", 1, lambda name, size: file.unlink(missing_ok=True))
+
+
 def test_what_was_begun_of_another_model_is_begun_anew(checkpoint: Path, tmp_path: Path) -> None:
     one_file = tmp_path / "other" / "model.safetensors"
     one_file.parent.mkdir()

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from weft.errors import WeftError
@@ -21,7 +21,7 @@ from weft.weights.bundle.inspection import Row, picture, rows_of, total_entropy
 from weft.weights.bundle.layout import SUFFIX, read_bundle_header
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-console = Console(highlight=False)
+console = Console(highlight=False, markup=False)  # a path or a tensor may be called [red]
 Threads = Annotated[int, typer.Option(min=0, help="0: all cores.")]
 
 
@@ -63,7 +63,13 @@ def inspect(
 @contextmanager
 def _progress(directory: Path, suffix: str) -> Iterator[convert.Report]:
     convert.weight_files(directory, suffix)
-    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         total = sum(_original_size(path) for path in convert.weight_files(directory, suffix))
         task = progress.add_task("", total=total)

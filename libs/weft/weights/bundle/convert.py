@@ -189,7 +189,9 @@ def _whole(path: Path) -> Iterator[Path]:
         on_disk(part)
         os.replace(part, path)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        # a write does not say which file it was of; what else fails does
+        name = error.filename if error.filename not in (None, str(part)) else str(path)
+        raise OSError(error.errno, error.strerror, name) from error
     finally:
         part.unlink(missing_ok=True)
 
