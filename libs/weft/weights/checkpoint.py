@@ -67,8 +67,9 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     directory = directory.absolute()
     if not is_there(directory):
         raise BadCheckpoint(f"{directory}: no such directory")
+    origin = origin_of(directory)
     config = read_config(directory)
-    found = _find_tensors(directory, origin_of(directory))
+    found = _find_tensors(directory, origin)
     tensors = _select(directory, config, found)
     head = found.get(config.prefix + "lm_head.weight") if config.is_tied else None
     state, name = source_id(directory, tensors, head), _digest([str(directory)])

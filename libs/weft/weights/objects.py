@@ -68,6 +68,12 @@ def local_model(url: str, cache: Path | None = None) -> Path:
     directory = (cache or MODEL_CACHE).expanduser() / blake2b(url.encode(), digest_size=8).hexdigest() / name
     with _kept(directory):
         directory.mkdir(parents=True, exist_ok=True)
+    _copy_small_files(origin, url, directory)
+    return directory
+
+
+def _copy_small_files(origin: ObjectOrigin, url: str, directory: Path) -> None:
+    """Those that are others in the store now; what is gone there goes here."""
     had = _stamps(directory)
     stamps = {}
     for file in origin.files():
@@ -77,13 +83,16 @@ def local_model(url: str, cache: Path | None = None) -> Path:
         if had.get(file.name) != stamps[file.name] or not _is_whole(directory / file.name, file.size_bytes):
             _write(directory / file.name, file.content())
     for gone in had.keys() - stamps.keys():
-        (directory / gone).unlink(missing_ok=True)
-    _write(directory / ORIGIN_FILE, json.dumps({"url": url, "files": stamps}).encode())
-    return directory
+        with _kept(directory / gone):
+            (directory / gone).unlink(missing_ok=True)
+    if had != stamps or not is_remote(directory):
+        _write(directory / ORIGIN_FILE, json.dumps({"url": url, "files": stamps}).encode())
 
 
 def origin_of(directory: Path) -> Origin:
-    """Where the weights of a checkpoint directory are. Raises BadCheckpoint, Unreadable."""
+    """Where the weights of a checkpoint directory are. If that is a store, the small files in the directory are as they
+    are there now: new weights want the config that came with them. Raises BadCheckpoint, Unreadable.
+    """
     if not is_remote(directory):
         return LocalOrigin(directory)
     try:
@@ -92,7 +101,9 @@ def origin_of(directory: Path) -> Origin:
         raise told(error, f"{directory / ORIGIN_FILE}: not readable") from error
     except (ValueError, KeyError, TypeError) as error:
         raise BadCheckpoint(f"{directory / ORIGIN_FILE}: no URL can be read: {error}") from error
-    return ObjectOrigin(str(url))
+    origin = ObjectOrigin(str(url))
+    _copy_small_files(origin, str(url), directory)
+    return origin
 
 
 def is_remote(directory: Path) -> bool:
@@ -105,7 +116,10 @@ def _stamps(directory: Path) -> dict[str, Any]:
         found = json.loads((directory / ORIGIN_FILE).read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    # whoever wrote that file has no say in what lies elsewhere
+    return {name: stamp for name, stamp in found.items() if name and Path(name).name == name and name != ".."}
 
 
 def _is_whole(path: Path, size: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import socket
 import subprocess
 import sys
@@ -16,10 +17,11 @@ import pytest
 import torch
 from obstore.store import from_url
 
-from tests.weft.weights.checkpoints import make_checkpoint
+from tests.weft.weights.checkpoints import make_checkpoint, write_config
 from weft.cli.ports import free_ports
 from weft.errors import BadCheckpoint, Unreadable
 from weft.weights import load, objects
+from weft.weights.blobs import stamp_of
 from weft.weights.bundle import convert
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.image import write_image
@@ -116,6 +118,35 @@ def test_what_changes_in_the_store_changes_here(store: str, tmp_path: Path, monk
         read_checkpoint(directory)
 
 
+def test_new_weights_are_read_with_the_config_that_came_with_them(store: str, tmp_path: Path) -> None:
+    """Also by a service that runs since before, and reads anew because the old ones are gone."""
+    make_checkpoint(tmp_path / "model")
+    url = upload(tmp_path / "model", "renewed")
+    directory = local_model(url)
+    copied = stamp_of((directory / "config.json").stat())
+    read_checkpoint(directory)
+    assert stamp_of((directory / "config.json").stat()) == copied
+    make_checkpoint(tmp_path / "model")
+    write_config(tmp_path / "model", rope_theta=12345.0)
+    upload(tmp_path / "model", "renewed")
+    assert json.loads(read_checkpoint(directory).config_json)["rope_theta"] == 12345.0
+    assert json.loads((directory / objects.ORIGIN_FILE).read_text())["url"] == url
+
+
+def test_only_files_beside_it_go_when_they_are_gone_from_the_store(store: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    directory = local_model(upload(tmp_path / "model", "elsewhere"))
+    (tmp_path / "mine").write_text("x")
+    for name in ("old.txt", "../mine", str(tmp_path / "mine"), "..", ""):
+        (directory / "old.txt").write_text("x")
+        said = json.loads((directory / objects.ORIGIN_FILE).read_text())
+        said["files"][name] = ["1", "x"]
+        (directory / objects.ORIGIN_FILE).write_text(json.dumps(said))
+        read_checkpoint(directory)
+        assert (directory / "old.txt").exists() == (name != "old.txt")
+    assert (tmp_path / "mine").exists()
+
+
 def test_a_copy_that_a_power_failure_cut_short_is_fetched_again(
     store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +160,7 @@ def test_a_copy_that_a_power_failure_cut_short_is_fetched_again(
     config.write_bytes(b"")
     assert local_model(url) == config.parent
     assert config.read_bytes() == whole
-    assert synced == ["config", "weft-origin", "config", "weft-origin"]
+    assert synced == ["config", "weft-origin", "config"]
 
 
 @pytest.mark.parametrize(("name", "said"), [("model.safetensors", "truncated"), ("model.weft", "not finished")])
