@@ -114,12 +114,22 @@ def test_settings_that_keep_the_gateway_from_starting_are_named(tmp_path: Path) 
     assert "tokenizer_config.json" in finding.says
 
 
-def test_a_check_that_is_ended_by_a_signal_says_nothing_of_the_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = subprocess.CompletedProcess([], -9, "", "model.weft  12 %")
+@pytest.mark.parametrize(
+    ("status", "says", "advice"),
+    [
+        (-9, "tiny: decoding it was ended by a signal: Killed", "dmesg"),
+        (1, "tiny: weft: model.weft: what was said", "look at the disk"),
+        (2, "tiny: weft: model.weft: what was said", "make it again"),
+    ],
+)
+def test_not_all_that_ends_decoding_is_the_bundles_fault(
+    monkeypatch: pytest.MonkeyPatch, status: int, says: str, advice: str
+) -> None:
+    ended = subprocess.CompletedProcess([], status, "", "model.weft  12 %\nweft: model.weft: what was said")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
     finding = model._verified("tiny", Path("/somewhere"), is_deep=True)
-    assert (finding.level, finding.says) == (Level.FAILURE, "tiny: decoding it was ended by a signal: Killed")
-    assert "make it again" not in finding.advice
+    assert (finding.level, finding.says) == (Level.FAILURE, says)
+    assert advice in finding.advice
 
 
 def test_storage_that_does_not_answer_is_no_fault_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:

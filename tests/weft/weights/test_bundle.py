@@ -18,7 +18,7 @@ from loadtest.weights.loader import PeakMemory
 from safetensors.torch import save_file
 
 from tests.weft.weights.checkpoints import nothing
-from weft.errors import BadCheckpoint
+from weft.errors import BadCheckpoint, Unreadable
 from weft.weights.blobs import FileBlob, Scratch
 from weft.weights.bundle import __main__ as program
 from weft.weights.bundle import convert, layout
@@ -224,12 +224,20 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return run
 
 
+def unreadable(*_: object) -> None:
+    raise Unreadable("the disk does not answer")
+
+
 def test_the_programs_say_how_it_went(bundle: Path, run: Program) -> None:
     status, said, _ = run("verify", bundle, "--threads", "1")
     assert (status, "2 files" in said, "all as they were" in said) == (0, True, True)
     status, said, _ = run("inspect", bundle)
     share, bound = re.findall(r"(\d+\.\d\d) %", next(line for line in said.splitlines() if " all " in line))
     assert (status, 60 < float(bound) < float(share) < 70) == (0, True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert, "verify", unreadable)
+        status, said, wrong = run("verify", bundle)
+    assert (status, said, wrong.splitlines()[-1]) == (1, "", "weft: the disk does not answer")
     next(bundle.glob("*-00002-*")).unlink()
     status, said, wrong = run("verify", bundle)
     assert (status, said) == (2, "")

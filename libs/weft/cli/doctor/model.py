@@ -32,6 +32,7 @@ from weft.weights.checkpoint import Checkpoint, read_checkpoint
 
 MOUNTS = Path("/proc/self/mounts")
 LARGE_PAGES_PAY = GIB
+LOOK_AT_THE_DISK = "look at the disk, mount or network that the files are on, then try again"
 VERIFY_SECONDS = 3600.0
 MIB = 1 << 20
 
@@ -45,8 +46,7 @@ def check_model(subject: Subject) -> Iterator[Finding]:
             yield Finding("model", Level.FAILURE, f"{name}: {error}", "fetch the files again, or name another: --model")
             continue
         except Unreadable as error:
-            advice = "look at the disk, mount or network that the files are on, then try again"
-            yield Finding("model", Level.FAILURE, f"{name}: {error}", advice)
+            yield Finding("model", Level.FAILURE, f"{name}: {error}", LOOK_AT_THE_DISK)
             continue
         files = {tensor.file.name for tensor in checkpoint.tensors}
         says = f"{name}: {len(checkpoint.tensors)} tensors, {_size(checkpoint.total_bytes)}, files: {len(files)}"
@@ -95,7 +95,8 @@ def _verified(name: str, directory: Path, is_deep: bool) -> Finding:
         return Finding("bundle", Level.FAILURE, says, "the system's log (dmesg) may say why: no memory left, for one")
     if ended.returncode:
         last = (ended.stderr.strip() or ended.stdout.strip()).rpartition("\n")[2]
-        return Finding("bundle", Level.FAILURE, f"{name}: {last}", "make it again: weft compress MODEL OUT")
+        advice = LOOK_AT_THE_DISK if ended.returncode == 1 else "make it again: weft compress MODEL OUT"
+        return Finding("bundle", Level.FAILURE, f"{name}: {last}", advice)
     return Finding("bundle", Level.OK, f"{name}: decodes to its checksums")
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from weft.errors import WeftError
+from weft.errors import Unreadable, WeftError
 from weft.weights.bundle import convert
 from weft.weights.bundle.inspection import Row, picture, rows_of, total_entropy
 from weft.weights.bundle.layout import SUFFIX, read_bundle_header
@@ -118,9 +118,12 @@ def _mb(num_bytes: int) -> str:
 
 
 def main() -> int:
-    """Errors of the user's are one line, status 2."""
+    """Errors of the user's are one line, status 2; so are the disk's, status 1: they say nothing of the files."""
     try:
         app(standalone_mode=True)
+    except Unreadable as error:
+        print(f"weft: {error}", file=sys.stderr)
+        return 1
     except (WeftError, OSError) as error:
         print(f"weft: {error}", file=sys.stderr)
         return 2

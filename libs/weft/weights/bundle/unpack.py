@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 import xxhash
 
-from weft.errors import BadCheckpoint
+from weft.errors import BadCheckpoint, WeftError
 from weft.weights.blobs import Blob, FileBlob, Scratch
 from weft.weights.bundle.chunks import Bytes, Opened, StoredChunk, Stretch, Wanted, are_ends
 from weft.weights.bundle.layout import CHUNK_BYTES, BundleHeader, PackedTensor, bundle_header_of, inflate
@@ -43,7 +43,12 @@ class BundleFile:
     @classmethod
     def open(cls, path: Path) -> Self:
         """Of a local file, through the page cache. Raises BadCheckpoint, Unreadable."""
-        return cls(str(path), FileBlob(path, direct=False))
+        blob = FileBlob(path, direct=False)
+        try:
+            return cls(str(path), blob)
+        except WeftError:
+            blob.close()
+            raise
 
     def close(self) -> None:
         """Let go of the file."""
