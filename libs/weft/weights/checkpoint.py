@@ -112,6 +112,15 @@ def _is_changed(checkpoint: Checkpoint) -> bool:
         return True  # one of them is gone
 
 
+def files_state(directory: Path) -> str:
+    """Of all files of a checkpoint, whatever they hold: another one as long as somebody writes them.
+
+    Raises BadCheckpoint, Unreadable.
+    """
+    origin = origin_of(directory)
+    return _digest([part for name in sorted(origin.names()) for part in (name, *origin.file(name).stamp())])
+
+
 def _find_tensors(directory: Path, origin: Origin) -> dict[str, TensorSource]:
     names = origin.names()
     if (single := _stored_name(SINGLE_FILE, names)) in names:

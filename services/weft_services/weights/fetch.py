@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weft.errors import Cancelled, Incompatible, PeerLost, WeftError
+from weft.errors import BadCheckpoint, Cancelled, Incompatible, PeerLost, Unreadable, WeftError
 from weft.storage import telling, told
-from weft.weights.checkpoint import Checkpoint, read_checkpoint
+from weft.weights.checkpoint import Checkpoint, files_state, read_checkpoint
 from weft.weights.head import with_own_head
 from weft.weights.image import Around, Image, find_image, remove_stale, write_image
 from weft.weights.layout import image_layout
@@ -75,6 +75,7 @@ class WeightLoader:
         self._progress_lock = threading.Lock()
         self._is_stopping = False
         self._is_wanted = False
+        self._state: str | None = None  # of the files, when they could not be read; None: they could
 
     async def load(self, is_ahead: bool = False) -> AsyncIterator[Progress | Loaded]:
         """Progress while it is read, Loaded last; `is_ahead` of anybody who would map it.
@@ -136,13 +137,13 @@ class WeightLoader:
     async def fits(self) -> bool:
         """Is there room, without another model's image going. Raises BadCheckpoint, Unreadable."""
         with telling(f"{self._directory}"):
-            checkpoint = await asyncio.to_thread(read_checkpoint, self._directory)
+            checkpoint = await asyncio.to_thread(self._described)
             return await self._room.fits(image_layout(checkpoint).size_bytes)
 
     async def _fetch(self) -> Loaded | WeftError:
         """An error is handed to those who wait; in the task group it would end the process."""
         try:
-            checkpoint = await asyncio.to_thread(read_checkpoint, self._directory)
+            checkpoint = await asyncio.to_thread(self._described)
             checkpoint = await asyncio.to_thread(with_own_head, checkpoint, self._num_readers)
             for name in await asyncio.to_thread(remove_stale, checkpoint):
                 logger.info("removed a stale image %s", name)
@@ -154,10 +155,13 @@ class WeightLoader:
                 async with self._room.promised(self, image_layout(checkpoint).size_bytes):
                     image, source = await self._read(checkpoint)
         except WeftError as error:
+            if isinstance(error, Unreadable):
+                self._state = await asyncio.to_thread(self._files_state)
             return error
         except OSError as error:
             return told(error, error.filename or f"{self._directory}")
         self.release()
+        self._state = None
         self._loaded = Loaded(image, checkpoint.config_json, source)
         if self._is_wanted:
             self._room.touch(self)  # reading may have taken long: the time to map it begins now
@@ -166,6 +170,23 @@ class WeightLoader:
             *(source, image.name, image.size_bytes, image.weights_hash),
         )
         return self._loaded
+
+    def _described(self) -> Checkpoint:
+        """Raises Unreadable also for files that are wrong and not what they were when they could not be read: they are
+        being written, and a large one takes a while. Those that stay as they are are a BadCheckpoint."""
+        try:
+            return read_checkpoint(self._directory)
+        except BadCheckpoint as error:
+            before, self._state = self._state, self._files_state()
+            if before is None or before == self._state:
+                raise
+            raise Unreadable(f"{error}; files are being written") from error
+
+    def _files_state(self) -> str:
+        try:
+            return files_state(self._directory)
+        except (WeftError, OSError):
+            return ""  # one goes just now, or the disk fails
 
     async def _read(self, checkpoint: Checkpoint) -> tuple[Image, str]:
         """The image and where it came from."""

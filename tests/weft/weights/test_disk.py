@@ -111,3 +111,36 @@ def test_a_disk_that_fails_under_a_tool_is_named(
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(Unreadable, match=r"model-00001-of-00002\.\w+: not readable at byte \d+: Input/output error"):
         TOOLS[tool](directory, tmp_path / "out", nothing)
+
+
+async def test_files_that_are_being_written_are_waited_for(
+    tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large one that is copied over another takes longer than the pause before it is read again."""
+    make_checkpoint(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    whole = file.read_bytes()
+
+    def overtaken(*_: Any) -> None:
+        file.write_bytes(whole[:1000])
+        raise Unreadable("files were written anew while they were read")
+
+    async with asyncio.TaskGroup() as tasks:
+        loader = fetch.WeightLoader(tmp_path / "model", 1, tasks)
+
+        async def load() -> list[object]:
+            return [event async for event in loader.load()]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fetch, "write_image", overtaken)
+            with pytest.raises(Unreadable):
+                await load()
+        for size in (2000, 3000):
+            file.write_bytes(whole[:size])
+            with pytest.raises(Unreadable, match=r"truncated: .*; files are being written"):
+                await load()
+        with pytest.raises(BadCheckpoint, match="truncated: "):
+            await load()
+        file.write_bytes(whole)
+        assert isinstance((await load())[-1], fetch.Loaded)
+        loader.release()
