@@ -22,7 +22,8 @@ from weft.engine.runner import ModelRunner
 from weft.errors import EngineFailed
 from weft.model.config import read_config
 from weft.request import SamplingParams, WorkerAddress
-from weft.rpc.server import SERVING, RpcServer
+from weft.rpc.health import SERVING
+from weft.rpc.server import RpcServer
 from weft.worker.config import WeightsForm
 from weft.worker.tasks import background
 from weft_kernels.packed import F12, pack_f12

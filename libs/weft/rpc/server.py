@@ -11,18 +11,17 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from weft.config import CannotListen, ConfigError
 from weft.errors import BadCheckpoint, Unreadable
 from weft.rpc.client import CHANNEL_OPTIONS
+from weft.rpc.health import Health
 from weft.rpc.status import StatusInterceptor
 from weft.rpc.tls import peer_credentials
 
 logger = logging.getLogger(__name__)
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 # supervisors do not start such a process again
 CONFIG_EXIT_CODE = 2
 # between two looks for cycles; Python's own 700 are there again after ten requests
@@ -50,7 +49,7 @@ class RpcServer:
         self._names = tuple(service_names)
         merged = {**dict(SERVER_OPTIONS), **dict(options)}
         self.server = grpc.aio.server(interceptors=[StatusInterceptor(), *inner], options=list(merged.items()))
-        self._health = health.aio.HealthServicer()
+        self._health = Health(self._names)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
 
@@ -67,14 +66,12 @@ class RpcServer:
             bound = self.server.add_secure_port(address, shown) if shown else self.server.add_insecure_port(address)
         except RuntimeError as error:  # all that gRPC says is how to hear more of it
             raise CannotListen(f"cannot listen on {address} for gRPC; is the port taken?") from error
-        await self.set_ready(False)
         await self.server.start()
         return f"{host}:{bound}"
 
     async def set_ready(self, ready: bool) -> None:
         """What grpc.health.v1 answers, for the whole process and each service."""
-        for name in ("", *self._names):
-            await self._health.set(name, SERVING if ready else NOT_SERVING)
+        self._health.set_ready(ready)
 
     async def stop(self, grace_seconds: float) -> None:
         """NOT_SERVING, then wait for calls up to the grace, then cut them off."""
