@@ -1,5 +1,5 @@
-"""uvicorn without its signal handlers, and connections that bound what comes before a body (bytes, headers, time) and
-how long a client may leave its answer unread."""
+"""uvicorn without its signal handlers, and connections that bound what comes around bodies (bytes, headers, time), how
+many requests wait for their turn, and how long a client may leave its answer unread."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ import contextlib
 import math
 import socket
 import ssl
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import httptools
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from weft.config import CannotListen
 
 MAX_HEADERS = 64
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 10.0
+# requests of one connection that wait while another is answered
+MAX_PIPELINED = 512
 KEEP_ALIVE_SECONDS = 75
 DATE_SECONDS = 1.0
 # How long a client may leave a full send buffer unread.
@@ -33,32 +36,44 @@ class GuardedProtocol(HttpToolsProtocol):
 
     _head_bytes = 0
     _is_in_head = True
+    _is_moving = False
     _head_timer: asyncio.TimerHandle | None = None
     _reader_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """Time runs from the first moment: an open connection that says nothing is closed."""
         super().connection_made(transport)
+        self._cycles: deque[RequestResponseCycle] = deque()
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
-        """Count what belongs to a head; one read may end it and begin a body, so the bound is a little loose."""
-        self._unset_keepalive_if_required()
+        """Count what brings a connection no further: more of a head, and what is neither head nor body, as are trailers
+        and empty lines. One read may bring both, so the bound is a little loose.
+
+        A connection that is kept is not kept longer by it: only a request stops that clock.
+        """
+        self._is_moving = False
         rest = data
         while rest:
             rest = self._read(rest)
-        if self._is_in_head and not self.transport.is_closing():
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self.send_400_response("Request head too large.")
+        if self._is_moving or self.transport.is_closing():
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEAD_BYTES and self._cycles:
+            self.transport.close()  # a 400 would be taken for their answer
+        elif self._head_bytes > MAX_HEAD_BYTES:
+            self.send_400_response("Request head too large.")
 
     def on_message_begin(self) -> None:
         """A head begins, on a new connection or on one that was kept."""
         super().on_message_begin()
+        self._unset_keepalive_if_required()
         self._expect_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """What is raised here becomes a 400."""
+        """What is raised here becomes a 400. Trailers are not read: who asks, and for whom, was decided by the head."""
+        if not self._is_in_head:
+            return
         if len(self.headers) >= MAX_HEADERS:
             raise ValueError("too many headers")
         super().on_header(name, value)
@@ -68,19 +83,41 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # read again, without the offer
         self._disarm()
+        self._unset_keepalive_if_required()  # an answer may have armed it while this head was on its way
         self._is_in_head = False
-        self._head_bytes = 0
+        self._moves()
         super().on_headers_complete()
+        self._cycles.append(self.cycle)
+        if len(self.pipeline) > MAX_PIPELINED:
+            self.transport.close()
+            raise ValueError("too many requests at a time")
+        if len(self.pipeline) == 1:
+            self.flow.resume_reading()  # else nobody would see that the client leaves
+
+    def on_body(self, body: bytes) -> None:
+        """More of it."""
+        self._moves()
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The body is there."""
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        """The next one's turn."""
+        while self._cycles and self._cycles[0].response_complete:
+            self._cycles.popleft()
+        super().on_response_complete()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing to wait for any more; whoever waits to write goes on, and hears that the client has left."""
+        """Nothing to wait for any more; whoever waits to write goes on, and hears that the client has left: all of them
+        do, and not the newest alone."""
         self._disarm()
         self._has_read()
+        for cycle in self._cycles:
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -99,7 +136,8 @@ class GuardedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError:
-            self.send_400_response("Invalid HTTP request received.")
+            if not self.transport.is_closing():
+                self.send_400_response("Invalid HTTP request received.")
         except httptools.HttpParserUpgrade as offer:
             if self.parser.get_method() != b"CONNECT":
                 return self._without_offer() + data[offer.args[0] :]
@@ -117,6 +155,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's are
         fields = [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
         return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(fields))
+
+    def _moves(self) -> None:
+        self._is_moving = True
+        self._head_bytes = 0
 
     def _expect_head(self) -> None:
         self._is_in_head = True

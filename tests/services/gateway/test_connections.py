@@ -1,0 +1,107 @@
+"""What a client may do with its connection beside asking: around bodies, between requests, by asking much at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
+from tests.services.gateway.fakes import speaking
+from tests.services.gateway.test_disconnect import connect, request_bytes
+from weft_services.gateway.front import http_server
+from weft_services.gateway.front.http_server import MAX_HEAD_BYTES, MAX_PIPELINED
+
+CHUNKED = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+def chunked(fields: dict[str, object], path: bytes = b"/v1/completions") -> bytes:
+    """A request up to its last chunk, behind which trailers may come."""
+    body = json.dumps({"model": MODEL_NAME, **fields}).encode()
+    return CHUNKED % path + b"%x\r\n%b\r\n0\r\n" % (len(body), body)
+
+
+async def body_of(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    (length,) = (line for line in head.split(b"\r\n") if line.startswith(b"content-length: "))
+    return await reader.readexactly(int(length.partition(b": ")[2]))
+
+
+@pytest.mark.parametrize("junk", [b"x: " + b"a" * 4096, b"\r\n" * 2048], ids=["a trailer", "empty lines"])
+async def test_what_is_neither_head_nor_body_has_an_end(bench: MakeBench, junk: bytes) -> None:
+    async with bench() as b, asyncio.timeout(20):
+        reader, writer = await connect(b)
+        writer.write(chunked({"prompt": "hello"}) if junk[:1] == b"x" else GET)
+        if junk[:1] != b"x":
+            await body_of(reader)
+        heard = asyncio.create_task(reader.read())
+        for _ in range(2 + 2 * MAX_HEAD_BYTES // len(junk)):
+            if not heard.done():
+                writer.write(junk)
+                await b.http.get("/health")  # so that it is read by itself
+            junk = junk.removeprefix(b"x: ")
+        with contextlib.suppress(ConnectionResetError):
+            await heard
+        writer.close()
+        assert b.decode.started == []
+        assert b.gateway.pipeline.num_in_flight == 0
+
+
+async def test_trailers_change_nothing_that_a_head_has_said(bench: MakeBench) -> None:
+    async with bench() as b:
+        b.decode.script = speaking([*b.ids("hello"), END])
+        reader, writer = await connect(b)
+        many = b"".join(b"h%d: x\r\n" % number for number in range(100))
+        trailers = b"x-vllm-priority: none\r\nauthorization: Bearer another\r\n" + many
+        writer.write(chunked({"prompt": "hello"}) + trailers + b"\r\n" + GET)
+        assert b"hello" in await body_of(reader)
+        assert b"ok" in await body_of(reader)
+        assert not b.scheduler.routed[0].tenant
+        writer.close()
+
+
+async def test_a_connection_on_which_too_much_is_asked_at_once_is_closed(bench: MakeBench) -> None:
+    async with bench() as b, asyncio.timeout(20):
+        b.decode.script = speaking(b.ids("hello"), finish=None)
+        reader, writer = await connect(b)
+        writer.write(request_bytes(stream=False) + GET * (MAX_PIPELINED + 1))
+        assert await reader.read() == b""
+        await b.decode.until(lambda: b.decode.cancelled == [start.key.request_id for start in b.decode.started])
+        writer.close()
+
+
+async def test_empty_lines_do_not_keep_a_connection(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_SECONDS", 0.3)
+    async with bench() as b, asyncio.timeout(10):
+        reader, writer = await connect(b)
+        writer.write(GET)
+        await body_of(reader)
+        writer.write(b"\r\n")
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def leave_behind(b: Bench, packets: list[bytes]) -> None:
+    """Ask for an answer that does not end, and then leave; each packet is read by itself."""
+    b.decode.script = speaking(b.ids("hello"), finish=None)
+    _, writer = await connect(b)
+    writer.write(packets[0])
+    await b.decode.until(lambda: len(b.decode.started) == 1)
+    for packet in packets[1:]:
+        writer.write(packet)
+        await b.http.get("/health")
+    writer.close()
+    await b.decode.until(lambda: b.decode.cancelled == [b.decode.started[0].key.request_id])
+
+
+async def test_a_client_that_leaves_is_missed_behind_another_request_too(bench: MakeBench) -> None:
+    async with bench() as b:
+        await leave_behind(b, [request_bytes(stream=False) + GET])
+
+
+async def test_a_client_that_leaves_is_missed_when_it_has_asked_again_meanwhile(bench: MakeBench) -> None:
+    async with bench() as b:
+        await leave_behind(b, [request_bytes(stream=False), GET])
