@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from tests.services.gateway.conftest import END, Bench, MakeBench
 from tests.services.gateway.fakes import forever, speaking
+from tests.weft.rpc.bare_http2 import MAX_CONCURRENT_STREAMS, SETTINGS, BareClient
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from weft_services.gateway.front import grpc_edge
@@ -39,6 +41,12 @@ async def code_of(call: Any) -> grpc.StatusCode:
         async for _ in call:
             pass
     return refusal.value.code()
+
+
+async def test_one_connection_has_no_more_than_so_many_calls_at_a_time(bench: MakeBench) -> None:
+    async with bench() as b, BareClient(b.gateway.grpc_address, window=65535) as client:
+        settings = dict(struct.iter_unpack(">HI", await client.first(SETTINGS)))
+        assert settings[MAX_CONCURRENT_STREAMS] == 1024
 
 
 async def test_a_message_larger_than_a_body_may_be_is_refused(bench: MakeBench) -> None:

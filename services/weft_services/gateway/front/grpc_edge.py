@@ -27,6 +27,8 @@ LISTENER_OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
+    # of one connection; health, which anybody may watch, and reflection included
+    ("grpc.max_concurrent_streams", 1024),
 )
 
 
