@@ -15,6 +15,7 @@ from weft.grammar import hash_tokenizer, load_grammars
 
 USER: Any = {"role": "user", "content": "hi"}
 
+LAST = "\U0010ffff"
 # each of them would take seconds, or all memory, without limits
 BOMBS: dict[str, dict[str, Any]] = {
     "look-around": {"guided_regex": "(?=a)b"},
@@ -33,6 +34,17 @@ BOMBS: dict[str, dict[str, Any]] = {
     "no root": {"guided_grammar": "# nothing"},
     "an open string": {"guided_grammar": 'root ::= "a'},
     "an open group": {"guided_grammar": "root ::= ("},
+    "a schema in a grammar": {"guided_grammar": 'start: %json {"type": "integer", "multipleOf": 99731}'},
+    "wide classes without case": {"guided_regex": "(?i)" + f"[!-{LAST}]" * 17},
+    "properties without case": {"guided_regex": "(?s)(?mi:" + r"\pL" * 17 + ")"},
+    "intersections without case": {"guided_regex": "(?i)[" + "&&".join([r"\S"] * 18) + "]"},
+    "wide classes of a grammar without case": {"guided_grammar": "start: " + r"/[\W]/i " * 17},
+    "wide classes of properties without case": {
+        "guided_json": {"properties": {f"p{i}": {"pattern": r"(?i)[\x21-\uFFFF]"} for i in range(17)}}
+    },
+    "wide classes of names without case": {
+        "guided_json": {"patternProperties": {f"(?i)^p{i}[!-{LAST}]$": {} for i in range(17)}}
+    },
     "a number beyond 64 bits": {"guided_json": {"type": "integer", "maximum": 2**64}},
     "remainders": {"guided_json": {"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}},
     "unions of unions": {
@@ -91,6 +103,9 @@ async def test_without_a_format_no_grammar_is_sent(bench: MakeBench) -> None:
     ("fields", "good", "bad"),
     [
         ({"guided_regex": "a/b[0-9]"}, "a/b7", "a/c"),
+        ({"guided_regex": "(?i)" + "[a-z]" * 40}, "Ab" * 20, "a0"),
+        ({"guided_regex": f"[!-{LAST}]" * 40}, "Ab" * 20, "a "),
+        ({"guided_regex": f"(?i)[b-{LAST}]" * 4}, "Bcde", "a0"),
         ({"guided_choice": ["one", 'two "three"']}, 'two "three"', "two t"),
         ({"structured_outputs": {"grammar": 'root ::= "x" [0-9]+'}}, "x12", "xx"),
         ({"response_format": {"type": "json_object"}}, '{"a": [1, {"b": null}]}', "[1]"),
@@ -106,7 +121,7 @@ async def test_without_a_format_no_grammar_is_sent(bench: MakeBench) -> None:
             "some text <f=b>",
         ),
     ],
-    ids=["regex", "choice", "grammar", "object", "tags"],
+    ids=["regex", "no case", "wide", "wide without case", "choice", "grammar", "object", "tags"],
 )
 async def test_every_spelling_means_what_it_says(
     bench: MakeBench, model_dir: Path, fields: dict[str, Any], good: str, bad: str

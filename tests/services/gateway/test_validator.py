@@ -29,6 +29,10 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
+def tags(triggers: list[str]) -> dict[str, Any]:
+    return {"type": "structural_tag", "structures": [{"begin": "<f=a>"}], "triggers": triggers}
+
+
 def completion(**fields: Any) -> Generation:
     return parse_completion(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
 
@@ -98,6 +102,9 @@ def completion(**fields: Any) -> Generation:
         ({"response_format": schema_format({"description": "x" * 70_000})}, "response_format.json_schema.schema"),
         ({"response_format": schema_format({"multipleOf": 99731})}, "response_format.json_schema.schema"),
         ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format"),
+        ({"response_format": tags(["<f"] * 65)}, "response_format"),
+        ({"response_format": tags(["<f", ""])}, "response_format.triggers.1"),
+        ({"response_format": tags(["x" * 5000, "<f"])}, "response_format.triggers.0"),
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_regex": "a" * 5000}, "guided_regex"),
         ({"guided_regex": ["a"]}, "guided_regex"),

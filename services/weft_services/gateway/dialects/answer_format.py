@@ -129,6 +129,8 @@ def _rules(value: Any, field: str) -> str:
     # rules that double one another grow beyond bounds faster than any compiler notices
     if (num_rules := text.count(":")) > MAX_RULES:
         raise InvalidRequest(f"{field}: {num_rules} rules, at most {MAX_RULES}", field)
+    if "%json" in text:  # a schema in there would be seen by nobody who knows limits of schemas
+        raise InvalidRequest(f"{field}: %json is not taken here, a schema goes into guided_json", field)
     return text
 
 
@@ -150,8 +152,10 @@ def _tags(value: Any, field: str) -> tuple[dict[str, Any], ...]:
     triggers = value.get("triggers") if isinstance(value, dict) else None
     if not isinstance(structures, list) or not 1 <= len(structures) <= MAX_TAGS:
         raise InvalidRequest(f"{field}: structures must be a list of 1 to {MAX_TAGS} objects", field)
-    if not isinstance(triggers, list) or not all(isinstance(each, str) and each for each in triggers):
-        raise InvalidRequest(f"{field}: triggers must be a list of strings", field)
+    if not isinstance(triggers, list) or not 1 <= len(triggers) <= MAX_TAGS:
+        raise InvalidRequest(f"{field}: triggers must be a list of 1 to {MAX_TAGS} strings", field)
+    for place, each in enumerate(triggers):
+        _text(each, f"{field}.triggers.{place}", MAX_REGEX_CHARS)
     return tuple(_tag(each, triggers, f"{field}.structures.{place}") for place, each in enumerate(structures))
 
 

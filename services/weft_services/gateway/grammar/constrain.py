@@ -6,6 +6,7 @@ from weft.errors import InvalidRequest
 from weft.request import Grammar
 from weft_services.gateway.generation import Conversation, Generation
 from weft_services.gateway.grammar.answer_grammar import TEXT, Part, format_parts, join, lark_part, quote
+from weft_services.gateway.grammar.regex_limits import complaint
 from weft_services.gateway.grammar.tool_grammar import call_parts, text_or_call_parts
 from weft_services.gateway.model import ServedModel
 from weft_services.gateway.text.assistant import END_THINK, THINK
@@ -20,6 +21,8 @@ def grammar_of(generation: Generation, model: ServedModel, is_thinking: bool) ->
         return None
     if model.thinks and isinstance(generation.prompts[0], Conversation):
         parts = [_thoughts(model, is_thinking), *parts]
+    if (found := complaint(parts)) is not None:
+        raise InvalidRequest(f"{field}: {found}", field, "invalid_value")
     text = join(parts)
     try:
         model.grammars.compile(text)
