@@ -38,4 +38,4 @@ class Door:
         """Who shows these headers. Raises Unauthenticated, or PeerLost where keys could not be read yet."""
         if self._keyring is None:
             return Visitor()
-        return Visitor(self._keyring.find(headers), self._limiter)
+        return Visitor(self._keyring.find(headers), self._limiter, self._keyring.has_tenants)

@@ -103,6 +103,8 @@ class Keyring:
         self._source: Source = ValkeySource(where) if is_valkey else FileSource(Path(where))
         self._is_required = not is_valkey
         self._keys: Mapping[str, Key] | None = None
+        # have they more than one owner, operators aside, who are there for the others' sake
+        self.has_tenants = False
         self._trouble = ""
 
     async def open(self) -> None:
@@ -144,6 +146,7 @@ class Keyring:
         self._note("")
         if changed is not None:
             self._keys = changed
+            self.has_tenants = len({key.owner for key in changed.values() if not key.operator}) > 1
             logger.info("keys=%d", len(changed))
 
     def _note(self, trouble: str) -> None:

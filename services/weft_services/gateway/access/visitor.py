@@ -14,10 +14,12 @@ from weft_services.gateway.access.limiter import Level, Limiter
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
-    """A client with its key, or without one where the mesh asks for none."""
+    """A client with its key, or without one where the mesh asks for none. `is_among_others`: it has to leave them
+    room."""
 
     key: Key | None = None
     limiter: Limiter | None = None
+    is_among_others: bool = False
 
     @property
     def name(self) -> str:

@@ -18,7 +18,7 @@ from weft_services.gateway.access.door import Door
 from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.front.access_log import note, opened
 from weft_services.gateway.front.exchange import BODY_SECONDS, MAX_BODY_BYTES
-from weft_services.gateway.mesh.pipeline import Pipeline
+from weft_services.gateway.mesh.pipeline import Pipeline, counted
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 # strangers' networks are slower than ours, and a laptop may sleep
@@ -64,7 +64,9 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore
                 visitor.set(found)
                 note({"key": found.name})
                 with self._pipeline.admitted():
-                    return await method(await _only(requests), context)
+                    with counted():
+                        request = await _only(requests)
+                    return await method(request, context)
 
         return handle
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -46,6 +47,7 @@ class Pipeline:
         self._mesh = mesh
         self._watch = watch
         self._max_requests = max_requests
+        self._held: Counter[str] = Counter()
         self._idle = asyncio.Event()
         self._idle.set()
         self._workshop = Workshop()
@@ -88,22 +90,33 @@ class Pipeline:
     @contextmanager
     def admitted(self) -> Iterator[None]:
         """A place among the requests under way. Raises RateLimited, Overloaded, or PeerLost while shutting down."""
-        visitor.get().check()
+        whose = visitor.get()
+        whose.check()
         if self.is_draining:
             raise PeerLost("the gateway is shutting down")
         if self.num_in_flight >= self._max_requests:
             # no better figure than a second is known here: of so many some end within it, whatever the fleet is like
             raise Overloaded(f"{self._max_requests} requests are under way already")
+        if whose.is_among_others and (held := self._held[whose.tenant]) >= self._share(held):
+            raise Overloaded(f"{held} requests of this tenant are under way already")
+        self._held[whose.tenant] += 1
         self.num_in_flight += 1
         self._idle.clear()
         metrics.IN_FLIGHT.set(self.num_in_flight)
         try:
             yield
         finally:
+            self._held[whose.tenant] -= 1
+            if not self._held[whose.tenant]:
+                del self._held[whose.tenant]
             self.num_in_flight -= 1
             metrics.IN_FLIGHT.set(self.num_in_flight)
             if self.num_in_flight == 0:
                 self._idle.set()
+
+    def _share(self, held: int) -> int:
+        """What one tenant may hold where there are several: half of what the others leave, so that each finds some."""
+        return max(1, (self._max_requests - (self.num_in_flight - held)) // 2)
 
     async def until_idle(self, seconds: float) -> None:
         """Until nothing is under way, but no longer than this."""
