@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 from tokenizers import Tokenizer, processors
 
@@ -12,7 +15,7 @@ from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, TEMPLATE, 
 from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_grpc import stub_of
 from weft_mesh.v1 import inference_service_pb2 as pb
-from weft_services.gateway.front import text_endpoints
+from weft_services.gateway.front import service, text_endpoints
 from weft_services.gateway.mesh.prepare import MAX_COUNTED_CHARS
 
 USER: Any = {"role": "user", "content": "hello ü"}
@@ -30,6 +33,7 @@ WRONG: list[tuple[str, dict[str, Any], str, int]] = [
     ("/detokenize", {"tokens": [999]}, "tokens", 400),
     ("/detokenize", {"tokens": [-1]}, "tokens.0", 400),
     ("/detokenize", {"tokens": ["a"]}, "tokens.0", 400),
+    ("/detokenize", {"tokens": [1] * 65_537}, "tokens", 400),
     ("/detokenize", {"tokens": [1], "model": "other"}, "model", 404),
 ]
 
@@ -128,3 +132,33 @@ async def test_a_bug_is_a_500_whose_traceback_is_in_the_log(
         status, error = await b.refused("/tokenize", prompt="x")
         assert (status, error["message"]) == (500, "internal error")
     assert any(record.exc_info and isinstance(record.exc_info[1], KeyError) for record in caplog.records)
+
+
+async def test_a_text_that_is_long_for_its_tokens_is_refused(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_endpoints, "MAX_TOKENS", 8)
+    async with bench() as b:
+        assert (await b.http.post("/detokenize", json={"tokens": [1] * CONTEXT})).status_code == 200
+        monkeypatch.setattr(text_endpoints, "CHARS_A_TOKEN", 4)
+        status, error = await b.refused("/detokenize", tokens=[1] * CONTEXT)
+        assert (status, error["param"]) == (400, "tokens")
+        assert f"{CONTEXT * len('<|bos|>')} characters" in error["message"]
+
+
+async def test_what_may_be_long_is_not_written_on_the_loop(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    writers: list[threading.Thread] = []
+
+    def watched(write: Any) -> Any:
+        def writing(found: Any) -> Any:
+            writers.append(threading.current_thread())
+            return write(found)
+
+        return writing
+
+    monkeypatch.setattr(text_endpoints, "orjson", SimpleNamespace(dumps=watched(orjson.dumps)))
+    monkeypatch.setattr(service, "_tokenized", watched(service._tokenized))
+    async with bench() as b, stub_of(b) as stub:
+        for path, fields in (("/tokenize", {"prompt": "hello"}), ("/detokenize", {"tokens": [1]})):
+            assert (await b.http.post(path, json=fields)).status_code == 200
+        await stub.Tokenize(pb.TokenizeRequest(text="hello"), timeout=10)
+    assert len(writers) == 3
+    assert threading.main_thread() not in writers

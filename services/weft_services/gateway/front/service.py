@@ -96,15 +96,13 @@ class InferenceService(InferenceServiceServicer):
 
     async def Tokenize(self, request: bytes, context: Any) -> pb.TokenizeResponse:  # type: ignore[override]
         """What /tokenize does."""
-        found = await tokens_of(self._pipeline, request, read_tokenize)
-        return pb.TokenizeResponse(
-            token_ids=found["tokens"], token_strings=found["token_strs"], max_context_tokens=found["max_model_len"]
-        )
+        return await tokens_of(self._pipeline, request, read_tokenize, _tokenized)
 
     async def Detokenize(self, request: bytes, context: Any) -> pb.DetokenizeResponse:  # type: ignore[override]
         """What /detokenize does."""
-        found = await text_of(self._pipeline, request, read_detokenize)
-        return pb.DetokenizeResponse(text=found["prompt"])
+        return await text_of(
+            self._pipeline, request, read_detokenize, lambda found: pb.DetokenizeResponse(text=found["prompt"])
+        )
 
     async def ListModels(self, request: bytes, context: Any) -> pb.ListModelsResponse:  # type: ignore[override]
         """All of them."""
@@ -142,6 +140,12 @@ class InferenceService(InferenceServiceServicer):
                 if (HEADER.decode(), "1") in (metadata or ()):
                     name_of, told = response_header(account.timeline())
                     context.set_trailing_metadata(((name_of.decode(), told.decode()),))
+
+
+def _tokenized(found: dict[str, Any]) -> pb.TokenizeResponse:
+    return pb.TokenizeResponse(
+        token_ids=found["tokens"], token_strings=found["token_strs"], max_context_tokens=found["max_model_len"]
+    )
 
 
 @contextmanager

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import orjson
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from weft.errors import InvalidRequest
 from weft_services.gateway.dialects.anthropic_frames import message_error
 from weft_services.gateway.dialects.anthropic_requests import parse_count
 from weft_services.gateway.dialects.responses_requests import parse_responses
@@ -22,8 +24,10 @@ from weft_services.gateway.mesh.pipeline import Pipeline
 from weft_services.gateway.mesh.prepare import check_ids, tokenize
 from weft_services.gateway.mesh.sessions import Session, session_of
 
+# ids to be told as text, where a context is not longer, and characters of it for each
+MAX_TOKENS, CHARS_A_TOKEN = 65_536, 16
 Fields = dict[str, Any]
-Work = Callable[[Pipeline, bytes], Awaitable[Fields]]
+ToldT = TypeVar("ToldT")
 
 
 def text_routes(pipeline: Pipeline) -> list[Route]:
@@ -31,40 +35,54 @@ def text_routes(pipeline: Pipeline) -> list[Route]:
     endpoints: dict[str, TextEndpoint] = {
         "/v1/messages/count_tokens": CountEndpoint(pipeline, parse_count, "", message_error),
         "/v1/responses/input_tokens": CountEndpoint(pipeline, parse_responses, "response.input_tokens"),
-        "/tokenize": TokenEndpoint(pipeline, tokens_of),
-        "/detokenize": TokenEndpoint(pipeline, text_of),
+        "/tokenize": TokenEndpoint(pipeline, partial(tokens_of, parse=parse_tokenize, told=orjson.dumps)),
+        "/detokenize": TokenEndpoint(pipeline, partial(text_of, parse=parse_detokenize, told=orjson.dumps)),
     }
     return [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
 
 
-async def tokens_of(pipeline: Pipeline, body: bytes, parse: Callable[[bytes], Tokenizing] = parse_tokenize) -> Fields:
-    """vLLM's /tokenize."""
+async def tokens_of(
+    pipeline: Pipeline, body: bytes, parse: Callable[[bytes], Tokenizing], told: Callable[[Fields], ToldT]
+) -> ToldT:
+    """vLLM's /tokenize. There may be a million of them, so they are `told` in the same thread."""
 
-    def work() -> Fields:
+    def work() -> ToldT:
         asked = parse(body)
         model = pipeline.models.meant(asked.model)
         note({"model": model.name})
         limit = pipeline.max_context_tokens(model)
         ids = tokenize(asked, model, limit)
         texts = model.codec.entries(ids) if asked.wants_texts else None
-        return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts}
+        return told({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts})
 
     return await pipeline.do(work)
 
 
 async def text_of(
-    pipeline: Pipeline, body: bytes, parse: Callable[[bytes], tuple[str, list[int]]] = parse_detokenize
-) -> Fields:
-    """vLLM's /detokenize: special tokens are part of the text."""
+    pipeline: Pipeline,
+    body: bytes,
+    parse: Callable[[bytes], tuple[str, list[int]]],
+    told: Callable[[Fields], ToldT],
+) -> ToldT:
+    """vLLM's /detokenize: special tokens are part of the text. `told` as in `tokens_of`."""
 
-    def work() -> Fields:
+    def work() -> ToldT:
         name, ids = parse(body)
         model = pipeline.models.meant(name)
         note({"model": model.name})
+        limit = max(pipeline.max_context_tokens(model), MAX_TOKENS)
+        _check_number("tokens", len(ids), limit)
         check_ids(ids, "tokens", model)
-        return {"prompt": model.codec.whole_text(ids)}
+        text = model.codec.whole_text(ids)
+        _check_number("characters", len(text), limit * CHARS_A_TOKEN)
+        return told({"prompt": text})
 
     return await pipeline.do(work)
+
+
+def _check_number(what: str, number: int, limit: int) -> None:
+    if number > limit:
+        raise InvalidRequest(f"tokens: {number} {what}, at most {limit}", "tokens", "invalid_value")
 
 
 class TextEndpoint(ABC):
@@ -80,21 +98,21 @@ class TextEndpoint(ABC):
         async with failures_told(reply):
             with self._pipeline.admitted():
                 answer = await self._answer(await read_json_body(scope, receive), scope)
-            await reply.whole(200, orjson.dumps(answer))
+            await reply.whole(200, answer)
 
     @abstractmethod
-    async def _answer(self, body: bytes, scope: Scope) -> Fields:
+    async def _answer(self, body: bytes, scope: Scope) -> bytes:
         """What is told. Raises WeftError."""
 
 
 class TokenEndpoint(TextEndpoint):
     """Texts to tokens, or back."""
 
-    def __init__(self, pipeline: Pipeline, work: Work) -> None:
+    def __init__(self, pipeline: Pipeline, work: Callable[[Pipeline, bytes], Awaitable[bytes]]) -> None:
         super().__init__(pipeline)
         self._work = work
 
-    async def _answer(self, body: bytes, scope: Scope) -> Fields:
+    async def _answer(self, body: bytes, scope: Scope) -> bytes:
         return await self._work(self._pipeline, body)
 
 
@@ -108,11 +126,11 @@ class CountEndpoint(TextEndpoint):
         self._parse = parse
         self._named: Fields = {"object": kind} if kind else {}
 
-    async def _answer(self, body: bytes, scope: Scope) -> Fields:
+    async def _answer(self, body: bytes, scope: Scope) -> bytes:
         parse = await self._parser(body, session_of(scope["headers"]))
         model, number = await self._pipeline.count(parse, body)
         note({"model": model.name, "prompt": number})
-        return {**self._named, "input_tokens": number}
+        return orjson.dumps({**self._named, "input_tokens": number})
 
     async def _parser(self, body: bytes, session: Session) -> Callable[[bytes], Generation]:
         """Of this body."""
