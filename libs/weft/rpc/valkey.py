@@ -1,5 +1,5 @@
-"""Valkey as something one asks for help and can do without: every question has a deadline, and after a failure it is
-left alone for a while. Knows no command and no key."""
+"""Valkey as something one asks for help and can do without: every question has its turn and a deadline, and after a
+failure it is left alone for a while. Knows no command and no key."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ ResultT = TypeVar("ResultT")
 
 
 class Valkey:
-    """One server for one purpose: `found` and `lost` are what the log says when it answers again, or no more."""
+    """One server for one purpose: `found` and `lost` are what the log says when it answers again, or no more.
+
+    So many questions are asked `at_once`; the others wait for their turn, up to `turn_seconds` (as long as for an
+    answer unless it is said). That wait is about us, so it is no part of the deadline, and no failure of the server's.
+    """
 
     def __init__(
         self,
@@ -32,12 +36,16 @@ class Valkey:
         lost: str,
         clock: Callable[[], float] = time.monotonic,
         deadline_seconds: float = DEADLINE_SECONDS,
+        turn_seconds: float | None = None,
+        at_once: int = MAX_CONNECTIONS,
     ) -> None:
         self.redis = _connect(url, deadline_seconds)
         self._found = found
         self._lost = lost
         self._clock = clock
         self._deadline_seconds = deadline_seconds
+        self._turn_seconds = deadline_seconds if turn_seconds is None else turn_seconds
+        self._turns = asyncio.Semaphore(min(at_once, MAX_CONNECTIONS))
         self._is_up = True
         self._paused_until = 0.0
 
@@ -47,8 +55,27 @@ class Valkey:
         return self._clock() < self._paused_until
 
     async def ask(self, command: Callable[[Redis], Awaitable[ResultT]]) -> ResultT | None:
-        """The answer, or None: too late, refused, or not even asked because it failed a moment ago."""
+        """The answer, or None: too late, refused, or not even asked, because it failed a moment ago or
+        so much was asked before."""
         if self.is_resting:
+            return None
+        try:
+            async with asyncio.timeout(self._turn_seconds):
+                await self._turns.acquire()
+        except TimeoutError:
+            logger.info("%s: too much is asked at once", self._lost)
+            return None
+        try:
+            return await self._ask(command)
+        finally:
+            self._turns.release()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.redis.aclose()
+
+    async def _ask(self, command: Callable[[Redis], Awaitable[ResultT]]) -> ResultT | None:
+        if self.is_resting:  # since it began to wait for its turn
             return None
         if not self._is_up:
             # this one tries; the others do not wait with it
@@ -63,10 +90,6 @@ class Valkey:
         self._paused_until = 0.0
         self._note(True, "")
         return answer
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self.redis.aclose()
 
     def _note(self, is_up: bool, why: str) -> None:
         if is_up != self._is_up:

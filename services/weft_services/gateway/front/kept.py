@@ -24,6 +24,8 @@ FOUND = "answers are kept again"
 LOST = "answers are not kept"
 # a client waits so long at most for its answer to be kept; a megabyte takes some milliseconds
 DEADLINE_SECONDS = 0.5
+# few at a time, so that long ones keep to it, and this long for a turn: one tenant's many are no failure for all
+AT_ONCE, TURN_SECONDS = 4, 5.0
 MAX_RECORD_BYTES = 16 * 1024 * 1024
 # what is no part of a prompt, such as thoughts and fields that nobody reads, is charged to nobody, but takes room
 USUAL_BYTES, BYTES_A_TOKEN = 1024 * 1024, 64
@@ -58,7 +60,9 @@ class KeptAnswers:
     tenant; nobody finds what is another's."""
 
     def __init__(self, redis_url: str, seconds: float) -> None:
-        self._valkey = Valkey(redis_url, FOUND, LOST, deadline_seconds=DEADLINE_SECONDS)
+        self._valkey = Valkey(
+            redis_url, FOUND, LOST, deadline_seconds=DEADLINE_SECONDS, turn_seconds=TURN_SECONDS, at_once=AT_ONCE
+        )
         self._milliseconds = math.ceil(seconds * 1000)
 
     async def find(self, owner: bytes, name: str) -> bytes | None:

@@ -1,0 +1,76 @@
+"""Turns and rests, without a server: what is asked is ours, and says how the server would have fared."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from redis.exceptions import ConnectionError as Refused
+
+from weft.rpc.valkey import MAX_CONNECTIONS, Valkey
+
+URL = "redis://127.0.0.1:1/0"
+
+
+async def test_what_is_asked_at_once_never_waits_for_a_connection_within_its_deadline() -> None:
+    valkey = Valkey(URL, "found", "lost", deadline_seconds=20, at_once=10 * MAX_CONNECTIONS)
+    num_asked = num_most = 0
+    all_asked, are_many = asyncio.Event(), asyncio.Event()
+
+    async def command(_: Any) -> int:
+        nonlocal num_asked, num_most
+        num_asked += 1
+        num_most = max(num_most, num_asked)
+        if num_asked == MAX_CONNECTIONS:
+            are_many.set()
+        await all_asked.wait()
+        num_asked -= 1
+        return 1
+
+    answers = [asyncio.create_task(valkey.ask(command)) for _ in range(3 * MAX_CONNECTIONS)]
+    await are_many.wait()
+    all_asked.set()
+    assert await asyncio.gather(*answers) == [1] * len(answers)
+    assert num_most == MAX_CONNECTIONS
+    await valkey.close()
+
+
+async def test_a_turn_that_does_not_come_is_no_failure_of_the_server() -> None:
+    valkey = Valkey(URL, "found", "lost", deadline_seconds=20, turn_seconds=0.01, at_once=1)
+    go_on = asyncio.Event()
+
+    async def long(_: Any) -> bool:
+        return await go_on.wait()
+
+    async def short(_: Any) -> bool:
+        return True
+
+    first = asyncio.create_task(valkey.ask(long))
+    await asyncio.sleep(0)
+    assert await valkey.ask(short) is None
+    assert not valkey.is_resting
+    go_on.set()
+    assert await first is True
+    assert await valkey.ask(short) is True
+    await valkey.close()
+
+
+@pytest.mark.parametrize("error", [Refused("no"), TimeoutError()], ids=["refused", "late"])
+async def test_whoever_waited_while_it_failed_does_not_ask(error: Exception) -> None:
+    valkey = Valkey(URL, "found", "lost", deadline_seconds=20, at_once=1)
+    go_on, num_asked = asyncio.Event(), 0
+
+    async def failing(_: Any) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        await go_on.wait()
+        raise error
+
+    asked = [asyncio.create_task(valkey.ask(failing)) for _ in range(3)]
+    await asyncio.sleep(0)
+    go_on.set()
+    assert await asyncio.gather(*asked) == [None] * 3
+    assert num_asked == 1
+    assert valkey.is_resting
+    await valkey.close()
