@@ -87,7 +87,7 @@ class Generation:
     `repeats_prompt`: answers begin with their prompt, and their logprobs with those of its tokens. With
     `num_prompt_logprobs` these are told beside the answer. `max_tokens` may be 0 with either.
     `echo` is what an API gives back with its answer of what was asked; `kept_items` are the items that led to an answer
-    which is to be kept.
+    which is to be kept, and `num_earlier_generated` the tokens that were generated for them.
     """
 
     model: str
@@ -127,6 +127,7 @@ class Generation:
     retention: Retention = KEEP
     echo: dict[str, Any] = field(default_factory=dict)
     kept_items: tuple[dict[str, Any], ...] | None = None
+    num_earlier_generated: int = 0
 
     @property
     def num_candidates(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,6 +81,8 @@ async def test_a_conversation_goes_on_from_what_was_kept_whoever_keeps_it(
         await ask(sdk, "three", previous_response_id=then.id, instructions="Be long.")
         places = [prompt_of(b).index(word) for word in ("Be long.", "one", "hello", "two", "world", "three")]
         assert places == sorted(places)
+        (record,) = Redis.from_url(url).mget(Redis.from_url(url).keys(f"weft:response:*:{then.id}"))
+        assert json.loads(record or "")["num_earlier_generated"] == first.usage.output_tokens > 0
         # as the first of two branches leaves the other one alone
         await ask(sdk, "four", previous_response_id=first.id)
         assert "two" not in prompt_of(b)
@@ -106,8 +109,8 @@ async def test_results_of_calls_are_enough_to_go_on(bench: MakeBench, valkey: Va
     "item",
     [
         {"type": "reasoning", "summary": [], "content": "none of its parts"},
-        {"type": "function_call", "call_id": "a", "name": "now", "arguments": "{}", "content": "text"},
-        {"type": "function_call_output", "call_id": "a", "output": "noon", "content": "text"},
+        {"type": "function_call", "call_id": "a", "name": "now", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "noon"},
     ],
     ids=lambda item: item["type"],
 )
@@ -115,11 +118,13 @@ async def test_what_is_no_message_is_kept_as_it_was_given(
     bench: MakeBench, valkey: ValkeyServer, item: dict[str, Any]
 ) -> None:
     async with bench(redis_url=valkey.connection_url) as b:
-        said = {"model": MODEL_NAME, "input": [{"role": "user", "content": "hi"}, item]}
+        said = {"model": MODEL_NAME, "input": [{"role": "user", "content": "hi"}, {**item, "unread": "text"}]}
         made = await b.http.post("/v1/responses", json=said)
         assert made.status_code == 200
         listed = await b.http.get(f"/v1/responses/{made.json()['id']}/input_items")
-        assert item.items() <= listed.json()["data"][0].items()
+        kept_item = listed.json()["data"][0]
+        assert item.items() <= kept_item.items()
+        assert kept_item.keys() == {*item, "id", "status"}
 
 
 async def test_a_few_words_behind_a_long_conversation_are_not_read_on_the_loop(

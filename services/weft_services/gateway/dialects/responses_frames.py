@@ -37,6 +37,7 @@ class ResponseFrames:
         self._num_events = 0
         self._is_padded = prepared.generation.include_obfuscation
         self.kept_items = prepared.generation.kept_items
+        self.num_earlier_generated = prepared.generation.num_earlier_generated
         self.whole: dict[str, Any] | None = None  # the response, once it is complete
         self._logprobs = TextLogprobs(self._codec)
         sampling = prepared.sequences[0].sampling

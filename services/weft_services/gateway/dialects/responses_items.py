@@ -14,6 +14,15 @@ SYSTEMS = ("system", "developer")
 ROLES = ("user", "assistant", *SYSTEMS)
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+# what is known of them, beside type, id and status; the rest is read by nobody
+KNOWN = {
+    "message": ("role", "content"),
+    "reasoning": ("summary", "content"),
+    "function_call": ("call_id", "namespace", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
+KNOWN_OF_PARTS = ("type", "text", "refusal")
+MAX_ID_CHARS = 256
 # the order in which an assistant's turn is written; what would go back in it begins another message
 TURN = ("reasoning_content", "content", "tool_calls")
 
@@ -90,7 +99,8 @@ def read_input(value: Any, instructions: Any, earlier: Iterable[Fields] = ()) ->
 
 
 def kept_items(value: str | list[Fields], before: Iterable[Fields] = ()) -> list[Fields]:
-    """The input, found right, as it is listed later behind those before it: items with an id each, texts in parts."""
+    """The input, found right, as it is listed later behind those before it: items with an id each, texts in parts, and
+    nothing that was not read."""
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
     taken = {str(item["id"]) for item in before}
     return [_kept(item, taken) for item in items]
@@ -99,14 +109,25 @@ def kept_items(value: str | list[Fields], before: Iterable[Fields] = ()) -> list
 def _kept(item: Fields, taken: set[str]) -> Fields:
     kind = item.get("type", "message")
     own = item.get("id")
-    if not own or own in taken:  # a page of the list begins behind an id
+    if not own or own in taken or len(own) > MAX_ID_CHARS:  # a page of the list begins behind an id
         own = f"{ID_PREFIXES[kind]}_{new_id()}"
     taken.add(own)
-    kept = {**item, "type": kind, "id": own, "status": "completed"}
+    kept = {name: _known(item[name]) for name in KNOWN[kind] if name in item}
+    kept |= {"type": kind, "id": own, "status": "completed"}
     if kind == "message" and isinstance(content := item.get("content"), str):
         part = {"type": "output_text", "annotations": []} if item["role"] == "assistant" else {"type": "input_text"}
         kept["content"] = [{**part, "text": content}]
     return kept
+
+
+def _known(value: Any) -> Any:
+    """Of parts what was read of them."""
+    return [_known_part(part) for part in value if isinstance(part, dict)] if isinstance(value, list) else value
+
+
+def _known_part(part: Fields) -> Fields:
+    known = {name: part[name] for name in KNOWN_OF_PARTS if name in part}
+    return {**known, "annotations": []} if part.get("type") == "output_text" else known
 
 
 def _read_item(conversation: Conversation, item: Any, path: str) -> None:

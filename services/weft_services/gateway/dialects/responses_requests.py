@@ -56,10 +56,11 @@ MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 @dataclass(frozen=True, slots=True)
 class Earlier:
     """What a body goes on from: the kept answer of that id, with all items before it and its own. Without an id there
-    is none, but this one can be kept."""
+    is none, but this one can be kept. `num_generated`: tokens of it and of all before it, thoughts included."""
 
     id: str | None = None
     items: tuple[Fields, ...] = ()
+    num_generated: int = 0
 
 
 def parse_responses(body: bytes, earlier: Earlier | None = None) -> Generation:
@@ -91,6 +92,7 @@ def parse_responses(body: bytes, earlier: Earlier | None = None) -> Generation:
         answer_format=answer and replace(answer, field=own.path(answer.field)),
         echo=_echo(fields, tools) | {"previous_response_id": before.id, "store": is_kept},
         kept_items=(*before.items, *kept_items(fields["input"], before.items)) if is_kept else None,
+        num_earlier_generated=before.num_generated,
     )
 
 

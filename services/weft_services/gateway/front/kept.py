@@ -27,27 +27,41 @@ DEADLINE_SECONDS = 0.5
 # few at a time, so that long ones keep to it, and this long for a turn: one tenant's many are no failure for all
 AT_ONCE, TURN_SECONDS = 4, 5.0
 MAX_RECORD_BYTES = 16 * 1024 * 1024
-# what is no part of a prompt, such as thoughts and fields that nobody reads, is charged to nobody, but takes room
-USUAL_BYTES, BYTES_A_TOKEN = 1024 * 1024, 64
+# what is no part of a prompt, such as thoughts, is charged to nobody, but takes room that is others' as well
+USUAL_BYTES, BYTES_A_TOKEN = 64 * 1024, 64
+TOKENS_A_LOGPROB = 2
 _NAME = re.compile(r"resp_[0-9a-f]{1,64}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """An answer, and the items that led to it."""
+    """An answer, the items that led to it, and how many tokens were generated for them: old thoughts are kept, though
+    most templates leave them out of prompts."""
 
     response: dict[str, Any]
     items: list[dict[str, Any]]
+    num_earlier_generated: int = 0
 
     @property
     def earlier(self) -> Earlier:
-        """To go on from."""
-        return Earlier(self.response["id"], (*self.items, *self.response["output"]))
+        """To go on from. Logprobs were of that answer alone."""
+        items = (*self.items, *map(_without_logprobs, self.response["output"]))
+        num_generated = self.num_earlier_generated + self.response["usage"]["output_tokens"]
+        return Earlier(self.response["id"], items, num_generated)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its prompt, of its text and of those before it. What it tells of tokens that might have stood there weighs
+        as some."""
+        positions = [each for item in self.response["output"] for part in _parts(item) for each in part["logprobs"]]
+        num_logprobs = sum(1 + len(position["top_logprobs"]) for position in positions)
+        num_own = int(self.response["usage"]["total_tokens"])
+        return num_own + self.num_earlier_generated + TOKENS_A_LOGPROB * num_logprobs
 
     @property
     def record(self) -> bytes:
         """As it is kept."""
-        return orjson.dumps({"response": self.response, "items": self.items})
+        return orjson.dumps(self)
 
     @classmethod
     def read(cls, record: bytes) -> Self:
@@ -80,7 +94,7 @@ class KeptAnswers:
         return record
 
     async def keep(self, owner: bytes, name: str, record: bytes, num_tokens: int) -> None:
-        """For as long as answers are kept. `num_tokens`: of its prompt and text."""
+        """For as long as answers are kept. `num_tokens`: its own."""
         if len(record) > min(MAX_RECORD_BYTES, USUAL_BYTES + BYTES_A_TOKEN * num_tokens):
             logger.warning("not kept: %s has %d bytes with all before it", name, len(record))
             return
@@ -111,3 +125,13 @@ class KeptAnswers:
 
 def _key(owner: bytes, name: str) -> str:
     return f"weft:response:{owner.hex()}:{name}"
+
+
+def _parts(item: dict[str, Any]) -> list[dict[str, Any]]:
+    """Texts with their logprobs."""
+    return item["content"] if item["type"] == "message" else []
+
+
+def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
+    parts = [{**part, "logprobs": []} for part in _parts(item)]
+    return {**item, "content": parts} if parts else item

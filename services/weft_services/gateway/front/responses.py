@@ -55,9 +55,8 @@ class ResponsesEndpoint(GenerationEndpoint):
     async def _keep(self, frames: Frames, session: Session) -> None:
         assert isinstance(frames, ResponseFrames)
         if frames.kept_items is not None and frames.whole is not None:
-            kept = Kept(frames.whole, list(frames.kept_items))
-            record = await self._pipeline.judged(lambda: kept.record)
-            num_tokens = kept.response["usage"]["total_tokens"]
+            kept = Kept(frames.whole, list(frames.kept_items), frames.num_earlier_generated)
+            record, num_tokens = await self._pipeline.judged(lambda: (kept.record, kept.num_tokens))
             await self._kept.keep(_owner(session), kept.response["id"], record, num_tokens)
 
 

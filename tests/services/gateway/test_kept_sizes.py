@@ -1,0 +1,71 @@
+"""How much of an answer of /v1/responses is kept, and how much an answer may take: what fills Valkey is everybody's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft_services.gateway.dialects.responses_items import MAX_ID_CHARS, kept_items
+from weft_services.gateway.front.kept import TOKENS_A_LOGPROB, USUAL_BYTES, Kept, KeptAnswers
+
+PART: dict[str, Any] = {"type": "output_text", "text": "hi", "annotations": [], "logprobs": []}
+POSITION: dict[str, Any] = {"token": "hi", "logprob": -0.5, "bytes": [104, 105]}
+NAME = "resp_0"
+
+
+def message(*logprobs: dict[str, Any]) -> dict[str, Any]:
+    content = [{**PART, "logprobs": list(logprobs)}]
+    return {"id": "m", "type": "message", "role": "assistant", "status": "completed", "content": content}
+
+
+def answer(*output: dict[str, Any], num_earlier: int = 0) -> Kept:
+    usage = {"input_tokens": 5, "output_tokens": 7, "total_tokens": 12}
+    return Kept({"id": NAME, "output": list(output), "usage": usage}, [{"type": "message"}], num_earlier)
+
+
+def test_of_an_item_nothing_is_kept_that_nobody_reads() -> None:
+    junk = {"junk": "x"}
+    parts = [{"type": "input_text", "text": "one", **junk}, {"type": "refusal", "refusal": "two", **junk}]
+    said = {"type": "output_text", "text": "three", "annotations": [junk], "logprobs": [junk], **junk}
+    user, model = kept_items(
+        [{"role": "user", "content": parts, **junk}, {"role": "assistant", "content": [said], "id": "a", **junk}]
+    )
+    assert user["content"] == [{"type": "input_text", "text": "one"}, {"type": "refusal", "refusal": "two"}]
+    assert user.keys() == model.keys() == {"type", "role", "content", "id", "status"}
+    assert model["content"] == [{"type": "output_text", "text": "three", "annotations": []}]
+
+
+def test_an_id_without_measure_is_replaced() -> None:
+    ids = ["a" * MAX_ID_CHARS, "b" * (MAX_ID_CHARS + 1)]
+    kept = kept_items([{"role": "user", "content": "x", "id": each} for each in ids])
+    assert kept[0]["id"] == ids[0]
+    assert kept[1]["id"].startswith("msg_")
+
+
+def test_a_record_is_what_was_kept() -> None:
+    kept = answer(message(), num_earlier=3)
+    assert Kept.read(kept.record) == kept
+    assert Kept.read(b'{"response":{},"items":[]}') == Kept({}, []), "as they were kept before"
+
+
+def test_thoughts_and_logprobs_that_were_generated_have_their_room() -> None:
+    """Later prompts leave thoughts out, and logprobs are many times longer than their tokens."""
+    position = {**POSITION, "top_logprobs": [POSITION] * 5}
+    kept = answer({"type": "reasoning", "content": []}, message(position, position), num_earlier=100)
+    assert kept.num_tokens == 12 + 100 + TOKENS_A_LOGPROB * 2 * 6
+    assert kept.earlier.num_generated == 107
+    assert kept.earlier.items == (*kept.items, {"type": "reasoning", "content": []}, message()), "not told again"
+
+
+async def test_what_takes_more_than_its_tokens_may_is_not_kept() -> None:
+    answers = KeptAnswers("redis://127.0.0.1:1/0", 60)
+    kept: list[int] = []
+
+    async def ask(command: Any) -> None:
+        kept.append(0)
+
+    answers._valkey.ask = ask  # type: ignore[method-assign]
+    for num_bytes, num_tokens in ((USUAL_BYTES, 0), (USUAL_BYTES + 64, 0), (USUAL_BYTES + 64, 1)):
+        await answers.keep(b"a", NAME, b"x" * num_bytes, num_tokens)
+    assert len(kept) == 2
+    assert USUAL_BYTES == 64 * 1024
+    await answers.close()
