@@ -77,7 +77,7 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
         tools = model.tool_format.name if model.tool_format else "none"
         logger.info("model=%s tools=%s thoughts=%s", model.name, tools, model.thinks)
     log.mark("models")
-    door = Door(config.keys, config.redis_url)
+    door = Door(config.keys, config.redis_url, config.open)
     await door.open()
     keeps = bool(config.redis_url and config.responses_seconds)
     kept = KeptAnswers(config.redis_url, config.responses_seconds) if keeps else None

@@ -211,6 +211,15 @@ async def test_whoever_is_not_at_the_machine_is_no_operator(bench: MakeBench, he
             assert (await anext(events(response)))[1]["is_operator"] is False
 
 
+async def test_behind_a_proxy_that_says_nothing_nobody_is_an_operator(bench: MakeBench) -> None:
+    async with bench(open=True) as b:
+        for verb in ("drain", "role"):
+            refused = await b.http.post(f"/weft/workers/decode-0/{verb}", json={"role": "decode"})
+            assert (refused.status_code, b.scheduler.draining, b.scheduler.roles) == (403, set(), {})
+        async with b.http.stream("GET", "/weft/fleet/events") as response:
+            assert (await anext(events(response)))[1]["is_operator"] is False
+
+
 async def test_a_foreign_pages_form_cannot_drain(bench: MakeBench) -> None:
     async with bench() as b:
         for kind in ("text/plain", "application/x-www-form-urlencoded"):

@@ -13,10 +13,11 @@ from weft_services.gateway.access.visitor import Visitor
 class Door:
     """Keys and their limits, while the process lives."""
 
-    def __init__(self, keys: str, redis_url: str) -> None:
-        """`keys` is a file or a Valkey URL; empty: none are asked for."""
+    def __init__(self, keys: str, redis_url: str, is_open: bool = False) -> None:
+        """`keys` is a file or a Valkey URL; empty: none are asked for. `is_open`: somebody else decides who comes."""
         self._keyring = Keyring(keys) if keys else None
         self._limiter = Limiter(redis_url if keys else "")
+        self._is_open = is_open
 
     async def open(self) -> None:
         """Read the keys. Raises ConfigError for a file that cannot be read."""
@@ -37,5 +38,5 @@ class Door:
     def enter(self, headers: Iterable[tuple[str | bytes, str | bytes]]) -> Visitor:
         """Who shows these headers. Raises Unauthenticated, or PeerLost where keys could not be read yet."""
         if self._keyring is None:
-            return Visitor()
+            return Visitor(is_sent=self._is_open)
         return Visitor(self._keyring.find(headers), self._limiter, self._keyring.has_tenants)

@@ -15,11 +15,12 @@ from weft_services.gateway.access.limiter import Level, Limiter
 @dataclass(frozen=True, slots=True)
 class Visitor:
     """A client with its key, or without one where the mesh asks for none. `is_among_others`: it has to leave them
-    room."""
+    room. `is_sent`: by a proxy that checks who may come, so that where it comes from says where the proxy is."""
 
     key: Key | None = None
     limiter: Limiter | None = None
     is_among_others: bool = False
+    is_sent: bool = False
 
     @property
     def name(self) -> str:

@@ -17,14 +17,19 @@ from weft_services.gateway.error_body import HttpError
 from weft_services.gateway.front.exchange import Reply, failures_told, header, read_json_body
 from weft_services.gateway.mesh.pipeline import Pipeline
 
-REFUSAL = "this is for operators: by their key, or without keys from the gateway's own machine"
+REFUSAL = (
+    "this is for operators: by their key, or where neither keys nor WEFT_OPEN are set from the gateway's own machine"
+)
 FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via")
 
 
 def is_operator(scope: Scope) -> bool:
-    """By the key, where keys are asked for. Where they are not, whoever sits at this machine."""
-    key = visitor.get().key
-    return key.operator if key is not None else _is_local(scope)
+    """By the key, where keys are asked for. Where they are not, whoever sits at this machine, unless callers are sent
+    by a proxy: that may sit here too, and need not say whom it speaks for."""
+    whose = visitor.get()
+    if whose.key is not None:
+        return whose.key.operator
+    return not whose.is_sent and _is_local(scope)
 
 
 def _is_local(scope: Scope) -> bool:
