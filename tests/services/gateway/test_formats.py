@@ -36,6 +36,7 @@ BOMBS: dict[str, dict[str, Any]] = {
     "an open group": {"guided_grammar": "root ::= ("},
     "a schema in a grammar": {"guided_grammar": 'start: %json {"type": "integer", "multipleOf": 99731}'},
     "wide classes without case": {"guided_regex": "(?i)" + f"[!-{LAST}]" * 17},
+    "negations without case": {"guided_regex": "(?xi)" + "[ [ ^ a] b]" * 9},
     "properties without case": {"guided_regex": "(?s)(?mi:" + r"\pL" * 17 + ")"},
     "intersections without case": {"guided_regex": "(?i)[" + "&&".join([r"\S"] * 18) + "]"},
     "wide classes of a grammar without case": {"guided_grammar": "start: " + r"/[\W]/i " * 17},

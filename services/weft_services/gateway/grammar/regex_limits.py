@@ -16,8 +16,8 @@ from weft_services.gateway.grammar.answer_grammar import Part
 MAX_WIDE_CLASSES = 16
 # (?i), (?s-i:...) in a regex, /.../i in Lark; more flags than there are would be wrong
 IGNORES_CASE = re.compile(r"\?[a-zA-Z-]{0,16}i[a-zA-Z-]{0,16}[:)]|/[imslux]*i")
-# without any of these no class has more than ASCII in it
-WIDE = re.compile(r"[^\x00-\x7f]|\\[xuUpPwWDSB]|\[:?\^")
+# without any of these, and without a negation, no class has more than ASCII in it
+WIDE = re.compile(r"[^\x00-\x7f]|\\[xuUpPwWDSB]")
 # each is gone through by itself, and so is what comes of two
 CLASS = re.compile(r"\[|\\[pP]|&&|--|~~")
 
@@ -28,13 +28,18 @@ def complaint(parts: Iterable[Part]) -> str | None:
         len(CLASS.findall(text))
         for part in parts
         for text in _texts(part)
-        if IGNORES_CASE.search(text) and WIDE.search(text)
+        if IGNORES_CASE.search(text) and _is_wide(text)
     )
     if number <= MAX_WIDE_CLASSES:
         return None
     return (
         f"{number} classes of characters in regexes that ignore case and look beyond ASCII, at most {MAX_WIDE_CLASSES}"
     )
+
+
+def _is_wide(text: str) -> bool:
+    """There may be white space and comments between a bracket and what negates it."""
+    return WIDE.search(text) is not None or "^" in text.partition("[")[2]
 
 
 def _texts(part: Part) -> Iterator[str]:
