@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.services.attach import GREEDY, prompt
-from tests.services.workers import CHUNK_TOKENS, Meddler, Pair, Worker, start_pair
+from tests.services.workers import CHUNK_TOKENS, Meddler, Pair, Worker, fingerprint_of, start_pair
 from tests.weft.tiny_llama import Tiny
 from weft import metrics
 from weft.kv.handoff import Accepted, LeaseClosed, PromptFinished, ReadyBlocks
@@ -156,6 +156,15 @@ async def test_a_prefill_worker_that_was_restarted(tiny: Tiny) -> None:
 async def test_a_prefill_worker_of_another_model(tiny: Tiny) -> None:
     async with start_pair(tiny) as pair:
         pair.prefill.desk.leases._fingerprint = dataclasses.replace(pair.prefill.place.fingerprint, weights_hash="beef")
+        await expect_local(pair, pair.prefill.address, "incompatible")
+        await pair.prefill.until_idle()
+
+
+async def test_a_prefill_worker_of_the_same_weights_that_rotates_otherwise(tiny: Tiny) -> None:
+    config = dataclasses.replace(tiny.config, rope=dataclasses.replace(tiny.config.rope, theta=5e5))
+    async with start_pair(tiny) as pair:
+        fingerprint = fingerprint_of(dataclasses.replace(tiny, config=config))
+        pair.prefill.desk.leases._fingerprint = fingerprint
         await expect_local(pair, pair.prefill.address, "incompatible")
         await pair.prefill.until_idle()
 

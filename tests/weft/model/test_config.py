@@ -11,9 +11,12 @@ from safetensors import safe_open
 
 from tests.weft.tiny_llama import LLAMA3_ROPE, Tiny
 from weft.errors import BadCheckpoint
+from weft.kv.store_keys import fingerprint_digest
+from weft.model import kv_layout
 from weft.model.config import Rope, expected_tensors, read_config
-from weft.model.kv_layout import block_bytes
+from weft.model.kv_layout import block_bytes, layout_name
 from weft.model.rope_fields import ORIGINAL
+from weft.request import ModelFingerprint
 
 PLAIN: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -161,3 +164,45 @@ def test_a_block_holds_the_keys_and_values_of_all_layers(tiny: Tiny) -> None:
     numbers = 16 * config.num_layers * 2 * config.num_kv_heads * config.head_dim
     assert block_bytes(config, "float32", 16) == 4 * numbers
     assert block_bytes(config, "bfloat16", 16) == 2 * numbers
+
+
+def digest_of(directory: Path) -> bytes:
+    """What begins the keys of its blocks, whatever its weights are."""
+    return fingerprint_digest(ModelFingerprint("the same", "float32", 16, 4096, layout_name(read_config(directory))))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 5e5},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}},
+        {"rms_norm_eps": 1e-5},
+    ],
+)
+def test_the_same_weights_under_another_config_have_other_kv(tmp_path: Path, fields: dict[str, Any]) -> None:
+    plain = digest_of(write(tmp_path))
+    assert digest_of(write(tmp_path, **fields)) != plain
+
+
+@pytest.mark.parametrize(
+    ("changed", "value"), [("num_experts_per_tok", 1), ("norm_topk_prob", False), ("routed_scaling_factor", 1.5)]
+)
+def test_the_same_experts_chosen_otherwise_have_other_kv(tmp_path: Path, changed: str, value: Any) -> None:
+    published = Path(__file__).parent / "configs/kimi-k2.5"
+    config = json.loads((published / "config.json").read_text())
+    config["text_config"][changed] = value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert digest_of(tmp_path) != digest_of(published)
+
+
+def test_what_changes_no_number_leaves_blocks_where_they_are(tmp_path: Path) -> None:
+    plain = digest_of(write(tmp_path))
+    others = {"eos_token_id": 7, "torch_dtype": "bfloat16", "max_position_embeddings": 4096, "rope_theta": 1e4}
+    assert digest_of(write(tmp_path, **others)) == plain
+
+
+def test_a_correction_of_what_is_computed_makes_other_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = digest_of(write(tmp_path))
+    monkeypatch.setattr(kv_layout, "KV_NUMERICS", kv_layout.KV_NUMERICS + 1)
+    assert digest_of(tmp_path) != before

@@ -352,7 +352,7 @@ class ModelFingerprint(_message.Message):
     block_bytes: _builtins.int
     """Bytes of one block over all layers."""
     layout: _builtins.str
-    """Memory order inside a block, by name and version."""
+    """Memory order inside a block, by name and version, its groups of layers, and a digest of what else in the config the bytes depend on."""
     def __init__(
         self,
         *,
