@@ -25,11 +25,16 @@ logger = logging.getLogger(__name__)
 MAX_PENDING = 256
 MAX_LINE_BYTES = 1024 * 1024
 START_SECONDS = 15.0
+PROBE_KEY = "weft/probe"
 NO_SPACE = -200  # Mooncake's code; it begins to evict when it has answered so
 
 
 class StoreLost(Exception):
     """The store cannot be used now; the message says why."""
+
+
+class StoreBusy(StoreLost):
+    """Too much has been asked of it already; that says nothing of its health."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +97,16 @@ class StoreAgent:
     async def exist(self, keys: Sequence[str], timeout_seconds: float) -> list[bool]:
         """Which keys are in the store now; a positive answer keeps them there for some seconds.
 
-        Raises StoreLost, also when the master does not answer, or TimeoutError.
+        Raises StoreLost, also when the master does not answer, StoreBusy, or TimeoutError.
         """
-        async with asyncio.timeout(timeout_seconds):
-            codes = await self._call("exist", {"keys": list(keys)})
-        if any(code < 0 for code in codes):
-            raise StoreLost(f"the store's master does not answer: {min(codes)}")
-        return [code == 1 for code in codes]
+        return [code == 1 for code in await self._look_up("exist", keys, timeout_seconds)]
+
+    async def probe(self, timeout_seconds: float) -> None:
+        """Does the master answer; in a line of its own, which is not longer where much is looked up.
+
+        Raises StoreLost or TimeoutError.
+        """
+        await self._look_up("probe", [PROBE_KEY], timeout_seconds)
 
     async def remove(self, keys: Sequence[str]) -> list[int]:
         """Take them out of the store; one code a key, 0 is success. Those that somebody may be reading stay.
@@ -130,13 +138,20 @@ class StoreAgent:
         except TimeoutError:
             raise StoreLost(f"the store at {master} did not answer in {START_SECONDS:.0f} s") from None
 
+    async def _look_up(self, operation: str, keys: Sequence[str], timeout_seconds: float) -> list[int]:
+        async with asyncio.timeout(timeout_seconds):
+            codes = await self._call(operation, {"keys": list(keys)})
+        if any(code < 0 for code in codes):
+            raise StoreLost(f"the store's master does not answer: {min(codes)}")
+        return codes
+
     async def _call(self, operation: str, request: dict[str, object]) -> list[int]:
         # a caller that leaves must not take the place of its reply out of the row
         return await asyncio.shield(self._ask(operation, request))
 
     def _ask(self, operation: str, request: dict[str, object]) -> asyncio.Future[list[int]]:
         if len(self._pending[operation]) >= MAX_PENDING:
-            raise StoreLost("too many calls are waiting for the store")
+            raise StoreBusy("too many calls are waiting for the store")
         reply = self._expect(operation)
         if not reply.done():
             self._writer.write(json.dumps({"op": operation, **request}).encode() + b"\n")

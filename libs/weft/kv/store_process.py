@@ -62,9 +62,9 @@ def open_store(spec: dict[str, Any]) -> tuple[Any, Areas]:
 
 
 def execute(store: Any, areas: Areas, request: dict[str, Any]) -> list[int]:
-    """One code a key: existence 1 or 0, put and remove 0, get the size; failures are negative."""
+    """One code a key: existence (exist, probe) 1 or 0, put and remove 0, get the size; failures are negative."""
     keys = request["keys"]
-    if request["op"] == "exist":
+    if request["op"] in ("exist", "probe"):
         return list(store.batch_is_exist(keys))
     if request["op"] == "remove":
         return list(store.batch_remove(keys))

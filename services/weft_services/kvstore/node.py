@@ -12,8 +12,8 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from weft.errors import PeerLost
-from weft.kv.store_agent import StoreAgent, StoreLost, StoreSpec
+from weft.errors import Overloaded, PeerLost
+from weft.kv.store_agent import StoreAgent, StoreBusy, StoreLost, StoreSpec
 from weft.kv.store_keys import store_key
 from weft.kv.tiers import Tier
 from weft_services.kvstore.disk import DiskTier
@@ -24,7 +24,6 @@ from weft_services.kvstore.remover import Remover
 
 logger = logging.getLogger(__name__)
 PROTOCOL = "tcp"
-PROBE_KEY = "weft/probe"
 PROBE_INTERVAL_SECONDS = 1.0
 PROBE_SECONDS = 2.0
 MAX_FAILED_PROBES = 2
@@ -106,7 +105,7 @@ class NodeStore:
     async def match(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[Found]:
         """The longest leading run that is in the store now; what is in memory stays there for some seconds.
 
-        Raises PeerLost.
+        Raises PeerLost, Overloaded.
         """
         run: list[Found] = []
         for first in range(0, len(keys), MAX_KEYS_A_CALL):
@@ -119,7 +118,7 @@ class NodeStore:
         return run
 
     async def find(self, fingerprint: bytes, keys: Sequence[bytes]) -> list[Found | None]:
-        """What there is of each key, None for nothing. Raises PeerLost."""
+        """What there is of each key, None for nothing. Raises PeerLost, Overloaded."""
         found: list[Found | None] = []
         for first in range(0, len(keys), MAX_KEYS_A_CALL):
             found += await self._find(fingerprint, keys[first : first + MAX_KEYS_A_CALL])
@@ -194,6 +193,8 @@ class NodeStore:
         names = [store_key(fingerprint, block.key, block.checksum) for block in known]
         try:
             exist = await agent.exist(names, MATCH_SECONDS)
+        except StoreBusy as error:
+            raise Overloaded(str(error)) from error
         except (StoreLost, TimeoutError) as error:
             raise PeerLost(f"the store does not answer: {error}") from error
         self.index.drop(fingerprint, [block for block, is_there in zip(known, exist, strict=True) if not is_there])
@@ -246,7 +247,7 @@ class NodeStore:
         failures = 0
         while running.master.is_running and running.agent.is_running:
             try:
-                await running.agent.exist([PROBE_KEY], PROBE_SECONDS)
+                await running.agent.probe(PROBE_SECONDS)
                 failures = 0
             except (StoreLost, TimeoutError) as error:
                 failures += 1

@@ -6,14 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.services.kvstore.disk_records import MODEL, SIZE, key, record
-from weft.kv.store_agent import NO_SPACE
+from weft.errors import Overloaded
+from weft.kv.store_agent import NO_SPACE, StoreBusy, StoreLost
 from weft.kv.tiers import Tier
 from weft.request import Retention
+from weft_services.kvstore import node
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskLimits
 from weft_services.kvstore.index import BlockIndex, StoredBlock
@@ -59,7 +62,7 @@ class Scene:
         self.store.index = BlockIndex(clock=lambda: self.now)
         self.mover = Mover(agent, self.disk, self.store._promoted)
         remover = Remover(agent, self.store.index, self.mover.until_spilled)
-        master: Any = None
+        master: Any = SimpleNamespace(is_running=True)
         self.store._running = Running("boot", master, agent, remover, self.mover)
 
     async def _announce(self, ready: bool) -> None:
@@ -90,6 +93,24 @@ async def test_a_use_in_memory_begins_the_time_on_disk_anew(scene: Scene) -> Non
     assert await scene.tiers([1]) == [Tier.NVME], "the store was started anew"
     scene.now += 61
     assert await scene.tiers([1]) == []
+
+
+async def test_many_look_ups_say_nothing_against_the_store(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def exist(names: Sequence[str], _: float) -> list[bool]:
+        raise StoreBusy("too many calls")
+
+    async def probe(_: float) -> None:
+        scene.agent.is_running = next(left) > 0
+
+    left = count(3, -1)
+    monkeypatch.setattr(node, "PROBE_INTERVAL_SECONDS", 0.0)
+    scene.agent.exist, scene.agent.probe, scene.agent.is_running = exist, probe, True
+    scene.store.index.add(MODEL, [StoredBlock(key(1), 7, SIZE)])
+    with pytest.raises(Overloaded):
+        await scene.tiers([1])
+    with pytest.raises(StoreLost, match="the process that lends memory has ended"):
+        await scene.store._watch(scene.store.running)
+    assert next(left) < 0, "all probes were made"
 
 
 async def test_what_is_too_old_leaves_memory_also_when_nobody_asks(scene: Scene) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.kv.store_agent import StoreAgent, StoreLost, StoreSpec
+from weft.kv import store_agent
+from weft.kv.store_agent import StoreAgent, StoreBusy, StoreLost, StoreSpec
 
 SECONDS = 20.0
 SIZE = 4096
@@ -19,7 +20,9 @@ import ctypes, os, time
 class MooncakeDistributedStore:
     def setup(self, *arguments): return 0
     def register_buffer(self, address, size): return 0
-    def batch_is_exist(self, keys): return [1] * len(keys)
+    def batch_is_exist(self, keys):
+        while keys == ["slow"] and os.path.exists(os.environ["HELD"]): time.sleep(0.01)
+        return [1] * len(keys)
     def batch_remove(self, keys): raise ValueError("a bug")
     def batch_put_from(self, keys, addresses, sizes):
         open(os.environ["HELD"] + ".begun", "w").close()
@@ -72,6 +75,21 @@ async def test_a_put_that_takes_long_holds_up_neither_look_ups_nor_reads(agent: 
         assert not any(put.done() for put in puts)
         let_go(held)
         assert [await put for put in puts] == [[0], [0]]
+
+
+async def test_a_probe_does_not_wait_in_the_line_of_look_ups(
+    agent: StoreAgent, held: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_agent, "MAX_PENDING", 1)
+    async with asyncio.timeout(SECONDS):
+        look_up = asyncio.create_task(agent.exist(["slow"], SECONDS))
+        await asyncio.sleep(0)
+        with pytest.raises(StoreBusy):
+            await agent.exist(["x"], SECONDS)
+        await agent.probe(SECONDS)
+        assert not look_up.done()
+        let_go(held)
+        assert await look_up == [True]
 
 
 async def test_a_call_that_fails_by_a_bug_ends_all_that_wait(agent: StoreAgent) -> None:
