@@ -27,7 +27,10 @@ async def background() -> AsyncIterator[asyncio.TaskGroup]:
 @contextmanager
 def cancellation_heeded() -> Iterator[None]:
     """Around a TaskGroup whose errors are caught. A group that fails waits for its tasks, and drops the cancellation of
-    its own task that comes meanwhile (CPython up to 3.12): that is raised behind the block. On a task."""
+    its own task that comes meanwhile (CPython up to 3.12): that is raised behind the block. On a task.
+
+    The group's body has to last as long as its tasks do, or raise: one that fails after the body has returned leaves
+    its own task marked as cancelled, in those versions, and nobody could tell that from a real cancellation."""
     task = asyncio.current_task()
     assert task is not None
     before = task.cancelling()

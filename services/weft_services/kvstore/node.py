@@ -16,6 +16,7 @@ from weft.errors import Overloaded, PeerLost
 from weft.kv.store_agent import StoreAgent, StoreBusy, StoreLost, StoreSpec
 from weft.kv.store_keys import store_key
 from weft.kv.tiers import Tier
+from weft.worker.tasks import cancellation_heeded
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.index import BlockIndex, IndexLimits, StoredBlock
 from weft_services.kvstore.master import Master
@@ -231,14 +232,16 @@ class NodeStore:
     async def _keep(self, running: Running) -> None:
         """Ends by StoreLost. A move that waits for the disk then may end later: its staging area is its own."""
         loss: BaseException | None = None
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                if running.mover is not None:
-                    tasks.create_task(running.mover.run())
-                tasks.create_task(running.remover.run())
-                tasks.create_task(self._watch(running))
-        except* StoreLost as lost:
-            loss = lost.exceptions[0]
+        with cancellation_heeded():
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    if running.mover is not None:
+                        tasks.create_task(running.mover.run())
+                    tasks.create_task(running.remover.run())
+                    # not one more task: a group that waits at its end for one that fails leaves us cancelled for ever
+                    await self._watch(running)
+            except* StoreLost as lost:
+                loss = lost.exceptions[0]
         if loss is not None:  # here: Python before 3.11.4 wraps what is raised above in a group once more
             raise loss
 

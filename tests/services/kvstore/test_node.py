@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +112,56 @@ async def test_many_look_ups_say_nothing_against_the_store(scene: Scene, monkeyp
     with pytest.raises(StoreLost, match="the process that lends memory has ended"):
         await scene.store._watch(scene.store.running)
     assert next(left) < 0, "all probes were made"
+
+
+@pytest.mark.parametrize("loser", ["watch", "mover"])
+async def test_a_store_that_is_lost_is_started_anew(scene: Scene, loser: str) -> None:
+    async def run() -> None:
+        if loser == "mover":
+            raise StoreLost("gone")
+        await asyncio.Event().wait()
+
+    async def probe(_: float) -> None:
+        """Well."""
+
+    mover: Any = SimpleNamespace(run=run)
+    scene.agent.is_running, scene.agent.probe = loser != "watch", probe
+    async with asyncio.timeout(5):
+        with pytest.raises(StoreLost):
+            await scene.store._keep(replace(scene.store.running, mover=mover))
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+
+
+async def test_a_store_that_is_lost_while_kvstore_is_told_to_end_does_not_keep_it(scene: Scene) -> None:
+    is_there, is_ending, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def lose() -> None:
+        await is_there.wait()
+        raise StoreLost("gone")
+
+    async def probe(_: float) -> None:
+        """Well."""
+
+    async def linger() -> None:
+        is_there.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_ending.set()
+            await may_end.wait()
+
+    mover: Any = SimpleNamespace(run=lose)
+    remover: Any = SimpleNamespace(run=linger)
+    scene.agent.is_running, scene.agent.probe = True, probe
+    keeping = asyncio.create_task(scene.store._keep(replace(scene.store.running, mover=mover, remover=remover)))
+    async with asyncio.timeout(5):
+        await is_ending.wait()
+        keeping.cancel()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await keeping
 
 
 async def test_what_is_too_old_leaves_memory_also_when_nobody_asks(scene: Scene) -> None:
