@@ -30,8 +30,11 @@ class Master:
     async def start(cls, bind_host: str, host: str, port: int) -> Master:
         """Start and wait until it listens. Port 0 takes a free one. Raises StoreLost."""
         program = _find_program()
-        port = port or _free_port(bind_host)
-        process = _spawn(program, bind_host, port)
+        try:
+            port = port or _free_port(bind_host)
+            process = _spawn(program, bind_host, port)
+        except OSError as error:  # no more files or processes may be had for a while
+            raise StoreLost(f"{PROGRAM} cannot be started: {error}") from error
         master = cls(process, f"{host}:{port}")
         try:
             await _until_listening(process, "127.0.0.1" if bind_host == "0.0.0.0" else bind_host, port)

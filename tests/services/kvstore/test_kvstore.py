@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Iterator
 
 import grpc
@@ -150,6 +151,16 @@ async def test_without_mooncake_it_says_what_to_install(monkeypatch: pytest.Monk
     with pytest.raises(PeerLost, match="the store is starting"):
         _ = store.running
     assert announced == []
+
+
+async def test_a_master_that_cannot_be_started_now_is_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(host: str) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(master_module, "_find_program", lambda: "true")
+    monkeypatch.setattr(master_module, "_free_port", full)
+    with pytest.raises(StoreLost, match="Too many open files"):
+        await master_module.Master.start("127.0.0.1", "127.0.0.1", 0)
 
 
 @pytest.mark.parametrize(
