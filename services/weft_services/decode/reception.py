@@ -29,6 +29,8 @@ from weft_services.decode.peers import PrefillCall
 from weft_services.decode.stages import StageClock
 
 PULL_SECONDS = 30.0
+# so much is read in that time, or it is broken off, however long the prompt
+MAX_PULL_BYTES = 256 * 1024 * 1024
 
 
 class LeaseLost(Exception):
@@ -149,9 +151,10 @@ class Reception:
                 await self._has_news.wait()
             self._has_news.clear()
             copies, self._copies = self._copies, []
-            if copies:
+            most = max(1, MAX_PULL_BYTES // self._borrower.memory.block_bytes)
+            for first in range(0, len(copies), most):
                 assert self._borrowing is not None
-                await self._borrowing.pull(copies, PULL_SECONDS)
+                await self._borrowing.pull(copies[first : first + most], PULL_SECONDS)
         # everything before the last announcement was hidden behind the computing
         self.exposed_seconds = time.perf_counter() - self._announced_at
         metrics.EXPOSED_SECONDS.observe(self.exposed_seconds)

@@ -87,3 +87,19 @@ async def test_what_a_client_waits_for_beyond_the_computing_is_the_last_chunks_w
         assert answer.usage is not None
         assert arrivals.num_pulls == NUM_CHUNKS
         assert answer.usage.exposed_transfer_ms == 7000
+
+
+async def test_a_long_prompt_is_read_in_parts_each_with_a_time_of_its_own(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    class Sizes(Meddler):
+        async def after(self, runs: Sequence[Run]) -> None:
+            sizes.append(len(runs))
+
+    async with start_pair(tiny, meddler=Sizes()) as pair:
+        monkeypatch.setattr(reception, "MAX_PULL_BYTES", int(1.5 * pair.decode.place.memory.block_bytes))
+        answer = await pair.gateway.generate(PROMPT, pair.prefill.address)
+        assert answer.tokens == pair.expected(PROMPT)
+        assert sizes == [1] * NUM_CHUNKS * CHUNK_BLOCKS
