@@ -57,9 +57,9 @@ class MooncakeUnavailable(Exception):
 class MooncakeTransport:
     """One Transfer Engine for the process. `host` is the address under which peers reach this machine."""
 
-    name = "mooncake"
-
     def __init__(self, host: str, protocol: str = "tcp") -> None:
+        # over RDMA it cannot read from a peer that speaks TCP, nor the other way: they are two ways, by two names
+        self.name = "mooncake" if protocol == "tcp" else f"mooncake_{protocol}"
         for variable, value in _ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
         if protocol == "tcp":
@@ -91,7 +91,7 @@ class MooncakeTransport:
         return Endpoint(self.name, self._segment, self._pool_address)
 
     def reaches(self, peer: Endpoint) -> bool:
-        """Does it speak Mooncake."""
+        """Does it speak Mooncake, and over the same."""
         return peer.transport == self.name
 
     async def connect(self, peer: Endpoint) -> None:

@@ -7,16 +7,20 @@ quarantine, and come out when the pull has really ended.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from weft import metrics
 from weft.kv.memory import BlockBytes, checksums
-from weft.kv.transport import Lender, Run, TransferFailed, Transport
+from weft.kv.transport import Endpoint, Lender, Run, TransferFailed, Transport
 from weft.worker.quarantine import Quarantine
 
+logger = logging.getLogger(__name__)
 PATIENCE_SECONDS = 1.0
+# a way that failed is left alone for so long: trying it costs a hand-off, a peer that is unplugged for a moment little
+AVOID_SECONDS = 180.0
 INLINE_CHECKSUM_BYTES = 512 * 1024
 
 
@@ -41,7 +45,10 @@ async def block_checksums(memory: BlockBytes, blocks: Sequence[int]) -> list[int
 
 
 class Borrower:
-    """Makes Borrowings. `tasks` outlives every one of them."""
+    """Makes Borrowings. `tasks` outlives every one of them.
+
+    Knows which ways have failed lately: a peer's leases are kept by gRPC, also where nothing else gets through to it.
+    """
 
     def __init__(
         self,
@@ -49,18 +56,35 @@ class Borrower:
         memory: BlockBytes,
         tasks: asyncio.TaskGroup,
         quarantine: Quarantine,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._transports = transports
         self.memory = memory
         self._tasks = tasks
         self.quarantine = quarantine
+        self._clock = clock
+        self._avoided: dict[tuple[str, Endpoint], float] = {}  # transport and whom it reached -> until when
 
     def borrow(self, lender: Lender) -> Borrowing:
-        """Through the first of our transports that reaches the lender; every lender answers the last."""
-        ways = (transport for transport in self._transports if transport.reaches(lender.endpoint))
+        """Through the first of our transports that reaches the lender and has not failed there lately; every lender
+        answers the last."""
+        endpoint = lender.endpoint
+        ways = (each for each in self._transports if each.reaches(endpoint) and not self._is_avoided(each, endpoint))
         transport = next(ways, self._transports[-1])
         self._tasks.create_task(transport.connect(lender.endpoint))
         return Borrowing(self, transport, lender)
+
+    def avoid(self, transport: Transport, lender: Lender) -> None:
+        """A pull that way has failed: the next ones take another, if there is one, for some minutes."""
+        now = self._clock()
+        self._avoided = {way: until for way, until in self._avoided.items() if until > now}
+        way = transport.name, lender.endpoint
+        if transport is not self._transports[-1] and way not in self._avoided:
+            logger.warning("KV of %s is not read by %s for %g s", lender.address, transport.name, AVOID_SECONDS)
+            self._avoided[way] = now + AVOID_SECONDS
+
+    def _is_avoided(self, transport: Transport, endpoint: Endpoint) -> bool:
+        return self._avoided.get((transport.name, endpoint), 0.0) > self._clock()
 
     def start(self, pull: Awaitable[None]) -> asyncio.Task[TransferFailed | None]:
         """Run a pull to its end, whoever waits for it."""
@@ -85,10 +109,14 @@ class Borrowing:
         started = time.perf_counter()
         pull = self._borrower.start(self._transport.pull(self._lender, self._runs(copies), timeout_seconds))
         self._in_flight[pull] = tuple(copy.local for copy in copies)
-        async with asyncio.timeout(timeout_seconds + PATIENCE_SECONDS):
-            failure = await asyncio.shield(pull)
-        if failure is not None:
-            raise failure
+        try:
+            async with asyncio.timeout(timeout_seconds + PATIENCE_SECONDS):
+                failure = await asyncio.shield(pull)
+            if failure is not None:
+                raise failure
+        except (TimeoutError, TransferFailed):
+            self._borrower.avoid(self._transport, self._lender)
+            raise
         del self._in_flight[pull]
         size = len(copies) * self._borrower.memory.block_bytes
         self.transferred_bytes += size

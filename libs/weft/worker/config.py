@@ -131,7 +131,7 @@ class WorkerConfig:
     def has_checksums(self, transport: str) -> bool:
         """With the transport in use."""
         if self.kv_checksums is Checksums.AUTO:
-            return transport != "mooncake" or self.mooncake_protocol is MooncakeProtocol.TCP
+            return transport != "mooncake_rdma"
         return self.kv_checksums is Checksums.ON
 
     @property

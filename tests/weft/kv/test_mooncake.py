@@ -7,10 +7,12 @@ import builtins
 import ctypes
 import gc
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -144,6 +146,21 @@ def without_mooncake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_machine_without_the_library_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     with without_mooncake(monkeypatch), pytest.raises(MooncakeUnavailable, match="libibverbs"):
         MooncakeTransport("127.0.0.1")
+
+
+def test_rdma_and_tcp_do_not_read_from_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        def initialize(self, *arguments: str) -> int:
+            return 0
+
+        def get_rpc_port(self) -> int:
+            return 1
+
+    library: Any = ModuleType("mooncake.engine")
+    library.TransferEngine = Engine
+    monkeypatch.setitem(sys.modules, "mooncake.engine", library)
+    tcp, rdma = (MooncakeTransport("127.0.0.1", protocol) for protocol in ("tcp", "rdma"))
+    assert [way.reaches(peer.endpoint()) for way in (tcp, rdma) for peer in (tcp, rdma)] == [True, False, False, True]
 
 
 class CountingEngine:

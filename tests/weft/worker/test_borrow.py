@@ -157,3 +157,37 @@ async def test_a_lender_with_an_unknown_transport_is_read_through_the_last_of_ou
         unknown = Lender(Endpoint("pigeon", "", 0), "peer:1", RequestKey("r"))
         await borrower.borrow(unknown).pull([BlockCopy(0, 0)], 5)
         assert (len(first.runs), len(last.runs)) == (0, 1)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_way_that_failed_is_left_alone_for_some_minutes(
+    scene: Scene, is_late: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(borrow, "PATIENCE_SECONDS", 0.0)
+    now = [0.0]
+    async with background() as tasks:
+        first, last = Scripted(failure=TransferFailed("torn")), Scripted("grpc")
+        last.opening.set()
+        aside = Quarantine(scene.returned.put_nowait)
+        borrower = Borrower([first, last], scene.memory, tasks, aside, lambda: now[0])
+
+        async def pull(lender: Lender = LENDER) -> None:
+            await borrower.borrow(lender).pull([BlockCopy(0, 0)], 5)
+
+        if not is_late:
+            first.opening.set()
+        early = [borrower.borrow(LENDER) for _ in range(2)]
+        for borrowing in early:
+            with pytest.raises(TimeoutError if is_late else TransferFailed):
+                await borrowing.pull([BlockCopy(0, 0)], 0.01)
+        assert caplog.text.count("is not read by scripted") == 1
+        first.opening.set()
+        first.failure = None
+        await pull()
+        assert (len(first.runs), len(last.runs)) == (2, 1)
+        restarted = Lender(Endpoint("scripted", "", 20_000), LENDER.address, LENDER.lease)
+        await pull(restarted)
+        assert (len(first.runs), len(last.runs)) == (3, 1), "another pool at the same address"
+        now[0] += borrow.AVOID_SECONDS
+        await pull()
+        assert (len(first.runs), len(last.runs)) == (4, 1)

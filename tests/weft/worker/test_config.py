@@ -11,10 +11,10 @@ from weft.worker.config import Checksums, MooncakeProtocol, WorkerConfig
     ("choice", "transport", "protocol", "has_checksums"),
     [
         (Checksums.AUTO, "mooncake", MooncakeProtocol.TCP, True),
-        (Checksums.AUTO, "mooncake", MooncakeProtocol.RDMA, False),
+        (Checksums.AUTO, "mooncake_rdma", MooncakeProtocol.RDMA, False),
         # blocks go by TCP, whatever Mooncake would have spoken
         (Checksums.AUTO, "grpc", MooncakeProtocol.RDMA, True),
-        (Checksums.ON, "mooncake", MooncakeProtocol.RDMA, True),
+        (Checksums.ON, "mooncake_rdma", MooncakeProtocol.RDMA, True),
         (Checksums.OFF, "mooncake", MooncakeProtocol.TCP, False),
         (Checksums.OFF, "grpc", MooncakeProtocol.TCP, False),
     ],

@@ -381,7 +381,7 @@ class TransferEndpoint(_message.Message):
     POOL_ADDRESS_FIELD_NUMBER: _builtins.int
     FILE_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
-    """"mooncake" or "grpc"."""
+    """"mooncake" (over TCP), "mooncake_rdma" or "grpc"; one that the reader has not got is read by gRPC."""
     segment: _builtins.str
     """Mooncake: its peer-to-peer segment name host:port. gRPC: empty, the service's own channel is used."""
     pool_address: _builtins.int
