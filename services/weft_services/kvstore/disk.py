@@ -9,6 +9,7 @@ read since they were written move on. What is on disk outlives every process; a 
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import logging
 import os
@@ -36,6 +37,7 @@ MIN_SEGMENTS, MAX_SEGMENTS = 16, 256
 # so much of a new segment may be what moves there: what is left of a cleaned one, what was read of a full one
 CLEANED_SHARE, SECOND_CHANCE_SHARE = 3 / 4, 1 / 2
 RETRY_SECONDS = 5.0
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # what letting something go helps against
 READERS = 4
 LOAD_BLOCKS = 1024  # so many are entered at a time, before the loop has its turn
 LOCK_NAME = "lock"
@@ -88,8 +90,11 @@ class DiskTier:
         async with self._writing:
             for path in self._to_load:
                 await self._load(path)
-            while self.used_bytes > self._limits.max_bytes:
-                self._drop_segment(self._segments.popleft())
+            try:
+                while self.used_bytes > self._limits.max_bytes:
+                    self._drop_segment(self._segments[0])
+            except OSError as error:
+                logger.warning("disk: more than %d MiB stay there: %s", self._limits.max_bytes >> 20, error)
             self._tell()
         logger.info("disk: %d blocks, %d MiB in %s", len(self), self.used_bytes >> 20, self._directory)
 
@@ -182,58 +187,72 @@ class DiskTier:
         return good.index(False) if False in good else len(good)
 
     async def _segment_for(self, record_bytes: int) -> Segment:
-        """The newest segment if it has room, else a new one, for which others make way."""
-        if self._segments and self._segments[-1].size_bytes + record_bytes <= self._segment_bytes:
-            return self._segments[-1]
-        segment = await self._in_writer(partial(new_segment, self._directory, self._next_number))
-        self._next_number += 1
-        self._segments.append(segment)
-        while self.used_bytes + self._segment_bytes > self._limits.max_bytes and len(self._segments) > 1:
-            await self._make_way(segment)
-        return segment
+        """The newest segment if it has room, else a new one, for which others make way. Raises OSError."""
+        if not self._segments or self._segments[-1].size_bytes + record_bytes > self._segment_bytes:
+            self._segments.append(await self._in_writer(partial(new_segment, self._directory, self._next_number)))
+            self._next_number += 1
+        newest = self._segments[-1]
+        # also for one that was begun before, if others could not make way then
+        while self.used_bytes - newest.size_bytes + self._segment_bytes > self._limits.max_bytes:
+            if len(self._segments) == 1:
+                break
+            await self._make_way(newest)
+        return newest
 
     async def _make_way(self, new: Segment) -> None:
-        """One segment goes: with nothing lost, if there is one of which little enough counts."""
+        """One segment goes: with nothing lost, if there is one of which little enough counts. Raises OSError, and then
+        what has not moved is where it was."""
         old = min((each for each in self._segments if each is not new), key=self._index.live_bytes)
         budget = int(CLEANED_SHARE * self._segment_bytes) - new.size_bytes
         is_cleaned = self._index.live_bytes(old) <= budget
         if not is_cleaned:
             old = self._segments[0]
             budget = int(SECOND_CHANCE_SHARE * self._segment_bytes) - new.size_bytes
-        self._segments.remove(old)
-        try:
-            for name in self._index.live_names(old):
-                block = self._index.get(name)
-                # some may have been forgotten meanwhile
-                if block is None or not (is_cleaned or block.was_read) or self._index.is_too_old(block):
-                    continue
-                if block.record_bytes <= budget:
-                    budget -= block.record_bytes
-                    offset = await self._in_writer(partial(new.append_from, old, block.offset, block.record_bytes))
-                    self._index.move(name, block, new, offset, was_read=is_cleaned and block.was_read)
-        finally:
-            self._drop_segment(old)
+        for name in self._index.live_names(old):
+            block = self._index.get(name)
+            # some may have been forgotten meanwhile
+            if block is None or not (is_cleaned or block.was_read) or self._index.is_too_old(block):
+                continue
+            if block.record_bytes > budget:
+                continue
+            budget -= block.record_bytes
+            try:
+                offset = await self._in_writer(partial(new.append_from, old, block.offset, block.record_bytes))
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                break  # what is left goes with the rest: that makes room
+            if offset is not None:
+                self._index.move(name, block, new, offset, was_read=is_cleaned and block.was_read)
+        self._drop_segment(old)
 
     def _drop_segment(self, segment: Segment) -> None:
-        """Its blocks and its file. A reader that has begun ends well: the file stays while somebody holds it."""
+        """Its blocks and its file. A reader that has begun ends well: the file stays while somebody holds it.
+
+        Raises OSError where a disk takes no changes any more: then the blocks stay as well, and can be read.
+        """
+        segment.unlink()
+        self._segments.remove(segment)
         self._index.forget_segment(segment)
-        try:
-            segment.unlink()
-        except OSError as error:  # of a disk that takes no changes any more; the next start finds the file again
-            logger.warning("disk: %s cannot be removed: %s", segment.path, error)
 
     def _keep_count(self) -> None:
         """The index is bounded, too."""
         while len(self._index) > self._limits.max_blocks and len(self._segments) > 1:
-            self._drop_segment(self._segments.popleft())
+            try:
+                self._drop_segment(self._segments[0])
+            except OSError as error:
+                logger.warning("disk: not all of it is served: %s", error)
+                # in memory there is no room for what cannot be removed; the next start finds the file again
+                self._index.forget_segment(self._segments.popleft())
 
     def _give_way(self, error: OSError) -> None:
-        """No room or no luck: make some by letting the oldest go, and leave the disk alone for a while."""
+        """No room or no luck: leave the disk alone for a while; room is made by letting the oldest go."""
         logger.warning("disk: nothing is written for %g s: %s", RETRY_SECONDS, error)
         metrics.DISK_FAILURES.labels("write").inc()
         self._retry_at = self._clock() + RETRY_SECONDS
-        if len(self._segments) > 1:
-            self._drop_segment(self._segments.popleft())
+        if error.errno in NO_ROOM and len(self._segments) > 1:
+            with suppress(OSError):
+                self._drop_segment(self._segments[0])
 
     def _tell(self) -> None:
         metrics.TIER_BLOCKS.labels("nvme").set(len(self._index))

@@ -53,23 +53,27 @@ class Segment:
         """Write one record at the end; returns its offset. Raises OSError, leaving the file as it was."""
         return self._grow([pack(header), body], header.record_bytes)
 
-    def append_from(self, other: Segment, offset: int, record_bytes: int) -> int:
-        """Copy a whole record from another segment; returns its offset here. Raises OSError, leaving ours as it was."""
+    def append_from(self, other: Segment, offset: int, record_bytes: int) -> int | None:
+        """Copy a whole record from another segment; returns its offset here, None where that does not give it.
+
+        Raises OSError where it cannot be written, leaving ours as it was.
+        """
         record = memoryview(bytearray(record_bytes))
-        if os.preadv(other._fd, [record], offset) != record_bytes:
-            raise OSError(errno.EIO, "a record is cut short", str(other.path))
-        return self._grow([record], record_bytes)
+        return self._grow([record], record_bytes) if other._fill(record, offset) else None
 
     def read(self, offset: int, body: memoryview) -> bool:
         """Fill `body` with the block of the record at `offset`; False when the file does not have it all."""
-        try:
-            return os.preadv(self._fd, [body], offset + HEADER_BYTES) == len(body)
-        except OSError:
-            return False
+        return self._fill(body, offset + HEADER_BYTES)
 
     def unlink(self) -> None:
         """Remove the file's name; its space is free when the last reader has let go."""
         self.path.unlink(missing_ok=True)
+
+    def _fill(self, target: memoryview, place: int) -> bool:
+        try:
+            return os.preadv(self._fd, [target], place) == len(target)
+        except OSError:
+            return False
 
     def _grow(self, parts: Sequence[bytes | memoryview], num_bytes: int) -> int:
         offset = self.size_bytes

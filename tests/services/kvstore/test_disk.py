@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +17,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.services.kvstore.disk_records import (
-    MIB,
     RECORD,
     SIZE,
     damage,
@@ -31,7 +28,6 @@ from tests.services.kvstore.disk_records import (
     there,
     written,
 )
-from weft import metrics
 from weft_services.kvstore import segment
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskLimits
@@ -132,110 +128,6 @@ async def test_a_damaged_byte_anywhere_is_a_miss_and_never_a_wrong_block(
         came = await read(disk, [number])
         assert came == (number in there(disk, range(5)))
     assert len(there(disk, range(5))) >= place // RECORD, "what lies before the damage is kept"
-    disk.close()
-
-
-async def test_a_full_disk_takes_no_more_and_hurts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    disk = DiskTier(tmp_path, DiskLimits(MIB), clock=lambda: now)
-    await disk.open()
-    await written(disk, range(30))
-
-    def half(fd: int, parts: Sequence[bytes], offset: int) -> int:
-        return os.pwrite(fd, b"".join(bytes(part) for part in parts)[:1000], offset)
-
-    monkeypatch.setattr(os, "pwritev", half)
-    assert await disk.write([record(50)]) == 0
-    monkeypatch.undo()
-    assert await disk.write([record(51)]) == 0, "left alone for a while"
-    kept = there(disk, range(60))
-    assert 50 not in kept
-    assert await read(disk, kept) == len(kept)
-    now += 10
-    assert await disk.write([record(51)]) == 1
-    disk.close()
-    again = await opened(tmp_path)
-    assert there(again, range(60)) == [*kept, 51]
-    again.close()
-
-
-async def test_a_disk_without_room_answers_with_an_error_that_is_caught(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    disk = await opened(tmp_path)
-    monkeypatch.setattr(os, "pwritev", full)
-    assert await disk.write([record(1)]) == 0
-    disk.close()
-
-
-async def test_a_disk_that_fails_while_it_makes_room_forgets_what_it_gave_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 1000.0
-    disk = DiskTier(tmp_path, DiskLimits(64 * RECORD), clock=lambda: now)
-    await disk.open()
-    await written(disk, range(64))
-    assert await read(disk, [*range(64)]) == 64
-
-    def broken(*_: Any) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", broken)
-    for number in range(64, 80):
-        await disk.write([record(number)])
-        now += 10
-    monkeypatch.undo()
-    kept = there(disk, range(80))
-    assert len(kept) == len(disk)
-    assert await read(disk, kept) == len(kept), "nothing is thought to be where it is not"
-    assert sum(file.stat().st_size for file in files(tmp_path)) == disk.used_bytes <= 64 * RECORD
-    disk.close()
-
-
-async def test_a_disk_that_takes_no_changes_any_more_still_serves_what_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read_only(*_: Any) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    disk = await opened(tmp_path, max_bytes=160 * RECORD)
-    await written(disk, range(30))
-    for call in ("pwritev", "ftruncate", "unlink"):
-        monkeypatch.setattr(os, call, read_only)
-    assert await disk.write([record(50)]) == 0
-    kept = there(disk, range(60))
-    assert kept[-1] == 29
-    assert await read(disk, kept) == len(kept)
-    disk.close()
-
-
-async def test_a_segment_that_cannot_be_read_is_dropped_and_the_others_serve_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    disk = await opened(tmp_path, max_bytes=160 * RECORD)
-    await written(disk, range(30))
-    disk.close()
-    bad = sorted(files(tmp_path))[1]
-    real, inode = os.pread, bad.stat().st_ino
-
-    def broken(fd: int, length: int, offset: int) -> bytes:
-        if os.fstat(fd).st_ino == inode and offset > 2 * RECORD:
-            raise OSError(errno.EIO, "Input/output error")
-        return real(fd, length, offset)
-
-    failures = metrics.DISK_FAILURES.labels("scan")._value
-    before = failures.get()
-    monkeypatch.setattr(os, "pread", broken)
-    disk = await opened(tmp_path, max_bytes=160 * RECORD)
-    assert there(disk, range(30)) == [*range(10), *range(20, 30)]
-    assert failures.get() == before + 1
-    assert bad.name in caplog.text
-    assert not bad.exists()
-    await written(disk, range(40, 60))
-    assert await read(disk, [0, 9, 20, 29, 40, 59]) == 6
     disk.close()
 
 
