@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import logging
 import os
 import time
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +27,7 @@ import xxhash
 from weft import metrics
 from weft_services.kvstore.disk_index import DiskBlock, DiskIndex, DiskLimits, header_of
 from weft_services.kvstore.record import RecordHeader
-from weft_services.kvstore.segment import Segment, new_segment, segment_paths
+from weft_services.kvstore.segment import Segment, lock_directory, new_segment, scan, sized_segments
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -40,7 +40,6 @@ RETRY_SECONDS = 5.0
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # what letting something go helps against
 READERS = 4
 LOAD_BLOCKS = 1024  # so many are entered at a time, before the loop has its turn
-LOCK_NAME = "lock"
 
 
 class DiskTier:
@@ -53,8 +52,8 @@ class DiskTier:
         least, most = (max(1, limits.max_bytes // count) for count in (MAX_SEGMENTS, MIN_SEGMENTS))
         self._segment_bytes = min(max(USUAL_SEGMENT_BYTES, least), most)
         self._segments: deque[Segment] = deque()
-        self._to_load: list[Path] = []
-        self._next_number = 0
+        self._to_load: deque[tuple[Path, int]] = deque()  # with their sizes: they are there, if not yet known
+        self._next_number = self._first_number = 0
         self._index = DiskIndex(limits, clock)
         self._retry_at = 0.0
         self._writing = asyncio.Lock()
@@ -68,7 +67,7 @@ class DiskTier:
     @property
     def used_bytes(self) -> int:
         """Size of all files."""
-        return sum(segment.size_bytes for segment in self._segments)
+        return sum(segment.size_bytes for segment in self._segments) + sum(size for _, size in self._to_load)
 
     @property
     def max_bytes(self) -> int:
@@ -82,14 +81,19 @@ class DiskTier:
 
     async def take(self) -> None:
         """Raises OSError when the directory cannot be used."""
-        self._to_load = await self._in_writer(self._take_directory)
-        self._next_number = 1 + max((int(path.stem, 16) for path in self._to_load), default=-1)
+        self._lock_fd = await self._in_writer(partial(lock_directory, self._directory))
+        paths = await self._in_writer(partial(sized_segments, self._directory))
+        self._to_load.extend(paths)
+        self._next_number = self._first_number = 1 + max((int(path.stem, 16) for path, _ in paths), default=-1)
 
     async def load(self) -> None:
-        """Find again what earlier processes left. What was found so far is served already; writes wait for the end."""
+        """Find again what earlier processes left. What was found so far is served already, and what is new is written
+        in between."""
+        while self._to_load:
+            async with self._writing:
+                await self._load(self._to_load[0][0])
+                self._tell()
         async with self._writing:
-            for path in self._to_load:
-                await self._load(path)
             try:
                 while self.used_bytes > self._limits.max_bytes:
                     self._drop_segment(self._segments[0])
@@ -99,15 +103,18 @@ class DiskTier:
         logger.info("disk: %d blocks, %d MiB in %s", len(self), self.used_bytes >> 20, self._directory)
 
     async def _load(self, path: Path) -> None:
+        """The next one, which is newer than those before, and older than what was written since."""
         try:
-            segment, records = await self._in_writer(partial(_scan, path))
+            segment, records = await self._in_writer(partial(scan, path))
         except OSError as error:
+            self._to_load.popleft()
             logger.warning("disk: %s cannot be read and is dropped: %s", path, error)
             metrics.DISK_FAILURES.labels("scan").inc()
             with suppress(OSError):
                 os.unlink(path)
             return
-        self._segments.append(segment)
+        self._to_load.popleft()
+        self._segments.insert(bisect([each.number for each in self._segments], segment.number), segment)
         for number, (offset, header) in enumerate(records, start=1):
             self._index.enter(segment, offset, header, header.stored_at)
             if number % LOAD_BLOCKS == 0:
@@ -188,7 +195,7 @@ class DiskTier:
 
     async def _segment_for(self, record_bytes: int) -> Segment:
         """The newest segment if it has room, else a new one, for which others make way. Raises OSError."""
-        if not self._segments or self._segments[-1].size_bytes + record_bytes > self._segment_bytes:
+        if not self._segments or not self._takes(self._segments[-1], record_bytes):
             self._segments.append(await self._in_writer(partial(new_segment, self._directory, self._next_number)))
             self._next_number += 1
         newest = self._segments[-1]
@@ -198,6 +205,11 @@ class DiskTier:
                 break
             await self._make_way(newest)
         return newest
+
+    def _takes(self, segment: Segment, record_bytes: int) -> bool:
+        """Until all is loaded nothing is added to what was there: a record in a later file is a later one."""
+        is_late = not self._to_load or segment.number >= self._first_number
+        return is_late and segment.size_bytes + record_bytes <= self._segment_bytes
 
     async def _make_way(self, new: Segment) -> None:
         """One segment goes: with nothing lost, if there is one of which little enough counts. Raises OSError, and then
@@ -258,23 +270,8 @@ class DiskTier:
         metrics.TIER_BLOCKS.labels("nvme").set(len(self._index))
         metrics.TIER_BYTES_USED.labels("nvme").set(self.used_bytes)
 
-    def _take_directory(self) -> list[Path]:
-        """It is this process' alone, with the segments that are there."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._lock_fd = os.open(self._directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OSError(f"{self._directory} is in use by another kvstore") from None
-        return segment_paths(self._directory)
-
     async def _in_writer(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._writer, work)
-
-
-def _scan(path: Path) -> tuple[Segment, list[tuple[int, RecordHeader]]]:
-    segment = Segment(path)
-    return segment, list(segment.records())
 
 
 def _read_checked(block: DiskBlock, body: memoryview) -> bool:

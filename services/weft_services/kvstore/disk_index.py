@@ -94,11 +94,14 @@ class DiskIndex:
         return [name for name in names if (block := self._blocks.get(name)) and block.segment is segment]
 
     def enter(self, segment: Segment, offset: int, header: RecordHeader, used_at: float) -> None:
-        """A record is there; what was known under its name is not any more."""
+        """A record is there; what was known under its name is not any more, unless it was written later."""
         name = header.fingerprint + header.key
-        if name in self._blocks:
+        if known := self._blocks.get(name):
+            if known.segment.number > segment.number:
+                return
             self.forget(name, "replaced")
-        self._make_tenant_room(header)
+        if not self._make_tenant_room(header, segment):
+            return
         tenant = self._shared.setdefault(header.tenant, header.tenant) if self._limits.tenant_share < 1 else b""
         self._put(
             name,
@@ -165,11 +168,20 @@ class DiskIndex:
         self._live_bytes[block.segment.number] += block.record_bytes
         self._names_of.setdefault(block.segment.number, []).append(name)
 
-    def _make_tenant_room(self, header: RecordHeader) -> None:
+    def _make_tenant_room(self, header: RecordHeader, segment: Segment) -> bool:
+        """False where only newer ones are left to go: they were written while old segments are still being read."""
         quota = self._limits.tenant_share * self._limits.max_bytes
-        names = self._tenant_names.get(header.tenant)
+        names, num_newer = self._tenant_names.get(header.tenant), 0
         while names and self._tenant_bytes[header.tenant] + header.record_bytes > quota:
-            self.forget(next(iter(names)), "quota")
+            oldest = next(iter(names))
+            if self._blocks[oldest].segment.number <= segment.number:
+                self.forget(oldest, "quota")
+                continue
+            if num_newer == len(names):
+                return False
+            names.move_to_end(oldest)
+            num_newer += 1
+        return True
 
 
 def header_of(name: bytes, block: DiskBlock) -> RecordHeader:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ MAX_BATCH_BYTES = 16 * 1024 * 1024
 MAX_BATCH_BLOCKS = 128
 MAX_SPILLS = 16_384  # blocks that wait for the disk; more are left out
 MAX_PROMOTIONS = 16
+STUCK_SECONDS = 10.0  # nothing waits for a disk on which a batch takes longer
 NEWEST_SHARE = 0.2  # of a measurement, in what is expected
 NO_SPACE_PAUSES = (0.02, 0.05, *(0.1,) * 8)  # Mooncake evicts in the background, when it is asked for room
 
@@ -62,6 +63,7 @@ class Mover:
         self._spills: deque[Spill] = deque()
         self._has_spills, self._has_spilled = asyncio.Event(), asyncio.Event()
         self._num_asked = self._num_spilled = 0  # blocks that were to go down, and those whose turn is over
+        self._moved_at = 0.0  # when that last changed, or the first began to wait
         self._promoting = asyncio.Lock()
         self._num_promotions = 0
         self._num_promoting = 0  # blocks that are asked for
@@ -70,6 +72,8 @@ class Mover:
 
     def spill(self, fingerprint: bytes, blocks: Sequence[StoredBlock]) -> None:
         """Copy these to the disk sometime; returns at once."""
+        if self._num_spilled == self._num_asked:
+            self._moved_at = time.monotonic()
         for block in blocks:
             if block.retention.memory_only:
                 continue
@@ -87,11 +91,14 @@ class Mover:
         return self._num_promoting * self._block_seconds
 
     async def until_spilled(self) -> None:
-        """Whatever waits to go down now has had its turn; what comes meanwhile is not waited for."""
+        """Whatever waits to go down now has had its turn; what comes meanwhile is not waited for, nor a disk that is
+        stuck: else memory would fill with what has to go."""
         goal = self._num_asked
-        while self._num_spilled < goal:
+        while self._num_spilled < goal and (left := self._moved_at + STUCK_SECONDS - time.monotonic()) > 0:
             self._has_spilled.clear()
-            await self._has_spilled.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._has_spilled.wait()
 
     async def run(self) -> None:
         """Until cancelled; raises StoreLost."""
@@ -101,6 +108,7 @@ class Mover:
                 batch = self._next_batch()
                 await self._whole(self._spill_batch(batch))
                 self._num_spilled += len(batch)
+                self._moved_at = time.monotonic()
                 self._has_spilled.set()
             self._has_spills.clear()
 

@@ -6,6 +6,7 @@ A record that was not written whole is cut off when the file is opened again: no
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import weakref
@@ -17,6 +18,7 @@ import xxhash
 from weft_services.kvstore.record import HEADER_BYTES, RecordHeader, pack, unpack
 
 SUFFIX = ".kvlog"
+LOCK_NAME = "lock"
 NAME = re.compile(rf"[0-9a-f]{{16}}{SUFFIX}")
 
 
@@ -99,6 +101,31 @@ class Segment:
     def _is_sound(self, offset: int, header: RecordHeader) -> bool:
         body = os.pread(self._fd, header.size_bytes, offset + HEADER_BYTES)
         return xxhash.xxh3_64_intdigest(body) == header.checksum
+
+
+def lock_directory(directory: Path) -> int:
+    """Made where there is none, and this process' alone until this file is closed. Raises OSError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lock_fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock_fd)
+        if isinstance(error, BlockingIOError):
+            raise OSError(f"{directory} is in use by another kvstore") from None
+        raise
+    return lock_fd
+
+
+def scan(path: Path) -> tuple[Segment, list[tuple[int, RecordHeader]]]:
+    """Open what an earlier process left. Raises OSError."""
+    segment = Segment(path)
+    return segment, list(segment.records())
+
+
+def sized_segments(directory: Path) -> list[tuple[Path, int]]:
+    """All segments in a directory with their bytes, the oldest first. Raises OSError."""
+    return [(path, path.stat().st_size) for path in segment_paths(directory)]
 
 
 def segment_paths(directory: Path) -> list[Path]:

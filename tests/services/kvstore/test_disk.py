@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.services.kvstore.disk_records import (
+    MODEL,
     RECORD,
     SIZE,
     damage,
@@ -78,6 +79,57 @@ async def test_what_is_found_again_is_served_before_all_is_and_what_is_new_comes
     last = await opened(tmp_path, max_bytes=160 * RECORD)
     assert await read(last, [*range(30), 50]) == 31
     last.close()
+
+
+async def test_what_is_written_while_older_files_are_read_is_newer_than_what_they_hold(tmp_path: Path) -> None:
+    disk = await opened(tmp_path, max_bytes=160 * RECORD)
+    await written(disk, range(30))
+    disk.close()
+    again = DiskTier(tmp_path, DiskLimits(160 * RECORD))
+    await again.take()
+    assert again.used_bytes == 30 * RECORD
+    loading = asyncio.create_task(again.load())
+    await asyncio.sleep(0)
+    assert await again.write([record(29, stored_at=7.0), record(50)]) == 2
+    assert again._to_load, "it waits for one file, not for all"
+    await loading
+    assert there(again, range(60)) == [*range(30), 50]
+    assert [header.stored_at for number in (28, 29) if (header := again.find(MODEL, key(number)))] == [0.0, 7.0]
+    again.close()
+    last = await opened(tmp_path, max_bytes=160 * RECORD)
+    assert await read(last, [*range(30), 50]) == 31
+    last.close()
+
+
+async def test_a_tenant_that_writes_while_older_files_are_read_loses_the_older_of_its_blocks(tmp_path: Path) -> None:
+    disk = await opened(tmp_path, max_bytes=160 * RECORD)
+    assert await disk.write([record(number, b"greedy") for number in range(60)]) == 60
+    disk.close()
+    again = DiskTier(tmp_path, DiskLimits(160 * RECORD, tenant_share=0.1))
+    await again.take()
+    loading = asyncio.create_task(again.load())
+    await asyncio.sleep(0)
+    assert await again.write([record(number, b"greedy") for number in (100, 101)]) == 2
+    await loading
+    assert there(again, range(110)) == [*range(46, 60), 100, 101]
+    again.close()
+
+
+@pytest.mark.parametrize("max_records", [160, 32])
+async def test_a_full_disk_stays_within_its_size_while_it_is_read(tmp_path: Path, max_records: int) -> None:
+    disk = await opened(tmp_path, max_bytes=160 * RECORD)
+    await written(disk, range(160))
+    disk.close()
+    again = DiskTier(tmp_path, DiskLimits(max_records * RECORD))
+    await again.take()
+    loading = asyncio.create_task(again.load())
+    for number in range(200, 230):
+        await asyncio.sleep(0)
+        await written(again, [number])
+    await loading
+    assert sum(file.stat().st_size for file in files(tmp_path)) == again.used_bytes <= max_records * RECORD
+    assert there(again, range(225, 230)) == [*range(225, 230)]
+    again.close()
 
 
 async def test_two_who_write_at_once_write_one_after_the_other(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from weft.errors import Overloaded
 from weft.kv.store_agent import NO_SPACE, StoreBusy, StoreLost
 from weft.kv.tiers import Tier
 from weft.request import Retention
+from weft_services.kvstore import mover as mover_module
 from weft_services.kvstore import node
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskLimits
@@ -197,6 +198,33 @@ async def test_what_has_to_go_leaves_memory_also_while_more_and_more_goes_down(s
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
+
+
+async def test_what_has_to_go_leaves_memory_also_while_the_disk_hangs(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(records: Sequence[Any]) -> int:
+        await asyncio.Event().wait()
+        return 0
+
+    async def get(names: Sequence[str], offsets: Sequence[int], size: int) -> list[int]:
+        return [size] * len(names)
+
+    monkeypatch.setattr(mover_module, "STUCK_SECONDS", 0.01)
+    monkeypatch.setattr(scene.disk, "write", hang)
+    scene.agent.get = get
+    scene.mover.spill(MODEL, [StoredBlock(key(1), 7, SIZE)])
+    remover = scene.store.running.remover
+    remover.remove([(MODEL, StoredBlock(key(2), 7, SIZE))])
+    tasks = [asyncio.create_task(each.run()) for each in (scene.mover, remover)]
+    async with asyncio.timeout(5):
+        while not scene.agent.removed:  # noqa: ASYNC110 (the tasks beside this one bring it about)
+            await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for move in scene.mover._moves:
+        move.cancel()
 
 
 async def test_who_waits_for_the_disk_is_told_how_long_and_may_leave_the_line(scene: Scene) -> None:
