@@ -108,7 +108,7 @@ def disk_bytes(asked: list[list[bytes]], tenant_share: float) -> float:
         tracemalloc.start()
         for number, key in enumerate(key for keys in asked for key in keys):
             header = RecordHeader(MODEL, b"tenant %d" % (number % 100), key, 98304, number + 2**62, time.time())
-            index.enter(segment, 2**32 + number, header, time.time())
+            index.enter(segment, 2**32 + number, header, is_new=True)
         traced = tracemalloc.get_traced_memory()[0] / len(index)
         tracemalloc.stop()
     return traced

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import os
 import time
 from bisect import bisect
@@ -43,19 +44,28 @@ LOAD_BLOCKS = 1024  # so many are entered at a time, before the loop has its tur
 
 
 class DiskTier:
-    """All methods belong to the event loop; files are touched on threads, written by one of them only."""
+    """All methods belong to the event loop; files are touched on threads, written by one of them only.
 
-    def __init__(self, directory: Path, limits: DiskLimits, clock: Callable[[], float] = time.time) -> None:
+    `clock` is for what is stored, `steady` for pauses and for how long ago a use was.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        limits: DiskLimits,
+        clock: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._directory = directory
         self._limits = limits
-        self._clock = clock
+        self._steady = steady
         least, most = (max(1, limits.max_bytes // count) for count in (MAX_SEGMENTS, MIN_SEGMENTS))
         self._segment_bytes = min(max(USUAL_SEGMENT_BYTES, least), most)
         self._segments: deque[Segment] = deque()
         self._to_load: deque[tuple[Path, int]] = deque()  # with their sizes: they are there, if not yet known
         self._next_number = self._first_number = 0
-        self._index = DiskIndex(limits, clock)
-        self._retry_at = 0.0
+        self._index = DiskIndex(limits, clock, steady)
+        self._retry_at = -math.inf
         self._writing = asyncio.Lock()
         self._lock_fd: int | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="weft-disk-write")
@@ -116,7 +126,7 @@ class DiskTier:
         self._to_load.popleft()
         self._segments.insert(bisect([each.number for each in self._segments], segment.number), segment)
         for number, (offset, header) in enumerate(records, start=1):
-            self._index.enter(segment, offset, header, header.stored_at)
+            self._index.enter(segment, offset, header)
             if number % LOAD_BLOCKS == 0:
                 await asyncio.sleep(0)
         self._keep_count()
@@ -150,7 +160,7 @@ class DiskTier:
             return await self._write(records)
 
     async def _write(self, records: Sequence[tuple[RecordHeader, memoryview]]) -> int:
-        if self._clock() < self._retry_at:
+        if self._steady() < self._retry_at:
             return 0
         num_written = 0
         for header, body in records:
@@ -162,7 +172,7 @@ class DiskTier:
             except OSError as error:
                 self._give_way(error)
                 break
-            self._index.enter(segment, offset, header, self._clock())
+            self._index.enter(segment, offset, header, is_new=True)
             self._keep_count()
             num_written += 1
         self._tell()
@@ -261,7 +271,7 @@ class DiskTier:
         """No room or no luck: leave the disk alone for a while; room is made by letting the oldest go."""
         logger.warning("disk: nothing is written for %g s: %s", RETRY_SECONDS, error)
         metrics.DISK_FAILURES.labels("write").inc()
-        self._retry_at = self._clock() + RETRY_SECONDS
+        self._retry_at = self._steady() + RETRY_SECONDS
         if error.errno in NO_ROOM and len(self._segments) > 1:
             with suppress(OSError):
                 self._drop_segment(self._segments[0])

@@ -7,6 +7,7 @@ A tenant over its share forgets its own oldest blocks. Their bytes stay in their
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ class DiskBlock:
     checksum: int
     stored_at: float
     idle_seconds: int
-    used_at: float  # after a restart, when it was stored
+    used_at: float  # by the steady clock; after a restart, when it was stored
     was_read: bool = False
 
     @property
@@ -51,9 +52,12 @@ class DiskBlock:
 class DiskIndex:
     """Blocks by name: the digest of their model's fingerprint, then their key."""
 
-    def __init__(self, limits: DiskLimits, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, limits: DiskLimits, clock: Callable[[], float], steady: Callable[[], float] = time.monotonic
+    ) -> None:
         self._limits = limits
         self._clock = clock
+        self._steady = steady
         self._blocks: dict[bytes, DiskBlock] = {}
         self._names_of: dict[int, list[bytes]] = {}  # of a segment's number; some may have moved or be forgotten
         self._live_bytes: Counter[int] = Counter()
@@ -81,7 +85,7 @@ class DiskIndex:
         if self.is_too_old(block):
             self.forget(name, "expired")
             return None
-        block.used_at = self._clock()
+        block.used_at = self._steady()
         return block
 
     def live_bytes(self, segment: Segment) -> int:
@@ -93,7 +97,7 @@ class DiskIndex:
         names = dict.fromkeys(self._names_of.get(segment.number, ()))
         return [name for name in names if (block := self._blocks.get(name)) and block.segment is segment]
 
-    def enter(self, segment: Segment, offset: int, header: RecordHeader, used_at: float) -> None:
+    def enter(self, segment: Segment, offset: int, header: RecordHeader, is_new: bool = False) -> None:
         """A record is there; what was known under its name is not any more, unless it was written later."""
         name = header.fingerprint + header.key
         if known := self._blocks.get(name):
@@ -102,12 +106,13 @@ class DiskIndex:
             self.forget(name, "replaced")
         if not self._make_tenant_room(header, segment):
             return
+        age_seconds = 0.0 if is_new else max(0.0, self._clock() - header.stored_at)
         tenant = self._shared.setdefault(header.tenant, header.tenant) if self._limits.tenant_share < 1 else b""
         self._put(
             name,
             DiskBlock(
                 *(segment, offset, tenant, header.size_bytes, header.checksum),
-                *(header.stored_at, header.idle_seconds, used_at),
+                *(header.stored_at, header.idle_seconds, self._steady() - age_seconds),
             ),
         )
 
@@ -141,10 +146,9 @@ class DiskIndex:
 
     def is_too_old(self, block: DiskBlock) -> bool:
         """Nobody has asked for it for as long as its own header says, or it was stored as long ago as all may be."""
-        now = self._clock()
-        if block.idle_seconds and now - block.used_at > block.idle_seconds:
+        if block.idle_seconds and self._steady() - block.used_at > block.idle_seconds:
             return True
-        return bool(self._limits.ttl_seconds) and now - block.stored_at > self._limits.ttl_seconds
+        return bool(self._limits.ttl_seconds) and self._clock() - block.stored_at > self._limits.ttl_seconds
 
     def sweep(self) -> None:
         """Forget what is too old among the next few thousand blocks; call it now and then."""

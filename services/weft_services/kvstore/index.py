@@ -44,9 +44,16 @@ class BlockIndex:
     it was stored as the limits say.
     """
 
-    def __init__(self, limits: IndexLimits | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        limits: IndexLimits | None = None,
+        clock: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock` is the one of `stored_at`, `steady` measures how long ago a use was."""
         self._limits = limits or IndexLimits()
         self._clock = clock
+        self._steady = steady
         self._blocks: OrderedDict[Name, StoredBlock] = OrderedDict()
         self._used_at: dict[Name, float] = {}  # of those whose idle time counts
         self._tenant_bytes: Counter[bytes] = Counter()
@@ -89,7 +96,7 @@ class BlockIndex:
             return None
         self._blocks.move_to_end(name)
         if name in self._used_at:
-            self._used_at[name] = self._clock()
+            self._used_at[name] = self._steady()
         if block.tenant in self._tenant_names:
             self._tenant_names[block.tenant].move_to_end(name)
         return block
@@ -133,10 +140,10 @@ class BlockIndex:
         self._tell()
 
     def _is_too_old(self, name: Name, block: StoredBlock) -> bool:
-        now, idle_seconds, ttl_seconds = self._clock(), block.retention.idle_seconds, self._limits.ttl_seconds
-        if idle_seconds and now - self._used_at[name] > idle_seconds:
+        idle_seconds, ttl_seconds = block.retention.idle_seconds, self._limits.ttl_seconds
+        if idle_seconds and self._steady() - self._used_at[name] > idle_seconds:
             return True
-        return bool(ttl_seconds) and now - block.stored_at > ttl_seconds
+        return bool(ttl_seconds) and self._clock() - block.stored_at > ttl_seconds
 
     def _make_tenant_room(self, block: StoredBlock) -> list[tuple[bytes, StoredBlock]]:
         """A tenant over its share loses its own least recently used blocks, nobody else's."""
@@ -150,7 +157,7 @@ class BlockIndex:
         self._blocks[name] = block
         self.used_bytes += block.size_bytes
         if block.retention.idle_seconds:
-            self._used_at[name] = self._clock()
+            self._used_at[name] = self._steady()
         if self._limits.tenant_bytes:
             self._tenant_bytes[block.tenant] += block.size_bytes
             self._tenant_names.setdefault(block.tenant, OrderedDict())[name] = None

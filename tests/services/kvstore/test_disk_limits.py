@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sized
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,7 @@ async def test_a_block_with_a_time_of_its_own_ages_from_its_last_use_and_over_a_
     tmp_path: Path,
 ) -> None:
     now = 1000.0
-    disk = DiskTier(tmp_path, DiskLimits(MIB), clock=lambda: now)
+    disk = DiskTier(tmp_path, DiskLimits(MIB), clock=lambda: now, steady=lambda: now)
     await disk.open()
     header, data = record(1, stored_at=1000)
     assert await disk.write([(replace(header, idle_seconds=60), data), record(2, stored_at=1000)]) == 2
@@ -52,10 +53,32 @@ async def test_a_block_with_a_time_of_its_own_ages_from_its_last_use_and_over_a_
         now = moment
         assert there(disk, [1, 2]) == [1, 2]
     disk.close()
-    again = DiskTier(tmp_path, DiskLimits(MIB), clock=lambda: now)
+    again = DiskTier(tmp_path, DiskLimits(MIB), clock=lambda: now, steady=lambda: now)
     await again.open()
     assert there(again, [1, 2]) == [2]
     again.close()
+
+
+async def test_a_clock_that_is_set_changes_neither_a_pause_nor_how_long_ago_a_use_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wall, now = 1000.0, 5.0
+    disk = DiskTier(tmp_path, DiskLimits(MIB), clock=lambda: wall, steady=lambda: now)
+    await disk.open()
+    header, data = record(1, stored_at=wall)
+    assert await disk.write([(replace(header, idle_seconds=60), data)]) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", lambda *_: 0)
+        assert await disk.write([record(2)]) == 0
+    for moment in (1e9, 0.0):
+        wall = moment
+        assert there(disk, [1]) == [1]
+        assert await disk.write([record(2)]) == 0, "left alone for a while"
+    now += disk_module.RETRY_SECONDS
+    assert await disk.write([record(2)]) == 1
+    now += 61
+    assert there(disk, [1, 2]) == [2]
+    disk.close()
 
 
 @pytest.mark.parametrize("num_others", [1, 5])
@@ -119,7 +142,7 @@ async def test_what_was_too_old_and_came_again_moves_and_goes_like_everything_el
 ) -> None:
     """Of 4 records to a segment two do not count, and the others move; of 10 that is too little, and none is read."""
     now = 1000.0
-    disk = DiskTier(tmp_path, DiskLimits(num_records * RECORD), clock=lambda: now)
+    disk = DiskTier(tmp_path, DiskLimits(num_records * RECORD), clock=lambda: now, steady=lambda: now)
     await disk.open()
     for numbers in ([1, 2], [2]):
         now += 61
@@ -149,7 +172,7 @@ async def test_a_large_disk_has_no_more_files_than_a_process_may_open(
 
 async def test_what_is_too_old_is_forgotten_also_when_nobody_asks(tmp_path: Path) -> None:
     now = 1000.0
-    disk = DiskTier(tmp_path, DiskLimits(MIB), clock=lambda: now)
+    disk = DiskTier(tmp_path, DiskLimits(MIB), steady=lambda: now)
     await disk.open()
     for number in range(20):
         header, data = record(number)

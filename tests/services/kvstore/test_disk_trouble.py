@@ -19,7 +19,7 @@ from weft_services.kvstore.record import HEADER_BYTES
 
 async def test_a_full_disk_takes_no_more_and_hurts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    disk = DiskTier(tmp_path, DiskLimits(MIB), clock=lambda: now)
+    disk = DiskTier(tmp_path, DiskLimits(MIB), steady=lambda: now)
     await disk.open()
     await written(disk, range(30))
 
@@ -57,7 +57,7 @@ async def test_a_disk_that_fails_while_it_makes_room_forgets_what_it_gave_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    disk = DiskTier(tmp_path, DiskLimits(64 * RECORD), clock=lambda: now)
+    disk = DiskTier(tmp_path, DiskLimits(64 * RECORD), steady=lambda: now)
     await disk.open()
     await written(disk, range(64))
     assert await read(disk, [*range(64)]) == 64
@@ -86,7 +86,7 @@ async def test_a_disk_that_takes_no_changes_any_more_still_serves_what_it_has(
         raise OSError(errno.EROFS, "Read-only file system")
 
     now = 1000.0
-    disk = DiskTier(tmp_path, DiskLimits(num_records * RECORD), clock=lambda: now)
+    disk = DiskTier(tmp_path, DiskLimits(num_records * RECORD), steady=lambda: now)
     await disk.open()
     await written(disk, range(num_records))
     assert await read(disk, range(num_records)) == num_records

@@ -91,7 +91,7 @@ def test_a_block_is_not_found_after_its_time() -> None:
 
 def test_a_block_with_a_time_of_its_own_is_found_until_nobody_has_asked_for_it_so_long() -> None:
     now = 1000.0
-    index = BlockIndex(clock=lambda: now)
+    index = BlockIndex(steady=lambda: now)
     index.add(ONE, [StoredBlock(b"k", 1, 10, retention=Retention(60)), StoredBlock(b"other", 1, 10)])
     for moment in (1050.0, 1110.0, 1170.0):
         now = moment
@@ -101,9 +101,20 @@ def test_a_block_with_a_time_of_its_own_is_found_until_nobody_has_asked_for_it_s
     assert index.find(ONE, b"other") is not None
 
 
+def test_a_clock_that_is_set_does_not_change_how_long_ago_a_use_was() -> None:
+    wall, now = 1000.0, 5.0
+    index = BlockIndex(clock=lambda: wall, steady=lambda: now)
+    index.add(ONE, [StoredBlock(b"k", 1, 10, stored_at=wall, retention=Retention(60))])
+    for moment in (1e9, 0.0):
+        wall = moment
+        assert index.find(ONE, b"k") is not None
+    now = 66.0
+    assert index.find(ONE, b"k") is None
+
+
 def test_uses_do_not_extend_what_the_store_allows() -> None:
     now = 0.0
-    index = BlockIndex(IndexLimits(ttl_seconds=100), clock=lambda: now)
+    index = BlockIndex(IndexLimits(ttl_seconds=100), clock=lambda: now, steady=lambda: now)
     index.add(ONE, [StoredBlock(b"k", 1, 10, retention=Retention(60))])
     for moment in (50.0, 100.0):
         now = moment

@@ -59,9 +59,9 @@ class Scene:
         self.now = 1000.0
         agent: Any = Agent()
         self.agent: Any = agent
-        self.disk = DiskTier(directory, DiskLimits(1 << 22), clock=lambda: self.now)
+        self.disk = DiskTier(directory, DiskLimits(1 << 22), clock=lambda: self.now, steady=lambda: self.now)
         self.store = NodeStore(Place("", "", 0, 1 << 20), self._announce, self.disk)
-        self.store.index = BlockIndex(clock=lambda: self.now)
+        self.store.index = BlockIndex(steady=lambda: self.now)
         self.mover = Mover(agent, self.disk, self.store._promoted)
         remover = Remover(agent, self.store.index, self.mover.until_spilled)
         master: Any = SimpleNamespace(is_running=True)
