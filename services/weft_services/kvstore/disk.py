@@ -151,7 +151,8 @@ class DiskTier:
         self._tell()
 
     async def write(self, records: Sequence[tuple[RecordHeader, memoryview]]) -> int:
-        """Append those that are new, while there is room; returns how many. A disk that is full or broken takes none.
+        """Append those that are new and sound, while there is room; returns how many. A disk that is full or broken
+        takes none.
 
         The memory must stay as it is until this returns; do not cancel it, shield it.
         """
@@ -168,10 +169,14 @@ class DiskTier:
                 continue
             try:
                 segment = await self._segment_for(header.record_bytes)
-                offset = await self._in_writer(partial(segment.append, header, body))
+                offset = await self._in_writer(partial(_append_checked, segment, header, body))
             except OSError as error:
                 self._give_way(error)
                 break
+            if offset is None:
+                logger.warning("disk: a block came damaged out of the store's memory and is not written")
+                metrics.TIER_MOVES.labels("lost").inc()
+                continue
             self._index.enter(segment, offset, header, is_new=True)
             self._keep_count()
             num_written += 1
@@ -282,6 +287,11 @@ class DiskTier:
 
     async def _in_writer(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._writer, work)
+
+
+def _append_checked(segment: Segment, header: RecordHeader, body: memoryview) -> int | None:
+    """Where it lies; None for bytes that are not those of the header, which nobody would get after all."""
+    return segment.append(header, body) if xxhash.xxh3_64_intdigest(body) == header.checksum else None
 
 
 def _read_checked(block: DiskBlock, body: memoryview) -> bool:

@@ -29,6 +29,7 @@ from tests.services.kvstore.disk_records import (
     there,
     written,
 )
+from weft import metrics
 from weft_services.kvstore import segment
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskLimits
@@ -138,6 +139,17 @@ async def test_two_who_write_at_once_write_one_after_the_other(tmp_path: Path) -
     assert len(files(tmp_path)) == 1
     assert disk.used_bytes == 12 * RECORD
     assert [number for number in range(12) if await read(disk, [number]) == 1] == [*range(12)]
+    disk.close()
+
+
+async def test_bytes_that_came_damaged_are_not_written(tmp_path: Path) -> None:
+    disk = await opened(tmp_path)
+    header, data = record(1)
+    lost = metrics.TIER_MOVES.labels("lost")._value
+    before = lost.get()
+    assert await disk.write([record(0), (header, memoryview(bytes(SIZE))), record(2)]) == 2
+    assert (there(disk, range(3)), disk.used_bytes, lost.get()) == ([0, 2], 2 * RECORD, before + 1)
+    assert await disk.write([(header, data)]) == 1
     disk.close()
 
 
