@@ -80,6 +80,11 @@ class StoreLink:
             self.trouble = trouble
             self._broken.set()
 
+    def expect_whole(self) -> None:
+        """Raises StoreLost when somebody has given it up: what was begun here may still read and write."""
+        if self._broken.is_set():
+            raise StoreLost(self.trouble)
+
     def doubt(self, trouble: str) -> None:
         """Kvstore was slow to answer: leave it alone until it has been found answering again."""
         logger.info("store: left alone for a moment: %s", trouble)
@@ -121,13 +126,20 @@ class StoreLink:
             return False
 
     async def get(self, names: Sequence[str], size_bytes: int) -> list[int]:
-        """Into the staging area's first slots, by whoever holds `reading`; one code a name. Raises StoreLost."""
+        """Into the staging area's first slots, by whoever holds `reading`; one code a name.
+
+        Raises StoreLost, also where an earlier read may still write there.
+        """
+        self.expect_whole()
         self._last_read = self.agent.get(names, [slot * size_bytes for slot in range(len(names))], size_bytes)
         return await asyncio.shield(self._last_read)
 
     def end_reading(self, stall_seconds: float) -> None:
-        """The next one may read: at once, or, when a read was cut off and may still write, when its reply is here."""
-        if self._last_read is None or self._last_read.done():
+        """The next one may read: at once, or, when a read was cut off and may still write, when its reply is here.
+
+        Of a link that was given up nobody reads any more, so nobody need wait.
+        """
+        if self._last_read is None or self._last_read.done() or self._broken.is_set():
             self.reading.release()
         else:
             self._tasks.create_task(self._outlive(self._last_read, stall_seconds))

@@ -135,7 +135,7 @@ class StoreWriter:
         return len(stored)
 
     async def _transfer(self, link: StoreLink, batch: Sequence[SealedBlock], checksums: Sequence[int]) -> list[int]:
-        """One code a block; those that found no room are tried again."""
+        """One code a block; those that found no room are tried again. Raises StoreLost: then they may still be read."""
         size = self._memory.block_bytes
         named = zip(batch, checksums, strict=True)
         names = [store_key(self._fingerprint, block.block_key, checksum) for block, checksum in named]
@@ -148,6 +148,7 @@ class StoreWriter:
             offsets = [batch[slot].block * size if self._is_shared else self._offset(slot) for slot in left]
             answers = await link.agent.put([names[slot] for slot in left], offsets, size, from_pool=self._is_shared)
             check_codes(link, answers)
+            link.expect_whole()
             for slot, code in zip(left, answers, strict=True):
                 codes[slot] = code
         return codes

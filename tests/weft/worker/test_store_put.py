@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.services.kvstore.node import KvStoreProcess, until
 from tests.weft.worker.pool import Worker, content, key, working
+from weft.kv.memory import HostBlocks
+from weft.kv.offers import SealedBlock
 from weft.worker import store_put
-from weft.worker.store_get import Wanted
+from weft.worker.store_get import TROUBLE_CODE, Wanted
+from weft.worker.store_link import StoreLink
+from weft.worker.store_put import StoreWriter
+from weft.worker.tasks import background
 
 
 @pytest.fixture
@@ -65,3 +74,29 @@ async def test_blocks_of_a_put_that_hangs_stay_pinned_until_its_process_is_gone(
         await until("they were unpinned", lambda: bool(is_there))
         assert is_there == [False]
         kvstore.owner.resume()
+
+
+async def test_blocks_of_a_put_that_failed_in_transfer_stay_pinned_until_its_process_is_gone() -> None:
+    async def put(names: Sequence[str], *_: Any, **__: Any) -> list[int]:
+        return [TROUBLE_CODE] * len(names)
+
+    pool, unpinned = (ctypes.c_ubyte * 64)(), list[int]()
+    agent: Any = SimpleNamespace(put=put)
+    stub: Any = None  # nobody is told of a put that failed
+    async with background() as tasks:
+        link = StoreLink("boot", agent, stub, tasks)
+        keeper: Any = SimpleNamespace(link=link)
+        memory = HostBlocks(ctypes.addressof(pool), 8, 8, 0)
+        writer = StoreWriter(keeper, memory, b"m" * 16, 4, unpinned.extend)
+        tasks.create_task(writer.run())
+        writer.offer([SealedBlock(key(number), number) for number in (1, 2)])
+        async with asyncio.timeout(5):
+            while link.is_usable:  # noqa: ASYNC110 (the task beside this one brings it about)
+                await asyncio.sleep(0)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert unpinned == []
+            link.end()
+            while not unpinned:  # noqa: ASYNC110 (the task beside this one brings it about)
+                await asyncio.sleep(0)
+        assert unpinned == [1, 2]

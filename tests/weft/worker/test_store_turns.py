@@ -12,6 +12,7 @@ import xxhash
 
 from tests.weft.worker.pool import BLOCK_BYTES, Worker, content, key
 from weft.errors import DeadlineExceeded
+from weft.kv.store_agent import StoreLost
 from weft.kv.tiers import Tier
 from weft.worker import store_get
 from weft.worker.estimate import FetchEstimate
@@ -216,6 +217,20 @@ async def test_a_disk_that_was_slow_from_the_first_is_waited_for_once(monkeypatc
         await turns()
         assert again.done()
         assert again.result().num_blocks == 0
+
+
+async def test_nobody_reads_into_an_area_that_a_failed_transfer_may_still_write() -> None:
+    store = HeldStore()
+    async with scene(store) as stage:
+        first, second = (stage._fetch(numbers) for numbers in (range(1), range(10, 14)))
+        failing = asyncio.gather(first, second, return_exceptions=True)
+        await turns()
+        store.reads[0][1].set_result([store_get.TROUBLE_CODE])
+        fetched, lost = await failing
+        assert isinstance(fetched, Fetched)
+        assert fetched.num_blocks == 0
+        assert isinstance(lost, StoreLost)
+        assert len(store.reads) == 1
 
 
 async def test_a_slow_look_up_leaves_the_store_alone_for_a_moment_and_costs_no_connection(
