@@ -73,7 +73,7 @@ endpoints = st.builds(Endpoint, text, text, u64, text)
 usages = st.builds(PromptUsage, u32, u32, u64, u32, u32, u32, text, text, u32, u32, u32, u32)
 retentions = st.builds(Retention, u32, st.booleans())
 orders = st.builds(
-    PrefillOrder, keys, text, fingerprints, tokens, samplings, st.binary(max_size=20), u32, u32, i32, retentions
+    PrefillOrder, keys, text, fingerprints, tokens, samplings, st.binary(max_size=20), u32, u32, i32, retentions, u32
 )
 events = st.one_of(
     st.builds(Accepted, text, endpoints, u32),

@@ -32,6 +32,7 @@ def order_to_wire(order: PrefillOrder) -> prefill_service_pb2.PrefillStart:
         resumed_tokens=order.resumed_tokens,
         priority=order.priority,
         retention=retention_to_wire(order.retention),
+        lease_ms=order.lease_ms,
     )
 
 
@@ -48,6 +49,7 @@ def order_from_wire(start: prefill_service_pb2.PrefillStart) -> PrefillOrder:
         start.resumed_tokens,
         start.priority,
         retention_from_wire(start.retention),
+        start.lease_ms,
     )
 
 

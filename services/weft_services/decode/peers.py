@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 from weft import trace
 from weft.errors import PeerLost
@@ -73,7 +74,7 @@ class PrefillPeers:
         self, worker: WorkerAddress, order: PrefillOrder, timeout_seconds: float
     ) -> AsyncIterator[PrefillCall]:
         """Place an order; the call ends with the scope. Broken calls come out as WeftError."""
-        call = PrefillCall(order, self._lease_seconds)
+        call = PrefillCall(replace(order, lease_ms=round(1000 * self._lease_seconds)), self._lease_seconds)
         async with self._channels.lend(worker.address) as channel:
             stub = prefill_service_pb2_grpc.PrefillServiceStub(channel)
             prefill = stub.Prefill(call.requests(), timeout=timeout_seconds, metadata=trace.outgoing())

@@ -26,6 +26,7 @@ class Lease:
         self.order = order
         self.store_tokens = 0
         self.lent: set[int] = set()
+        self.is_accepted = False  # and decode knows how often to renew it
         # how it ended, for the metric; a stream that breaks says nothing
         self.end = "broken"
         self._reserved: Reserved | None = None

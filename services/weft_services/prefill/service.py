@@ -33,6 +33,8 @@ from weft_services.prefill.embedder import Embedder
 from weft_services.prefill.leases import Lease, LeaseDesk
 
 FIRST_MESSAGE_SECONDS = 10.0
+# whatever lease a peer names, heartbeats must not keep the loop busy
+MIN_BEAT_SECONDS = 0.01
 Requests = AsyncIterator[prefill_service_pb2.PrefillRequest]
 
 
@@ -88,6 +90,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
                 # the computing waits for no message
                 group.create_task(self._desk.fill(lease))
                 await speaker.say(self._accepted)
+                lease.is_accepted = True
                 async for event in lease.events(self._memory, self._desk.paging, self._with_checksums):
                     if span is not None and isinstance(event, PromptFinished):
                         _describe(span, order, event)
@@ -97,8 +100,11 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     async def _beat(self, speaker: _Speaker, listening: asyncio.Task[None], lease: Lease) -> None:
         """Tell decode that the engine lives until decode is done; raises PeerLost when the engine stands still."""
+        # a prompt that waits for its turn has decode wait by its own lease, which may be shorter than ours
+        shorter_ms = min(self._accepted.lease_ms, lease.order.lease_ms or self._accepted.lease_ms)
+        pause = max(shorter_ms / 1000 / SIGNS_A_LEASE, MIN_BEAT_SECONDS)
         while True:
-            await asyncio.wait({listening}, timeout=self._accepted.lease_ms / 1000 / SIGNS_A_LEASE)
+            await asyncio.wait({listening}, timeout=pause)
             if listening.done():
                 return
             if self._desk.is_stalled:
@@ -108,10 +114,12 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     async def _until_done(self, requests: Requests, lease: Lease) -> None:
         """Returns at decode's `done`; raises NotFound when decode is silent for longer than the lease: a deadline would
-        be taken for this worker's fault."""
+        be taken for this worker's fault. Before it knows our lease it renews by its own."""
+        ours_ms = self._accepted.lease_ms
         while True:
+            silence_ms = ours_ms if lease.is_accepted else max(ours_ms, lease.order.lease_ms)
             try:
-                async with asyncio.timeout(self._accepted.lease_ms / 1000):
+                async with asyncio.timeout(silence_ms / 1000):
                     request = await anext(requests, None)
             except TimeoutError:
                 lease.end = "expired"

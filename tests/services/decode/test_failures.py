@@ -14,7 +14,7 @@ from tests.services.attach import GREEDY, prompt
 from tests.services.workers import CHUNK_TOKENS, Meddler, Pair, Worker, fingerprint_of, start_pair
 from tests.weft.tiny_llama import Tiny
 from weft import metrics
-from weft.kv.handoff import Accepted, LeaseClosed, PromptFinished, ReadyBlocks
+from weft.kv.handoff import LEASE_SECONDS, Accepted, LeaseClosed, PromptFinished, ReadyBlocks
 from weft.kv.transport import Run, TransferFailed
 from weft.request import WorkerAddress
 from weft.rpc.handoff import event_to_wire, order_from_wire
@@ -181,10 +181,11 @@ class Liar(prefill_service_pb2_grpc.PrefillServiceServicer):
     def __init__(self, plot: Sequence[Any]) -> None:
         self.plot = plot
         self.seconds_left: float | None = None
+        self.lease_ms = 0
 
     async def Prefill(self, request_iterator: Any, context: Any) -> AsyncIterator[prefill_service_pb2.PrefillResponse]:
         order = order_from_wire((await anext(aiter(request_iterator))).start)
-        self.seconds_left = context.time_remaining()
+        self.seconds_left, self.lease_ms = context.time_remaining(), order.lease_ms
         for event in self.plot:
             yield event_to_wire(
                 dataclasses.replace(event, boot_id=order.prefill_boot_id) if isinstance(event, Accepted) else event
@@ -239,6 +240,7 @@ async def test_a_prefill_worker_that_breaks_its_word(tiny: Tiny) -> None:
                 assert failures(reason) == before + 1, name
                 assert liar.seconds_left is not None, "the request's deadline goes along"
                 assert liar.seconds_left < 31  # the wire rounds up
+                assert liar.lease_ms == 1000 * LEASE_SECONDS
         await pair.decode.until_idle()
 
 

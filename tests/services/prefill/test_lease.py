@@ -14,11 +14,12 @@ from tests.services.attach import new_key, prompt
 from tests.services.prefill.borrower import start_lender
 from tests.services.workers import BLOCK_TOKENS, CHUNK_TOKENS, fingerprint_of
 from tests.weft.tiny_llama import Tiny
-from weft.engine.messages import PromptCounts, PromptProgress, TokenDelta
+from weft.engine.messages import PromptCounts, PromptProgress, Reserved, TokenDelta
 from weft.kv.groups import PageRun, Paging, Reach
 from weft.kv.handoff import Accepted, LeaseClosed, PrefillOrder, PromptFinished, ReadyBlocks
 from weft.kv.memory import HostBlocks
 from weft.request import SamplingParams
+from weft_mesh.v1 import prefill_service_pb2 as pb2
 from weft_services.prefill.leases import Lease
 
 
@@ -86,6 +87,32 @@ async def test_renewals_keep_the_lease(tiny: Tiny) -> None:
             await borrower.renew()
         await borrower.done()
         assert await borrower.next() == LeaseClosed(True)
+
+
+@pytest.mark.parametrize(("ours", "theirs_ms"), [(600.0, 30), (0.05, 600_000)])
+async def test_a_prompt_that_waits_for_its_turn_outlives_the_shorter_lease(
+    tiny: Tiny, ours: float, theirs_ms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode hears three signs in the shorter one, and is not taken for silent before the longer one has passed."""
+    may_begin, until_reserved = asyncio.Event(), Lease.until_reserved
+
+    async def held(lease: Lease) -> Reserved:
+        await may_begin.wait()
+        return await until_reserved(lease)
+
+    monkeypatch.setattr(Lease, "until_reserved", held)
+    async with start_lender(tiny, lease_seconds=ours) as lender, asyncio.timeout(20):
+        borrower = lender.borrower(prompt(22), lease_ms=theirs_ms)
+        await borrower.start()
+        for _ in range(10):
+            response = await borrower.call.read()
+            assert isinstance(response, pb2.PrefillResponse), await borrower.call.code()
+            assert response.HasField("heartbeat")
+        may_begin.set()
+        assert isinstance(await borrower.next(), Accepted)
+        if ours < 1:
+            await borrower.renew()
+            assert await borrower.status() is grpc.StatusCode.NOT_FOUND, "from now on the lender's lease counts"
 
 
 async def test_a_broken_stream_ends_the_lease(tiny: Tiny) -> None:
