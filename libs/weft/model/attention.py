@@ -38,7 +38,8 @@ class GroupedAttention:
     @property
     def is_plain(self) -> bool:
         """Nothing is done to heads but to norm them by weights and to rotate them then."""
-        return self.config.head_norm is not HeadNorm.PLAIN and self.config.temperature is None
+        config = self.config
+        return config.head_norm is not HeadNorm.PLAIN and config.temperature is None and not config.is_rotated_wide
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[T, hidden]; the rows' own keys go into the pool first."""

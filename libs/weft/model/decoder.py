@@ -16,7 +16,7 @@ from weft.model.latent import LatentAttention
 from weft.model.loading import Loader, Tensors
 from weft.model.mlp import Mixture, Mlp
 from weft.model.rotary import cos_sin, inverse_frequencies
-from weft.model.spec import HeadNorm, ModelConfig
+from weft.model.spec import ModelConfig
 from weft.model.step import Rows, Step
 from weft_kernels.dense_layers import DenseLayer, dense_layers
 from weft_kernels.linear import linear
@@ -105,8 +105,7 @@ class Decoder:
 
     def hidden(self, rows: Rows, batches: Sequence[PagedBatch]) -> Tensor:
         """[R, hidden] of the rows whose logits are wanted, normed; else as `forward`."""
-        # where transformers rotates in float32 (Llama 4), so is it here
-        dtype = torch.float32 if self.config.head_norm is HeadNorm.PLAIN else self.dtype
+        dtype = torch.float32 if self.config.is_rotated_wide else self.dtype
         angles = cos_sin(rows.positions, self.frequencies, dtype, self.config.rope.attention_factor)
         stream, pending = rows_of(self.embedding, rows.token_ids).to(self.dtype), None
         if self.dense is not None and (normed := self.dense.forward(stream, angles, rows.slots, batches)) is not None:

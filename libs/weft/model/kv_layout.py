@@ -13,10 +13,8 @@ from weft.model.spec import ModelConfig
 # [page][kv_head][layer of the group][k, v][token][dim]: one page is one contiguous run, and so is any range of its
 # heads. Latent attention keeps one vector for both: one head, and k only.
 KV_LAYOUT = "bhlktd-v2"
-# raised by every correction after which the same weights, config and tokens have other KV: disks keep what was computed
-# before it
+# raised by every correction after which the same weights, config and tokens have other KV, as disks keep the old one
 KV_NUMERICS = 1
-
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -64,16 +62,13 @@ def group_size(counts: Collection[int]) -> int:
 
 
 def layout_name(config: ModelConfig) -> str:
-    """What peers compare: order and version, layers and reach of each group, and how the numbers come about.
-
-    The weights' hash says nothing of the latter: the same tensors have other KV with another rotation, norm or routing.
-    """
+    """What peers compare: order and version, layers and reach of each group, and how the numbers come about: the same
+    tensors have other KV with another rotation, norm or routing."""
     groups = kv_groups(config)
     names = [f"{groups.size}w{each.window}c{each.chunk}" if each.width else str(groups.size) for each in groups.reaches]
     # all but limits, names and what comes behind the last layer; what is not known to be harmless counts
-    rest = replace(
-        config, max_positions=0, is_tied=False, eos_token_ids=(), dtype="", prefix="", ignored=(), architecture=""
-    )
+    rest = replace(config, max_positions=0, is_tied=False, eos_token_ids=(), dtype="", architecture="")
+    rest = replace(rest, prefix="", ignored=())
     digest = blake2b(repr(rest).encode(), digest_size=8, person=b"weft-kv-numbers").hexdigest()
     return "/".join((KV_LAYOUT, *names, f"n{KV_NUMERICS}-{digest}"))
 

@@ -8,8 +8,7 @@ from weft.model.common import read_common
 from weft.model.fields import Fields
 from weft.model.spec import Experts, HeadNorm, Layer, ModelConfig, Scoring, Temperature
 
-# What config.json leaves out when it is as in transformers' class.
-DEFAULTS = {"rope_theta": 500_000.0, "max_position_embeddings": 131_072}
+DEFAULTS = {"rope_theta": 500_000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072}  # transformers' class
 
 
 def read(fields: Fields) -> ModelConfig:
@@ -17,24 +16,9 @@ def read(fields: Fields) -> ModelConfig:
     fields.values = {**DEFAULTS, **fields.values}
     config = read_common(fields)
     layers = _layers(fields, config.num_layers)
-    return replace(
-        config,
-        # `intermediate_size` is an expert's; dense layers have their own
-        intermediate_size=fields.whole("intermediate_size_mlp", 16384),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
-        layers=layers,
-        head_norm=HeadNorm.PLAIN if fields.flag("use_qk_norm", True) else HeadNorm.NONE,
-        temperature=_temperature(fields),
-        is_interleaved=True,
-        experts=_experts(fields, config) if any(layer.has_experts for layer in layers) else None,
-        mlp_name="feed_forward",
-    )
-
-
-def _experts(fields: Fields, config: ModelConfig) -> Experts:
-    return Experts(
-        num_experts=fields.whole("num_local_experts", 16),
-        top_k=fields.whole("num_experts_per_tok", 1),
+    experts = Experts(
+        num_experts=fields.whole("num_local_experts", 16, least=0),
+        top_k=fields.whole("num_experts_per_tok", 1, least=0),
         size=config.intermediate_size,
         scoring=Scoring.SIGMOID_INPUT,
         is_renormalised=False,
@@ -42,6 +26,18 @@ def _experts(fields: Fields, config: ModelConfig) -> Experts:
         router="router",
         shared="shared_expert",
         is_fused=True,
+    )
+    return replace(
+        config,
+        # `intermediate_size` is an expert's; dense layers have their own
+        intermediate_size=fields.whole("intermediate_size_mlp", 16384),
+        layers=layers,
+        head_norm=HeadNorm.PLAIN if fields.flag("use_qk_norm", True) else HeadNorm.NONE,
+        temperature=_temperature(fields),
+        is_interleaved=True,
+        is_rotated_wide=True,
+        experts=experts if any(layer.has_experts for layer in layers) else None,
+        mlp_name="feed_forward",
     )
 
 

@@ -9,8 +9,7 @@ from weft.model.fields import Fields
 from weft.model.mistral import read_window
 from weft.model.spec import Experts, Layer, ModelConfig
 
-# What config.json leaves out when it is as in transformers' class.
-DEFAULTS = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072}
+DEFAULTS = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072}  # transformers' class
 
 
 def read(fields: Fields) -> ModelConfig:

@@ -12,10 +12,9 @@ KINDS = ("default", "linear", "llama3", "yarn")
 
 
 def read_context(fields: Fields) -> int:
-    """Positions that a sequence may have: what the model was trained on, and what yarn stretches that to. Raises
-    BadCheckpoint.
+    """Positions that a sequence may have: what the model was trained on, or what yarn stretches that to.
 
-    Linear scaling counts for nothing: checkpoints that have it name the stretched length themselves.
+    Linear scaling counts for nothing: checkpoints that have it name the stretched length. Raises BadCheckpoint.
     """
     positions, rope = fields.whole("max_position_embeddings", 2048), read_rope(fields)
     if rope.kind == "yarn":
@@ -41,9 +40,8 @@ def read_rope(fields: Fields) -> Rope:
         return Rope(theta, "linear", rope.number("factor"))
     if (original := fields.values.get(ORIGINAL)) is not None:  # beside the object: it wins, as in transformers
         rope.values = {**rope.values, ORIGINAL: original}
-    if kind == "llama3":
-        return _llama3(rope, theta)
-    return _yarn(rope, theta, fields.whole("max_position_embeddings", 2048))
+    positions = fields.whole("max_position_embeddings", 2048)
+    return _llama3(rope, theta) if kind == "llama3" else _yarn(rope, theta, positions)
 
 
 def rope_object(fields: Fields) -> Fields:

@@ -9,8 +9,7 @@ from weft.model.fields import Fields
 from weft.model.mistral import read_window
 from weft.model.spec import Layer, ModelConfig
 
-# What config.json leaves out when it is as in transformers' class.
-DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True}
+DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True}  # transformers' class
 
 
 def read(fields: Fields) -> ModelConfig:

@@ -148,6 +148,7 @@ class ModelConfig:
 
     `num_kv_heads` and `head_dim` are those of the cache, `kv_parts` is 2 for keys and values, 1 when both are one.
     `prefix` stands before every tensor's name; tensors that begin with one of `ignored` are not the text model's.
+    `is_rotated_wide`: in float32, whatever heads are computed in.
     """
 
     architecture: str
@@ -169,6 +170,7 @@ class ModelConfig:
     head_norm: HeadNorm = HeadNorm.NONE
     temperature: Temperature | None = None
     is_interleaved: bool = False
+    is_rotated_wide: bool = False
     latent: Latent | None = None
     experts: Experts | None = None
     quantization: Quantization | None = None
