@@ -118,6 +118,12 @@ def empty_int4(rows: int, columns: int) -> Int4:
     return Int4(columns, torch.empty(rows, columns // 8, dtype=torch.int32), factors, 32)
 
 
+def slices_of(num_items: int) -> search.Slices:
+    num_slices = -(-num_items // search.SLICE_ITEMS)
+    limits = torch.ones(2, dtype=torch.int32)
+    return search.Slices(torch.empty(2, num_items), torch.empty(2, num_slices), torch.ones(2), limits)
+
+
 def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
     """Module, kernel name and a call of its launcher, on shapes of an 8B model."""
     x, weight = torch.empty(2, 4096, dtype=BF16), torch.empty(4096, dtype=BF16)
@@ -150,7 +156,7 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
     columns = {name: torch.ones(2, dtype=dtype) for name, dtype in names.items()}
     rows = SamplingRows(**columns, has_top_k=False, has_top_p=False)
     logits = torch.empty(2, 128_256)
-    slices = search.Slices(logits, torch.empty(2, 32), rows.temperature, torch.ones(2, dtype=torch.int32))
+    slices = slices_of(128_256)
     scored, bias, grouped = torch.empty(2, 256), torch.empty(256), Rule(8, False, True, 8, 4, 2.5)
     rows_in, gates, downs = (torch.empty(shape, dtype=BF16) for shape in ((2, 2048), (8, 1536, 2048), (8, 2048, 768)))
     few_rows = rows_in, torch.zeros(2, 4, dtype=i64), torch.ones(2, 4), gates, downs, False
@@ -183,6 +189,9 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
         "sampling, best": (sampling, "_tops", lambda: sampling.sample_kernel(logits, rows)),
         "sampling, sums": (sampling, "_sums", lambda: sampling.sample_kernel(logits, rows)),
         "sampling, sums of all": (sampling, "_sums", lambda: sampling._sums_of(slices, None)),
+        "sampling, one slice": (search, "_digit", lambda: search.cut(slices_of(2000), rows.top_k, None)),
+        "sampling, 38 slices": (search, "_digit", lambda: search.cut(slices_of(151_936), rows.top_k, None)),
+        "sampling, 65 slices": (search, "_digit", lambda: search.cut(slices_of(262_208), rows.top_k, None)),
         "sampling, top-k": (search, "_digit", lambda: search.cut(slices, rows.top_k, None)),
         "sampling, top-p": (search, "_digit", lambda: search.cut(slices, rows.top_p, torch.empty(2, 32, dtype=f64))),
         "routing": (moe_routing, "_route", lambda: moe_routing.route_kernel(scored, None, Rule(8, True))),

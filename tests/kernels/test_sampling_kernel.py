@@ -14,7 +14,7 @@ from tests.kernels.test_sampling import make_rows
 
 pytest.importorskip("triton")
 
-from weft_kernels.sampling import SamplingRows
+from weft_kernels.sampling import SamplingRows, search
 from weft_kernels.sampling.kernel import sample_kernel
 from weft_kernels.sampling.reference import sample_reference
 
@@ -35,6 +35,12 @@ PARAMS: dict[str, dict[str, Any]] = {
     "all": {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
     "cold": {"temperature": 1e-30},
 }
+
+
+@pytest.fixture(autouse=True)
+def _few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes as long for a block of one item as for a large one."""
+    monkeypatch.setattr(search, "BLOCK_ITEMS", 2048)
 
 
 def run(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -60,6 +66,13 @@ def test_many_draws_from_one_row_are_those_of_the_reference(params: dict[str, An
     tokens = run(logits.contiguous(), rows)
     assert torch.equal(tokens, sample_reference(logits, rows))
     assert len(set(tokens.tolist())) > 3
+
+
+def test_as_a_gpu_takes_them_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "BLOCK_ITEMS", 256)
+    logits = torch.randn(2, 4500, generator=torch.Generator().manual_seed(4)) * 4
+    rows = make_rows([PARAMS["all"], PARAMS["top-p"]], [8, 9], [1, 2])
+    assert torch.equal(run(logits, rows), sample_reference(logits, rows))
 
 
 @pytest.mark.parametrize("params", [{"top_k": 2}, {"top_p": 0.7}])

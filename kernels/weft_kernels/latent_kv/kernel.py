@@ -41,13 +41,14 @@ def latent_kv_kernel(
             q.stride(1),
             pool.stride(0),
             pool.stride(4),
-            pool.shape[4],
+            BLOCK_TOKENS=pool.shape[4],
             HEADS=num_heads,
             RANK=len(norm),
             HALF=dim // 2,
             BLOCK_H=BLOCK_HEADS,
             BLOCK_R=triton.next_power_of_2(len(norm)),
             BLOCK_I=triton.next_power_of_2(dim // 2),
+            num_warps=2,
         )
     return out
 
@@ -65,12 +66,14 @@ def _check(down: Tensor, q: Tensor, norm: Tensor, cos: Tensor, sin: Tensor, pool
     assert down.dtype == q.dtype == norm.dtype == pool.dtype
     assert slots.shape == (num_tokens,)
     assert cos.shape == sin.shape == (num_tokens, dim)
+    assert cos.dtype == sin.dtype
     assert cos.stride() == sin.stride()
     assert cos.stride(1) == 1
     assert down.device == q.device == norm.device == pool.device == slots.device == cos.device
 
 
-@triton.jit
+# slots of a group of layers may begin anywhere
+@triton.jit(do_not_specialize_on_alignment=["p_slots"])
 def _latent_kv(
     p_down: tl.tensor,
     p_norm: tl.tensor,
@@ -86,7 +89,7 @@ def _latent_kv(
     stride_head: tl.tensor,
     stride_block: tl.tensor,
     stride_token: tl.tensor,
-    block_tokens: tl.tensor,
+    BLOCK_TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     HALF: tl.constexpr,
@@ -104,7 +107,7 @@ def _latent_kv(
     if i_part == 0:
         i_slot = tl.load(p_slots + i_token)
         p_row = p_down + i_token * (RANK + 2 * HALF)
-        p_token = p_pool + (i_slot // block_tokens) * stride_block + (i_slot % block_tokens) * stride_token
+        p_token = p_pool + (i_slot // BLOCK_TOKENS) * stride_block + (i_slot % BLOCK_TOKENS) * stride_token
         o_item = tl.arange(0, BLOCK_R)
         m_item = o_item < RANK
         # [BLOCK_R]

@@ -44,7 +44,7 @@ def rope_kv_kernel(
             rule.eps,
             cos.stride(0),
             *(pool.stride(i) for i in (0, 1, 3, 4)),
-            pool.shape[4],
+            BLOCK_TOKENS=pool.shape[4],
             HEADS=num_heads,
             KV_HEADS=kv_heads,
             HALF=dim // 2,
@@ -54,6 +54,7 @@ def rope_kv_kernel(
             HAS_TEMPERATURE=temperature is not None,
             BLOCK_H=BLOCK_HEADS,
             BLOCK_I=triton.next_power_of_2(dim // 2),
+            num_warps=2,
         )
     return q
 
@@ -71,6 +72,7 @@ def _check(
     assert pool.dtype == qkv.dtype
     assert slots.shape == (num_tokens,)
     assert cos.shape == sin.shape
+    assert cos.dtype == sin.dtype
     assert cos.shape[1] >= dim // 2
     assert cos.stride() == sin.stride()
     assert cos.stride(1) == 1
@@ -82,6 +84,8 @@ def _check(
     if temperature is not None:
         assert temperature.shape == (num_tokens, 1, 1)
         assert temperature.is_contiguous()
+        assert temperature.dtype == torch.float32
+        assert temperature.device == qkv.device
 
 
 @triton.jit
@@ -93,7 +97,8 @@ def _normed(
     return (b_first * b_scale).to(ITEM).to(tl.float32), (b_second * b_scale).to(ITEM).to(tl.float32)
 
 
-@triton.jit
+# slots of a group of layers may begin anywhere
+@triton.jit(do_not_specialize_on_alignment=["p_slots"])
 def _rope_kv(
     p_qkv: tl.tensor,
     p_cos: tl.tensor,
@@ -110,7 +115,7 @@ def _rope_kv(
     stride_head: tl.tensor,
     stride_kind: tl.tensor,
     stride_token: tl.tensor,
-    block_tokens: tl.tensor,
+    BLOCK_TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -133,6 +138,11 @@ def _rope_kv(
     p_row = p_qkv + (i_token * (HEADS + 2 * KV_HEADS) + o_head)[:, None] * (2 * HALF) + o_pair[None, :]
     b_first = tl.load(p_row, mask=m_all, other=0.0).to(tl.float32)
     b_second = tl.load(p_row + HALF, mask=m_all, other=0.0).to(tl.float32)
+    # read before anything waits: no read overtakes a write
+    i_slot = tl.load(p_slots + i_token)
+    if ROTATED:
+        b_cos = tl.load(p_cos + i_token * stride_angle + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
+        b_sin = tl.load(p_sin + i_token * stride_angle + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
     b_left, b_right = b_first, b_second
     if HAS_NORMS:
         b_left, b_right = _normed(b_left, b_right, eps, HALF, ITEM)
@@ -143,8 +153,6 @@ def _rope_kv(
         b_left = (b_left * tl.where(is_query, b_q_left, b_k_left)).to(ITEM).to(tl.float32)
         b_right = (b_right * tl.where(is_query, b_q_right, b_k_right)).to(ITEM).to(tl.float32)
     if ROTATED:
-        b_cos = tl.load(p_cos + i_token * stride_angle + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
-        b_sin = tl.load(p_sin + i_token * stride_angle + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
         b_turned = (b_left * b_cos - b_right * b_sin).to(ITEM).to(tl.float32)
         b_right = (b_right * b_cos + b_left * b_sin).to(ITEM).to(tl.float32)
         b_left = b_turned
@@ -160,9 +168,8 @@ def _rope_kv(
     p_out = p_q + (i_token * HEADS + o_head)[:, None] * (2 * HALF) + o_pair[None, :]
     tl.store(p_out, b_left, mask=m_query)
     tl.store(p_out + HALF, b_right, mask=m_query)
-    i_slot = tl.load(p_slots + i_token)
     o_kv = tl.maximum(o_head - HEADS, 0)
-    p_token = p_pool + (i_slot // block_tokens) * stride_block + (i_slot % block_tokens) * stride_token
+    p_token = p_pool + (i_slot // BLOCK_TOKENS) * stride_block + (i_slot % BLOCK_TOKENS) * stride_token
     p_kv = p_token + ((o_kv % KV_HEADS) * stride_head + (o_kv // KV_HEADS) * stride_kind)[:, None] + o_pair[None, :]
     m_kv = m_all & (o_head >= HEADS)[:, None]
     tl.store(p_kv, b_left, mask=m_kv)

@@ -196,8 +196,8 @@ def _draw(
         b_end = tl.cumsum(b_sum, 0)
         target = _uniform(tl.load(p_seeds + i_row), tl.load(p_positions + i_row)) * tl.sum(b_sum, 0)
         # the first that ends beyond the target; however sums round, one that holds something
-        i_slice = tl.sum((b_end <= target).to(tl.int32), 0)
-        i_slice = tl.minimum(i_slice, tl.max(tl.where(b_sum > 0.0, o_slice, 0), 0))
+        i_last = tl.max(tl.where(b_sum > 0.0, o_slice, 0), 0)
+        i_slice = tl.min(tl.where((b_end > target) & (b_sum > 0.0), o_slice, i_last), 0)
         before = tl.sum(tl.where(o_slice < i_slice, b_sum, 0.0), 0)
         o_item = i_slice * SLICE + tl.arange(0, SLICE)
         limit, floor = tl.load(p_limits + i_row), _floor(p_min_p, i_row)

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 SLICE_ITEMS = 4096
-# a search holds 16 bins for every item of its block
-BLOCK_ITEMS = 1024
+# an item for each thread: it holds 16 bins
+BLOCK_ITEMS = 256
 NUM_DIGITS = 8
 # the key of a score of -inf: nothing is cut
 ALL = 0x7F800000
@@ -51,10 +51,11 @@ def cut(slices: Slices, wanted: Tensor, sums: Tensor | None) -> Slices:
     """The slices with limits that leave the best `wanted` [R] items, or with `sums` [R, S], masses of the slices, the
     least that have the share `wanted` of them. What ties with the last one stays."""
     (num_rows, num_slices), device = slices.grid, slices.logits.device
-    bins = torch.empty(2, num_rows, num_slices, 16, dtype=torch.float64, device=device)
-    found = torch.empty(NUM_DIGITS + 1, num_rows, dtype=torch.int32, device=device)
-    reached = torch.empty(NUM_DIGITS + 1, num_rows, dtype=torch.float64, device=device)
-    limits = torch.empty_like(slices.limits)
+    # what is known of a row's threshold before each digit, and of each slice what has which next digit, in turn
+    found = torch.empty(num_rows, NUM_DIGITS + 1, dtype=torch.int32, device=device)
+    reached = torch.empty(num_rows, NUM_DIGITS + 1, dtype=torch.float64, device=device)
+    bins = torch.empty(num_rows, 2, num_slices, 16, dtype=torch.float64, device=device)
+    limits, sizes = torch.empty_like(slices.limits), slices.sizes
     for i in range(NUM_DIGITS + 1):
         _digit[slices.grid if i < NUM_DIGITS else (num_rows, 1)](
             slices.logits,
@@ -63,22 +64,19 @@ def cut(slices: Slices, wanted: Tensor, sums: Tensor | None) -> Slices:
             slices.limits,
             wanted,
             wanted if sums is None else sums,
-            found[max(i - 1, 0)],
-            reached[max(i - 1, 0)],
-            bins[(i + 1) % 2],
-            found[i],
-            reached[i],
-            bins[i % 2],
+            found,
+            reached,
+            bins,
             limits,
             slices.logits.stride(0),
             slices.num_items,
             num_slices,
-            28 - 4 * i,
+            i,
             MASS=sums is not None,
             FIRST=i == 0,
             LAST=i == NUM_DIGITS,
             BLOCK=BLOCK_ITEMS,
-            **slices.sizes,
+            **sizes,
             num_warps=8,
         )
     return Slices(slices.logits, slices.tops, slices.temperature, limits)
@@ -107,12 +105,15 @@ def scores(
     top: tl.tensor,
     temperature: tl.tensor,
 ) -> tl.tensor:
-    """Scores <= 0 of some items, the best one's 0; -inf past the end. Division as IEEE has it: ties stay ties."""
+    """Scores <= 0 of some items, the best one's 0; -inf past the end. Division as IEEE has it: ties stay ties; it is
+    slow where it has to divide infinity, which is most of a row that a grammar masks."""
     b_logit = tl.load(p_row + o_item, mask=o_item < num_items, other=float("-inf"))
-    return tl.div_rn(b_logit - top, temperature)
+    is_out = b_logit == float("-inf")
+    return tl.where(is_out, float("-inf"), tl.div_rn(tl.where(is_out, 0.0, b_logit - top), temperature))
 
 
-@triton.jit
+# the digit is a number like any other: compiled once, not once for each that 16 divides
+@triton.jit(do_not_specialize=["i_digit"])
 def _digit(
     p_logits: tl.tensor,
     p_tops: tl.tensor,
@@ -123,14 +124,11 @@ def _digit(
     p_found: tl.tensor,
     p_reached: tl.tensor,
     p_bins: tl.tensor,
-    p_found_next: tl.tensor,
-    p_reached_next: tl.tensor,
-    p_bins_next: tl.tensor,
     p_limits_next: tl.tensor,
     stride: tl.tensor,
     num_items: tl.tensor,
     num_slices: tl.tensor,
-    shift: tl.tensor,
+    i_digit: tl.tensor,
     MASS: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
@@ -144,20 +142,21 @@ def _digit(
     limit = tl.load(p_limits + i_row)
     wanted = tl.load(p_wanted + i_row)
     is_cut = wanted < 1.0 if MASS else wanted > 0
+    p_known = i_row * 9 + i_digit  # NUM_DIGITS + 1
     if (temperature > 0.0) & is_cut:
-        o_bin = tl.arange(0, 16)
         found = limit * 0
-        reached = temperature.to(tl.float64) * 0.0
+        reached = found.to(tl.float64)
         if not FIRST:
             if MASS:
                 target = wanted * row_sum(p_sums, i_row, num_slices, BLOCK_SLICES)
             else:
                 target = tl.minimum(wanted, num_items).to(tl.float64)
-            o_slice = tl.arange(0, BLOCK_SLICES)
-            p_bin = p_bins + (i_row * num_slices + o_slice)[:, None] * 16 + o_bin[None, :]
+            o_bin, o_slice = tl.arange(0, 16), tl.arange(0, BLOCK_SLICES)
+            p_row = p_bins + (i_row * 2 + (i_digit + 1) % 2) * num_slices * 16
+            p_bin = p_row + o_slice[:, None] * 16 + o_bin[None, :]
             b_bins = tl.sum(tl.load(p_bin, mask=(o_slice < num_slices)[:, None], other=0.0), 0)
-            found = tl.load(p_found + i_row)
-            reached = tl.load(p_reached + i_row)
+            found = tl.load(p_found + p_known - 1)
+            reached = tl.load(p_reached + p_known - 1)
             digit = tl.minimum(tl.sum((reached + tl.cumsum(b_bins, 0) < target).to(tl.int32), 0), 15)
             reached += tl.sum(tl.where(o_bin < digit, b_bins, 0.0), 0)
             found = found * 16 + digit
@@ -166,19 +165,61 @@ def _digit(
             tl.store(p_limits_next + i_row, tl.where(found < 0, limit, tl.minimum(found, limit)))
         else:
             if i_slice == 0:
-                tl.store(p_found_next + i_row, found)
-                tl.store(p_reached_next + i_row, reached)
+                tl.store(p_found + p_known, found)
+                tl.store(p_reached + p_known, reached)
             top = row_top(p_tops, i_row, num_slices, BLOCK_SLICES)
-            b_sums = tl.zeros([16], tl.float64)
-            for start in range(0, SLICE, BLOCK):
-                o_item = i_slice * SLICE + start + tl.arange(0, BLOCK)
-                b_score = scores(p_logits + i_row * stride, o_item, num_items, top, temperature)
-                b_key = (0.0 - b_score).to(tl.int32, bitcast=True)
-                # keys have 31 bits: above the first digit there is nothing
-                m_item = ((b_key >> tl.minimum(shift + 4, 31)) == found) & (b_key <= limit) & (o_item < num_items)
-                b_weight = tl.where(m_item, tl.exp(b_score), 0.0) if MASS else tl.where(m_item, 1.0, 0.0)
-                m_bin = ((b_key >> shift) & 15)[:, None] == o_bin[None, :]
-                b_sums += tl.sum(tl.where(m_bin, b_weight[:, None], 0.0), 0).to(tl.float64)
-            tl.store(p_bins_next + (i_row * num_slices + i_slice) * 16 + o_bin, b_sums)
+            best = tl.div_rn(tl.load(p_tops + i_row * num_slices + i_slice) - top, temperature)
+            shift = 28 - 4 * i_digit
+            b_sums = _sums_by_digit(
+                p_logits + i_row * stride,
+                i_slice * SLICE,
+                num_items,
+                top,
+                temperature,
+                (0.0 - best).to(tl.int32, bitcast=True),
+                limit,
+                found,
+                shift,
+                MASS,
+                BLOCK,
+                SLICE,
+            )
+            p_next = p_bins + ((i_row * 2 + i_digit % 2) * num_slices + i_slice) * 16
+            tl.store(p_next + tl.arange(0, 16), b_sums)
     elif LAST:
         tl.store(p_limits_next + i_row, limit)
+
+
+@triton.jit
+def _sums_by_digit(
+    p_row: tl.tensor,
+    i_first: tl.tensor,
+    num_items: tl.tensor,
+    top: tl.tensor,
+    temperature: tl.tensor,
+    best_key: tl.tensor,
+    limit: tl.tensor,
+    found: tl.tensor,
+    shift: tl.tensor,
+    MASS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLICE: tl.constexpr,
+) -> tl.tensor:
+    """[16] of a slice: how many items begin with `found` and have which next digit, or their masses.
+
+    Bins lie one above the other and items side by side, so that each thread has all bins of its own items and nothing
+    is exchanged before the end. A slice whose best item has gone by has no others.
+    """
+    above = tl.minimum(shift + 4, 31)  # keys have 31 bits: above the first digit there is nothing
+    o_bin = tl.arange(0, 16)[:, None]
+    b_sums = tl.zeros([16, BLOCK], tl.float32)
+    if ((best_key >> above) <= found) & (best_key <= limit):
+        for start in range(0, SLICE, BLOCK):
+            o_item = i_first + start + tl.arange(0, BLOCK)
+            b_score = scores(p_row, o_item, num_items, top, temperature)
+            b_key = (0.0 - b_score).to(tl.int32, bitcast=True)
+            m_item = ((b_key >> above) == found) & (b_key <= limit) & (o_item < num_items)
+            b_weight = tl.where(m_item, tl.exp(b_score), 0.0) if MASS else tl.where(m_item, 1.0, 0.0)
+            b_digit = (b_key >> shift) & 15
+            b_sums += tl.where(b_digit[None, :] == o_bin, b_weight[None, :], 0.0)
+    return tl.sum(b_sums.to(tl.float64), 1)
