@@ -14,6 +14,7 @@ from tests.kernels.test_sampling import make_rows
 
 pytest.importorskip("triton")
 
+from weft_kernels import sampling
 from weft_kernels.sampling import SamplingRows, search
 from weft_kernels.sampling.kernel import sample_kernel
 from weft_kernels.sampling.reference import sample_reference
@@ -105,6 +106,19 @@ def test_the_first_of_equal_logits_is_the_greedy_one() -> None:
     logits = torch.zeros(1, 9000)
     logits[0, [5, 4097, 8200]] = 2.0
     assert run(logits, make_rows([{}], [0], [0])).tolist() == [5]
+
+
+def test_what_is_drawn_to_have_it_compiled_takes_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[SamplingRows] = []
+
+    def keep(logits: Tensor, rows: SamplingRows) -> Tensor:
+        drawn.append(rows)
+        return run(logits, rows)
+
+    monkeypatch.setattr(sampling, "sample", keep)
+    sampling.compile_sampling(20, torch.device("cpu"))
+    assert [(rows.has_top_k, rows.has_top_p) for rows in drawn] == [(False, False), (True, True)]
+    assert all(bool((rows.temperature > 0) & (rows.top_k > 0) & (rows.top_p < 1)) for rows in drawn)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from weft_kernels.sampling.groups import best, sample_groups
@@ -23,6 +24,21 @@ def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
     from weft_kernels.sampling.kernel import sample_kernel
 
     return sample_kernel(logits, rows)
+
+
+def compile_sampling(num_items: int, device: torch.device) -> None:
+    """Draw once in every way: a GPU's kernels are compiled when they first run, and then all sequences would wait."""
+    logits = torch.zeros(1, num_items, device=device)
+    columns = {
+        "temperature": torch.ones(1, device=device),
+        "top_k": torch.ones(1, dtype=torch.int64, device=device),
+        "top_p": torch.full((1,), 0.5, dtype=torch.float64, device=device),
+        "min_p": torch.zeros(1, device=device),
+        "seeds": torch.zeros(1, dtype=torch.int64, device=device),
+        "positions": torch.zeros(1, dtype=torch.int64, device=device),
+    }
+    for has_top_k, has_top_p in ((False, False), (True, True)):
+        sample(logits, SamplingRows(**columns, has_top_k=has_top_k, has_top_p=has_top_p))
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

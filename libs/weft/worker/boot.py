@@ -38,6 +38,7 @@ from weft.worker.heap import keep_heap
 from weft.worker.peak import free_bytes, identity_of, measure_peak, remembered
 from weft.worker.tiles import tune_tiles
 from weft_kernels.native import best_isa
+from weft_kernels.sampling import compile_sampling
 from weft_mesh.v1 import weights_service_pb2, weights_service_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -149,9 +150,13 @@ def _build(
             log.mark("tuning")
         held = torch.cuda.memory_reserved(decoder.device) + RUNTIME_BYTES  # and what libraries have beside torch
         free = own_bytes(free_bytes(decoder.device), _total_bytes(), config.gpu_share, held)
-        identity = identity_of(ready.weights_hash, limits, machine.dtype, decoder.device) | {"form": config.weights}
+        identity = identity_of(ready.weights_hash, limits, machine.dtype, decoder.device)
+        # the same weights take more of a step where more experts are asked
+        identity |= {"form": config.weights, "layout": layout_name(model)}
         peak = remembered(identity, lambda: measure_peak(decoder, limits, machine.dtype, decoder.device))
         log.mark("largest step")
+        compile_sampling(model.vocab_size, decoder.device)
+        log.mark("sampling")
         logger.info("engine: the largest step takes %d MiB", peak >> 20)
         room = measured_room(room, free, peak + static_bytes(limits, size))
         room.check(*sizes.least(model))
