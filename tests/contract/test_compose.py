@@ -105,9 +105,10 @@ class Containers:
         self._folder = folder
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._environments: dict[str, dict[str, str]] = {}
-        found = re.findall(r"_PORT': '(\d+)'", str(services))
+        found = sorted({"6379", *re.findall(r"_PORT': '(\d+)'", str(services))} - {"9100"})
         # what a container listens on -> the port that stands for it here
-        self.ports = {port: str(free_port()) for port in ("6379", *found) if port != "9100"} | {"9100": "0"}
+        self.ports: dict[str, str] = {"9100": "0"}
+        self.ports |= {port: str(free) for port, free in zip(found, free_ports(len(found)), strict=True)}
 
     def __enter__(self) -> Containers:
         return self
@@ -182,8 +183,3 @@ def _mount(volume: str | dict[str, Any]) -> tuple[str, str]:
         return volume["source"], volume["target"]
     source, target, _ = volume.split(":")
     return source, target
-
-
-def free_port() -> int:
-    """A loopback port that was free a moment ago, and that no connection is given meanwhile."""
-    return free_ports(1)[0]

@@ -54,7 +54,7 @@ class Mesh:
     def __init__(
         self, *options: str, environment: dict[str, str] | None = None, models: Sequence[str | Path] = (MODEL,)
     ) -> None:
-        self.port, self.grpc_port = free_port(), free_port()
+        self.port, self.grpc_port = free_ports(2)
         self.url = f"http://127.0.0.1:{self.port}"
         self._log: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the mesh)
         command = [sys.executable, "-m", "weft.cli.main", "up", "--port", str(self.port)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.mesh.conftest import Mesh, wait_until
+from tests.mesh.conftest import Mesh
 from tests.mesh.oracle import prompts
 
 pytestmark = pytest.mark.timeout(300)
@@ -52,12 +52,7 @@ def test_turn_two_reports_all_full_blocks_of_turn_one(mesh: Mesh) -> None:
     turn_one = first + answer["choices"][0]["token_ids"]
     # the last token was sampled, its own KV never computed
     full = (len(turn_one) - 1) // BLOCK * BLOCK
-
-    def is_put() -> bool:
-        status = mesh.workers()["decode-0"].report
-        return not status.active_blocks
-
-    wait_until("the answer's blocks are in the store", is_put)
+    mesh.wait_idle()  # with all of its blocks in the store
     answer = ask(mesh, turn_one + fresh_prompt(40))
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == full
 

@@ -138,7 +138,7 @@ def pick_addresses(options: MeshOptions) -> Addresses:
     check_port(options.host, options.port, "--port")
     check_port(options.host, options.grpc_port, "--grpc-port")
     names, gateways = options.workers, options.gateways
-    ports = free_ports(5 + len(names) + len(gateways))
+    ports = free_ports(5 + len(names) + len(gateways), (options.port, options.grpc_port))
     valkey, scheduler, kvstore, weights = (f"{LOOPBACK}:{port}" for port in ports[:4])
     if options.weights_listen:
         weights = check_listen_address(options.weights_listen, "--weights-listen")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+from collections.abc import Collection
 
 LOOPBACK = "127.0.0.1"
 # below the range that the kernel hands out to connections, so that a restarted child finds its port free;
@@ -28,13 +29,15 @@ def check_port(host: str, port: int, flag: str) -> None:
             raise PortTaken(f"cannot listen on {host}:{port} ({reason}); choose another with {flag}") from error
 
 
-def free_ports(count: int) -> list[int]:
-    """Different loopback ports that nobody listens on, from INTERNAL_PORTS."""
+def free_ports(count: int, spoken_for: Collection[int] = ()) -> list[int]:
+    """Different loopback ports that nobody listens on, from INTERNAL_PORTS; none that somebody is about to."""
     held: list[socket.socket] = []
     try:
         for port in random.sample(INTERNAL_PORTS, len(INTERNAL_PORTS)):
             if len(held) == count:
                 break
+            if port in spoken_for:
+                continue
             probe = socket.socket()
             held.append(probe)
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Sequence as Items
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from tests.services.gateway.fake_scheduler import FakeScheduler
 from tests.services.gateway.fakes import FakeDecode
 from weft_services.gateway.config import Config
+from weft_services.gateway.mesh.inbox import Delta
+from weft_services.gateway.mesh.sequence import Piece, Sequence
 from weft_services.gateway.process import Gateway, running
 
 MODEL_NAME = "tiny"
@@ -118,6 +121,26 @@ class Bench:
         error = response.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
         return response.status_code, error
+
+
+class Heard:
+    """Tokens that have reached the text of their sequences, and pieces of prompts' scores."""
+
+    count = 0
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count them in `Heard`."""
+    monkeypatch.setattr(Heard, "count", 0)
+    accept = Sequence.accept
+
+    def counting(sequence: Sequence, deltas: Items[Delta]) -> Piece:
+        piece = accept(sequence, deltas)
+        Heard.count += sum(len(each.token_ids) + (each.prompt_logprobs is not None) for each in deltas)
+        return piece
+
+    monkeypatch.setattr(Sequence, "accept", counting)
 
 
 MakeBench = Callable[..., AbstractAsyncContextManager[Bench]]

@@ -21,9 +21,19 @@ Script = Callable[[Start], AsyncIterator[SequenceDelta]]
 Stage = scheduler_service_pb2.Settlement.Stage
 
 
+class Silence:
+    """How many scripts have said what they had to say."""
+
+    num_silent = 0
+
+
 async def forever() -> None:
     """Until cancelled."""
-    await asyncio.Event().wait()
+    Silence.num_silent += 1
+    try:
+        await asyncio.Event().wait()
+    finally:
+        Silence.num_silent -= 1
 
 
 def position(token_id: int, num_top: int) -> common_pb2.PositionLogprobs:
@@ -101,6 +111,7 @@ class FakeDecode(DecodeServiceServicer):
         self.started: list[Start] = []
         self.cancelled: list[str] = []
         self.num_attached = 0
+        self.num_said = 0  # tokens, and pieces of prompts' scores
         self.changed = asyncio.Condition()
         self._writing = asyncio.Lock()
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
@@ -129,6 +140,7 @@ class FakeDecode(DecodeServiceServicer):
         async for delta in self.script(start):
             async with self._writing:
                 await context.write(decode_service_pb2.AttachResponse(deltas=[delta]))
+            self.num_said += len(delta.token_ids) + delta.HasField("prompt_logprobs")
 
     async def _note(self, attached: int = 0, started: Start | None = None, cancelled: str | None = None) -> None:
         async with self.changed:
@@ -137,7 +149,7 @@ class FakeDecode(DecodeServiceServicer):
             self.cancelled += [cancelled] if cancelled is not None else []
             self.changed.notify_all()
 
-    async def until(self, condition: Callable[[], bool]) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = 10) -> None:
         """Wait for something to happen here."""
-        async with asyncio.timeout(10), self.changed:
+        async with asyncio.timeout(seconds), self.changed:
             await self.changed.wait_for(condition)

@@ -59,7 +59,7 @@ async def test_frames_that_come_while_there_is_none_are_told_together_and_none_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "LONGEST_PAUSE_SECONDS", 10.0)
-    delivery, slow = Delivery(), Reader(10 * WORK_SECONDS)
+    delivery, slow = Delivery(), Reader(1.0)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(slow.read())
         await turns()

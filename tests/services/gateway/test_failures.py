@@ -90,7 +90,7 @@ async def test_workers_that_cannot_be_reached_are_tried_for_as_long_as_a_move_ma
 ) -> None:
     """There are more of them than are passed over, so that the scheduler always has another to name."""
     monkeypatch.setattr(flight, "MAX_EXCLUDED", 2)
-    async with bench(num_decoders=3, move_seconds=1.0) as b:
+    async with bench(num_decoders=3, move_seconds=3.0) as b:
         for decoder in b.decoders:
             await decoder.kill()
         async with asyncio.timeout(15):
@@ -237,7 +237,7 @@ async def test_another_decode_worker_is_asked_before_a_429(bench: MakeBench) -> 
 
 
 async def test_a_request_that_takes_too_long_is_a_504_and_is_cancelled(bench: MakeBench) -> None:
-    async with bench(request_timeout_seconds=0.2) as b:
+    async with bench(request_timeout_seconds=2) as b:
         b.decode.script = speaking(b.ids("hello"), finish=None)
         response = await b.http.post("/v1/completions", json={**STREAM, "stream": False})
         assert response.status_code == 504

@@ -73,9 +73,10 @@ async def test_a_call_has_its_place_before_its_message_is_read(bench: MakeBench)
 async def test_a_message_that_does_not_come_gives_its_place_back(
     bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpc_edge, "BODY_SECONDS", 0.05)
     async with bench() as b, channel_to(b) as channel:
-        assert await code_of(channel.stream_stream(GENERATE)(unsaid())) is grpc.StatusCode.DEADLINE_EXCEEDED
+        with monkeypatch.context() as brief:
+            brief.setattr(grpc_edge, "BODY_SECONDS", 0.05)
+            assert await code_of(channel.stream_stream(GENERATE)(unsaid())) is grpc.StatusCode.DEADLINE_EXCEEDED
         assert await code_of(channel.stream_stream(GENERATE)(iter(()))) is grpc.StatusCode.INVALID_ARGUMENT
         b.decode.script = speaking([*b.ids("hello"), END])
         stub = InferenceServiceStub(channel)

@@ -11,17 +11,22 @@ import httpx
 import orjson
 import pytest
 
-from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
-from tests.services.gateway.fakes import LENGTH, FakeDecode, SequenceDelta, Start, answering, deltas, failing
+from tests.services.gateway.conftest import END, MODEL_NAME, Bench, Heard, MakeBench
+from tests.services.gateway.fakes import LENGTH, FakeDecode, SequenceDelta, Silence, Start, answering, deltas, failing
 from weft_services.gateway.mesh import flight
 
 TEXT = "the answer is here and there, hello world"
 
 
+pytestmark = pytest.mark.usefixtures("heard")
+
+
 async def kill_after(decode: FakeDecode, num_starts: int = 1) -> None:
-    """Once so many sequences run there, and what it says has had time to arrive."""
+    """Once so many sequences run there, have fallen silent, and what they said has arrived."""
     await decode.until(lambda: len(decode.started) >= num_starts)
-    await asyncio.sleep(0.05)
+    async with asyncio.timeout(10):
+        while Silence.num_silent < num_starts or Heard.count < decode.num_said:  # noqa: ASYNC110 (nobody tells)
+            await asyncio.sleep(0.005)
     await decode.kill()
 
 
@@ -216,7 +221,9 @@ async def test_a_client_that_leaves_during_a_move_leaves_nothing_behind(bench: M
                 break
         routed = len(b.scheduler.routed)
         await b.scheduler.until(lambda: b.scheduler.stages(routed - 1) == ["cancelled"])
-        assert b.gateway.pipeline.num_in_flight == 0
+        async with asyncio.timeout(10):
+            while b.gateway.pipeline.num_in_flight:  # noqa: ASYNC110 (nobody tells)
+                await asyncio.sleep(0.01)
 
 
 async def test_a_prefill_worker_that_is_lost_after_its_first_token_is_named_to_the_scheduler(bench: MakeBench) -> None:
