@@ -13,11 +13,14 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as LateError
 
 logger = logging.getLogger(__name__)
 DEADLINE_SECONDS = 0.05
 # after a failure it is left alone for so long
 PAUSE_SECONDS = 1.0
+# so many late answers in a row are a failure
+MAX_LATE = 3
 MAX_CONNECTIONS = 16
 ResultT = TypeVar("ResultT")
 
@@ -47,6 +50,7 @@ class Valkey:
         self._turn_seconds = deadline_seconds if turn_seconds is None else turn_seconds
         self._turns = asyncio.Semaphore(min(at_once, MAX_CONNECTIONS))
         self._is_up = True
+        self._num_late = 0  # in a row
         self._paused_until = 0.0
 
     @property
@@ -84,10 +88,13 @@ class Valkey:
             async with asyncio.timeout(self._deadline_seconds):
                 answer = await command(self.redis)
         except (RedisError, OSError) as error:
-            self._paused_until = self._clock() + PAUSE_SECONDS
-            self._note(False, str(error) or type(error).__name__)
+            self._num_late = self._num_late + 1 if isinstance(error, TimeoutError | LateError) else MAX_LATE
+            # an answer may be late because this process was: nobody is to go without for that
+            if self._num_late >= MAX_LATE or not self._is_up:
+                self._paused_until = self._clock() + PAUSE_SECONDS
+                self._note(False, str(error) or type(error).__name__)
             return None
-        self._paused_until = 0.0
+        self._paused_until, self._num_late = 0.0, 0
         self._note(True, "")
         return answer
 

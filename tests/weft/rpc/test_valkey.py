@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as Refused
+from redis.exceptions import TimeoutError as LateError
 
-from weft.rpc.valkey import MAX_CONNECTIONS, Valkey
+from weft.rpc.valkey import MAX_CONNECTIONS, MAX_LATE, Valkey
 
 URL = "redis://127.0.0.1:1/0"
 
@@ -56,8 +57,10 @@ async def test_a_turn_that_does_not_come_is_no_failure_of_the_server() -> None:
     await valkey.close()
 
 
-@pytest.mark.parametrize("error", [Refused("no"), TimeoutError()], ids=["refused", "late"])
-async def test_whoever_waited_while_it_failed_does_not_ask(error: Exception) -> None:
+@pytest.mark.parametrize(
+    ("error", "num_heard"), [(Refused("no"), 1), (TimeoutError(), MAX_LATE)], ids=["refused", "late"]
+)
+async def test_whoever_waited_while_it_failed_does_not_ask(error: Exception, num_heard: int) -> None:
     valkey = Valkey(URL, "found", "lost", deadline_seconds=20, at_once=1)
     go_on, num_asked = asyncio.Event(), 0
 
@@ -67,10 +70,29 @@ async def test_whoever_waited_while_it_failed_does_not_ask(error: Exception) -> 
         await go_on.wait()
         raise error
 
-    asked = [asyncio.create_task(valkey.ask(failing)) for _ in range(3)]
+    asked = [asyncio.create_task(valkey.ask(failing)) for _ in range(5)]
     await asyncio.sleep(0)
     go_on.set()
-    assert await asyncio.gather(*asked) == [None] * 3
-    assert num_asked == 1
+    assert await asyncio.gather(*asked) == [None] * 5
+    assert num_asked == num_heard
     assert valkey.is_resting
+    await valkey.close()
+
+
+@pytest.mark.parametrize("late", [TimeoutError(), LateError("read")])
+async def test_a_late_answer_now_and_then_is_no_failure(late: Exception) -> None:
+    """It may be this process that was late."""
+    valkey = Valkey(URL, "found", "lost", deadline_seconds=20)
+
+    async def fails(_: Any) -> bool:
+        raise late
+
+    async def answers(_: Any) -> bool:
+        return True
+
+    for _ in range(3):
+        for _ in range(MAX_LATE - 1):
+            assert await valkey.ask(fails) is None
+            assert not valkey.is_resting
+        assert await valkey.ask(answers) is True
     await valkey.close()
