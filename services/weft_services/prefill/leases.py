@@ -29,6 +29,7 @@ class Lease:
         self.is_accepted = False  # and decode knows how often to renew it
         # how it ended, for the metric; a stream that breaks says nothing
         self.end = "broken"
+        self.is_begun = False  # the engine knows it
         self._reserved: Reserved | None = None
         self._progress: PromptProgress | None = None
         self._first: TokenDelta | None = None
@@ -172,13 +173,26 @@ class LeaseDesk:
 
     @asynccontextmanager
     async def lend(self, order: PrefillOrder) -> AsyncIterator[Lease]:
-        """Compute the prompt and hold its blocks until the scope ends.
-
-        Raises Incompatible, InvalidRequest, Overloaded or PeerLost.
-        """
-        constraint = await self._grammars.open(order.sampling.grammar)
+        """Hold what `begin` has computed until the scope ends. Raises Incompatible, InvalidRequest or PeerLost."""
         self._check(order)
-        lease = Lease(order)
+        self._leases[order.key] = lease = Lease(order)
+        self._is_idle.clear()
+        try:
+            yield lease
+        finally:
+            del self._leases[order.key]
+            if not self._leases:
+                self._is_idle.set()
+            if lease.is_begun:
+                self._engine.release(order.key)
+            metrics.LEASES.labels(lease.end).inc()
+
+    async def begin(self, lease: Lease) -> None:
+        """Have the prompt computed. Raises Incompatible, InvalidRequest or Overloaded.
+
+        Its grammar comes first, which may take seconds where it is the first one: the lease lives meanwhile.
+        """
+        order = lease.order
         spec = SequenceSpec(
             key=order.key,
             token_ids=order.token_ids,
@@ -187,21 +201,12 @@ class LeaseDesk:
             cache_salt=order.cache_salt,
             wait_for_kv=True,
             resumed_tokens=order.resumed_tokens,
-            constraint=constraint,
+            constraint=await self._grammars.open(order.sampling.grammar),
             priority=order.priority,
             retention=order.retention,
         )
         self._engine.submit(spec)
-        self._leases[order.key] = lease
-        self._is_idle.clear()
-        try:
-            yield lease
-        finally:
-            del self._leases[order.key]
-            if not self._leases:
-                self._is_idle.set()
-            self._engine.release(order.key)
-            metrics.LEASES.labels(lease.end).inc()
+        lease.is_begun = True
 
     async def fill(self, lease: Lease) -> None:
         """Take what the store has beyond the pool's own prefix, then let the engine compute the rest."""

@@ -86,6 +86,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
             async with asyncio.TaskGroup() as group:
                 listening = group.create_task(self._until_done(requests, lease))
                 group.create_task(self._beat(speaker, listening, lease))
+                await self._desk.begin(lease)
                 await lease.until_reserved()
                 # the computing waits for no message
                 group.create_task(self._desk.fill(lease))

@@ -18,7 +18,8 @@ from weft.engine.messages import PromptCounts, PromptProgress, Reserved, TokenDe
 from weft.kv.groups import PageRun, Paging, Reach
 from weft.kv.handoff import Accepted, LeaseClosed, PrefillOrder, PromptFinished, ReadyBlocks
 from weft.kv.memory import HostBlocks
-from weft.request import SamplingParams
+from weft.request import Grammar, SamplingParams
+from weft.worker.grammars import GrammarDesk
 from weft_mesh.v1 import prefill_service_pb2 as pb2
 from weft_services.prefill.leases import Lease
 
@@ -113,6 +114,27 @@ async def test_a_prompt_that_waits_for_its_turn_outlives_the_shorter_lease(
         if ours < 1:
             await borrower.renew()
             assert await borrower.status() is grpc.StatusCode.NOT_FOUND, "from now on the lender's lease counts"
+
+
+async def test_decode_hears_that_prefill_lives_while_a_grammar_is_opened(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one takes a tokenizer of a hundred thousand entries, longer than a short lease."""
+    is_open = asyncio.Event()
+
+    async def slow(desk: GrammarDesk, grammar: Grammar | None) -> None:
+        await is_open.wait()
+
+    monkeypatch.setattr(GrammarDesk, "open", slow)
+    async with start_lender(tiny, lease_seconds=0.05) as lender, asyncio.timeout(20):
+        borrower = lender.borrower(prompt(22), lease_ms=600_000)
+        await borrower.start()
+        for _ in range(10):
+            response = await borrower.call.read()
+            assert isinstance(response, pb2.PrefillResponse), await borrower.call.code()
+            assert response.HasField("heartbeat")
+        is_open.set()
+        assert isinstance(await borrower.next(), Accepted)
 
 
 async def test_a_broken_stream_ends_the_lease(tiny: Tiny) -> None:
