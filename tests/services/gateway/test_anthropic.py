@@ -235,7 +235,7 @@ async def test_errors_have_anthropics_names_whole_and_in_a_stream(
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
         ({"system": 5}, "system"),
-        ({"stop_sequences": ["a"] * 9}, "stop_sequences"),
+        ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
         ({"tools": [{"type": "bash"}]}, "tools.0"),
         ({"tools": TOOLS, "tool_choice": {"type": "all"}}, "tool_choice.type"),
         ({"container": "c"}, "container"),

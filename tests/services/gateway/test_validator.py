@@ -66,7 +66,7 @@ def completion(**fields: Any) -> Generation:
         ({"n": 0}, "n"),
         ({"n": 17}, "n"),
         ({"seed": "x"}, "seed"),
-        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
         ({"stop": ["a", ""]}, "stop.1"),
         ({"stop": ["a" * 257]}, "stop.0"),
         ({"stop": 5}, "stop"),

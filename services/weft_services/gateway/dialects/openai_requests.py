@@ -30,6 +30,7 @@ from weft_services.gateway.generation import Conversation, Generation, Prompt
 from weft_services.gateway.mesh.urgency import MAX_PRIORITY
 
 MAX_SEQUENCES = 128
+MAX_STOPS = 16  # OpenAI takes 4, Anthropic and vLLM name no number
 # OpenAI allows 0; no set of tokens has that little, the likeliest alone is the smallest
 SMALLEST_TOP_P = 1e-6
 # as OpenAI has it
@@ -129,7 +130,7 @@ class _Body(Lenient):
     min_tokens: Annotated[Whole | None, Field(ge=0)] = None
     response_format: Any = None
     n: Annotated[Whole | None, Field(ge=1, le=16)] = None
-    stop: Annotated[list[StopText], BeforeValidator(as_stop_list), Field(max_length=4)] = []
+    stop: Annotated[list[StopText], BeforeValidator(as_stop_list), Field(max_length=MAX_STOPS)] = []
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]] | None, Field(max_length=64)] = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None

@@ -32,7 +32,7 @@ class StopScanner:
 
 def overlap(text: str, stop: str) -> int:
     """Length of the longest end of the text that begins the stop string."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    at = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(stop[0], at + 1)
+    return len(text) - at if at >= 0 else 0
