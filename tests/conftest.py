@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import ssl
+import sys
 from collections.abc import Iterator
 
 import certifi
@@ -24,6 +25,14 @@ if not torch.cuda.is_available():
 settings.register_profile("weft", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("weft")
 
+# how long a peer in the test's own process may say nothing: on a busy machine everything there stands now and then
+PATIENT_MS = {
+    "grpc.keepalive_timeout_ms": 20_000,
+    "grpc.http2.ping_timeout_ms": 20_000,
+    "grpc.min_reconnect_backoff_ms": 10_000,
+}
+PATIENT_CONNECT_SECONDS = 10.0
+
 
 @pytest.fixture(scope="session", autouse=True)
 def few_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -34,3 +43,23 @@ def few_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(path))
         yield
+
+
+@pytest.fixture(autouse=True)
+def patient_peers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Else a stall of 0.7 s is the loss of a peer. Processes that a test starts have the product's patience, and so has
+    what a test does that is marked `quick_to_notice`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("quick_to_notice") is None:
+            _make_patient(patch)
+        yield
+
+
+def _make_patient(patch: pytest.MonkeyPatch) -> None:
+    """What is loaded of gRPC's users: tests of kernels also run where there is no gRPC."""
+    for name, options in (("weft.rpc.client", "CHANNEL_OPTIONS"), ("weft.rpc.server", "SERVER_OPTIONS")):
+        if (module := sys.modules.get(name)) is not None:
+            patient = tuple((key, PATIENT_MS.get(key, value)) for key, value in getattr(module, options))
+            patch.setattr(module, options, patient)
+    if (peers := sys.modules.get("weft_services.gateway.mesh.peers")) is not None:
+        patch.setattr(peers, "CONNECT_SECONDS", PATIENT_CONNECT_SECONDS)

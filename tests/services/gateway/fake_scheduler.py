@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from tests.services.gateway.fakes import BLOCK_TOKENS, FakeDecode, Stage, forever
-from weft.rpc.server import SERVER_OPTIONS
+from weft.rpc import server as rpc_server
 from weft_mesh.v1 import common_pb2, scheduler_service_pb2
 from weft_mesh.v1.scheduler_service_pb2_grpc import (
     FleetServiceServicer,
@@ -57,7 +57,7 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
         self.roles: dict[str, common_pb2.WorkerRole.ValueType] = {}  # that they were given
         self.address = ""
         self.changed = asyncio.Condition()
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(options=rpc_server.SERVER_OPTIONS)
         add_SchedulerServiceServicer_to_server(self, self._server)
         add_FleetServiceServicer_to_server(self, self._server)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from weft.rpc.server import SERVER_OPTIONS
+from weft.rpc import server as rpc_server
 from weft_mesh.v1 import common_pb2, decode_service_pb2, scheduler_service_pb2
 from weft_mesh.v1.decode_service_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
 
@@ -114,7 +114,7 @@ class FakeDecode(DecodeServiceServicer):
         self.num_said = 0  # tokens, and pieces of prompts' scores
         self.changed = asyncio.Condition()
         self._writing = asyncio.Lock()
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(options=rpc_server.SERVER_OPTIONS)
         add_DecodeServiceServicer_to_server(self, self._server)
 
     async def open(self) -> None:

@@ -20,7 +20,7 @@ from tests.services.gateway.conftest import CONTEXT, MODEL_NAME, Bench, MakeBenc
 from tests.services.gateway.fakes import forever
 from tests.services.gateway.test_grpc import stub_of
 from weft.keys import Key, digest_of, dump_keys, make_secret
-from weft.rpc.server import SERVER_OPTIONS
+from weft.rpc import server as rpc_server
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1 import prefill_service_pb2 as prefill_pb
 from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
@@ -68,7 +68,7 @@ async def with_prefill(b: Bench, count: int = 1) -> AsyncIterator[list[FakePrefi
     """So many prefill workers, which the gateway knows of."""
     workers, servers, addresses = [FakePrefill() for _ in range(count)], [], []
     for place, worker in enumerate(workers):
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = grpc.aio.server(options=rpc_server.SERVER_OPTIONS)
         add_PrefillServiceServicer_to_server(worker, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

@@ -275,6 +275,7 @@ async def test_when_one_choice_fails_the_others_are_cancelled(bench: MakeBench) 
         await b.scheduler.until(lambda: sorted(b.scheduler.stages()) == ["cancelled", "failed"])
 
 
+@pytest.mark.quick_to_notice
 async def test_a_frozen_worker_is_noticed_long_before_the_requests_deadline(bench: MakeBench) -> None:
     command = (sys.executable, "-m", "tests.services.gateway.lone_decode")
     frozen = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=asyncio.subprocess.PIPE)

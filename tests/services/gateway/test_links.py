@@ -35,6 +35,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[DecodeLink]:
     return begun
 
 
+@pytest.mark.quick_to_notice
 async def test_who_waits_for_a_frozen_worker_shares_one_attempt(attempts: list[DecodeLink]) -> None:
     # its kernel takes connections, and nobody ever reads from them: a process that was stopped
     with socket.create_server(("127.0.0.1", 0)) as frozen:
@@ -52,6 +53,7 @@ async def test_who_waits_for_a_frozen_worker_shares_one_attempt(attempts: list[D
             assert len(attempts) == 2
 
 
+@pytest.mark.quick_to_notice
 async def test_a_request_that_leaves_takes_nobody_with_it(attempts: list[DecodeLink]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         worker = WorkerAddress("decode-0", "boot", f"127.0.0.1:{frozen.getsockname()[1]}")

@@ -24,7 +24,7 @@ from weft.worker.tasks import background
 from weft_services.gateway.mesh.peers import Scheduler
 from weft_services.gateway.mesh.placement import Placement, RouteQuery, Settlement
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.quick_to_notice]
 SESSION = b"0123456789abcdef"
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 IDLE = EngineLoad(free_blocks=1000)
