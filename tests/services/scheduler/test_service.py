@@ -108,9 +108,9 @@ async def test_a_new_boot_replaces_the_old_one_at_once(scheduler: Scheduler) -> 
 
 
 async def test_a_silent_worker_is_given_up() -> None:
-    async with serving(Affinity("", 60), silence_seconds=0.3) as scheduler:
+    async with serving(Affinity("", 60), silence_seconds=2.0) as scheduler:
         call = scheduler.fleet.Join()
-        await call.write(pb.JoinRequest(hello=hello("decode-0", "decode")))
+        await call.write(pb.JoinRequest(hello=hello("decode-0", "decode")))  # is to arrive within that silence, too
         assert isinstance(await call.read(), pb.JoinResponse)
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert await scheduler.listed() == []

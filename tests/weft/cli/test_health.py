@@ -46,7 +46,7 @@ async def answering(answer: bytes | None) -> AsyncIterator[tuple[int, list[bytes
     ],
 )
 async def test_only_a_200_is_an_answer(answer: bytes | None, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "ATTEMPT_SECONDS", 0.3 if answer is None else 10)
+    monkeypatch.setattr(health, "ATTEMPT_SECONDS", 2.0 if answer is None else 10)
     async with answering(answer) as (port, heard):
         assert await http_answers(f"http://127.0.0.1:{port}/ready") is expected
     assert heard == [b"GET /ready HTTP/1.1\r\n"]

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import torch
 
+from tests.services.kvstore.node import until
 from weft.kv.memory import BlockBytes, HostBlocks
 from weft.kv.offers import SealedBlock
 from weft.kv.shared import shared_bytes
@@ -64,6 +65,8 @@ async def working(worker: Worker) -> AsyncIterator[Worker]:
     """Connected, and closed in the end."""
     await worker.store.connect()
     try:
+        if worker.store._address:  # the first attempt may take longer than `connect` waits
+            await until("the store is connected", lambda: worker.store.is_connected)
         yield worker
     finally:
         await worker.store.close()
