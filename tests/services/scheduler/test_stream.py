@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -197,10 +198,9 @@ async def test_a_stream_that_breaks_fails_who_waits_and_the_next_one_opens_by_it
 
 async def test_a_stream_that_breaks_is_opened_anew_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else all that its gateway has under way would be given up."""
-    monkeypatch.setattr(gateways, "ABSENT_SECONDS", 0.5)
-    monkeypatch.setattr(dispatch, "SWEEP_SECONDS", 0.02)
     monkeypatch.setattr(routes, "REOPEN_SECONDS", 0.05)
-    async with serving(Affinity("", 60)) as scheduler, AsyncExitStack() as stack:
+    async with serving(Affinity("", 60), silence_seconds=60.0) as scheduler, AsyncExitStack() as stack:
+        router = scheduler.dispatcher._router
         await join(stack, scheduler, "prefill-0", "decode-0")
         stream = await stack.enter_async_context(stream_to(scheduler))
         await stream.ask(route_request("long"))
@@ -208,7 +208,11 @@ async def test_a_stream_that_breaks_is_opened_anew_though_nobody_asks(monkeypatc
             patch.setattr(service, "MAX_ROUTES", 0)
             with pytest.raises(StreamLost):
                 await stream.ask(route_request("breaks it"))
-        await asyncio.sleep(1.0)
+        # the broken one was no longer counted when its end was told
+        async with asyncio.timeout(20):
+            while not router.gateways._num_streams:  # noqa: ASYNC110 - told by nobody
+                await asyncio.sleep(0.01)
+        router.sweep(time.monotonic() + gateways.ABSENT_SECONDS + 5)
         assert await booked(scheduler) == 1
 
 
