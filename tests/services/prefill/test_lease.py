@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import dataclasses
+import time
 
 import grpc
 import pytest
 import xxhash
 
 from tests.services.attach import new_key, prompt
-from tests.services.prefill.borrower import start_lender
+from tests.services.prefill.borrower import Borrower, start_lender
 from tests.services.workers import BLOCK_TOKENS, CHUNK_TOKENS, fingerprint_of
 from tests.weft.tiny_llama import Tiny
 from weft.engine.messages import PromptCounts, PromptProgress, Reserved, TokenDelta
@@ -80,14 +81,29 @@ async def test_silence_ends_the_lease(tiny: Tiny) -> None:
 
 
 async def test_renewals_keep_the_lease(tiny: Tiny) -> None:
-    async with start_lender(tiny, lease_seconds=1.0) as lender:
-        borrower = lender.borrower(prompt(22))
-        await borrower.until_finished()
-        for _ in range(15):
-            await asyncio.sleep(0.1)  # time itself is what is tested: half again as long as the lease
-            await borrower.renew()
-        await borrower.done()
-        assert await borrower.next() == LeaseClosed(True)
+    lease_seconds = 1.0
+    async with start_lender(tiny, lease_seconds=lease_seconds) as lender:
+        for attempt in range(5):
+            pauses: list[float] = []
+            try:
+                await _renew(lender.borrower(prompt(22)), pauses)
+                break
+            except (AssertionError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                # a machine that let nobody speak for so long is the one excuse
+                if attempt == 4 or max(pauses) < lease_seconds / 2:
+                    raise
+
+
+async def _renew(borrower: Borrower, pauses: list[float]) -> None:
+    """For half as long again as the lease is, to its good end; notes how long the borrower was silent each time."""
+    said_at = time.monotonic()
+    await borrower.until_finished()
+    for number in range(16):
+        await asyncio.sleep(0.1)  # time itself is what is tested
+        pauses.append(time.monotonic() - said_at)
+        said_at += pauses[-1]
+        await (borrower.renew() if number < 15 else borrower.done())
+    assert await borrower.next() == LeaseClosed(True)
 
 
 @pytest.mark.parametrize(("ours", "theirs_ms"), [(600.0, 30), (0.05, 600_000)])
