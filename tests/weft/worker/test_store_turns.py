@@ -143,8 +143,8 @@ async def test_two_fetches_that_are_worth_it_take_turns_batch_by_batch() -> None
 async def test_a_turn_that_does_not_come_is_waited_for_no_longer_than_it_is_worth() -> None:
     async with scene(HeldStore()) as stage:
         for _ in range(60):
-            stage.estimate.computed(16, 0.02)
-            stage.estimate.fetched(Tier.DRAM, 1, 0.001)
+            stage.estimate.computed(16, 0.2)
+            stage.estimate.fetched(Tier.DRAM, 1, 0.01)
         first = stage.fetch(range(4))
         await turns()
         second = stage.fetch(range(10, 14))
