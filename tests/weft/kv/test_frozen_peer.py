@@ -38,8 +38,9 @@ async def start_lender() -> AsyncIterator[tuple[asyncio.subprocess.Process, Endp
 async def test_nothing_lands_after_the_end_of_a_pull_and_others_are_not_held_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
-    monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "1")
+    # long enough for the other peer to be read meanwhile
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "4")
+    monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "4")
     memory = (ctypes.c_ubyte * SIZE)()
     address = ctypes.addressof(memory)
     transport = MooncakeTransport("127.0.0.1")
@@ -65,7 +66,7 @@ async def test_nothing_lands_after_the_end_of_a_pull_and_others_are_not_held_up(
         await asyncio.sleep(1.0)  # what was seen to land did so within a fifth of that
         assert bytes(memory) == before
         # and it can be read again, once its connections are new
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             while not await _is_read(transport.pull(Lender(its, "", LEASE), runs, 10)):
                 pass
         assert memory[2 * (NUM_RUNS - 1) * piece] == 7
