@@ -15,6 +15,7 @@ import pytest
 
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import speaking
+from weft.cli import health
 from weft.cli.certs import make_certs
 from weft.cli.health import http_answers
 from weft.cli.ports import free_ports
@@ -27,7 +28,10 @@ from weft_services.gateway.front.certificate import Certificate
 from weft_services.gateway.front.http_server import listen
 
 
-async def test_the_private_listener_has_what_the_public_one_has_not(bench: MakeBench) -> None:
+async def test_the_private_listener_has_what_the_public_one_has_not(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "ATTEMPT_SECONDS", 20.0)
     async with bench(private_port=0) as b, httpx.AsyncClient(base_url=f"http://{b.gateway.private_address}") as private:
         assert b.gateway.private_address != b.gateway.http_address
         assert "weft_requests_total" in (await private.get("/metrics")).text

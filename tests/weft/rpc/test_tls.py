@@ -18,11 +18,18 @@ from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
+from weft.cli import health
 from weft.cli.certs import make_certs
 from weft.cli.health import grpc_serves
 from weft.cli.main import app
 from weft.config import ConfigError
 from weft.rpc.tls import channel_credentials
+
+
+@pytest.fixture(autouse=True)
+def patient_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may need two seconds to connect by TLS."""
+    monkeypatch.setattr(health, "ATTEMPT_SECONDS", 20.0)
 
 
 @pytest.fixture
