@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.weft.tiny_llama import Tiny
@@ -113,6 +114,8 @@ async def start_process(
     scheduler_service_pb2_grpc.add_FleetServiceServicer_to_server(peers, rpc.server)
     weights_service_pb2_grpc.add_WeightServiceServicer_to_server(peers, rpc.server)
     async with AsyncExitStack() as stack:
+        # its goodbye is waited for until it is heard
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr("weft.worker.process.GOODBYE_SECONDS", 10.0)
         stack.callback(image.release)
         address = await rpc.start("127.0.0.1", 0)
         stack.push_async_callback(rpc.stop, 0)
