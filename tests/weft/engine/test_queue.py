@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,11 +39,14 @@ class Steps:
 @contextmanager
 def counted() -> Iterator[Steps]:
     steps, before = Steps(), sys.gettrace()
+    gc.collect()
+    gc.disable()  # else finalizers of what others have left are counted, and when they run is chance
     sys.settrace(steps.trace)
     try:
         yield steps
     finally:
         sys.settrace(before)
+        gc.enable()
 
 
 def loop_with(num_waiting: int, steps_ahead: int) -> Loop:
