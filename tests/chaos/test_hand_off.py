@@ -28,10 +28,11 @@ EVENTS = {
 }
 # or the pull
 PULLS = {"first pull": 1, "second pull": 2}
-# what is to be reached before the deadline takes longer where Mooncake opens the other side first
-DEADLINE_MS, FAR_DEADLINE_MS = 1500, 6000
-# where silence is the fault; elsewhere what is held must not end the lease
-SHORT_LEASE_SECONDS, LEASE_SECONDS = 1.0, 30.0
+# what is to be reached before the deadline takes longer the later it is, and where Mooncake opens the other side first
+EARLY, DEADLINE_MS = ("queued at prefill", "prefilling", "first pull"), 1500
+LATE_DEADLINE_MS, FAR_DEADLINE_MS = 5000, 6000
+# what is to be reached before the deadline takes longer the later it is, or where Mooncake opens the other side first
+SHORT_LEASE_SECONDS, TWICE_LEASE_SECONDS, LEASE_SECONDS = 1.0, 5.0, 30.0
 
 
 async def client_gone(scene: Scene) -> None:
@@ -238,11 +239,9 @@ async def _hurt(tiny: Tiny, cell: tuple[str, str], transport: str, monkeypatch: 
         # Mooncake's first pull opens the other side, too
         monkeypatch.setattr(reception, "PULL_SECONDS", 0.3 if transport == "grpc" else 2.0)
         monkeypatch.setattr(borrow, "PATIENCE_SECONDS", 0.0)
-    deadline_ms = DEADLINE_MS if transport == "grpc" else FAR_DEADLINE_MS
-    fields: dict[str, Any] = {"remaining_ms": deadline_ms} if fault == "deadline" else {}
-    lease_seconds = SHORT_LEASE_SECONDS if fault in SAID or fault in SENT else LEASE_SECONDS
+    fields: dict[str, Any] = {"remaining_ms": _deadline_ms(state, transport)} if fault == "deadline" else {}
     hurt = Hurt(transfer_fault, PULLS.get(state, 0))
-    async with scene_of(tiny, EVENTS.get(state, ""), hurt, lease_seconds, transport) as scene:
+    async with scene_of(tiny, EVENTS.get(state, ""), hurt, _lease_seconds(fault), transport) as scene:
         scene.relay.said = said
         if state == "decoding":
             await scene.start_decoding(**fields)
@@ -251,6 +250,18 @@ async def _hurt(tiny: Tiny, cell: tuple[str, str], transport: str, monkeypatch: 
         if state in EVENTS or state in PULLS:
             await scene.reached(scene.relay.hold if state in EVENTS else scene.hurt.hold)
         await strike(scene)
+
+
+def _deadline_ms(state: str, transport: str) -> int:
+    if transport != "grpc":
+        return FAR_DEADLINE_MS
+    return DEADLINE_MS if state in EARLY else LATE_DEADLINE_MS
+
+
+def _lease_seconds(fault: str) -> float:
+    if fault not in SAID and fault not in SENT:
+        return LEASE_SECONDS
+    return TWICE_LEASE_SECONDS if fault.endswith(" doubled") else SHORT_LEASE_SECONDS
 
 
 async def test_either_side_is_out_of_blocks(tiny: Tiny, shortage: tuple[str, str]) -> None:
