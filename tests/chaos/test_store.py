@@ -19,7 +19,7 @@ import pytest
 from tests.chaos.relay import Hold
 from tests.chaos.scene import ENDLESS, NUM_BLOCKS, OTHER, VICTIM_TOKENS, expect_nothing_amiss
 from tests.services.attach import Answer, prompt
-from tests.services.kvstore.node import KvStoreProcess, until
+from tests.services.kvstore.node import KvStoreProcess, patient_look_ups, until
 from tests.services.prefill.borrower import Lender
 from tests.services.workers import BLOCK_TOKENS, Pair, start_pair
 from tests.weft.tiny_llama import Tiny
@@ -106,8 +106,9 @@ class Scene:
         """A prompt is put and got."""
         await until("prefill has its store", lambda: self.pair.prefill.place.store.is_connected)
         token_ids = fresh_prompt()
-        await self.stored(token_ids)
-        finished = await self.lent(token_ids)
+        with patient_look_ups():
+            await self.stored(token_ids)
+            finished = await self.lent(token_ids)
         assert (finished.cached_tokens, finished.store_tokens) == (NUM_STORED, NUM_STORED)
 
     async def leave_memory(self) -> None:
@@ -118,7 +119,8 @@ class Scene:
             boot_id = self.link.boot_id
             self.kvstore.master.kill()
             await self.until_another_start(boot_id)
-            tiers = [match.tier for match in (await self.link.match(store._fingerprint, keys))[0]]
+            with patient_look_ups():
+                tiers = [match.tier for match in (await self.link.match(store._fingerprint, keys))[0]]
             if tiers == [Tier.NVME] * (NUM_STORED // BLOCK_TOKENS):
                 return
             await self.stored(self.victim)

@@ -9,14 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import psutil
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from weft.cli.ports import free_ports
+from weft.worker import store_link
 
 PATIENCE_SECONDS = 30.0
 POLL_SECONDS = 0.02
@@ -33,11 +36,30 @@ async def until(what: str, condition: Callable[[], bool]) -> None:
         raise AssertionError(f"still not: {what}") from None
 
 
+@contextmanager
+def patient_look_ups() -> Iterator[None]:
+    """Clients in this process wait for what is in the store, however long that takes on a busy machine: an answer that
+    is late counts as nothing found."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_link, "MATCH_SECONDS", 10.0)
+        yield
+
+
+# its own question to the Mooncake master is as patient
+PATIENT = """
+import runpy
+from weft_services.kvstore import node
+node.MATCH_SECONDS = 10.0
+runpy.run_module("weft_services.kvstore", run_name="__main__", alter_sys=True)
+"""
+
+
 class KvStoreProcess:
     """`python -m weft_services.kvstore` on a port that stays the same over restarts."""
 
-    def __init__(self, segment_bytes: int = 64 << 20, **settings: str) -> None:
+    def __init__(self, segment_bytes: int = 64 << 20, is_patient: bool = False, **settings: str) -> None:
         """`settings`: WEFT_* variables besides."""
+        self._program = ["-c", PATIENT] if is_patient else ["-m", "weft_services.kvstore"]
         self.address = f"127.0.0.1:{free_ports(1)[0]}"
         self._segment_bytes = segment_bytes
         self._settings = settings
@@ -67,7 +89,7 @@ class KvStoreProcess:
             "WEFT_SEGMENT_BYTES": str(self._segment_bytes),
             **self._settings,
         }
-        command = [sys.executable, "-m", "weft_services.kvstore"]
+        command = [sys.executable, *self._program]
         self._process = psutil.Popen(command, env=environment, stdin=subprocess.DEVNULL)
         deadline = time.monotonic() + PATIENCE_SECONDS
         try:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.services.kvstore.node import KvStoreProcess, until
+from tests.services.kvstore.node import KvStoreProcess, patient_look_ups, until
 from tests.weft.worker.pool import BLOCK_BYTES, Worker, content, key, working
 from weft import metrics
 from weft.kv.offers import SealedBlock
@@ -27,10 +27,17 @@ CANARY = b"\x5a" * BLOCK_BYTES
 @pytest.fixture(scope="module")
 def shared() -> Iterator[KvStoreProcess]:
     """One that no test hurts; each has its own model in it."""
-    node = KvStoreProcess()
+    node = KvStoreProcess(is_patient=True)
     node.start()
     yield node
     node.stop()
+
+
+@pytest.fixture
+def patient() -> Iterator[None]:
+    """What is in the store is found, however slow the machine is."""
+    with patient_look_ups():
+        yield
 
 
 @pytest.fixture
@@ -56,6 +63,7 @@ async def found(worker: Worker, numbers: list[int]) -> int:
     return (await worker.store.fetch(Wanted([key(number) for number in numbers], numbers), FETCH_SECONDS)).num_blocks
 
 
+@pytest.mark.usefixtures("patient")
 async def test_blocks_of_one_worker_are_fetched_by_another_up_to_the_first_gap(shared: KvStoreProcess) -> None:
     async with working(Worker(shared.address, "gap")) as one, working(Worker(shared.address, "gap")) as other:
         await offered(one, [*range(50)])
@@ -70,6 +78,7 @@ async def test_blocks_of_one_worker_are_fetched_by_another_up_to_the_first_gap(s
         assert other.read(55) == other.read(56) == CANARY
 
 
+@pytest.mark.usefixtures("patient")
 async def test_what_is_computed_sooner_is_not_fetched_but_tried_now_and_then(shared: KvStoreProcess) -> None:
     numbers = [*range(20)]
     async with working(Worker(shared.address, "sooner")) as worker:
@@ -89,6 +98,7 @@ async def test_models_do_not_share(shared: KvStoreProcess) -> None:
         assert await found(other, [0, 1]) == 0
 
 
+@pytest.mark.usefixtures("patient")
 async def test_two_roundings_of_one_block_never_mix(shared: KvStoreProcess) -> None:
     async with working(Worker(shared.address, "rounded")) as one, working(Worker(shared.address, "rounded")) as other:
         await offered(one, [0])
@@ -118,6 +128,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.usefixtures("patient")
 async def test_blocks_outlive_the_killed_worker_that_put_them(shared: KvStoreProcess) -> None:
     command = [sys.executable, "-c", PUT_AND_WAIT, shared.address]
     with psutil.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as worker:

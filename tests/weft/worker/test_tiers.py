@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.services.kvstore.node import KvStoreProcess, until
+from tests.services.kvstore.node import KvStoreProcess, patient_look_ups, until
 from tests.weft.worker.pool import BLOCK_BYTES, Worker, content, key, working
 from weft.kv.tiers import Tier
 from weft.request import Retention
@@ -23,9 +23,10 @@ NUMBERS = [*range(40)]
 
 @pytest.fixture
 def kvstore(tmp_path: Path) -> Iterator[KvStoreProcess]:
-    node = KvStoreProcess(WEFT_DISK_PATH=str(tmp_path / "disk"), WEFT_DISK_BYTES=str(64 << 20))
+    node = KvStoreProcess(is_patient=True, WEFT_DISK_PATH=str(tmp_path / "disk"), WEFT_DISK_BYTES=str(64 << 20))
     node.start()
-    yield node
+    with patient_look_ups():
+        yield node
     node.stop()
 
 
