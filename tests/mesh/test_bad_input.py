@@ -41,7 +41,7 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
     ("completions", {**TEXT, "prompt": []}, 400, "prompt"),
     ("completions", {**TEXT, "prompt": {"a": 1}}, 400, "prompt"),
     ("completions", {**TEXT, "top_p": 1.5}, 400, "top_p"),
-    ("completions", {**TEXT, "stop": ["a", "b", "c", "d", "e"]}, 400, "stop"),
+    ("completions", {**TEXT, "stop": [*"abcdefghijklmnopq"]}, 400, "stop"),
     ("completions", {**TEXT, "stream": "maybe"}, 400, "stream"),
 ]
 

@@ -18,7 +18,7 @@ from weft.capacity.room import Machine, measure_room
 from weft.model import loading
 from weft.model.decoder import Decoder
 from weft.model.kv_layout import kv_groups
-from weft.model.spec import HeadNorm, ModelConfig
+from weft.model.spec import ModelConfig
 from weft_kernels.moe import experts
 
 
@@ -58,16 +58,13 @@ def test_an_engines_pool_is_what_the_plan_says(name: str, dtype: str, family_of:
 def test_a_loaded_model_holds_what_the_plan_says(
     name: str, family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In plain matrices, as on a GPU: a CPU's panels are padded. Frequencies and unlearned norms are not weights."""
+    """In plain matrices, as on a GPU: a CPU's panels are padded. Frequencies are not weights."""
     monkeypatch.setattr("weft_kernels.linear.native", lambda: None)
     tiny = family_of(name)
     model = Decoder(tiny.config, tiny.weights, torch.float32, torch.device("cpu"))
     config = tiny.config
-    extras = model.frequencies.nbytes
-    if config.head_norm is HeadNorm.PLAIN:
-        extras += 4 * config.head_dim * config.num_layers
     planned = one_stage(config, "float32").weights
-    assert held_bytes(model, {}) == planned + extras
+    assert held_bytes(model, {}) == planned + model.frequencies.nbytes
 
 
 @pytest.mark.parametrize(("name", "fields"), [("deepseek", FP8), ("kimi-k2", INT4), ("qwen3-moe", FP8)])

@@ -12,7 +12,6 @@ from tests.weft.tiny_families import FAMILIES, TinyFamily
 from weft.capacity.room import Machine, Room, default_num_blocks, measure_room, measured_room
 from weft.errors import BadCheckpoint
 from weft.model.decoder import Decoder
-from weft.model.spec import HeadNorm
 
 CPU = Machine("cpu", "float32", 16)
 
@@ -21,15 +20,12 @@ CPU = Machine("cpu", "float32", 16)
 def test_weights_take_what_was_counted(
     name: str, family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In plain matrices, as on a GPU: a CPU's panels are padded. Frequencies and unlearned norms are not weights."""
+    """In plain matrices, as on a GPU: a CPU's panels are padded. Frequencies are not weights."""
     monkeypatch.setattr("weft_kernels.linear.native", lambda: None)
     tiny = family_of(name)
     model = Decoder(tiny.config, tiny.weights, torch.float32, torch.device("cpu"))
-    extras = model.frequencies.nbytes
-    if tiny.config.head_norm is HeadNorm.PLAIN:
-        extras += 4 * tiny.config.head_dim * tiny.config.num_layers
     room = measure_room(tiny.config, CPU, 64, 8, 1 << 40)
-    assert held_bytes(model, {}) == room.weights + extras
+    assert held_bytes(model, {}) == room.weights + model.frequencies.nbytes
     assert room.left == room.free - room.weights - room.activations
     assert room.activations > 0
 

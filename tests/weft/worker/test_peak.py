@@ -62,7 +62,9 @@ def test_the_peak_is_near_the_plans(name: str, chunk_tokens: int, family_of: Cal
     # five copies of a chunk's last hidden states, which are a third of what is planned here, belong to the reading
     most = 2.33 if chunk_tokens == 2048 else 3.0
     measure_peak(model, replace(limits, chunk_tokens=64), "float32", CPU)  # pages of code that no step has run yet
-    assert 0.9 * planned < measure_peak(model, limits, "float32", CPU) < most * planned
+    # the whole process is measured: what threads of earlier tests take meanwhile only adds to it
+    found = min(measure_peak(model, limits, "float32", CPU) for _ in range(3))
+    assert 0.9 * planned < found < most * planned
 
 
 @pytest.mark.parametrize("name", FAMILIES)
