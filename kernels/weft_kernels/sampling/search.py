@@ -73,6 +73,7 @@ def cut(slices: Slices, wanted: Tensor, sums: Tensor | None) -> Slices:
             num_slices,
             i,
             MASS=sums is not None,
+            STATES=NUM_DIGITS + 1,
             FIRST=i == 0,
             LAST=i == NUM_DIGITS,
             BLOCK=BLOCK_ITEMS,
@@ -130,6 +131,7 @@ def _digit(
     num_slices: tl.tensor,
     i_digit: tl.tensor,
     MASS: tl.constexpr,
+    STATES: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -142,7 +144,7 @@ def _digit(
     limit = tl.load(p_limits + i_row)
     wanted = tl.load(p_wanted + i_row)
     is_cut = wanted < 1.0 if MASS else wanted > 0
-    p_known = i_row * 9 + i_digit  # NUM_DIGITS + 1
+    o_state = i_row * STATES + i_digit
     if (temperature > 0.0) & is_cut:
         found = limit * 0
         reached = found.to(tl.float64)
@@ -155,8 +157,8 @@ def _digit(
             p_row = p_bins + (i_row * 2 + (i_digit + 1) % 2) * num_slices * 16
             p_bin = p_row + o_slice[:, None] * 16 + o_bin[None, :]
             b_bins = tl.sum(tl.load(p_bin, mask=(o_slice < num_slices)[:, None], other=0.0), 0)
-            found = tl.load(p_found + p_known - 1)
-            reached = tl.load(p_reached + p_known - 1)
+            found = tl.load(p_found + o_state - 1)
+            reached = tl.load(p_reached + o_state - 1)
             digit = tl.minimum(tl.sum((reached + tl.cumsum(b_bins, 0) < target).to(tl.int32), 0), 15)
             reached += tl.sum(tl.where(o_bin < digit, b_bins, 0.0), 0)
             found = found * 16 + digit
@@ -165,8 +167,8 @@ def _digit(
             tl.store(p_limits_next + i_row, tl.where(found < 0, limit, tl.minimum(found, limit)))
         else:
             if i_slice == 0:
-                tl.store(p_found + p_known, found)
-                tl.store(p_reached + p_known, reached)
+                tl.store(p_found + o_state, found)
+                tl.store(p_reached + o_state, reached)
             top = row_top(p_tops, i_row, num_slices, BLOCK_SLICES)
             best = tl.div_rn(tl.load(p_tops + i_row * num_slices + i_slice) - top, temperature)
             shift = 28 - 4 * i_digit

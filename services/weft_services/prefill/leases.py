@@ -183,9 +183,9 @@ class LeaseDesk:
             del self._leases[order.key]
             if not self._leases:
                 self._is_idle.set()
-            if lease.is_begun:
+            if lease.is_begun:  # one that was refused before that lent nothing, and broke nothing off
                 self._engine.release(order.key)
-            metrics.LEASES.labels(lease.end).inc()
+                metrics.LEASES.labels(lease.end).inc()
 
     async def begin(self, lease: Lease) -> None:
         """Have the prompt computed. Raises Incompatible, InvalidRequest or Overloaded.

@@ -14,6 +14,11 @@ from tests.services.workers import fingerprint_of
 from tests.weft.tiny_llama import Tiny
 from weft.kv.handoff import Accepted, LeaseClosed
 from weft.kv.prefix import block_keys
+from weft.metrics import REGISTRY
+
+
+def broken_leases() -> float:
+    return REGISTRY.get_sample_value("weft_kv_leases_total", {"end": "broken"}) or 0.0
 
 
 async def test_orders_that_cannot_be_taken_are_refused_by_name(tiny: Tiny) -> None:
@@ -27,12 +32,14 @@ async def test_orders_that_cannot_be_taken_are_refused_by_name(tiny: Tiny) -> No
             ({"token_ids": ()}, grpc.StatusCode.INVALID_ARGUMENT, "empty"),
             ({"token_ids": (131,)}, grpc.StatusCode.INVALID_ARGUMENT, "token ids"),
         ]
+        num_broken = broken_leases()
         for changes, code, details in refusals:
             borrower = lender.borrower(**({"token_ids": prompt(9)} | changes))
             await borrower.start()
             assert await borrower.status() is (code or grpc.StatusCode.FAILED_PRECONDITION)
             assert details in await borrower.call.details()
         await lender.worker.until_idle()
+        assert broken_leases() == num_broken, "nothing was lent, so nothing was broken off"
 
 
 async def test_a_second_order_with_a_living_key_is_refused(tiny: Tiny) -> None:
