@@ -7,6 +7,7 @@ GGUF beside the checkpoint the first time.
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 
 from loadtest.engine.cpu_task import VOCAB_SIZE, Report, Task, read_task
 
+MOST_ROWS = 2048  # of one call
 NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -88,22 +90,34 @@ def _to_gguf(name: str, tensor: Any, head_dim: int) -> tuple[str, Any]:
 
 
 class Llama:
-    """A model with room for the task's largest batch."""
+    """A model, and a context with room for so many sequences of one length.
+
+    Their keys and values lie in one buffer (`is_unified`), where a row's attention passes over everybody's, or in one
+    each; which is quicker depends on the batch.
+    """
 
     def __init__(self, task: Task) -> None:
         self.clock = task.clock
+        self.threads = task.threads
         llama_cpp.llama_backend_init()
         path = str(convert(task.model, task.dtype)).encode()
-        model_params = llama_cpp.llama_model_default_params()
-        self.model = llama_cpp.llama_model_load_from_file(path, model_params)
+        self.model = llama_cpp.llama_model_load_from_file(path, llama_cpp.llama_model_default_params())
+        self.batch = llama_cpp.llama_batch_init(MOST_ROWS, 0, 1)
+        self.context: Any = None
+
+    def open(self, sequences: int, tokens: int, *, is_unified: bool) -> None:
+        """A new context in place of the one before."""
+        if self.context is not None:
+            llama_cpp.llama_free(self.context)
         params = llama_cpp.llama_context_default_params()
-        params.n_seq_max = max(task.batches)
-        params.n_ctx = max(max(task.batches) * (task.prompt_tokens + task.new_tokens), task.prefill_tokens) + 512
-        params.n_batch, params.n_ubatch = 2048, 512
-        params.n_threads = params.n_threads_batch = task.threads
-        params.kv_unified = True
+        params.n_seq_max = sequences
+        params.n_ctx = sequences * -(-tokens // 256) * 256  # whole steps of its own for each
+        params.n_batch, params.n_ubatch = MOST_ROWS, 512
+        params.n_threads = params.n_threads_batch = self.threads
+        params.kv_unified = is_unified
         self.context = llama_cpp.llama_init_from_model(self.model, params)
-        self.batch = llama_cpp.llama_batch_init(2048, 0, 1)
+        if not self.context:
+            raise RuntimeError(f"no context for {sequences} sequences of {tokens} tokens")
 
     def run(self, tokens: list[tuple[int, int, int, bool]]) -> list[int]:
         """(token, position, sequence, wants logits): the best next token of those that want logits."""
@@ -134,17 +148,29 @@ class Llama:
         return times, first
 
 
+def decode(llama: Llama, task: Task, batch: int) -> tuple[list[float], list[int]]:
+    """With the keys and values in one buffer or in many: the quicker one's steps, and the first prompt's tokens."""
+    found = []
+    for is_unified in (True, False)[: 1 if batch == 1 else 2]:
+        llama.open(batch, task.prompt_tokens + task.new_tokens, is_unified=is_unified)
+        found.append(llama.generate(task.prompts(batch), task.new_tokens))
+    return min(found, key=lambda each: statistics.median(each[0]))
+
+
 def main() -> None:
     """All of the task; figures on standard output."""
     task, report = read_task(), Report()
     llama = Llama(task)
+    llama.open(1, task.prompt_tokens + task.new_tokens, is_unified=True)
     llama.generate(task.prompts(1), 1)
     report.saw_first_token()
     for batch in task.batches:
-        times, tokens = llama.generate(task.prompts(batch), task.new_tokens)
+        times, tokens = decode(llama, task, batch)
         report.decoded(batch, times)
         if batch == 1:
             report.tokens = tokens
+    llama.open(1, task.prefill_tokens + 1, is_unified=True)
+    llama.generate([task.long_prompt()[:512]], 1)  # a new context's memory is touched for the first time
     start = task.clock()
     llama.generate([task.long_prompt()], 1)
     report.prefill_seconds = task.clock() - start
