@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from weft_kernels import native as native_module
 from weft_kernels.linear import linear, pack
 from weft_kernels.linear.reference import linear_reference
-from weft_kernels.native import CHOICE, best_isa, load
+from weft_kernels.native import CHOICE, load, most_isa
 from weft_kernels.native.build import FLAGS
 
-ISAS = list(FLAGS)[: list(FLAGS).index(best_isa()) + 1] if best_isa() in FLAGS else []
+ISAS = list(FLAGS)[: list(FLAGS).index(most_isa()) + 1] if most_isa() in FLAGS else []
 DTYPES = [torch.float32, torch.bfloat16]
 COLUMNS = (1, 7, 31, 33, 257)
 
@@ -225,3 +226,12 @@ def test_a_library_is_built_once(name: str) -> None:
     library = load(name)
     assert isinstance(library, ctypes.CDLL)
     assert load(name) is library
+
+
+@pytest.mark.parametrize(("from_intel", "chosen"), [(True, "avx512"), (False, "avx512_bf16")])
+def test_pairs_of_bfloat16_are_left_to_processors_that_are_quick_at_them(
+    from_intel: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_module, "most_isa", lambda: "avx512_bf16")
+    monkeypatch.setattr(native_module, "is_from_intel", lambda: from_intel)
+    assert native_module.best_isa.__wrapped__() == chosen

@@ -12,6 +12,8 @@ namespace {
 
 // Tiles of rows whose activations of one slice stay in the second-level cache.
 constexpr long TILES_AT_ONCE = 20;
+// From so many on that meet the same bfloat16 weights, these are widened once and not by each: 5% more products.
+constexpr long WIDENED_TILES = 4;
 // Activations of all inputs that stay there beside the weights that pass through it.
 constexpr long CACHED_BYTES = 256 * 1024;
 // Bytes of weights a thread takes at a time, so that a thread whose core is busy elsewhere holds up nobody.
@@ -83,12 +85,11 @@ void pack_rows(const Tiling& shape, const Item* x, long t, Number* packed) {
     }
 }
 
-// One slice of `count` panels from panel p on, times the rows of tiles [first_tile, end_tile).
+// One slice of `count` panels from `panel` on, times the rows of tiles [first_tile, end_tile).
 template <typename Weight, typename Number>
-void slice_times_tiles(const Tiling& shape, const Number* x, const Weight* packed, long p, int count, long k,
-                       long first_tile, long end_tile, const Sums& sums) {
+void slice_times_tiles(const Tiling& shape, const Number* x, const Weight* panel, int count, long k, long first_tile,
+                       long end_tile, const Sums& sums) {
     long panel_stride = num_lines<Weight>(shape.num_inputs) * PANEL;
-    const Weight* panel = packed + p * panel_stride + k * inputs_of<Number> * PANEL;
     Span span{std::min(SLICE, shape.num_numbers<Number>() - k), panel_stride, sums.stride, k == 0};
     for (long t = first_tile; t < end_tile; t++) {
         long first = shape.first_row(t), rows = shape.first_row(t + 1) - first;
@@ -106,6 +107,25 @@ void slice_times_tiles(const Tiling& shape, const Number* x, const Weight* packe
                 *cell = (k == 0 ? 0.0f : *cell) + edge[r * PANEL + c];
             }
     }
+}
+
+// The same from slice k of panel p on. Where many tiles would each widen the bfloat16 they meet, it is done once before.
+template <typename Weight, typename Number>
+void panels_times_tiles(const Tiling& shape, const Number* x, const Weight* packed, long p, int count, long k,
+                        long first_tile, long end_tile, const Sums& sums) {
+    const Weight* panel = packed + p * num_lines<Weight>(shape.num_inputs) * PANEL + k * inputs_of<Number> * PANEL;
+    if constexpr (sizeof(Weight) < sizeof(Number) && inputs_of<Number> == 1) {
+        if (count == 1 && end_tile - first_tile >= WIDENED_TILES) {
+            alignas(64) float wide[SLICE * PANEL];
+            for (long i = 0, size = std::min(SLICE, shape.num_inputs - k); i < size; i++) {
+                Lines<Weight, Number> lines(panel + i * PANEL);
+                store(wide + i * PANEL, lines.low);
+                store(wide + i * PANEL + W, lines.high);
+            }
+            return slice_times_tiles(shape, x, (const float*)wide, count, k, first_tile, end_tile, sums);
+        }
+    }
+    slice_times_tiles(shape, x, panel, count, k, first_tile, end_tile, sums);
 }
 
 // Panels [first, end) of outputs for rows [first_row, end_row).
@@ -173,7 +193,7 @@ void panels_times_rows(const Tiling& shape, const Number* x, const Weight* packe
                     long before = (p - group) * PANEL, left = sums.num_columns - before;
                     count = p + many <= end && left >= many * PANEL ? many : 1;
                     Sums some{sums.data + before, sums.first_row, sums.stride, left};
-                    slice_times_tiles(shape, x, packed, p, count, k, tile, end_tile, some);
+                    panels_times_tiles(shape, x, packed, p, count, k, tile, end_tile, some);
                 }
             give_results(shape, sums, part, bias, out);
         }
@@ -204,7 +224,12 @@ void multiply(const Shape& plain, const Item* x, const Weight* packed, const Ite
     Number* rows = is_packed ? (Number*)x : (Number*)scratch;
     long panel_bytes = shape.num_inputs * PANEL * long(sizeof(Weight));
     long take = std::clamp(TAKE_BYTES / panel_bytes, LEAST_TAKE, MOST_TAKE);
-    if (!is_packed) {
+    if (!is_packed && shape.num_rows == 1) {
+        // quicker than to wait for who does it
+        static thread_local std::vector<Number> own;
+        if (own.size() < size_t(shape.num_numbers<Number>())) own.resize(shape.num_numbers<Number>());
+        pack_rows(shape, x, 0, rows = own.data());
+    } else if (!is_packed) {
 #pragma omp for schedule(static)
         for (long t = 0; t < shape.num_tiles(); t++) pack_rows(shape, x, t, rows);
     }

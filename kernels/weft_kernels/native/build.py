@@ -97,6 +97,14 @@ def is_supported_machine() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64") and sys.platform == "linux"
 
 
+def is_from_intel() -> bool:
+    """Has Intel made the processor? Where nothing says so, no."""
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
 def _digest(isa: str) -> str:
     digest = hashlib.blake2b(repr((COMMON, FLAGS[isa], SOURCES)).encode(), digest_size=10)
     for name in (*SOURCES, *HEADERS):
