@@ -136,7 +136,7 @@ async def test_the_sdk_parses_an_answer_into_its_class(bench: MakeBench) -> None
 
 
 async def test_a_template_is_told_whether_to_think(bench: MakeBench, tmp_path: Path) -> None:
-    template = "{{ messages[0].content }} {{ enable_thinking }} {{ reasoning_effort }}"
+    template = "{{ messages[0].content }} {{ enable_thinking }} {{ thinking }} {{ reasoning_effort }}"
     model = str(write_model(tmp_path, tiny_tokenizer(), template))
     async with bench(model=model) as b, client(b) as sdk:
         asked: Any = {"model": MODEL_NAME, "max_tokens": 9, "messages": [USER]}
@@ -148,7 +148,9 @@ async def test_a_template_is_told_whether_to_think(bench: MakeBench, tmp_path: P
         for kind in kinds:
             await sdk.messages.create(**asked, thinking=kind, output_config={"effort": "high"})
         prompts = [b.tokenizer.decode(list(start.token_ids)) for start in b.decode.started]
-        assert [prompt.split()[1:] for prompt in prompts] == [["False", "high"], ["True", "high"], ["True", "high"]]
+        assert [prompt.split()[1:] for prompt in prompts] == [
+            [told, told, "high"] for told in ("False", "True", "True")
+        ]
 
 
 async def test_what_an_agent_sends_habitually_is_taken(bench: MakeBench) -> None:

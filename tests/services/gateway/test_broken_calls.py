@@ -19,6 +19,8 @@ from weft_services.gateway.text.tool_formats import FORMATS
 NOT_JSON = ["{1, 2}", 'b"x"', "1j", "...", "1e999", "{[]: 1}", "{(1, 2): 3}", "'\\ud83d'"]
 HALF = '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'
 ADD = '{"name": "add", "arguments": {"a": 1}}'
+SEEK_NONE = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_time<｜tool▁call▁end｜>"
+XML = "<tool_call>\n<function=add>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
 
 
 PIECES = [
@@ -62,10 +64,16 @@ def joined(parts: list[Part]) -> list[tuple[str, int, str]]:
         ("mistral-args", '[TOOL_CALLS][ARGS]{"a": 1}', '[TOOL_CALLS][ARGS]{"a": 1}', []),
         ("kimi", "<|tool_call_begin|>{}", "<|tool_call_begin|>{}", []),
         ("deepseek-v3.1", SEEK_V31.format("", "{}"), "{}", []),
+        ("deepseek-v3.1", f"{SEEK_NONE}{SEEK_V31.format('add', '{}')}", "get_time", [("add", "{}")]),
         ("hermes", HALF, HALF, []),
+        ("hermes", f"{HALF} So?", f"{HALF} So?", []),
+        ("hermes", f"<tool_call>[1]</tool_call>{HALF}", f"<tool_call>[1]</tool_call>{HALF}", []),
         ("hermes", 2 * f'<tool_call>{{"id": null, {ADD[1:]}</tool_call>', "", 2 * [("add", '{"a": 1}')]),
         ("hermes", 2 * '<tool_call>{"name": "add", "id": null}</tool_call>', "", 2 * [("add", "{}")]),
         ("qwen-xml", "<function=add><parameter=a>NaN</parameter></function>", "", [("add", '{"a": "NaN"}')]),
+        ("qwen-xml", XML.format("{'b': [True, None]}"), "", [("add", '{"a": {"b": [true, null]}}')]),
+        ("qwen-xml", XML.format("{'b': {1, 2}}"), "", [("add", """{"a": "{'b': {1, 2}}"}""")]),
+        ("qwen-xml", XML.format("True"), "", [("add", '{"a": true}')]),
         ("hermes", f'<tool_call>{ADD[:-1]}, "parameters": {{"b": 2}}}}</tool_call>', "", [("add", '{"a": 1}')]),
     ],
 )

@@ -78,6 +78,29 @@ async def test_what_cannot_be_kept_is_refused_and_named(bench: MakeBench, fields
         assert not b.decode.started
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        (
+            {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+        ),
+        ({"guided_json": {}, "guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        ({"guided_json": {}, "regex": "a"}, "regex"),
+        ({"include_reasoning": False}, "include_reasoning"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+    ],
+)
+async def test_what_would_bind_nothing_is_refused(bench: MakeBench, fields: dict[str, Any], param: str) -> None:
+    async with bench() as b:
+        status, error = await b.refused("/v1/chat/completions", messages=[USER], **fields)
+        assert (status, error["param"]) == (400, param)
+
+
 async def test_the_sdks_parse_helper_gets_its_schema_kept(bench: MakeBench, model_dir: Path) -> None:
     async with bench() as b:
         b.decode.script = speaking([*b.ids('{"name": "Ann", "age": 7}'), END])
@@ -109,6 +132,10 @@ async def test_without_a_format_no_grammar_is_sent(bench: MakeBench) -> None:
         ({"guided_regex": f"(?i)[b-{LAST}]" * 4}, "Bcde", "a0"),
         ({"guided_choice": ["one", 'two "three"']}, 'two "three"', "two t"),
         ({"structured_outputs": {"grammar": 'root ::= "x" [0-9]+'}}, "x12", "xx"),
+        ({"guided_grammar": '?start: "x" | digits\ndigits: /[0-9]+/'}, "12", "xx"),
+        ({"ebnf": 'root ::= "x" [0-9]+'}, "x12", "xx"),
+        ({"regex": "[0-9]+"}, "12", "x"),
+        ({"json_schema": {"type": "array", "uniqueItems": False, "items": {"type": "integer"}}}, "[1, 1]", '["a"]'),
         ({"response_format": {"type": "json_object"}}, '{"a": [1, {"b": null}]}', "[1]"),
         (
             {
@@ -122,7 +149,10 @@ async def test_without_a_format_no_grammar_is_sent(bench: MakeBench) -> None:
             "some text <f=b>",
         ),
     ],
-    ids=["regex", "no case", "wide", "wide without case", "choice", "grammar", "object", "tags"],
+    ids=[
+        *("regex", "no case", "wide", "wide without case", "choice", "grammar", "Lark", "SGLang's grammar"),
+        *("SGLang's regex", "llama.cpp's schema", "object", "tags"),
+    ],
 )
 async def test_every_spelling_means_what_it_says(
     bench: MakeBench, model_dir: Path, fields: dict[str, Any], good: str, bad: str

@@ -194,6 +194,23 @@ def test_jinjas_ways_are_kept_where_minijinja_has_its_own(name: str, messages: l
     assert ChatTemplate(source, SPECIAL).render(Conversation(tuple(messages), tuple(tools))) == rendered[0][0]
 
 
+def test_tags_around_what_a_model_is_trained_to_say_write_nothing() -> None:
+    source = (
+        "{%- for message in messages -%}\n  {% if message.role == 'user' %}\n<{{ message.content }}>\n  {% else %}\n"
+        "    {% generation %}\n{% set said = message.content %}[{{ said }}]{%- endgeneration -%}\n\n  "
+        "{%+ generation -%}  {{ said is defined }}\n {% endgeneration +%}  |\n{% endif %}\n{%- endfor %}"
+    )
+    messages = [USER, {"role": "assistant", "content": "a"}, USER]
+    expected = render_jinja_template(conversations=[messages], chat_template=source, **SPECIAL)
+    template = ChatTemplate(source, SPECIAL)
+    assert template.render(Conversation(tuple(messages), is_open=False)) == expected[0][0]
+
+
+def test_what_a_template_cannot_do_is_told_with_its_line() -> None:
+    with pytest.raises(InvalidRequest, match=r"no method named rsplit \(in chat:2\)"):
+        ChatTemplate("\n{{ 'a b'.rsplit(' ', 1) }}", {}).render(Conversation((USER,)))
+
+
 def test_a_fault_of_the_library_is_a_refusal() -> None:
     with pytest.raises(InvalidRequest) as refusal:
         ChatTemplate("{{ tools[1:][::-1] }}", {}).render(Conversation((USER,), (BARE,)))

@@ -157,7 +157,7 @@ def test_a_template_that_refuses_names_the_messages() -> None:
 
 def test_a_template_that_loops_runs_out_of_fuel() -> None:
     template = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {})
-    with pytest.raises(InvalidRequest, match="OutOfFuel"):
+    with pytest.raises(InvalidRequest, match="ran out of fuel"):
         template.render(Conversation(()))
 
 

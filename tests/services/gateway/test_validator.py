@@ -211,7 +211,8 @@ def test_what_vllm_clients_send_is_understood() -> None:
     )
     assert asked.prompts == ((1, 2), (3,))
     assert (asked.top_k, asked.min_p, asked.stop_token_ids, asked.stop) == (0, 0.1, (5,), ("x",))
-    assert asked.seed == 2**64 - 1
+    assert asked.seed is None
+    assert completion(prompt="x", seed=-2).seed == 2**64 - 2
     assert asked.num_logprobs == 0
     assert asked.ignore_eos
     assert asked.return_token_ids

@@ -21,12 +21,16 @@ MAX_CHOICES = 1024
 MAX_TAGS = 64
 MAX_RULES = 80
 ANY_OBJECT = {"type": "object"}
-# vLLM's names, old and new, for the same kinds
+# the same kinds by the names of vLLM, older ones; of SGLang; of llama.cpp
 GUIDED = {
     "guided_json": FormatKind.SCHEMA,
     "guided_regex": FormatKind.REGEX,
     "guided_grammar": FormatKind.GRAMMAR,
     "guided_choice": FormatKind.CHOICE,
+    "json_schema": FormatKind.SCHEMA,
+    "regex": FormatKind.REGEX,
+    "ebnf": FormatKind.GRAMMAR,
+    "grammar": FormatKind.GRAMMAR,
 }
 STRUCTURED = {
     "json": FormatKind.SCHEMA,
@@ -35,6 +39,9 @@ STRUCTURED = {
     "choice": FormatKind.CHOICE,
     "structural_tag": FormatKind.TAGS,
 }
+# vLLM's ways of writing JSON, which are not done here: any value but these is refused
+WAYS: dict[str, Any] = {"disable_any_whitespace": False, "disable_additional_properties": False}
+UNBOUND = (*WAYS, "whitespace_pattern", "json_object")
 
 
 def read_format(response_format: Any, extra: dict[str, Any]) -> AnswerFormat | None:
@@ -97,6 +104,14 @@ def _structured(value: Any) -> Iterator[AnswerFormat]:
         return
     if not isinstance(value, dict):
         raise InvalidRequest(f"{field}: expected an object", field)
+    given = [name for name, each in value.items() if each is not None]
+    for name in given:
+        if name not in STRUCTURED and (
+            name not in UNBOUND or (name != "json_object" and value[name] != WAYS.get(name))
+        ):
+            raise InvalidRequest(f"{field}.{name} is not supported here", f"{field}.{name}", "unsupported_parameter")
+    if not value.get("json_object") and not any(name in STRUCTURED for name in given):
+        raise InvalidRequest(f"{field}: one of {', '.join(STRUCTURED)} or json_object is needed", field)
     if value.get("json_object"):
         yield AnswerFormat(FormatKind.SCHEMA, ANY_OBJECT, f"{field}.json_object")
     for name, kind in STRUCTURED.items():

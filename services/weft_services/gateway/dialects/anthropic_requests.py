@@ -45,6 +45,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 # whether templates that can be told let the model think; how much it does is its own affair
 THINKING = {"enabled": True, "adaptive": True, "disabled": False}
+# as templates call that: Qwen's, GLM's and SmolLM's; DeepSeek's and Granite's
+SWITCHES = ("enable_thinking", "thinking")
 # of context_management: templates leave out old thoughts anyway
 CLEAR_THINKING = "clear_thinking_"
 # of a cache_control; one that names none is kept as long as the store has room
@@ -113,7 +115,7 @@ def _thinking(fields: Fields) -> Fields:
     if not isinstance(kind, str) or kind not in THINKING:
         raise InvalidRequest(f"thinking.type: {', '.join(THINKING)} are known", "thinking.type")
     named = object_of(fields, "chat_template_kwargs")
-    return {"chat_template_kwargs": {**named, "enable_thinking": THINKING[kind]}}
+    return {"chat_template_kwargs": {**named, **dict.fromkeys(SWITCHES, THINKING[kind])}}
 
 
 def _retention(fields: Fields) -> Retention:

@@ -39,6 +39,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "logits_processors": ([],),
@@ -46,6 +48,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "skip_special_tokens": (True,),
     "suffix": ("",),
+    "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
@@ -64,8 +67,8 @@ CHAT_ALONE: dict[str, tuple[Any, ...]] = {
 # What clients of other servers add to any of the three.
 ADDED = (
     "min_p seed frequency_penalty presence_penalty repetition_penalty logit_bias min_tokens stop_token_ids ignore_eos "
-    "chat_template_kwargs structured_outputs guided_json guided_regex guided_grammar guided_choice priority "
-    "reject_if_busy session_id"
+    "chat_template_kwargs structured_outputs guided_json guided_regex guided_grammar guided_choice json_schema regex "
+    "ebnf grammar priority reject_if_busy session_id"
 ).split()
 
 

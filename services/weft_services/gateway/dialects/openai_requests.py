@@ -161,7 +161,7 @@ class _Body(Lenient):
             "top_p": None if self.top_p is None else max(self.top_p, SMALLEST_TOP_P),
             "top_k": None if self.top_k is None else max(self.top_k, 0),
             "min_p": self.min_p,
-            "seed": None if self.seed is None else self.seed % 2**64,
+            "seed": None if self.seed in (None, -1) else self.seed % 2**64,  # -1: any, as vLLM has it
             "frequency_penalty": self.frequency_penalty or 0.0,
             "presence_penalty": self.presence_penalty or 0.0,
             "repetition_penalty": self.repetition_penalty,

@@ -16,6 +16,9 @@ from weft_services.gateway.generation import AnswerFormat, FormatKind
 WHITE_SPACE = r"[ \t\n\r]{0,16}"
 # any text
 TEXT = r"/(.|\n)*/"
+# of a schema: where keys are names of the client's own, and where what follows is no schema
+NAMES = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+VALUES = frozenset(("enum", "const", "default", "examples"))
 
 Part = dict[str, Any]
 
@@ -43,7 +46,20 @@ def format_parts(answer: AnswerFormat, name: str = "answer") -> list[Part]:
 def schema_part(schema: dict[str, Any], name: str, is_lenient: bool = False) -> Part:
     """JSON by a schema, with bounded white space. Lenient: what cannot be kept of the schema is left out."""
     options = {"whitespace_pattern": WHITE_SPACE, "lenient": is_lenient}
-    return {"name": name, "json_schema": {**schema, "x-guidance": options}}
+    return {"name": name, "json_schema": {**_without_idle(schema), "x-guidance": options}}
+
+
+def _without_idle(value: Any, has_names: bool = False) -> Any:
+    """The same without `uniqueItems: false`, which asks for nothing and which the compiler does not know."""
+    if isinstance(value, list):
+        return [_without_idle(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: each if key in VALUES and not has_names else _without_idle(each, key in NAMES and not has_names)
+        for key, each in value.items()
+        if has_names or key != "uniqueItems" or each is not False
+    }
 
 
 def lark_part(text: str, name: str) -> Part:
@@ -66,6 +82,8 @@ def _escape_slashes(regex: str) -> str:
 
 
 def _as_lark(answer: AnswerFormat) -> str:
+    if "::=" not in answer.value:  # Lark; the library takes some of it for GBNF, as where rules begin with a ?
+        return str(answer.value)
     try:
         text: str = any_to_lark(answer.value)
     except Exception as error:  # the library raises bare Exception

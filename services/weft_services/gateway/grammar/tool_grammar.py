@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -26,10 +27,20 @@ def text_or_call_parts(use: ToolUse, tool_format: ToolFormat, marks: Marks, name
     first = (*tool_format.opening, *tool_format.call)[0]
     if first in marks:  # text has no such token in it
         rules = ["start: TEXT calls?", *_calls(use, tool_format, marks, name)]
-    else:
-        rules = ["start: TEXT | until calls", f"until[lazy]: TEXT {quote(first)}"]
+    elif first in tool_format.markers:
+        rules = ["start: FREE | until calls", f"until[lazy]: TEXT {quote(first)}"]
         rules += _calls(use, tool_format, marks, name, num_written=1)
+        rules.append(f"FREE: TEXT & ~/(.|\\n)*{_pattern(first)}(.|\\n)*/")
+    else:  # an answer is calls or it is none, and its first letters tell
+        names = "|".join(_pattern(f"[{name}(") for name in use.schemas)
+        rules = ["start: FREE | calls", *_calls(use, tool_format, marks, name)]
+        rules.append(f"FREE: TEXT & ~/[ \\t\\r\\n]*(\\{{|{names})(.|\\n)*/")
     return [lark_part("\n".join([*rules, f"TEXT: {TEXT}"]), name), *_argument_parts(use, tool_format, name)]
+
+
+def _pattern(text: str) -> str:
+    """The text itself, as a part of a regex in Lark."""
+    return re.escape(text).replace("/", "\\/").replace("\n", "n")
 
 
 def written(pieces: Iterable[str], marks: Marks, places: Mapping[str, str]) -> str:

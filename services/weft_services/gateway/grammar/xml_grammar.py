@@ -8,6 +8,7 @@ from weft_services.gateway.grammar.answer_grammar import TEXT, Part, lark_part, 
 from weft_services.gateway.text.xml_calls import END_PARAMETER, PARAMETER, is_text
 
 END = f"\n{END_PARAMETER}\n"
+ROOT = "arguments"
 
 
 def xml_parts(schema: dict[str, Any], name: str, is_lenient: bool) -> list[Part]:
@@ -23,7 +24,7 @@ def xml_parts(schema: dict[str, Any], name: str, is_lenient: bool) -> list[Part]
         opening = quote(f"{PARAMETER}{key}>\n")
         if not is_text(own):
             inner = f"{name}_{place}"
-            parts.append(schema_part({**_shared(schema), **own}, inner, is_lenient))
+            parts.append(schema_part(_alone(own, schema), inner, is_lenient))
             rules.append(f"p{place}: {opening} @{inner} {quote(END)}")
         elif values := _texts(own):
             rules.append(f"p{place}: {opening} ({' | '.join(map(quote, values))}) {quote(END)}")
@@ -32,11 +33,28 @@ def xml_parts(schema: dict[str, Any], name: str, is_lenient: bool) -> list[Part]
     return [lark_part("\n".join([f"start: {' '.join(start) or quote('')}", *rules]), name), *parts]
 
 
-def _shared(schema: dict[str, Any]) -> dict[str, Any]:
-    """What references lead to."""
-    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+def _alone(own: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of one value by itself, with what its references lead to."""
+    moved = _moved(own)
+    return own if moved == own else {**moved, "$defs": {ROOT: _moved(schema)}}
+
+
+def _moved(value: Any) -> Any:
+    """The same, references to the root leading to where the root is now."""
+    if isinstance(value, list):
+        return [_moved(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: f"#/$defs/{ROOT}{each[1:]}"
+        if key == "$ref" and isinstance(each, str) and each[:1] == "#"
+        else _moved(each)
+        for key, each in value.items()
+    }
 
 
 def _texts(schema: Any) -> list[str]:
     values = schema.get("enum") if isinstance(schema, dict) else None
-    return values if isinstance(values, list) and all(isinstance(value, str) for value in values) else []
+    if not isinstance(values, list) or not all(isinstance(value, str | None) for value in values):
+        return []
+    return ["null" if value is None else value for value in values]

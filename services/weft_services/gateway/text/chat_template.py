@@ -22,6 +22,8 @@ FUEL = 10_000_000
 HERE = "\ue0fe"
 # templates that tell an assistant's calls by what it does not say
 IS_NONE = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none", re.IGNORECASE)
+# transformers' own tag around what a model is trained to say; `with` makes a scope as it does, and writes as much
+TRAINED = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
 class _Refused(Exception):
@@ -101,7 +103,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
         """`tool_source`: another template, for conversations that have tools."""
         self.all_sources = f"{source}\n{tool_source}" if tool_source else source
-        self._sources = {"chat": source, "tool_use": tool_source or source}
+        sources = {"chat": source, "tool_use": tool_source or source}
         self._knows_developers = "developer" in self.all_sources
         self._asks_for_none = IS_NONE.search(self.all_sources) is not None
         self._special_tokens = dict(special_tokens)
@@ -117,8 +119,8 @@ class ChatTemplate:
         self._environment.add_global("raise_exception", _refuse)
         self._environment.add_global("strftime_now", _now)
         try:
-            for name, text in self._sources.items():
-                self._environment.add_template(name, text)
+            for name, text in sources.items():
+                self._environment.add_template(name, TRAINED.sub(r"{%\1 \2with \3%}", text))
         except minijinja.TemplateError as error:
             raise BadCheckpoint(f"chat template does not compile: {error.message}") from error
 
@@ -159,7 +161,7 @@ class ChatTemplate:
         except _Refused as error:
             raise InvalidRequest(str(error), field) from error
         except minijinja.TemplateError as error:
-            raise InvalidRequest(f"the chat template cannot render these messages: {error.kind}", field) from error
+            raise InvalidRequest(f"the chat template cannot render these messages: {error.message}", field) from error
         except BaseException as error:
             # of our own filters, as for arguments that are no object; or a fault of the library's, such as [][::-1],
             # which is no Exception and would pass by everybody

@@ -36,8 +36,8 @@ def plain(feed: Feed, parts: Parts) -> Reading[None]:
 def hermes(feed: Feed, parts: Parts) -> Reading[None]:
     """Hermes, Qwen, weft-nano: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, text around and between."""
     while (yield from copy_until(feed, ("<tool_call>",), parts.text)):
-        yield from _object_or_text(feed, parts, "<tool_call>")
-        yield from begins_with(feed, "</tool_call>")
+        if (yield from _object_or_text(feed, parts, "<tool_call>")):
+            yield from begins_with(feed, "</tool_call>")
 
 
 def mistral(feed: Feed, parts: Parts) -> Reading[None]:
@@ -65,7 +65,7 @@ def deepseek(feed: Feed, parts: Parts) -> Reading[None]:
     marks = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", "<｜tool▁call▁begin｜>")
     while mark := (yield from copy_until(feed, marks, parts.text)):
         if mark == marks[3]:
-            yield from _deepseek_call(feed, parts)
+            yield from _deepseek_call(feed, parts, marks)
 
 
 def kimi(feed: Feed, parts: Parts) -> Reading[None]:
@@ -202,10 +202,12 @@ def _kimi_name(header: str) -> tuple[str, str]:
     return name.rpartition(":")[0] or name, header
 
 
-def _deepseek_call(feed: Feed, parts: Parts) -> Reading[None]:
+def _deepseek_call(feed: Feed, parts: Parts, marks: tuple[str, ...]) -> Reading[None]:
     before: list[str] = []
-    if (yield from copy_until(feed, ("<｜tool▁sep｜>",), before.append)) is None:
+    mark = yield from copy_until(feed, ("<｜tool▁sep｜>", *marks), before.append)
+    if mark != "<｜tool▁sep｜>":  # no call after all; what comes next may be one
         parts.text("".join(before))
+        feed.text = (mark or "") + feed.text
         return
     name = "".join(before).strip()
     if (yield from next_letter(feed)) != "{":  # V3: what came before was the type, now comes the name
@@ -258,9 +260,12 @@ def _python(text: str, names: frozenset[str]) -> list[tuple[str, str]]:
 
 def _python_call(node: ast.expr, names: frozenset[str]) -> tuple[str, str]:
     """Name and arguments. Python has values that JSON has not: sets, bytes, infinity."""
+    name = ""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):  # a-name(x=1), to Python a difference
+        name, node = ast.unparse(node.left).replace(" ", "") + "-", node.right
     if not isinstance(node, ast.Call) or node.args:
         raise Malformed
-    name = ast.unparse(node.func)
+    name += ast.unparse(node.func)
     if name not in names:
         raise Malformed
     arguments = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords if each.arg}

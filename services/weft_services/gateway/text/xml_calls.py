@@ -5,18 +5,19 @@ What is written there has no types; the tool's schema says what is text and what
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from weft_services.gateway.text.feed import Emit, Feed, Reading, begins_with, copy_until, parse_json
 from weft_services.gateway.text.parts import Parts
-from weft_services.gateway.text.tool_parsers import Parser
+from weft_services.gateway.text.tool_parsers import MAX_PYTHON_CHARS, Parser
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 NEXT_TAGS = (f"\n{PARAMETER}", f"\n{END_FUNCTION}", "\n</tool_call>")
-LITERALS = {"True": "true", "False": "false", "None": "null"}
+LITERALS = {"None": "null"}
 
 Schemas = Mapping[str, dict[str, Any]]
 
@@ -52,7 +53,7 @@ def _call(feed: Feed, parts: Parts, schemas: Schemas) -> Reading[None]:
         schema = properties.get(key) if isinstance(properties, dict) else None
         parts.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         separator = ", "
-        if not is_named or not (yield from _value(feed, parts, is_text(schema))):
+        if not is_named or not (yield from _value(feed, parts, schema)):
             return  # cut off
     if mark is not None:
         parts.arguments("}" if separator == ", " else "{}")
@@ -67,20 +68,26 @@ def _name(feed: Feed) -> Reading[tuple[str, bool]]:
     return (name.strip(), bool(name.strip())) if mark == ">" else (name + (mark or ""), False)
 
 
-def _value(feed: Feed, parts: Parts, is_text: bool) -> Reading[bool]:
-    """One line break on either side is not its own. Text streams; False when the answer ends before the value does."""
+def _value(feed: Feed, parts: Parts, schema: Any) -> Reading[bool]:
+    """One line break on either side is not its own. Text streams unless it may be null; False when the answer ends
+    before the value does."""
     while not feed.text and not feed.is_over:
         yield
     if feed.text.startswith("\n"):
         feed.take(1)
-    if is_text:
+    if is_text(schema) and not is_nullable(schema):
         parts.arguments('"')
         is_ended = yield from _until_end(feed, lambda text: parts.arguments(_escaped(text)))
         parts.arguments('"' if is_ended else "")
         return is_ended
     written: list[str] = []
     is_ended = yield from _until_end(feed, written.append)
-    parts.arguments(_as_json("".join(written)) if is_ended else "".join(written))
+    value = "".join(written)
+    if is_text(schema):
+        value = "null" if LITERALS.get(value, value) == "null" else json.dumps(value, ensure_ascii=False)
+    elif is_ended:
+        value = _as_json(value)
+    parts.arguments(value)
     return is_ended
 
 
@@ -108,14 +115,38 @@ def is_text(schema: Any) -> bool:
     return all(map(is_text, every)) if isinstance(every, list) else "$ref" not in schema
 
 
+def is_nullable(schema: Any) -> bool:
+    """May the value be null, where it may be a string."""
+    if not isinstance(schema, dict):
+        return False
+    if "type" in schema:
+        kind = schema["type"]
+        return (isinstance(kind, list) and "null" in kind) or schema.get("nullable") is True
+    if isinstance(values := schema.get("enum"), list):
+        return None in values
+    options = schema.get("anyOf") or schema.get("oneOf")
+    return isinstance(options, list) and any(isinstance(each, dict) and each.get("type") == "null" for each in options)
+
+
 def _as_json(written: str) -> str:
-    """As it stands if it is JSON; else it is a string after all."""
-    text = LITERALS.get(written.strip(), written.strip())
+    """As it stands if it is JSON; as JSON if it is Python, which models write too; else it is a string after all."""
+    text = written.strip()
     try:
         parse_json(text)
     except ValueError:
-        return json.dumps(written, ensure_ascii=False)
+        return _from_python(text) or json.dumps(written, ensure_ascii=False)
     return text
+
+
+def _from_python(text: str) -> str | None:
+    if len(text) > MAX_PYTHON_CHARS:
+        return None
+    try:
+        found = json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+        found.encode()  # half of a surrogate pair could not be sent
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        return None
+    return found
 
 
 def _escaped(text: str) -> str:

@@ -1,0 +1,115 @@
+"""Strict tools where the choice is free: what binds the calls, family by family, and what stays free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
+from weft.grammar import load_grammars
+from weft_services.gateway.text.assistant import AnswerReader
+from weft_services.gateway.text.parts import PartKind, Parts, joined
+from weft_services.gateway.text.tool_formats import FORMATS
+
+USER: Any = {"role": "user", "content": "hi"}
+NODE = {
+    "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "size": {"$ref": "#/properties/width"}},
+    "additionalProperties": False,
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "mode": {"type": ["string", "null"], "enum": ["r", "w", None]},
+        "width": {"type": "integer"},
+        "height": {"$ref": "#/properties/width"},
+        "node": {"type": "object", "properties": {"under": {"$ref": "#/$defs/node"}}},
+        "other": {"$ref": "#"},
+    },
+    "required": [],
+    "$defs": {"node": {"type": "object", "properties": {"height": {"$ref": "#/properties/height"}}}},
+}
+GO: Any = {"type": "function", "function": {"name": "go-there", "parameters": SCHEMA, "strict": True}}
+NOW: Any = {"type": "function", "function": {"name": "now"}}
+CALL = '{"name": "go-there", "parameters": {"width": '
+XML = "<tool_call>\n<function=go-there>\n"
+END_XML = "</function>\n</tool_call>"
+
+# family, what a model begins to write, whether it may
+WRITTEN = [
+    ("llama", "", True),
+    ("llama", "It is {noon}.", True),
+    ("llama", "[1, 2, now(3)]", True),
+    ("llama", f"{CALL}3}}}}", True),
+    ("llama", f'{CALL}3}}}}; {{"name": "now", "parameters": {{}}}}', True),
+    ("llama", f'{CALL}"', False),
+    ("llama", f'\n {CALL}"', False),
+    ("llama", "[go-there(", False),
+    ("llama", "\n[now(", False),
+    ("llama", '{"na":', False),
+    ("qwen-xml", f"Hm. {XML}<parameter=mode>\nnull\n</parameter>\n{END_XML}", True),
+    ("qwen-xml", f"{XML}<parameter=mode>\nx", False),
+    ("qwen-xml", f"{XML}<parameter=height>\n7\n</parameter>\n{END_XML}", True),
+    ("qwen-xml", f'{XML}<parameter=height>\n"', False),
+    ("qwen-xml", f'{XML}<parameter=node>\n{{"under": {{"height": 7}}}}\n</parameter>\n{END_XML}', True),
+    ("qwen-xml", f'{XML}<parameter=node>\n{{"under": {{"height": "', False),
+    ("qwen-xml", f'{XML}<parameter=other>\n{{"other": {{"width": 7}}}}\n</parameter>\n{END_XML}', True),
+    ("qwen-xml", f'{XML}<parameter=other>\n{{"other": {{"width": "', False),
+    # markers that are no tokens here: text may go up to them and no further
+    ("deepseek-v3.1", "<｜tool▁calls", True),
+    ("deepseek-v3.1", "a <｜tool▁calls▁begin｜>b", False),
+    ("kimi", "<|tool_calls_section_begin|>b", False),
+    ("mistral-args", "So: [TOOL_CALLS]now[ARGS]{}", True),
+    ("mistral-args", "So: [TOOL_CALLS]later", False),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "is_kept"), WRITTEN)
+async def test_calls_are_bound_and_text_is_not(
+    bench: MakeBench, model_dir: Path, family: str, text: str, is_kept: bool
+) -> None:
+    async with bench(context=2048, tool_format=family) as b:
+        await b.client.chat.completions.create(model=MODEL_NAME, messages=[USER], tools=[GO, NOW])
+        matcher = load_grammars(model_dir, 320, [END]).compile(b.decode.started[0].sampling.grammar.text)
+        matcher.accept([*b.ids(text), *([END] if is_kept else [])])
+        assert (matcher.failure is None) == is_kept
+
+
+def read(family: str, schemas: dict[str, dict[str, Any]], text: str) -> list[tuple[str, str]]:
+    """The same however it is cut."""
+    found = []
+    for size in (1, 5, len(text)):
+        reader = AnswerReader(FORMATS[family].parser(schemas), Parts(lambda: "id"), thinks=False)
+        parts = [part for at in range(0, len(text), size) for part in reader.push(text[at : at + size])]
+        found.append([(part.kind.name, part.text) for part in joined(parts + reader.finish())])
+    assert found[0] == found[1] == found[2]
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "arguments"),
+    [
+        ({"type": ["string", "null"]}, "null", "null"),
+        ({"type": ["string", "null"]}, "None", "null"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", "null"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, 'nul "l"', r'"nul \"l\""'),
+        ({"enum": ["a", None]}, "null", "null"),
+        ({"type": "string", "nullable": True}, "null", "null"),
+        ({"type": "string"}, "null", '"null"'),
+        ({"type": "integer"}, "null", "null"),
+    ],
+)
+def test_null_is_null_where_it_may_be(schema: Any, written: str, arguments: str) -> None:
+    text = f"{XML}<parameter=mode>\n{written}\n</parameter>\n{END_XML}"
+    said = read("qwen-xml", {"go-there": {"properties": {"mode": schema}}}, text)
+    assert said == [("CALL", "go-there"), ("ARGUMENTS", f'{{"mode": {arguments}}}')]
+
+
+def test_names_that_are_no_pythons_are_called_in_python() -> None:
+    schemas: dict[str, dict[str, Any]] = {"go-there.v2": {}, "now": {}}
+    assert read("llama", schemas, "[go-there.v2(x=1), now()]") == [
+        *(("CALL", "go-there.v2"), ("ARGUMENTS", '{"x": 1}')),
+        *(("CALL", "now"), ("ARGUMENTS", "{}")),
+    ]
+    assert read("llama", schemas, "[go-there.v2(1)]") == [(PartKind.TEXT.name, "[go-there.v2(1)]")]
