@@ -35,7 +35,7 @@ from loadtest.local_mesh import LocalMesh
 from loadtest.small_model import make_checkpoint
 from loadtest.verdict import verdict
 from weft.cli.bench.figures import Promise, percentile
-from weft.cli.bench.load import Record, Target, open_target, run
+from weft.cli.bench.load import Load, Record, Target, open_target
 from weft.cli.bench.workload import Recipe, from_recipe
 
 REFUSED = "HTTP 429"
@@ -154,7 +154,7 @@ async def offer(target: Target, rate: float, seconds: float, options: Options) -
         rate=rate,
         seed=options.seed + round(1000 * rate),
     )
-    records = await run(target, from_recipe(recipe), 0, 2 * seconds + 2 * options.deadline, lambda done: None)
+    records = await Load(target, from_recipe(recipe)).run(0, 2 * seconds + 2 * options.deadline)
     return Step(rate, seconds, options.warm_seconds, records)
 
 
@@ -189,7 +189,7 @@ def verdicts(ramp: Sequence[Figures], flood: Figures, deadline: float) -> dict[s
     """What the figures say, in words, and whether that is what was promised."""
     best = max(figures.goodput for figures in ramp)
     capacity = max(figures.answered for figures in ramp)
-    kept, quick = flood.goodput >= LEAST_GOODPUT * best, not flood.refusal_p99 > MOST_REFUSAL_MS
+    kept, quick = flood.goodput >= LEAST_GOODPUT * best, flood.refusal_p99 <= MOST_REFUSAL_MS
     return {
         f"capacity {capacity:.2f} requests/s, best goodput {best:.2f}/s": True,
         f"offered {flood.offered:.2f}/s, {flood.offered / capacity:.1f} times the capacity: goodput "

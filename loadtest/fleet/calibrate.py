@@ -34,7 +34,7 @@ from loadtest.fleet.trace import Request
 from loadtest.local_mesh import LocalMesh
 from loadtest.small_model import make_checkpoint
 from weft.cli.bench.figures import gaps, percentile
-from weft.cli.bench.load import Record, Target, open_target, run
+from weft.cli.bench.load import Load, Record, Target, open_target
 from weft.cli.bench.workload import Recipe, from_recipe
 from weft_mesh.v1.scheduler_service_pb2 import WorkerReport
 
@@ -144,7 +144,7 @@ async def offer(target: Target, rate: float, options: Options, seed: int) -> lis
     """So many requests a second, by chance. Raises RuntimeError when one fails."""
     count = max(round(rate * options.seconds), 8)
     recipe = Recipe(count, options.prompt_tokens, 0, options.output_tokens, spread=0.5, rate=rate, seed=seed)
-    records = await run(target, from_recipe(recipe), 0, 4 * options.seconds + 60, lambda done: None)
+    records = await Load(target, from_recipe(recipe)).run(0, 4 * options.seconds + 60)
     if failed := [record.error for record in records if record.error]:
         raise RuntimeError(f"{len(failed)} of {count} requests failed: {failed[0]}")
     return records
@@ -162,7 +162,7 @@ async def prompts_alone(target: Target) -> list[tuple[int, float]]:
     quickest = []
     for length in LENGTHS:
         recipe = Recipe(REPEATS, length, 0, 1, concurrency=1, seed=length)
-        records = await run(target, from_recipe(recipe), 1, 120.0, lambda done: None)
+        records = await Load(target, from_recipe(recipe)).run(1, 120.0)
         best = min((record for record in records if not record.error), key=lambda record: record.first_token)
         quickest.append((best.prompt_tokens, best.first_token))
     return quickest

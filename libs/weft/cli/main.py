@@ -196,7 +196,9 @@ def plan(
 def bench(
     url: Url = None,
     model: Annotated[str, typer.Option(help="Default: the first that the server lists.")] = "",
-    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = "",
+    api_key: Annotated[
+        str, typer.Option(envvar=["WEFT_API_KEY", "OPENAI_API_KEY"], help="Sent as a bearer token.")
+    ] = "",
     chat: Annotated[bool, typer.Option("--chat", help="/v1/chat/completions instead of /v1/completions.")] = False,
     requests: Annotated[int, typer.Option(min=0, help="How many; of a trace 0 takes all.")] = 64,
     concurrency: Annotated[int, typer.Option(min=1, help="Closed loop: clients, each with one request.")] = 8,

@@ -214,7 +214,7 @@ def test_thoughts_are_tokens_whatever_a_server_calls_them(gateway: Gateway) -> N
     gateway.scripts = [
         list(HELLO),
         list(HELLO),
-        [thinking, {**thinking, "usage": {"prompt_tokens": 3, "completion_tokens": 1}}],
+        [thinking, {**thinking, "usage": {"prompt_tokens": 3, "completion_tokens": 1}}, "[DONE]"],
     ]
     result = runner.invoke(app, ["bench", "--chat", "--url", gateway.url, "--requests", "1"])
     assert "1 of 1 answered" in result.output, result.output

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from tests.weft.cli.conftest import HELLO, HOLD, Gateway
 from typer.testing import CliRunner
 
+from weft.cli.bench.load import NEVER_SENT, OUT_OF_TIME, Load, open_target
+from weft.cli.bench.workload import Job
 from weft.cli.main import app
 
 runner = CliRunner()
@@ -74,6 +80,64 @@ def test_what_a_chat_template_adds_does_not_shorten_prompts(gateway: Gateway, tm
     code, output = run(gateway, "--requests", "1", "--prompt-tokens", "1000")
     assert code == 0, output
     assert len(gateway.asked[-1][1]["messages"][0]["content"]) == pytest.approx(4500, rel=0.01)
+
+
+def test_a_model_whose_first_token_is_no_text_can_be_measured(gateway: Gateway) -> None:
+    silent = [{"choices": [{"delta": {}, "finish_reason": "length"}]}, HELLO[3], "[DONE]"]
+    gateway.scripts = [silent, silent, silent]
+    code, output = run(gateway, "--requests", "1")
+    assert code == 0, output
+    assert "1 of 1 answered" in output
+
+
+def test_a_stream_that_breaks_off_is_no_answer(gateway: Gateway) -> None:
+    gateway.scripts = [list(HELLO), list(HELLO), [HELLO[1], HELLO[1]], list(HELLO)]
+    code, output = run(gateway, "--requests", "2", "--concurrency", "1")
+    assert code == 0, output
+    assert "1 of 2 answered" in output
+    assert "1 x broken off" in output
+
+
+def test_answers_that_are_shorter_than_asked_for_are_counted(gateway: Gateway) -> None:
+    gateway.scripts = [list(HELLO) for _ in range(4)]
+    assert "2 answers" in run(gateway, "--requests", "2", "--output-tokens", "9")[1]
+    gateway.scripts = [list(HELLO) for _ in range(3)]
+    assert "shorter than asked for" not in run(gateway, "--requests", "1", "--output-tokens", "3")[1]
+
+
+async def test_in_an_open_loop_too_no_request_is_forgotten(gateway: Gateway) -> None:
+    gateway.scripts = [list(HELLO), list(HELLO), [HOLD], list(HELLO)]
+    target = await open_target(gateway.url, "tiny", "", is_chat=True)
+    load = Load(target, iter([Job(at, (("x", 8),), 4) for at in (0.0, 0.3, 5.0, 9.0)]))
+    try:
+        records = await load.run(0, 1.0)
+    finally:
+        gateway.released.set()
+        await target.client.aclose()
+    assert [record.error for record in records] == [OUT_OF_TIME, "", NEVER_SENT, NEVER_SENT]
+    assert all(record.ended >= 1.0 for record in records[2:])
+
+
+def test_who_has_seen_enough_keeps_what_was_answered(gateway: Gateway) -> None:
+    gateway.scripts = [*([list(HELLO)] * 4), [HOLD]]
+    command = [sys.executable, "-m", "weft.cli.main", "bench", "--chat", "--url", gateway.url, "--concurrency", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as bench:
+        deadline = time.monotonic() + 30
+        while len(gateway.asked) < 5 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        bench.send_signal(signal.SIGINT)
+        output, said = bench.communicate(timeout=30)
+        gateway.released.set()
+    assert bench.returncode == 0, said
+    assert "stopped; what was answered until then" in said
+    assert "2 of 2 answered" in output
+
+
+def test_the_url_of_openais_clients_is_taken_too(gateway: Gateway) -> None:
+    gateway.scripts = [list(HELLO) for _ in range(3)]
+    result = runner.invoke(app, ["bench", "--chat", "--url", f"{gateway.url}/v1", "--requests", "1"])
+    assert result.exit_code == 0, result.output
+    assert {path for path, _, _ in gateway.asked} == {"/v1/chat/completions"}
 
 
 def test_it_may_open_as_many_connections_as_the_system_lets_it(gateway: Gateway) -> None:

@@ -37,10 +37,12 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One run. Rates are a second; `goodput` counts the requests that kept the promise."""
+    """One run. Rates are a second; `goodput` counts the requests that kept the promise, `short` the answers of fewer
+    tokens than were asked for."""
 
     requests: int
     answered: int
+    short: int
     errors: dict[str, int]
     seconds: float
     request_rate: float
@@ -66,6 +68,7 @@ def summarize(records: Sequence[Record], promise: Promise) -> Figures:
     return Figures(
         requests=len(records),
         answered=len(done),
+        short=sum(record.output_tokens < record.asked_tokens for record in done),
         errors=_errors(records),
         seconds=seconds,
         request_rate=len(done) / seconds,

@@ -19,6 +19,8 @@ from weft.files import allow_files
 CALIBRATIONS = tuple(Job(None, (("calibration", tokens),), 1) for tokens in (200, 40))
 GUESSED_CHARS_PER_TOKEN = 4.5
 OUT_OF_TIME, NEVER_SENT = "out of time", "never sent: out of time"
+NO_TEXT, BROKEN_OFF = "no text", "broken off before the answer's end"
+DONE = b"[DONE]"
 MAX_ERROR_CHARS = 200
 REFUSED = ("HTTP 400", "HTTP 422")
 # path and body
@@ -28,7 +30,7 @@ Request = tuple[str, bytes]
 @dataclass(slots=True)
 class Record:
     """One request, in seconds since the start. `due` is when it should have been sent: a client that is late, because
-    the server or this program is slow, makes the wait longer, not shorter."""
+    the server or this program is slow, makes the wait longer, not shorter. `is_whole`: the answer told its own end."""
 
     due: float
     sent: float = 0.0
@@ -38,6 +40,8 @@ class Record:
     cached_tokens: int = 0
     output_tokens: int = 0
     error: str = ""
+    asked_tokens: int = 0
+    is_whole: bool = False
 
     @property
     def first_token(self) -> float:
@@ -90,14 +94,15 @@ async def open_target(url: str, model: str, api_key: str, is_chat: bool) -> Targ
         if record.error.startswith(REFUSED):
             target = replace(target, ignores_end=False)
             record = await _answered(target, CALIBRATIONS[0])
-        if not record.error and record.prompt_tokens:
+        if record.prompt_tokens and record.error in ("", NO_TEXT):  # one token of thoughts may be no text
+            record.error = ""
             target = replace(target, chars_per_token=await _chars_per_token(target, record.prompt_tokens))
         if record.error:
             raise MeshError(f"{url}: {record.error}")
     except BaseException:
         await client.aclose()
         raise
-    # from here on `run` says how long anything may take
+    # from here on the load says how long anything may take
     client.timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
     return target
 
@@ -116,48 +121,63 @@ async def _answered(target: Target, job: Job) -> Record:
     return record
 
 
-async def run(
-    target: Target, jobs: Iterator[Job], concurrency: int, max_seconds: float, tell: Callable[[int], None]
-) -> list[Record]:
-    """Every job, to its end; those that the time was not enough for are told as failed. Jobs without a time of their
-    own are for `concurrency` clients."""
-    records: list[Record] = []
-    began, num_ended = time.perf_counter(), 0
+class Load:
+    """Jobs on their way to a server. `records` can be read at any time: a load that is broken off keeps what it has."""
 
-    async def send(request: Request, due: float) -> None:
-        nonlocal num_ended
-        record = Record(due)
-        records.append(record)
+    def __init__(self, target: Target, jobs: Iterator[Job], tell: Callable[[int], None] = lambda ended: None) -> None:
+        self.records: list[Record] = []
+        self._target, self._jobs, self._tell = target, jobs, tell
+        self._began, self._num_ended = time.perf_counter(), 0
+
+    async def run(self, concurrency: int, max_seconds: float) -> list[Record]:
+        """Every job, to its end; those that the time was not enough for are told as failed. Jobs without a time of
+        their own are for `concurrency` clients."""
+        self._began = time.perf_counter()
         try:
-            await _fill(target, request, record, began)
+            async with asyncio.timeout(max_seconds), asyncio.TaskGroup() as group:
+                if concurrency:
+                    for _ in range(concurrency):
+                        group.create_task(self._client())
+                else:
+                    await self._clock(group)
+        except TimeoutError:
+            ended = self._now()
+            self.records += [Record(ended if job.at is None else job.at, error=NEVER_SENT) for job in self._jobs]
+            for record in self.records:
+                if record.error == NEVER_SENT:
+                    record.sent = record.ended = ended
+        return self.records
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._began
+
+    async def _client(self) -> None:
+        for job in self._jobs:
+            request = self._target.request(job)
+            await self._send(request, self._noted(job, self._now()))
+
+    async def _clock(self, group: asyncio.TaskGroup) -> None:
+        for job in self._jobs:
+            record = self._noted(job, job.at or 0.0)
+            request = self._target.request(job)  # made before it is due
+            await asyncio.sleep(record.due - self._now())
+            group.create_task(self._send(request, record))
+
+    def _noted(self, job: Job, due: float) -> Record:
+        """From here on it is counted, whatever comes."""
+        record = Record(due, error=NEVER_SENT, asked_tokens=job.output_tokens)
+        self.records.append(record)
+        return record
+
+    async def _send(self, request: Request, record: Record) -> None:
+        record.error = ""
+        try:
+            await _fill(self._target, request, record, self._began)
         except asyncio.CancelledError:
-            record.error, record.ended = OUT_OF_TIME, time.perf_counter() - began
+            record.error, record.ended = OUT_OF_TIME, self._now()
             raise
-        num_ended += 1
-        tell(num_ended)
-
-    async def client() -> None:
-        for job in jobs:
-            request = target.request(job)
-            await send(request, time.perf_counter() - began)
-
-    async def clock(group: asyncio.TaskGroup) -> None:
-        for job in jobs:
-            request = target.request(job)  # made before it is due
-            await asyncio.sleep((job.at or 0.0) - (time.perf_counter() - began))
-            group.create_task(send(request, job.at or 0.0))
-
-    try:
-        async with asyncio.timeout(max_seconds), asyncio.TaskGroup() as group:
-            if concurrency:
-                for _ in range(concurrency):
-                    group.create_task(client())
-            else:
-                await clock(group)
-    except TimeoutError:
-        ended = time.perf_counter() - began
-        records += [Record(ended if job.at is None else job.at, ended, ended=ended, error=NEVER_SENT) for job in jobs]
-    return records
+        self._num_ended += 1
+        self._tell(self._num_ended)
 
 
 async def _fill(target: Target, request: Request, record: Record, began: float) -> None:
@@ -169,28 +189,35 @@ async def _fill(target: Target, request: Request, record: Record, began: float) 
                 said = message_of(response, await response.aread())
                 record.error = f"HTTP {response.status_code}: {said[:MAX_ERROR_CHARS]}"
             else:
-                async for event in _events(response):
-                    _take(event, record, time.perf_counter() - began)
+                async for data in _events(response):
+                    now = time.perf_counter() - began
+                    if data == DONE:
+                        record.is_whole = True
+                    else:
+                        _take(json.loads(data), record, now)
     except (httpx.HTTPError, ValueError) as error:
         record.error = record.error or type(error).__name__
     except (LookupError, TypeError, AttributeError):
         record.error = record.error or "an event that is not OpenAI's"
     record.ended = time.perf_counter() - began
+    if not record.error and not record.is_whole:
+        record.error = BROKEN_OFF
+    if not record.arrivals and record.output_tokens:  # tokens that are no text, such as the one that begins thoughts
+        record.arrivals.append(record.ended)
     # a server that keeps its usage to itself is taken to send a token a piece
     record.output_tokens = record.output_tokens or len(record.arrivals)
     if not record.error and not record.arrivals:
-        record.error = "no text"
+        record.error = NO_TEXT
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
     """The data of events, whatever else they say of themselves. An event of several lines of data is not OpenAI's."""
     rest = b""
     async for piece in response.aiter_raw():
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
-            data = line.removeprefix(b"data:").strip()
-            if line.startswith(b"data:") and data != b"[DONE]":
-                yield json.loads(data)
+            if line.startswith(b"data:"):
+                yield line.removeprefix(b"data:").strip()
 
 
 def _take(event: dict[str, Any], record: Record, now: float) -> None:
@@ -201,5 +228,6 @@ def _take(event: dict[str, Any], record: Record, now: float) -> None:
         record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
+        record.is_whole = record.is_whole or bool(choice.get("finish_reason"))
         if choice.get("text") or any(delta.get(name) for name in ("content", *THOUGHTS)):
             record.arrivals.append(now)

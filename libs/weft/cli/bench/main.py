@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from weft.cli.bench.figures import Promise, summarize
-from weft.cli.bench.load import Record, open_target, run
+from weft.cli.bench.load import NEVER_SENT, OUT_OF_TIME, Load, Record, open_target
 from weft.cli.bench.report import page, tables
 from weft.cli.bench.workload import BadTrace, Job, Recipe, from_recipe, from_trace
 from weft.cli.stream import MeshError
@@ -52,7 +52,7 @@ def run_bench(options: BenchOptions) -> int:
     try:
         for path in filter(None, (options.raw, options.report)):
             path.open("a").close()  # told before the load is sent, and not after
-        records = asyncio.run(_measure(options))
+        records = _measured(options)
     except (MeshError, BadTrace, OSError) as error:
         print(f"weft bench: {error}", file=sys.stderr)
         return 1
@@ -70,7 +70,20 @@ def run_bench(options: BenchOptions) -> int:
     return 0 if figures.answered else 1
 
 
-async def _measure(options: BenchOptions) -> list[Record]:
+def _measured(options: BenchOptions) -> list[Record]:
+    """Until the end, or until somebody has seen enough; then without what was under way or never sent."""
+    loads: list[Load] = []
+    try:
+        return asyncio.run(_measure(options, loads))
+    except KeyboardInterrupt:
+        records = [each for load in loads for each in load.records if each.error not in (OUT_OF_TIME, NEVER_SENT)]
+        if not records:
+            raise
+        print("stopped; what was answered until then:", file=sys.stderr)
+        return records
+
+
+async def _measure(options: BenchOptions, loads: list[Load]) -> list[Record]:
     jobs = _jobs(options)
     if options.trace is not None and not jobs:
         raise BadTrace(f"{options.trace}: no requests")
@@ -84,7 +97,8 @@ async def _measure(options: BenchOptions) -> list[Record]:
             print(f"\r{ended} answered", end="", file=sys.stderr, flush=True)
 
     try:
-        return await run(target, iter(jobs), options.concurrency, options.max_seconds, tell)
+        loads.append(Load(target, iter(jobs), tell))
+        return await loads[0].run(options.concurrency, options.max_seconds)
     finally:
         if is_watched:
             print("\r", end="", file=sys.stderr)

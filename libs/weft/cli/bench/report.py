@@ -41,8 +41,10 @@ dl { display: flex; flex-wrap: wrap; gap: .4rem 1.6rem; } dt { font-size: .8rem;
 def rows(figures: Figures) -> list[tuple[str, str]]:
     """Everything but the latencies."""
     errors = ", ".join(f"{count} x {error}" for error, count in figures.errors.items())
+    short = [("shorter than asked for", f"{figures.short} answers")] if figures.short else []
     return [
         ("requests", f"{figures.answered} of {figures.requests} answered in {figures.seconds:.1f} s"),
+        *short,
         ("errors", errors or "none"),
         ("requests a second", f"{figures.request_rate:.2f}"),
         ("goodput, requests a second", f"{figures.goodput:.2f} ({figures.good_share:.1%} kept the promise)"),
