@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv and installs Weft into it: `install.sh` to run a mesh, `install.sh dev` to test it too.
-# Does nothing when pyproject.toml and constraints.txt have not changed since the last time.
+# Does nothing when pyproject.toml and constraints.txt have not changed since the last time, nor the folder's place: what
+# lies in .venv knows where it is.
 #
 #   PYTHON            the interpreter to use; default: the first of python3, python3.13, ... that is 3.11 or newer
 #   WEFT_TORCH_INDEX  a package index to find torch in, e.g. PyTorch's index of CPU wheels; default: pip's own configuration
@@ -11,7 +12,7 @@ cd "$(dirname "$0")/.."
 
 kind="${1:-run}"
 venv=.venv
-sum="$(cat pyproject.toml constraints.txt scripts/install.sh | cksum)"
+sum="$(cat pyproject.toml constraints.txt scripts/install.sh | cksum) $PWD"
 # what `dev` installs is more than `run` needs
 for level in "$kind" dev; do
     if [ "$(cat "$venv/.installed-$level" 2>/dev/null)" = "$sum" ] && [ -x "$venv/bin/weft" ]; then exit 0; fi
@@ -26,7 +27,7 @@ pick_python() {
         fi
     done
     die "Weft needs Python 3.11 or newer${PYTHON:+, and PYTHON=$PYTHON is not}." \
-        "Install one (Debian, Ubuntu: apt install python3 python3-venv; macOS: brew install python) or name one: make PYTHON=/path/to/python3 serve"
+        "Install one (Debian 12, Ubuntu 24.04 and newer: apt install python3 python3-venv; Ubuntu 22.04: apt install python3.11 python3.11-venv; macOS: brew install python) or name one: make PYTHON=/path/to/python3 serve"
 }
 
 make_venv() {
@@ -71,7 +72,8 @@ install_weft() {
     "$venv/bin/python" -m pip install -c constraints.txt --no-build-isolation -e ".[$extras]"
 }
 
-if [ ! -x "$venv/bin/python" ] || ! "$venv/bin/python" -c 'import pip' >/dev/null 2>&1; then
+# a virtual environment that was moved or copied is another folder's
+if [ ! -x "$venv/bin/python" ] || ! grep -qs -e "$PWD/$venv" "$venv/bin/pip" || ! "$venv/bin/python" -c 'import pip' >/dev/null 2>&1; then
     python="$(pick_python)"
     make_venv "$python"
 fi

@@ -19,7 +19,7 @@ class PortTaken(Exception):
 
 def check_port(host: str, port: int, flag: str) -> None:
     """Raises PortTaken, saying which flag chooses another, unless the port can be listened on."""
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -55,12 +55,15 @@ def check_listen_address(listen: str, flag: str) -> str:
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
         raise PortTaken(f"{flag} {listen}: expected HOST:PORT, and a port of 1 to {MAX_PORT}")
-    check_port(host, int(port), flag)
-    return f"{reachable(host)}:{port}"
+    bare = host.removeprefix("[").removesuffix("]")
+    check_port(bare, int(port), flag)
+    return f"{reachable(bare)}:{port}"
 
 
 def reachable(host: str) -> str:
     """The address to call on this machine for a listener bound to host."""
-    if host in ("0.0.0.0", "", "::"):
+    if host in ("0.0.0.0", ""):
         return LOOPBACK
+    if host == "::":
+        return "[::1]"
     return f"[{host}]" if ":" in host else host

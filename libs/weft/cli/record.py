@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,19 @@ class MeshRecord:
     url: str
     scheduler: str
     services: Mapping[str, str]
+    # when the process began, as the kernel counts: another one may have its number later. 0: not told here
+    ticks: int = 0
+
+    @classmethod
+    def of_this_process(cls, port: int, url: str, scheduler: str, services: Mapping[str, str]) -> MeshRecord:
+        """The mesh that this process keeps."""
+        return cls(os.getpid(), time.time(), port, url, scheduler, services, _ticks(os.getpid()))
 
     @property
     def is_alive(self) -> bool:
         """Does its `weft up` still run."""
+        if self.ticks and (ticks := _ticks(self.pid)) and ticks != self.ticks:
+            return False
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -46,19 +56,34 @@ def runtime_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
 
 
+def _ticks(pid: int) -> int:
+    """Since the machine began; 0 where the system does not tell."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 @contextmanager
-def recorded(record: MeshRecord) -> Iterator[Path]:
-    """Leave the note while the block runs."""
+def recorded(record: MeshRecord, complain: Callable[[str], None] = lambda why: None) -> Iterator[Path]:
+    """Leave the note while the block runs. A mesh that nobody finds by itself serves all the same."""
     folder = runtime_folder()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / f"up-{record.port}.json"
-    partial = path.with_suffix(f".{record.pid}")
-    partial.write_text(json.dumps(dataclasses.asdict(record), indent=1))
-    partial.replace(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        partial = path.with_suffix(f".{record.pid}")
+        partial.write_text(json.dumps(dataclasses.asdict(record), indent=1))
+        partial.replace(path)
+    except OSError as error:
+        complain(
+            f"{folder} cannot be written ({error.strerror}): other commands must be told --scheduler {record.scheduler}"
+            f" or --url {record.url}; XDG_RUNTIME_DIR may name a folder of yours"
+        )
     try:
         yield path
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def running_meshes() -> list[MeshRecord]:

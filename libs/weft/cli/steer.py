@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import typer
@@ -13,19 +13,43 @@ import typer
 from weft.cli.status import DEADLINE_SECONDS, explain
 from weft.request import WorkerRole
 from weft.rpc.client import open_channel
-from weft.rpc.wire import role_to_wire
+from weft.rpc.wire import role_from_wire, role_to_wire
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 
-Call = Callable[[Any], Awaitable[object]]
+ResultT = TypeVar("ResultT")
 
 
 def drain(scheduler: str, worker_id: str, undo: bool) -> None:
     """Raises typer.Exit(1) after saying on stderr what is wrong."""
     request = pb.DrainRequest(worker_id=worker_id, undo=undo)
-    _steer("undrain" if undo else "drain", scheduler, lambda fleet: fleet.Drain(request, timeout=DEADLINE_SECONDS))
+    lacking = _steer("undrain" if undo else "drain", scheduler, lambda fleet: _drained(fleet, request))
     what = "takes requests again" if undo else "finishes what it has and is given nothing new"
     typer.echo(f"{worker_id} {what}; `weft status --watch` shows it")
+    if lacking:
+        why = f"nobody else is ready for {' and '.join(lacking)}: requests may be refused until somebody is"
+        typer.secho(f"{why}; `weft undrain {worker_id}` takes it back", fg="yellow", err=True)
+
+
+async def _drained(fleet: Any, request: pb.DrainRequest) -> list[str]:
+    """The roles that nobody is left for."""
+    await fleet.Drain(request, timeout=DEADLINE_SECONDS)
+    if request.undo:
+        return []
+    workers = (await fleet.ListWorkers(pb.ListWorkersRequest(), timeout=DEADLINE_SECONDS)).workers
+    own = [each for each in workers if each.hello.worker.worker_id == request.worker_id]
+    models = {each.hello.model for each in own}
+    others = [each for each in workers if each not in own and each.hello.model in models and _takes_work(each.report)]
+    return [
+        role.value
+        for role in (WorkerRole.PREFILL, WorkerRole.DECODE)
+        if any(role_from_wire(each.hello.role).can(role) for each in own)
+        and not any(role_from_wire(each.hello.role).can(role) for each in others)
+    ]
+
+
+def _takes_work(report: pb.WorkerReport) -> bool:
+    return report.ready or report.full
 
 
 def park(scheduler: str, worker_id: str, even_last: bool) -> None:
@@ -49,9 +73,9 @@ def set_role(scheduler: str, worker_id: str, role: str) -> None:
     typer.echo(f"{worker_id} is asked to play {role} from here on; `weft status --watch` shows it")
 
 
-def _steer(command: str, scheduler: str, call: Call) -> None:
+def _steer(command: str, scheduler: str, call: Callable[[Any], Awaitable[ResultT]]) -> ResultT:
     try:
-        asyncio.run(_ask(scheduler, call))
+        return asyncio.run(_ask(scheduler, call))
     except grpc.aio.AioRpcError as error:
         why = explain(scheduler, error)
         if error.code() is grpc.StatusCode.NOT_FOUND:
@@ -62,6 +86,6 @@ def _steer(command: str, scheduler: str, call: Call) -> None:
         raise typer.Exit(1) from None
 
 
-async def _ask(scheduler: str, call: Call) -> None:
+async def _ask(scheduler: str, call: Callable[[Any], Awaitable[ResultT]]) -> ResultT:
     async with open_channel(scheduler) as channel:
-        await call(pb_grpc.FleetServiceStub(channel))
+        return await call(pb_grpc.FleetServiceStub(channel))

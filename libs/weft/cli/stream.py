@@ -52,7 +52,8 @@ class Figures:
 
 
 def open_client(url: str, api_key: str = "", limits: httpx.Limits | None = None) -> httpx.AsyncClient:
-    """A client of the gateway at url; the caller closes it. Raises MeshError when that is no URL."""
+    """A client of the gateway at url, with or without the `/v1` that OpenAI's clients want there; the caller closes it.
+    Raises MeshError when that is no URL."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
@@ -70,7 +71,12 @@ def open_client(url: str, api_key: str = "", limits: httpx.Limits | None = None)
     except OSError as error:
         raise MeshError(f"SSL_CERT_FILE: {error.strerror}") from error
     return httpx.AsyncClient(
-        base_url=url, headers=headers, timeout=timeout, verify=verify, trust_env=trust_env, limits=limits
+        base_url=url.rstrip("/").removesuffix("/v1"),
+        headers=headers,
+        timeout=timeout,
+        verify=verify,
+        trust_env=trust_env,
+        limits=limits,
     )
 
 
@@ -127,7 +133,9 @@ def _unreached(client: httpx.AsyncClient, error: httpx.ConnectError) -> MeshErro
 async def _check(response: httpx.Response) -> None:
     if response.status_code == 200:
         return
-    raise MeshError(f"refused ({response.status_code}): {message_of(response, await response.aread())}")
+    said = message_of(response, await response.aread())
+    hint = "; --api-key KEY gives one, or WEFT_API_KEY" if response.status_code == httpx.codes.UNAUTHORIZED else ""
+    raise MeshError(f"refused ({response.status_code}): {said}{hint}")
 
 
 def message_of(response: httpx.Response, body: bytes) -> str:

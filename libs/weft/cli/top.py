@@ -31,6 +31,8 @@ MAX_THREADS = 12
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # below this the sides stand one above the other
 WIDE_COLUMNS = 96
+# lines of a worker, and of all that is no worker
+CARD_LINES, OTHER_LINES = 6, 8
 
 
 def top(scheduler: str, once: bool) -> None:
@@ -58,7 +60,7 @@ async def _once(address: str) -> None:
 async def _watch(address: str) -> None:
     history, screen = History(), console()
     async with open_channel(address) as channel:
-        first = render(await _look(channel, history), history, screen.width)
+        first = render(await _look(channel, history), history, screen.width, screen.height)
         look = functools.partial(_refreshed, channel, address, history, screen)
         await show_for_ever(screen, first, look, is_whole=True)
 
@@ -66,7 +68,7 @@ async def _watch(address: str) -> None:
 async def _refreshed(channel: grpc.aio.Channel, address: str, history: History, screen: Console) -> RenderableType:
     """The mesh now, or why it cannot be seen: a watcher outlives a restart of the scheduler."""
     try:
-        return render(await _look(channel, history), history, screen.width)
+        return render(await _look(channel, history), history, screen.width, screen.height)
     except grpc.aio.AioRpcError as error:
         return Text(explain(address, error), style="red")
 
@@ -78,12 +80,16 @@ async def _look(channel: grpc.aio.Channel, history: History) -> pb.ListWorkersRe
     return fleet
 
 
-def render(fleet: pb.ListWorkersResponse, history: History, width: int) -> RenderableType:
-    """The whole map, in at most `width` columns."""
+def render(fleet: pb.ListWorkersResponse, history: History, width: int, height: int = 0) -> RenderableType:
+    """The whole map, in at most `width` columns; of its workers as many as `height` lines have room for, 0: all."""
     sides = {role: [w for w in fleet.workers if role_from_wire(w.hello.role).can(role)] for role in COLOURS}
     # who does both stands where answers are written
     sides[WorkerRole.PREFILL] = [w for w in sides[WorkerRole.PREFILL] if w not in sides[WorkerRole.DECODE]]
-    columns = [_side(role, workers, history) for role, workers in sides.items()]
+    num_rows = max((height - OTHER_LINES) // CARD_LINES, 2) if height else len(fleet.workers)
+    most = num_rows if width >= WIDE_COLUMNS or not height else num_rows // 2
+    columns = [_side(role, workers, history, most) for role, workers in sides.items()]
+    if not sides[WorkerRole.PREFILL] and any(role_from_wire(w.hello.role) is WorkerRole.BOTH for w in fleet.workers):
+        columns[0] = Text.assemble(_title(WorkerRole.PREFILL), ("\nby those that write answers", "dim"))
     threads = _threads(sides[WorkerRole.DECODE], history)
     if width >= WIDE_COLUMNS:
         grid = Table.grid(padding=(0, 1), expand=True)
@@ -118,12 +124,18 @@ def _found(worker: pb.WorkerStatus) -> int:
     return prefix.pool_tokens + prefix.dram_tokens + prefix.nvme_tokens
 
 
-def _side(role: WorkerRole, workers: Sequence[pb.WorkerStatus], history: History) -> RenderableType:
+def _title(role: WorkerRole) -> Text:
     work = "computes prompts" if role is WorkerRole.PREFILL else "writes answers"
-    title = Text.assemble((role.value, f"bold {COLOURS[role]}"), (f"  {work}", "dim"))
+    return Text.assemble((role.value, f"bold {COLOURS[role]}"), (f"  {work}", "dim"))
+
+
+def _side(role: WorkerRole, workers: Sequence[pb.WorkerStatus], history: History, most: int) -> RenderableType:
     if not workers:
-        return Group(title, Text("nobody", style="red"))
-    return Group(title, *(_card(role, worker, history.of(worker)) for worker in workers))
+        return Group(_title(role), Text("nobody", style="red"))
+    cards: list[RenderableType] = [_card(role, worker, history.of(worker)) for worker in workers[:most]]
+    if left := len(workers) - len(cards):
+        cards.append(Text(f"and {left:,} more, for which there is no room: `weft status` has them", style="yellow"))
+    return Group(_title(role), *cards)
 
 
 def _card(role: WorkerRole, worker: pb.WorkerStatus, rates: Rates) -> Panel:

@@ -141,7 +141,7 @@ def up(options: MeshOptions, picture: Path | None = None) -> int:
     if trouble:
         display.say(f"{trouble}; KV blocks move over gRPC, and there is no shared store")
     url = f"{'https' if options.has_tls else 'http'}://{reachable(options.host)}:{options.port}"
-    note = MeshRecord(os.getpid(), time.time(), options.port, url, at.scheduler, _services(options, at))
+    note = MeshRecord.of_this_process(options.port, url, at.scheduler, _services(options, at))
     timeline = Timeline(display, began, on_later=lambda: _draw(timeline, picture, display, is_first=False))
 
     def announce() -> None:
@@ -150,7 +150,7 @@ def up(options: MeshOptions, picture: Path | None = None) -> int:
         _draw(timeline, picture, display)
         display.show(_banner(options, url))
 
-    with recorded(note):
+    with recorded(note, lambda why: display.say(why, "yellow")):
         supervisor = Supervisor(specs, timeline, standby_command=STANDBY_COMMAND)
         try:
             return asyncio.run(_supervise(supervisor, display, announce))
@@ -191,6 +191,12 @@ def _draw(timeline: Timeline, picture: Path | None, display: Display, is_first: 
             display.say(f"how it started: {picture}")
 
 
+def ending_signals() -> list[signal.Signals]:
+    """What ends a mesh. Who says nohup wants it to outlive the terminal."""
+    outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if outlives else [signal.SIGHUP])]
+
+
 async def _supervise(supervisor: Supervisor, display: Display, announce: Callable[[], None]) -> int:
     stop = asyncio.Event()
 
@@ -199,7 +205,7 @@ async def _supervise(supervisor: Supervisor, display: Display, announce: Callabl
             supervisor.kill()
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in ending_signals():
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     display.start()
     status = 0
@@ -269,7 +275,7 @@ def _banner(options: MeshOptions, url: str) -> Text:
         (f"\n    {weft + ' status':<24}", "cyan"),
         ("look at the fleet", "dim"),
         (f"\n    {'OpenAI clients':<24}", ""),
-        (f'base_url="{url}/v1", {"a" if options.keys else "any"} api_key', "dim"),
+        (f'base_url="{url}/v1", {"an" if options.keys else "any"} api_key', "dim"),
         (f"\n    {'gRPC':<24}", ""),
         (f"{reachable(options.host)}:{options.grpc_port} weft_mesh.v1.InferenceService", "dim"),
         ("\n\n  The log of all services follows. Ctrl-C ends them.\n", ""),

@@ -61,6 +61,7 @@ class RpcServer:
         A listener is for peers, who show the mesh's certificate where there is one, unless it has other credentials.
         Raises CannotListen.
         """
+        host = f"[{host}]" if ":" in host and not host.startswith("[") else host
         address, shown = f"{host}:{port}", credentials()
         try:
             bound = self.server.add_secure_port(address, shown) if shown else self.server.add_insecure_port(address)

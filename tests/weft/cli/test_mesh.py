@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import socket
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 from weft.cli import mesh as module
 from weft.cli.gpus import usable_gpus
 from weft.cli.mesh import Addresses, MeshOptions, mesh_specs
-from weft.cli.ports import INTERNAL_PORTS, PortTaken, check_port, free_ports
+from weft.cli.ports import INTERNAL_PORTS, PortTaken, check_listen_address, check_port, free_ports, reachable
 from weft.cli.supervisor import ChildSpec
+from weft.cli.up import ending_signals
 from weft.config import read_config, read_models
 from weft.worker.config import WeightsForm, WorkerConfig
 from weft_services.kvstore.config import Config
@@ -235,6 +237,28 @@ def test_a_taken_port_is_refused() -> None:
         taken.listen()
         with pytest.raises(PortTaken, match="--port"):
             check_port("127.0.0.1", taken.getsockname()[1], "--port")
+
+
+def test_addresses_of_ipv6_can_be_listened_on_and_called() -> None:
+    try:
+        taken = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("this system has no IPv6")
+    port = taken.getsockname()[1]
+    with taken, pytest.raises(PortTaken, match="--port"):
+        check_port("::1", port, "--port")
+    check_port("::1", port, "--port")
+    assert check_listen_address(f"[::1]:{port}", "--metrics") == f"[::1]:{port}"
+    assert (reachable("::"), reachable("::1"), reachable("0.0.0.0")) == ("[::1]", "[::1]", "127.0.0.1")
+
+
+def test_a_mesh_under_nohup_outlives_the_terminal() -> None:
+    assert signal.SIGHUP in ending_signals()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert ending_signals() == [signal.SIGINT, signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_without_mooncake_there_is_no_store_and_nobody_waits_for_one() -> None:

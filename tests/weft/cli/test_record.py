@@ -37,6 +37,30 @@ def test_notes_of_dead_or_foreign_meshes_are_ignored() -> None:
         assert running_meshes() == []
 
 
+def test_another_process_with_the_number_of_a_dead_mesh_is_no_mesh() -> None:
+    mine = MeshRecord.of_this_process(8000, NOTE.url, NOTE.scheduler, NOTE.services)
+    with recorded(mine):
+        assert running_meshes() == [mine]
+        with recorded(dataclasses.replace(mine, port=8001, ticks=mine.ticks + 1)):
+            assert running_meshes() == [mine]
+
+
+@pytest.mark.parametrize("place", ["", "file"])
+def test_a_mesh_whose_note_cannot_be_written_runs_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "weft").touch()  # where the folder should be
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / place))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / place))
+    said: list[str] = []
+    with recorded(NOTE, said.append):
+        assert running_meshes() == []
+    (why,) = said
+    assert f"--scheduler {NOTE.scheduler}" in why
+    assert f"--url {NOTE.url}" in why
+
+
 def test_a_runtime_folder_that_is_not_ours_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone with its session"))

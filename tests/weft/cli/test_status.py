@@ -221,12 +221,22 @@ def test_watching_through_a_pipe_writes_every_picture(address: str, command: str
 
 def test_drain_says_what_it_did_and_whom_it_does_not_know(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     drain(address, "decode-0", undo=False)
-    assert "decode-0 finishes what it has" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "decode-0 finishes what it has" in said.out
+    assert "nobody else is ready for decode:" in said.err, "decode-1 is not"
     drain(address, "decode-0", undo=True)
-    assert "takes requests again" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "takes requests again" in said.out
+    assert said.err == ""
     with pytest.raises(typer.Exit):
         drain(address, "nobody", undo=True)
     assert "weft undrain: no worker 'nobody' is live; `weft status` lists them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fleet", [[[worker("decode-0"), worker("decode-1")]]])
+def test_one_of_several_drains_without_a_warning(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    drain(address, "decode-0", undo=False)
+    assert capsys.readouterr().err == ""
 
 
 def test_role_says_what_it_did_and_why_it_cannot(address: str) -> None:

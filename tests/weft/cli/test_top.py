@@ -68,6 +68,32 @@ def test_an_empty_fleet_is_a_map_too() -> None:
     assert "no shared store" in console.file.getvalue()
 
 
+def printed(fleet: pb.ListWorkersResponse, width: int, height: int = 0) -> str:
+    console, history = Console(file=io.StringIO(), width=width), History()
+    history.take(fleet.workers, now=1.0)
+    console.print(render(fleet, history, width, height))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 140])
+@pytest.mark.parametrize("height", [30, 50])
+def test_what_a_terminal_has_no_room_for_is_counted(width: int, height: int) -> None:
+    workers = [worker(f"{role}-{number}") for role in ("prefill", "decode") for number in range(40)]
+    text = printed(pb.ListWorkersResponse(workers=workers), width, height)
+    assert len(text.splitlines()) <= height
+    assert text.count("more, for which") == 2
+    assert "more, for which" not in printed(pb.ListWorkersResponse(workers=workers), width)
+
+
+def test_workers_that_do_both_compute_prompts() -> None:
+    both = worker("worker-0")
+    both.hello.role = common_pb2.WORKER_ROLE_BOTH
+    text = printed(pb.ListWorkersResponse(workers=[both]), 120)
+    assert "nobody" not in text
+    assert "by those that write answers" in text
+
+
 def test_the_same_report_seen_twice_is_no_standstill() -> None:
     rates = Rates()
     for at, tokens in ((0.0, 0), (1.0, 100), (1.02, 100), (2.0, 200)):
