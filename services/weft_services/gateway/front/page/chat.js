@@ -169,11 +169,13 @@ async function answer(modelName) {
       headers: headers({ "content-type": "application/json", "x-weft-timeline": "1" }),
     });
     if (!response.ok) throw new Error(await refusal(response));
+    let isWhole = false;
     for await (const { event, data } of events(response)) {
-      if (data === "[DONE]") break;
+      if (data === "[DONE]") { isWhole = true; break; }
       take(told, event, JSON.parse(data));
       draw();
     }
+    if (!isWhole) throw new Error("The answer broke off: the connection ended before it did.");
   } catch (error) {
     if (error.name !== "AbortError") complain(error.message);
   }
@@ -217,9 +219,9 @@ function finish(shown, told, modelName) {
   show(shown, told);
   if (told.content) shown.item.firstChild.append(copier(() => told.content) ?? "");
   const calls = told.calls.filter(Boolean);
-  if (told.content || calls.length) {
-    messages.push({ role: "assistant", content: told.content || null, ...(calls.length ? { tool_calls: calls } : {}) });
-  } else if (!told.timeline) {
+  if (told.content || calls.length || told.timeline) { // an answer without a word is one
+    messages.push({ role: "assistant", content: told.content || (calls.length ? null : ""), ...(calls.length ? { tool_calls: calls } : {}) });
+  } else {
     messages.pop();
     shown.item.remove();
     return false;

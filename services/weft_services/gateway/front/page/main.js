@@ -66,12 +66,12 @@ async function ask(id, verb, body) {
   }
 }
 
-// The last of its kind that takes new work: without it nobody is answered.
+// The last that takes new work of one kind or the other: without it nobody is answered.
 function isLast(id) {
   const workers = fleet.now.workers.filter((each) => each.state === "ready" || each.state === "full");
   const one = workers.find((each) => each.id === id);
-  const isLike = (each) => each.model === one.model && (each.role === one.role || each.role === "both" || one.role === "both");
-  return Boolean(one) && workers.filter(isLike).length === 1;
+  const does = (each, role) => each.model === one.model && (each.role === role || each.role === "both");
+  return Boolean(one) && ["prefill", "decode"].some((role) => does(one, role) && workers.filter((each) => does(each, role)).length === 1);
 }
 
 const steer = {
@@ -81,6 +81,15 @@ const steer = {
   },
   role: (id, role) => ask(id, "role", { role }),
 };
+
+// Drawn once a frame, however many hand-offs come in one.
+const handedOff = new Map();
+
+function shine() {
+  weave(fleet);
+  for (const [prefill, decode] of handedOff.values()) light(prefill, decode);
+  handedOff.clear();
+}
 
 watch(fleet, {
   hello: () => {
@@ -95,8 +104,8 @@ watch(fleet, {
     for (const [prefill, decode] of moved) light(prefill, decode);
   },
   handOff: ({ prefill, decode }) => {
-    weave(fleet);
-    light(prefill, decode);
+    if (!handedOff.size) requestAnimationFrame(shine);
+    handedOff.set(`${prefill} ${decode}`, [prefill, decode]);
   },
   lost: (why) => {
     state("bad", `not connected: ${why}`);
