@@ -41,7 +41,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """What came, and when: to the first piece, and the longest silence between two. `error` when it broke."""
+    """What came, and when: to a stream's first piece, and the longest silence between two. `error` when it broke."""
 
     choices: dict[int, Choice] = field(default_factory=dict)
     prompt_tokens: int = 0
@@ -81,7 +81,6 @@ async def ask(client: httpx.AsyncClient, request: Ask, on_piece: Callable[[], No
         if not body.get("stream"):
             response = await client.post("/v1/completions", json=body)
             _read(response.json(), answer)
-            answer.first_seconds = time.perf_counter() - began
         else:
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 await _read_stream(response, answer, began, on_piece)

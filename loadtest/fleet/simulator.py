@@ -25,10 +25,12 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Slots of the workers; equal: the decode worker computes the prompt."""
+    """The workers; equal: the decode worker computes the prompt. `source`: what the prefill worker lacks of the prompt
+    it copies from there."""
 
     prefill: Machinery
     decode: Machinery
+    source: Machinery | None = None
 
 
 class Policy(Protocol):
@@ -151,7 +153,7 @@ class Simulation:
             if self._plan.clients_retry:
                 heapq.heappush(self._events, (now + chosen.retry_after, next(self._order), None, 0, request))
             return
-        job = Job(request, chosen.decode, chosen.prefill)
+        job = Job(request, chosen.decode, chosen.prefill, chosen.source)
         self._jobs.append(job)
         self._visit(job.decode, now)
         if job.decode.admit(job):
@@ -159,7 +161,7 @@ class Simulation:
 
     def _compute(self, job: Job, now: float) -> None:
         self._visit(job.prefill, now)
-        job.prefill.enqueue(job, self._store)
+        job.prefill.enqueue(job, self._store if job.source is None else job.source.cache)
         self._watch(job.prefill)
 
     def _visit(self, worker: Machinery, now: float) -> None:

@@ -52,6 +52,7 @@ class Job:
     request: Request
     decode: Machinery
     prefill: Machinery
+    source: Machinery | None = None
     cached_tokens: int = 0
     stored_tokens: int = 0
     chunk: float = 0.0
@@ -121,7 +122,7 @@ class Machinery:
         return admitted
 
     def enqueue(self, job: Job, store: BlockCache | None) -> None:
-        """A prompt to compute, beside those that wait."""
+        """A prompt to compute, beside those that wait. `store`: a cache elsewhere, from which blocks can be copied."""
         request = job.request
         most = request.prompt_tokens - 1
         depth = self.cache.match(request.keys)

@@ -53,15 +53,30 @@ class Asked:
         """Tokens to compute there."""
         return max(self.request.prompt_tokens - self.held.get(load, 0), 1)
 
+    @property
+    def richest(self) -> Load | None:
+        """Who holds most."""
+        return max(self.held, key=self.held.__getitem__, default=None)
 
+    def is_poor(self, load: Load, times: float) -> bool:
+        """Does another one hold so many times what it does."""
+        return max(self.held.values(), default=0) > times * self.held.get(load, 0)
+
+
+# the paper leaves it open: by how many times another worker must hold more; of 1, 1.5, 2 and 4 the best here
+COPY_RATIO = 1.0
 Rule = Callable[[Sequence[Load], Asked], Load]
 
 
 class Zoo:
-    """A rule for who computes the prompt and one for who generates; the same where only one is named."""
+    """A rule for who computes the prompt and one for who generates; the same where only one is named. With `copies`
+    the first lets what it lacks be copied from the worker that holds most, where that holds so many times as much."""
 
-    def __init__(self, name: str, prefill: Rule, decode: Rule | None = None, sees_caches: bool = False) -> None:
+    def __init__(
+        self, name: str, prefill: Rule, decode: Rule | None = None, sees_caches: bool = False, copies: float = 0.0
+    ) -> None:
         self.name = name
+        self._copies = copies
         self._prefill_rule, self._decode_rule = prefill, decode or prefill
         self._index: PrefixIndex[Load] | None = PrefixIndex() if sees_caches else None
         self._prefills: list[Load] = []
@@ -81,14 +96,15 @@ class Zoo:
         asked = Asked(request, {load: blocks * BLOCK_TOKENS for load, blocks in matched.items()})
         prefill = self._prefill_rule(self._prefills, asked)
         decode = prefill if prefill.worker.role == "both" else self._decode_rule(self._decodes, asked)
-        self._uncached[request.number] = asked.uncached(prefill)
-        prefill.prompt_tokens += asked.uncached(prefill)
+        source = asked.richest if self._copies and asked.is_poor(prefill, self._copies) else None
+        self._uncached[request.number] = asked.uncached(source or prefill)
+        prefill.prompt_tokens += asked.uncached(source or prefill)
         for load in {prefill, decode}:
             load.requests += 1
         decode.kv_tokens += request.prompt_tokens
         if self._index is not None:
             self._index.add(prefill, request.keys, matched.get(prefill, 0), prefill.worker.cache.capacity)
-        return Chosen(prefill.worker, decode.worker)
+        return Chosen(prefill.worker, decode.worker, source.worker if source else None)
 
     def first_token(self, job: Job, now: float) -> None:
         """The prompt's load is gone."""
@@ -220,8 +236,22 @@ def trt_llm(loads: Sequence[Load], asked: Asked) -> Load:
 
 
 def conductor(loads: Sequence[Load], asked: Asked) -> Load:
-    """Mooncake's Conductor without copying of prefixes: least predicted time to the first token."""
+    """Mooncake's Conductor (FAST'25, algorithm 1) without its copies: least predicted time to the first token."""
     return _least(loads, lambda load: (load.prompt_tokens + asked.uncached(load)) * load.seconds_a_token)
+
+
+def copying_conductor(loads: Sequence[Load], asked: Asked) -> Load:
+    """The whole of it: who lacks much of a prefix that another one holds copies it, which takes its time."""
+    richest = asked.richest
+
+    def seconds(load: Load) -> float:
+        if richest is None or not asked.is_poor(load, COPY_RATIO):
+            return (load.prompt_tokens + asked.uncached(load)) * load.seconds_a_token
+        copied = asked.held[richest] - asked.held.get(load, 0)
+        computed = (load.prompt_tokens + asked.uncached(richest)) * load.seconds_a_token
+        return computed + copied * load.worker.machine.store_token
+
+    return _least(loads, seconds)
 
 
 def aibrix(loads: Sequence[Load], asked: Asked) -> Load:
@@ -250,5 +280,6 @@ def zoo() -> list[Zoo]:
         Zoo("llm-d", llm_d, least_requests, sees_caches=True),
         Zoo("TensorRT-LLM", trt_llm, least_requests, sees_caches=True),
         Zoo("AIBrix prefix", aibrix, least_requests, sees_caches=True),
-        Zoo("Mooncake conductor", conductor, least_requests, sees_caches=True),
+        Zoo("Mooncake without copies", conductor, least_requests, sees_caches=True),
+        Zoo("Mooncake conductor", copying_conductor, least_requests, sees_caches=True, copies=COPY_RATIO),
     ]

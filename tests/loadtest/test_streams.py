@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from loadtest.answers import Answer, Ask, Choice
+import httpx
+from loadtest.answers import Answer, Ask, Choice, ask
 from loadtest.streams import Tally, parse_options
 
 ASK = Ask("a", {})
@@ -24,6 +25,17 @@ def test_undisturbed_only_silences_between_tokens_count() -> None:
     tally = Tally()
     tally.add([ASK], [answer(1.5, 0.2)], [answer(1.5, 0.2)])
     assert tally.gaps == [0.2]
+
+
+async def test_an_answer_in_one_piece_has_no_silences() -> None:
+    answered = {
+        "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 1, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}},
+    }
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=answered))
+    async with httpx.AsyncClient(base_url="http://x", transport=transport) as client:
+        said = await ask(client, ASK)
+    assert (said.choices[0].text, said.first_seconds, said.error) == ("x", 0.0, "")
 
 
 def test_unless_told_otherwise_every_fault_has_its_fifty_rounds() -> None:
