@@ -129,7 +129,7 @@ def test_floats_come_out_the_same_bit_for_bit_where_the_processor_multiplies_bfl
             for name in ISAS[1:]:
                 monkeypatch.setenv(CHOICE, name)
                 outs.append(linear(x, pack(weight, torch.float32)))
-            assert torch.equal(*outs)
+            assert all(torch.equal(out, outs[0]) for out in outs)
 
 
 @pytest.mark.usefixtures("isa")
@@ -157,7 +157,7 @@ def test_the_number_of_threads_changes_nothing(name: str, dtype: torch.dtype, mo
             for num_threads in (1, 2):
                 torch.set_num_threads(num_threads)
                 outs.append(linear(x, pack(weight, dtype)))
-            assert torch.equal(*outs)
+            assert all(torch.equal(out, outs[0]) for out in outs)
     finally:
         torch.set_num_threads(before)
 
@@ -198,7 +198,7 @@ def test_nan_and_infinity_pass_through(name: str, dtype: torch.dtype, monkeypatc
 def test_an_unknown_choice_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHOICE, "sse9")
     with pytest.raises(
-        ValueError, match="WEFT_CPU_KERNELS: expected one of avx2, avx512, avx512_bf16, torch, found 'sse9'"
+        ValueError, match="WEFT_CPU_KERNELS: expected one of avx2, avx512, avx512_bf16, amx, torch, found 'sse9'"
     ):
         pack(torch.ones(1, 1), torch.float32)
 

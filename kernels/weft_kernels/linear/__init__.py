@@ -55,10 +55,11 @@ def pack(weight: Matrix, dtype: torch.dtype) -> PackedWeight:
         return PackedWeight(outputs, inputs, dtype, weight.to(dtype).contiguous())
     is_half = torch.bfloat16 in (weight.dtype, dtype)
     plain = weight.to(torch.bfloat16 if is_half else torch.float32).contiguous()
-    width = library.weft_panel()
-    # halves are multiplied two inputs at a time, see linear/panels.h
-    panels = plain.new_empty(-(-outputs // width), inputs + inputs % 2 if is_half else inputs, width)
-    function = library.weft_pack_bf16 if is_half else library.weft_pack_f32
+    form, width = FORMS[dtype, plain.dtype], library.weft_panel()
+    # bfloat16 comes in pairs of inputs, or more where the processor multiplies matrices, see linear/panels.h
+    lines = {"f32": inputs, "bf16": inputs + inputs % 2, "halves": library.weft_half_lines(inputs)}[form]
+    panels = plain.new_empty(-(-outputs // width), lines, width)
+    function = getattr(library, f"weft_pack_{form}")
     function(plain.data_ptr(), outputs, inputs, panels.data_ptr(), torch.get_num_threads())
     return PackedWeight(outputs, inputs, dtype, panels, library)
 

@@ -1,6 +1,7 @@
 // x @ weight^T with weights that are packed by panels, summed in float: floats in and out, or bfloat16 in and out.
 
 #include "linear.h"
+#include "results.h"
 #include "tiles.h"
 
 #include <algorithm>
@@ -140,6 +141,14 @@ Sums sums_of(const Tiling& shape, const Part& part, float* out) {
     return {out + part.column(), 0, shape.num_outputs, shape.num_outputs - part.column()};
 }
 
+void give_results(const Tiling& shape, const Sums&, const Part& part, const float* bias, float* out) {
+    if (!bias) return;
+    long count = part.num_columns(shape.num_outputs);
+    for (long r = part.first_row; r < part.end_row; r++)
+        for (long c = part.column(); c < part.column() + count; c++) out[r * shape.num_outputs + c] += bias[c];
+}
+
+#ifndef __AMX_BF16__
 // bfloat16 is rounded once, from a copy of its own that has room for whole panels.
 Sums sums_of(const Tiling&, const Part& part, uint16_t*) {
     static thread_local std::vector<float> scratch;
@@ -149,30 +158,14 @@ Sums sums_of(const Tiling&, const Part& part, uint16_t*) {
     return {scratch.data(), part.first_row, stride, stride};
 }
 
-void give_results(const Tiling& shape, const Sums&, const Part& part, const float* bias, float* out) {
-    if (!bias) return;
-    long count = part.num_columns(shape.num_outputs);
-    for (long r = part.first_row; r < part.end_row; r++)
-        for (long c = part.column(); c < part.column() + count; c++) out[r * shape.num_outputs + c] += bias[c];
-}
-
 void give_results(const Tiling& shape, const Sums& sums, const Part& part, const uint16_t* bias, uint16_t* out) {
-    long column = part.column(), count = part.num_columns(shape.num_outputs);
-    for (long r = part.first_row; r < part.end_row; r++) {
-        uint16_t* to = out + r * shape.num_outputs + column;
-        for (long c = 0; c < count; c += W) {
-            uint16_t last[W] = {};
-            long size = std::min<long>(W, count - c) * sizeof *to;
-            Floats value = load<Floats>(sums.data + (r - sums.first_row) * sums.stride + c);
-            if (bias) {
-                std::memcpy(last, bias + column + c, size);
-                value += load_wide(last);
-            }
-            store_narrow(last, value);
-            std::memcpy(to + c, last, size);
-        }
-    }
+    long column = part.column(), rows = part.end_row - part.first_row;
+    const float* from = sums.data + (part.first_row - sums.first_row) * sums.stride;
+    uint16_t* to = out + part.first_row * shape.num_outputs + column;
+    give_rounded(from, sums.stride, rows, part.num_columns(shape.num_outputs), bias ? bias + column : nullptr, to,
+                 shape.num_outputs);
 }
+#endif
 
 // Where the activations are too many to be read again for every panel, all panels take one slice before the next one.
 template <typename Item, typename Weight, typename Number>
@@ -240,7 +233,9 @@ void multiply(const Shape& plain, const Item* x, const Weight* packed, const Ite
 
 template void multiply(const Shape&, const float*, const uint16_t*, const float*, float*, float*);
 template void multiply(const Shape&, const float*, const float*, const float*, float*, float*);
+#ifndef __AMX_BF16__
 template void multiply(const Shape&, const uint16_t*, const uint16_t*, const uint16_t*, uint16_t*, float*);
+#endif
 
 }  // namespace weft
 

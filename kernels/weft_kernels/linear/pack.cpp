@@ -40,7 +40,40 @@ void pack(const Weight* weight, long num_outputs, long num_inputs, Weight* packe
     }
 }
 
+#ifdef __AMX_BF16__
+// For the matrix unit: for each 32 inputs a tile of the panel's first 16 outputs and one of the others; a tile's rows are
+// pairs of inputs. Behind the last input and output stand zeros.
+constexpr long STEP = 32;
+
+void pack_halves(const uint16_t* weight, long num_outputs, long num_inputs, uint16_t* packed, int num_threads) {
+    long num_panels = (num_outputs + PANEL - 1) / PANEL, lines = (num_inputs + STEP - 1) / STEP * STEP;
+    ask_for_huge_pages(packed, num_panels * lines * PANEL * sizeof *packed);
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
+    for (long p = 0; p < num_panels; p++)
+        for (long k = 0; k < lines; k += 2)
+            for (long o = 0; o < PANEL; o++) {
+                long row = p * PANEL + o, tile = k / STEP * 2 + o / 16, left = row < num_outputs ? num_inputs - k : 0;
+                uint16_t pair[2] = {};
+                if (left > 0) std::memcpy(pair, weight + row * num_inputs + k, left > 1 ? sizeof pair : sizeof *pair);
+                std::memcpy(packed + p * lines * PANEL + tile * STEP * 16 + k % STEP * 16 + o % 16 * 2, pair, sizeof pair);
+            }
+}
+#else
+constexpr long STEP = 2;
+
+void pack_halves(const uint16_t* weight, long num_outputs, long num_inputs, uint16_t* packed, int num_threads) {
+    pack(weight, num_outputs, num_inputs, packed, num_threads);
+}
+#endif
+
 }  // namespace
+
+// Lines of a panel of bfloat16 weights for bfloat16 activations.
+WEFT_EXPORT long weft_half_lines(long inputs) { return (inputs + STEP - 1) / STEP * STEP; }
+
+WEFT_EXPORT void weft_pack_halves(const uint16_t* weight, long outputs, long inputs, uint16_t* packed, int threads) {
+    pack_halves(weight, outputs, inputs, packed, threads);
+}
 
 WEFT_EXPORT long weft_panel() { return PANEL; }
 

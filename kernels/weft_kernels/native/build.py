@@ -20,6 +20,7 @@ SOURCES = (
     "dense_layers/dense_layers.cpp",
     "kv_write/kv_write.cpp",
     "linear/linear.cpp",
+    "linear/matrix_unit.cpp",
     "linear/pack.cpp",
     "native/threads.cpp",
     "paged_attention/chunks.cpp",
@@ -36,8 +37,12 @@ SOURCES = (
 HEADERS = (
     "linear/linear.h",
     "linear/panels.h",
+    "linear/results.h",
     "linear/tiles.h",
+    "native/tiles.h",
     "native/vector.h",
+    "paged_attention/chunks.h",
+    "paged_attention/matrix_chunks.h",
     "paged_attention/products.h",
     "paged_attention/rows.h",
     "rans/bytes.h",
@@ -56,14 +61,17 @@ HEADERS = (
 )
 COMMON = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-x", "c++")
 AVX512 = ("-DWEFT_WIDTH=16", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")
-# Each can do what those before it can.
+AMX = ("-mavx512bf16", "-mamx-tile", "-mamx-bf16")
+# A processor that can run one can run those before it.
 FLAGS = {
     "avx2": ("-DWEFT_WIDTH=8", "-mavx2", "-mfma"),
     "avx512": AVX512,
     "avx512_bf16": (*AVX512, "-mavx512bf16"),
+    "amx": (*AVX512, *AMX),
 }
+NEW = AMX
 # What a compiler may lack; without OpenMP kernels run on one thread, else they share torch's own ones.
-MISSING = ((), ("-mavx512bf16",), ("-fopenmp",), ("-mavx512bf16", "-fopenmp"))
+MISSING = ((), NEW, ("-fopenmp",), (*NEW, "-fopenmp"))
 BUILD_SECONDS = 120
 
 

@@ -179,7 +179,7 @@ def _tell_dtype(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> None:
         lost = "without loss" if machine.dtype == "float32" else "3 bits of each weight are lost; float32 keeps them"
         logger.warning("the checkpoint is float16, computed in %s (WEFT_DTYPE): %s", machine.dtype, lost)
     is_free = config.dtype is Dtype.AUTO and machine.device == "cpu" and model.dtype == "bfloat16"
-    if is_free and best_isa() == "avx512_bf16":
+    if is_free and best_isa() in ("avx512_bf16", "amx"):
         logger.info("computed in float32; this processor multiplies bfloat16: --dtype bfloat16 (WEFT_DTYPE) is quicker")
 
 
