@@ -7,6 +7,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from rich.table import Table
 
@@ -37,10 +38,12 @@ COLUMNS = {
 }
 SIZES_SHOWN = (8, 64, 1000)
 SPEED_WORKERS, SPEED_REQUESTS = 1000, 200_000
+# tokens of a store that never fills
+NO_END = 1 << 40
 
 
 def compare(options: argparse.Namespace) -> Result:
-    """Weft and the zoo over one fleet at several loads."""
+    """Weft, without and with its shared store, and the zoo over one fleet at several loads."""
     trace, machine = read_trace(options.trace), load_machine(options.machine)
     workers, cache = int(options.workers), _tokens(options.cache)
     tables, parts, figures = [], [page.text(_conditions(options, machine))], {}
@@ -49,7 +52,8 @@ def compare(options: argparse.Namespace) -> Result:
         requests = scenario.requests(trace, machine)
         plan = FleetPlan(machine, scenario.num_prefill, workers - scenario.num_prefill, cache_tokens=cache)
         policies: list[Policy] = [Weft(), *zoo()]
-        rows = [_run(plan, policy, requests) for policy in policies]
+        rows = [_run(replace(plan, store_tokens=NO_END), Weft("weft with its store", Signals(store=True)), requests)]
+        rows += [_run(plan, policy, requests) for policy in policies]
         title = f"{workers} workers at {load:.0%} load"
         tables.append(_table(title, rows))
         parts += [page.heading(title), _html(rows)]
@@ -73,7 +77,7 @@ def hits(options: argparse.Namespace) -> Result:
             requests = scenario.requests(trace, machine)
             rows = []
             for policy, with_store in _signals():
-                store = 1 << 40 if with_store else 0
+                store = NO_END if with_store else 0
                 both = (scenario.num_prefill, size - scenario.num_prefill)
                 plan = FleetPlan(machine, *both, cache_tokens=_tokens(cache), store_tokens=store)
                 rows.append(_run(plan, policy, requests))

@@ -63,7 +63,7 @@ class Asked:
         return max(self.held.values(), default=0) > times * self.held.get(load, 0)
 
 
-# the paper leaves it open: by how many times another worker must hold more; of 1, 1.5, 2 and 4 the best here
+# the paper leaves it open: by how many times another worker must hold more; 1, 1.5, 2 and 4 come out alike here
 COPY_RATIO = 1.0
 Rule = Callable[[Sequence[Load], Asked], Load]
 
