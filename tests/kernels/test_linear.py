@@ -101,6 +101,19 @@ def test_bfloat16_activations_are_rounded_once_at_the_end(has_bias: bool) -> Non
         near(linear(x, pack(weight, torch.bfloat16), bias), x, weight, bias)
 
 
+@pytest.mark.parametrize("name", ISAS)
+def test_a_row_of_bfloat16_comes_out_the_same_whatever_rows_stand_beside_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CHOICE, name)
+    for num_rows, columns in ((26, 33), (97, 1030), (517, 520)):
+        packed = pack(torch.randn(75, columns).bfloat16(), torch.bfloat16)
+        x = torch.randn(num_rows, columns).bfloat16()
+        out = linear(x, packed)
+        for count in (1, 3, 17):
+            assert torch.equal(out[9 : 9 + count], linear(x[9 : 9 + count], packed))
+
+
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 130), inputs=st.integers(1, 1100), outputs=st.integers(1, 90), seed=st.integers(0, 99))
 @pytest.mark.parametrize("name", ISAS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[1]
 SOURCES = (
     "dense_layers/dense_layers.cpp",
@@ -128,9 +130,14 @@ def _build(isa: str, path: Path) -> None:
         made = Path(scratch) / path.name
         sources = (str(ROOT / name) for name in SOURCES)
         command = [compiler, *COMMON, *FLAGS[isa], "-fopenmp", "-o", str(made), *sources]
+        refused = ""
         for attempt in dict.fromkeys(tuple(part for part in command if part not in missing) for missing in MISSING):
             done = subprocess.run(attempt, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False)
             if done.returncode == 0:
+                if refused:
+                    left_out = " ".join(part for part in command if part not in attempt)
+                    logger.warning("CPU kernels: %s is built without %s, which is slower: %s", isa, left_out, refused)
                 os.replace(made, path)
                 return
+            refused = refused or done.stderr.strip()[-2000:]
     raise BuildFailed(f"{compiler} failed: {done.stderr.strip()[-2000:]}")

@@ -147,10 +147,10 @@ inline void attend_groups(const Chunk& c, Turned& turned, std::vector<Work<Pair>
 
 inline void attend_chunk_by_matrices(const Chunk& c, const uint16_t* q, const uint16_t* memory, const int* blocks,
                                      uint16_t* out, float scale, int num_threads) {
-    long pieces = (c.rows * c.ratio() + GROUPS * LANES - 1) / (GROUPS * LANES);
+    long groups = (c.rows * c.ratio() + LANES - 1) / LANES, pieces = (groups + GROUPS - 1) / GROUPS;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1 && c.rows * c.heads * c.context > SERIAL_ITEMS)
     {
-        std::vector<Work<Pair>> works(GROUPS, Work<Pair>(c));
+        std::vector<Work<Pair>> works(std::min(GROUPS, groups), Work<Pair>(c));
         Turned turned(c);
         TileRegisters registers(16);
         // the last rows first, and one head after the other, as in chunks.cpp
