@@ -8,12 +8,14 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class PrefixTally:
     """Prompt tokens that were looked up in caches, and those found in the worker's pool, the store's memory, its
-    disk."""
+    disk; and what getting those of the store took."""
 
     looked_up_tokens: int = 0
     pool_tokens: int = 0
     dram_tokens: int = 0
     nvme_tokens: int = 0
+    dram_seconds: float = 0.0
+    nvme_seconds: float = 0.0
 
 
 NOTHING_LOOKED_UP = PrefixTally()

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from loadtest.fleet.simulator import Chosen, Rejected
 from loadtest.fleet.trace import BLOCK_TOKENS, Request
-from loadtest.fleet.worker import Job, Machinery
+from loadtest.fleet.worker import BlockCache, Job, Machinery
 from weft.errors import Overloaded
 from weft.lifetime import Stage
 from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
-from weft.tally import Tallies, WorkTally
+from weft.tally import PrefixTally, Tallies, WorkTally
 from weft_services.scheduler.located import Located
 from weft_services.scheduler.planner import RolePlanner
 from weft_services.scheduler.router import Progress, Router
@@ -51,11 +51,12 @@ class Weft:
         self._sessions: dict[bytes, Preference] = {}
         self._members: list[Worker] = []
         self._workers: list[Machinery] = []
+        self._store: BlockCache | None = None
         self._swept_at = 0.0
 
-    def start(self, workers: Sequence[Machinery]) -> None:
+    def start(self, workers: Sequence[Machinery], store: BlockCache | None) -> None:
         """They join and report."""
-        self._workers = list(workers)
+        self._workers, self._store = list(workers), store if self._signals.store else None
         for worker in workers:
             info = WorkerInfo(
                 address=WorkerAddress(f"{worker.slot:05d}", "boot", "127.0.0.1:1"),
@@ -70,7 +71,7 @@ class Weft:
             self.report(worker, 0.0)
 
     def place(self, request: Request, now: float) -> Chosen | Rejected:
-        """Route."""
+        """Route, after kvstore has said what the store has of the prompt, as `Whereabouts` asks it."""
         query = RouteQuery(
             key=RequestKey(str(request.number)),
             model=MODEL,
@@ -79,6 +80,9 @@ class Weft:
             session=request.session,
             block_keys=request.keys if self._signals.prefixes else (),
         )
+        if self._store is not None:
+            num_stored = self._store.match(request.keys)
+            self._router.learn(self._router.fingerprint(MODEL), request.keys, Located((), num_stored, num_stored))
         known = self._sessions.get(request.session, NO_PREFERENCE) if self._signals.sessions else NO_PREFERENCE
         try:
             placed = self._router.place(query, known, now)
@@ -88,11 +92,8 @@ class Weft:
         return Chosen(self._workers[int(placed.prefill.worker_id)] if placed.prefill else decode, decode)
 
     def first_token(self, job: Job, now: float) -> None:
-        """Settle, and what the store would say."""
+        """Settle."""
         self._router.settle(Progress(_key(job), Stage.DECODING), now)
-        if self._signals.store:
-            stored = Located(num_stored=len(job.request.keys), num_in_memory=len(job.request.keys))
-            self._router.learn(self._router.fingerprint(MODEL), job.request.keys, stored)
 
     def ended(self, job: Job, now: float) -> None:
         """Settle, and bind the session."""
@@ -121,7 +122,8 @@ class Weft:
             generated_tokens=int(worker.generated_tokens),
             computed_prompt_tokens=int(worker.computed_tokens),
             tallies=Tallies(
-                work=WorkTally(int(worker.generating_steps), worker.generating_seconds, worker.computing_seconds)
+                PrefixTally(dram_tokens=worker.fetched_tokens, dram_seconds=worker.fetching_seconds),
+                work=WorkTally(int(worker.generating_steps), worker.generating_seconds, worker.computing_seconds),
             ),
             role=WorkerRole(worker.role),
         )

@@ -38,8 +38,8 @@ class Policy(Protocol):
 
     name: str
 
-    def start(self, workers: Sequence[Machinery]) -> None:
-        """The fleet, before the first request."""
+    def start(self, workers: Sequence[Machinery], store: BlockCache | None) -> None:
+        """The fleet and the store that it shares, before the first request."""
 
     def place(self, request: Request, now: float) -> Chosen | Rejected:
         """Where it goes."""
@@ -105,7 +105,7 @@ class Simulation:
 
     def run(self, requests: Sequence[Request]) -> Outcome:
         """Every request to its end."""
-        self._policy.start(self._workers)
+        self._policy.start(self._workers, self._store)
         reports = [
             (self._plan.report_seconds * (worker.slot + 1) / len(self._workers), worker.slot)
             for worker in self._workers
@@ -139,6 +139,9 @@ class Simulation:
         at, _, worker, version, job = heapq.heappop(self._events)
         if isinstance(job, Request):  # a client that was refused is back
             self._arrive(job, at)
+        elif job is not None and worker is not None:  # what the prompt lacked has been fetched
+            self._visit(worker, at)
+            self._enqueue(job)
         elif job is not None:  # a hand-off is complete
             self._visit(job.decode, at)
             self._first_token(job, at)
@@ -161,7 +164,14 @@ class Simulation:
 
     def _compute(self, job: Job, now: float) -> None:
         self._visit(job.prefill, now)
-        job.prefill.enqueue(job, self._store if job.source is None else job.source.cache)
+        at = job.prefill.fetch(job, self._store if job.source is None else job.source.cache)
+        if at > now:
+            heapq.heappush(self._events, (at, next(self._order), job.prefill, 0, job))
+        else:
+            self._enqueue(job)
+
+    def _enqueue(self, job: Job) -> None:
+        job.prefill.enqueue(job)
         self._watch(job.prefill)
 
     def _visit(self, worker: Machinery, now: float) -> None:

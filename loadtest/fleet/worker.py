@@ -92,6 +92,8 @@ class Machinery:
         self.generating_steps = 0.0
         self.generating_seconds = 0.0
         self.computing_seconds = 0.0
+        self.fetched_tokens = 0
+        self.fetching_seconds = 0.0
         self.held_tokens = 0.0
         self.reserved_tokens = 0
         self.queued_tokens = 0
@@ -102,6 +104,7 @@ class Machinery:
         self._now = 0.0
         self._turns = 0.0
         self._step = 0.0
+        self._fetching_until = 0.0
 
     def admit(self, job: Job) -> bool:
         """Hold room for its prompt and answer; False: it waits its turn."""
@@ -121,8 +124,9 @@ class Machinery:
             admitted.append(self.waiting.popleft())
         return admitted
 
-    def enqueue(self, job: Job, store: BlockCache | None) -> None:
-        """A prompt to compute, beside those that wait. `store`: a cache elsewhere, from which blocks can be copied."""
+    def fetch(self, job: Job, store: BlockCache | None) -> float:
+        """A prompt has come: look up what is cached of it, and get what is in `store`, a cache elsewhere. Returns when
+        all of that is here. Prompts are computed meanwhile; fetches take turns."""
         request = job.request
         most = request.prompt_tokens - 1
         depth = self.cache.match(request.keys)
@@ -130,8 +134,18 @@ class Machinery:
         if store is not None:
             found = depth + store.match(request.keys[depth:])
             job.stored_tokens = min(found * BLOCK_TOKENS, most) - job.cached_tokens
-        tokens = request.prompt_tokens - job.cached_tokens - job.stored_tokens
-        self.queued_tokens += tokens
+        self.queued_tokens += _uncached(job)
+        if not job.stored_tokens:
+            return self._now
+        seconds = self.machine.store_token * job.stored_tokens
+        self._fetching_until = max(self._fetching_until, self._now) + seconds
+        self.fetched_tokens += job.stored_tokens
+        self.fetching_seconds += seconds
+        return self._fetching_until
+
+    def enqueue(self, job: Job) -> None:
+        """What is left of the prompt is to be computed, beside those that wait."""
+        tokens = _uncached(job)
         job.chunk = min(tokens, self.machine.chunk_tokens)
         job.steps = tokens / job.chunk
         job.queued_at = self._now
@@ -154,7 +168,7 @@ class Machinery:
         self._now = now
         while self.prompts and self.prompts[0].steps <= EPSILON:
             job = self.prompts.pop(0)
-            self.queued_tokens -= job.request.prompt_tokens - job.cached_tokens - job.stored_tokens
+            self.queued_tokens -= _uncached(job)
             self.cache.put(job.request.keys)
             told.computed.append(job)
         while self.batch and self.batch[0][0] <= self._turns + EPSILON:
@@ -200,9 +214,6 @@ class Machinery:
                 chunk, turns = job.chunk, job.steps if len(self.prompts) == 1 else min(job.steps, 1.0)
                 context = (job.cached_tokens + job.stored_tokens + job.request.prompt_tokens) / 2
             self._step = self.machine.step(len(self.batch), self.held_tokens, chunk, context)
-            if self.prompts and self.prompts[0].stored_tokens:
-                job = self.prompts[0]
-                self._step += self.machine.store_token * job.stored_tokens * job.chunk / _uncached(job)
             if self.batch:
                 turns = min(turns, self.batch[0][0] - self._turns)
         self.next_at = self._now + max(turns, 0.0) * self._step if self._step else float("inf")

@@ -15,7 +15,7 @@ from itertools import count
 
 from loadtest.fleet.simulator import Chosen, Rejected
 from loadtest.fleet.trace import BLOCK_TOKENS, Request
-from loadtest.fleet.worker import Job, Machinery
+from loadtest.fleet.worker import BlockCache, Job, Machinery
 from weft_services.scheduler.prefixes import PrefixIndex
 
 
@@ -84,7 +84,7 @@ class Zoo:
         self._loads: list[Load] = []
         self._uncached: dict[int, int] = {}
 
-    def start(self, workers: Sequence[Machinery]) -> None:
+    def start(self, workers: Sequence[Machinery], store: BlockCache | None) -> None:
         """The fleet."""
         self._loads = [Load(worker) for worker in workers]
         self._prefills = [load for load in self._loads if load.worker.role != "decode"]

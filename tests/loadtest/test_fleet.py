@@ -16,6 +16,7 @@ from loadtest.fleet.page import bars, lines, page, table
 from loadtest.fleet.scenario import Scenario, ideal_seconds
 from loadtest.fleet.simulator import FleetPlan, Outcome, Policy, Simulation
 from loadtest.fleet.trace import BLOCK_TOKENS, Request, enlarge, faster, ideal_hits, read_trace
+from loadtest.fleet.worker import BlockCache, Job, Machinery
 from loadtest.fleet.zoo import zoo
 
 from weft_mesh.v1.scheduler_service_pb2 import WorkerReport
@@ -97,6 +98,33 @@ def test_what_the_store_holds_is_a_hit_anywhere() -> None:
     plan = FleetPlan(H100, 4, 4, store_tokens=1 << 40)
     figures = summarize("s", requests, run(Weft("s", Signals(store=True)), requests, plan), Targets())
     assert figures.of_ideal > 0.97
+
+
+def test_fetches_take_turns_while_other_prompts_are_computed() -> None:
+    cpu = replace(H100, store_token=1e-3)
+    worker, store = Machinery(0, "prefill", cpu, 1000), BlockCache(1000)
+    keys = (b"a", b"b")
+    store.put(keys)
+    prompts = [Request(n, 0.0, 3 * BLOCK_TOKENS, 1, keys, b"") for n in range(2)]
+    jobs = [Job(each, worker, worker) for each in prompts]
+    one = 2 * BLOCK_TOKENS * cpu.store_token
+    assert [worker.fetch(job, store) for job in jobs] == pytest.approx([one, 2 * one])
+    assert (worker.fetched_tokens, worker.fetching_seconds) == (4 * BLOCK_TOKENS, pytest.approx(2 * one))
+    other = Job(request(2, 0.0), worker, worker)
+    assert worker.fetch(other, None) == 0.0
+    worker.enqueue(other)
+    assert worker.advance(cpu.prefill(4096, 0) + 1e-6).computed == [other]
+
+
+def test_what_is_fetched_is_there_before_the_rest_is_computed() -> None:
+    keys, others = (tuple(b"%s%d" % (name, n) for n in range(12)) for name in (b"a", b"b"))
+    asked = [Request(n, 10.0 * n, 13 * BLOCK_TOKENS, 2, each, b"") for n, each in enumerate((keys, others, keys))]
+    # of the first prompt it keeps four blocks
+    plan = FleetPlan(replace(H100, store_token=1e-3), 1, 1, cache_tokens=16 * BLOCK_TOKENS, store_tokens=1 << 40)
+    *_, job = run(Weft("s", Signals(store=True)), asked, plan).jobs
+    assert (job.cached_tokens, job.stored_tokens) == (4 * BLOCK_TOKENS, 8 * BLOCK_TOKENS)
+    least = 1e-3 * job.stored_tokens + H100.prefill(BLOCK_TOKENS, 12 * BLOCK_TOKENS)
+    assert job.first_token_at - job.request.at == pytest.approx(least, rel=0.02)
 
 
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 7), (7, 1)])

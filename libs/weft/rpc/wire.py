@@ -241,6 +241,8 @@ def prefix_to_wire(prefix: PrefixTally) -> scheduler_service_pb2.PrefixTally | N
         pool_tokens=prefix.pool_tokens,
         dram_tokens=prefix.dram_tokens,
         nvme_tokens=prefix.nvme_tokens,
+        dram_seconds=prefix.dram_seconds,
+        nvme_seconds=prefix.nvme_seconds,
     )
 
 
@@ -261,7 +263,14 @@ def tallies_from_wire(report: scheduler_service_pb2.WorkerReport, with_hand_offs
     """Total. Hand-offs, one for each pair of workers, take longer than all the rest."""
     prefix = report.prefix
     return Tallies(
-        PrefixTally(prefix.looked_up_tokens, prefix.pool_tokens, prefix.dram_tokens, prefix.nvme_tokens),
+        PrefixTally(
+            prefix.looked_up_tokens,
+            prefix.pool_tokens,
+            prefix.dram_tokens,
+            prefix.nvme_tokens,
+            prefix.dram_seconds,
+            prefix.nvme_seconds,
+        ),
         tuple(
             HandOffTally(tally.prefill_worker_id, tally.num_prompts, tally.size_bytes, tally.num_failed)
             for tally in (report.hand_offs if with_hand_offs else ())

@@ -32,10 +32,12 @@ PROMOTE_SECONDS = 2.0
 
 @dataclass(slots=True)
 class Fetched:
-    """How many leading blocks are in place now, and how many of them came from which tier."""
+    """How many leading blocks are in place now, how many of them came from which tier, and what that took, in
+    seconds."""
 
     num_blocks: int = 0
     by_tier: dict[Tier, int] = field(default_factory=dict)
+    seconds: dict[Tier, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ class StoreReader:
                 async for batch, num_good, seconds in self._get(errand, batches):
                     fetched.num_blocks += num_good
                     fetched.by_tier[batch.tier] = fetched.by_tier.get(batch.tier, 0) + num_good
+                    fetched.seconds[batch.tier] = fetched.seconds.get(batch.tier, 0.0) + seconds
                     self._measure(batch.tier, num_good, seconds)
                     fetching.left_seconds = max(0.0, fetching.left_seconds - seconds)
             if not plan.num_blocks or fetched.num_blocks < goal:

@@ -50,6 +50,7 @@ class StorePrefix:
             return await self._fetch_all(keys, first, reserved.runs)
         (run,) = reserved.runs
         fetched = await self._store.fetch(Wanted(keys[first:], run.blocks[first:last]), STALL_SECONDS)
+        self._tally.fetched(fetched.seconds)
         return {tier: num_blocks * size for tier, num_blocks in fetched.by_tier.items()}
 
     async def _fetch_all(self, keys: Sequence[bytes], num_hit: int, runs: Sequence[PageRun]) -> dict[Tier, int]:
@@ -76,7 +77,9 @@ class StorePrefix:
         if fetched.num_blocks < len(wanted):
             return {}
         # the slowest tier that had a part in it
-        return {max(fetched.by_tier, key=list(Tier).index): num_saved}
+        slowest = max(fetched.by_tier, key=list(Tier).index)
+        self._tally.fetched({slowest: sum(fetched.seconds.values())})
+        return {slowest: num_saved}
 
     async def _keys(self, token_ids: Sequence[int], cache_salt: bytes) -> list[bytes]:
         arguments = (token_ids, self._paging.block_tokens, cache_salt)

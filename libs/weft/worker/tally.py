@@ -19,6 +19,7 @@ class Tally:
     def __init__(self) -> None:
         self._looked_up = 0
         self._found: Counter[Tier] = Counter()
+        self._seconds: dict[Tier, float] = dict.fromkeys(Tier, 0.0)
         self._hand_offs: dict[str, HandOffTally] = {}
 
     def expect_failures(self, reasons: Iterable[str]) -> None:
@@ -34,6 +35,11 @@ class Tally:
             self._found[tier] += count
             metrics.PREFIX_HITS.labels(tier).inc(count)
 
+    def fetched(self, seconds: Mapping[Tier, float]) -> None:
+        """Getting blocks from there took so long."""
+        for tier, took in seconds.items():
+            self._seconds[tier] += took
+
     def handed_off(self, lender_id: str, size_bytes: int) -> None:
         """A prompt's blocks have come from there."""
         old = self._of(lender_id)
@@ -47,8 +53,15 @@ class Tally:
 
     def read(self) -> Tallies:
         """As of now."""
-        found = self._found
-        prefix = PrefixTally(self._looked_up, found[Tier.POOL], found[Tier.DRAM], found[Tier.NVME])
+        found, seconds = self._found, self._seconds
+        prefix = PrefixTally(
+            self._looked_up,
+            found[Tier.POOL],
+            found[Tier.DRAM],
+            found[Tier.NVME],
+            seconds[Tier.DRAM],
+            seconds[Tier.NVME],
+        )
         return Tallies(prefix, tuple(self._hand_offs.values()))
 
     def _of(self, lender_id: str) -> HandOffTally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from statistics import fmean
@@ -11,8 +11,8 @@ from statistics import fmean
 from weft.errors import Incompatible, InvalidRequest, NotFound
 from weft.metrics import READY_WORKERS, WORKERS
 from weft.request import WorkerRole
+from weft_services.scheduler.rates import measure, rate
 from weft_services.scheduler.served import Served
-from weft_services.scheduler.speed import DEFAULT_DECODE_RATE, DEFAULT_PREFILL_RATE
 from weft_services.scheduler.state import NEVER, Load, Worker, WorkerInfo, WorkerReport
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,6 @@ RETURN_SECONDS = 10.0
 # kept a second: what was dispatched counts for some minutes, how busy the fleet was for some seconds
 KEPT_SHARE = 0.995
 NEWEST_SHARE = 0.1
-# less computing than this by all workers together says nothing of how fast they are
-MIN_RATED_SECONDS = 0.2
 
 
 class Fleet:
@@ -78,8 +76,8 @@ class Fleet:
         served = self._models.get(info.model) or Served()
         peers = [peer.dispatched_tokens for peer in served.workers if peer.info.role is info.role]
         worker.dispatched_tokens = fmean(peers) if peers else 0.0
-        self._models[info.model] = Served([*served.workers, worker], served.utilization)
-        _rate(self._models[info.model].workers)
+        self._models[info.model] = served.of([*served.workers, worker])
+        rate(self._models[info.model])
         if len(self._models) > MAX_MODELS:
             self._models = {model: served for model, served in self._models.items() if served.workers}
             self._ready_at = {key: at for key, at in self._ready_at.items() if key[0] in self._models}
@@ -102,7 +100,7 @@ class Fleet:
         del self._workers[worker.worker_id]
         served = self._models[worker.info.model]
         remaining = [other for other in served.workers if other is not worker]
-        self._models[worker.info.model] = Served(remaining, served.utilization)
+        self._models[worker.info.model] = served.of(remaining)
         WORKERS.labels(worker.info.role).dec()
         logger.info("worker left id=%s reason=%s", worker.worker_id, why)
         return True
@@ -112,7 +110,7 @@ class Fleet:
         if self._workers.get(worker.worker_id) is not worker:
             raise Incompatible(f"worker {worker.worker_id} has been replaced or given up; join again")
         if worker.num_reports > 0:
-            _measure(worker, report)
+            measure(worker, report)
         if report.ready != worker.report.ready:
             logger.info("worker %s id=%s", "ready" if report.ready else "not ready", worker.worker_id)
         if not report.is_idle:
@@ -148,7 +146,7 @@ class Fleet:
             for worker in served.workers:
                 worker.speed.fade()
                 worker.dispatched_tokens *= KEPT_SHARE
-            _rate(served.workers)
+            rate(served)
             busy = [min(worker.prefill_tokens, 1) for worker in served.prefills if serves(worker)]
             served.utilization += NEWEST_SHARE * ((fmean(busy) if busy else 0.0) - served.utilization)
         self._tell_ready(now)
@@ -235,7 +233,7 @@ class Fleet:
         WORKERS.labels(role).inc()
         worker.info = replace(worker.info, role=role)
         served = self._models[worker.info.model]
-        self._models[worker.info.model] = Served(served.workers, served.utilization)
+        self._models[worker.info.model] = served.of(served.workers)
 
     def silent(self, now: float) -> list[Worker]:
         """Workers that have not reported for too long."""
@@ -261,29 +259,3 @@ def serves(worker: Worker) -> bool:
 def playing(worker: Worker) -> WorkerRole:
     """Its role, or the one it has been asked to take."""
     return worker.role_wish or worker.info.role
-
-
-def _measure(worker: Worker, report: WorkerReport) -> None:
-    """Update the rates from two reports in a row: by the time in which the worker had work, as it counts itself."""
-    before = worker.report
-    old, new = before.tallies.work, report.tallies.work
-    prompts = report.computed_prompt_tokens - before.computed_prompt_tokens
-    worker.speed.measure_prefill(prompts, new.computing_seconds - old.computing_seconds)
-    tokens, steps = report.generated_tokens - before.generated_tokens, new.generating_steps - old.generating_steps
-    worker.speed.measure_decode(tokens, steps, new.generating_seconds - old.generating_seconds)
-
-
-def _rate(workers: Sequence[Worker]) -> None:
-    """Tell the policy how fast each worker is, beside the others."""
-    # those that only decode compute a few tokens of a prompt at a time, at the price of a step
-    computing = [worker for worker in workers if worker.info.role.can(WorkerRole.PREFILL)] or workers
-    tokens = sum(worker.speed.prompt_tokens for worker in computing)
-    seconds = sum(worker.speed.prompt_seconds for worker in computing)
-    usual = tokens / seconds if seconds > MIN_RATED_SECONDS else DEFAULT_PREFILL_RATE
-    decode = [worker.speed.decode_rate for worker in workers if worker.speed.decode_rate]
-    mean_decode = fmean(decode) if decode else 1.0
-    for worker in workers:
-        worker.token_seconds = 1.0 / worker.speed.prefill_rate(usual)
-        # a sequence's speed falls with load, so only its ratio to the other workers' says how fast the machine is
-        worker.decode_token_seconds = mean_decode / (worker.speed.decode_rate or mean_decode) / DEFAULT_DECODE_RATE
-        worker.refresh()

@@ -27,16 +27,12 @@ from weft_services.scheduler.state import INFINITE, Demand, Placement, Worker
 # workers, since a second copy of a prefix is of use too; much more once nearly all are busy, when only hits make room.
 # Share and steepness are fitted on the conversation trace (loadtest.fleet compare): less care has shorter waits at 60
 # and 80 % load, more has at 95 %, and more hits
-IDLE_SHARE = 0.38
+IDLE_SHARE = 0.3
 STEEPNESS = 2.5
 MAX_CARE = 64.0
 # costs this close are noise: a session stays where it is, others are spread. A share of what the request itself takes
-TIE_SHARE = 0.06
+TIE_SHARE = 0.02
 TIE_SECONDS = 0.005
-# a token that the store holds has to be fetched: what that saves of computing it. From disk it takes 1.9 times as long
-# as from memory (docs/results/kv-cache.md: times to the first token, less that of a hit in the worker's own pool)
-MEMORY_CREDIT = 0.75
-DISK_CREDIT = 1 - 1.9 * (1 - MEMORY_CREDIT)
 # a session's own word on where its cache is counts less than what was dispatched there, by who knows that
 CLAIM_CREDIT = 0.5
 # moving blocks to another worker: a part of what computing them takes, and a round trip
@@ -99,7 +95,7 @@ def _store_saves(demand: Demand, held: int) -> float:
     if end <= held:
         return 0.0
     on_disk = max(end - max(prefixes.stored_tokens - prefixes.disk_tokens, held), 0)
-    return MEMORY_CREDIT * (end - held - on_disk) + DISK_CREDIT * on_disk
+    return prefixes.credit.memory * (end - held - on_disk) + prefixes.credit.disk * on_disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +160,14 @@ class _View:
         return _uncomputed(self.demand, held)
 
     def _weight(self, held: int) -> float:
-        """The prompt's tokens that have to be computed where so many are held, as they count against a worker."""
+        """The prompt's tokens that have to be computed where so many are held, as they count against a worker. What is
+        fetched costs nobody else anything: it comes while others compute."""
         demand, prefixes = self.demand, self.demand.prefixes
         total = demand.query.prompt_tokens
-        common = max(prefixes.common_tokens - held, 0)
-        stored = _store_saves(demand, held)
-        own = total - max(held, prefixes.common_tokens) - max(stored - common, 0.0)
-        return self.care * own + max(common - stored, 0.0)
+        there = max(held, min(prefixes.stored_tokens, total - 1))
+        fetching = there - held - _store_saves(demand, held)
+        own = total - max(there, prefixes.common_tokens)
+        return self.care * own + max(prefixes.common_tokens - there, 0) + fetching
 
     def _decode_costs(self) -> Row:
         demand, served = self.demand, self.served

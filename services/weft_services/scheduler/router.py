@@ -22,6 +22,7 @@ from weft_services.scheduler.planner import RolePlanner
 from weft_services.scheduler.policy import choose
 from weft_services.scheduler.prefixes import MAX_KEYS, PrefixIndex
 from weft_services.scheduler.served import Served
+from weft_services.scheduler.speed import USUAL_CREDIT
 from weft_services.scheduler.state import (
     NO_PREFERENCE,
     Demand,
@@ -148,7 +149,7 @@ class Router:
         common = sorted(held.values(), reverse=True)[FEW_HOLDERS] if len(held) > FEW_HOLDERS else 0
         served = self.fleet.models.get(query.model)
         stored, on_disk = self._stored_tokens(query, served) if served and self._stored else (0, 0)
-        prefixes = Prefixes(held, stored, on_disk, common)
+        prefixes = Prefixes(held, stored, on_disk, common, served.credit if served else USUAL_CREDIT)
         return Demand(query, prefixes, preference, output_tokens)
 
     def _stored_tokens(self, query: RouteQuery, served: Served) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from weft.kv.store_keys import fingerprint_digest
 from weft.request import WorkerRole
+from weft_services.scheduler.speed import USUAL_CREDIT, Credit
 from weft_services.scheduler.state import INFINITE, NUM_ROWS, Worker
 
 Row = NDArray[np.float64]  # a number for each worker
@@ -20,11 +21,14 @@ class Served:
 
     `bars`: by role, 0 for each worker that plays it, infinite for the others; `firsts`: the first that plays it, if one
     does. `is_uniform`: all can exchange blocks. `utilization`: share of the prefill workers that had something to
-    compute of late.
+    compute of late. `credit`: what a token in the shared store saves them.
     """
 
-    def __init__(self, workers: Iterable[Worker] = (), utilization: float = 0.0) -> None:
+    def __init__(
+        self, workers: Iterable[Worker] = (), utilization: float = 0.0, credit: Credit = USUAL_CREDIT
+    ) -> None:
         self.utilization = utilization
+        self.credit = credit
         self.workers = sorted(workers, key=lambda worker: worker.worker_id)
         self.slots = {worker: slot for slot, worker in enumerate(self.workers)}
         self.by_id = {worker.worker_id: worker for worker in self.workers}
@@ -37,6 +41,10 @@ class Served:
         self.firsts = {role: self._first(role) for role in WorkerRole}
         self.bars = {role: self._bar(role) for role in (WorkerRole.PREFILL, WorkerRole.DECODE)}
         self._lay_out()
+
+    def of(self, workers: Iterable[Worker]) -> Served:
+        """The same model with these workers."""
+        return Served(workers, self.utilization, self.credit)
 
     def _lay_out(self) -> None:
         table = np.empty((NUM_ROWS, len(self.workers)))

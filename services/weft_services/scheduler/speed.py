@@ -1,8 +1,9 @@
-"""How fast a worker has shown itself to be, by what it computed and the time that took. Knows no queue."""
+"""How fast a worker has shown itself to be, by what it computed and fetched and the time that took. Knows no queue."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 # tokens a second, until a worker's reports or its peers' say better
 DEFAULT_PREFILL_RATE = 2000.0
@@ -15,8 +16,61 @@ MIN_MEASURE_SECONDS = 0.005
 # what a worker computed counts for about as many seconds as these, and as many seconds of its peers' speed beside it
 KEPT_SHARE = 0.995
 PRIOR_SECONDS = 20.0
+# a token that the store holds has to be fetched: what that takes of the time in which it would be computed, as long as
+# workers have fetched little. From disk it takes 1.9 times as long as from memory (docs/results/kv-cache.md: times to
+# the first token, less that of a hit in the worker's own pool)
+USUAL_FETCH_SHARE = 0.25
+DISK_RATIO = 1.9
+# fetched tokens that count as much as what is said above
+PRIOR_FETCHED_TOKENS = 8192
 # spread of batch sizes, in sequences squared, from which a slope means something
 MIN_SPREAD = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What a token in the store saves of computing it, 0 to 1: in its memory, and on its disk."""
+
+    memory: float = 1.0 - USUAL_FETCH_SHARE
+    disk: float = 1.0 - DISK_RATIO * USUAL_FETCH_SHARE
+
+
+USUAL_CREDIT = Credit()
+
+
+@dataclass(slots=True)
+class Fetching:
+    """Tokens that came out of one tier of the store, and the time that took; what lies back fades."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """So many more; nothing of a worker that counts anew, or does not say how long it took."""
+        if tokens > 0 and seconds > 0.0:
+            self.tokens += tokens
+            self.seconds += seconds
+
+    def fade(self) -> None:
+        """A second has passed."""
+        self.tokens *= KEPT_SHARE
+        self.seconds *= KEPT_SHARE
+
+
+def credit_of(memory: Iterable[Fetching], disk: Iterable[Fetching], prefill_rate: float) -> Credit:
+    """From what workers have fetched of late, where they compute so many prompt tokens a second."""
+    memory_share = _fetch_share(memory, prefill_rate, USUAL_FETCH_SHARE)
+    disk_share = _fetch_share(disk, prefill_rate, DISK_RATIO * memory_share)
+    return Credit(max(1.0 - memory_share, 0.0), max(1.0 - disk_share, 0.0))
+
+
+def _fetch_share(fetched: Iterable[Fetching], prefill_rate: float, usual: float) -> float:
+    """What fetching takes of the time in which as much would be computed."""
+    tokens, seconds = float(PRIOR_FETCHED_TOKENS), usual * PRIOR_FETCHED_TOKENS / prefill_rate
+    for each in fetched:
+        tokens += each.tokens
+        seconds += each.seconds
+    return seconds * prefill_rate / tokens
 
 
 @dataclass(slots=True)
@@ -31,6 +85,8 @@ class Speed:
     prompt_tokens: float = 0.0
     prompt_seconds: float = 0.0
     step: StepLine | None = None
+    memory: Fetching = field(default_factory=Fetching)
+    disk: Fetching = field(default_factory=Fetching)
 
     def measure_prefill(self, tokens: int, seconds: float) -> None:
         """So many prompt tokens were computed, in so much time."""
@@ -42,6 +98,8 @@ class Speed:
         """A second has passed."""
         self.prompt_tokens *= KEPT_SHARE
         self.prompt_seconds *= KEPT_SHARE
+        self.memory.fade()
+        self.disk.fade()
 
     def prefill_rate(self, usual: float) -> float:
         """Prompt tokens a second, between what its peers do and what it has shown."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from weft.request import ModelFingerprint, RequestKey, WorkerAddress, WorkerRole
 from weft.tally import NO_TALLIES, Tallies
-from weft_services.scheduler.speed import DEFAULT_DECODE_RATE, DEFAULT_PREFILL_RATE, Speed
+from weft_services.scheduler.speed import DEFAULT_DECODE_RATE, DEFAULT_PREFILL_RATE, USUAL_CREDIT, Credit, Speed
 
 NEVER = float("-inf")
 INFINITE = float("inf")
@@ -20,7 +20,7 @@ INFINITE = float("inf")
 LAMBDA_SECONDS = 0.15
 # engines let short prompts overtake long ones: for each prompt before it one waits so many times its own work at most.
 # Fitted on the conversation trace (loadtest.fleet compare)
-MAX_WAIT_RATIO = 4.0
+MAX_WAIT_RATIO = 8.0
 # of what a worker tells the policy, in the order in which it does
 NUM_ROWS = 7
 # a request whose gateway names no deadline
@@ -100,10 +100,9 @@ class Load:
 @dataclass(slots=True, eq=False)
 class Worker:
     """A live worker. `Fleet` writes what it says of itself, `Bookings` writes `booked`, `fresh` and
-    `dispatched_tokens`; whoever has written calls `refresh`.
-
-    `fresh` is the part of `booked` that came after the last report, so that the report cannot know of it; `returned`
-    is what came to its end since, of what the report counts still. `dispatched_tokens` is what it was given of late:
+    `dispatched_tokens`; whoever has written calls `refresh`. `fresh` is the part of `booked` that came after the last
+    report, so that the report cannot know of it; `returned` is what came to its end since, of what the report counts
+    still. `dispatched_tokens` is what it was given of late:
     among equals it is the turn of whoever was given least. The six after it are what the policy reads, worked out once
     a change and not once a request: what the fill of its pool counts for, seconds of work before a new prompt, the
     most that a prompt waits for each of its tokens, seconds of work before a new sequence (the pool's fill included),
@@ -262,12 +261,14 @@ class Prefixes:
     """What is known of where a prompt's prefix lies: tokens by worker, and in the store that all share, the last
     `disk_tokens` of those on its disk only.
 
-    `common_tokens`: the part that more than a few workers hold, such as a system prompt. Another copy pays off."""
+    `common_tokens`: the part that more than a few workers hold, such as a system prompt. Another copy pays off.
+    `credit`: what a token in the store saves."""
 
     held: Mapping[Worker, int] = field(default_factory=dict)
     stored_tokens: int = 0
     disk_tokens: int = 0
     common_tokens: int = 0
+    credit: Credit = USUAL_CREDIT
 
 
 NOTHING_HELD = Prefixes()

@@ -8,8 +8,9 @@ from tests.services.scheduler.fakes import MODEL, worker_info
 from weft.errors import Incompatible
 from weft.metrics import REGISTRY
 from weft.request import WorkerAddress, WorkerRole
-from weft.tally import Tallies, WorkTally
+from weft.tally import PrefixTally, Tallies, WorkTally
 from weft_services.scheduler.fleet import MAX_MODELS, MISSED_SECONDS, Fleet
+from weft_services.scheduler.speed import USUAL_CREDIT, Credit, Fetching, credit_of
 from weft_services.scheduler.state import Load, Worker, WorkerReport
 
 INFO = worker_info("d0", WorkerRole.DECODE)
@@ -99,6 +100,41 @@ def test_what_decode_workers_compute_of_prompts_says_nothing_of_prefill_workers(
     first.speed.measure_prefill(40_000, 1000.0)
     fleet.refresh(0.0)
     assert 1 / first.token_seconds == pytest.approx(40.0)
+
+
+def test_what_a_token_in_the_store_saves_is_learned_from_what_fetching_took() -> None:
+    fleet = Fleet(5.0)
+    first, second = two_prefills(fleet)
+    assert fleet.models[MODEL].credit == USUAL_CREDIT
+    for worker in (first, second):
+        fleet.report(worker, WorkerReport(ready=True), 1.0)
+    # 1,000 prompt tokens a second are computed, ten times as many fetched from memory, twice from the disk
+    prefix = PrefixTally(dram_tokens=100_000, dram_seconds=10.0, nvme_tokens=50_000, nvme_seconds=25.0)
+    work = Tallies(prefix, work=WorkTally(computing_seconds=1000.0))
+    fleet.report(first, WorkerReport(ready=True, computed_prompt_tokens=1_000_000, tallies=work), 2.0)
+    fleet.refresh(2.0)
+    credit = fleet.models[MODEL].credit
+    assert credit.memory == pytest.approx(0.9, abs=0.02)
+    assert credit.disk == pytest.approx(0.5, abs=0.05)
+    fleet.leave(second, "said goodbye")
+    assert fleet.models[MODEL].credit == credit
+    for _ in range(3000):
+        fleet.refresh(3.0)
+    assert fleet.models[MODEL].credit.memory == pytest.approx(USUAL_CREDIT.memory, abs=0.01), "what lies back fades"
+
+
+def test_a_worker_that_does_not_say_how_long_fetches_took_teaches_nothing() -> None:
+    fleet = Fleet(5.0)
+    worker, _ = two_prefills(fleet)
+    fleet.report(worker, WorkerReport(), 1.0)
+    fleet.report(worker, WorkerReport(tallies=Tallies(PrefixTally(dram_tokens=10**6))), 2.0)
+    fleet.refresh(2.0)
+    assert fleet.models[MODEL].credit == USUAL_CREDIT
+
+
+def test_a_store_slower_than_computing_saves_nothing() -> None:
+    slow = [Fetching(10**6, 10**6)]
+    assert credit_of(slow, slow, 1000.0) == Credit(0.0, 0.0)
 
 
 def test_ready_workers_are_counted_by_what_they_can_do_and_missed_for_a_while() -> None:

@@ -12,9 +12,10 @@ from tests.services.scheduler.fakes import MODEL, ready_worker, worker_info
 from weft.errors import PeerLost
 from weft.request import RequestKey
 from weft_services.scheduler.bookings import Bookings
-from weft_services.scheduler.policy import DISK_CREDIT, choose
+from weft_services.scheduler.policy import choose
 from weft_services.scheduler.router import Router
 from weft_services.scheduler.served import Served
+from weft_services.scheduler.speed import USUAL_CREDIT, Credit
 from weft_services.scheduler.state import (
     MAX_WAIT_RATIO,
     NO_PREFERENCE,
@@ -166,10 +167,31 @@ def test_what_the_store_has_on_disk_saves_less_than_what_it_has_in_memory() -> N
 
     in_memory, half, on_disk = (computed(800, disk) for disk in (0, 400, 800))
     assert computed(0, 0) > on_disk > half > in_memory
-    assert computed(400, 0) - half == 400 * DISK_CREDIT
+    assert computed(400, 0) - half == 400 * USUAL_CREDIT.disk
     workers = four()
     held = {workers[0]: 400}
-    assert decide(workers, query(801), prefixes=Prefixes(held, 800, 600)).prefill_tokens == 401 - 400 * DISK_CREDIT
+    assert decide(workers, query(801), prefixes=Prefixes(held, 800, 600)).prefill_tokens == 401 - 400 * USUAL_CREDIT.disk
+
+
+def test_a_store_that_has_shown_itself_slow_lets_prompts_wait_for_their_cache() -> None:
+    chosen = []
+    for credit in (Credit(0.9, 0.9), Credit(0.1, 0.1)):
+        workers = four()
+        workers[1].booked.prefill_tokens = 400
+        chosen.append(place(workers, query(900), prefixes=Prefixes({workers[1]: 800}, 800, credit=credit))[0])
+    assert chosen == ["p0", "p1"]
+
+
+def test_a_busy_fleet_fetches_rather_than_waits_for_who_holds_a_prefix() -> None:
+    workers = four()
+    workers[1].booked.prefill_tokens, workers[1].booked.requests = 400, 20
+    for worker in workers:
+        worker.refresh()
+    served, asked = Served(workers, utilization=0.9), query(900)
+    for stored_tokens, name in ((0, "p1"), (800, "p0")):
+        placed = choose({MODEL: served}, Demand(asked, Prefixes({workers[1]: 800}, stored_tokens)), NOW)
+        assert placed.prefill is not None
+        assert placed.prefill.worker_id == name
 
 
 def test_what_another_models_workers_hold_is_not_known_of_this_one() -> None:

@@ -74,6 +74,8 @@ async def test_blocks_of_one_worker_are_fetched_by_another_up_to_the_first_gap(s
             other.write(target, CANARY)
         fetched = await other.store.fetch(Wanted([key(number) for number in wanted], targets), FETCH_SECONDS)
         assert fetched.by_tier == {Tier.DRAM: 45}
+        assert 0.0 < fetched.seconds.pop(Tier.DRAM) < FETCH_SECONDS
+        assert not fetched.seconds
         assert all(other.read(10 + number) == content(number) for number in range(45))
         assert other.read(55) == other.read(56) == CANARY
 

@@ -17,11 +17,13 @@ def test_sums_survive_the_wire() -> None:
     counted = Tally()
     counted.looked_up(100, {Tier.POOL: 32, Tier.DRAM: 16})
     counted.looked_up(50, {Tier.POOL: 16, Tier.NVME: 8})
+    counted.fetched({Tier.DRAM: 0.25})
+    counted.fetched({Tier.DRAM: 0.5, Tier.NVME: 2.0})
     counted.handed_off("prefill-0", 1000)
     counted.handed_off("prefill-0", 500)
     counted.hand_off_failed("prefill-1", "timeout")
     now = replace(counted.read(), work=WorkTally(3, 0.5, 1.5))
-    assert now.prefix == PrefixTally(150, 48, 16, 8)
+    assert now.prefix == PrefixTally(150, 48, 16, 8, 0.75, 2.0)
     assert now.hand_offs == (HandOffTally("prefill-0", 2, 1500), HandOffTally("prefill-1", num_failed=1))
     report = pb.WorkerReport(
         prefix=wire.prefix_to_wire(now.prefix),

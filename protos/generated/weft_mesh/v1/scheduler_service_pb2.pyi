@@ -659,6 +659,8 @@ class PrefixTally(_message.Message):
     POOL_TOKENS_FIELD_NUMBER: _builtins.int
     DRAM_TOKENS_FIELD_NUMBER: _builtins.int
     NVME_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAM_SECONDS_FIELD_NUMBER: _builtins.int
+    NVME_SECONDS_FIELD_NUMBER: _builtins.int
     looked_up_tokens: _builtins.int
     """Looked up in caches."""
     pool_tokens: _builtins.int
@@ -667,6 +669,10 @@ class PrefixTally(_message.Message):
     """Found in the store's memory."""
     nvme_tokens: _builtins.int
     """Found on the store's disk."""
+    dram_seconds: _builtins.float
+    """What getting those from the store's memory took, looking up and waiting for others not counted."""
+    nvme_seconds: _builtins.float
+    """The same of those on its disk."""
     def __init__(
         self,
         *,
@@ -674,10 +680,12 @@ class PrefixTally(_message.Message):
         pool_tokens: _builtins.int = ...,
         dram_tokens: _builtins.int = ...,
         nvme_tokens: _builtins.int = ...,
+        dram_seconds: _builtins.float = ...,
+        nvme_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dram_tokens", b"dram_tokens", "looked_up_tokens", b"looked_up_tokens", "nvme_tokens", b"nvme_tokens", "pool_tokens", b"pool_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dram_seconds", b"dram_seconds", "dram_tokens", b"dram_tokens", "looked_up_tokens", b"looked_up_tokens", "nvme_seconds", b"nvme_seconds", "nvme_tokens", b"nvme_tokens", "pool_tokens", b"pool_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
