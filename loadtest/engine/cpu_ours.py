@@ -45,6 +45,7 @@ def open_engine(task: Task, heard: Heard) -> Engine:
         device="cpu",
         engine_config=limits,
         listener=lambda output: heard.put((task.clock(), output)),
+        is_resident=True,  # as a worker on a CPU keeps them
     )
     engine.start()
     return engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
@@ -26,7 +27,8 @@ from weft.rpc.health import SERVING
 from weft.rpc.server import RpcServer
 from weft.worker.config import WeightsForm
 from weft.worker.tasks import background
-from weft_kernels.packed import F12, pack_f12
+from weft_kernels.linear.twelve import Twelve, pack_twelve
+from weft_kernels.native import native
 from weft_mesh.v1 import common_pb2, prefill_service_pb2_grpc
 from weft_services.decode.service import POST as DECODE
 from weft_services.gateway.mesh.fleet import FleetWatch
@@ -51,13 +53,14 @@ async def test_a_worker_serves_once_it_has_joined(tiny: Tiny) -> None:
 async def test_resident_weights_give_the_tokens_of_plain_ones(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed: list[F12] = []
+    packed: list[Twelve] = []
 
-    def pack(weight: torch.Tensor) -> F12:
-        packed.append(pack_f12(weight))
-        return packed[-1]
+    def pack(library: ctypes.CDLL, panels: torch.Tensor) -> Twelve | None:
+        if (found := pack_twelve(library, panels)) is not None:
+            packed.append(found)
+        return found
 
-    monkeypatch.setattr("weft_kernels.packed.pack_f12", pack)
+    monkeypatch.setattr("weft_kernels.linear.pack_twelve", pack)
     half = as_bfloat16(tiny, tmp_path)
     asked = list(prompt(23))
     for form in WeightsForm:
@@ -68,10 +71,9 @@ async def test_resident_weights_give_the_tokens_of_plain_ones(
             answer = await gateway.generate(tuple(asked))
             assert answer.tokens == half.greedy(asked, GREEDY.max_tokens)
             await gateway.leave()
-        # qkv, output, gate and up, down of each layer; embedding and head
-        count = 4 * half.config.num_layers + 2
-        assert len(packed) == (count if form is WeightsForm.RESIDENT else 0)
-        assert all(each.suits for each in packed)
+        # qkv, output, gate and up, down of each layer; the head
+        count = 4 * half.config.num_layers + 1 if native() else 0
+        assert len(packed) == (0 if form is WeightsForm.PLAIN else count)
 
 
 def as_bfloat16(tiny: Tiny, directory: Path) -> Tiny:

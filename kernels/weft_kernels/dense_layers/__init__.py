@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from weft_kernels.linear import PackedWeight
+from weft_kernels.linear.twelve import Twelve
 from weft_kernels.native import FLOAT, LONG, POINTER, SUFFIXES
 from weft_kernels.paged_attention import PagedBatch, Span
 from weft_kernels.paged_attention.rows import rows_within
@@ -81,7 +82,7 @@ class DenseLayer:
         """In the order of `_WEIGHTS`."""
         tensors = (getattr(self, name) for name in _WEIGHTS)
         matrices = (each.data if isinstance(each, PackedWeight) else each for each in tensors)
-        return [each.data_ptr() if isinstance(each, Tensor) else None for each in matrices]
+        return [each.data_ptr() if isinstance(each, Tensor | Twelve) else None for each in matrices]
 
 
 class DenseLayers:
@@ -131,7 +132,7 @@ def dense_layers(layers: Sequence[DenseLayer | None], norm: Tensor, num_heads: i
     It computes what `rms_norm`, `linear`, `rope_kv`, `paged_attention` and `silu_mul` do, bit for bit.
     """
     known = [layer for layer in layers if layer is not None]
-    forms = {(each.dtype, each.library, _dtype(each)) for layer in known for each in layer.linears}
+    forms = {(each.dtype, each.library, _name(each)) for layer in known for each in layer.linears}
     if len(known) < len(layers) or len(forms) != 1:
         return None
     dtype, library, weights = forms.pop()
@@ -141,9 +142,12 @@ def dense_layers(layers: Sequence[DenseLayer | None], norm: Tensor, num_heads: i
     dim = first.output.num_inputs // num_heads
     if any(size % width for size in (first.qkv.num_inputs, first.down.num_inputs, dim // 2)):
         return None
-    function = getattr(library, f"weft_dense_layers_{SUFFIXES[dtype]}_{SUFFIXES[weights]}")
+    function = getattr(library, f"weft_dense_layers_{SUFFIXES[dtype]}_{weights}")
     return DenseLayers(function, known, norm, num_heads, eps)
 
 
-def _dtype(weight: PackedWeight) -> torch.dtype | None:
-    return weight.data.dtype if isinstance(weight.data, Tensor) else None
+def _name(weight: PackedWeight) -> str | None:
+    """What the kernel calls weights like this one by."""
+    if isinstance(weight.data, Twelve):
+        return "twelve"
+    return SUFFIXES[weight.data.dtype] if isinstance(weight.data, Tensor) else None

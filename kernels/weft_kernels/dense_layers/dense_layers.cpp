@@ -146,6 +146,16 @@ WEFT_EXPORT void weft_dense_layers_f32_bf16(const Model* model, const Step* step
     dense_layers<float, uint16_t>(*model, *step, threads);
 }
 
+WEFT_EXPORT void weft_dense_layers_f32_twelve(const Model* model, const Step* step, int threads) {
+    dense_layers<float, Twelve>(*model, *step, threads);
+}
+
+#ifndef __AMX_BF16__
+WEFT_EXPORT void weft_dense_layers_bf16_twelve(const Model* model, const Step* step, int threads) {
+    dense_layers<uint16_t, Twelve>(*model, *step, threads);
+}
+#endif
+
 WEFT_EXPORT void weft_dense_layers_bf16_bf16(const Model* model, const Step* step, int threads) {
     dense_layers<uint16_t, uint16_t>(*model, *step, threads);
 }

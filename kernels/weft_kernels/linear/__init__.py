@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from weft_kernels.linear.reference import linear_torch
+from weft_kernels.linear.twelve import Twelve, pack_twelve
 from weft_kernels.native import native
 from weft_kernels.packed import Matrix
 
@@ -24,13 +25,13 @@ FORMS = {
 class PackedWeight:
     """A weight [num_outputs, num_inputs] for activations of `dtype`.
 
-    `data` is the matrix, or, where there is a `library`, its panels: bfloat16 as they came, else float32.
+    `data` is the matrix, or, where there is a `library`, its panels: bfloat16 as they came or in 12 bits, else float32.
     """
 
     num_outputs: int
     num_inputs: int
     dtype: torch.dtype
-    data: Matrix
+    data: Matrix | Twelve
     library: ctypes.CDLL | None = None
 
     @property
@@ -38,11 +39,18 @@ class PackedWeight:
         """What it keeps in memory."""
         return self.data.nbytes
 
+    @property
+    def form(self) -> str:
+        """What the functions of the library that multiply it are called by."""
+        assert isinstance(self.data, Tensor | Twelve)
+        return FORMS[self.dtype, self.data.dtype] + ("_twelve" if isinstance(self.data, Twelve) else "")
 
-def pack(weight: Matrix, dtype: torch.dtype) -> PackedWeight:
+
+def pack(weight: Matrix, dtype: torch.dtype, is_resident: bool = False) -> PackedWeight:
     """Prepare `weight` [outputs, inputs] for activations of `dtype` on the weight's device. Copies it on a CPU.
 
-    One that stays packed is taken as it is.
+    One that stays packed is taken as it is. With `is_resident`, a CPU keeps bfloat16 in 12 bits where that suits it:
+    results are the same to the last bit.
 
     bfloat16 weights stay bfloat16 on a CPU even for float32 activations: they are widened as they are multiplied,
     which is exact, and take half the memory and half the time to read.
@@ -61,7 +69,9 @@ def pack(weight: Matrix, dtype: torch.dtype) -> PackedWeight:
     panels = plain.new_empty(-(-outputs // width), lines, width)
     function = getattr(library, f"weft_pack_{form}")
     function(plain.data_ptr(), outputs, inputs, panels.data_ptr(), torch.get_num_threads())
-    return PackedWeight(outputs, inputs, dtype, panels, library)
+    can_pack = is_resident and is_half and hasattr(library, f"weft_linear_{form}_twelve")
+    data = pack_twelve(library, panels) if can_pack else None
+    return PackedWeight(outputs, inputs, dtype, panels if data is None else data, library)
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -72,12 +82,14 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
     """
     assert x.dtype == weight.dtype
     assert x.shape[-1] == weight.num_inputs
-    if not isinstance(weight.data, Tensor):
+    if weight.library is None and isinstance(weight.data, Tensor):
+        return linear_torch(x, weight.data, bias)
+    if weight.library is None:
         from weft_kernels.packed.linear import linear_packed
 
+        assert not isinstance(weight.data, Tensor | Twelve)
         return linear_packed(x, weight.data, bias)
-    if weight.library is None:
-        return linear_torch(x, weight.data, bias)
+    assert isinstance(weight.data, Tensor | Twelve)
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], weight.num_outputs)
     num_rows = out.numel() // weight.num_outputs
@@ -86,6 +98,6 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
     sizes = num_rows, weight.num_inputs, weight.num_outputs, weight.data.data_ptr()
     added = None if bias is None else bias.to(x.dtype).contiguous()
     where = None if added is None else added.data_ptr()
-    function = getattr(weight.library, f"weft_linear_{FORMS[x.dtype, weight.data.dtype]}")
+    function = getattr(weight.library, f"weft_linear_{weight.form}")
     function(x.data_ptr(), *sizes, where, out.data_ptr(), torch.get_num_threads())
     return out

@@ -3,6 +3,7 @@
 #include "linear.h"
 #include "results.h"
 #include "tiles.h"
+#include "twelve_tiles.h"
 
 #include <algorithm>
 #include <vector>
@@ -73,8 +74,8 @@ WEFT_INLINE Words take_words(const Item* row, long k, long num_inputs) {
 template <typename Number, typename Item>
 void pack_rows(const Tiling& shape, const Item* x, long t, Number* packed) {
     long first = shape.first_row(t), rows = shape.first_row(t + 1) - first, all = shape.num_numbers<Number>();
-    for (long slice = 0; slice < all; slice += SLICE) {
-        long count = std::min(SLICE, all - slice);
+    for (long slice = 0; slice < all; slice += SLICE<Number>) {
+        long count = std::min(SLICE<Number>, all - slice);
         Number* to = packed + slice * shape.num_rows + first * count;
         for (long k = 0; k < count; k += W) {
             Words lines[W] = {};
@@ -91,7 +92,7 @@ template <typename Weight, typename Number>
 void slice_times_tiles(const Tiling& shape, const Number* x, const Weight* panel, int count, long k, long first_tile,
                        long end_tile, const Sums& sums) {
     long panel_stride = num_lines<Weight>(shape.num_inputs) * PANEL;
-    Span span{std::min(SLICE, shape.num_numbers<Number>() - k), panel_stride, sums.stride, k == 0};
+    Span span{std::min(SLICE<Number>, shape.num_numbers<Number>() - k), panel_stride, sums.stride, k == 0};
     for (long t = first_tile; t < end_tile; t++) {
         long first = shape.first_row(t), rows = shape.first_row(t + 1) - first;
         const Number* from = x + k * shape.num_rows + first * span.count;
@@ -110,15 +111,14 @@ void slice_times_tiles(const Tiling& shape, const Number* x, const Weight* panel
     }
 }
 
-// The same from slice k of panel p on. Where many tiles would each widen the bfloat16 they meet, it is done once before.
+// The same. Where many tiles would each widen the bfloat16 they meet, it is done once before.
 template <typename Weight, typename Number>
-void panels_times_tiles(const Tiling& shape, const Number* x, const Weight* packed, long p, int count, long k,
-                        long first_tile, long end_tile, const Sums& sums) {
-    const Weight* panel = packed + p * num_lines<Weight>(shape.num_inputs) * PANEL + k * inputs_of<Number> * PANEL;
+void panels_times_tiles(const Tiling& shape, const Number* x, const Weight* panel, int count, long k, long first_tile,
+                        long end_tile, const Sums& sums) {
     if constexpr (sizeof(Weight) < sizeof(Number) && inputs_of<Number> == 1) {
         if (count == 1 && end_tile - first_tile >= WIDENED_TILES) {
-            alignas(64) float wide[SLICE * PANEL];
-            for (long i = 0, size = std::min(SLICE, shape.num_inputs - k); i < size; i++) {
+            alignas(64) float wide[SLICE<Number> * PANEL];
+            for (long i = 0, size = std::min(SLICE<Number>, shape.num_inputs - k); i < size; i++) {
                 Lines<Weight, Number> lines(panel + i * PANEL);
                 store(wide + i * PANEL, lines.low);
                 store(wide + i * PANEL + W, lines.high);
@@ -127,6 +127,33 @@ void panels_times_tiles(const Tiling& shape, const Number* x, const Weight* pack
         }
     }
     slice_times_tiles(shape, x, panel, count, k, first_tile, end_tile, sums);
+}
+
+// From slice k of panel p on.
+template <typename Weight, typename Number>
+void slice_times_tiles_at(const Tiling& shape, const Number* x, const Weight* packed, long p, int count, long k,
+                          long first_tile, long end_tile, const Sums& sums) {
+    const Weight* panel = packed + p * num_lines<Weight>(shape.num_inputs) * PANEL + k * inputs_of<Number> * PANEL;
+    panels_times_tiles(shape, x, panel, count, k, first_tile, end_tile, sums);
+}
+
+// Weights of 12 bits are unpacked by each tile, in registers, or once for many.
+template <typename Number>
+void slice_times_tiles_at(const Tiling& shape, const Number* x, const Twelve* packed, long p, int, long k,
+                          long first_tile, long end_tile, const Sums& sums) {
+    long items = num_lines<uint16_t>(shape.num_inputs) * PANEL;
+    Units units(*packed, p, items / UNIT, k * inputs_of<Number> * PANEL / UNIT);
+    if (sums.num_columns < PANEL || end_tile - first_tile >= WIDENED_TILES) {
+        alignas(64) uint16_t lines[SLICE_ITEMS];
+        unpack(units, lines);
+        return panels_times_tiles(shape, x, (const uint16_t*)lines, 1, k, first_tile, end_tile, sums);
+    }
+    Span span{std::min(SLICE<Number>, shape.num_numbers<Number>() - k), 0, sums.stride, k == 0};
+    for (long t = first_tile; t < end_tile; t++) {
+        long first = shape.first_row(t), rows = shape.first_row(t + 1) - first;
+        float* to = sums.data + (first - sums.first_row) * sums.stride;
+        twelve_tiles_of<Number>(rows)(x + k * shape.num_rows + first * span.count, units, to, span);
+    }
 }
 
 // Panels [first, end) of outputs for rows [first_row, end_row).
@@ -172,7 +199,8 @@ template <typename Item, typename Weight, typename Number>
 void panels_times_rows(const Tiling& shape, const Number* x, const Weight* packed, long first_panel, long end_panel,
                        const Item* bias, Item* out) {
     long num_tiles = shape.num_tiles(), num_blocks = (num_tiles + TILES_AT_ONCE - 1) / TILES_AT_ONCE;
-    long all = shape.num_numbers<Number>(), many = panels_at_once(shape.first_row(1));
+    long all = shape.num_numbers<Number>();
+    long many = std::is_same<Weight, Twelve>::value ? 1 : panels_at_once(shape.first_row(1));
     bool is_cached = shape.num_rows * all * long(sizeof(Number)) <= CACHED_BYTES;
     for (long b = 0; b < num_blocks; b++) {
         long tile = b * num_tiles / num_blocks, end_tile = (b + 1) * num_tiles / num_blocks;
@@ -181,12 +209,12 @@ void panels_times_rows(const Tiling& shape, const Number* x, const Weight* packe
             end = is_cached ? std::min(group + many, end_panel) : end_panel;
             Part part{group, end, first_row, end_row};
             Sums sums = sums_of(shape, part, out);
-            for (long k = 0; k < all; k += SLICE)
+            for (long k = 0; k < all; k += SLICE<Number>)
                 for (long p = group, count; p < end; p += count) {
                     long before = (p - group) * PANEL, left = sums.num_columns - before;
                     count = p + many <= end && left >= many * PANEL ? many : 1;
                     Sums some{sums.data + before, sums.first_row, sums.stride, left};
-                    panels_times_tiles(shape, x, packed, p, count, k, tile, end_tile, some);
+                    slice_times_tiles_at(shape, x, packed, p, count, k, tile, end_tile, some);
                 }
             give_results(shape, sums, part, bias, out);
         }
@@ -208,14 +236,15 @@ void linear(const Shape& shape, const Item* x, const Weight* packed, const Item*
 namespace weft {
 
 template <typename Item, typename Weight>
-void multiply(const Shape& plain, const Item* x, const Weight* packed, const Item* bias, Item* out, float* scratch) {
+WEFT_INLINE void multiply_any(const Shape& plain, const Item* x, const Weight* packed, const Item* bias, Item* out,
+                              float* scratch) {
     using Number = typename NumberOf<Item>::Type;
     Tiling shape(plain);
     // one row of inputs in whole numbers is one already
     bool is_packed = shape.num_rows == 1 && shape.num_inputs % inputs_of<Number> == 0 &&
                      sizeof(Number) == inputs_of<Number> * sizeof(Item);
     Number* rows = is_packed ? (Number*)x : (Number*)scratch;
-    long panel_bytes = shape.num_inputs * PANEL * long(sizeof(Weight));
+    long panel_bytes = shape.num_inputs * PANEL * (std::is_same<Weight, Twelve>::value ? 12 : 8 * long(sizeof(Weight))) / 8;
     long take = std::clamp(TAKE_BYTES / panel_bytes, LEAST_TAKE, MOST_TAKE);
     if (!is_packed && shape.num_rows == 1) {
         // quicker than to wait for who does it
@@ -231,10 +260,22 @@ void multiply(const Shape& plain, const Item* x, const Weight* packed, const Ite
         panels_times_rows(shape, rows, packed, p, std::min(p + take, shape.num_panels()), bias, out);
 }
 
+template <typename Item, typename Weight>
+void multiply(const Shape& shape, const Item* x, const Weight* packed, const Item* bias, Item* out, float* scratch) {
+    multiply_any(shape, x, packed, bias, out, scratch);
+}
+
+template <typename Item>
+void multiply(const Shape& shape, const Item* x, const Twelve* packed, const Item* bias, Item* out, float* scratch) {
+    multiply_any(shape, x, packed, bias, out, scratch);
+}
+
+template void multiply(const Shape&, const float*, const Twelve*, const float*, float*, float*);
 template void multiply(const Shape&, const float*, const uint16_t*, const float*, float*, float*);
 template void multiply(const Shape&, const float*, const float*, const float*, float*, float*);
 #ifndef __AMX_BF16__
 template void multiply(const Shape&, const uint16_t*, const uint16_t*, const uint16_t*, uint16_t*, float*);
+template void multiply(const Shape&, const uint16_t*, const Twelve*, const uint16_t*, uint16_t*, float*);
 #endif
 
 }  // namespace weft
@@ -249,6 +290,18 @@ WEFT_EXPORT void weft_linear_f32(const float* x, long rows, long inputs, long ou
                                  const float* bias, float* out, int threads) {
     linear(Shape{rows, inputs, outputs}, x, packed, bias, out, threads);
 }
+
+WEFT_EXPORT void weft_linear_bf16_twelve(const float* x, long rows, long inputs, long outputs, const Twelve* packed,
+                                         const float* bias, float* out, int threads) {
+    linear(Shape{rows, inputs, outputs}, x, packed, bias, out, threads);
+}
+
+#ifndef __AMX_BF16__
+WEFT_EXPORT void weft_linear_halves_twelve(const uint16_t* x, long rows, long inputs, long outputs, const Twelve* packed,
+                                           const uint16_t* bias, uint16_t* out, int threads) {
+    linear(Shape{rows, inputs, outputs}, x, packed, bias, out, threads);
+}
+#endif
 
 // The same, bfloat16 throughout.
 WEFT_EXPORT void weft_linear_halves(const uint16_t* x, long rows, long inputs, long outputs, const uint16_t* packed,

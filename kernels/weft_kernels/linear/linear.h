@@ -1,7 +1,7 @@
 // A linear layer as a part of other kernels.
 #pragma once
 
-#include "../native/vector.h"
+#include "twelve.h"
 
 #include <algorithm>
 
@@ -20,6 +20,10 @@ struct Shape {
 // `scratch_floats` of it, is one for all of them.
 template <typename Item, typename Weight>
 void multiply(const Shape& shape, const Item* x, const Weight* packed, const Item* bias, Item* out, float* scratch);
+
+// The same with weights in 12 bits each: results are those of the panels that they were, to the last bit.
+template <typename Item>
+void multiply(const Shape& shape, const Item* x, const Twelve* packed, const Item* bias, Item* out, float* scratch);
 
 #ifdef __AMX_BF16__
 // By the processor's matrix unit; weights lie for it.

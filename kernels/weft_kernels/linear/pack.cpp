@@ -40,10 +40,14 @@ void pack(const Weight* weight, long num_outputs, long num_inputs, Weight* packe
     }
 }
 
+#ifdef WEFT_PAIRS
+// For products of pairs: for each two inputs, 32 for the matrix unit, a tile of the panel's first 16 outputs and one of the
+// others; a tile's rows are pairs of inputs. Behind the last input and output stand zeros.
 #ifdef __AMX_BF16__
-// For the matrix unit: for each 32 inputs a tile of the panel's first 16 outputs and one of the others; a tile's rows are
-// pairs of inputs. Behind the last input and output stand zeros.
 constexpr long STEP = 32;
+#else
+constexpr long STEP = 2;
+#endif
 
 void pack_halves(const uint16_t* weight, long num_outputs, long num_inputs, uint16_t* packed, int num_threads) {
     long num_panels = (num_outputs + PANEL - 1) / PANEL, lines = (num_inputs + STEP - 1) / STEP * STEP;

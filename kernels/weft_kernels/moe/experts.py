@@ -38,7 +38,7 @@ def pack_experts(
         if pair[0].device.type == "cuda":
             on_device.append(pair)
             continue
-        gate_up, down = (pack(held(each, dtype, is_resident), dtype) for each in pair)
+        gate_up, down = (pack(held(each, dtype, is_resident), dtype, is_resident) for each in pair)
         gate_ups.append(gate_up)
         downs.append(down)
     if not on_device:

@@ -29,12 +29,17 @@ SIGNATURES: dict[str, list[type]] = {
     "weft_linear_bf16": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
     "weft_linear_f32": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
     "weft_linear_halves": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
+    "weft_linear_bf16_twelve": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
+    "weft_twelve_count": [POINTER, LONG, LONG, POINTER, INT],
+    "weft_twelve_pack": [POINTER, LONG, LONG, *[POINTER] * 5, INT],
+    "weft_twelve_unpack": [POINTER, LONG, LONG, POINTER],
     "weft_rans_decode": [POINTER, LONG, INT],
     "weft_rans_tables": [POINTER, INT, POINTER],
     "weft_rans_slots": [POINTER, INT, POINTER, POINTER],
     "weft_dense_layers_f32_f32": [POINTER, POINTER, INT],
     "weft_dense_layers_f32_bf16": [POINTER, POINTER, INT],
     "weft_dense_layers_bf16_bf16": [POINTER, POINTER, INT],
+    "weft_dense_layers_f32_twelve": [POINTER, POINTER, INT],
     "weft_kv_write": [POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, LONG, LONG, LONG],
 }
 # Each for float32 and bfloat16: weft_..._f32, weft_..._bf16.
@@ -48,6 +53,11 @@ OF_ROWS: dict[str, list[type]] = {
     "silu_mul": [POINTER, POINTER, LONG, LONG, INT],
 }
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+# What the set for Intel's matrix unit has not.
+NOT_BY_TILES: dict[str, list[type]] = {
+    "weft_linear_halves_twelve": SIGNATURES["weft_linear_halves"],
+    "weft_dense_layers_bf16_twelve": SIGNATURES["weft_dense_layers_bf16_bf16"],
+}
 RETURNING: dict[str, tuple[list[type], type]] = {
     "weft_rans_choose": ([POINTER, LONG, LONG, INT, *[POINTER] * 4], DOUBLE),
     "weft_rans_encode": ([*[POINTER] * 6, INT, INT, *[POINTER] * 4], LONG),
@@ -136,7 +146,8 @@ def load(isa: str) -> ctypes.CDLL | None:
         logger.warning("CPU kernels: torch, which is slower; %s cannot be had: %s", isa, error)
         return None
     for_rows = {f"weft_{name}_{suffix}": types for name, types in OF_ROWS.items() for suffix in SUFFIXES.values()}
-    for name, types in {**SIGNATURES, **for_rows}.items():
+    others = {name: types for name, types in NOT_BY_TILES.items() if hasattr(library, name)}
+    for name, types in {**SIGNATURES, **others, **for_rows}.items():
         function = getattr(library, name)
         function.argtypes, function.restype = types, None
     for name, (types, result) in RETURNING.items():

@@ -157,11 +157,6 @@ static WEFT_INLINE Floats plus_product(Floats sum, Words a, Floats b) {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 }
 
-// Pairs of what lies in the lower, or upper, halves of two vectors' words.
-static WEFT_INLINE Words lower_halves(Words first, Words second) { return (first & 0xFFFFu) | (second << 16); }
-
-static WEFT_INLINE Words upper_halves(Words first, Words second) { return (first >> 16) | (second & 0xFFFF0000u); }
-
 // Pairs of the nearest bfloat16; what is smaller than the smallest normal number becomes zero.
 static WEFT_INLINE Words pairs_of(Floats first, Floats second) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,  //

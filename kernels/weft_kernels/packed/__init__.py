@@ -44,7 +44,7 @@ def plain(weight: Stored, dtype: torch.dtype) -> Tensor:
 def held(weight: Stored, dtype: torch.dtype, is_resident: bool = False) -> Matrix:
     """The form in which a matrix stays on its device, for activations of `dtype`; with `is_resident`, F12 if it can.
 
-    On a CPU all are plain: nothing there multiplies packed ones.
+    On a CPU all are plain until they are packed for linear layers, see `weft_kernels.linear`.
     """
     if isinstance(weight, Tensor):
         return resident(weight) if is_resident else weight
@@ -52,16 +52,11 @@ def held(weight: Stored, dtype: torch.dtype, is_resident: bool = False) -> Matri
 
 
 def resident(weight: Tensor) -> Tensor | F12:
-    """A matrix [outputs, inputs] as F12, if it is bfloat16 and that suits it; otherwise as it came.
-
-    On a CPU it is unpacked again at once: what is computed with there has been through it.
-    """
-    if weight.dtype != torch.bfloat16:
+    """A matrix [outputs, inputs] on a GPU as F12, if it is bfloat16 and that suits it; otherwise as it came."""
+    if weight.dtype != torch.bfloat16 or not weight.is_cuda:
         return weight
     packed = pack_f12(weight)
-    if not packed.suits:
-        return weight
-    return packed if weight.is_cuda else packed.unpack()
+    return packed if packed.suits else weight
 
 
 def rows_of(table: Tensor | F12, ids: Tensor) -> Tensor:

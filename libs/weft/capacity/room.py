@@ -22,7 +22,8 @@ SLACK_BYTES = GIB // 2
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the engine runs on and in. `is_resident`: a GPU keeps matrices packed, see `weft_kernels.packed`."""
+    """What the engine runs on and in. `is_resident`: matrices stay packed, on a GPU see `weft_kernels.packed`, on a CPU
+    `weft_kernels.linear.twelve`."""
 
     device: str
     dtype: str
@@ -52,7 +53,8 @@ class Room:
 
 
 def measure_room(model: ModelConfig, machine: Machine, chunk_tokens: int, max_seqs: int, free: int) -> Room:
-    """Packed weights are unpacked on a CPU and stay packed on a GPU, where libraries take their part too."""
+    """FP8 and INT4 are unpacked on a CPU and stay packed on a GPU, where libraries take their part too. That a CPU
+    keeps bfloat16 in less is not counted on: not all matrices may suit it, and each is in both forms for a moment."""
     is_cpu = machine.device == "cpu"
     is_kept = is_cpu and model.dtype == "bfloat16" and model.quantization is None  # see `weft.model.loading`
     if is_cpu:

@@ -28,7 +28,7 @@ class Wanted:
     """The settings of a worker that decide what it takes, called as its WEFT_* variables; 0 and auto: it chooses."""
 
     dtype: str = "auto"
-    weights: str = "plain"
+    weights: str = "auto"
     block_tokens: int = 0
     num_blocks: int = 0
     chunk_tokens: int = 0
@@ -75,8 +75,10 @@ def choose(wanted: Wanted, has_cuda: bool) -> Sizes:
     device = "cuda" if has_cuda else "cpu"
     dtype = {"cpu": "float32", "cuda": "bfloat16"}[device] if wanted.dtype == "auto" else wanted.dtype
     block_tokens = wanted.block_tokens or BLOCK_TOKENS[device]
+    # where a GPU's kernels for them have never run, who wants them has to say so
+    is_resident = device == "cpu" if wanted.weights == "auto" else wanted.weights == "resident"
     return Sizes(
-        machine=Machine(device, dtype, block_tokens, wanted.weights == "resident"),
+        machine=Machine(device, dtype, block_tokens, is_resident),
         chunk_tokens=wanted.chunk_tokens or CHUNK_TOKENS[device],
         mixed_tokens=wanted.mixed_tokens or MIXED_TOKENS[device],
         max_seqs=wanted.max_seqs or MAX_SEQS[device],

@@ -21,6 +21,7 @@ class DType(StrEnum):
 class Weights(StrEnum):
     """--weights."""
 
+    AUTO = "auto"
     PLAIN = "plain"
     RESIDENT = "resident"
 
@@ -66,9 +67,10 @@ def up(
     weights: Annotated[
         Weights,
         typer.Option(
-            envvar="WEFT_WEIGHTS", help="In a GPU's memory: resident packs bfloat16 to 12 bits, without loss."
+            envvar="WEFT_WEIGHTS",
+            help="In memory: resident packs bfloat16 to 12 bits, without loss; auto: resident on a CPU.",
         ),
-    ] = Weights.PLAIN,
+    ] = Weights.AUTO,
     transport: Annotated[
         Transport, typer.Option(envvar="WEFT_TRANSPORT", help="Of KV blocks; auto: shared memory, Mooncake, gRPC.")
     ] = Transport.AUTO,

@@ -34,7 +34,8 @@ class Loader:
     def __init__(
         self, config: ModelConfig, weights: Tensors, dtype: torch.dtype, device: torch.device, is_resident: bool = False
     ) -> None:
-        """With `is_resident`, matrices take the form that `weft_kernels.packed.resident` gives them.
+        """With `is_resident`, matrices take the form that `weft_kernels.packed.resident` gives them, or on a CPU
+        `weft_kernels.linear.pack`.
 
         Raises BadCheckpoint when a tensor is missing, has another shape, or is not part of the model.
         """
@@ -81,7 +82,7 @@ class Loader:
     def pack(self, weight: Matrix) -> PackedWeight:
         """For a linear layer."""
         self.packed |= {} if isinstance(weight, Tensor) else {(type(weight), *weight.shape): weight}
-        return pack(weight, self.dtype)
+        return pack(weight, self.dtype, self.is_resident)
 
     def stored(self, name: str) -> Stored:
         """The weight of a linear module as the checkpoint has it, packed or not; see `matrix` for its dtype."""

@@ -33,8 +33,10 @@ class DeviceChoice(StrEnum):
 
 
 class WeightsForm(StrEnum):
-    """How matrices stay in a GPU's memory: as they come, or packed without loss (F12) where that suits them."""
+    """How matrices stay in memory: as they come, or, where that suits them, packed to 12 bits without loss; auto is
+    packed on a CPU."""
 
+    AUTO = "auto"
     PLAIN = "plain"
     RESIDENT = "resident"
 
@@ -88,7 +90,7 @@ class WorkerConfig:
     metrics_port: int = 0
     device: DeviceChoice = DeviceChoice.AUTO
     dtype: Dtype = Dtype.AUTO
-    weights: WeightsForm = WeightsForm.PLAIN
+    weights: WeightsForm = WeightsForm.AUTO
     block_tokens: int = 0
     num_blocks: int = 0
     chunk_tokens: int = 0

@@ -24,9 +24,7 @@ class Served:
     compute of late. `credit`: what a token in the shared store saves them.
     """
 
-    def __init__(
-        self, workers: Iterable[Worker] = (), utilization: float = 0.0, credit: Credit = USUAL_CREDIT
-    ) -> None:
+    def __init__(self, workers: Iterable[Worker] = (), utilization: float = 0.0, credit: Credit = USUAL_CREDIT) -> None:
         self.utilization = utilization
         self.credit = credit
         self.workers = sorted(workers, key=lambda worker: worker.worker_id)

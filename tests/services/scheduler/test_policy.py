@@ -170,7 +170,9 @@ def test_what_the_store_has_on_disk_saves_less_than_what_it_has_in_memory() -> N
     assert computed(400, 0) - half == 400 * USUAL_CREDIT.disk
     workers = four()
     held = {workers[0]: 400}
-    assert decide(workers, query(801), prefixes=Prefixes(held, 800, 600)).prefill_tokens == 401 - 400 * USUAL_CREDIT.disk
+    assert (
+        decide(workers, query(801), prefixes=Prefixes(held, 800, 600)).prefill_tokens == 401 - 400 * USUAL_CREDIT.disk
+    )
 
 
 def test_a_store_that_has_shown_itself_slow_lets_prompts_wait_for_their_cache() -> None:

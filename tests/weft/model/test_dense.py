@@ -17,6 +17,7 @@ from tests.weft.tiny_families import FAMILIES, TinyFamily, make_family
 from weft.model.decoder import Decoder, DecoderLayer
 from weft.model.kv_layout import kv_groups
 from weft.model.step import Rows
+from weft_kernels.linear.twelve import Twelve
 from weft_kernels.native import CHOICE
 from weft_kernels.paged_attention import PagedBatch
 
@@ -53,6 +54,12 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def decoder_of(tiny: TinyFamily, dtype: torch.dtype) -> Decoder:
     return Decoder(tiny.config, tiny.weights, dtype, torch.device("cpu"))
+
+
+def halved(tiny: TinyFamily, dtype: torch.dtype, is_resident: bool) -> Decoder:
+    """With weights in bfloat16, as checkpoints have them."""
+    weights = {name: weight.bfloat16() for name, weight in tiny.weights.items()}
+    return Decoder(tiny.config, weights, dtype, torch.device("cpu"), is_resident)
 
 
 def run(model: Decoder, pool: Tensor, sequences: list[tuple[int, int]], block_tokens: int) -> Tensor:
@@ -103,6 +110,27 @@ def test_all_layers_at_once_are_the_layers_one_by_one(tiny: TinyFamily, dtype: t
         assert torch.equal(*pools)
         assert not torch.equal(pools[0], start.nan_to_num()), "no keys were written"
         assert found[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("isa")
+def test_weights_in_12_bits_give_what_plain_ones_give(tiny: TinyFamily, dtype: torch.dtype) -> None:
+    models = [halved(tiny, dtype, is_resident) for is_resident in (False, True)]
+    layer = models[1].layers[0].as_dense()
+    assert layer is not None
+    # Intel's matrix unit has no product for them, and narrow panels are not made of whole units
+    is_packed = {isinstance(each.data, Twelve) for each in layer.linears} == {True}
+    for block_tokens, sequences in zip((16, 16, 16, 8, 4), BATCHES, strict=True):
+        start = pool_of(models[0], sequences, block_tokens)
+        found = []
+        for model, is_at_once in ((models[0], True), (models[1], True), (models[1], False)):
+            at_once, model.dense = model.dense, model.dense if is_at_once else None
+            assert not (is_at_once and is_packed) or model.dense is not None
+            found.append(run(model, start.clone(), sequences, block_tokens))
+            model.dense = at_once
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2])
+    assert is_packed or "amx" in str(layer.linears[0].library)
 
 
 def test_two_threads_give_what_one_gives(tiny: TinyFamily) -> None:

@@ -1,0 +1,99 @@
+"""Panels of bfloat16 weights that stay in 12 bits each in a CPU's memory, and are unpacked on their way into products.
+
+Exact: a weight's lower byte stays what it is, and four bits say which of the matrix' 16 commonest upper bytes (sign and
+exponent but for its last bit) it has; the few others are listed beside. How they lie is told in twelve.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NUM_NUMBERED = 16
+MAX_SHARE = 0.8
+"""Of the plain panels, for it to be worth anything."""
+UNIT = 64
+UNIT_BYTES = 96
+SLICE_INPUTS = 256
+NO_NUMBER = 255
+
+
+class _Pointers(ctypes.Structure):
+    """`Twelve` in twelve.h."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("units", "upper", "starts", "places", "values"))
+
+
+@dataclass(frozen=True, slots=True)
+class Twelve:
+    """Panels [panels, lines, outputs of a panel] of bfloat16.
+
+    units: [panels, lines * outputs / 64, 96] uint8; upper: [16] uint8; starts: [slices + 1] int32, of `places` (in the
+    slice, int16 for 16 bits) and `values` (bfloat16) of weights whose upper byte is not in `upper`.
+    """
+
+    library: ctypes.CDLL
+    shape: torch.Size
+    units: Tensor
+    upper: Tensor
+    starts: Tensor
+    places: Tensor
+    values: Tensor
+    pointers: _Pointers
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights that they stand for."""
+        return torch.bfloat16
+
+    @property
+    def nbytes(self) -> int:
+        """All that it keeps in memory."""
+        return sum(each.nbytes for each in (self.units, self.upper, self.starts, self.places, self.values))
+
+    def data_ptr(self) -> int:
+        """Of what the kernels take."""
+        return ctypes.addressof(self.pointers)
+
+    def unpack(self) -> Tensor:
+        """The panels, every bit as it was."""
+        panels = torch.empty(self.shape, dtype=torch.bfloat16)
+        num_panels, units, _ = self.units.shape
+        self.library.weft_twelve_unpack(self.data_ptr(), num_panels, units, panels.data_ptr())
+        return panels
+
+
+def pack_twelve(library: ctypes.CDLL, panels: Tensor) -> Twelve | None:
+    """`panels` [panels, lines, outputs of a panel] bfloat16; None where they would not get much smaller, or do not fill
+    whole units."""
+    num_panels, items = len(panels), panels[0].numel()
+    units, threads = items // UNIT, torch.get_num_threads()
+    if items % UNIT:
+        return None
+    counts = torch.zeros(256, dtype=torch.int64)
+    library.weft_twelve_count(panels.data_ptr(), num_panels, units, counts.data_ptr(), threads)
+    commonest = counts.argsort(descending=True, stable=True)[:NUM_NUMBERED]
+    upper = commonest.to(torch.uint8)
+    numbers = torch.full((256,), NO_NUMBER, dtype=torch.uint8)
+    numbers[commonest] = torch.arange(NUM_NUMBERED, dtype=torch.uint8)
+    num_listed = int(counts.sum() - counts[commonest].sum())
+    # a listed weight takes four bytes
+    if num_panels * units * UNIT_BYTES + 4 * num_listed > MAX_SHARE * panels.nbytes or num_listed >= 1 << 31:
+        return None
+    slices = -(-items // (SLICE_INPUTS * panels.shape[2]))
+    starts = torch.zeros(num_panels * slices + 1, dtype=torch.int32)
+    packed = torch.empty(num_panels, units, UNIT_BYTES, dtype=torch.uint8)
+    places, values = torch.empty(num_listed, dtype=torch.int16), torch.empty(num_listed, dtype=torch.bfloat16)
+    sizes = panels.data_ptr(), num_panels, units, numbers.data_ptr()
+    library.weft_twelve_pack(*sizes, starts.data_ptr(), packed.data_ptr(), None, None, threads)
+    starts[1:] = starts[:-1].cumsum(0)
+    starts[0] = 0
+    where = (each.data_ptr() or None for each in (starts, packed))
+    # of an empty list the address is none, which would mean that it is to be counted
+    lists = (each.data_ptr() or starts.data_ptr() for each in (places, values))
+    library.weft_twelve_pack(*sizes, *where, *lists, threads)
+    tensors = packed, upper, starts, places, values
+    return Twelve(library, panels.shape, *tensors, _Pointers(*(each.data_ptr() for each in tensors)))
