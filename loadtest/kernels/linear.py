@@ -50,12 +50,20 @@ def measure(weights: list[Tensor], num_rows: int) -> dict[str, tuple[float, int]
     half = x.bfloat16()
     packed = [pack(weight, torch.float32) for weight in weights]
     packed_halves = [pack(weight, torch.bfloat16) for weight in weights]
+    twelve = [pack(weight, torch.float32, is_resident=True) for weight in weights]
+    twelve_halves = [pack(weight, torch.bfloat16, is_resident=True) for weight in weights]
+    twelve_bytes = sum(weight.num_bytes for weight in twelve)
     wide = [weight.float() for weight in weights]
     num_bytes = sum(weight.num_bytes for weight in packed)
     wide_bytes = sum(weight.numel() for weight in weights) * 4
     return {
         "weft fp32": (median_seconds(lambda: [linear(x, weight) for weight in packed]), num_bytes),
         "weft bf16": (median_seconds(lambda: [linear(half, weight) for weight in packed_halves]), num_bytes),
+        "weft fp32, 12 bits": (median_seconds(lambda: [linear(x, weight) for weight in twelve]), twelve_bytes),
+        "weft bf16, 12 bits": (
+            median_seconds(lambda: [linear(half, weight) for weight in twelve_halves]),
+            twelve_bytes,
+        ),
         "torch fp32": (median_seconds(lambda: [functional.linear(x, weight) for weight in wide]), wide_bytes),
         "torch fp32, w @ x^T": (median_seconds(lambda: [(weight @ x.T).T for weight in wide]), wide_bytes),
         "torch bf16": (

@@ -18,7 +18,9 @@ MAX_SHARE = 0.8
 UNIT = 64
 UNIT_BYTES = 96
 SLICE_INPUTS = 256
-NO_NUMBER = 255
+SAMPLED_SLICES = 256
+"""At least so many, spread over a large matrix, say which upper bytes are common."""
+MAX_LIST_BYTES = 1 << 32
 
 
 class _Pointers(ctypes.Structure):
@@ -73,27 +75,19 @@ def pack_twelve(library: ctypes.CDLL, panels: Tensor) -> Twelve | None:
     units, threads = items // UNIT, torch.get_num_threads()
     if items % UNIT:
         return None
+    slices = num_panels * -(-items // (SLICE_INPUTS * panels.shape[2]))
     counts = torch.zeros(256, dtype=torch.int64)
-    library.weft_twelve_count(panels.data_ptr(), num_panels, units, counts.data_ptr(), threads)
-    commonest = counts.argsort(descending=True, stable=True)[:NUM_NUMBERED]
-    upper = commonest.to(torch.uint8)
-    numbers = torch.full((256,), NO_NUMBER, dtype=torch.uint8)
-    numbers[commonest] = torch.arange(NUM_NUMBERED, dtype=torch.uint8)
-    num_listed = int(counts.sum() - counts[commonest].sum())
-    # a listed weight takes four bytes
-    if num_panels * units * UNIT_BYTES + 4 * num_listed > MAX_SHARE * panels.nbytes or num_listed >= 1 << 31:
-        return None
-    slices = -(-items // (SLICE_INPUTS * panels.shape[2]))
-    starts = torch.zeros(num_panels * slices + 1, dtype=torch.int32)
+    library.weft_twelve_count(panels.data_ptr(), num_panels, units, 1 + slices // SAMPLED_SLICES, counts.data_ptr())
+    upper = counts.argsort(descending=True, stable=True)[:NUM_NUMBERED].to(torch.uint8)
     packed = torch.empty(num_panels, units, UNIT_BYTES, dtype=torch.uint8)
-    places, values = torch.empty(num_listed, dtype=torch.int16), torch.empty(num_listed, dtype=torch.bfloat16)
-    sizes = panels.data_ptr(), num_panels, units, numbers.data_ptr()
-    library.weft_twelve_pack(*sizes, starts.data_ptr(), packed.data_ptr(), None, None, threads)
-    starts[1:] = starts[:-1].cumsum(0)
-    starts[0] = 0
-    where = (each.data_ptr() or None for each in (starts, packed))
-    # of an empty list the address is none, which would mean that it is to be counted
-    lists = (each.data_ptr() or starts.data_ptr() for each in (places, values))
-    library.weft_twelve_pack(*sizes, *where, *lists, threads)
+    starts = torch.empty(slices + 1, dtype=torch.int32)
+    # a listed weight takes four bytes; no memory is given for what stays unwritten
+    most = max(0, min(int(MAX_SHARE * panels.nbytes) - packed.nbytes, MAX_LIST_BYTES)) // 4
+    places, values = torch.empty(most, dtype=torch.int16), torch.empty(most, dtype=torch.bfloat16)
+    outputs = (each.data_ptr() for each in (upper, packed, starts, places, values))
+    count = library.weft_twelve_pack(panels.data_ptr(), num_panels, units, *outputs, most, threads)
+    if count < 0:
+        return None
+    places, values = places[:count].clone(), values[:count].clone()
     tensors = packed, upper, starts, places, values
     return Twelve(library, panels.shape, *tensors, _Pointers(*(each.data_ptr() for each in tensors)))

@@ -30,8 +30,7 @@ SIGNATURES: dict[str, list[type]] = {
     "weft_linear_f32": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
     "weft_linear_halves": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
     "weft_linear_bf16_twelve": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
-    "weft_twelve_count": [POINTER, LONG, LONG, POINTER, INT],
-    "weft_twelve_pack": [POINTER, LONG, LONG, *[POINTER] * 5, INT],
+    "weft_twelve_count": [POINTER, LONG, LONG, LONG, POINTER],
     "weft_twelve_unpack": [POINTER, LONG, LONG, POINTER],
     "weft_rans_decode": [POINTER, LONG, INT],
     "weft_rans_tables": [POINTER, INT, POINTER],
@@ -62,6 +61,7 @@ RETURNING: dict[str, tuple[list[type], type]] = {
     "weft_rans_choose": ([POINTER, LONG, LONG, INT, *[POINTER] * 4], DOUBLE),
     "weft_rans_encode": ([*[POINTER] * 6, INT, INT, *[POINTER] * 4], LONG),
     "weft_half_lines": ([LONG], LONG),
+    "weft_twelve_pack": ([POINTER, LONG, LONG, *[POINTER] * 5, LONG, INT], LONG),
 }
 
 
