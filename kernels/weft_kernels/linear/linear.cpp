@@ -2,8 +2,7 @@
 
 #include "linear.h"
 #include "results.h"
-#include "tiles.h"
-#include "twelve_tiles.h"
+#include "slices.h"
 
 #include <algorithm>
 #include <vector>
@@ -14,8 +13,6 @@ namespace {
 
 // Tiles of rows whose activations of one slice stay in the second-level cache.
 constexpr long TILES_AT_ONCE = 20;
-// From so many on that meet the same bfloat16 weights, these are widened once and not by each: 5% more products.
-constexpr long WIDENED_TILES = 4;
 // Activations of all inputs that stay there beside the weights that pass through it.
 constexpr long CACHED_BYTES = 256 * 1024;
 // Bytes of weights a thread takes at a time, so that a thread whose core is busy elsewhere holds up nobody.
@@ -37,124 +34,6 @@ struct NumberOf<uint16_t> {
     using Type = float;
 #endif
 };
-
-// Rows in tiles as even as can be: 13 rows are 7 and 6.
-struct Tiling : Shape {
-    explicit Tiling(const Shape& shape) : Shape(shape) {}
-    long num_tiles() const { return (num_rows + MAX_ROWS - 1) / MAX_ROWS; }
-    long first_row(long t) const { return t * num_rows / num_tiles(); }
-    long num_panels() const { return (num_outputs + PANEL - 1) / PANEL; }
-    template <typename Number>
-    long num_numbers() const {
-        return (num_inputs + inputs_of<Number> - 1) / inputs_of<Number>;
-    }
-};
-
-// Where sums go: from one row of the batch and the first column of some panels on.
-struct Sums {
-    float* data;
-    long first_row, stride, num_columns;
-};
-
-// A vector of numbers of one row, from number k on; zeros behind its end.
-template <typename Number, typename Item>
-WEFT_INLINE Words take_words(const Item* row, long k, long num_inputs) {
-    constexpr long ITEMS = W * inputs_of<Number>;
-    const Item* from = row + k * inputs_of<Number>;
-    long left = num_inputs - k * inputs_of<Number>;
-    Item last[ITEMS] = {};
-    if (left < ITEMS) {
-        std::memcpy(last, from, left * sizeof(Item));
-        from = last;
-    }
-    return inputs_of<Number> == 1 ? (Words)load_wide(from) : load<Words>(from);
-}
-
-// Tile t of x, each slice of its numbers as [numbers, rows]; one slice of all tiles is one run.
-template <typename Number, typename Item>
-void pack_rows(const Tiling& shape, const Item* x, long t, Number* packed) {
-    long first = shape.first_row(t), rows = shape.first_row(t + 1) - first, all = shape.num_numbers<Number>();
-    for (long slice = 0; slice < all; slice += SLICE<Number>) {
-        long count = std::min(SLICE<Number>, all - slice);
-        Number* to = packed + slice * shape.num_rows + first * count;
-        for (long k = 0; k < count; k += W) {
-            Words lines[W] = {};
-            for (long r = 0; r < rows; r++)
-                lines[r] = take_words<Number>(x + (first + r) * shape.num_inputs, slice + k, shape.num_inputs);
-            transpose(lines);
-            for (long i = 0; i < std::min<long>(W, count - k); i++) store_some(to + (k + i) * rows, lines[i], rows);
-        }
-    }
-}
-
-// One slice of `count` panels from `panel` on, times the rows of tiles [first_tile, end_tile).
-template <typename Weight, typename Number>
-void slice_times_tiles(const Tiling& shape, const Number* x, const Weight* panel, int count, long k, long first_tile,
-                       long end_tile, const Sums& sums) {
-    long panel_stride = num_lines<Weight>(shape.num_inputs) * PANEL;
-    Span span{std::min(SLICE<Number>, shape.num_numbers<Number>() - k), panel_stride, sums.stride, k == 0};
-    for (long t = first_tile; t < end_tile; t++) {
-        long first = shape.first_row(t), rows = shape.first_row(t + 1) - first;
-        const Number* from = x + k * shape.num_rows + first * span.count;
-        float* to = sums.data + (first - sums.first_row) * sums.stride;
-        if (sums.num_columns >= count * PANEL) {
-            tiles_of<Weight, Number>(rows)(from, panel, to, span, count);
-            continue;
-        }
-        float edge[MAX_ROWS * PANEL];  // the last panel is wider than what is left of the output; count is 1
-        tiles_of<Weight, Number>(rows)(from, panel, edge, Span{span.count, 0, PANEL, true}, 1);
-        for (long r = 0; r < rows; r++)
-            for (long c = 0; c < sums.num_columns; c++) {
-                float* cell = to + r * sums.stride + c;
-                *cell = (k == 0 ? 0.0f : *cell) + edge[r * PANEL + c];
-            }
-    }
-}
-
-// The same. Where many tiles would each widen the bfloat16 they meet, it is done once before.
-template <typename Weight, typename Number>
-void panels_times_tiles(const Tiling& shape, const Number* x, const Weight* panel, int count, long k, long first_tile,
-                        long end_tile, const Sums& sums) {
-    if constexpr (sizeof(Weight) < sizeof(Number) && inputs_of<Number> == 1) {
-        if (count == 1 && end_tile - first_tile >= WIDENED_TILES) {
-            alignas(64) float wide[SLICE<Number> * PANEL];
-            for (long i = 0, size = std::min(SLICE<Number>, shape.num_inputs - k); i < size; i++) {
-                Lines<Weight, Number> lines(panel + i * PANEL);
-                store(wide + i * PANEL, lines.low);
-                store(wide + i * PANEL + W, lines.high);
-            }
-            return slice_times_tiles(shape, x, (const float*)wide, count, k, first_tile, end_tile, sums);
-        }
-    }
-    slice_times_tiles(shape, x, panel, count, k, first_tile, end_tile, sums);
-}
-
-// From slice k of panel p on.
-template <typename Weight, typename Number>
-void slice_times_tiles_at(const Tiling& shape, const Number* x, const Weight* packed, long p, int count, long k,
-                          long first_tile, long end_tile, const Sums& sums) {
-    const Weight* panel = packed + p * num_lines<Weight>(shape.num_inputs) * PANEL + k * inputs_of<Number> * PANEL;
-    panels_times_tiles(shape, x, panel, count, k, first_tile, end_tile, sums);
-}
-
-// Weights of 12 bits are unpacked by each tile, in registers, or once for many.
-template <typename Number>
-void slice_times_tiles_at(const Tiling& shape, const Number* x, const Twelve* packed, long p, int, long k,
-                          long first_tile, long end_tile, const Sums& sums) {
-    long items = num_lines<uint16_t>(shape.num_inputs) * PANEL;
-    Units units(*packed, p, items / UNIT, k * inputs_of<Number> * PANEL / UNIT);
-    if (sums.num_columns < PANEL || end_tile - first_tile >= WIDENED_TILES) {
-        alignas(64) uint16_t lines[SLICE_ITEMS];
-        unpack(units, lines);
-        return panels_times_tiles(shape, x, (const uint16_t*)lines, 1, k, first_tile, end_tile, sums);
-    }
-    Span span{std::min(SLICE<Number>, shape.num_numbers<Number>() - k), 0, sums.stride, k == 0};
-    for (long t = first_tile; t < end_tile; t++) {
-        long first = shape.first_row(t), rows = shape.first_row(t + 1) - first;
-        float* to = sums.data + (first - sums.first_row) * sums.stride;
-        twelve_tiles_of<Number>(rows)(x + k * shape.num_rows + first * span.count, units, to, span);
-    }
-}
 
 // Panels [first, end) of outputs for rows [first_row, end_row).
 struct Part {
@@ -214,7 +93,9 @@ void panels_times_rows(const Tiling& shape, const Number* x, const Weight* packe
                     long before = (p - group) * PANEL, left = sums.num_columns - before;
                     count = p + many <= end && left >= many * PANEL ? many : 1;
                     Sums some{sums.data + before, sums.first_row, sums.stride, left};
-                    slice_times_tiles_at(shape, x, packed, p, count, k, tile, end_tile, some);
+                    Stretch later = is_cached ? stretch_of<Number>(shape, packed, p, k + SLICE<Number>)
+                                              : stretch_of<Number>(shape, packed, p + count, k);
+                    slice_times_tiles_at(shape, x, packed, p, count, k, tile, end_tile, some, later);
                 }
             give_results(shape, sums, part, bias, out);
         }

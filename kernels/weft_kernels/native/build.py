@@ -41,6 +41,7 @@ HEADERS = (
     "linear/linear.h",
     "linear/panels.h",
     "linear/results.h",
+    "linear/slices.h",
     "linear/tiles.h",
     "linear/twelve.h",
     "linear/twelve_tiles.h",
