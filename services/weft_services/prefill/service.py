@@ -90,8 +90,9 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
                 await lease.until_reserved()
                 # the computing waits for no message
                 group.create_task(self._desk.fill(lease))
-                await speaker.say(self._accepted)
+                # decode may have answered before we know that this was sent
                 lease.is_accepted = True
+                await speaker.say(self._accepted)
                 async for event in lease.events(self._memory, self._desk.paging, self._with_checksums):
                     if span is not None and isinstance(event, PromptFinished):
                         _describe(span, order, event)
