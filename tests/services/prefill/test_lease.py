@@ -17,12 +17,13 @@ from tests.services.workers import BLOCK_TOKENS, CHUNK_TOKENS, fingerprint_of
 from tests.weft.tiny_llama import Tiny
 from weft.engine.messages import PromptCounts, PromptProgress, Reserved, TokenDelta
 from weft.kv.groups import PageRun, Paging, Reach
-from weft.kv.handoff import Accepted, LeaseClosed, PrefillOrder, PromptFinished, ReadyBlocks
+from weft.kv.handoff import Accepted, LeaseClosed, PrefillEvent, PrefillOrder, PromptFinished, ReadyBlocks
 from weft.kv.memory import HostBlocks
 from weft.request import Grammar, SamplingParams
 from weft.worker.grammars import GrammarDesk
 from weft_mesh.v1 import prefill_service_pb2 as pb2
 from weft_services.prefill.leases import Lease
+from weft_services.prefill.service import _Speaker
 
 
 async def test_blocks_are_held_until_done_and_are_cache_afterwards(tiny: Tiny) -> None:
@@ -130,6 +131,25 @@ async def test_a_prompt_that_waits_for_its_turn_outlives_the_shorter_lease(
         if ours < 1:
             await borrower.renew()
             assert await borrower.status() is grpc.StatusCode.NOT_FOUND, "from now on the lender's lease counts"
+
+
+async def test_an_answer_to_the_acceptance_is_held_to_prefills_lease_however_soon_it_comes(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say = _Speaker.say
+
+    async def say_and_linger(speaker: _Speaker, event: PrefillEvent) -> None:
+        await say(speaker, event)
+        if isinstance(event, Accepted):
+            await asyncio.sleep(0.3)  # decode has heard it and answered, and gRPC has not returned yet
+
+    monkeypatch.setattr(_Speaker, "say", say_and_linger)
+    async with start_lender(tiny, lease_seconds=0.05) as lender, asyncio.timeout(20):
+        borrower = lender.borrower(prompt(22), lease_ms=600_000)
+        await borrower.start()
+        assert isinstance(await borrower.next(), Accepted)
+        await borrower.renew()
+        assert await borrower.status() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_decode_hears_that_prefill_lives_while_a_grammar_is_opened(
