@@ -1,6 +1,6 @@
 """Where a request goes: pure functions over plain state, with the clock passed in. Books nothing, waits for nothing.
 
-    prefill(worker) = wait for those before it  +  LAMBDA k / (1 - k)  +  care * uncached tokens / its rate
+    prefill(worker) = wait for those before it  +  LAMBDA k / (1 - k)  +  care * uncached tokens / its rate  +  fetching
     wait            = min(tokens before it, MAX_WAIT_RATIO * prompts before it * uncached tokens) / its rate
     decode(worker)  = (tokens in flight + own tokens it does not hold) / its rate  +  LAMBDA k / (1 - k)
 
