@@ -101,7 +101,10 @@ def test_whatever_the_shape_and_the_weights(
         for dtype in DTYPES:
             plain, packed = pack(weight, dtype), pack(weight, dtype, is_resident=True)
             x = torch.randn(rows, inputs).to(dtype)
-            assert torch.equal(bits(linear(x, packed)), bits(linear(x, plain)))
+            # of several NaN in a sum either may be what is left: compilers order a product's operands as they like
+            found, expected = (torch.where(out.isnan(), 0, out) for out in (linear(x, packed), linear(x, plain)))
+            assert torch.equal(bits(found), bits(expected))
+            assert torch.equal(linear(x, packed).isnan(), linear(x, plain).isnan())
 
 
 def test_threads_change_nothing(library: ctypes.CDLL) -> None:

@@ -116,14 +116,3 @@ WEFT_EXPORT long weft_twelve_pack(const uint16_t* items, long panels, long units
     }
     return before[threads];
 }
-
-// The panels again, as products meet them: what the tests hold against the weights.
-WEFT_EXPORT void weft_twelve_unpack(const Twelve* packed, long panels, long units, uint16_t* items) {
-    alignas(64) uint16_t slice[SLICE_ITEMS];
-    for (long p = 0; p < panels; p++)
-        for (long first = 0; first < units; first += SLICE_UNITS) {
-            Units some(*packed, p, units, first);
-            unpack(some, slice);
-            std::copy(slice, slice + some.count * UNIT, items + (p * units + first) * UNIT);
-        }
-}

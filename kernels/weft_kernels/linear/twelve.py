@@ -37,7 +37,6 @@ class Twelve:
     slice, int16 for 16 bits) and `values` (bfloat16) of weights whose upper byte is not in `upper`.
     """
 
-    library: ctypes.CDLL
     shape: torch.Size
     units: Tensor
     upper: Tensor
@@ -61,11 +60,17 @@ class Twelve:
         return ctypes.addressof(self.pointers)
 
     def unpack(self) -> Tensor:
-        """The panels, every bit as it was."""
-        panels = torch.empty(self.shape, dtype=torch.bfloat16)
-        num_panels, units, _ = self.units.shape
-        self.library.weft_twelve_unpack(self.data_ptr(), num_panels, units, panels.data_ptr())
-        return panels
+        """The panels, every bit as it was: what the kernels make of them, said in torch."""
+        lower, halves = self.units[..., :UNIT], self.units[..., UNIT:]
+        upper = self.upper[torch.cat((halves & 15, halves >> 4), -1).long()]
+        joined = (lower.to(torch.int32) | upper.to(torch.int32) << 8).to(torch.int16)
+        # of each 16 bytes the first eight belong to the unit's first 32 weights, the others to its last
+        items = joined.view(*joined.shape[:-1], UNIT // 16, 2, 8).transpose(-2, -3).reshape(len(joined), -1)
+        size = SLICE_INPUTS * self.shape[2]
+        slices = torch.arange(len(self.starts) - 1).repeat_interleave(self.starts.diff())
+        panel, slot = slices // -(-items.shape[1] // size), slices % -(-items.shape[1] // size)
+        items[panel, slot * size + self.places] = self.values.view(torch.int16)
+        return items.view(torch.bfloat16).view(self.shape)
 
 
 def pack_twelve(library: ctypes.CDLL, panels: Tensor) -> Twelve | None:
@@ -90,4 +95,4 @@ def pack_twelve(library: ctypes.CDLL, panels: Tensor) -> Twelve | None:
         return None
     places, values = places[:count].clone(), values[:count].clone()
     tensors = packed, upper, starts, places, values
-    return Twelve(library, panels.shape, *tensors, _Pointers(*(each.data_ptr() for each in tensors)))
+    return Twelve(panels.shape, *tensors, _Pointers(*(each.data_ptr() for each in tensors)))

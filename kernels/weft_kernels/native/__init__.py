@@ -31,7 +31,6 @@ SIGNATURES: dict[str, list[type]] = {
     "weft_linear_halves": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
     "weft_linear_bf16_twelve": [POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER, INT],
     "weft_twelve_count": [POINTER, LONG, LONG, LONG, POINTER],
-    "weft_twelve_unpack": [POINTER, LONG, LONG, POINTER],
     "weft_rans_decode": [POINTER, LONG, INT],
     "weft_rans_tables": [POINTER, INT, POINTER],
     "weft_rans_slots": [POINTER, INT, POINTER, POINTER],
