@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
+import numpy as np
+
 from loadtest.fleet.simulator import Outcome
 from loadtest.fleet.trace import Request, ideal_hits
 from loadtest.fleet.worker import Job, Machinery
@@ -98,10 +100,10 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def weighted_percentile(weights: dict[float, float], percent: float) -> float:
-    """Of values with weights."""
-    left = sum(weights.values()) * percent / 100
-    for value in sorted(weights):
-        left -= weights[value]
-        if left <= 0:
-            return value
-    return math.nan
+    """Of values with weights, each weight half before its value and half behind it, on a line between two values: steps
+    of simulated batches have few lengths, those of real ones spread around them."""
+    values = sorted(value for value in weights if weights[value] > 0.0)
+    if not values:
+        return math.nan
+    shares = np.array([weights[value] for value in values])
+    return float(np.interp(shares.sum() * percent / 100, shares.cumsum() - shares / 2, values))

@@ -2,6 +2,7 @@
 there.
 
 seconds of a step = base + sequence * B + kv_token * tokens they hold + prompt_token * chunk + pair * chunk * context
+                    + (step_beside + token_beside * chunk) * other workers at work on the same machine
 """
 
 from __future__ import annotations
@@ -28,14 +29,24 @@ class Machine:
     store_token: float
     dollars_per_hour: float
     source: str
+    step_beside: float = 0.0
+    token_beside: float = 0.0
 
-    def step(self, sequences: int, held_tokens: float, chunk: float = 0.0, context: float = 0.0) -> float:
-        """One engine step."""
+    @property
+    def is_shared(self) -> bool:
+        """Workers slow one another."""
+        return self.step_beside > 0.0 or self.token_beside > 0.0
+
+    def step(
+        self, sequences: int, held_tokens: float, chunk: float = 0.0, context: float = 0.0, others: int = 0
+    ) -> float:
+        """One engine step, with so many other workers at work."""
         return (
             self.base
             + self.sequence * sequences
             + self.kv_token * held_tokens
             + (self.prompt_token + self.pair * context) * chunk
+            + (self.step_beside + self.token_beside * chunk) * others
         )
 
     def prefill(self, tokens: int, cached: int) -> float:

@@ -102,6 +102,7 @@ class Simulation:
         self._order = count()
         self._jobs: list[Job] = []
         self._rejected: list[tuple[Request, float]] = []
+        self._busy: set[Machinery] = set()
 
     def run(self, requests: Sequence[Request]) -> Outcome:
         """Every request to its end."""
@@ -141,11 +142,11 @@ class Simulation:
             self._arrive(job, at)
         elif job is not None and worker is not None:  # what the prompt lacked has been fetched
             self._visit(worker, at)
-            self._enqueue(job)
+            self._enqueue(job, at)
         elif job is not None:  # a hand-off is complete
             self._visit(job.decode, at)
             self._first_token(job, at)
-            self._watch(job.decode)
+            self._watch(job.decode, at)
         elif worker is not None and version == worker.version:
             self._visit(worker, at)
 
@@ -168,11 +169,11 @@ class Simulation:
         if at > now:
             heapq.heappush(self._events, (at, next(self._order), job.prefill, 0, job))
         else:
-            self._enqueue(job)
+            self._enqueue(job, now)
 
-    def _enqueue(self, job: Job) -> None:
+    def _enqueue(self, job: Job, now: float) -> None:
         job.prefill.enqueue(job)
-        self._watch(job.prefill)
+        self._watch(job.prefill, now)
 
     def _visit(self, worker: Machinery, now: float) -> None:
         """Bring a worker up to now, and do what follows from what came to its end there."""
@@ -189,7 +190,7 @@ class Simulation:
         for job in told.ended:
             job.ended_at = now
             self._policy.ended(job, now)
-        self._watch(worker)
+        self._watch(worker, now)
         if told.ended:
             for job in worker.admit_waiting():
                 self._compute(job, now)
@@ -199,6 +200,13 @@ class Simulation:
         self._policy.first_token(job, now)
         job.decode.generate(job)
 
-    def _watch(self, worker: Machinery) -> None:
+    def _watch(self, worker: Machinery, now: float) -> None:
         if worker.next_at < float("inf"):
             heapq.heappush(self._events, (worker.next_at, next(self._order), worker, worker.version, None))
+        if self._plan.machine.is_shared and worker.is_busy != (worker in self._busy):
+            self._busy ^= {worker}
+            for other in self._workers:
+                if other is not worker:
+                    self._visit(other, now)  # so far it went on as before
+                    other.beside(len(self._busy - {other}))
+                    self._watch(other, now)

@@ -97,6 +97,7 @@ class Machinery:
         self.held_tokens = 0.0
         self.reserved_tokens = 0
         self.queued_tokens = 0
+        self.others = 0
         self.itl: dict[int, float] = {}
         self.prompts: list[Job] = []
         self.batch: list[tuple[float, int, Job]] = []
@@ -105,6 +106,16 @@ class Machinery:
         self._turns = 0.0
         self._step = 0.0
         self._fetching_until = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """It has a step to do."""
+        return self._step > 0.0
+
+    def beside(self, others: int) -> None:
+        """So many others are at work on the same machine from now on."""
+        self.others = others
+        self._plan()
 
     def admit(self, job: Job) -> bool:
         """Hold room for its prompt and answer; False: it waits its turn."""
@@ -213,7 +224,7 @@ class Machinery:
                 job = self.prompts[0]
                 chunk, turns = job.chunk, job.steps if len(self.prompts) == 1 else min(job.steps, 1.0)
                 context = (job.cached_tokens + job.stored_tokens + job.request.prompt_tokens) / 2
-            self._step = self.machine.step(len(self.batch), self.held_tokens, chunk, context)
+            self._step = self.machine.step(len(self.batch), self.held_tokens, chunk, context, self.others)
             if self.batch:
                 turns = min(turns, self.batch[0][0] - self._turns)
         self.next_at = self._now + max(turns, 0.0) * self._step if self._step else float("inf")

@@ -161,11 +161,11 @@ class Planner:
         prompts = (sequence for sequence in self.running if sequence.is_in_its_prompt)
         others = sorted(prompts, key=lambda sequence: need(sequence, now), reverse=True)
         works = [self._work(sequence, 1) for sequence in single]
-        budget = self._config.prompt_budget(is_mixed=bool(single))
+        budget, shared = (self._config.prompt_budget(is_mixed) for is_mixed in (bool(single), True))
         for sequence in others:
             num_tokens = min(budget, sequence.num_pending, self.pages.room(sequence) - sequence.num_launched)
-            if num_tokens:
-                budget -= num_tokens
+            if num_tokens > 0:
+                budget = min(budget, shared) - num_tokens  # the first prompt waits for those beside it
                 works.append(self._work(sequence, num_tokens))
         return works
 

@@ -46,6 +46,7 @@ class CountingRunner:
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self.pool_memory = PoolMemory(0, 1, config.num_blocks)
         self.chunks: list[tuple[RequestKey, int]] = []
+        self.steps: list[list[int]] = []
         self.under_way: deque[Counted] = deque()
         self.last: dict[Sequence, int] = {}
 
@@ -67,15 +68,17 @@ class CountingRunner:
         """Note what a device would be given."""
         assert len({id(work.sequence) for work in works}) == len(works)
         generating = [work for work in works if work.num_tokens == 1 and work.samples and not work.sequence.is_prefill]
-        assert sum(work.num_tokens for work in works if work.num_tokens > 1) <= self.config.prompt_budget(
-            is_mixed=bool(generating)
-        )
+        pieces = [work.num_tokens for work in works if work.num_tokens > 1]
+        assert sum(pieces) <= self.config.prompt_budget(is_mixed=bool(generating))
+        # nobody waits for more of other prompts than that
+        assert sum(pieces) <= max([*pieces, self.config.prompt_budget(is_mixed=True)])
         assert all(work.num_tokens >= 1 for work in works)
         for group, reach in enumerate(self.config.reaches):
             most = 2 * self.config.paging.most(group)
             held = [len(work.sequence.runs[group].blocks) for work in works]
             assert not reach.width or max(held) <= most, "more pages than two windows and a step"
         noted = [(each, list(each.sequence.runs), list(each.sequence.token_ids)) for each in works]
+        self.steps.append([work.num_tokens for work in works])
         self.chunks += [(work.sequence.spec.key, work.num_tokens) for work in works]
         self.under_way.append(Counted(self, noted))
         return self.under_way[-1]

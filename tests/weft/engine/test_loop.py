@@ -278,3 +278,24 @@ def test_prompts_come_in_small_pieces_beside_those_who_generate_and_in_large_one
         pass
     pieces = {name: [count for key, count in runner.chunks if key.request_id == name] for name in prompts}
     assert pieces == {"writer": [3] + [1] * 7, "reader": [5] * 6, "late": [12, 12, 6]}
+
+
+def test_a_prompt_waits_for_others_in_its_step_only_while_they_are_short() -> None:
+    config = replace(CONFIG, num_blocks=40, max_context_tokens=80, chunk_tokens=12, mixed_tokens=5, max_num_seqs=9)
+    runner = CountingRunner(config)
+    loop = Loop(runner, config, lambda output: None)
+    lengths = (9, 20, 2, 2, 7, 3)
+    prompts = [[number] * length for number, length in enumerate(lengths)]
+    loop.turn(
+        [
+            Sequence(
+                SequenceSpec(RequestKey(f"{prompt[0]}"), tuple(prompt), SamplingParams(1), SequenceMode.PREFILL),
+                prompt,
+                0.0,
+            )
+            for prompt in prompts
+        ]
+    )
+    while not loop.turn([]):
+        pass
+    assert runner.steps == [[9], [12], [8], [2, 2, 1], [6], [3]]
