@@ -7,7 +7,8 @@ decode or not, or the simulator's speed.
     python -m loadtest.fleet speed   --trace mooncake_conversation.jsonl
 
 Prints a table; `--out DIR` writes it as JSON, of `hits` beside what is there already, and as a page with plots.
-Everything is a simulation of workers; the routing is the scheduler's own code. Same trace, same options, same figures.
+Everything is a simulation of workers; the routing is the scheduler's own code. Same trace, same options, same figures:
+rules that break ties by chance are run with several seeds in `compare`, whose mean is told.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--cache", default="32", help="a prefill worker's cache, in millions of tokens; several for `hits`"
     )
     parser.add_argument("--requests", type=int, default=12_000)
+    parser.add_argument("--draws", type=int, default=5, help="of `compare`: others' rules draw ties so many times")
     parser.add_argument(
         "--machine", default="h100-8b", help="or a JSON file with the fields of loadtest.fleet.machine.Machine"
     )

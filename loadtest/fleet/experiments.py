@@ -12,7 +12,7 @@ from dataclasses import replace
 from rich.table import Table
 
 from loadtest.fleet import page
-from loadtest.fleet.figures import Figures, Targets, summarize
+from loadtest.fleet.figures import Figures, Targets, average, summarize
 from loadtest.fleet.machine import Machine, load_machine
 from loadtest.fleet.ours import Signals, Weft
 from loadtest.fleet.scenario import Scenario
@@ -51,9 +51,10 @@ def compare(options: argparse.Namespace) -> Result:
         scenario = Scenario(workers, load, options.requests)
         requests = scenario.requests(trace, machine)
         plan = FleetPlan(machine, scenario.num_prefill, workers - scenario.num_prefill, cache_tokens=cache)
-        policies: list[Policy] = [Weft(), *zoo()]
         rows = [_run(replace(plan, store_tokens=NO_END), Weft("weft with its store", Signals(store=True)), requests)]
-        rows += [_run(plan, policy, requests) for policy in policies]
+        rows.append(_run(plan, Weft(), requests))
+        draws = [zoo(seed) for seed in range(options.draws)]
+        rows += [average([_run(plan, each, requests) for each in same]) for same in zip(*draws, strict=True)]
         title = f"{workers} workers at {load:.0%} load"
         tables.append(_table(title, rows))
         parts += [page.heading(title), _html(rows)]

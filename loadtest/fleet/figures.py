@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class Figures:
     of_ideal: float
     imbalance: float
     prefill_busy: float
-    rejected: int
+    rejected: float
     dollars_per_million: float
 
     def as_dict(self) -> dict[str, float | str]:
@@ -76,6 +77,13 @@ def summarize(name: str, requests: Sequence[Request], outcome: Outcome, targets:
         rejected=len(outcome.rejected),
         dollars_per_million=dollars / max(tokens, 1) * 1e6,
     )
+
+
+def average(rows: Sequence[Figures]) -> Figures:
+    """Of runs that differ by chance alone."""
+    names = [each.name for each in fields(Figures) if each.name != "policy"]
+    means: dict[str, Any] = {name: fmean(getattr(row, name) for row in rows) for name in names}
+    return replace(rows[0], **means)
 
 
 def _is_good(job: Job, targets: Targets) -> bool:

@@ -76,6 +76,7 @@ class Zoo:
         self, name: str, prefill: Rule, decode: Rule | None = None, sees_caches: bool = False, copies: float = 0.0
     ) -> None:
         self.name = name
+        self.seed = 0
         self._copies = copies
         self._prefill_rule, self._decode_rule = prefill, decode or prefill
         self._index: PrefixIndex[Load] | None = PrefixIndex() if sees_caches else None
@@ -85,7 +86,8 @@ class Zoo:
         self._uncached: dict[int, int] = {}
 
     def start(self, workers: Sequence[Machinery], store: BlockCache | None) -> None:
-        """The fleet."""
+        """The fleet; from here on chance is that of `seed`, whoever ran before."""
+        _rng.seed(self.seed)
         self._loads = [Load(worker) for worker in workers]
         self._prefills = [load for load in self._loads if load.worker.role != "decode"]
         self._decodes = [load for load in self._loads if load.worker.role != "prefill"]
@@ -127,14 +129,14 @@ class Zoo:
 
 
 def _least(loads: Sequence[Load], cost: Callable[[Load], float]) -> Load:
-    """Ties by chance would be kinder; by order is what most do after a random or rotating start."""
+    """Ties are drawn, as most do after a random or rotating start."""
     values = [cost(load) for load in loads]
     best = min(values)
     tied = [load for load, value in zip(loads, values, strict=True) if value <= best]
     return tied[0] if len(tied) == 1 else _rng.choice(tied)
 
 
-_rng = random.Random(7)
+_rng = random.Random()
 
 
 def _requests(load: Load) -> float:
@@ -265,9 +267,9 @@ def aibrix(loads: Sequence[Load], asked: Asked) -> Load:
     return least_requests(loads, asked)
 
 
-def zoo() -> list[Zoo]:
-    """One of each, fresh."""
-    return [
+def zoo(seed: int = 0) -> list[Zoo]:
+    """One of each, fresh; ties are drawn by `seed`."""
+    policies = [
         Zoo("random", anyone),
         Zoo("round robin", round_robin()),
         Zoo("least requests", least_requests),
@@ -283,3 +285,6 @@ def zoo() -> list[Zoo]:
         Zoo("Mooncake without copies", conductor, least_requests, sees_caches=True),
         Zoo("Mooncake conductor", copying_conductor, least_requests, sees_caches=True, copies=COPY_RATIO),
     ]
+    for policy in policies:
+        policy.seed = seed
+    return policies

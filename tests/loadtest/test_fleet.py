@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from loadtest.fleet.calibrate import LENGTHS
-from loadtest.fleet.figures import Targets, summarize, weighted_percentile
+from loadtest.fleet.figures import Targets, average, summarize, weighted_percentile
 from loadtest.fleet.fitting import CHUNK_TOKENS, Look, Window, fit, windows
 from loadtest.fleet.machine import H100, load_machine
 from loadtest.fleet.ours import Signals, Weft
@@ -222,6 +222,28 @@ def test_the_same_run_twice_is_the_same_run() -> None:
     requests = conversations(20, 3)
     first, second = (run(Weft(), requests) for _ in range(2))
     assert [job.ended_at for job in first.jobs] == [job.ended_at for job in second.jobs]
+
+
+@pytest.mark.parametrize("name", ["random", "power of two", "Mooncake conductor"])
+def test_a_rule_draws_ties_by_its_seed_whoever_ran_before(name: str) -> None:
+    requests = conversations(20, 3)
+
+    def ends(seed: int) -> list[float]:
+        policy = next(policy for policy in zoo(seed) if policy.name == name)
+        return [job.ended_at for job in run(policy, requests).jobs]
+
+    first, other, again = ends(0), ends(1), ends(0)
+    assert first == again
+    assert first != other
+
+
+def test_figures_of_runs_that_differ_by_chance_are_their_mean() -> None:
+    requests = conversations(20, 3)
+    rows = [summarize("a", requests, run(policy, requests), Targets()) for policy in (zoo()[0], zoo(1)[0])]
+    assert rows[0] != rows[1]
+    assert astuple(average(rows))[1:] == pytest.approx(
+        [sum(pair) / 2 for pair in zip(astuple(rows[0])[1:], astuple(rows[1])[1:], strict=True)]
+    )
 
 
 def test_sessions_are_found_in_a_trace_that_names_none(tmp_path: Path) -> None:
