@@ -15,8 +15,8 @@ MIN_PINNED = 64
 class EngineConfig:
     """Bounds of one engine; blocks are counted in blocks, everything else in tokens or sequences.
 
-    `chunk_tokens`: of a prompt, computed in one step at most; `mixed_tokens`: prompt tokens of a step that somebody else
-    waits for, who generates in it or has a prompt in it (0: as many). `max_waiting`: sequences not yet admitted.
+    `chunk_tokens`: of a prompt, computed in one step at most; `mixed_tokens`: prompt tokens of a step that others wait
+    for, who generate in it or have a prompt in it (0: as many). `max_waiting`: sequences not yet admitted.
     `pin_sealed`: report full blocks for copying, at most `max_pinned` of them unanswered at a time
     (0: an eighth of the pool, 64 at least).
     `reaches`: how far back each group of layers looks; blocks are pages, one for each group and `block_tokens` tokens.
