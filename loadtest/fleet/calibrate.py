@@ -49,8 +49,6 @@ BATCHES = (1, 2, 4)
 ANSWERS, ANSWER_TOKENS = 10, 128
 # clients for each prefill worker while the mesh does what it can
 WAITING = 12
-
-
 Result = TypeVar("Result")
 
 
@@ -98,12 +96,16 @@ def real(records: Sequence[Record]) -> tuple[float, float]:
 
 
 async def offer(target: Target, rate: float, options: Options, seed: int) -> list[Record]:
-    """So many requests a second, by chance. Raises RuntimeError when one fails."""
+    """So many requests a second, by chance."""
     count = max(round(rate * options.seconds), 8)
     recipe = Recipe(count, options.prompt_tokens, 0, options.output_tokens, spread=0.5, rate=rate, seed=seed)
-    records = await Load(target, from_recipe(recipe)).run(0, 4 * options.seconds + 60)
+    return checked(await Load(target, from_recipe(recipe)).run(0, 4 * options.seconds + 60))
+
+
+def checked(records: list[Record]) -> list[Record]:
+    """The same. Raises RuntimeError when one failed."""
     if failed := [record.error for record in records if record.error]:
-        raise RuntimeError(f"{len(failed)} of {count} requests failed: {failed[0]}")
+        raise RuntimeError(f"{len(failed)} of {len(records)} requests failed: {failed[0]}")
     return records
 
 
@@ -112,7 +114,7 @@ async def answers_alone(target: Target) -> float:
     records = []
     for clients in BATCHES:
         recipe = Recipe(ANSWERS * clients, 8, 0, ANSWER_TOKENS, concurrency=clients, seed=clients)
-        records.append(await Load(target, from_recipe(recipe)).run(clients, 120.0))
+        records.append(checked(await Load(target, from_recipe(recipe)).run(clients, 120.0)))
     return real(records[0])[1]
 
 
@@ -121,8 +123,8 @@ async def prompts_alone(target: Target, seed: int) -> list[tuple[int, float]]:
     quickest = []
     for length in LENGTHS:
         recipe = Recipe(REPEATS, length, 0, 1, concurrency=1, seed=1000 * seed + length)
-        records = await Load(target, from_recipe(recipe)).run(1, 120.0)
-        best = min((record for record in records if not record.error), key=lambda record: record.first_token)
+        records = checked(await Load(target, from_recipe(recipe)).run(1, 120.0))
+        best = min(records, key=lambda record: record.first_token)
         quickest.append((best.prompt_tokens, best.first_token))
     return quickest
 
@@ -131,20 +133,22 @@ async def capacity(target: Target, options: Options, seed: int) -> float:
     """Requests a second that come out when there are always some that wait."""
     clients = WAITING * options.prefill
     sizes = (4 * clients, options.prompt_tokens, 0, options.output_tokens, 0.5)
-    records = await Load(target, from_recipe(Recipe(*sizes, concurrency=clients, seed=seed))).run(clients, 600.0)
-    begun = sorted(record.arrivals[0] for record in records if not record.error)
+    recipe = Recipe(*sizes, concurrency=clients, seed=seed)
+    records = checked(await Load(target, from_recipe(recipe)).run(clients, 600.0))
+    begun = sorted(record.arrivals[0] for record in records)
     return (len(begun) - clients) / (begun[-1] - begun[clients - 1])
 
 
 async def watched(mesh: LocalMesh, found: Measured, load: Coroutine[None, None, Result]) -> Result:
     """A load, and what the workers counted under it from second to second."""
     looks = []
-    running = asyncio.ensure_future(load)
-    while not running.done():
-        looks.append(Look(time.monotonic(), await asyncio.to_thread(mesh.reports)))
-        await asyncio.sleep(1.0)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(load)
+        while not running.done():
+            looks.append(Look(time.monotonic(), await asyncio.to_thread(mesh.reports)))
+            await asyncio.sleep(1.0)
     found.windows += windows(looks)
-    return await running
+    return running.result()
 
 
 async def measure(mesh: LocalMesh, options: Options) -> Measured:

@@ -285,17 +285,11 @@ def test_a_prompt_waits_for_others_in_its_step_only_while_they_are_short() -> No
     runner = CountingRunner(config)
     loop = Loop(runner, config, lambda output: None)
     lengths = (9, 20, 2, 2, 7, 3)
-    prompts = [[number] * length for number, length in enumerate(lengths)]
-    loop.turn(
-        [
-            Sequence(
-                SequenceSpec(RequestKey(f"{prompt[0]}"), tuple(prompt), SamplingParams(1), SequenceMode.PREFILL),
-                prompt,
-                0.0,
-            )
-            for prompt in prompts
-        ]
-    )
+    sequences = []
+    for number, length in enumerate(lengths):
+        spec = SequenceSpec(RequestKey(f"{number}"), (number,) * length, SamplingParams(1), SequenceMode.PREFILL)
+        sequences.append(Sequence(spec, list(spec.token_ids), 0.0))
+    loop.turn(sequences)
     while not loop.turn([]):
         pass
     assert runner.steps == [[9], [12], [8], [2, 2, 1], [6], [3]]
