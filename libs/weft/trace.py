@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -148,13 +148,14 @@ def begin(name: str, parent: str = "") -> Span | None:
     return span
 
 
-@contextmanager
-def served(name: str, parent: str) -> Iterator[Span | None]:
+def served(name: str, parent: str) -> AbstractContextManager[Span | None]:
     """A span of a peer's call, if the peer traces it; current inside the block."""
     span = begin(name, parent) if parent else None
-    if span is None:
-        yield None
-        return
+    return nullcontext() if span is None else _until_ended(span)
+
+
+@contextmanager
+def _until_ended(span: Span) -> Iterator[Span]:
     try:
         yield span
     except asyncio.CancelledError:

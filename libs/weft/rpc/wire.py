@@ -186,9 +186,14 @@ def fingerprint_from_wire(fingerprint: common_pb2.ModelFingerprint) -> ModelFing
 
 def address_to_wire(worker: WorkerAddress) -> scheduler_service_pb2.WorkerAddress:
     """Total."""
-    return scheduler_service_pb2.WorkerAddress(
-        worker_id=worker.worker_id, boot_id=worker.boot_id, address=worker.address
-    )
+    message = scheduler_service_pb2.WorkerAddress()
+    address_into_wire(worker, message)
+    return message
+
+
+def address_into_wire(worker: WorkerAddress, message: scheduler_service_pb2.WorkerAddress) -> None:
+    """Total; into its place in a larger message."""
+    message.worker_id, message.boot_id, message.address = worker.worker_id, worker.boot_id, worker.address
 
 
 def address_from_wire(worker: scheduler_service_pb2.WorkerAddress) -> WorkerAddress:

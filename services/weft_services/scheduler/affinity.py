@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from redis.asyncio import Redis
 
@@ -48,7 +49,7 @@ FOUND = "session affinity is back"
 LOST = "session affinity is off, requests go by load alone"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Write:
     """Bind the session to the preference, or, with `failed_id`, forget it where it names that worker."""
 
@@ -57,8 +58,7 @@ class _Write:
     failed_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
+class _Read(NamedTuple):
     """A lookup that waits for `found`: what Valkey has, None for nothing."""
 
     name: str
@@ -93,13 +93,13 @@ class Affinity:
         self._has_written.set()
         self._reads: list[_Read] = []
         self._has_news = asyncio.Event()
-        self._is_running = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # while `run` is running
 
     async def lookup(self, model: str, session: bytes) -> Preference:
         """Where the session's cache is; no preference when it is not known or Valkey does not answer in time."""
-        if self._valkey is None or not session or not self._is_running or self._valkey.is_resting:
+        if not session or self._loop is None or self._valkey is None or self._valkey.is_resting:
             return NO_PREFERENCE
-        read = _Read(_name(model, session), asyncio.get_running_loop().create_future())
+        read = _Read(_name(model, session), self._loop.create_future())
         self._reads.append(read)
         self._has_news.set()
         found = await read.found
@@ -120,7 +120,7 @@ class Affinity:
         try:
             # the first lookup has no time to connect in as well
             await self._valkey.ask(lambda redis: redis.get(_name("", b"")))
-            self._is_running = True
+            self._loop = asyncio.get_running_loop()
             while True:
                 await self._has_news.wait()
                 self._has_news.clear()
@@ -128,7 +128,7 @@ class Affinity:
                     await self._carry_out(self._valkey, self._next_batch())
                 self._has_written.set()
         finally:
-            self._is_running = False
+            self._loop = None
             _answer(self._reads, ())
             await self._valkey.close()
 

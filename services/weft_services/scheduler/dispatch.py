@@ -191,7 +191,6 @@ class Dispatcher:
     async def _place(self, query: RouteQuery, preference: Preference, until: float) -> Placement:
         """Now, or after a wait for room, which is over by then: a worker has been waited for already, perhaps."""
         now, room = self._clock(), self._rooms.get(query.model)
-        busy = Overloaded(OTHERS_WAIT)
         if room is None or room.goes_first(query):
             try:
                 return self._placed(query, preference, now)
@@ -199,6 +198,8 @@ class Dispatcher:
                 raise
             except Overloaded as error:
                 busy = error
+        else:
+            busy = Overloaded(OTHERS_WAIT)
         if self._router.passes_over(query):
             raise busy  # others would wait behind it, for a worker that has room for them
         room = self._rooms[query.model]

@@ -98,7 +98,7 @@ def _store_saves(demand: Demand, held: int) -> float:
     return prefixes.credit.memory * (end - held - on_disk) + prefixes.credit.disk * on_disk
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Pick:
     """A worker and its cost."""
 
@@ -106,7 +106,7 @@ class _Pick:
     cost: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _View:
     """One request before one model's workers."""
 
@@ -141,33 +141,29 @@ class _View:
 
     def _prefill_costs(self) -> Row:
         demand, served, last = self.demand, self.served, self.demand.query.prompt_tokens - 1
-        costs = served.prefill_costs(self._own(0), self._weight(0))
+        costs = served.prefill_costs(*self._work(0))
         costs += served.bars[WorkerRole.PREFILL]
         slots, preferred = served.prefill_slots, served.by_id.get(demand.preference.prefill_id)
         own, weight, before = 0, 0.0, -1  # nearly all who hold anything hold what is common, and no more
         for worker, tokens in demand.prefixes.held.items():
             if (slot := slots.get(worker)) is not None:
                 if tokens != before:
-                    before, held = tokens, min(tokens, last)
-                    own, weight = self._own(held), self._weight(held)
+                    before = tokens
+                    own, weight = self._work(tokens if tokens < last else last)
                 costs[slot] = worker.prefill_cost(own, weight)
         if preferred is not None and (slot := slots.get(preferred)) is not None:
-            held = held_tokens(demand, preferred)
-            costs[slot] = preferred.prefill_cost(self._own(held), self._weight(held))
+            costs[slot] = preferred.prefill_cost(*self._work(held_tokens(demand, preferred)))
         return costs
 
-    def _own(self, held: int) -> int:
-        return _uncomputed(self.demand, held)
-
-    def _weight(self, held: int) -> float:
-        """The prompt's tokens that have to be computed where so many are held, as they count against a worker. What is
-        fetched costs nobody else anything: it comes while others compute."""
-        demand, prefixes = self.demand, self.demand.prefixes
-        total = demand.query.prompt_tokens
+    def _work(self, held: int) -> tuple[int, float]:
+        """Tokens to compute where so many are held, and how many they count for against a worker. What is fetched costs
+        nobody else anything: it comes while others compute."""
+        prefixes, total = self.demand.prefixes, self.demand.query.prompt_tokens
+        saved = _store_saves(self.demand, held)
         there = max(held, min(prefixes.stored_tokens, total - 1))
-        fetching = there - held - _store_saves(demand, held)
         own = total - max(there, prefixes.common_tokens)
-        return self.care * own + max(prefixes.common_tokens - there, 0) + fetching
+        weight = self.care * own + max(prefixes.common_tokens - there, 0) + (there - held - saved)
+        return total - held - int(saved), weight
 
     def _decode_costs(self) -> Row:
         demand, served = self.demand, self.served
@@ -185,7 +181,7 @@ class _View:
 
     def _whole_costs(self) -> Row:
         """Of whoever decodes and computes all of the prompt."""
-        return self._decode_costs() + self.served.prefill_costs(self._own(0), self._weight(0))
+        return self._decode_costs() + self.served.prefill_costs(*self._work(0))
 
     def _one(self, decode: _Pick, prefill: _Pick, prefill_costs: Row, decode_costs: Row) -> Worker | None:
         """The worker that had better do both, if there is one."""
@@ -232,7 +228,8 @@ class _View:
         """Among those that cost about the same one that the session knows, or whoever was given least."""
         served, preference = self.served, self.demand.preference
         first = served.firsts[role]
-        if first is None or (best := float(np.minimum.reduce(costs))) == INFINITE:
+        # the place of the least is found in a third of the time that the least itself is
+        if first is None or (best := float(costs[costs.argmin()])) == INFINITE:
             return None
         limit = best + TIE_SECONDS + TIE_SHARE * self.demand.query.prompt_tokens * first.token_seconds
         (tied,) = (costs <= limit).nonzero()
@@ -253,7 +250,8 @@ class _View:
 
     def _placed(self, decode: Worker, prefill: Worker) -> Placement:
         demand, preference = self.demand, self.demand.preference
-        own = uncached_tokens(demand, prefill)
+        held = held_tokens(demand, prefill)
+        own = _uncomputed(demand, held)
         handoff = 0.0 if prefill is decode else HANDOFF_SECONDS
         wait = prefill.wait_seconds(own)
         return Placement(
@@ -265,7 +263,7 @@ class _View:
             ttft_seconds=wait + own * prefill.token_seconds + handoff,
             wait_seconds=wait,
             itl_seconds=decode.speed.itl_seconds(max(decode.report.num_running, decode.booked.requests) + 1),
-            held_tokens=held_tokens(demand, prefill),
+            held_tokens=held,
         )
 
 
@@ -279,5 +277,6 @@ def has_room(worker: Worker, role: WorkerRole, demand: Demand) -> bool:
     decode = worker.decode_tokens + demand.query.prompt_tokens + demand.output_tokens
     if role is not WorkerRole.PREFILL and decode > MAX_DECODE_POOLS * info.pool_tokens:
         return False
-    prefill = worker.prefill_tokens + uncached_tokens(demand, worker)
-    return role is WorkerRole.DECODE or prefill <= MAX_PREFILL_POOLS * info.pool_tokens
+    if role is WorkerRole.DECODE:
+        return True
+    return worker.prefill_tokens + uncached_tokens(demand, worker) <= MAX_PREFILL_POOLS * info.pool_tokens

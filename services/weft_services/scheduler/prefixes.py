@@ -73,22 +73,32 @@ class PrefixIndex(Generic[HolderT]):
         return found
 
     def _hits(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Depths at which somebody holds a key, and who does. Each look is a walk through cold memory: none goes beyond
-        the first depth of the grid that nobody holds, as nobody holds what is behind it either."""
+        """The deepest depths at which the same holders have a key, and who they are. Each look is a walk through cold
+        memory: none goes beyond the first depth of the grid that nobody holds, as nobody holds what is behind it
+        either."""
         hits: list[tuple[int, int]] = []
         get, last, mask = self._masks.get, 0, 0
         for depth in _grid(len(keys)):
             if (here := get(keys[depth - 1])) is None:
-                ends = []
-                for between in range(depth - 1, last, -1):
-                    if (here := get(keys[between - 1])) is not None:
-                        ends.append((between, here))
-                        if here == mask:
-                            break  # all who hold the depth before
-                return hits + ends[::-1]
-            hits.append((depth, here))
-            last, mask = depth, here
-        return hits
+                between = self._ends(keys[last : depth - 1], last, mask)
+                return [*hits, (last, mask), *between] if mask else hits
+            if here != mask:
+                if mask:
+                    hits.append((last, mask))
+                mask = here
+            last = depth
+        return [*hits, (last, mask)] if mask else hits
+
+    def _ends(self, keys: Sequence[bytes], depth: int, mask: int) -> list[tuple[int, int]]:
+        """The same of these keys behind that depth: between two depths of the grid prompts end. No look goes before
+        one that all who are in `mask` have."""
+        ends: list[tuple[int, int]] = []
+        for between in range(len(keys), 0, -1):
+            if here := self._masks.get(keys[between - 1], 0):
+                ends.append((depth + between, here))
+                if here == mask:
+                    break
+        return ends[::-1]
 
     def add(self, holder: HolderT, keys: Sequence[bytes], held: int, capacity: int) -> None:
         """The holder has, or is about to have, all these blocks; `held` of them it was known to have.

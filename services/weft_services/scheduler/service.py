@@ -15,14 +15,14 @@ from weft.errors import EngineFailed, InvalidRequest, Overloaded, RoomClosed, We
 from weft.lifetime import Stage
 from weft.request import RequestKey
 from weft.rpc.status import as_weft_error
-from weft.rpc.wire import address_to_wire, key_from_wire
+from weft.rpc.wire import address_into_wire, key_from_wire
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.fleet_service import MAX_NAME_CHARS, FleetServicer
 from weft_services.scheduler.router import Progress
-from weft_services.scheduler.state import DEFAULT_REQUEST_SECONDS, Priority, RouteQuery
+from weft_services.scheduler.state import DEFAULT_REQUEST_SECONDS, Placement, Priority, RouteQuery
 from weft_services.scheduler.store_watch import StoreWatch
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,9 @@ class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
         self, request: pb.RouteRequest, context: grpc.aio.ServicerContext[pb.RouteRequest, pb.RouteResponse]
     ) -> pb.RouteResponse:
         """See the proto."""
-        return await self._route(request)
+        response = pb.RouteResponse()
+        _fill(response, *await self._route(request))
+        return response
 
     async def RouteMany(  # type: ignore[override]
         self,
@@ -84,21 +86,15 @@ class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
                 asked.end()
                 sending.cancel()
 
-    async def _route(self, request: pb.RouteRequest, gateway_id: str = "") -> pb.RouteResponse:
+    async def _route(self, request: pb.RouteRequest, gateway_id: str = "") -> tuple[Placement, float]:
+        """And the seconds that it took."""
         began = time.monotonic()
         with trace.served("route", request.traceparent) as span:
             placement = await self._dispatcher.route(_query(request, gateway_id))
             if span is not None:
                 prefill_id = placement.prefill.worker_id if placement.prefill else ""
                 span.set({"weft.decode.worker": placement.decode.worker_id, "weft.prefill.worker": prefill_id})
-        return pb.RouteResponse(
-            decode=address_to_wire(placement.decode.info.address),
-            prefill=address_to_wire(placement.prefill.info.address) if placement.prefill else None,
-            predicted_ttft_ms=round(placement.ttft_seconds * 1000),
-            predicted_itl_ms=round(placement.itl_seconds * 1000),
-            predicted_cached_tokens=placement.held_tokens,
-            waited_ms=round((time.monotonic() - began) * 1000),
-        )
+        return placement, time.monotonic() - began
 
     async def Settle(
         self, request: pb.SettleRequest, context: grpc.aio.ServicerContext[pb.SettleRequest, pb.SettleResponse]
@@ -114,17 +110,17 @@ class _Asked:
     """The routes of one stream that are under way, and answers that are not sent yet. `gateway_id`: whose it is, once
     that has been said."""
 
-    def __init__(self, route: Callable[[pb.RouteRequest, str], Awaitable[pb.RouteResponse]]) -> None:
+    def __init__(self, route: Callable[[pb.RouteRequest, str], Awaitable[tuple[Placement, float]]]) -> None:
         self.gateway_id = ""
         self._route = route
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._results: list[pb.RouteResult] = []
+        self._answers = pb.RouteManyResponse()
         self._news = asyncio.Event()
 
     def ask(self, group: asyncio.TaskGroup, request: pb.RouteRequest) -> None:
         """Begin one; over the bound it is refused."""
         if len(self._tasks) >= MAX_UNDER_WAY:
-            self._answer(_refused(request.key, Overloaded(f"{MAX_UNDER_WAY} requests of this gateway wait already")))
+            _refuse(self._answer(request), Overloaded(f"{MAX_UNDER_WAY} requests of this gateway wait already"))
             return
         key = (request.key.request_id, request.key.generation)
         if (earlier := self._tasks.get(key)) is not None:
@@ -152,27 +148,42 @@ class _Asked:
         while True:
             await self._news.wait()
             self._news.clear()
-            results, self._results = self._results, []
-            await write(pb.RouteManyResponse(results=results))
+            answers, self._answers = self._answers, pb.RouteManyResponse()
+            await write(answers)
 
     async def _place(self, request: pb.RouteRequest) -> None:
         try:
-            self._answer(pb.RouteResult(key=request.key, placed=await self._route(request, self.gateway_id)))
+            placement, seconds = await self._route(request, self.gateway_id)
         except Exception as error:
-            self._answer(_refused(request.key, as_weft_error(error)))
+            _refuse(self._answer(request), as_weft_error(error))
+        else:
+            _fill(self._answer(request).placed, placement, seconds)
 
-    def _answer(self, result: pb.RouteResult) -> None:
-        self._results.append(result)
+    def _answer(self, request: pb.RouteRequest) -> pb.RouteResult:
+        """To be filled at once, in its place: a message that is put into another is written and read for that."""
+        result = self._answers.results.add()
+        result.key.request_id, result.key.generation = request.key.request_id, request.key.generation
         self._news.set()
+        return result
 
 
-def _refused(key: common_pb2.RequestKey, error: WeftError) -> pb.RouteResult:
+def _fill(response: pb.RouteResponse, placement: Placement, seconds: float) -> None:
+    address_into_wire(placement.decode.info.address, response.decode)
+    if placement.prefill is not None:
+        address_into_wire(placement.prefill.info.address, response.prefill)
+    response.predicted_ttft_ms = round(placement.ttft_seconds * 1000)
+    response.predicted_itl_ms = round(placement.itl_seconds * 1000)
+    response.predicted_cached_tokens = placement.held_tokens
+    response.waited_ms = round(seconds * 1000)
+
+
+def _refuse(result: pb.RouteResult, error: WeftError) -> None:
     if isinstance(error, EngineFailed):
         logger.error("a route failed by a bug", exc_info=error)
     seconds = error.retry_after_seconds if isinstance(error, Overloaded) else 0.0
     hold_ms = round(error.hold_seconds * 1000) if isinstance(error, RoomClosed) else 0
     refusal = pb.RouteRefusal(code=error.code, message=str(error), retry_after_seconds=seconds, hold_ms=hold_ms)
-    return pb.RouteResult(key=key, refused=refusal)
+    result.refused.CopyFrom(refusal)
 
 
 def _at_most(param: str, size: int, limit: int) -> None:
@@ -217,7 +228,7 @@ def _query(request: pb.RouteRequest, gateway_id: str) -> RouteQuery:
         session=session,
         excluded_worker_ids=frozenset(workers) if workers else NOBODY,
         excluded_boot_ids=frozenset(boots) if boots else NOBODY,
-        block_keys=tuple(block_keys),
+        block_keys=block_keys[:],
         remaining_seconds=request.remaining_ms / 1000 or DEFAULT_REQUEST_SECONDS,
         priority=_PRIORITIES.get(request.priority, Priority.DEFAULT),
         tenant=tenant,

@@ -23,6 +23,8 @@ LAMBDA_SECONDS = 0.15
 MAX_WAIT_RATIO = 8.0
 # of what a worker tells the policy, in the order in which it does
 NUM_ROWS = 7
+# a full pool costs much, and not without end
+MAX_USE = 0.999
 # a request whose gateway names no deadline
 DEFAULT_REQUEST_SECONDS = 600.0
 
@@ -175,7 +177,8 @@ class Worker:
         report, info = self.report, self.info
         held = report.active_blocks + report.quarantined_blocks
         booked = self.booked.decode_tokens / (info.fingerprint.block_tokens or 1)
-        return min((held if held > booked else booked) / (info.num_blocks or 1), 0.999)
+        use = (held if held > booked else booked) / (info.num_blocks or 1)
+        return use if use < MAX_USE else MAX_USE
 
     def refresh(self) -> None:
         """Work out what the policy reads, after any change above."""
@@ -186,22 +189,21 @@ class Worker:
             use, token_seconds = self.kv_use, self.token_seconds
             self.pressure_seconds = pressure = LAMBDA_SECONDS * use / (1.0 - use)
             self.prefill_seconds = self.prefill_tokens * token_seconds
-            num_prompts = max(self.booked.requests, report.num_running + report.num_waiting, 1)
-            self.overtaken_seconds = MAX_WAIT_RATIO * num_prompts * token_seconds
+            booked, known = self.booked.requests or 1, report.num_running + report.num_waiting
+            self.overtaken_seconds = MAX_WAIT_RATIO * (known if known > booked else booked) * token_seconds
             self.decode_seconds = self.decode_tokens * self.decode_token_seconds + pressure
         self.tell()
 
     def tell(self) -> None:
         """Write what the policy reads where it reads it."""
-        self.column[:] = (
-            self.pressure_seconds,
-            self.prefill_seconds,
-            self.overtaken_seconds,
-            self.token_seconds,
-            self.decode_seconds,
-            self.decode_token_seconds,
-            self.dispatched_tokens,
-        )
+        column = self.column
+        column[0] = self.pressure_seconds
+        column[1] = self.prefill_seconds
+        column[2] = self.overtaken_seconds
+        column[3] = self.token_seconds
+        column[4] = self.decode_seconds
+        column[5] = self.decode_token_seconds
+        column[6] = self.dispatched_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,10 +261,8 @@ class RouteQuery:
 @dataclass(frozen=True, slots=True)
 class Prefixes:
     """What is known of where a prompt's prefix lies: tokens by worker, and in the store that all share, the last
-    `disk_tokens` of those on its disk only.
-
-    `common_tokens`: the part that more than a few workers hold, such as a system prompt. Another copy pays off.
-    `credit`: what a token in the store saves."""
+    `disk_tokens` of those on its disk only. `common_tokens`: the part that more than a few workers hold, such as a
+    system prompt. Another copy pays off. `credit`: what a token in the store saves."""
 
     held: Mapping[Worker, int] = field(default_factory=dict)
     stored_tokens: int = 0

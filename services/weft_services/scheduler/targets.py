@@ -58,14 +58,11 @@ def check_deadline(query: RouteQuery, placement: Placement) -> None:
     On an idle worker it takes what it takes: no other time is a better one to ask. An answer that has begun goes on:
     its client has the first part, and what is left of it may be less than usual.
     """
-    if query.resumed_tokens:
-        return
-    workers = {placement.decode, placement.prefill or placement.decode}
-    if not any(worker.booked.requests for worker in workers):
-        return
     output = placement.decode_tokens - query.prompt_tokens
     late = placement.ttft_seconds + output * placement.itl_seconds - query.remaining_seconds
-    if late > 0:
+    if late <= 0 or query.resumed_tokens:
+        return
+    if any(worker.booked.requests for worker in (placement.decode, placement.prefill or placement.decode)):
         retry_after_seconds = min(max(late, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
         raise TooLate("the answer would not be complete by its deadline", retry_after_seconds)
 

@@ -31,7 +31,7 @@ async def running(affinity: Affinity) -> AsyncIterator[Affinity]:
     task = asyncio.create_task(affinity.run())
     try:
         async with asyncio.timeout(20):
-            while not (affinity._is_running or task.done()):  # noqa: ASYNC110 (it connects first, and ends without a URL)
+            while not (affinity._loop or task.done()):  # noqa: ASYNC110 (it connects first, and ends without a URL)
                 await asyncio.sleep(0.001)
         yield affinity
     finally:

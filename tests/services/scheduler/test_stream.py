@@ -136,10 +136,10 @@ async def test_one_that_waits_holds_up_nobody_and_leaves_the_room_when_it_is_wit
 async def test_a_key_that_is_asked_again_is_one_request_and_can_be_withdrawn() -> None:
     begun: list[str] = []
 
-    async def route(request: pb.RouteRequest, gateway_id: str) -> pb.RouteResponse:
+    async def route(request: pb.RouteRequest, gateway_id: str) -> tuple[Placement, float]:
         begun.append(request.key.request_id)
         await asyncio.Event().wait()
-        return pb.RouteResponse()
+        raise AssertionError("cancelled before")
 
     asked, request = service._Asked(route), route_request("twice")
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:
@@ -150,7 +150,7 @@ async def test_a_key_that_is_asked_again_is_one_request_and_can_be_withdrawn() -
         assert (begun, list(asked._tasks)) == (["twice", "twice"], [("twice", 0)])
         asked.withdraw([request.key])
     assert not asked._tasks
-    assert not asked._results
+    assert not asked._answers.results
 
 
 async def test_what_was_booked_over_a_stream_is_given_up_when_its_gateway_is_gone(
