@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -14,6 +15,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.errors import EngineFailed, WeftError
 from weft.metrics import REGISTRY
@@ -75,7 +77,9 @@ def build_app(
         *_health_routes(pages),
         *(_operator_routes(pages) if is_alone else []),
     ]
-    return _application(routes, [Middleware(Exchanges), Middleware(Doorkeeper, door=door)])
+    direct = {route.path: route.endpoint for route in generating if isinstance(route.endpoint, GenerationEndpoint)}
+    layers = [Middleware(Exchanges), Middleware(Doorkeeper, door=door), Middleware(Shortcut, endpoints=direct)]
+    return _application(routes, layers)
 
 
 def build_private_app(pipeline: Pipeline) -> Starlette:
@@ -97,6 +101,21 @@ def _application(routes: list[Route], middleware: list[Middleware]) -> Starlette
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
+
+
+class Shortcut:
+    """Straight to endpoints that tell their clients of every error themselves, past what looks for routes and errors
+    on the way to the others."""
+
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, ASGIApp]) -> None:
+        """`endpoints`: of POST requests, by path."""
+        self._app = app
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One exchange."""
+        endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
+        await (endpoint or self._app)(scope, receive, send)
 
 
 class _Pages:

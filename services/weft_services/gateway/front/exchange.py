@@ -73,11 +73,18 @@ def _too_large() -> HttpError:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Do the work; it is cancelled when the client leaves first."""
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(work)
-        watcher = group.create_task(_cancel_on_disconnect(receive, task))
-        task.add_done_callback(lambda _: watcher.cancel())
+    """Do the work; it is cancelled when the client leaves first, and that is no error."""
+    task = asyncio.current_task()
+    assert task is not None
+    watcher = asyncio.create_task(_cancel_on_disconnect(receive, task))
+    try:
+        await work
+    except asyncio.CancelledError:
+        # as a timeout does it: a cancellation that is not the watcher's goes on
+        if not watcher.done() or task.uncancel() > 0:
+            raise
+    finally:
+        watcher.cancel()
 
 
 async def _cancel_on_disconnect(receive: Receive, task: asyncio.Task[None]) -> None:

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from weft.config import CannotListen
+from weft_services.gateway.front.cork import Cork
 
 MAX_HEADERS = 64
 MAX_HEAD_BYTES = 64 * 1024
@@ -87,6 +88,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._moves()
         super().on_headers_complete()
+        self.cycle.transport = Cork(self.cycle, self.loop)
         self._cycles.append(self.cycle)
         if len(self.pipeline) > MAX_PIPELINED:
             self.transport.close()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from weft.errors import InvalidRequest
 from weft.ids import new_seed
 from weft.kv.prefix import block_keys
-from weft.request import SamplingParams
+from weft.request import Grammar, SamplingParams
 from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.generation import Conversation, Embedding, Generation, Prompt, Tokenizing
 from weft_services.gateway.grammar.constrain import grammar_of
@@ -120,9 +120,9 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
     for index in range(len(prompts) * generation.num_candidates):
         place, candidate = divmod(index, generation.num_candidates)
         max_tokens = _max_tokens(generation, len(prompts[place].token_ids), limit)
-        sampling = _sampling(generation, model, max(1, max_tokens), _derive(seed, index))
+        sampling = _sampling(generation, model, max(1, max_tokens), _derive(seed, index), grammar)
         scored = generation.num_scored if candidate == 0 or generation.stream else None
-        sequences.append(PreparedSequence(place, replace(sampling, grammar=grammar), max_tokens, scored))
+        sequences.append(PreparedSequence(place, sampling, max_tokens, scored))
     return Prepared(generation, model, tuple(prompts), tuple(sequences), cache_salt)
 
 
@@ -270,7 +270,9 @@ def _derive(seed: int, index: int) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def _sampling(generation: Generation, model: ServedModel, max_tokens: int, seed: int) -> SamplingParams:
+def _sampling(
+    generation: Generation, model: ServedModel, max_tokens: int, seed: int, grammar: Grammar | None
+) -> SamplingParams:
     defaults = model.defaults
     repetition = generation.repetition_penalty
     if repetition is None:
@@ -291,4 +293,5 @@ def _sampling(generation: Generation, model: ServedModel, max_tokens: int, seed:
         repetition_penalty=repetition,
         logit_bias=generation.logit_bias,
         min_tokens=generation.min_tokens,
+        grammar=grammar,
     )
