@@ -199,7 +199,7 @@ def parse_options() -> tuple[Options, Path | None]:
     parser = argparse.ArgumentParser(description="The simulator against a real mesh.")
     parser.add_argument("--loads", default="0.3,0.5,0.7", help="of what the mesh can do, a comparison each")
     parser.add_argument("--seconds", type=float, default=40.0, help="of each load")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--prefill", type=int, default=1)
