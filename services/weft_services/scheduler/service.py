@@ -152,12 +152,13 @@ class _Asked:
             await write(answers)
 
     async def _place(self, request: pb.RouteRequest) -> None:
+        result = None
         try:
             placement, seconds = await self._route(request, self.gateway_id)
-        except Exception as error:
-            _refuse(self._answer(request), as_weft_error(error))
-        else:
-            _fill(self._answer(request).placed, placement, seconds)
+            result = self._answer(request)
+            _fill(result.placed, placement, seconds)
+        except Exception as error:  # whatever it is, it is this request's, and not the end of a stream for all
+            _refuse(result or self._answer(request), as_weft_error(error))
 
     def _answer(self, request: pb.RouteRequest) -> pb.RouteResult:
         """To be filled at once, in its place: a message that is put into another is written and read for that."""

@@ -7,6 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft_services.scheduler import prefixes
 from weft_services.scheduler.prefixes import PrefixIndex
 
 
@@ -109,3 +110,39 @@ def test_books_agree_whatever_happens(events: list[tuple[str, int, int, bool]]) 
         index.forget(holder)
     assert len(index) == 0
     assert all(not index.match(chain(str(name), 60)) for name in range(6))
+
+
+def walked(index: PrefixIndex[str], keys: list[bytes]) -> dict[str, int]:
+    """What `match` says, depth by depth and holder by holder."""
+    found: dict[str, int] = {}
+    last = 0
+    for depth in (*prefixes._grid(len(keys)), len(keys) + 1):
+        holders = {name for name in "xyz" if depth <= len(keys) and holds(index, name, keys[depth - 1])}
+        if not holders:
+            before = {name for name in "xyz" if last and holds(index, name, keys[last - 1])}
+            for between in range(depth - 1, last, -1):
+                here = {name for name in "xyz" if holds(index, name, keys[between - 1])}
+                found |= {name: max(between, found.get(name, 0)) for name in here}
+                if here and here == before:
+                    break
+            return found
+        found |= dict.fromkeys(holders, depth)
+        last = depth
+    return found
+
+
+def holds(index: PrefixIndex[str], holder: str, key: bytes) -> bool:
+    return holder in index._held and key in index._held[holder].keys
+
+
+@given(EVENTS)
+def test_a_match_is_what_a_walk_finds(events: list[tuple[str, int, int, bool]]) -> None:
+    index: PrefixIndex[str] = PrefixIndex(max_keys=120)
+    asked = [chain(str(name), length) for name in range(6) for length in (0, 1, 9, 23, 60)]
+    for holder, name, length, leaves in events:
+        keys = chain(str(name), length)
+        index.add(holder, keys, index.match(keys).get(holder, 0), 40)
+        if leaves:
+            index.forget(holder)
+        for each in asked:
+            assert index.match(each) == walked(index, each)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.services.scheduler.fakes import Scheduler, join, route_request, serving
 from weft.errors import InvalidRequest, NotFound, Overloaded, PeerLost, RoomClosed, WeftError
+from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
 from weft.rpc.client import open_channel, owned
 from weft.rpc.server import RpcServer
 from weft.rpc.status import as_weft_error
@@ -21,7 +22,7 @@ from weft_services.gateway.mesh import routes
 from weft_services.gateway.mesh.routes import RouteStream, StreamLost
 from weft_services.scheduler import dispatch, gateways, service
 from weft_services.scheduler.affinity import Affinity
-from weft_services.scheduler.state import Placement, RouteQuery
+from weft_services.scheduler.state import Placement, RouteQuery, Worker, WorkerInfo
 from weft_services.scheduler.waiting import WaitingRoom
 
 CANCELLED = pb.Settlement.STAGE_CANCELLED
@@ -151,6 +152,24 @@ async def test_a_key_that_is_asked_again_is_one_request_and_can_be_withdrawn() -
         asked.withdraw([request.key])
     assert not asked._tasks
     assert not asked._answers.results
+
+
+async def test_an_answer_that_cannot_be_written_is_one_requests_failure() -> None:
+    """An exception in its task would end the stream for all."""
+    address = WorkerAddress("decode-0", "boot", "127.0.0.1:1")
+    fingerprint = ModelFingerprint("w", "bfloat16", 16, 1, "v1")
+    worker = Worker(WorkerInfo(address, WorkerRole.DECODE, "m", fingerprint, 8, 128), 0.0)
+
+    async def route(request: pb.RouteRequest, gateway_id: str) -> tuple[Placement, float]:
+        seconds = float("inf") if request.key.request_id == "odd" else 1.0
+        return Placement(worker, None, 1, 1, ttft_seconds=seconds), 0.0
+
+    asked = service._Asked(route)
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        asked.ask(group, route_request("odd"))
+        asked.ask(group, route_request("even"))
+    outcomes = [(each.key.request_id, each.WhichOneof("outcome")) for each in asked._answers.results]
+    assert outcomes == [("odd", "refused"), ("even", "placed")]
 
 
 async def test_what_was_booked_over_a_stream_is_given_up_when_its_gateway_is_gone(

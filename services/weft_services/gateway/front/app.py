@@ -63,7 +63,7 @@ def build_app(
         generating += responses.kept_routes(pipeline, kept, APIS[responses.PATH], timeout_seconds)
     pages, files = _Pages(pipeline), PageFiles()
     routes = [
-        *generating,  # looked at one by one, so what is asked most goes first
+        *generating,  # what is asked of them in other ways than by POST comes this far
         Route("/", files.index),
         Route("/weft/page/{name}", files.file),
         Route("/weft/fleet/events", FleetEvents(pipeline), methods=["GET"]),
