@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import deque
 from contextlib import suppress
 
 import grpc
@@ -21,7 +21,8 @@ from weft.errors import (
 )
 from weft.request import RequestKey, WorkerAddress, WorkerRole
 from weft.rpc import wire
-from weft.rpc.client import open_channel, owned, translated
+from weft.rpc.client import open_channel, translated
+from weft.rpc.outgoing import Outgoing, speaking
 from weft_mesh.v1 import decode_service_pb2 as decode_pb
 from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
 from weft_mesh.v1.decode_service_pb2_grpc import DecodeServiceStub
@@ -168,7 +169,8 @@ class DecodeLink:
         self.worker = worker
         self.is_closed = False
         self._delivery = delivery
-        self._commands: asyncio.Queue[decode_pb.AttachRequest] = asyncio.Queue()  # starts are bounded, so cancels are
+        self._commands: deque[decode_pb.AttachRequest] = deque()  # starts are bounded, so cancels are
+        self._outgoing: Outgoing[decode_pb.AttachRequest] | None = None  # while the stream is open
         self._inboxes: dict[str, tuple[RequestKey, Inbox]] = {}  # of each request the latest attempt here
         self._channel = open_channel(worker.address)
 
@@ -195,7 +197,9 @@ class DecodeLink:
         """Speak until the stream ends, whatever the reason; then fail what was running. Never raises WeftError."""
         reason, at_fault = "closed its stream", self.worker.worker_id
         try:
-            async with owned(DecodeServiceStub(self._channel).Attach(self._requests())) as call:
+            attach = DecodeServiceStub(self._channel).Attach()
+            async with speaking(attach, self._next_command) as (call, self._outgoing):
+                self._outgoing.push()
                 async for frame in call:
                     for delta in frame.deltas:
                         self._dispatch(delta)
@@ -215,7 +219,7 @@ class DecodeLink:
         """Queue a sequence; its deltas go to the inbox until `forget`. Raises PeerLost or Overloaded at once."""
         if self.is_closed:
             raise PeerLost(f"{self.worker.worker_id} is lost", self.worker.worker_id)
-        if self._commands.qsize() >= MAX_QUEUED_STARTS:
+        if len(self._commands) >= MAX_QUEUED_STARTS:
             raise Overloaded("too many requests are on their way to a worker")
         start = decode_pb.StartSequence(
             key=wire.key_to_wire(command.key),
@@ -232,8 +236,8 @@ class DecodeLink:
         )
         if command.placement.prefill is not None:
             start.prefill.CopyFrom(wire.address_to_wire(command.placement.prefill))
-        self._commands.put_nowait(decode_pb.AttachRequest(start=start))
         self._inboxes[command.key.request_id] = (command.key, inbox)
+        self._say(decode_pb.AttachRequest(start=start))
 
     def forget(self, key: RequestKey) -> bool:
         """The sequence has ended by itself. Was it known."""
@@ -247,7 +251,7 @@ class DecodeLink:
         """Stop a sequence and forget it."""
         if self.forget(key) and not self.is_closed:
             cancel = decode_pb.CancelSequence(key=wire.key_to_wire(key))
-            self._commands.put_nowait(decode_pb.AttachRequest(cancel=cancel))
+            self._say(decode_pb.AttachRequest(cancel=cancel))
 
     async def _reach_ready(self) -> bool:
         while (state := self._channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
@@ -256,9 +260,13 @@ class DecodeLink:
             await self._channel.wait_for_state_change(state)
         return True
 
-    async def _requests(self) -> AsyncIterator[decode_pb.AttachRequest]:
-        while True:
-            yield await self._commands.get()
+    def _say(self, command: decode_pb.AttachRequest) -> None:
+        self._commands.append(command)
+        if self._outgoing is not None:
+            self._outgoing.push()
+
+    def _next_command(self) -> decode_pb.AttachRequest | None:
+        return self._commands.popleft() if self._commands else None
 
     def _dispatch(self, delta: decode_pb.SequenceDelta) -> None:
         key = delta.key

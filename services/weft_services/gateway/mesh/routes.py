@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
 from contextlib import suppress
 
 import grpc
@@ -17,7 +16,8 @@ import grpc
 from weft import trace
 from weft.errors import Overloaded, PeerLost, RoomClosed, WeftError, from_code
 from weft.rpc import wire
-from weft.rpc.client import MAX_MESSAGE_BYTES, owned
+from weft.rpc.client import MAX_MESSAGE_BYTES
+from weft.rpc.outgoing import Outgoing, speaking
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
@@ -43,7 +43,9 @@ class RouteStream:
         self._asked: OrderedDict[tuple[str, int], pb.RouteRequest] = OrderedDict()  # and not sent yet
         self._withdrawn: deque[common_pb2.RequestKey] = deque()
         self._waiting: dict[tuple[str, int], asyncio.Future[pb.RouteResponse]] = {}
-        self._has_news = asyncio.Event()
+        self._is_greeted = False
+        self._outgoing: Outgoing[pb.RouteManyRequest] | None = None  # while a stream is open
+        self._is_wanted = asyncio.Event()
 
     async def route(self, query: RouteQuery, remaining_seconds: float) -> Placement:
         """Raises the scheduler's refusal, or StreamLost. Who is cancelled withdraws the request."""
@@ -55,7 +57,7 @@ class RouteStream:
         place: asyncio.Future[pb.RouteResponse] = asyncio.get_running_loop().create_future()
         self._waiting[key] = place
         self._asked[key] = request
-        self._has_news.set()
+        self._push()
         try:
             return await place
         finally:
@@ -63,16 +65,18 @@ class RouteStream:
             was_sent = self._asked.pop(key, None) is None
             if was_sent and place.cancelled():
                 self._withdrawn.append(request.key)
-                self._has_news.set()
+                self._push()
 
     async def run(self) -> None:
         """For ever. A stream that breaks is opened anew, asked or not: the scheduler gives up what is booked for a
         gateway that holds none."""
-        await self._has_news.wait()
+        await self._is_wanted.wait()
         while True:
             error = StreamLost("the scheduler is going away")
             try:
-                async with owned(self._stub.RouteMany(self._batches())) as call:
+                async with speaking(self._stub.RouteMany(), self._next_message) as (call, self._outgoing):
+                    self._is_greeted = False
+                    self._outgoing.push()
                     async for answer in call:
                         for result in answer.results:
                             self._answer(result)
@@ -81,16 +85,20 @@ class RouteStream:
             self._fail_all(error)
             with suppress(TimeoutError):
                 async with asyncio.timeout(REOPEN_SECONDS):
-                    await self._has_news.wait()
+                    await self._is_wanted.wait()
 
-    async def _batches(self) -> AsyncIterator[pb.RouteManyRequest]:
-        yield pb.RouteManyRequest(gateway_id=self._gateway_id)
-        while True:
-            await self._has_news.wait()
-            self._has_news.clear()
-            while self._asked or self._withdrawn:
-                asked, withdrawn = self._next_asked(), _some(self._withdrawn)
-                yield pb.RouteManyRequest(requests=asked, withdrawn=withdrawn)
+    def _push(self) -> None:
+        self._is_wanted.set()
+        if self._outgoing is not None:
+            self._outgoing.push()
+
+    def _next_message(self) -> pb.RouteManyRequest | None:
+        if not self._is_greeted:
+            self._is_greeted = True
+            return pb.RouteManyRequest(gateway_id=self._gateway_id)
+        if not self._asked and not self._withdrawn:
+            return None
+        return pb.RouteManyRequest(requests=self._next_asked(), withdrawn=_some(self._withdrawn))
 
     def _next_asked(self) -> list[pb.RouteRequest]:
         """As many as a message takes; of the largest, one."""
@@ -111,9 +119,10 @@ class RouteStream:
             place.set_exception(_refusal(result.refused))
 
     def _fail_all(self, error: StreamLost) -> None:
+        self._outgoing = None
         self._asked.clear()
         self._withdrawn.clear()
-        self._has_news.clear()
+        self._is_wanted.clear()
         for place in self._waiting.values():
             if not place.done():
                 place.set_exception(error)
