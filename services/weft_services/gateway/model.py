@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from weft_services.gateway.text.detokenizer import ByteDetokenizer, Detokenizer,
 from weft_services.gateway.text.segments import SegmentedEncoder, message_marks
 from weft_services.gateway.text.tool_formats import ToolFormat, choose_format
 
+# each text is tokenized alone, by the thread that asks: to wake one of the library's own for it, and to wait for that,
+# takes a twentieth of a short request's time
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 FEW_IDS = 1024
 # as transformers saves them; the second renders conversations that have tools
 TEMPLATE_FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
