@@ -53,11 +53,11 @@ class Answer:
 
 
 class Answers:
-    """All choices of a request, by index; made as they begin."""
+    """All choices of a request, by index; made as they begin, the first at once: while its token is on its way."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
-        self._answers: dict[int, Answer] = {}
+        self._answers = {0: self._begin(0)}
 
     @property
     def num_reasoning_tokens(self) -> int:

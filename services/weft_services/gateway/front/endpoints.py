@@ -116,9 +116,10 @@ class GenerationEndpoint:
             account.reached("prepared")
             run = self._pipeline.run(prepared, session, self._timeout_seconds)
             account.watch(run)
-            frames = self._api.make_frames(prepared, self._pipeline.fingerprint(prepared.model))
             async with run:
+                # from here on a worker is busy with it, so that this takes nobody's time
                 account.reached("routed")
+                frames = self._api.make_frames(prepared, self._pipeline.fingerprint(prepared.model))
                 if prepared.generation.stream:
                     await _stream(run, frames, reply, telling)
                 else:
@@ -156,11 +157,10 @@ async def _stream(run: Run, frames: Frames, reply: Reply, telling: Telling) -> N
             last_written = time.monotonic()
     usage = account.usage()
     told = event(account.timeline()) if telling.wants_timeline else b""
-    account.finish_reasons = frames.finish_reasons
-    account.close(Stage.FINISHED)
     ending = frames.end(usage)
     await telling.keep(frames)
     await reply.end_stream(told + ending)
+    _finished(account, frames)
 
 
 async def _collect(run: Run, frames: Frames, reply: Reply, telling: Telling) -> None:
@@ -176,10 +176,15 @@ async def _collect(run: Run, frames: Frames, reply: Reply, telling: Telling) -> 
         body = await asyncio.to_thread(frames.body, choices, usage)
     else:
         body = frames.body(choices, usage)
-    account.finish_reasons = frames.finish_reasons
-    account.close(Stage.FINISHED)
     await telling.keep(frames)
     await reply.whole(200, body, [*JSON_HEADERS, *told])
+    _finished(account, frames)
+
+
+def _finished(account: Account, frames: Frames) -> None:
+    """The books are closed once the client has its answer: it does not wait for them."""
+    account.finish_reasons = frames.finish_reasons
+    account.close(Stage.FINISHED)
 
 
 def _framed(frames: Frames, pieces: Sequence[Piece]) -> bytes:
