@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import accumulate
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.core import HistogramMetricFamily
@@ -18,8 +20,15 @@ from prometheus_client.utils import floatToGoString
 from weft.config import CannotListen
 
 REGISTRY = CollectorRegistry()
+MetricT = TypeVar("MetricT", Counter, Gauge, Histogram)
 
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+@cache
+def labelled(metric: MetricT, *labels: str) -> MetricT:
+    """Of these labels; the library looks for it under a lock, and writes each label anew."""
+    return metric.labels(*labels)
 
 
 class LoopSeries:
@@ -43,7 +52,7 @@ class LoopSeries:
 
 
 class LoopHistogram(Collector):
-    """For what one thread alone observes, once a token: a tenth of what the library's histogram takes."""
+    """For what one thread alone observes, once a token or a request: a tenth of what the library's histogram takes."""
 
     def __init__(
         self, name: str, documentation: str, label: str, buckets: Sequence[float], registry: CollectorRegistry
@@ -75,16 +84,16 @@ IN_FLIGHT = Gauge("weft_requests_in_flight", "Requests being served", registry=R
 PROMPT_TOKENS = Counter("weft_prompt_tokens", "Prompt tokens of answers that began", ["model"], registry=REGISTRY)
 CACHED_TOKENS = Counter("weft_cached_prompt_tokens", "Prompt tokens served from a cache", ["model"], registry=REGISTRY)
 COMPLETION_TOKENS = Counter("weft_completion_tokens", "Tokens sent to clients", ["model"], registry=REGISTRY)
-TTFT = Histogram(
-    "weft_time_to_first_token_seconds", "Received to first token", ["model"], buckets=LATENCY_BUCKETS, registry=REGISTRY
+TTFT = LoopHistogram(
+    "weft_time_to_first_token_seconds", "Received to first token", "model", buckets=LATENCY_BUCKETS, registry=REGISTRY
 )
 ITL = LoopHistogram(
     "weft_inter_token_latency_seconds", "Between two tokens", "model", buckets=LATENCY_BUCKETS, registry=REGISTRY
 )
-E2E = Histogram(
+E2E = LoopHistogram(
     "weft_request_duration_seconds",
     "Received to end, of those that finished",
-    ["model"],
+    "model",
     buckets=LATENCY_BUCKETS,
     registry=REGISTRY,
 )

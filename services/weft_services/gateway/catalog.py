@@ -39,10 +39,9 @@ class Catalog:
 
     def find(self, name: str) -> ServedModel:
         """The model of that name. Raises NotFound, which says what names there are."""
-        names = self.names
-        if name in names:
+        if name in self._models and visitor.get().may_use(name):
             return self._models[name]
-        name = name[:MAX_TOLD_CHARS]
+        names, name = self.names, name[:MAX_TOLD_CHARS]
         if not names:
             raise NotFound(f"the model {name!r} is not served here, or not to this API key")
         raise NotFound(f"the model {name!r} is not served here; there is {_listed(names)}")

@@ -48,7 +48,7 @@ def read_format(response_format: Any, extra: dict[str, Any]) -> AnswerFormat | N
     """The one format that is asked for; None for free text. Raises InvalidRequest naming the field."""
     formats = [
         *_response_format(response_format),
-        *(_format(kind, extra[name], name) for name, kind in GUIDED.items() if extra.get(name) is not None),
+        *(_format(kind, extra[name], name) for name, kind in GUIDED.items() if extra and extra.get(name) is not None),
         *_structured(extra.get("structured_outputs")),
     ]
     if len(formats) > 1:

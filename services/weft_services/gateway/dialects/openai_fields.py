@@ -74,9 +74,9 @@ ADDED = (
 
 def unsupported_field(extra: dict[str, Any], neutral_values: dict[str, tuple[Any, ...]] = NEUTRAL_VALUES) -> str | None:
     """The first field that asks for something Weft does not do."""
-    for name, neutral in neutral_values.items():
-        value = extra.get(name)
-        if value is not None and not any(value == accepted for accepted in neutral):
+    for name, value in extra.items():
+        neutral = neutral_values.get(name)
+        if neutral is not None and value is not None and not any(value == accepted for accepted in neutral):
             return name
     return None
 

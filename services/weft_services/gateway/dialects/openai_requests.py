@@ -130,7 +130,7 @@ class _Body(Lenient):
     min_tokens: Annotated[Whole | None, Field(ge=0)] = None
     response_format: Any = None
     n: Annotated[Whole | None, Field(ge=1, le=16)] = None
-    stop: Annotated[list[StopText], BeforeValidator(as_stop_list), Field(max_length=MAX_STOPS)] = []
+    stop: Annotated[list[StopText], BeforeValidator(as_stop_list), Field(max_length=MAX_STOPS, default_factory=list)]
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]] | None, Field(max_length=64)] = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
@@ -192,7 +192,7 @@ class ChatBody(_Body):
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: TemplateKwargs = {}
+    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
     reasoning_effort: Annotated[str | None, Field(max_length=32)] = None
     continue_final_message: bool | None = None  # vLLM's, as the next
     add_generation_prompt: bool | None = None

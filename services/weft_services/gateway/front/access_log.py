@@ -52,6 +52,11 @@ def opened(method: str, path: str) -> Entry:
     return entry
 
 
+def is_logged(level: int) -> bool:
+    """Would a line of that level be written: what nobody reads need not be put together."""
+    return logger.isEnabledFor(level)
+
+
 def note(pairs: dict[str, Any], level: int = logging.INFO) -> None:
     """About what is being answered here; nothing happens where that is not logged."""
     if (entry := _current.get()) is not None:

@@ -9,10 +9,11 @@ from typing import Any
 
 from weft import metrics, trace
 from weft.lifetime import Stage
+from weft.metrics import labelled
 from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.dialects.frames import Usage
 from weft_services.gateway.front import genai
-from weft_services.gateway.front.access_log import note
+from weft_services.gateway.front.access_log import is_logged, note
 from weft_services.gateway.front.timeline import timeline
 from weft_services.gateway.mesh.placement import Forecast
 from weft_services.gateway.mesh.run import Run
@@ -52,7 +53,7 @@ class Account:
         """Note when a stage was reached: prepared, routed, first_token."""
         self._stages[stage] = now = time.monotonic()
         if stage == Stage.ROUTED:
-            metrics.STAGE_SECONDS.labels(Stage.RECEIVED).observe(now - self._received)
+            labelled(metrics.STAGE_SECONDS, Stage.RECEIVED).observe(now - self._received)
 
     def watch(self, run: Run) -> None:
         """The run whose counts go into the books."""
@@ -79,7 +80,7 @@ class Account:
         now = time.monotonic()
         if self._last_token is None:
             self.reached("first_token")
-            metrics.TTFT.labels(self._model).observe(now - self._received)
+            metrics.TTFT.of(self._model).observe(now - self._received)
         else:
             self._between_tokens.observe((now - self._last_token) / count)
             self._worst_gap = max(self._worst_gap, now - self._last_token)
@@ -109,16 +110,18 @@ class Account:
         now = time.monotonic()
         if self._span is not None:
             self._end(self._span, str(outcome), usage, error)
-        metrics.REQUESTS.labels(self._endpoint, str(outcome), self._model).inc()
+        labelled(metrics.REQUESTS, self._endpoint, str(outcome), self._model).inc()
         if outcome == Stage.FINISHED:  # refusals take no time, and would make everything look quick
-            metrics.E2E.labels(self._model).observe(now - self._received)
+            metrics.E2E.of(self._model).observe(now - self._received)
         # a prompt that nobody took would hide what caches do; embeddings have no first token
         is_computed = self._last_token is not None or (self._run is None and outcome == Stage.FINISHED)
         if self._model and is_computed:
-            metrics.PROMPT_TOKENS.labels(self._model).inc(usage.prompt_tokens)
-            metrics.CACHED_TOKENS.labels(self._model).inc(usage.cached_tokens)
-            metrics.COMPLETION_TOKENS.labels(self._model).inc(usage.completion_tokens)
-        note(self._told(str(outcome), usage, error), logging.WARNING if outcome == Stage.FAILED else logging.INFO)
+            labelled(metrics.PROMPT_TOKENS, self._model).inc(usage.prompt_tokens)
+            labelled(metrics.CACHED_TOKENS, self._model).inc(usage.cached_tokens)
+            labelled(metrics.COMPLETION_TOKENS, self._model).inc(usage.completion_tokens)
+        level = logging.WARNING if outcome == Stage.FAILED else logging.INFO
+        if is_logged(level):
+            note(self._told(str(outcome), usage, error), level)
 
     def _end(self, span: trace.Span, outcome: str, usage: Usage, error: Exception | None) -> None:
         began = round(self._received_at * 1e9)
@@ -180,12 +183,7 @@ def expect(models: Iterable[str]) -> None:
         for model in ("", *models):
             metrics.REQUESTS.labels(endpoint, Stage.FAILED.value, model)
     for model in models:
-        metrics.ITL.of(model)
-        for metric in (
-            metrics.TTFT,
-            metrics.E2E,
-            metrics.PROMPT_TOKENS,
-            metrics.CACHED_TOKENS,
-            metrics.COMPLETION_TOKENS,
-        ):
-            metric.labels(model)
+        for latency in (metrics.TTFT, metrics.ITL, metrics.E2E):
+            latency.of(model)
+        for tokens in (metrics.PROMPT_TOKENS, metrics.CACHED_TOKENS, metrics.COMPLETION_TOKENS):
+            labelled(tokens, model)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from weft_services.gateway.access.visitor import Visitor
-from weft_services.gateway.mesh.urgency import MAX_PRIORITY, UNSAID, Urgency, urgency_of
+from weft_services.gateway.mesh.urgency import CLASS_HEADER, MAX_PRIORITY, NUMBER_HEADER, UNSAID, Urgency, urgency_of
 
 # one signal under many names; the first usable one counts, and those of the body come after them
 HEADERS = (
@@ -28,6 +28,12 @@ PARENT_HEADERS = ("x-parent-session-id", "x-dynamo-parent-session-id")
 # where keys are not checked, whoever shows the same one is taken for the same tenant
 CREDENTIALS = ("authorization", "x-api-key")
 MAX_HINT_CHARS = 256
+# nothing else is looked at; by their names in HTTP and in gRPC
+READ: dict[str | bytes, str] = {
+    spelled: name
+    for name in (*HEADERS, *PARENT_HEADERS, *CREDENTIALS, NUMBER_HEADER, CLASS_HEADER)
+    for spelled in (name, name.encode())
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +87,17 @@ def session_of(headers: Iterable[tuple[str | bytes, str | bytes]]) -> Session:
     """From HTTP headers or gRPC metadata, names in lower case. Raises InvalidRequest for a priority that is none."""
     given: dict[str, str] = {}
     for name, value in headers:
-        given.setdefault(_text(name), _text(value))
+        if (known := READ.get(name)) is not None:
+            given.setdefault(known, _text(value))
     tenant = next((given[name] for name in CREDENTIALS if given.get(name)), "")
     return Session(tenant, _first(HEADERS, given), urgency_of(given), parent=_first(PARENT_HEADERS, given))
 
 
 def _first(names: Iterable[str], given: Mapping[str, str]) -> str:
-    hints = (given.get(name, "") for name in names)
-    return next((hint for hint in hints if 1 <= len(hint) <= MAX_HINT_CHARS), "")
+    for name in names:
+        if name in given and 1 <= len(given[name]) <= MAX_HINT_CHARS:
+            return given[name]
+    return ""
 
 
 def _text(value: str | bytes) -> str:
