@@ -171,16 +171,13 @@ class Dispatcher:
         waiting.add(back)
         WAITING.inc()
         try:
-            async with asyncio.timeout(seconds):
-                await back
-        except TimeoutError:
-            return False
+            # no asyncio.timeout, here and below: this need not be a task of its own yet (eager.py)
+            return bool((await asyncio.wait({back}, timeout=seconds))[0])
         finally:
             WAITING.dec()
             waiting.discard(back)
             if not waiting:
                 self._absences.pop((model, role), None)
-        return True
 
     def _end_absences(self, info: WorkerInfo) -> None:
         for (model, role), waiting in self._absences.items():
@@ -208,13 +205,11 @@ class Dispatcher:
         self._places[waiter] = preference, place
         WAITING.inc()
         try:
-            async with asyncio.timeout(min(waiter.give_up_at, until) - now):
-                return await place
-        except TimeoutError:
-            if place.done() and not place.cancelled():
-                return place.result()  # it came in the same moment, and is booked
+            await asyncio.wait({place}, timeout=min(waiter.give_up_at, until) - now)
+            if place.done():
+                return place.result()
             again = room.retry_after(query, self._clock(), busy.retry_after_seconds)
-            raise Overloaded(str(busy), again) from None
+            raise Overloaded(str(busy), again)
         finally:
             WAITING.dec()
             room.leave(waiter, self._clock())

@@ -20,6 +20,7 @@ from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 from weft_services.scheduler.dispatch import Dispatcher
+from weft_services.scheduler.eager import begin
 from weft_services.scheduler.fleet_service import MAX_NAME_CHARS, FleetServicer
 from weft_services.scheduler.router import Progress
 from weft_services.scheduler.state import DEFAULT_REQUEST_SECONDS, Placement, Priority, RouteQuery
@@ -125,8 +126,9 @@ class _Asked:
         key = (request.key.request_id, request.key.generation)
         if (earlier := self._tasks.get(key)) is not None:
             earlier.cancel()  # asked again: one answer is enough
-        self._tasks[key] = task = group.create_task(self._place(request))
-        task.add_done_callback(lambda done: self._forget(key, done))
+        if (task := begin(group, self._place(request))) is not None:
+            self._tasks[key] = task
+            task.add_done_callback(lambda done: self._forget(key, done))
 
     def _forget(self, key: tuple[str, int], task: asyncio.Task[None]) -> None:
         if self._tasks.get(key) is task:

@@ -13,9 +13,9 @@ from weft.errors import PeerLost
 from weft.request import RequestKey, SamplingParams, WorkerAddress
 from weft_mesh.v1.decode_service_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
 from weft_services.gateway.mesh import links
+from weft_services.gateway.mesh.decode_peers import DecodeLink, compose
 from weft_services.gateway.mesh.inbox import Inbox
 from weft_services.gateway.mesh.links import DecodeLinks
-from weft_services.gateway.mesh.peers import DecodeLink
 from weft_services.gateway.mesh.placement import Forecast, Placement, StartCommand
 
 NUM_REQUESTS = 40
@@ -132,9 +132,9 @@ async def test_a_worker_that_cuts_off_a_slow_gateway_is_not_blamed_for_it() -> N
     await server.start()
     worker = WorkerAddress("decode-0", "boot", address)
     inbox, key = Inbox(), RequestKey("r")
-    start = StartCommand(key, Placement(worker, None, Forecast()), (1,), SamplingParams(1), b"", 60.0)
+    start, place = compose(StartCommand(key, (1,), SamplingParams(1), b"")), Placement(worker, None, Forecast())
     async with asyncio.TaskGroup() as group:
-        (await DecodeLinks(group).get(worker)).start(start, inbox)
+        (await DecodeLinks(group).get(worker)).start(key, start, place, 60.0, inbox)
         (delta,) = await asyncio.wait_for(inbox.take(), 10)
     assert isinstance(delta.error, PeerLost)
     assert delta.worker_id == delta.error.worker_id == ""

@@ -16,9 +16,10 @@ from weft import metrics
 from weft.errors import DeadlineExceeded, EngineFailed, Overloaded, PeerLost, RoomClosed, WeftError
 from weft.lifetime import Stage
 from weft.request import PromptUsage, RequestKey, WorkerAddress
+from weft_services.gateway.mesh.decode_peers import DecodeLink, StartMessage, compose
 from weft_services.gateway.mesh.inbox import Inbox
 from weft_services.gateway.mesh.links import DecodeLinks
-from weft_services.gateway.mesh.peers import DecodeLink, Scheduler
+from weft_services.gateway.mesh.peers import Scheduler
 from weft_services.gateway.mesh.placement import Forecast, Placement, RouteQuery, StartCommand
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.refusals import Refusals
@@ -99,6 +100,7 @@ class Flight:
         self._decode: WorkerAddress | None = None
         self._booking: Booking | None = None
         self._link: DecodeLink | None = None
+        self._start_message: StartMessage | None = None
         self._move: asyncio.Task[None] | None = None
 
     @property
@@ -238,7 +240,7 @@ class Flight:
         # booked before the call: if it breaks half-way, the scheduler is told in any case
         self._booking = Booking(self.key, self._mesh.settler)
         try:
-            placement = await self._mesh.scheduler.route(query, self._shared.remaining_seconds())
+            placement = await self._mesh.scheduler.route(query, self._shared.remaining_seconds(), self._compose)
         except Overloaded as error:
             self._booking = None  # who is refused holds nothing: a fleet that is full need not be told
             if isinstance(error, RoomClosed):
@@ -247,27 +249,29 @@ class Flight:
         self.forecast = self.forecast or placement.forecast
         return placement
 
-    async def _start(self, placement: Placement) -> None:
-        link = await self._mesh.links.get(placement.decode)
+    def _compose(self) -> None:
         generated = self.sequence.token_ids
         command = StartCommand(
             key=self.key,
-            placement=placement,
             token_ids=(*self._prompt.token_ids, *generated),
             sampling=self._sampling,
             cache_salt=self._shared.prepared.cache_salt,
-            remaining_seconds=self._shared.remaining_seconds(),
             resumed_tokens=len(generated),
             priority=self._shared.standing.priority,
             retention=self._shared.prepared.generation.retention,
             num_prompt_logprobs=self._num_scored,
         )
-        link.start(command, self._shared.inbox)
+        self._start_message = compose(command)
+
+    async def _start(self, placement: Placement) -> None:
+        link = await self._mesh.links.get(placement.decode)
+        assert self._start_message is not None, "composed while the scheduler was asked"
+        link.start(self.key, self._start_message, placement, self._shared.remaining_seconds(), self._shared.inbox)
         self._link, self._decode = link, placement.decode
-        self._num_resumed = len(generated)
+        self._num_resumed = num_generated = len(self.sequence.token_ids)
         self.num_attempts += 1
         if self.num_attempts > 1:
-            logger.info("sequence=%s goes on at worker=%s tokens=%d", self.key, link.worker.worker_id, len(generated))
+            logger.info("sequence=%s goes on at worker=%s tokens=%d", self.key, link.worker.worker_id, num_generated)
 
     def _try_again(self, stage: Stage, failed_worker_id: str = "") -> None:
         """The placement has come to nothing; what is still said of it is late from here on."""

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from weft.errors import PeerLost
 from weft.request import WorkerAddress
+from weft_services.gateway.mesh.decode_peers import DecodeLink
 from weft_services.gateway.mesh.delivery import Delivery
-from weft_services.gateway.mesh.peers import DecodeLink
 
 logger = logging.getLogger(__name__)
 

@@ -48,14 +48,12 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class StartCommand:
-    """A sequence to run on a decode worker."""
+    """A sequence to run on a decode worker, whichever that will be."""
 
     key: RequestKey
-    placement: Placement
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     cache_salt: bytes
-    remaining_seconds: float
     resumed_tokens: int = 0
     priority: int = 0
     retention: Retention = KEEP

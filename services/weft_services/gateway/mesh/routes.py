@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from contextlib import suppress
 
 import grpc
@@ -47,11 +48,14 @@ class RouteStream:
         self._outgoing: Outgoing[pb.RouteManyRequest] | None = None  # while a stream is open
         self._is_wanted = asyncio.Event()
 
-    async def route(self, query: RouteQuery, remaining_seconds: float) -> Placement:
-        """Raises the scheduler's refusal, or StreamLost. Who is cancelled withdraws the request."""
-        return placement_from_wire(await self.ask(query_to_wire(query, remaining_seconds)))
+    async def route(
+        self, query: RouteQuery, remaining_seconds: float, meanwhile: Callable[[], None] = lambda: None
+    ) -> Placement:
+        """Raises the scheduler's refusal, or StreamLost. Who is cancelled withdraws the request. `meanwhile` is done
+        while the scheduler looks for a place."""
+        return placement_from_wire(await self.ask(query_to_wire(query, remaining_seconds), meanwhile))
 
-    async def ask(self, request: pb.RouteRequest) -> pb.RouteResponse:
+    async def ask(self, request: pb.RouteRequest, meanwhile: Callable[[], None] = lambda: None) -> pb.RouteResponse:
         """The same on the wire."""
         key = _key_of(request.key)
         place: asyncio.Future[pb.RouteResponse] = asyncio.get_running_loop().create_future()
@@ -59,6 +63,7 @@ class RouteStream:
         self._asked[key] = request
         self._push()
         try:
+            meanwhile()
             return await place
         finally:
             self._waiting.pop(key, None)
