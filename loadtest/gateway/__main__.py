@@ -2,7 +2,9 @@
 
 Every row is measured in the same run by the same client; behind Weft's gateway stand a real scheduler and a worker
 without a model, behind the others an OpenAI server without one. CPU is that of the gateway's process alone, with its
-threads and children: parsing, templates, tokenizing, detokenizing and framing included.
+threads and children: parsing, templates, tokenizing, detokenizing and framing included. Rows are measured by turns,
+several times, by processes of their own each time: one and the same program is by a tenth or more faster in some than
+in others, and hours differ too. Told are medians.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from loadtest.gateway.driving import Case, drive
@@ -40,6 +42,9 @@ class Row:
     full_tokens_per_event: float | None = None
     full_tokens_per_frame: float | None = None
     trouble: str = ""
+
+
+FIGURES = tuple(field.name for field in fields(Row) if field.name != "trouble")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,15 @@ def measure(starter: Starter, sizes: Sizes) -> Row:
     return row
 
 
+def median_of(rows: Sequence[Row]) -> Row:
+    """Of each figure, over the runs that have it."""
+    middle = Row(trouble="; ".join(dict.fromkeys(row.trouble for row in rows if row.trouble)))
+    for name in FIGURES:
+        known = [value for row in rows if (value := getattr(row, name)) is not None]
+        setattr(middle, name, statistics.median(known) if known else None)
+    return middle
+
+
 def table(rows: dict[str, Row | None]) -> str:
     """In Markdown."""
     lines = [
@@ -131,19 +145,23 @@ def table(rows: dict[str, Row | None]) -> str:
     return "\n".join(lines)
 
 
-def verdict(row: Row) -> str:
-    """The bars of Weft's gateway, and whether this run kept to them."""
+def verdict(runs: Sequence[Row]) -> str:
+    """The bars of Weft's gateway, and whether the medians keep to them."""
     bars = [
-        ("request, p50", row.latency_ms, 1.5, "ms"),
-        ("CPU a token, paced", row.paced_cpu_us, 60.0, "us"),
-        ("CPU a token, full", row.full_cpu_us, 15.0, "us"),
-        ("CPU a short request", row.unary_cpu_us, 2e6 / 1500, "us, which is 1,500 a second on two cores"),
+        ("request, p50", "latency_ms", 1.5, "ms"),
+        ("CPU a token, paced", "paced_cpu_us", 60.0, "us"),
+        ("CPU a token, full", "full_cpu_us", 15.0, "us"),
+        ("CPU a short request", "unary_cpu_us", 2e6 / 1500, "us, which is 1,500 a second on two cores"),
     ]
-    told = [(name, value, bar, unit) for name, value, bar, unit in bars if value is not None]
-    return "\n".join(
-        f"- {name}: {value:,.1f}, bar {bar:,.1f} {unit}: {'met' if value <= bar else 'MISSED'}"
-        for name, value, bar, unit in told
-    )
+    lines = []
+    for name, figure, bar, unit in bars:
+        if not (known := [value for row in runs if (value := getattr(row, figure)) is not None]):
+            continue
+        middle, outcome = statistics.median(known), "met" if statistics.median(known) <= bar else "MISSED"
+        lines.append(
+            f"- {name}: {middle:,.2f} ({min(known):,.2f} to {max(known):,.2f}), bar {bar:,.1f} {unit}: {outcome}"
+        )
+    return "\n".join(lines)
 
 
 def _cell(value: float | None, form: str) -> str:
@@ -156,22 +174,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--peers", type=Path, help="where peers.sh has put the other routers")
     parser.add_argument("--only", default="", help="names of rows by commas")
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of requests and tokens")
-    parser.add_argument("--out", type=Path, help="a JSON file")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="a JSON file of all runs")
     options = parser.parse_args(arguments)
     starters: dict[str, Starter | None] = {"weft": weft(1), "weft, 2 processes": weft(2), "mock server alone": bare}
     starters |= find_peers(options.peers)
     chosen = options.only.split(",") if options.only else list(starters)
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")
-    rows = {
-        name: measure(start, sizes_for(name, options.scale)) if start else None
-        for name, start in starters.items()
-        if name in chosen
-    }
-    print(table(rows))
-    if (own := rows.get("weft")) is not None:
-        print(f"\n{verdict(own)}")
+    here = {name: start for name, start in starters.items() if name in chosen}
+    runs: dict[str, list[Row]] = {name: [] for name, start in here.items() if start}
+    for number in range(options.runs):
+        print(f"run {number + 1} of {options.runs}", file=sys.stderr)
+        for name, start in here.items():
+            if start:
+                runs[name].append(measure(start, sizes_for(name, options.scale)))
+    print(table({name: median_of(runs[name]) if name in runs else None for name in here}))
+    if "weft" in runs:
+        print(f"\n{verdict(runs['weft'])}")
     if options.out:
-        options.out.write_text(json.dumps({name: row and asdict(row) for name, row in rows.items()}, indent=1) + "\n")
+        options.out.write_text(
+            json.dumps({name: list(map(asdict, rows)) for name, rows in runs.items()}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from loadtest.gateway.__main__ import Row, Sizes, measure_instant, table
+from loadtest.gateway.__main__ import Row, Sizes, measure_instant, median_of, table
+from loadtest.gateway.__main__ import verdict as kept_to
 from loadtest.gateway.driving import Case, drive
 from loadtest.gateway.processes import NoStart, Processes
 from loadtest.gateway.scaling import Cost, Setting, verdict
@@ -31,3 +32,11 @@ def test_processes_that_cost_more_than_meshes_of_their_own_do_not_scale() -> Non
     assert "takes 1.25 times" in verdict(costs)
     assert "1.01 and 1.00 times what they take as many meshes: met" in verdict(costs)
     assert "MISSED" in verdict(costs | {Setting(2, 1): cost(800)})
+
+
+def test_of_several_runs_the_medians_count() -> None:
+    runs = [Row(1.4, full_cpu_us=16.0), Row(1.6, full_cpu_us=14.0), Row(1.2, trouble="did not start")]
+    assert median_of(runs) == Row(1.4, full_cpu_us=15.0, trouble="did not start")
+    lines = kept_to([*runs, Row(9.9, full_cpu_us=17.0)]).splitlines()
+    assert lines[0] == "- request, p50: 1.50 (1.20 to 9.90), bar 1.5 ms: met"
+    assert lines[1] == "- CPU a token, full: 16.00 (14.00 to 17.00), bar 15.0 us: MISSED"
