@@ -138,6 +138,8 @@ def raw(directory: Path, num_threads: int, is_kept: bool) -> float:
     plan = [(blob, offset) for blob in blobs for offset in range(0, blob.size_bytes, PIECE_BYTES)]
     local = threading.local()
     with tempfile.TemporaryFile(dir=SHARED_MEMORY) as kept, ThreadPoolExecutor(num_threads) as threads:
+        if is_kept:  # of its whole size from the start, as an image is: else there would be no large pages
+            os.ftruncate(kept.fileno(), len(plan) * PIECE_BYTES)
 
         def read(number: int) -> None:
             if not hasattr(local, "memory"):

@@ -126,17 +126,22 @@ def fill(fd: int, layout: ImageLayout, read: RunReader, report: Report, num_thre
     Raises what reading and reporting raise, and Overloaded when shared memory is full.
     """
     leaves: Leaves = [[b""] * num_pieces(entry) for entry in layout.entries]
-    local = threading.local()
+    local, processors = threading.local(), threading.Semaphore(len(os.sched_getaffinity(0)))
 
     def carry(run: Run) -> None:
         if not hasattr(local, "memory"):
-            local.memory = ReadingMemory()
-        data = read(run, local.memory)
-        done = 0
-        for part in run.parts:
-            leaves[part.tensor][part.number] = xxhash.xxh3_128_digest(data[done : done + part.size])
-            done += part.size
-        write_all(fd, data, run.place)
+            local.memory = ReadingMemory(processors)
+        memory: ReadingMemory = local.memory
+        try:
+            data = read(run, memory)
+            memory.turn.take()
+            done = 0
+            for part in run.parts:
+                leaves[part.tensor][part.number] = xxhash.xxh3_128_digest(data[done : done + part.size])
+                done += part.size
+            write_all(fd, data, run.place)
+        finally:
+            memory.turn.give()
         report(run.size, run.file.name)
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as threads:

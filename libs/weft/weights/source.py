@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 
 import numpy as np
@@ -14,12 +15,39 @@ from weft.weights.bundle.unpack import BundleFile
 from weft.weights.layout import Run
 
 
-class ReadingMemory:
-    """What one reading thread needs: memory for stored bytes, and for decoded ones."""
+class Turn:
+    """One thread's turn at a processor, while others read. Taken once the bytes are there, by whoever has something to
+    do with them first.
 
-    def __init__(self) -> None:
+    Threads that all decode at once all end at once, and then all read at once: the disk and the processors would wait
+    for one another by turns.
+    """
+
+    def __init__(self, processors: threading.Semaphore | None = None) -> None:
+        """`processors`: as many as there are; without, nobody waits."""
+        self._processors = processors
+        self._is_held = False
+
+    def take(self) -> None:
+        """Wait for it; later calls change nothing."""
+        if self._processors is not None and not self._is_held:
+            self._processors.acquire()
+            self._is_held = True
+
+    def give(self) -> None:
+        """It is another's; later calls change nothing."""
+        if self._processors is not None and self._is_held:
+            self._is_held = False
+            self._processors.release()
+
+
+class ReadingMemory:
+    """What one reading thread needs: memory for stored bytes, and for decoded ones; and its turn at a processor."""
+
+    def __init__(self, processors: threading.Semaphore | None = None) -> None:
         self.stored = Scratch()
         self.decoded = Scratch()
+        self.turn = Turn(processors)
 
 
 class Source(ABC):
@@ -78,5 +106,5 @@ class BundleSource(Source):
             out = np.frombuffer(target[done : done + part.size], np.uint8)
             wanted.append(Wanted(part.entry.name, part.first, out))
             done += part.size
-        self._bundle.read_all(wanted, memory.stored)
+        self._bundle.read_all(wanted, memory.stored, memory.turn.take)
         return target

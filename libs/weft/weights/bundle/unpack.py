@@ -6,7 +6,7 @@ import itertools
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -82,10 +82,15 @@ class BundleFile:
         """Fill `out` with the tensor's original bytes from byte `first` on. Raises BadCheckpoint naming the chunk."""
         self.read_all([Wanted(name, first, out)], scratch)
 
-    def read_all(self, wanted: Sequence[Wanted], scratch: Scratch | None = None) -> None:
+    def read_all(
+        self,
+        wanted: Sequence[Wanted],
+        scratch: Scratch | None = None,
+        on_read: Callable[[], None] = lambda: None,
+    ) -> None:
         """The same of several, which lie near one another: read at once, and decoded side by side.
 
-        No `scratch`: one that this thread uses for this file again and again.
+        No `scratch`: one that this thread uses for this file again and again. `on_read`: decoding is to begin.
         """
         scratch, runs = scratch or self._own_scratch(), [each for each in wanted if len(each.out)]
         if not runs:
@@ -93,6 +98,7 @@ class BundleFile:
         stretches = [self._stretch(each, scratch) for each in runs]
         begin, end = min(each.begin for each in stretches), max(each.end for each in stretches)
         stored: Bytes = np.frombuffer(self._blob.read(begin, end - begin, scratch), np.uint8)
+        on_read()
         parts = (each.chunks(stored[each.begin - begin : each.end - begin]) for each in stretches)
         chunks = itertools.chain.from_iterable(parts)
         while several := list(itertools.islice(chunks, CHUNKS_AT_ONCE)):
