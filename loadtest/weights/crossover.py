@@ -24,14 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadtest.weights.checkpoints import make_checkpoint
-from loadtest.weights.loader import IN_LARGE_PAGES, drop_cache, ours, raw
+from loadtest.weights.loader import IN_LARGE_PAGES, drop_cache, ours, raw, touch_memory
 from loadtest.weights.slow_disk import NoThrottle, slow_disk
 from weft.weights.bundle import convert
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.image import SHARED_MEMORY
 
 RATES = "0.25,0.5,1.0,1.5,2.0,3.0"
-TOUCHED_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +98,6 @@ def at(rate: float, model: Path, bundle: Path, options: argparse.Namespace) -> S
         flush=True,
     )
     return speed
-
-
-def touch_memory(size_bytes: int) -> None:
-    """Take so much, and give it back."""
-    block = bytes(TOUCHED_BYTES)
-    with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:
-        os.ftruncate(file.fileno(), size_bytes)
-        for offset in range(0, size_bytes, TOUCHED_BYTES):
-            os.pwrite(file.fileno(), block[: size_bytes - offset], offset)
 
 
 def report(speeds: list[Speed], decoder: float) -> str:

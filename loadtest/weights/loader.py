@@ -5,7 +5,8 @@
 The page cache is dropped before every load, file by file. `--peers` names the Python of another environment, with
 torch and any of safetensors, fastsafetensors and runai-model-streamer. `--huge-pages` (root): with a /dev/shm of the
 run's own whose pages are large, as `mount -o remount,huge=within_size /dev/shm` makes a machine's. The checkpoint is
-made for the run and removed; that takes 1.7 times its size on disk and at most twice its size of memory.
+made for the run and removed; that takes 1.7 times its size on disk and at most twice its size of memory. Memory is
+touched before every load: the host of a virtual machine may have taken back what is free, and be slow to give it again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -40,6 +42,7 @@ from weft.weights.source import ReadingMemory
 PEERS = Path(__file__).with_name("peers.py")
 PEER_SECONDS = 600
 SAMPLE_SECONDS = 0.01
+TOUCHED_BYTES = 4 << 20
 IN_LARGE_PAGES = 'mount -t tmpfs -o huge=within_size weft /dev/shm && exec "$0" "$@"'
 
 
@@ -78,7 +81,7 @@ def main() -> None:
 
 
 def measure(model: Path, bundle: Path, options: argparse.Namespace) -> list[Rate]:
-    """In turns, so that a busy moment of the machine hits all alike."""
+    """In turns, whose order is drawn by lot, so that a busy moment of the machine hits all alike."""
     ways: dict[str, Callable[[], float | None]] = {
         "the disk alone: direct reads into memory used again": lambda: raw(model, options.threads, False),
         "the same, kept: written to new shared memory": lambda: raw(model, options.threads, True),
@@ -91,11 +94,12 @@ def measure(model: Path, bundle: Path, options: argparse.Namespace) -> list[Rate
     seconds: dict[str, list[float]] = {what: [] for what in ways}
     extra: dict[str, int] = {}
     for number in range(options.rounds):
-        for what, way in ways.items():
+        for what in random.sample(list(ways), len(ways)):
             drop_cache(model)
             drop_cache(bundle)
+            touch_memory(size)
             with PeakMemory() as memory:
-                took = way()
+                took = ways[what]()
             if took is None:
                 continue  # it failed, and was not slow
             seconds[what].append(took)
@@ -121,6 +125,15 @@ def drop_cache(directory: Path) -> None:
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
+
+
+def touch_memory(size_bytes: int) -> None:
+    """Take so much, and give it back."""
+    block = bytes(TOUCHED_BYTES)
+    with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:
+        os.ftruncate(file.fileno(), size_bytes)
+        for offset in range(0, size_bytes, TOUCHED_BYTES):
+            os.pwrite(file.fileno(), block[: size_bytes - offset], offset)
 
 
 def ours(directory: Path, num_threads: int) -> float:
