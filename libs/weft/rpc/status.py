@@ -75,13 +75,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc, unuse
 
 
 def _single(method: Any) -> Any:
-    async def wrapped(request: Any, context: Any) -> Any:
-        try:
-            return await method(request, context)
-        except Exception as error:
-            await _abort(error, context)
+    async def answer(request: Any, context: Any) -> Any:
+        return await method(request, context)
 
-    return wrapped
+    return _told(answer)
 
 
 def _streaming(method: Any) -> Any:
@@ -89,24 +86,45 @@ def _streaming(method: Any) -> Any:
 
     The latter may hold a TaskGroup, which a generator must not hold over a yield.
     """
+    is_coroutine = inspect.iscoroutinefunction(method)
 
-    async def wrapped(request: Any, context: Any) -> None:
+    async def answer(request: Any, context: Any) -> None:
         writes = _Writes(context)
         try:
-            if inspect.iscoroutinefunction(method):
+            if is_coroutine:
                 await method(request, writes)
                 return
             # closed here and now: a generator that is cut off at a yield must not wait for the garbage collector
             async with aclosing(method(request, context)) as responses:
                 async for response in responses:
                     await context.write(response)
-        except Exception as error:
+        except Exception:
             await writes.settle()
-            await _abort(error, context)
+            raise
         finally:
             writes.forget()
 
-    return wrapped
+    return _told(answer)
+
+
+def _told(answer: Callable[[Any, Any], Awaitable[Any]]) -> Any:
+    """What is raised becomes the status of the call.
+
+    gRPC keeps what ends a call together with it. So that must know no frame that knows the call: all of it, the whole
+    request too, would stay in that circle until the garbage collector comes by.
+    """
+
+    async def told(request: Any, context: Any) -> Any:
+        try:
+            return await answer(request, context)
+        except Exception as error:
+            try:
+                await _abort(error, context)
+            except Exception as end:
+                del request, context
+                raise end.with_traceback(None) from None
+
+    return told
 
 
 class _Writes:
@@ -153,7 +171,19 @@ async def _abort(error: Exception, context: Any) -> None:
     mapped = as_weft_error(error)
     if isinstance(mapped, EngineFailed):
         logger.exception("handler failed", exc_info=error)
+    _let_go(error)
     await context.abort(_CODES[mapped.code], str(mapped), _trailers(mapped))
+
+
+def _let_go(error: BaseException) -> None:
+    """Of the frames that it has passed by."""
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is not None and each.__traceback__ is not None:
+            each.__traceback__ = None
+            left += each.__cause__, each.__context__
+            left += each.exceptions if isinstance(each, BaseExceptionGroup) else ()
 
 
 def _trailers(error: WeftError) -> tuple[tuple[str, str | bytes], ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -55,8 +57,8 @@ class Servicer(prefill_service_pb2_grpc.PrefillServiceServicer):
 
 
 @asynccontextmanager
-async def start(error: Exception | None) -> AsyncIterator[tuple[Servicer, Any]]:
-    rpc, servicer = RpcServer([]), Servicer(error)
+async def start(error: Exception | None, servicer: Servicer | None = None) -> AsyncIterator[tuple[Servicer, Any]]:
+    rpc, servicer = RpcServer([]), servicer or Servicer(error)
     prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, rpc.server)
     channel = open_channel(await rpc.start("127.0.0.1", 0))
     try:
@@ -93,6 +95,48 @@ async def test_a_caller_that_leaves_ends_the_handler(method: str) -> None:
 def call(stub: Any, method: str) -> Any:
     """Either of them."""
     return stub.Prefill() if method == "Prefill" else stub.ReadBlocks(pb2.ReadBlocksRequest())
+
+
+class Held:
+    """What a handler works on."""
+
+
+class Forgetful(Servicer):
+    """Fails with something in its hands."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.held: weakref.ref[Held] | None = None
+
+    async def Prefill(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        await self._fail()
+
+    async def ReadBlocks(self, request: Any, context: Any) -> AsyncIterator[pb2.ReadBlocksResponse]:
+        await self._fail()
+        yield pb2.ReadBlocksResponse()
+
+    async def _fail(self) -> None:
+        held = Held()
+        self.held = weakref.ref(held)
+        try:
+            raise NotFound("the first of two")
+        except NotFound as error:
+            raise Overloaded("full") from error
+
+
+@pytest.mark.parametrize("method", ["Prefill", "ReadBlocks"])
+async def test_a_call_that_failed_keeps_nothing_of_its_request(method: str) -> None:
+    servicer = Forgetful()
+    gc.disable()  # its work is not needed
+    try:
+        async with start(None, servicer) as (_, stub):
+            with pytest.raises(Overloaded):
+                await drain(stub, method)
+            async with asyncio.timeout(5):
+                while servicer.held is None or servicer.held() is not None:  # noqa: ASYNC110 (gRPC's own tasks let go)
+                    await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 async def drain(stub: Any, method: str) -> None:

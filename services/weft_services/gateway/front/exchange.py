@@ -145,11 +145,17 @@ async def failures_told(reply: Reply) -> AsyncIterator[None]:
     try:
         yield
     except Exception as error:
-        known = as_weft_error(error)
-        if not is_known(error):
-            logger.error("request failed", exc_info=error)
-        if not (isinstance(known, Cancelled) or reply.is_ended):
-            await reply.fail(known)
+        await _tell(reply, error)
+
+
+async def _tell(reply: Reply, error: Exception) -> None:
+    """Apart from where it passes by: a frame of its traceback that also names it holds all that the request was, until
+    the garbage collector comes to see the circle."""
+    known = as_weft_error(error)
+    if not is_known(error):
+        logger.error("request failed", exc_info=error)
+    if not (isinstance(known, Cancelled) or reply.is_ended):
+        await reply.fail(known)
 
 
 def is_known(error: BaseException) -> bool:

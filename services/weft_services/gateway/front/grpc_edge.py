@@ -16,7 +16,7 @@ from weft.errors import DeadlineExceeded, InvalidRequest
 from weft.rpc.status import as_weft_error
 from weft_services.gateway.access.door import Door
 from weft_services.gateway.access.visitor import visitor
-from weft_services.gateway.front.access_log import note, opened
+from weft_services.gateway.front.access_log import Entry, note, opened
 from weft_services.gateway.front.exchange import BODY_SECONDS, MAX_BODY_BYTES
 from weft_services.gateway.mesh.pipeline import Pipeline, counted
 
@@ -79,12 +79,17 @@ def _logged(path: str) -> Iterator[None]:
         yield
         status = "OK"
     except Exception as error:
-        known = as_weft_error(error)
-        status = CODES[known.code].name
-        entry.fail(known)
+        status = _noted(entry, error)
         raise
     finally:
         entry.write(status)
+
+
+def _noted(entry: Entry, error: Exception) -> str:
+    """Its status. Apart from where it passes by, as in `exchange`."""
+    known = as_weft_error(error)
+    entry.fail(known)
+    return CODES[known.code].name
 
 
 async def _only(requests: AsyncIterator[bytes]) -> bytes:

@@ -155,12 +155,17 @@ def _accounted(account: Account) -> Iterator[None]:
         yield
         account.close(Stage.FINISHED)
     except Exception as error:
-        known = as_weft_error(error)
-        outcome = REJECTED if status_of(known) < 500 else Stage.FAILED
-        account.close(Stage.CANCELLED if isinstance(known, Cancelled) else outcome, known)
-        raise public_error(known) from error
+        raise _closed(account, error) from error
     finally:
         account.close(Stage.CANCELLED)
+
+
+def _closed(account: Account, error: Exception) -> Exception:
+    """What clients may see of it. Apart from where it passes by, as in `exchange`."""
+    known = as_weft_error(error)
+    outcome = REJECTED if status_of(known) < 500 else Stage.FAILED
+    account.close(Stage.CANCELLED if isinstance(known, Cancelled) else outcome, known)
+    return public_error(known)
 
 
 async def _write(context: Any, response: pb.GenerateResponse | pb.ChatResponse) -> None:
