@@ -82,3 +82,17 @@ async def test_a_message_that_does_not_come_gives_its_place_back(
         stub = InferenceServiceStub(channel)
         answer = [response.text async for response in stub.Generate(pb.GenerateRequest(text="x"), timeout=10)]
         assert "".join(answer) == "hello"
+
+
+async def test_a_message_that_was_taken_is_not_kept_by_the_stream_that_it_came_from() -> None:
+    closed: list[bool] = []
+
+    async def messages() -> AsyncIterator[bytes]:
+        try:
+            yield b"the one"
+            yield b"another"
+        finally:
+            closed.append(True)
+
+    assert await grpc_edge._only(messages()) == b"the one"
+    assert closed == [True]

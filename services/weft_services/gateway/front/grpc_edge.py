@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
@@ -95,7 +95,9 @@ def _noted(entry: Entry, error: Exception) -> str:
 async def _only(requests: AsyncIterator[bytes]) -> bytes:
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            request = await anext(aiter(requests), None)
+            # the library's generator would hold the message for as long as it could be asked for another
+            async with aclosing(aiter(requests)) as messages:  # type: ignore[type-var]
+                request = await anext(messages, None)
     except TimeoutError as error:
         raise DeadlineExceeded("the request did not arrive in time") from error
     if request is None:
