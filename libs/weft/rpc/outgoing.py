@@ -37,7 +37,7 @@ class Outgoing(Generic[MessageT]):
         self._on_failure = on_failure
         self._writing: Coroutine[Any, Any, None] | None = None
         self._is_over = False
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
 
     def push(self) -> None:
         """There is something to take. Begins to write it, unless a write is under way, after which it comes."""
@@ -56,7 +56,7 @@ class Outgoing(Generic[MessageT]):
             awaited = self._writing.send(None)
         except StopIteration:
             self._writing = None
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # a write that was cancelled is no less over
             self._writing, self._is_over, self.failure = None, True, error
             logger.info("a stream has ended while it was written to: %s", error)
             self._on_failure()

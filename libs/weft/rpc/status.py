@@ -65,20 +65,13 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc, unuse
                 else grpc.unary_stream_rpc_method_handler
             )
         else:
-            wrap = _single(handler.unary_unary or handler.stream_unary)
+            wrap = _told(handler.unary_unary or handler.stream_unary)
             make = (
                 grpc.stream_unary_rpc_method_handler
                 if handler.request_streaming
                 else grpc.unary_unary_rpc_method_handler
             )
         return make(wrap, handler.request_deserializer, handler.response_serializer)
-
-
-def _single(method: Any) -> Any:
-    async def answer(request: Any, context: Any) -> Any:
-        return await method(request, context)
-
-    return _told(answer)
 
 
 def _streaming(method: Any) -> Any:
@@ -107,7 +100,7 @@ def _streaming(method: Any) -> Any:
     return _told(answer)
 
 
-def _told(answer: Callable[[Any, Any], Awaitable[Any]]) -> Any:
+def _told(answer: Any) -> Any:
     """What is raised becomes the status of the call.
 
     gRPC keeps what ends a call together with it. So that must know no frame that knows the call: all of it, the whole

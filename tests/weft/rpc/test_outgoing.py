@@ -88,6 +88,15 @@ async def test_after_a_failure_nothing_is_written(is_late: bool) -> None:
     assert wire.begun == (["a"] if is_late else [])
 
 
+async def test_a_write_that_is_cancelled_is_a_failure_too() -> None:
+    wire = Wire()
+    wire.say("a")
+    wire.gates.popleft().cancel()
+    await asyncio.sleep(0)
+    wire.say("b")
+    assert (wire.num_failures, wire.begun) == (1, ["a"])
+
+
 async def test_what_is_closed_says_nothing_more() -> None:
     wire = Wire()
     wire.say("a")
