@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadtest.weights.checkpoints import make_checkpoint
-from loadtest.weights.loader import IN_LARGE_PAGES, drop_cache, ours, raw, touch_memory
+from loadtest.weights.loader import begin_in_large_pages, drop_cache, ours, raw, touch_memory
 from loadtest.weights.slow_disk import NoThrottle, slow_disk
 from weft.weights.bundle import convert
 from weft.weights.checkpoint import read_checkpoint
@@ -53,8 +53,7 @@ def main() -> None:
     parser.add_argument("--huge-pages", action="store_true", help="/dev/shm in large pages, for this run only")
     options = parser.parse_args()
     if options.huge_pages:
-        again = [sys.executable, "-m", "loadtest.weights.crossover", *(a for a in sys.argv[1:] if a != "--huge-pages")]
-        os.execvp("unshare", ["unshare", "--mount", "sh", "-c", IN_LARGE_PAGES, *again])
+        begin_in_large_pages("loadtest.weights.crossover")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
         model, bundle = Path(scratch) / "model", Path(scratch) / "bundle"

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 from loadtest.weights.checkpoints import make_checkpoint
 from weft.weights.blobs import FileBlob
@@ -67,8 +67,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.huge_pages:
-        again = [sys.executable, "-m", "loadtest.weights.loader", *(a for a in sys.argv[1:] if a != "--huge-pages")]
-        os.execvp("unshare", ["unshare", "--mount", "sh", "-c", IN_LARGE_PAGES, *again])
+        begin_in_large_pages("loadtest.weights.loader")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # nothing of this size may stay
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
         model, bundle = Path(scratch) / "model", Path(scratch) / "bundle"
@@ -78,6 +77,12 @@ def main() -> None:
     print(report(rates))
     if options.json:
         options.json.write_text(json.dumps([asdict(rate) for rate in rates], indent=2) + "\n")
+
+
+def begin_in_large_pages(module: str) -> NoReturn:
+    """The same program anew, with a /dev/shm of its own."""
+    again = [sys.executable, "-m", module, *(each for each in sys.argv[1:] if each != "--huge-pages")]
+    os.execvp("unshare", ["unshare", "--mount", "sh", "-c", IN_LARGE_PAGES, *again])
 
 
 def measure(model: Path, bundle: Path, options: argparse.Namespace) -> list[Rate]:

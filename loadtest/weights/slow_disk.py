@@ -1,4 +1,5 @@
-"""A disk that gives this process so many bytes a second and no more, by Linux's block throttling. Root only."""
+"""A disk that gives this process so many bytes a second and no more, by Linux's block throttling. Root only, and where
+control groups of the first version are mounted."""
 
 from __future__ import annotations
 
@@ -7,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup")
-NAME = "weft-slow-disk"
+BLKIO = Path("/sys/fs/cgroup/blkio")
 
 
 class NoThrottle(Exception):
@@ -17,29 +17,29 @@ class NoThrottle(Exception):
 
 @contextmanager
 def slow_disk(directory: Path, bytes_per_second: int) -> Iterator[None]:
-    """Reads of the disk under `directory` by this process and what it starts. Raises NoThrottle."""
-    device = disk_of(directory)
-    old, new = CGROUPS / "blkio", CGROUPS
-    root = old if (old / "blkio.throttle.read_bps_device").exists() else new
-    group = root / f"{NAME}-{os.getpid()}"
+    """Reads of the disk under `directory` by this process; what it starts meanwhile has to end before. Raises
+    NoThrottle."""
+    device, before = disk_of(directory), _own_group()
+    group = BLKIO / f"weft-slow-disk-{os.getpid()}"
     try:
-        if root is new:
-            (root / "cgroup.subtree_control").write_text("+io")
         group.mkdir()
-    except OSError as error:
-        raise NoThrottle(f"{root}: {error}; it takes root and the io controller") from error
-    try:
-        if root is old:
-            (group / "blkio.throttle.read_bps_device").write_text(f"{device} {bytes_per_second}")
-        else:
-            (group / "io.max").write_text(f"{device} rbps={bytes_per_second}")
+        (group / "blkio.throttle.read_bps_device").write_text(f"{device} {bytes_per_second}")
         (group / "cgroup.procs").write_text(str(os.getpid()))
-        yield
     except OSError as error:
-        raise NoThrottle(f"{group}: {error}") from error
+        raise NoThrottle(f"{group}: {error}; it takes root and the blkio controller") from error
+    try:
+        yield
     finally:
-        (root / "cgroup.procs").write_text(str(os.getpid()))
+        (before / "cgroup.procs").write_text(str(os.getpid()))
         group.rmdir()
+
+
+def _own_group() -> Path:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "blkio" in controllers.split(","):
+            return BLKIO / path.lstrip("/")
+    raise NoThrottle("there is no blkio controller of control groups' first version")
 
 
 def disk_of(directory: Path) -> str:
