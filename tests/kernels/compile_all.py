@@ -213,6 +213,7 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
         "F12, a batch": (packed, "_gemm", lambda: packed.gemm(x.repeat(32, 1), f12)),
         "F12, a prompt": (packed, "_gemm", lambda: packed.gemm(x.repeat(256, 1), f12)),
         "F12, unpacked": (unpack, "_unpack", lambda: unpack.unpack_rows(empty_f12(1, 4096))),
+        "F12, escapes": (unpack, "_put_escapes", lambda: unpack.unpack_rows(f12)),
         "F12, looked up": (unpack, "_unpack", lambda: unpack.unpack_rows(f12, slots)),
         "decode": (decode, "_decode", lambda: decode.paged_attention_decode(q, keys, values, batch, shape, q)),
         "join": (decode, "_join", lambda: decode.paged_attention_decode(q, keys, values, batch, shape, q)),

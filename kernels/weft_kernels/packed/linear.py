@@ -16,14 +16,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft_kernels.packed import F12, Fp8, Int4
+from weft_kernels.packed.f12 import BLOCK_ROWS
 from weft_kernels.packed.f12_tiles import f12_column, f12_pair, f12_row, f12_scale
 from weft_kernels.packed.product import form_constants, operands, product
 from weft_kernels.packed.registers import LEFT_SCALE
 from weft_kernels.packed.tuning import Tiles, TuningTable, candidates, table_of
 from weft_kernels.packed.unpack import unpack_rows
 
-# Unpacking writes and reads 2 bytes a weight; so many rows multiply for longer than that takes (derived for an H200).
-MAX_FUSED_ROWS = 1024
+# Beyond it torch's product of an unpacked weight is quicker.
+MAX_FUSED_ROWS = 256
+# Unpacking all at once writes and reads 2 bytes a weight: so many rows multiply for much longer than that takes.
+EXACT_ROWS = 2048
+# What is unpacked at a time stays in a cache of 50 MB with the rows that it is multiplied with.
+CHUNK_BYTES = 24 << 20
 # Programs that keep a GPU of 132 multiprocessors busy.
 FULL_PROGRAMS = 264
 MAX_SPLITS = 8
@@ -32,9 +37,8 @@ MAX_SPLITS = 8
 def linear_packed(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = None) -> Tensor:
     """See `weft_kernels.linear.linear`.
 
-    F12: numbers of x are below 2^63, and the weights are those that were packed, to the bit. Beyond MAX_FUSED_ROWS the
-    result is to the bit what torch gives for the plain matrix; otherwise, and for the others always, products are added
-    up in fp32 in an order of their own.
+    F12: the weights are those that were packed, to the bit. Beyond EXACT_ROWS the result is to the bit what torch gives
+    for the plain matrix; otherwise, and for the others always, products are added up in fp32 in an order of their own.
     """
     rows = x.reshape(-1, x.shape[-1])
     assert rows.shape[1] == weight.shape[1]
@@ -42,15 +46,26 @@ def linear_packed(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = Non
     if not len(rows):  # a chunk in the midst of its prompt has no logits
         return x.new_empty(*x.shape[:-1], weight.shape[0])
     if isinstance(weight, F12) and len(rows) > MAX_FUSED_ROWS:
-        return functional.linear(x, unpack_rows(weight).to(x.dtype), bias)
+        return by_torch(rows, weight, bias).reshape(*x.shape[:-1], weight.shape[0])
     rows = rows.contiguous()
-    partial = gemv(rows, weight) if isinstance(weight, F12) and len(rows) == 1 else gemm(rows, weight)
-    out = partial.sum(0) if partial.ndim == 3 else partial
-    out = out if bias is None else out.float() + bias
-    return out.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+    out = gemv(rows, weight, bias) if isinstance(weight, F12) and len(rows) == 1 else gemm(rows, weight, bias)
+    return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def gemv(x: Tensor, weight: F12) -> Tensor:
+def by_torch(x: Tensor, weight: F12, bias: Tensor | None) -> Tensor:
+    """x: [M, columns]. The weight is unpacked first: so many of its rows at a time that what was unpacked is multiplied
+    out of the GPU's cache. All at once where that is worth its time anyway: the result is torch's own then."""
+    if len(x) > EXACT_ROWS:
+        return functional.linear(x, unpack_rows(weight).to(x.dtype), bias)
+    out = x.new_empty(len(x), weight.rows)
+    step = max(BLOCK_ROWS, CHUNK_BYTES // (2 * weight.columns) // BLOCK_ROWS * BLOCK_ROWS)
+    for first in range(0, weight.rows, step):
+        part = unpack_rows(weight, first=first, end=min(first + step, weight.rows))
+        torch.mm(x, part.to(x.dtype).T, out=out[:, first : first + step])
+    return out if bias is None else out + bias
+
+
+def gemv(x: Tensor, weight: F12, bias: Tensor | None = None) -> Tensor:
     """x: [1, columns]. Returns [1, rows] in x's dtype."""
     out = x.new_empty(1, weight.rows)
     # rows of a program: few enough that there are programs for all of a GPU
@@ -58,35 +73,61 @@ def gemv(x: Tensor, weight: F12) -> Tensor:
     words = weight.words.shape[2]
     block_j = min(128, triton.next_power_of_2(max(1, words)))
     _gemv[(triton.cdiv(weight.rows, block_n),)](
-        x, *weight.tensors, out, weight.rows, SIZE=weight.columns, BLOCK_N=block_n, BLOCK_J=block_j, num_warps=4
+        *(x, *weight.tensors, x if bias is None else bias, out, weight.rows),
+        SIZE=weight.columns,
+        HAS_BIAS=bias is not None,
+        BLOCK_N=block_n,
+        BLOCK_J=block_j,
+        num_warps=4,
     )
     return out
 
 
-def gemm(x: Tensor, weight: F12 | Fp8 | Int4, tiles: Tiles | None = None) -> Tensor:
-    """x: [M, columns]. [M, rows] in x's dtype, or [splits, M, rows] float32 to be added up in that order.
+def gemm(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = None, tiles: Tiles | None = None) -> Tensor:
+    """x: [M, columns]. Returns [M, rows] in x's dtype.
 
     `tiles`: those to try instead of the ones that were found to be quickest.
     """
     num_rows, size = x.shape
     num_outputs = weight.shape[0]
     tiles = form_constants(weight, 64) | (tiles or _tuned(x, weight) or tiles_of(num_rows, num_outputs))
-    grid = triton.cdiv(num_outputs, tiles["BLOCK_N"]), triton.cdiv(num_rows, tiles["BLOCK_M"])
+    grid = triton.cdiv(num_rows, tiles["BLOCK_M"]), triton.cdiv(num_outputs, tiles["BLOCK_N"])
     num_steps = triton.cdiv(size, tiles["BLOCK_K"])
-    splits = max(1, min(MAX_SPLITS, FULL_PROGRAMS // (grid[0] * grid[1]), num_steps // 4))
-    if splits == 1:
-        out = x.new_empty(num_rows, num_outputs)
-    else:
-        out = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=x.device)
-    steps = triton.cdiv(num_steps, splits)
-    _gemm[(*grid, splits)](x, *operands(weight, x), out, num_rows, num_outputs, num_steps, steps, SIZE=size, **tiles)
+    wanted = tiles.pop("splits", 0) or FULL_PROGRAMS // (grid[0] * grid[1])
+    steps = triton.cdiv(num_steps, max(1, min(MAX_SPLITS, wanted, num_steps // 4)))
+    splits = triton.cdiv(num_steps, steps)
+    out = x.new_empty(num_rows, num_outputs)
+    parts, arrived = out, out
+    if splits > 1:
+        num_items = splits * grid[0] * grid[1] * tiles["BLOCK_M"] * tiles["BLOCK_N"]
+        parts = torch.empty(num_items, dtype=torch.float32, device=x.device)
+        arrived = _arrived(x.device, grid[0] * grid[1])
+    _gemm[(*grid, splits)](
+        *(x, *operands(weight, x), x if bias is None else bias, parts, arrived, out),
+        *(num_rows, num_outputs, num_steps, steps),
+        SIZE=size,
+        HAS_BIAS=bias is not None,
+        **tiles,
+    )
     return out
+
+
+@cache
+def _counters(device: torch.device, num_items: int) -> Tensor:
+    return torch.zeros(num_items, dtype=torch.int32, device=device)
+
+
+def _arrived(device: torch.device, num_tiles: int) -> Tensor:
+    """How many parts of each tile are there: none, between two products. One stream multiplies at a time."""
+    return _counters(device, max(4096, triton.next_power_of_2(num_tiles)))
 
 
 def tune(x: Tensor, weight: F12 | Fp8 | Int4, seconds: Callable[[Callable[[], Tensor]], float]) -> Tiles | None:
     """Find the quickest tiles for this matrix and as many rows as x has, and use them from now on."""
     tried = candidates(len(x))
-    return table_of(_device(x)).tune(_shape(x, weight), tried, lambda tiles: seconds(partial(gemm, x, weight, tiles)))
+    return table_of(_device(x)).tune(
+        _shape(x, weight), tried, lambda tiles: seconds(partial(gemm, x, weight, None, tiles))
+    )
 
 
 def is_tuned(x: Tensor, weight: F12 | Fp8 | Int4) -> bool:
@@ -132,6 +173,9 @@ def _gemm(
     p_2: tl.tensor,
     p_3: tl.tensor,
     p_4: tl.tensor,
+    p_bias: tl.tensor,
+    p_parts: tl.tensor,
+    p_arrived: tl.tensor,
     p_out: tl.tensor,
     num_m: tl.tensor,
     num_n: tl.tensor,
@@ -141,13 +185,16 @@ def _gemm(
     GROUP_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    first_n = tl.program_id(0) * BLOCK_N
-    o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    i_split = tl.program_id(2)
+    """Programs that read the same weights are neighbours. Of those that share a tile, the last to come adds up."""
+    o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first_n = tl.program_id(1) * BLOCK_N
+    o_n = first_n + tl.arange(0, BLOCK_N)
+    i_split, splits = tl.program_id(2), tl.num_programs(2)
     m_m = o_m < num_m
     first = i_split * split_steps
     last = tl.minimum(first + split_steps, num_steps)
@@ -156,9 +203,25 @@ def _gemm(
         *(p_rows, m_m, 0.0, p_0, p_1, p_2, p_3, p_4, first_n, num_n, num_n, first, last),
         *(FORM, GROUP_ROWS, GROUP, SIZE, False, BLOCK_M, BLOCK_N, BLOCK_K),
     )
-    o_n = first_n + tl.arange(0, BLOCK_N)
-    p_tile = p_out + (i_split * num_m + o_m).to(tl.int64)[:, None] * num_n + o_n[None, :]
-    tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=m_m[:, None] & (o_n < num_n)[None, :])
+    is_last = splits == 1
+    if splits > 1:
+        i_tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        p_part = p_parts + i_tile.to(tl.int64) * splits * (BLOCK_M * BLOCK_N)
+        p_part += (tl.arange(0, BLOCK_M) * BLOCK_N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+        tl.store(p_part + i_split * (BLOCK_M * BLOCK_N), b_out)
+        # all of the part is there before it counts
+        tl.debug_barrier()
+        is_last = tl.atomic_add(p_arrived + i_tile, 1, sem="acq_rel", scope="gpu") == splits - 1
+        if is_last:
+            b_out = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for i_part in range(splits):
+                b_out += tl.load(p_part + i_part * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
+            tl.store(p_arrived + i_tile, 0)
+    if is_last:
+        if HAS_BIAS:
+            b_out += tl.load(p_bias + o_n, mask=o_n < num_n, other=0.0).to(tl.float32)[None, :]
+        p_tile = p_out + o_m.to(tl.int64)[:, None] * num_n + o_n[None, :]
+        tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=m_m[:, None] & (o_n < num_n)[None, :])
 
 
 @triton.jit
@@ -169,24 +232,37 @@ def _gemv(
     p_starts: tl.tensor,
     p_places: tl.tensor,
     p_values: tl.tensor,
+    p_bias: tl.tensor,
     p_out: tl.tensor,
     num_n: tl.tensor,
     SIZE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ) -> None:
     """BLOCK_N divides the rows that share a base."""
     WORDS: tl.constexpr = (SIZE + 7) // 8
+    ESCAPES: tl.constexpr = 128
     first_n = tl.program_id(0) * BLOCK_N
     o_n = first_n + tl.arange(0, BLOCK_N)
     m_n = o_n < num_n
+    # the first escapes are fetched now, and wanted at the end
+    block = first_n // 64
+    base = tl.load(p_bases + block)
+    start = tl.load(p_starts + block)
+    end = tl.load(p_starts + block + 1)
+    o_e = start + tl.arange(0, ESCAPES)
+    b_place = tl.load(p_places + o_e, mask=o_e < end, other=0)
+    b_value = tl.load(p_values + o_e, mask=o_e < end, other=0.0).to(tl.float32)
+    b_far = tl.load(p_x + f12_column(b_place), mask=o_e < end, other=0.0).to(tl.float32)
+
     plane = tl.cast(num_n, tl.int64) * WORDS
     p_row = p_words + o_n.to(tl.int64)[:, None] * WORDS
     b_acc = tl.zeros([BLOCK_N, BLOCK_J], tl.float32)
     for first_j in range(0, WORDS, BLOCK_J):
         o_j = first_j + tl.arange(0, BLOCK_J)
         m_j = o_j < WORDS
-        m_word = m_n[:, None] & m_j[None, :]
+        m_word = m_n[:, None] & m_j[None, :] if WORDS % BLOCK_J != 0 else m_n[:, None]
         # [BLOCK_N, BLOCK_J] each
         b_0 = tl.load(p_row + o_j[None, :], mask=m_word, other=0)
         b_1 = tl.load(p_row + plane + o_j[None, :], mask=m_word, other=0)
@@ -199,16 +275,16 @@ def _gemv(
             b_pair = f12_pair(b_0, b_1, b_2, 2 * PAIR)
             b_acc += (b_pair << 16).to(tl.float32, bitcast=True) * b_low[None, :]
             b_acc += (b_pair & -65536).to(tl.float32, bitcast=True) * b_high[None, :]
-    block = first_n // 64
-    b_out = tl.sum(b_acc, 1) * f12_scale(tl.load(p_bases + block))
-    start = tl.load(p_starts + block)
-    end = tl.load(p_starts + block + 1)
-    for first_e in range(start, end, 64):
-        o_e = first_e + tl.arange(0, 64)
-        m_e = o_e < end
-        b_place = tl.load(p_places + o_e, mask=m_e, other=0)
-        b_part = tl.load(p_values + o_e, mask=m_e, other=0.0).to(tl.float32)
-        m_here = (f12_row(b_place, block)[None, :] == o_n[:, None]) & m_e[None, :]
-        b_part *= tl.load(p_x + f12_column(b_place), mask=m_e, other=0.0).to(tl.float32)
+    b_out = tl.sum(b_acc, 1) * f12_scale(base, 64)
+    m_here = (f12_row(b_place, block)[None, :] == o_n[:, None]) & (o_e < end)[None, :]
+    b_out += tl.sum(tl.where(m_here, (b_value * b_far)[None, :], 0.0), 1)
+    for first_e in range(start + ESCAPES, end, ESCAPES):
+        o_e = first_e + tl.arange(0, ESCAPES)
+        b_place = tl.load(p_places + o_e, mask=o_e < end, other=0)
+        b_part = tl.load(p_values + o_e, mask=o_e < end, other=0.0).to(tl.float32)
+        b_part *= tl.load(p_x + f12_column(b_place), mask=o_e < end, other=0.0).to(tl.float32)
+        m_here = (f12_row(b_place, block)[None, :] == o_n[:, None]) & (o_e < end)[None, :]
         b_out += tl.sum(tl.where(m_here, b_part[None, :], 0.0), 1)
+    if HAS_BIAS:
+        b_out += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)
     tl.store(p_out + o_n, b_out.to(p_out.dtype.element_ty), mask=m_n)
