@@ -82,7 +82,7 @@ def bound_of(weight: F12 | Fp8 | Int4, rows: int) -> tuple[Bound, float]:
         constants = {"SIZE": INPUTS, "BLOCK_N": 16, "BLOCK_J": 128, "num_warps": 4}
         slots = issued(packed_linear._gemv, weight, constants, 16 * 128 * 8)
         return Bound(weight.nbytes / OUTPUTS / INPUTS / COPIED, slots / ISSUED, 0.0), slots
-    tiles = form_constants(weight, 64) | packed_linear.tiles_of(rows, OUTPUTS)
+    tiles = form_constants(weight, 64) | packed_linear.tiles_of(rows, OUTPUTS, 2)
     slots = issued(packed_linear._gemm, weight, {"SIZE": INPUTS, **tiles}, tiles["BLOCK_N"] * tiles["BLOCK_K"])
     num_tiles = math.ceil(rows / tiles["BLOCK_M"])
     padded = num_tiles * tiles["BLOCK_M"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,12 +54,28 @@ def test_masks_of_many_rows_are_applied_piece_by_piece() -> None:
 
 def test_what_a_gpu_unpacks_is_what_numpy_does() -> None:
     masks = torch.randint(-(2**31), 2**31, (5, 3), dtype=torch.int32)
-    with torch.profiler.profile(profile_memory=True) as measured:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as measured:
         bits = unpack_bits(masks)
     bytes_taken = sum(event.self_cpu_memory_usage for event in measured.events() if event.self_cpu_memory_usage > 0)
     assert bits.numel() <= bytes_taken < bits.numel() + 256, "a byte for each bit, and hardly anything beside them"
     expected = np.unpackbits(masks.numpy().view(np.uint8), axis=-1, bitorder="little").astype(bool)
     assert torch.equal(bits, torch.from_numpy(expected))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_they_are_those_of_a_cpu() -> None:
+    rows, source = 2 * MASKED_ROWS + 3, torch.Generator().manual_seed(3)
+    logits, (addends, counts) = torch.randn(rows, VOCAB, generator=source), torch.randn(2, rows, generator=source)
+    places, banned = (torch.stack((torch.arange(rows), torch.arange(rows) * step % VOCAB)) for step in (7, 11))
+    masks = torch.randint(-(2**31), 2**31, (rows, 2), dtype=torch.int32, generator=source)
+    columns = torch.rand(rows, 3, generator=source) + 0.5, banned, torch.arange(rows).flip(0), masks
+
+    def changed(device: str) -> torch.Tensor:
+        there = places.to(device)
+        pairs = (there, addends.to(device)), (there, counts.to(device))
+        return change(logits.to(device), LogitChanges(*pairs, *(each.to(device) for each in columns))).cpu()
+
+    torch.testing.assert_close(changed("cuda"), changed("cpu"))
 
 
 def test_repetition_penalty_and_bias_are_those_of_transformers() -> None:

@@ -1,4 +1,5 @@
-"""Whole models on the kernels that a GPU would run, interpreted: the logits are still those of transformers."""
+"""Whole models on the kernels that a GPU would run, interpreted where there is none: the logits are still those of
+transformers."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.device import DEVICE
 from tests.weft.engine.harness import Driver
 from tests.weft.model import test_families
 from tests.weft.model.test_quantized import FP8, INT4, quantized
@@ -76,7 +78,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch
     expected = tiny.logits(test_families.TOKENS[:NUM_TOKENS])
     # 8 rows at a time go to the decode kernel, 18 to the one for prefill
     for chunk in (8, NUM_TOKENS):
-        logits = test_families.logits_in_chunks(tiny, chunk)
+        logits = test_families.logits_in_chunks(tiny, chunk, device=DEVICE)
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
 
 
@@ -108,7 +110,7 @@ def test_logits_on_resident_weights_are_those_of_transformers(tmp_path: Path, mo
     monkeypatch.setattr(decoder.Decoder, "forward", forward_silently_too(decoder.Decoder.forward))
     monkeypatch.setattr(test_families, "NUM_TOKENS", 3)
     expected = tiny.logits(test_families.TOKENS[:3])
-    logits = test_families.logits_in_chunks(tiny, 2)  # and one row alone, which has its own kernel
+    logits = test_families.logits_in_chunks(tiny, 2, device=DEVICE)  # and one row alone, which has its own kernel
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
 
 
@@ -141,7 +143,7 @@ def test_logits_on_weights_that_stay_quantized_are_those_of_transformers(
     monkeypatch.setattr(loading, "held", held)
     monkeypatch.setattr(mlp, "pack_experts", stack_experts)
     monkeypatch.setattr(test_families, "NUM_TOKENS", 3)
-    logits = test_families.logits_in_chunks(tiny, 3)
+    logits = test_families.logits_in_chunks(tiny, 3, device=DEVICE)
     expected = tiny.logits(test_families.TOKENS[:3])
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
     assert kept.count(Fp8) > 10 if fields is FP8 else Int4 not in kept  # Kimi's experts alone are INT4
@@ -160,7 +162,8 @@ def test_kernels_read_a_decode_steps_buffers_where_they_stay(tmp_path: Path) -> 
     """Padded steps of one size after another: lengths and tables reach the kernels through the same memory."""
     tiny = make_family("llama4", tmp_path)
     prompts = [[5, 9, 11, 4, 8, 3, 17, 6, 12, 7, 10], [8, 4, 6], [9]]
-    with Driver(tiny, block_tokens=4, chunk_tokens=16, decode_graphs=True, max_num_seqs=4) as driver:
+    limits = {"block_tokens": 4, "chunk_tokens": 16, "max_num_seqs": 4}
+    with Driver(tiny, device=DEVICE, decode_graphs=True, **limits) as driver:
         keys = [driver.submit(str(i), prompt, 5 - i) for i, prompt in enumerate(prompts)]
         found = [driver.wait_end(key).tokens for key in keys]
     assert found == [tiny.greedy(prompt, 5 - i) for i, prompt in enumerate(prompts)]

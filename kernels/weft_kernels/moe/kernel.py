@@ -85,7 +85,8 @@ def _tiles(weight: Matrix, num_items: int, num_experts: int, item_bytes: int) ->
         "BLOCK_E": triton.next_power_of_2(num_experts),
         # gate's sums wait while up's are made, beside words that are unpacked
         "num_warps": 4 if isinstance(weight, Tensor) or block_m < 64 else 8,
-        "num_stages": 3,
+        # as in `weft_kernels.packed.linear`
+        "num_stages": 3 if item_bytes == 2 else 2,
     }
 
 

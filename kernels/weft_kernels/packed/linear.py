@@ -90,7 +90,7 @@ def gemm(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = None, tiles:
     """
     num_rows, size = x.shape
     num_outputs = weight.shape[0]
-    tiles = form_constants(weight, 64) | (tiles or _tuned(x, weight) or tiles_of(num_rows, num_outputs))
+    tiles = form_constants(weight, 64) | (tiles or _tuned(x, weight) or tiles_of(num_rows, num_outputs, x.itemsize))
     grid = triton.cdiv(num_rows, tiles["BLOCK_M"]), triton.cdiv(num_outputs, tiles["BLOCK_N"])
     num_steps = triton.cdiv(size, tiles["BLOCK_K"])
     wanted = tiles.pop("splits", 0) or FULL_PROGRAMS // (grid[0] * grid[1])
@@ -157,12 +157,14 @@ def _device(x: Tensor) -> str:
     return _name(x.device.index) if x.is_cuda else "interpreter"
 
 
-def tiles_of(num_rows: int, num_outputs: int) -> dict[str, int]:
+def tiles_of(num_rows: int, num_outputs: int, item_bytes: int) -> dict[str, int]:
     """A decode step reads weights, a prompt multiplies."""
+    # rows of float32 take twice the shared memory, and those of FP8 with cut groups more than a Hopper has
+    stages = 3 if item_bytes == 2 else 2
     if num_rows > 64:
-        return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3}
+        return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": stages}
     block_m, block_n = max(16, triton.next_power_of_2(num_rows)), 64 if num_outputs >= 64 else 32
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 256, "num_warps": 4, "num_stages": 3}
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 256, "num_warps": 4, "num_stages": stages}
 
 
 @triton.jit

@@ -97,7 +97,7 @@ def test_tokens_are_exact_in_mixed_batches_with_preemption_in_mid_run(
 def test_tokens_are_exact_in_mixed_batches_with_prefix_hits(name: str, limits: dict[str, int], cases: Cases) -> None:
     tiny, prompts, expected = cases(name)
     count = NUM_NEW if IS_LONG else FEW_NEW
-    with Driver(tiny, "float32", "cpu", num_blocks=256, **limits) as driver:
+    with Driver(tiny, num_blocks=256, **limits) as driver:
         for turn in ("cold", "warm"):
             keys = [driver.submit(f"{turn}-{i}", prompt, count) for i, prompt in enumerate(prompts)]
             assert [driver.wait_end(key).tokens for key in keys] == [tokens[:count] for tokens in expected]

@@ -26,17 +26,19 @@ NAN = float("nan")
 TABLE = [7, 2, 5, 0, 9, 8, 1, 3, 6, 10]
 
 
-def logits_in_chunks(tiny: TinyFamily, chunk: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def logits_in_chunks(
+    tiny: TinyFamily, chunk: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> torch.Tensor:
     """[NUM_TOKENS, vocab]: all logits of one sequence, its blocks in no particular order, all others poisoned."""
     config = tiny.config
-    model = Decoder(config, tiny.weights, dtype, torch.device("cpu"))
+    model = Decoder(config, tiny.weights, dtype, torch.device(device))
     groups = kv_groups(config)
     paging = Paging(groups.reaches, BLOCK_TOKENS, chunk)
     # each group has pages of its own
     tables = [[12 * group + page for page in TABLE] for group in range(len(groups.reaches))]
     pages = 12 * len(groups.reaches)
     pool = torch.full((pages, config.num_kv_heads, groups.size, config.kv_parts, BLOCK_TOKENS, config.head_dim), NAN)
-    pool = pool.to(dtype)
+    pool = pool.to(device, dtype)
     logits = []
     with torch.inference_mode():
         for start in range(0, NUM_TOKENS, chunk):
@@ -51,8 +53,9 @@ def logits_in_chunks(tiny: TinyFamily, chunk: int, dtype: torch.dtype = torch.fl
                 left_out = paging.num_left_out(group, first)
                 seen = [table[first]] * (first - left_out) + table[first:]
                 batches.append(PagedBatch(pool, config.num_heads, [0, count], [end - left_out * BLOCK_TOKENS], [seen]))
-            rows = Rows(torch.tensor(TOKENS[start:end]), positions, slots, torch.arange(count))
-            logits.append(model.forward(rows, batches))
+            columns = torch.tensor(TOKENS[start:end]), positions, slots, torch.arange(count)
+            rows = Rows(*(each.to(device) for each in columns))
+            logits.append(model.forward(rows, batches).cpu())
     return torch.cat(logits)
 
 
@@ -64,6 +67,32 @@ def test_logits_are_those_of_transformers(name: str, family_of: Callable[[str], 
         torch.testing.assert_close(
             logits_in_chunks(tiny, chunk), expected, rtol=1e-4, atol=1e-4 * float(expected.std())
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_on_a_gpu_are_those_of_transformers(name: str, family_of: Callable[[str], TinyFamily]) -> None:
+    """Rows one by one, few and many at a time: attention and experts have kernels or tiles of their own for each."""
+    tiny = family_of(name)
+    expected = tiny.logits(TOKENS)
+    for chunk in (1, 7, NUM_TOKENS):
+        torch.testing.assert_close(
+            logits_in_chunks(tiny, chunk, device="cuda"), expected, rtol=1e-4, atol=1e-4 * float(expected.std())
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen3-moe", "llama4", "deepseek"])
+def test_logits_in_bf16_on_a_gpu_are_as_near_to_fp32(name: str, family_of: Callable[[str], TinyFamily]) -> None:
+    tiny = family_of(name)
+    exact = tiny.logits(TOKENS)
+    rounded = replace(tiny, oracle=copy.deepcopy(tiny.oracle).to(torch.bfloat16))
+    theirs = (rounded.logits(TOKENS).float() - exact).pow(2).mean().sqrt()
+    for chunk in (7, NUM_TOKENS):
+        ours = (logits_in_chunks(tiny, chunk, torch.bfloat16, "cuda") - exact).pow(2).mean().sqrt()
+        assert ours < 1.5 * theirs
 
 
 @pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2-yarn", "qwen3", "llama4"])
