@@ -162,7 +162,7 @@ def test_kernels_read_a_decode_steps_buffers_where_they_stay(tmp_path: Path) -> 
     """Padded steps of one size after another: lengths and tables reach the kernels through the same memory."""
     tiny = make_family("llama4", tmp_path)
     prompts = [[5, 9, 11, 4, 8, 3, 17, 6, 12, 7, 10], [8, 4, 6], [9]]
-    limits = {"block_tokens": 4, "chunk_tokens": 16, "max_num_seqs": 4}
+    limits: dict[str, Any] = {"block_tokens": 4, "chunk_tokens": 16, "max_num_seqs": 4}
     with Driver(tiny, device=DEVICE, decode_graphs=True, **limits) as driver:
         keys = [driver.submit(str(i), prompt, 5 - i) for i, prompt in enumerate(prompts)]
         found = [driver.wait_end(key).tokens for key in keys]
