@@ -35,6 +35,8 @@ from weft.capacity.sizes import Wanted, choose
 FULL = Grid(GPU_BATCHES, GPU_CONTEXTS, GPU_PROMPTS, (8, 32), 24, 30.0)
 # layers of larger models: where bandwidth and arithmetic meet, not every corner
 PART = Grid((1, 32, 128, 256), (1024, 8192), (2048, 8192), (32,), 24, 20.0)
+# what the bars are about, in a minute
+QUICK = Grid(GPU_BATCHES, (1024,), (2048, 8192), (32,), 40, 10.0)
 TINY = Grid((1, 4), (128, 1024), (300,), (2,), 6, 10.0)
 
 
@@ -93,6 +95,7 @@ def main() -> None:
     parser.add_argument("--weights", default="plain", choices=("plain", "resident"))
     parser.add_argument("--limit-seconds", type=float, default=560.0)
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same architectures")
+    parser.add_argument("--quick", action="store_true", help="one context, two prompts")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     results = Results.open(options.out / "results.json", options.limit_seconds)
@@ -105,7 +108,7 @@ def main() -> None:
         free()
     for index, name in enumerate(options.shapes.split(",")):
         shape = SHAPES[name].tiny() if options.tiny else SHAPES[name]
-        grid = TINY if options.tiny else FULL if index == 0 else PART
+        grid = TINY if options.tiny else QUICK if options.quick else FULL if index == 0 else PART
         run_shape(shape, settings, gpu, grid, results)
         write_report(results, options.out)
         if index == 0:

@@ -75,7 +75,15 @@ def attention_loop() -> AttentionLoop:
     pool = torch.empty(1, config.num_kv_heads, 1, 2, 64, config.head_dim, dtype=torch.bfloat16)
     tiles = Shape(1.0).tiles(pool[:, :, 0, 0], pool[:, :, 0, 1], 64)
     warps, group = 4, config.num_heads // config.num_kv_heads
-    fixed = {"SPLITS": 2, "KV_HEADS": config.num_kv_heads, "GROUP": group, "WINDOW": 0, "CHUNK": 0, "BLOCK_M": 16}
+    fixed = {
+        "SPLITS": 2,
+        "KV_HEADS": config.num_kv_heads,
+        "GROUP": group,
+        "WINDOW": 0,
+        "CHUNK": 0,
+        "FOLLOWS": False,
+        "BLOCK_M": 16,
+    }
     constants: dict[str, Any] = {**fixed, **tiles}
     types = dict.fromkeys(("p_q", "p_keys", "p_values"), "*bf16") | dict.fromkeys(("p_parts", "p_logs"), "*fp32")
     types |= dict.fromkeys(("p_starts", "p_contexts", "p_tables"), "*i32") | {"scale": "fp32"}

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from loadtest.made import made_at
-from weft_kernels.packed import F12, Fp8, Int4
+from weft_kernels.packed import F12, Fp8, Int4, single
 from weft_kernels.packed import linear as packed_linear
 from weft_kernels.packed.product import form_constants, operands
 
@@ -63,7 +63,7 @@ class Bound:
 def matrices() -> dict[str, F12 | Fp8 | Int4]:
     """Of one shape; what is in them does not matter."""
     i32, blocks = torch.int32, OUTPUTS // 64
-    words, bases, starts = (torch.empty(n, dtype=i32) for n in (3 * OUTPUTS * INPUTS // 8, blocks, blocks + 1))
+    words, bases, starts = (torch.empty(n, dtype=i32) for n in (3 * OUTPUTS * INPUTS // 8, blocks, OUTPUTS // 4 + 1))
     escapes = OUTPUTS * INPUTS // 3000
     listed = torch.empty(escapes, dtype=i32), torch.empty(escapes, dtype=torch.bfloat16)
     groups = torch.empty(OUTPUTS, INPUTS // 32, dtype=torch.bfloat16)
@@ -79,10 +79,11 @@ def matrices() -> dict[str, F12 | Fp8 | Int4]:
 def bound_of(weight: F12 | Fp8 | Int4, rows: int) -> tuple[Bound, float]:
     """And how many instructions unpack and multiply a weight, for one tile of rows."""
     if isinstance(weight, F12) and rows == 1:
-        constants = {"SIZE": INPUTS, "BLOCK_N": 16, "BLOCK_J": 128, "num_warps": 4}
-        slots = issued(packed_linear._gemv, weight, constants, 16 * 128 * 8)
+        constants = {"SIZE": INPUTS, "BLOCK_N": single.BLOCK_N, "BLOCK_J": 256, "num_warps": 2}
+        slots = issued(single._gemv, weight, constants, single.BLOCK_N * 256 * 8)
         return Bound(weight.nbytes / OUTPUTS / INPUTS / COPIED, slots / ISSUED, 0.0), slots
-    tiles = form_constants(weight, 64) | packed_linear.tiles_of(rows, OUTPUTS, 2)
+    tiles = form_constants(weight, 64) | packed_linear._tiles(torch.empty(rows, 1, dtype=torch.bfloat16), weight)
+    tiles.pop("programs", 0)
     slots = issued(packed_linear._gemm, weight, {"SIZE": INPUTS, **tiles}, tiles["BLOCK_N"] * tiles["BLOCK_K"])
     num_tiles = math.ceil(rows / tiles["BLOCK_M"])
     padded = num_tiles * tiles["BLOCK_M"]
@@ -93,8 +94,16 @@ def bound_of(weight: F12 | Fp8 | Int4, rows: int) -> tuple[Bound, float]:
 def issued(kernel: Any, weight: F12 | Fp8 | Int4, constants: dict[str, int], num_weights: int) -> float:
     """Instructions of a lane for each weight that it unpacks, in the largest loop; `num_weights`: of one round."""
     options = {"num_warps": constants.pop("num_warps"), "num_stages": constants.pop("num_stages", 3)}
+    constants |= {"HAS_BIAS": False, "FOLLOWS": False}
     x = torch.empty(1, dtype=torch.bfloat16)
-    tensors: list[Tensor] = [x, *operands(weight, x), x]
+    # the row alone comes in pairs; a bias, parts, how many of them are there, and the result
+    left = x.new_empty(2).view(torch.int32) if kernel is single._gemv else x
+    tensors: list[Tensor] = [
+        left,
+        *operands(weight, x),
+        *([x] if kernel is single._gemv else [x, x.float(), left.int()]),
+        x,
+    ]
     names = [param.name for param in kernel.params]
     signature, aligned = {}, {}
     for index, name in enumerate(names):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,31 +38,6 @@ def seconds(call: Callable[[], object]) -> float:
     from triton.testing import do_bench
 
     return float(do_bench(call, warmup=50, rep=200, return_mode="median")) / 1e3
-
-
-def replayed_seconds(calls: Sequence[Callable[[], object]], total_seconds: float = 4e-3) -> float:
-    """Of one call, as a step of decoding replays it: all `calls`, which read different memory, one behind the other in
-    a graph, so that none finds in the cache what it reads if together they read more than that holds. Median of seven.
-    """
-    for call in calls:  # compiles, allocates
-        call()
-    torch.cuda.synchronize()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-
-    def replay(times: int) -> float:
-        begin.record()
-        for _ in range(times):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / times
-
-    times = max(1, round(total_seconds / min(replay(1), replay(1))))
-    return statistics.median(replay(times) for _ in range(7)) / len(calls)
 
 
 def measure() -> Roofline:

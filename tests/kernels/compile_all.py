@@ -20,6 +20,7 @@ import weft_kernels.latent_kv.kernel as latent_kv
 import weft_kernels.moe.kernel as moe
 import weft_kernels.moe_routing.kernel as moe_routing
 import weft_kernels.packed.linear as packed
+import weft_kernels.packed.single as single
 import weft_kernels.packed.unpack as unpack
 import weft_kernels.paged_attention.decode as decode
 import weft_kernels.paged_attention.prefill as prefill
@@ -60,6 +61,7 @@ class Recorder:
         return self.compile
 
     def compile(self, *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
+        options: dict[str, Any] = {name: constants.pop(name) for name in ("launch_pdl", "maxnreg") if name in constants}
         names = [param.name for param in self.kernel.params]
         values = {**dict(zip(names, args, strict=False)), **constants}
         signature, aligned = {}, {}
@@ -79,7 +81,9 @@ class Recorder:
                 if isinstance(value, int) and value % 16 == 0:
                     aligned[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, constants, aligned)
-        built = triton.compile(source, target=TARGET, options={"num_warps": num_warps, "num_stages": num_stages})
+        built = triton.compile(
+            source, target=TARGET, options={"num_warps": num_warps, "num_stages": num_stages, **options}
+        )
         self.figures = {"shared": built.metadata.shared, **_resources(built.asm["cubin"])}
 
 
@@ -104,7 +108,7 @@ def empty_f12(rows: int, columns: int) -> F12:
     """No weights at all: what a kernel is compiled for are types and sizes."""
     i32 = torch.int32
     words, blocks = torch.empty(3, rows, columns // 8, dtype=i32), -(-rows // 64)
-    bases, starts = torch.empty(blocks, dtype=i32), torch.empty(blocks + 1, dtype=i32)
+    bases, starts = torch.empty(blocks, dtype=i32), torch.empty(rows // 4 + 2, dtype=i32)
     return F12(rows, columns, words, bases, starts, torch.empty(9, dtype=i32), torch.empty(9, dtype=BF16))
 
 
@@ -208,8 +212,9 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
         "INT4, few rows": (packed, "_gemm", lambda: packed.linear_packed(x, int4)),
         "FP8, one row": (packed, "_gemm", lambda: packed.linear_packed(x[:1], fp8)),
         "expert, F12": (moe, "_down", lambda: moe.moe_kernel(*one_expert)),
-        "F12, one row": (packed, "_gemv", lambda: packed.linear_packed(x[:1], empty_f12(1, 4096))),
+        "F12, one row": (single, "_gemv", lambda: packed.linear_packed(x[:1], empty_f12(1, 4096))),
         "F12, few rows": (packed, "_gemm", lambda: packed.linear_packed(x, f12)),
+        "F12, rows turned": (packed, "_turn", lambda: packed.gemm(x.repeat(32, 1), f12)),
         "F12, a batch": (packed, "_gemm", lambda: packed.gemm(x.repeat(32, 1), f12)),
         "F12, a prompt": (packed, "_gemm", lambda: packed.gemm(x.repeat(256, 1), f12)),
         "F12, unpacked": (unpack, "_unpack", lambda: unpack.unpack_rows(empty_f12(1, 4096))),

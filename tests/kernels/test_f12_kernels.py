@@ -17,7 +17,7 @@ from weft_kernels.moe import PackedExperts, moe
 from weft_kernels.moe.reference import moe_reference
 from weft_kernels.packed import linear as packed_linear
 from weft_kernels.packed import pack_f12, rows_of
-from weft_kernels.packed.linear import by_torch, gemm, linear_packed
+from weft_kernels.packed.linear import gemm, linear_packed
 from weft_kernels.packed.unpack import unpack_rows
 
 # the interpreter multiplies float32, see house style; bfloat16 is multiplied where a GPU is
@@ -51,17 +51,10 @@ def test_products_are_those_of_the_unpacked_matrix(rows: int, columns: int, num_
 def test_a_long_row_is_added_up_in_parts_and_twice_the_same(splits: int) -> None:
     weight, x = make_weight(70, 3000, escapes=200), torch.randn(19, 3000, device=DEVICE)
     packed, bias = pack_f12(weight), torch.randn(70, device=DEVICE)
-    tiles = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 256, "num_warps": 4, "num_stages": 2, "splits": splits}
+    tiles = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 256, "num_warps": 4, "num_stages": 2, "programs": 4 * splits}
     found = [gemm(x, packed, bias, dict(tiles)) for _ in range(2)]
     close(found[0], functional.linear(x, weight.float(), bias), factor=30)
     assert torch.equal(*found)
-
-
-def test_a_weight_is_unpacked_and_multiplied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "CHUNK_BYTES", 2 * 104 * 70)  # one block of rows
-    weight, x, bias = make_weight(150, 104, escapes=40), torch.randn(5, 104, device=DEVICE), torch.randn(150)
-    found = by_torch(x, pack_f12(weight), bias.to(DEVICE))
-    close(found, functional.linear(x, weight.float(), bias.to(DEVICE)), factor=30)
 
 
 def test_biases_and_leading_dimensions_are_as_in_any_linear_layer() -> None:
@@ -114,7 +107,6 @@ def test_unpacked_rows_are_the_bits_that_were_packed(rows: int, columns: int) ->
 
 def test_long_prompts_are_torchs_own_product_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_linear, "MAX_FUSED_ROWS", 4)
-    monkeypatch.setattr(packed_linear, "EXACT_ROWS", 4)
     weight, x = make_weight(33, 104, escapes=20), torch.randn(5, 104, device=DEVICE)
     assert torch.equal(linear_packed(x, pack_f12(weight)), functional.linear(x, weight.float()))
 
@@ -122,7 +114,7 @@ def test_long_prompts_are_torchs_own_product_bit_for_bit(monkeypatch: pytest.Mon
 @pytest.mark.gpu
 def test_long_prompts_in_bfloat16_are_cublas_bit_for_bit() -> None:
     weight = make_weight(1024, 2048, escapes=300)
-    x = torch.randn(packed_linear.EXACT_ROWS + 1, 2048, device=DEVICE).bfloat16()
+    x = torch.randn(packed_linear.MAX_FUSED_ROWS + 1, 2048, device=DEVICE).bfloat16()
     assert torch.equal(linear_packed(x, pack_f12(weight)), functional.linear(x, weight))
 
 

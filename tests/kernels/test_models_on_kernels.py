@@ -105,7 +105,8 @@ def test_logits_on_resident_weights_are_those_of_transformers(tmp_path: Path, mo
         return model
 
     for module in (loading, packed):
-        monkeypatch.setattr(module, "resident", pack_f12)
+        # the model's dtype is float32, its weights are bfloat16's
+        monkeypatch.setattr(module, "resident", lambda weight: pack_f12(weight.bfloat16()))
     monkeypatch.setattr(test_families, "Decoder", resident_decoder)
     monkeypatch.setattr(decoder.Decoder, "forward", forward_silently_too(decoder.Decoder.forward))
     monkeypatch.setattr(test_families, "NUM_TOKENS", 3)

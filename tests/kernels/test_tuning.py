@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from weft_kernels.packed.tune_all import tune_all
 from weft_kernels.packed.tuning import Tiles, TuningTable, candidates, table_of
 
 IDENTITY = {"device": "one", "triton": "3"}
-QUICK: Tiles = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128, "num_warps": 4, "num_stages": 2}
+QUICK: Tiles = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 256, "num_warps": 4, "num_stages": 2}
 SLOW: Tiles = {**QUICK, "num_stages": 4}
 REFUSED: Tiles = {**QUICK, "num_stages": 3}
 UNASSEMBLED: Tiles = {**QUICK, "num_warps": 8}
@@ -91,10 +91,11 @@ def test_a_damaged_table_is_an_empty_one(tmp_path: Path, content: str) -> None:
     assert TuningTable(tmp_path, IDENTITY).of(*SHAPE) is None
 
 
-@pytest.mark.parametrize("num_rows", [2, 70, 1000])
-def test_candidates_are_tiles_that_a_product_can_have(num_rows: int) -> None:
-    tried = candidates(num_rows)
-    assert len(tried) >= 12
+@pytest.mark.parametrize("form", ["F12", "Fp8"])
+@pytest.mark.parametrize("num_rows", [2, 16, 70, 1000])
+def test_candidates_are_tiles_that_a_product_can_have(form: str, num_rows: int) -> None:
+    tried = candidates(form, num_rows)
+    assert len(tried) >= 9
     assert all(each["BLOCK_M"] >= min(64, num_rows) and each["BLOCK_K"] % 128 == 0 for each in tried)
 
 
@@ -104,15 +105,15 @@ def test_a_product_is_the_same_in_the_tiles_that_were_tuned(monkeypatch: pytest.
     x, packed = torch.randn(3, 512, device=DEVICE), pack_f12(weight)
     tried: list[Tensor] = []
 
-    def timed(call: Callable[[], Tensor]) -> float:
-        tried.append(call())
+    def timed(calls: Sequence[Callable[[], Tensor]]) -> float:
+        tried.append(calls[0]())
         return float(len(tried) != 2)
 
-    monkeypatch.setattr(packed_linear, "candidates", lambda num_rows: [SLOW, QUICK, {**QUICK, "BLOCK_N": 64}])
-    assert tune(x, packed, timed) == QUICK
-    monkeypatch.setattr(packed_linear, "tiles_of", lambda *sizes: pytest.fail("what was tuned is not used"))
+    monkeypatch.setattr(packed_linear, "candidates", lambda form, num_rows: [SLOW, QUICK, {**QUICK, "BLOCK_N": 64}])
+    assert tune(x, [packed], timed) == QUICK
+    monkeypatch.setattr(packed_linear, "_tiles", lambda *sizes: pytest.fail("what was tuned is not used"))
     for each in (*tried, gemm(x, packed)):
-        close(each.sum(0) if each.ndim == 3 else each, x @ weight.float().T, factor=30)
+        close(each, x @ weight.float().T, factor=30)
 
 
 @pytest.mark.usefixtures("own_tables")
@@ -120,30 +121,30 @@ def test_all_shapes_of_a_model_are_tuned_few_rows_first_and_once(monkeypatch: py
     generator = torch.Generator().manual_seed(2)
     sizes = (70, 512), (70, 512), (40, 256)
     weights = [pack_f12(torch.randn(size, generator=generator).bfloat16().to(DEVICE)) for size in sizes]
-    monkeypatch.setattr(packed_linear, "candidates", lambda num_rows: [SLOW, QUICK])
+    monkeypatch.setattr(packed_linear, "candidates", lambda form, num_rows: [SLOW, QUICK])
     timed: list[tuple[int, int]] = []
 
-    def timer(call: Callable[[], Tensor]) -> float:
-        out = call()
+    def timer(calls: Sequence[Callable[[], Tensor]]) -> float:
+        out = calls[-1]()
         timed.append((out.shape[-2], out.shape[-1]))
         return float(len(timed) % 2)  # the second of each two is quicker
 
-    assert tune_all(weights, (1, 3, 16, 20), timer, 60.0) == 4
+    assert tune_all(weights, (9, 13, 16, 20), timer, 60.0) == 4
     assert timed == [(16, 70)] * 2 + [(16, 40)] * 2 + [(32, 70)] * 2 + [(32, 40)] * 2
     table_of.cache_clear()  # as the next start does
     assert tiles_table(weights[0].device).of("F12", 40, 256, 17) == QUICK
-    assert tune_all(weights, (1, 32), timer, 60.0) == 0
+    assert tune_all(weights, (11, 32), timer, 60.0) == 0
     assert len(timed) == 8
 
 
 @pytest.mark.usefixtures("own_tables")
 def test_when_the_time_is_over_what_was_tried_to_its_end_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [pack_f12(torch.randn(size, 256).bfloat16().to(DEVICE)) for size in (40, 70)]
-    monkeypatch.setattr(packed_linear, "candidates", lambda num_rows: [SLOW, QUICK])
+    monkeypatch.setattr(packed_linear, "candidates", lambda form, num_rows: [SLOW, QUICK])
     now = [0.0]
     monkeypatch.setattr("weft_kernels.packed.tune_all.time.monotonic", lambda: now[0])
 
-    def timer(call: Callable[[], Tensor]) -> float:
+    def timer(calls: Sequence[Callable[[], Tensor]]) -> float:
         now[0] += 1.0
         return now[0]
 

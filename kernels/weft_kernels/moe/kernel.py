@@ -149,12 +149,28 @@ def _gate_up(
         gate = expert * 2 * SIZE
         up = gate + SIZE
         b_gate = product(
-            *(p_rows, m_m, b_scale, p_0, p_1, p_2, p_3, p_4, gate + first_n, gate + SIZE, num_weights, 0, steps),
-            *(FORM, GROUP_ROWS, GROUP, HIDDEN, ON_INPUT, BLOCK_M, BLOCK_N, BLOCK_K),
+            *(
+                p_rows,
+                p_rows,
+                1,
+                m_m,
+                b_scale,
+                p_0,
+                p_1,
+                p_2,
+                p_3,
+                p_4,
+                gate + first_n,
+                gate + SIZE,
+                num_weights,
+                0,
+                steps,
+            ),
+            *(FORM, GROUP_ROWS, GROUP, HIDDEN, ON_INPUT, False, BLOCK_M, BLOCK_N, BLOCK_K),
         )
         b_up = product(
-            *(p_rows, m_m, b_scale, p_0, p_1, p_2, p_3, p_4, up + first_n, up + SIZE, num_weights, 0, steps),
-            *(FORM, GROUP_ROWS, GROUP, HIDDEN, ON_INPUT, BLOCK_M, BLOCK_N, BLOCK_K),
+            *(p_rows, p_rows, 1, m_m, b_scale, p_0, p_1, p_2, p_3, p_4, up + first_n, up + SIZE, num_weights, 0, steps),
+            *(FORM, GROUP_ROWS, GROUP, HIDDEN, ON_INPUT, False, BLOCK_M, BLOCK_N, BLOCK_K),
         )
         # rounded where separate layers would round
         b_gate = b_gate.to(p_out.dtype.element_ty).to(tl.float32)
@@ -204,6 +220,8 @@ def _down(
         b_out = product(
             *(
                 p_rows,
+                p_rows,
+                1,
                 m_m,
                 b_scale,
                 p_0,
@@ -217,7 +235,7 @@ def _down(
                 0,
                 steps,
             ),
-            *(FORM, GROUP_ROWS, GROUP, SIZE, False, BLOCK_M, BLOCK_N, BLOCK_K),
+            *(FORM, GROUP_ROWS, GROUP, SIZE, False, False, BLOCK_M, BLOCK_N, BLOCK_K),
         )
         b_out = b_out.to(p_middle.dtype.element_ty).to(tl.float32)
         if not ON_INPUT:

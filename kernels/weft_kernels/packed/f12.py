@@ -13,9 +13,14 @@ import torch
 from torch import Tensor
 
 SLOTS = 8
-"""Weights in three words. Slot s of word j is column s * words + j: each slot is a run of its row's columns."""
+"""Weights in three words: four words with the fourth pieced together, of two halves each."""
+BLOCK_COLUMNS = 256
+"""Of a row, that lie in three times 32 words: the i-th fourth of them is halves of word i of the four, in their order.
+Both halves of a word are neighbours, as multipliers take them. A row's last block may be shorter, of the same kind."""
 BLOCK_ROWS = 64
-"""They share a base, and one list of escapes."""
+"""They share a base, and how many of their escapes a program can go through."""
+ESCAPE_ROWS = 4
+"""Their escapes can be found at once."""
 NUM_CODES = 15
 MAX_BASE = 190
 """2^(base - 64) has to be a float32, see `weft_kernels.packed.product`."""
@@ -33,8 +38,8 @@ _KEPT = -0x78007801  # 0x87FF87FF: what is in place in each word
 class F12:
     """[rows, columns] of bfloat16. `words`: [3, rows, words of a row] int32; `bases`: one of each block of rows, int32.
 
-    An escape is a weight whose exponent has no code; it is 0 among the words. Those of block b are
-    `starts[b]` to `starts[b + 1]` of `places` (row in the block << 26 | column, int32) and `values` (bfloat16).
+    An escape is a weight whose exponent has no code; it is 0 among the words. Those of four rows, from row 4 i on,
+    are `starts[i]` to `starts[i + 1]` of `places` (row in the block << 26 | column, int32) and `values` (bfloat16).
     """
 
     rows: int
@@ -69,17 +74,18 @@ class F12:
     def suits(self) -> bool:
         """Few enough escapes, and spread widely enough, that the words are worth it."""
         most = MAX_ESCAPES * self.columns
-        crowded = int(self.starts.diff().max()) if self.rows else 0
+        blocks = torch.cat((self.starts[: -1 : BLOCK_ROWS // ESCAPE_ROWS], self.starts[-1:]))
+        crowded = int(blocks.diff().max()) if self.rows else 0
         is_smaller = self.nbytes <= 0.8 * 2 * self.rows * self.columns
         return is_smaller and len(self.values) <= most * self.rows and crowded <= MAX_IN_BLOCK * most * BLOCK_ROWS
 
     def unpack(self) -> Tensor:
         """[rows, columns] bfloat16, every bit as it was."""
-        halves = _halves(self.words).flatten(1)[:, : self.columns]
+        halves = _columns(_halves(self.words))[:, : self.columns]
         bases = self.bases.repeat_interleave(BLOCK_ROWS)[: self.rows, None]
         bits = torch.where(halves & 0x0780 != 0, halves + (bases << 7), halves)
         out = bits.to(torch.int16).view(torch.bfloat16)
-        blocks = torch.repeat_interleave(self.starts.diff())
+        blocks = torch.repeat_interleave(self.starts.diff()) // (BLOCK_ROWS // ESCAPE_ROWS)
         rows = blocks * BLOCK_ROWS + ((self.places >> COLUMN_BITS) & (BLOCK_ROWS - 1))
         out[rows, self.places & ((1 << COLUMN_BITS) - 1)] = self.values
         return out
@@ -112,10 +118,9 @@ def _pack_rows(weight: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tensor, T
     is_zero = bits & 0x7FFF == 0
     is_coded = (codes >= 1) & (codes <= NUM_CODES)
     halves = torch.where(is_coded, bits & 0x807F | codes << 7, torch.where(is_zero, bits, 0))
-    slots = torch.nn.functional.pad(halves, (0, -columns % SLOTS)).view(rows, SLOTS, -1)
-    _fill_words(slots, words)
+    _fill_words(_slots(torch.nn.functional.pad(halves, (0, -columns % SLOTS))), words)
     row, column = (~(is_coded | is_zero)).nonzero(as_tuple=True)
-    counts = torch.bincount(row // BLOCK_ROWS, minlength=num_blocks).to(torch.int32)
+    counts = torch.bincount(row // ESCAPE_ROWS, minlength=-(-rows // ESCAPE_ROWS)).to(torch.int32)
     places = (row % BLOCK_ROWS << COLUMN_BITS | column).to(torch.int64)
     # the highest rows reach the sign bit
     places = torch.where(places >= 1 << 31, places - (1 << 32), places).to(torch.int32)
@@ -129,6 +134,26 @@ def _bases(keys: Tensor, num_blocks: int) -> Tensor:
     sums = counts.cumsum(1)
     covered = sums[:, NUM_CODES : NUM_CODES + MAX_BASE + 1] - sums[:, : MAX_BASE + 1]
     return covered.argmax(1).to(torch.int32)
+
+
+def _slots(columns: Tensor) -> Tensor:
+    """[rows, 8 words] in their order to [rows, 8, words]."""
+    rows, size = columns.shape
+    whole = size // BLOCK_COLUMNS * BLOCK_COLUMNS
+    # [rows, block, fourth, word, half]
+    full = columns[:, :whole].reshape(rows, whole // BLOCK_COLUMNS, 4, BLOCK_COLUMNS // SLOTS, 2)
+    short = columns[:, whole:].reshape(rows, 1, 4, (size - whole) // SLOTS, 2)
+    return torch.cat([each.permute(0, 2, 4, 1, 3).flatten(3).flatten(1, 2) for each in (full, short)], -1)
+
+
+def _columns(slots: Tensor) -> Tensor:
+    """[rows, 8, words] to [rows, 8 words] in their order."""
+    rows, _, words = slots.shape
+    whole = words // (BLOCK_COLUMNS // SLOTS) * (BLOCK_COLUMNS // SLOTS)
+    # [rows, fourth, half, block, word]
+    full = slots[..., :whole].reshape(rows, 4, 2, SLOTS * whole // BLOCK_COLUMNS, BLOCK_COLUMNS // SLOTS)
+    short = slots[..., whole:].reshape(rows, 4, 2, 1, words - whole)
+    return torch.cat([each.permute(0, 3, 1, 4, 2).flatten(1) for each in (full, short)], -1)
 
 
 def _fill_words(slots: Tensor, words: Tensor) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from weft_kernels.packed.registers import half_of, left_tile
 
-_SLOTS = tl.constexpr(8)
 _BLOCK_ROWS = tl.constexpr(64)
+_ESCAPE_ROWS = tl.constexpr(4)
 _COLUMN_BITS = tl.constexpr(26)
 _COLUMNS = tl.constexpr((1 << 26) - 1)
 # A word's half is its weight times 2^-base: 2^-126 to 2^-111. So much larger it is a number as others are.
@@ -22,6 +23,8 @@ _LIFT_PAIR = tl.constexpr((112 + 127) << 23 | (112 + 127) << 7)
 @triton.jit
 def product_f12(
     p_left: tl.tensor,
+    p_turned: tl.tensor,
+    stride_turned: tl.tensor,
     m_left: tl.tensor,
     b_scale: tl.tensor,
     p_words: tl.tensor,
@@ -36,62 +39,74 @@ def product_f12(
     last_step: tl.tensor,
     SIZE: tl.constexpr,
     SCALED: tl.constexpr,
+    FOLLOWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """The weights are the left operand: they stay in registers from the mask to the multiplier."""
-    WORDS: tl.constexpr = (SIZE + _SLOTS - 1) // _SLOTS
-    BLOCK_J: tl.constexpr = BLOCK_K // _SLOTS
+    """The weights are the left operand: they stay in registers from the mask to the multiplier.
+
+    p_turned: where escapes find the left rows, a column after `stride_turned`. Few rows are looked up where they are;
+    of more, each number would be a transaction of its own. With FOLLOWS, the left rows are there after `gdc_wait`.
+    """
+    tl.static_assert(BLOCK_K == 256 or BLOCK_K == 128, "a step takes a block of columns, or half the words of one")
+    WORDS: tl.constexpr = (SIZE + 7) // 8
+    FULL: tl.constexpr = SIZE // 256 * 32
+    EVEN: tl.constexpr = SIZE % 256 == 0
+    BLOCK_J: tl.constexpr = BLOCK_K // 8
     STEPS: tl.constexpr = (WORDS + BLOCK_J - 1) // BLOCK_J
-    # with few rows the first escapes are fetched before the words, and wanted after them
-    EARLY: tl.constexpr = BLOCK_M <= 32
-    ESCAPES: tl.constexpr = 128 if EARLY else 32 if BLOCK_M <= 64 else 16
+    ESCAPES: tl.constexpr = 128 if BLOCK_M <= 64 else 32
     o_row = first_row + tl.arange(0, BLOCK_N)
     m_row = o_row < end_row
-    # escapes are further columns, each with one weight, in one row: the steps share them
-    block = first_row // _BLOCK_ROWS
-    end_block = (tl.minimum(first_row + BLOCK_N, end_row) - 1) // _BLOCK_ROWS + 1
-    start = tl.load(p_starts + block)
-    num_escapes = tl.load(p_starts + end_block) - start
+    # escapes are further columns, each with one weight, in one row: the steps share them; the first ones are fetched
+    # before the words, and multiplied after them
+    end_tile = tl.minimum(first_row + BLOCK_N, end_row)
+    start = tl.load(p_starts + first_row // _ESCAPE_ROWS)
+    num_escapes = tl.load(p_starts + (end_tile + _ESCAPE_ROWS - 1) // _ESCAPE_ROWS) - start
     first_e = start + num_escapes * first_step // STEPS
     end_e = start + num_escapes * last_step // STEPS
-    if EARLY:
-        o_e = first_e + tl.arange(0, ESCAPES)
-        b_place = tl.load(p_places + o_e, mask=o_e < end_e, other=0)
-        b_value = tl.load(p_values + o_e, mask=o_e < end_e, other=0.0)
-        b_far = left_tile(p_left, m_left, b_scale, f12_column(b_place), o_e < end_e, SCALED)
+    o_e = first_e + tl.arange(0, ESCAPES)
+    b_place = tl.load(p_places + o_e, mask=o_e < end_e, other=0)
+    b_value = tl.load(p_values + o_e, mask=o_e < end_e, other=0.0)
+    b_row = _row_of(p_starts, b_place, o_e, first_row, end_tile, BLOCK_N)
+    if FOLLOWS:
+        gdc_wait()
+    b_far = left_tile(p_turned, m_left, b_scale, f12_column(b_place) * stride_turned, o_e < end_e, SCALED)
 
     plane = tl.cast(num_rows, tl.int64) * WORDS
     p_row = p_words + o_row.to(tl.int64)[:, None] * WORDS
     b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in range(first_step, last_step):
-        o_j = step * BLOCK_J + tl.arange(0, BLOCK_J)
-        m_j = o_j < WORDS
-        m_word = m_row[:, None] & m_j[None, :] if WORDS % BLOCK_J != 0 else m_row[:, None]
+        first_j = step * BLOCK_J
+        o_j = first_j + tl.arange(0, BLOCK_J)
+        m_word = m_row[:, None] if EVEN else m_row[:, None] & (o_j < WORDS)[None, :]
         # [BLOCK_N, BLOCK_J] each
         b_0 = tl.load(p_row + o_j[None, :], mask=m_word, other=0)
         b_1 = tl.load(p_row + plane + o_j[None, :], mask=m_word, other=0)
         b_2 = tl.load(p_row + 2 * plane + o_j[None, :], mask=m_word, other=0)
-        for SLOT in tl.static_range(_SLOTS):
-            o_k = SLOT * WORDS + o_j
-            m_k = m_j & (o_k < SIZE)
-            b_left = left_tile(p_left, m_left, b_scale, o_k, m_k, SCALED)
-            b_acc = tl.dot(f12_slot(b_0, b_1, b_2, SLOT, b_left.dtype), b_left, b_acc, input_precision="ieee")
+        for HALF in tl.static_range(2):
+            # two fourths of the block, of each the columns of these words
+            o_in = tl.arange(0, 4 * BLOCK_J)
+            o_column = step % (256 // BLOCK_K) * (2 * BLOCK_J) + o_in % (2 * BLOCK_J)
+            # in a short last block a fourth has fewer
+            width = 64 if EVEN else tl.where(first_j < FULL, 64, 2 * (WORDS - FULL))
+            o_k = step // (256 // BLOCK_K) * 256 + (2 * HALF + o_in // (2 * BLOCK_J)) * width + o_column
+            b_left = left_tile(p_left, m_left, b_scale, o_k, (o_column < width) & (o_k < SIZE), SCALED, EVEN)
+            b_acc = tl.dot(_half(b_0, b_1, b_2, HALF, b_left.dtype), b_left, b_acc, input_precision="ieee")
     b_base = tl.load(p_bases + o_row // _BLOCK_ROWS, mask=m_row, other=0)
     b_acc *= f12_scale(b_base, _LIFT)[:, None]
 
-    if EARLY:
-        b_row = _row_of(p_starts, b_place, o_e, block, end_block, BLOCK_N)
-        b_acc = tl.dot(_one_hot(b_row, b_value, o_row, o_e < end_e, b_far.dtype), b_far, b_acc, input_precision="ieee")
-        first_e += ESCAPES
     for next_e in range(first_e, end_e, ESCAPES):
         o_e = next_e + tl.arange(0, ESCAPES)
+        # [BLOCK_N, ESCAPES]: each value in its row
+        m_here = (b_row[None, :] == o_row[:, None]) & (o_e < end_e)[None, :]
+        b_hot = tl.where(m_here, b_value.to(tl.float32)[None, :], 0.0).to(b_far.dtype)
+        b_acc = tl.dot(b_hot, b_far, b_acc, input_precision="ieee")
+        o_e += ESCAPES
         b_place = tl.load(p_places + o_e, mask=o_e < end_e, other=0)
         b_value = tl.load(p_values + o_e, mask=o_e < end_e, other=0.0)
-        b_far = left_tile(p_left, m_left, b_scale, f12_column(b_place), o_e < end_e, SCALED)
-        b_row = _row_of(p_starts, b_place, o_e, block, end_block, BLOCK_N)
-        b_acc = tl.dot(_one_hot(b_row, b_value, o_row, o_e < end_e, b_far.dtype), b_far, b_acc, input_precision="ieee")
+        b_far = left_tile(p_turned, m_left, b_scale, f12_column(b_place) * stride_turned, o_e < end_e, SCALED)
+        b_row = _row_of(p_starts, b_place, o_e, first_row, end_tile, BLOCK_N)
     return tl.trans(b_acc)
 
 
@@ -100,33 +115,42 @@ def _row_of(
     p_starts: tl.tensor,
     b_place: tl.tensor,
     o_e: tl.tensor,
-    block: tl.tensor,
-    end_block: tl.tensor,
+    first_row: tl.tensor,
+    end_row: tl.tensor,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
     """Of escapes that lie one behind the other in the lists of a few blocks: in which of them, their places say not."""
+    block = first_row // _BLOCK_ROWS
     b_row = f12_row(b_place, block)
     for NEXT in tl.static_range(1, BLOCK_N // _BLOCK_ROWS + 2):
-        b_row += tl.where(o_e >= tl.load(p_starts + tl.minimum(block + NEXT, end_block)), _BLOCK_ROWS, 0)
+        following = (block + NEXT) * _BLOCK_ROWS
+        begin = tl.load(p_starts + following // _ESCAPE_ROWS, mask=following < end_row, other=0x7FFFFFFF)
+        b_row += tl.where(o_e >= begin, _BLOCK_ROWS, 0)
     return b_row
 
 
 @triton.jit
-def _one_hot(b_row: tl.tensor, b_value: tl.tensor, o_row: tl.tensor, m_e: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """[rows, escapes]: each value in its row."""
-    m_here = (b_row[None, :] == o_row[:, None]) & m_e[None, :]
-    return tl.where(m_here, b_value.to(tl.float32)[None, :], 0.0).to(DTYPE)
+def _half(b_0: tl.tensor, b_1: tl.tensor, b_2: tl.tensor, HALF: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
+    """[rows, 4 words]: the weights of two fourths of a block of columns, times 2^(112 - base), in their order.
+
+    The halves of a word are neighbours among a multiplier's operands as well: all this is naming, and costs nothing.
+    """
+    b_first = _fourth(f12_pair(b_0, b_1, b_2, 4 * HALF), DTYPE)
+    b_second = _fourth(f12_pair(b_0, b_1, b_2, 4 * HALF + 2), DTYPE)
+    b_both = tl.permute(tl.join(b_first, b_second), (0, 2, 1))
+    return tl.reshape(b_both, [b_0.shape[0], 4 * b_0.shape[1]])
 
 
 @triton.jit
-def f12_slot(b_0: tl.tensor, b_1: tl.tensor, b_2: tl.tensor, SLOT: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """One of the eight weights in three words, times 2^(112 - base)."""
-    b_pair = f12_pair(b_0, b_1, b_2, SLOT)
+def _fourth(b_pair: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """[rows, 2 words]: the halves of words, one behind the other."""
     if tl.bfloat16 == DTYPE and not _INTERPRETED:
-        b_half = half_of(_lifted(b_pair), SLOT % 2 == 1, DTYPE)
+        b_lifted = _lifted(b_pair)
+        b_halves = tl.join(half_of(b_lifted, False, DTYPE), half_of(b_lifted, True, DTYPE))
     else:
-        b_half = (half_of(b_pair, SLOT % 2 == 1, tl.float32) * _LIFT_FACTOR).to(DTYPE)
-    return b_half
+        b_halves = tl.join(half_of(b_pair, False, tl.float32), half_of(b_pair, True, tl.float32))
+        b_halves = (b_halves * _LIFT_FACTOR).to(DTYPE)
+    return tl.reshape(b_halves, [b_pair.shape[0], 2 * b_pair.shape[1]])
 
 
 @triton.jit

@@ -17,9 +17,11 @@ def left_tile(
     o_k: tl.tensor,
     m_k: tl.tensor,
     SCALED: tl.constexpr,
+    ALL: tl.constexpr = False,
 ) -> tl.tensor:
-    """[columns, rows] of the left rows at p_left, times b_scale in their own dtype, with SCALED."""
-    b_left = tl.load(p_left[None, :] + o_k[:, None], mask=m_k[:, None] & m_left[None, :], other=0.0)
+    """[columns, rows] of the left rows at p_left, with SCALED times b_scale in their own dtype. ALL: m_k is true."""
+    m_here = m_left[None, :] if ALL else m_k[:, None] & m_left[None, :]
+    b_left = tl.load(p_left[None, :] + o_k[:, None], mask=m_here, other=0.0)
     if SCALED:
         b_left = (b_left.to(tl.float32) * b_scale[None, :]).to(b_left.dtype)
     return b_left

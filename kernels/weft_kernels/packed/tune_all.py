@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from weft_kernels.packed import F12, Fp8, Int4
 from weft_kernels.packed.linear import is_tuned, tiles_table, tune
-from weft_kernels.packed.tuning import row_classes
+from weft_kernels.packed.tuning import Timer, row_classes
 
 logger = logging.getLogger(__name__)
-Timer = Callable[[Callable[[], Tensor]], float]
+# layers that are read one after the other, so that no cache holds what is read next
+MAX_ALIKE = 8
 
 
 class _TimeIsOver(Exception):
@@ -26,25 +27,27 @@ class _TimeIsOver(Exception):
 
 def tune_all(weights: Iterable[F12 | Fp8 | Int4], rows: Iterable[int], seconds: Timer, max_seconds: float) -> int:
     """Each distinct shape among `weights`, of one device, with as many rows as `rows` has, the fewest first: those are
-    the steps there are most of. `seconds` times a call. Returns how many were tuned now; raises OSError."""
+    the steps there are most of. `seconds` times calls. Returns how many were tuned now; raises OSError."""
     deadline = time.monotonic() + max_seconds
-    shapes = {(type(weight), *weight.shape): weight for weight in weights}
+    shapes: dict[tuple[type, int, int], list[F12 | Fp8 | Int4]] = {}
+    for weight in weights:
+        shapes.setdefault((type(weight), *weight.shape), []).append(weight)
     if not shapes:
         return 0
 
-    def timed(call: Callable[[], Tensor]) -> float:
+    def timed(calls: Sequence[Callable[[], Tensor]]) -> float:
         if time.monotonic() >= deadline:
             raise _TimeIsOver
-        return seconds(call)
+        return seconds(calls)
 
-    table, num_tuned = tiles_table(next(iter(shapes.values())).device), 0
+    table, num_tuned = tiles_table(next(iter(shapes.values()))[0].device), 0
     with table.alone(max_seconds) as is_alone:
         try:
             for num_rows in row_classes(rows) if is_alone else ():
-                for weight in shapes.values():
-                    x = torch.randn(num_rows, weight.shape[1], device=weight.device).to(torch.bfloat16)
-                    if not is_tuned(x, weight):
-                        num_tuned += tune(x, weight, timed) is not None
+                for alike in shapes.values():
+                    x = torch.randn(num_rows, alike[0].shape[1], device=alike[0].device).to(torch.bfloat16)
+                    if not is_tuned(x, alike[0]):
+                        num_tuned += tune(x, alike[:MAX_ALIKE], timed) is not None
         except _TimeIsOver:
             logger.info("tiles: the time for trying is over; the next start goes on")
         if num_tuned:

@@ -10,21 +10,26 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import torch
 import triton
+from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 logger = logging.getLogger(__name__)
 Tiles = dict[str, int]
-LEAST_ROWS, MOST_ROWS = 16, 1024
+Timer = Callable[[Sequence[Callable[[], Tensor]]], float]
+"""Seconds of one of several calls."""
+LEAST_ROWS, MOST_ROWS = 8, 1024
 DIRECTORY = "WEFT_TUNING_CACHE"
 LOOK_SECONDS = 0.1
+# that share a GPU of 132 multiprocessors, where a matrix alone has fewer tiles: three for each of them, or two, or four
+PROGRAMS = (396, 264, 528)
 
 
 class TuningTable:
@@ -138,12 +143,14 @@ def directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / "tuning"
 
 
-def candidates(num_rows: int) -> list[Tiles]:
+def candidates(form: str, num_rows: int) -> list[Tiles]:
     """Tiles worth trying: few rows wait for weights, many are multiplied."""
-    most = min(128, max(LEAST_ROWS, triton.next_power_of_2(num_rows)))
+    if form == "F12":
+        return [{**tiles, "programs": programs} for programs in PROGRAMS for tiles in _f12_tiles(num_rows)]
+    most = min(128, max(16, triton.next_power_of_2(num_rows)))
     heights = (most,) if most <= 64 else (64, 128)
     return [
-        {"BLOCK_M": height, "BLOCK_N": width, "BLOCK_K": depth, "num_warps": warps, "num_stages": stages}
+        _named(height, width, depth, warps, stages)
         for height in heights
         for width in (32, 64, 128)
         for depth in (128, 256)
@@ -151,6 +158,29 @@ def candidates(num_rows: int) -> list[Tiles]:
         for stages in (2, 3, 4)
         if height * width >= 256 * warps  # a warp has work
     ]
+
+
+def tiles_of_f12(num_rows: int) -> Tiles:
+    """Those that were quickest for most matrices of an 8B and a 70B model on an H200."""
+    return {**_f12_tiles(num_rows)[0], "programs": PROGRAMS[0]}
+
+
+def _f12_tiles(num_rows: int) -> list[Tiles]:
+    """The likeliest first. Warps of 16 rows each use the multipliers that older GPUs have too, which is enough for few
+    rows; a step takes all 256 columns that lie together where shared memory holds three steps of them."""
+    sizes = {
+        8: ((8, 32, 256, 2, 4), (8, 64, 256, 4, 2), (8, 64, 256, 4, 4), (8, 16, 256, 1, 6)),
+        16: ((16, 64, 256, 4, 3, 168), (16, 32, 256, 2, 4), (16, 64, 256, 4, 2, 128), (16, 64, 256, 4, 3)),
+        32: ((32, 64, 256, 4, 3), (32, 64, 256, 4, 2), (32, 64, 128, 4, 4)),
+        64: ((64, 64, 256, 4, 2), (64, 64, 256, 4, 3), (64, 64, 128, 4, 4), (64, 128, 128, 8, 3)),
+        128: ((128, 128, 128, 8, 3), (128, 64, 128, 4, 3), (64, 64, 128, 4, 4)),
+    }
+    return [_named(*each) for each in sizes[min(128, max(8, triton.next_power_of_2(num_rows)))]]
+
+
+def _named(height: int, width: int, depth: int, warps: int, stages: int, registers: int = 0) -> Tiles:
+    tiles = {"BLOCK_M": height, "BLOCK_N": width, "BLOCK_K": depth, "num_warps": warps, "num_stages": stages}
+    return {**tiles, "maxnreg": registers} if registers else tiles
 
 
 def row_classes(rows: Iterable[int]) -> list[int]:

@@ -6,7 +6,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from weft_kernels.following import following
 from weft_kernels.paged_attention.shape import LOG2_E, Shape, check
 from weft_kernels.paged_attention.tensors import MAX_DECODE_ROWS, PagedTensors
 from weft_kernels.paged_attention.tile import first_visible, fold_tile, load_rows
@@ -57,6 +59,7 @@ def paged_attention_decode(
         **tiles,
         num_warps=8 if block_m * tiles["BLOCK_V"] > 64 * 128 else 4,
         num_stages=2,
+        **following(q),
     )
     if splits > 1:
         _join[(batch.max_rows * num_seqs, q.shape[1])](
@@ -70,6 +73,7 @@ def paged_attention_decode(
             VALUE_DIM=values.shape[3],
             BLOCK_V=tiles["BLOCK_V"],
             num_warps=2,
+            **following(q),
         )
 
 
@@ -100,6 +104,7 @@ def _decode(
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    FOLLOWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     DIM: tl.constexpr,
@@ -110,6 +115,9 @@ def _decode(
     BLOCK_V: tl.constexpr,
     VALUE_IS_KEY: tl.constexpr,
 ) -> None:
+    if FOLLOWS:
+        gdc_launch_dependents()
+        gdc_wait()
     i_seq = tl.program_id(0).to(tl.int64)
     i_head = tl.program_id(1) % KV_HEADS
     i_m = tl.program_id(1) // KV_HEADS
@@ -189,8 +197,12 @@ def _join(
     MAX_ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    FOLLOWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
+    if FOLLOWS:
+        gdc_launch_dependents()
+        gdc_wait()
     i_seq = tl.program_id(0) // MAX_ROWS
     i_row = tl.load(p_starts + i_seq) + tl.program_id(0) % MAX_ROWS
     if i_row < tl.load(p_starts + i_seq + 1):

@@ -6,6 +6,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from weft_kernels.following import following
 
 # A row must fit into the registers of one program.
 MAX_HIDDEN = 1 << 16
@@ -55,6 +58,7 @@ def _launch(
             HAS_RESIDUAL=residual is not None,
             BLOCK=block,
             num_warps=max(1, min(16, block // 512)),
+            **following(rows),
         )
 
 
@@ -69,8 +73,12 @@ def _rms_norm(
     hidden: tl.tensor,
     eps: tl.tensor,
     HAS_RESIDUAL: tl.constexpr,
+    FOLLOWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    if FOLLOWS:
+        gdc_launch_dependents()
+        gdc_wait()
     i_row = tl.program_id(0).to(tl.int64)
     o_item = tl.arange(0, BLOCK)
     m_item = o_item < hidden

@@ -7,7 +7,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from weft_kernels.following import following
 from weft_kernels.rope_kv.rule import HeadRule
 
 BLOCK_HEADS = 8
@@ -55,6 +57,7 @@ def rope_kv_kernel(
             BLOCK_H=BLOCK_HEADS,
             BLOCK_I=triton.next_power_of_2(dim // 2),
             num_warps=2,
+            **following(qkv),
         )
     return q
 
@@ -123,9 +126,13 @@ def _rope_kv(
     ROTATED: tl.constexpr,
     NORMED_LAST: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
+    FOLLOWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ) -> None:
+    if FOLLOWS:
+        gdc_launch_dependents()
+        gdc_wait()
     ITEM: tl.constexpr = p_q.dtype.element_ty
     i_token = tl.program_id(0).to(tl.int64)
     o_head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)

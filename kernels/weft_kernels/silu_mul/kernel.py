@@ -6,6 +6,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from weft_kernels.following import following
 
 BLOCK_ITEMS = 1024
 
@@ -19,12 +22,17 @@ def silu_mul_kernel(gate_up: Tensor) -> Tensor:
     out = torch.empty(*gate_up.shape[:-1], num_items, dtype=gate_up.dtype, device=gate_up.device)
     grid = (len(rows), triton.cdiv(num_items, BLOCK_ITEMS))
     if len(rows):
-        _silu_mul[grid](rows, out, num_items, BLOCK=BLOCK_ITEMS)
+        _silu_mul[grid](rows, out, num_items, BLOCK=BLOCK_ITEMS, **following(rows))
     return out
 
 
 @triton.jit
-def _silu_mul(p_gate_up: tl.tensor, p_out: tl.tensor, num_items: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _silu_mul(
+    p_gate_up: tl.tensor, p_out: tl.tensor, num_items: tl.tensor, FOLLOWS: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    if FOLLOWS:
+        gdc_launch_dependents()
+        gdc_wait()
     i_row = tl.program_id(0).to(tl.int64)
     o_item = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_item = o_item < num_items

@@ -92,7 +92,7 @@ class Decoder:
         self.dense = dense_layers(layers, self.norm, config.num_heads, config.rms_norm_eps)
         self.frequencies = inverse_frequencies(config.rope, config.rotated_dim).to(device).repeat(2)  # of both halves
         loader.finish()
-        self.packed = tuple(loader.packed.values())
+        self.packed = tuple(loader.packed)
 
     def forward(self, rows: Rows, batches: Sequence[PagedBatch], out: Tensor | None = None) -> Tensor:
         """[R, vocab] float32 logits, in `out` if given. Writes the KV of all rows into the pool at `rows.slots`."""

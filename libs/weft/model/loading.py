@@ -56,7 +56,7 @@ class Loader:
         self.dtype = dtype
         self.device = device
         self.is_resident = is_resident
-        self.packed: dict[tuple[type, int, int], F12 | Fp8 | Int4] = {}  # one of each shape that linear layers multiply
+        self.packed: list[F12 | Fp8 | Int4] = []  # what linear layers multiply
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """One tensor as it is, in the dtype that the model runs in, or in another."""
@@ -81,7 +81,7 @@ class Loader:
 
     def pack(self, weight: Matrix) -> PackedWeight:
         """For a linear layer."""
-        self.packed |= {} if isinstance(weight, Tensor) else {(type(weight), *weight.shape): weight}
+        self.packed += [] if isinstance(weight, Tensor) else [weight]
         return pack(weight, self.dtype, self.is_resident)
 
     def stored(self, name: str) -> Stored:

@@ -6,6 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def test_tokens_are_exact_in_mixed_batches_with_preemption_in_mid_run(
 
 @pytest.mark.parametrize("limits", [{"block_tokens": 8}, *([{"chunk_tokens": 7}] if IS_LONG else [])], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tokens_are_exact_in_mixed_batches_with_prefix_hits(name: str, limits: dict[str, int], cases: Cases) -> None:
+def test_tokens_are_exact_in_mixed_batches_with_prefix_hits(name: str, limits: dict[str, Any], cases: Cases) -> None:
     tiny, prompts, expected = cases(name)
     count = NUM_NEW if IS_LONG else FEW_NEW
     with Driver(tiny, num_blocks=256, **limits) as driver:

@@ -88,6 +88,7 @@ def test_logits_on_a_gpu_are_those_of_transformers(name: str, family_of: Callabl
 def test_logits_in_bf16_on_a_gpu_are_as_near_to_fp32(name: str, family_of: Callable[[str], TinyFamily]) -> None:
     tiny = family_of(name)
     exact = tiny.logits(TOKENS)
+    tiny.oracle.set_experts_implementation("eager")  # torch's grouped products take no rows as short as these
     rounded = replace(tiny, oracle=copy.deepcopy(tiny.oracle).to(torch.bfloat16))
     theirs = (rounded.logits(TOKENS).float() - exact).pow(2).mean().sqrt()
     for chunk in (7, NUM_TOKENS):
