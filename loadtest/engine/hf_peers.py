@@ -6,6 +6,7 @@ run less that of a shorter one, over the tokens between them.
 
 from __future__ import annotations
 
+import inspect
 import random
 import time
 from collections.abc import Callable
@@ -104,7 +105,10 @@ def _continuous(model: Any) -> Run:
         # -1: no token ends a text
         config = make_config(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
         pages = sum((len(prompt) + new_tokens) // PAGE_TOKENS + 2 for prompt in prompts)
-        batching = ContinuousBatchingConfig(page_size=PAGE_TOKENS, num_blocks=pages)
+        # as older versions of transformers call it
+        name = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
+        fields: dict[str, Any] = {name: PAGE_TOKENS, "num_blocks": pages}
+        batching = ContinuousBatchingConfig(**fields)
         found = model.generate_batch(inputs=prompts, generation_config=config, continuous_batching_config=batching)
         lengths = {len(each.generated_tokens) for each in found.values()}
         if len(found) != len(prompts) or lengths != {new_tokens}:

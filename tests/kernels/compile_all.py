@@ -61,7 +61,7 @@ class Recorder:
         return self.compile
 
     def compile(self, *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
-        options: dict[str, Any] = {name: constants.pop(name) for name in ("launch_pdl", "maxnreg") if name in constants}
+        constants.pop("launch_pdl", None)
         names = [param.name for param in self.kernel.params]
         values = {**dict(zip(names, args, strict=False)), **constants}
         signature, aligned = {}, {}
@@ -81,9 +81,7 @@ class Recorder:
                 if isinstance(value, int) and value % 16 == 0:
                     aligned[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, constants, aligned)
-        built = triton.compile(
-            source, target=TARGET, options={"num_warps": num_warps, "num_stages": num_stages, **options}
-        )
+        built = triton.compile(source, target=TARGET, options={"num_warps": num_warps, "num_stages": num_stages})
         self.figures = {"shared": built.metadata.shared, **_resources(built.asm["cubin"])}
 
 

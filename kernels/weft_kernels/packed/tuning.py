@@ -28,8 +28,9 @@ Timer = Callable[[Sequence[Callable[[], Tensor]]], float]
 LEAST_ROWS, MOST_ROWS = 8, 1024
 DIRECTORY = "WEFT_TUNING_CACHE"
 LOOK_SECONDS = 0.1
-# that share a GPU of 132 multiprocessors, where a matrix alone has fewer tiles: three for each of them, or two, or four
-PROGRAMS = (396, 264, 528)
+# that share a GPU of 132 multiprocessors, where a matrix alone has fewer tiles: two for each of them, three, or four
+FEW_PROGRAMS, MANY_PROGRAMS = 264, 528
+PROGRAMS = (FEW_PROGRAMS, 396, MANY_PROGRAMS)
 
 
 class TuningTable:
@@ -161,8 +162,8 @@ def candidates(form: str, num_rows: int) -> list[Tiles]:
 
 
 def tiles_of_f12(num_rows: int) -> Tiles:
-    """Those that were quickest for most matrices of an 8B and a 70B model on an H200."""
-    return {**_f12_tiles(num_rows)[0], "programs": PROGRAMS[0]}
+    """Those that were quickest for most matrices of an 8B and a 70B model on an H200, see docs/results/f12.md."""
+    return {**_f12_tiles(num_rows)[0], "programs": MANY_PROGRAMS if num_rows <= LEAST_ROWS else FEW_PROGRAMS}
 
 
 def _f12_tiles(num_rows: int) -> list[Tiles]:
@@ -170,17 +171,16 @@ def _f12_tiles(num_rows: int) -> list[Tiles]:
     rows; a step takes all 256 columns that lie together where shared memory holds three steps of them."""
     sizes = {
         8: ((8, 32, 256, 2, 4), (8, 64, 256, 4, 2), (8, 64, 256, 4, 4), (8, 16, 256, 1, 6)),
-        16: ((16, 64, 256, 4, 3, 168), (16, 32, 256, 2, 4), (16, 64, 256, 4, 2, 128), (16, 64, 256, 4, 3)),
+        16: ((16, 64, 256, 4, 3), (16, 32, 256, 2, 4), (16, 64, 256, 4, 2)),
         32: ((32, 64, 256, 4, 3), (32, 64, 256, 4, 2), (32, 64, 128, 4, 4)),
         64: ((64, 64, 256, 4, 2), (64, 64, 256, 4, 3), (64, 64, 128, 4, 4), (64, 128, 128, 8, 3)),
         128: ((128, 128, 128, 8, 3), (128, 64, 128, 4, 3), (64, 64, 128, 4, 4)),
     }
-    return [_named(*each) for each in sizes[min(128, max(8, triton.next_power_of_2(num_rows)))]]
+    return [_named(*each) for each in sizes[min(128, max(LEAST_ROWS, triton.next_power_of_2(num_rows)))]]
 
 
-def _named(height: int, width: int, depth: int, warps: int, stages: int, registers: int = 0) -> Tiles:
-    tiles = {"BLOCK_M": height, "BLOCK_N": width, "BLOCK_K": depth, "num_warps": warps, "num_stages": stages}
-    return {**tiles, "maxnreg": registers} if registers else tiles
+def _named(height: int, width: int, depth: int, warps: int, stages: int) -> Tiles:
+    return {"BLOCK_M": height, "BLOCK_N": width, "BLOCK_K": depth, "num_warps": warps, "num_stages": stages}
 
 
 def row_classes(rows: Iterable[int]) -> list[int]:
