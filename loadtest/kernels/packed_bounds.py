@@ -94,16 +94,12 @@ def bound_of(weight: F12 | Fp8 | Int4, rows: int) -> tuple[Bound, float]:
 def issued(kernel: Any, weight: F12 | Fp8 | Int4, constants: dict[str, int], num_weights: int) -> float:
     """Instructions of a lane for each weight that it unpacks, in the largest loop; `num_weights`: of one round."""
     options = {"num_warps": constants.pop("num_warps"), "num_stages": constants.pop("num_stages", 3)}
-    constants |= {"HAS_BIAS": False, "FOLLOWS": False}
-    x = torch.empty(1, dtype=torch.bfloat16)
-    # the row alone comes in pairs; a bias, parts, how many of them are there, and the result
-    left = x.new_empty(2).view(torch.int32) if kernel is single._gemv else x
-    tensors: list[Tensor] = [
-        left,
-        *operands(weight, x),
-        *([x] if kernel is single._gemv else [x, x.float(), left.int()]),
-        x,
-    ]
+    x, is_single = torch.empty(2, dtype=torch.bfloat16), kernel is single._gemv
+    constants |= {"HAS_BIAS": False, "FOLLOWS": False} | ({} if is_single else {"TURNED": True})
+    # the row alone comes in pairs, others a second time, turned; after the weights a bias, parts, how many of them are
+    # there, and the result
+    before, after = ([x.view(torch.int32)], [x]) if is_single else ([x, x], [x, x.float(), x.int()])
+    tensors: list[Tensor] = [*before, *operands(weight, x), *after, x]
     names = [param.name for param in kernel.params]
     signature, aligned = {}, {}
     for index, name in enumerate(names):
