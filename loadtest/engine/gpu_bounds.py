@@ -90,7 +90,7 @@ PAGE = """# The engine's H200 bars: derived bounds
 
 {made_at}.
 
-No GPU was at hand, and nothing on this page was measured on one. `python -m loadtest.engine.gpu_bounds` derives it,
+Nothing on this page was measured on a GPU; [what was](engine-gpu.md) came later. `python -m loadtest.engine.gpu_bounds` derives it,
 for {shape} shapes in bfloat16, from {copied:g} TB/s of a copy and {multiplied:g} TFLOP/s of a product, as both were
 measured on an H200. A step is no faster than its weights, keys and values are read and its products are multiplied;
 attention and the products with weights run one after the other. *Of it*: the share of the bar's time that this takes.
