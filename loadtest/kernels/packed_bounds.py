@@ -169,8 +169,8 @@ def main() -> None:
         "",
         f"{made_at()}.",
         "",
-        f"Derived; [measured](f12.md) since. A matrix of {OUTPUTS:,} x {INPUTS:,}; {COPIED / 1e12:g} TB/s and {MULTIPLIED / 1e12:g}"
-        f" TFLOP/s as measured on an H200, {ISSUED / 1e12:.1f} T lanes of instructions a second;",
+        f"Derived; [measured](f12.md) since. A matrix of {OUTPUTS:,} x {INPUTS:,}; {COPIED / 1e12:g} TB/s and"
+        f" {MULTIPLIED / 1e12:g} TFLOP/s as measured on an H200, {ISSUED / 1e12:.1f} T lanes of instructions a second;",
         f"instructions counted in the main loops that Triton {triton.__version__} compiles, anew for each tile of rows."
         " Nothing waits in this arithmetic: measure with",
         "`python -m loadtest.kernels.f12` and `python -m loadtest.kernels.quantized` where a GPU is.",
