@@ -91,7 +91,8 @@ PAGE = """# The engine's H200 bars: derived bounds
 {made_at}.
 
 Nothing on this page was measured on a GPU; [what was](engine-gpu.md) came later. It is derived by
-`python -m loadtest.engine.gpu_bounds`, for {shape} shapes in bfloat16, from {copied:g} TB/s of a copy and {multiplied:g} TFLOP/s of a product, as both were
+`python -m loadtest.engine.gpu_bounds`, for {shape} shapes in bfloat16, from {copied:g} TB/s of a copy and
+{multiplied:g} TFLOP/s of a product, as both were
 measured on an H200. A step is no faster than its weights, keys and values are read and its products are multiplied;
 attention and the products with weights run one after the other. *Of it*: the share of the bar's time that this takes.
 *Left*: what remains for all the rest, of which nothing is known before a GPU runs it: how near cuBLAS and the kernels
