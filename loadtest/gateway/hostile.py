@@ -197,9 +197,7 @@ async def run(stack: Stack, times: int) -> tuple[list[str], int]:
         shown = ", ".join(map(str, sorted(outcome.statuses)))
         wrong = "" if outcome.statuses == {what.expected} else f" (expected {what.expected})"
         memory = f"{outcome.peak / MIB:+.0f} MiB | {outcome.left / MIB:+.0f} MiB"
-        rows.append(
-            f"| {what.name} | {shown}{wrong} | {outcome.slowest:.0f} ms | {outcome.others:.0f} ms | {memory} |"
-        )
+        rows.append(f"| {what.name} | {shown}{wrong} | {outcome.slowest:.0f} ms | {outcome.others:.0f} ms | {memory} |")
     grown = int(process.memory_info().rss) - at_first
     rows.append(f"| all of them | | | | | {grown / MIB:+.0f} MiB on {at_first / MIB:.0f} |")
     return rows, grown
