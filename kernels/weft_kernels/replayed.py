@@ -19,7 +19,8 @@ def replayed_seconds(calls: Sequence[Callable[[], object]], total_seconds: float
     torch.cuda.synchronize()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # other threads may go on with their own work
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for call in calls:
             call()
 

@@ -48,13 +48,36 @@ def test_products_are_those_of_the_unpacked_matrix(rows: int, columns: int, num_
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3])
-def test_a_long_row_is_added_up_in_parts_and_twice_the_same(splits: int) -> None:
+def test_a_long_row_is_added_up_in_parts_and_twice_the_same(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = make_weight(70, 3000, escapes=200), torch.randn(19, 3000, device=DEVICE)
     packed, bias = pack_f12(weight), torch.randn(70, device=DEVICE)
+    asked: list[int] = []
+    arrived = packed_linear._arrived
+
+    def counted(device: torch.device, num_tiles: int) -> Tensor:
+        asked.append(num_tiles)
+        return arrived(device, num_tiles)
+
+    monkeypatch.setattr(packed_linear, "_arrived", counted)
     tiles = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 256, "num_warps": 4, "num_stages": 2, "programs": 4 * splits}
     found = [gemm(x, packed, bias, dict(tiles)) for _ in range(2)]
+    assert asked == ([4, 4] if splits > 1 else [])
+    assert not arrived(x.device, 4).any()
     close(found[0], functional.linear(x, weight.float(), bias), factor=30)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("num_rows", [5, 20])
+@pytest.mark.parametrize(("rows", "columns"), [(33, 100), (130, 1100)])
+@pytest.mark.parametrize(("block_m", "block_n", "block_k"), [(8, 32, 256), (16, 64, 128), (64, 128, 128)])
+def test_products_are_the_same_in_all_tiles(
+    block_m: int, block_n: int, block_k: int, rows: int, columns: int, num_rows: int
+) -> None:
+    """Half a block of columns at a time, and a short last one; tiles of more and of fewer rows than share a base."""
+    weight, x = make_weight(rows, columns, escapes=rows * columns // 50), torch.randn(num_rows, columns, device=DEVICE)
+    tiles = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": 4, "num_stages": 1}
+    size = (x.abs() @ weight.float().abs().T).max()
+    close(gemm(x, pack_f12(weight), None, tiles) / size, x @ weight.float().T / size)
 
 
 def test_biases_and_leading_dimensions_are_as_in_any_linear_layer() -> None:

@@ -23,7 +23,7 @@ from weft_kernels.packed.single import gemv
 from weft_kernels.packed.tuning import Tiles, Timer, TuningTable, candidates, table_of, tiles_of_f12
 from weft_kernels.packed.unpack import unpack_rows
 
-# Beyond it, torch's product of the unpacked weight is quicker, though unpacking writes and reads 2 bytes a weight.
+# Beyond it the weight is unpacked for torch's product, which is exact; of 256 rows either took as long on an H200.
 MAX_FUSED_ROWS = 128
 # Programs that keep a GPU of 132 multiprocessors busy.
 FULL_PROGRAMS = 264
@@ -85,10 +85,11 @@ def gemm(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = None, tiles:
 
 
 def turn(x: Tensor, width: int) -> Tensor:
-    """x: [M, columns]. Returns [columns, width], in which the first M are x's rows."""
+    """x: [M, columns]. Returns [columns, width or more], in which the first M are x's rows."""
+    block_m = min(64, triton.next_power_of_2(width))
+    width = triton.cdiv(width, block_m) * block_m
     turned = x.new_empty(x.shape[1], width)
-    block_m = min(64, width)
-    grid = triton.cdiv(x.shape[1], TURNED_COLUMNS), triton.cdiv(width, block_m)
+    grid = triton.cdiv(x.shape[1], TURNED_COLUMNS), width // block_m
     _turn[grid](x, turned, *x.shape, width, BLOCK_M=block_m, BLOCK_K=TURNED_COLUMNS, num_warps=4, **following(x))
     return turned
 
@@ -131,7 +132,9 @@ def _tuned(x: Tensor, weight: F12 | Fp8 | Int4) -> Tiles | None:
 
 
 def _shape(x: Tensor, weight: F12 | Fp8 | Int4) -> tuple[str, int, int, int]:
-    return type(weight).__name__, *weight.shape, len(x)
+    # float32 takes twice the shared memory
+    form = type(weight).__name__ if x.itemsize == 2 else f"{type(weight).__name__} by float32"
+    return form, *weight.shape, len(x)
 
 
 @cache

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from weft_kernels.packed import F12, Fp8, Int4
-from weft_kernels.packed.linear import is_tuned, tiles_table, tune
+from weft_kernels.packed.linear import MAX_FUSED_ROWS, is_tuned, tiles_table, tune
 from weft_kernels.packed.tuning import Timer, row_classes
 
 logger = logging.getLogger(__name__)
-# layers that are read one after the other, so that no cache holds what is read next
+# layers that are read one after the other: of a large model, no cache holds what is read next
 MAX_ALIKE = 8
 
 
@@ -45,11 +45,17 @@ def tune_all(weights: Iterable[F12 | Fp8 | Int4], rows: Iterable[int], seconds: 
         try:
             for num_rows in row_classes(rows) if is_alone else ():
                 for alike in shapes.values():
-                    x = torch.randn(num_rows, alike[0].shape[1], device=alike[0].device).to(torch.bfloat16)
-                    if not is_tuned(x, alike[0]):
-                        num_tuned += tune(x, alike[:MAX_ALIKE], timed) is not None
+                    num_tuned += _tune_one(alike, num_rows, timed)
         except _TimeIsOver:
             logger.info("tiles: the time for trying is over; the next start goes on")
-        if num_tuned:
-            table.save()
+        finally:
+            if num_tuned:
+                table.save()
     return num_tuned
+
+
+def _tune_one(alike: list[F12 | Fp8 | Int4], num_rows: int, timed: Timer) -> bool:
+    if isinstance(alike[0], F12) and num_rows > MAX_FUSED_ROWS:
+        return False  # unpacked first, as a whole
+    x = torch.randn(num_rows, alike[0].shape[1], device=alike[0].device).to(torch.bfloat16)
+    return not is_tuned(x, alike[0]) and tune(x, alike[:MAX_ALIKE], timed) is not None

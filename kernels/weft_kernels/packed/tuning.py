@@ -162,7 +162,7 @@ def candidates(form: str, num_rows: int) -> list[Tiles]:
 
 
 def tiles_of_f12(num_rows: int) -> Tiles:
-    """Those that were quickest for most matrices of an 8B and a 70B model on an H200, see docs/results/f12.md."""
+    """Those that were quickest for most matrices of an 8B and a 70B model on an H200."""
     return {**_f12_tiles(num_rows)[0], "programs": MANY_PROGRAMS if num_rows <= LEAST_ROWS else FEW_PROGRAMS}
 
 

@@ -18,6 +18,8 @@ from weft.model.spec import WORKSPACE_BYTES, ModelConfig
 # CUDA context, libraries' workspaces, captured graphs; and buffers of NCCL where there are several GPUs.
 RUNTIME_BYTES = int(1.0 * GIB)
 COMMUNICATION_BYTES = int(0.5 * GIB)
+# of a step, that a GPU multiplies with packed words (`weft_kernels.packed.linear`)
+FUSED_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +105,12 @@ def _activations(config: ModelConfig, layout: Layout, demand: Demand) -> int:
 
 
 def _scratch(config: ModelConfig, layout: Layout, demand: Demand) -> int:
-    """Packed matrices are unpacked one at a time for long prompts. Experts are not, nor is the head, for few rows."""
+    """Packed matrices are unpacked one at a time for more rows than FUSED_ROWS. Experts are not."""
     if not demand.is_resident:
         return 0
     widest = max(2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+    if demand.batch > FUSED_ROWS:  # the head too
+        widest = max(widest, config.vocab_size)
     return ITEM_BYTES[demand.dtype] * config.hidden_size * widest // layout.tp
 
 

@@ -19,5 +19,7 @@ def tune_tiles(decoder: Decoder, rows: Iterable[int], max_seconds: float) -> Non
         num_tuned = tune_all(decoder.packed, rows, replayed_seconds, max_seconds)
     except OSError as error:
         logger.warning("tiles are not kept for the next start: %s", error)
+    except RuntimeError as error:  # no memory beside the model, or a capture that fails
+        logger.warning("tiles are not tried any further, those at hand are used: %s", error)
     else:
         logger.info("tiles: %d products tuned", num_tuned)

@@ -86,14 +86,14 @@ def test_logits_on_a_gpu_are_those_of_transformers(name: str, family_of: Callabl
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen3-moe", "llama4", "deepseek"])
 def test_logits_in_bf16_on_a_gpu_are_as_near_to_fp32(name: str, family_of: Callable[[str], TinyFamily]) -> None:
-    """In the median row: in another one a router may choose other experts for a last bit, here as with transformers."""
+    """In all rows but a few: in some a router chooses other experts for a last bit, here as with transformers."""
     tiny = family_of(name)
     exact = tiny.logits(TOKENS)
     tiny.oracle.set_experts_implementation("eager")  # torch's grouped products take no rows as short as these
     rounded = replace(tiny, oracle=copy.deepcopy(tiny.oracle).to(torch.bfloat16))
-    theirs = (rounded.logits(TOKENS).float() - exact).pow(2).mean(1).median()
+    theirs = (rounded.logits(TOKENS).float() - exact).pow(2).mean(1).quantile(0.95)
     for chunk in (7, NUM_TOKENS):
-        ours = (logits_in_chunks(tiny, chunk, torch.bfloat16, "cuda") - exact).pow(2).mean(1).median()
+        ours = (logits_in_chunks(tiny, chunk, torch.bfloat16, "cuda") - exact).pow(2).mean(1).quantile(0.95)
         assert ours < 1.5**2 * theirs
 
 
