@@ -7,12 +7,13 @@ import logging
 import os
 import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from weft_kernels.native.build import FLAGS, BuildFailed, cached_library, is_from_intel, is_supported_machine
+from weft_kernels.native.build import FLAGS, BuildFailed, cached_library, is_from_intel, is_supported_machine, path_of
 
 logger = logging.getLogger(__name__)
 # What this machine should use: amx, avx512_bf16, avx512, avx2 or torch; empty: the best that it has.
@@ -67,6 +68,14 @@ RETURNING: dict[str, tuple[list[type], type]] = {
 def native() -> ctypes.CDLL | None:
     """The library for this machine. The first call may compile it: it belongs to loading, never to a request."""
     return load(os.environ.get(CHOICE, "") or best_isa())
+
+
+def prepare() -> None:
+    """Where it is built already: children that this process forks find its name, and its code in memory."""
+    isa = os.environ.get(CHOICE, "") or best_isa()
+    with suppress(OSError):  # whoever loads it says what is wrong
+        if isa in FLAGS and path_of(isa).exists():
+            ctypes.CDLL(str(path_of(isa)))
 
 
 def of_rows(name: str, x: Tensor, size: int) -> Callable[..., None] | None:

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class BuildFailed(Exception):
 
 def cached_library(isa: str) -> Path:
     """The library of `isa`, built unless it lies in the cache. Raises BuildFailed, OSError."""
-    path = cache_dir() / f"weft-{isa}-{_digest(isa)}.so"
+    path = path_of(isa)
     if path.exists():
         return path
     # all may read and none may write: an image builds them as root for a user of its own
@@ -97,6 +98,11 @@ def cached_library(isa: str) -> Path:
         if not path.exists():
             _build(isa, path)
     return path
+
+
+def path_of(isa: str) -> Path:
+    """Where the library of `isa` lies, once it is built."""
+    return cache_dir() / f"weft-{isa}-{_digest(isa)}.so"
 
 
 def cache_dir() -> Path:
@@ -119,7 +125,9 @@ def is_from_intel() -> bool:
         return False
 
 
+@cache
 def _digest(isa: str) -> str:
+    """Of all that it is made from: half a hundred files, which forked workers need not read again."""
     digest = hashlib.blake2b(repr((COMMON, FLAGS[isa], SOURCES)).encode(), digest_size=10)
     for name in (*SOURCES, *HEADERS):
         digest.update((ROOT / name).read_bytes())
