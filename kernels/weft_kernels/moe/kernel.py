@@ -149,27 +149,13 @@ def _gate_up(
         gate = expert * 2 * SIZE
         up = gate + SIZE
         b_gate = product(
-            *(
-                p_rows,
-                p_rows,
-                1,
-                m_m,
-                b_scale,
-                p_0,
-                p_1,
-                p_2,
-                p_3,
-                p_4,
-                gate + first_n,
-                gate + SIZE,
-                num_weights,
-                0,
-                steps,
-            ),
+            *(p_rows, p_rows, 1, m_m, b_scale, p_0, p_1, p_2, p_3, p_4),
+            *(gate + first_n, gate + SIZE, num_weights, 0, steps),
             *(FORM, GROUP_ROWS, GROUP, HIDDEN, ON_INPUT, False, BLOCK_M, BLOCK_N, BLOCK_K),
         )
         b_up = product(
-            *(p_rows, p_rows, 1, m_m, b_scale, p_0, p_1, p_2, p_3, p_4, up + first_n, up + SIZE, num_weights, 0, steps),
+            *(p_rows, p_rows, 1, m_m, b_scale, p_0, p_1, p_2, p_3, p_4),
+            *(up + first_n, up + SIZE, num_weights, 0, steps),
             *(FORM, GROUP_ROWS, GROUP, HIDDEN, ON_INPUT, False, BLOCK_M, BLOCK_N, BLOCK_K),
         )
         # rounded where separate layers would round
@@ -218,23 +204,8 @@ def _down(
         steps = (SIZE + BLOCK_K - 1) // BLOCK_K
         row = expert * HIDDEN
         b_out = product(
-            *(
-                p_rows,
-                p_rows,
-                1,
-                m_m,
-                b_scale,
-                p_0,
-                p_1,
-                p_2,
-                p_3,
-                p_4,
-                row + first_n,
-                row + HIDDEN,
-                num_experts * HIDDEN,
-                0,
-                steps,
-            ),
+            *(p_rows, p_rows, 1, m_m, b_scale, p_0, p_1, p_2, p_3, p_4),
+            *(row + first_n, row + HIDDEN, num_experts * HIDDEN, 0, steps),
             *(FORM, GROUP_ROWS, GROUP, SIZE, False, False, BLOCK_M, BLOCK_N, BLOCK_K),
         )
         b_out = b_out.to(p_middle.dtype.element_ty).to(tl.float32)

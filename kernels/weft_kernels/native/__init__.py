@@ -67,15 +67,19 @@ RETURNING: dict[str, tuple[list[type], type]] = {
 
 def native() -> ctypes.CDLL | None:
     """The library for this machine. The first call may compile it: it belongs to loading, never to a request."""
-    return load(os.environ.get(CHOICE, "") or best_isa())
+    return load(_chosen())
 
 
 def prepare() -> None:
     """Where it is built already: children that this process forks find its name, and its code in memory."""
-    isa = os.environ.get(CHOICE, "") or best_isa()
+    isa = _chosen()
     with suppress(OSError):  # whoever loads it says what is wrong
         if isa in FLAGS and path_of(isa).exists():
             ctypes.CDLL(str(path_of(isa)))
+
+
+def _chosen() -> str:
+    return os.environ.get(CHOICE, "") or best_isa()
 
 
 def of_rows(name: str, x: Tensor, size: int) -> Callable[..., None] | None:

@@ -182,6 +182,15 @@ def f12_pair(b_0: tl.tensor, b_1: tl.tensor, b_2: tl.tensor, SLOT: tl.constexpr)
 
 
 @triton.jit
+def f12_place(o_j: tl.tensor, FOURTH: tl.constexpr, SIZE: tl.constexpr) -> tl.tensor:
+    """Half the column of the lower half of words o_j of a row, in this fourth; the upper half's column follows."""
+    FULL: tl.constexpr = SIZE // 256 * 32
+    # in a short last block a fourth has fewer words
+    width = 32 if SIZE % 256 == 0 else tl.where(o_j < FULL, 32, (SIZE + 7) // 8 - FULL)
+    return o_j // 32 * 128 + FOURTH * width + o_j % 32
+
+
+@triton.jit
 def f12_scale(b_base: tl.tensor, LIFTED: tl.constexpr) -> tl.tensor:
     """2^base, less the power of two that words or rows were enlarged by."""
     return ((b_base + (127 - LIFTED)) << 23).to(tl.float32, bitcast=True)

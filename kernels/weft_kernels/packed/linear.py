@@ -20,13 +20,11 @@ from weft_kernels.following import following
 from weft_kernels.packed import F12, Fp8, Int4
 from weft_kernels.packed.product import form_constants, operands, product
 from weft_kernels.packed.single import gemv
-from weft_kernels.packed.tuning import Tiles, Timer, TuningTable, candidates, table_of, tiles_of_f12
+from weft_kernels.packed.tuning import FEW_PROGRAMS, Tiles, Timer, TuningTable, candidates, table_of, tiles_of_f12
 from weft_kernels.packed.unpack import unpack_rows
 
 # Beyond it the weight is unpacked for torch's product, which is exact; of 256 rows either took as long on an H200.
 MAX_FUSED_ROWS = 128
-# Programs that keep a GPU of 132 multiprocessors busy.
-FULL_PROGRAMS = 264
 MAX_SPLITS = 8
 # So many rows are looked up one by one where a weight without a code needs them; more are turned first.
 MAX_LOOKED_UP = 8
@@ -61,7 +59,7 @@ def gemm(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = None, tiles:
     tiles = form_constants(weight, 64) | (tiles or _tuned(x, weight) or _tiles(x, weight))
     grid = triton.cdiv(num_rows, tiles["BLOCK_M"]), triton.cdiv(num_outputs, tiles["BLOCK_N"])
     num_steps = triton.cdiv(size, tiles["BLOCK_K"])
-    wanted = round(tiles.pop("programs", FULL_PROGRAMS) / (grid[0] * grid[1]))
+    wanted = round(tiles.pop("programs", FEW_PROGRAMS) / (grid[0] * grid[1]))
     steps = triton.cdiv(num_steps, max(1, min(MAX_SPLITS, wanted, num_steps // 4)))
     splits = triton.cdiv(num_steps, steps)
     out = x.new_empty(num_rows, num_outputs)
@@ -224,23 +222,8 @@ def _gemm(
     if FOLLOWS:
         gdc_launch_dependents()
     b_out = product(
-        *(
-            p_rows,
-            p_turned + o_m if TURNED else p_rows,
-            stride_turned,
-            m_m,
-            0.0,
-            p_0,
-            p_1,
-            p_2,
-            p_3,
-            p_4,
-            first_n,
-            num_n,
-            num_n,
-            first,
-            last,
-        ),
+        *(p_rows, p_turned + o_m if TURNED else p_rows, stride_turned, m_m, 0.0),
+        *(p_0, p_1, p_2, p_3, p_4, first_n, num_n, num_n, first, last),
         *(FORM, GROUP_ROWS, GROUP, SIZE, False, FOLLOWS, BLOCK_M, BLOCK_N, BLOCK_K),
     )
     is_last = splits == 1

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from weft_kernels.following import following
 from weft_kernels.packed.f12 import F12
-from weft_kernels.packed.f12_tiles import f12_column, f12_pair, f12_row, f12_scale
+from weft_kernels.packed.f12_tiles import f12_column, f12_pair, f12_place, f12_row, f12_scale
 from weft_kernels.packed.registers import LEFT_SCALE
 
 # rows of weights of a program, of a matrix of so many rows and of others
@@ -85,15 +85,14 @@ def _gemv(
         # those of the next round are under way while these are multiplied
         next_0, next_1, next_2 = _words_of(p_row, plane, m_n, first_j + BLOCK_J, WORDS, BLOCK_J, False)
         o_j = first_j + tl.arange(0, BLOCK_J)
-        width = 64 if SIZE % 256 == 0 else tl.where(o_j < SIZE // 256 * 32, 64, 2 * (WORDS - SIZE // 256 * 32))
         for FOURTH in tl.static_range(4):
+            o_pair = f12_place(o_j, FOURTH, SIZE)
             if PAIRED:
-                o_pair = o_j // 32 * 128 + FOURTH * (width // 2) + o_j % 32
                 b_x = tl.load(p_x + o_pair) if EVEN else tl.load(p_x + o_pair, mask=o_j < WORDS, other=0)
                 b_low = (b_x << 16).to(tl.float32, bitcast=True)
                 b_high = (b_x & -65536).to(tl.float32, bitcast=True)
             else:
-                o_k = o_j // 32 * 256 + FOURTH * width + o_j % 32 * 2
+                o_k = 2 * o_pair
                 b_low = tl.load(p_x + o_k, mask=(o_j < WORDS) & (o_k < SIZE), other=0.0).to(tl.float32)
                 b_high = tl.load(p_x + o_k + 1, mask=(o_j < WORDS) & (o_k + 1 < SIZE), other=0.0).to(tl.float32)
             b_low *= LEFT_SCALE

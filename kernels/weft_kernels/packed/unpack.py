@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft_kernels.packed.f12 import F12
-from weft_kernels.packed.f12_tiles import f12_column, f12_pair, f12_row
+from weft_kernels.packed.f12_tiles import f12_column, f12_pair, f12_place, f12_row
 
 BLOCK_WORDS = 512
 # of a thread: what it loads and stores at a time is 16 bytes
@@ -67,14 +67,14 @@ def _unpack(
     base = tl.load(p_bases + block) << 7
     PAIRED: tl.constexpr = p_out.dtype.element_ty == tl.int32
     p_to = p_out + i_out * (SIZE // 2 if PAIRED else SIZE)
-    width = 64 if SIZE % 256 == 0 else tl.where(o_j < SIZE // 256 * 32, 64, 2 * (WORDS - SIZE // 256 * 32))
     for FOURTH in tl.static_range(4):
         b_pair = f12_pair(b_0, b_1, b_2, 2 * FOURTH)
         b_pair += tl.where(b_pair & 0x0780 != 0, base, 0) + tl.where(b_pair & 0x07800000 != 0, base << 16, 0)
+        o_pair = f12_place(o_j, FOURTH, SIZE)
         if PAIRED:
-            tl.store(p_to + o_j // 32 * 128 + FOURTH * (width // 2) + o_j % 32, b_pair, mask=m_j)
+            tl.store(p_to + o_pair, b_pair, mask=m_j)
         else:
-            o_k = o_j // 32 * 256 + FOURTH * width + o_j % 32 * 2
+            o_k = 2 * o_pair
             tl.store(p_to + o_k, b_pair.to(tl.int16), mask=m_j & (o_k < SIZE))
             tl.store(p_to + o_k + 1, (b_pair >> 16).to(tl.int16), mask=m_j & (o_k + 1 < SIZE))
     if HAS_IDS:
