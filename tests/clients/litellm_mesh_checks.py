@@ -20,7 +20,9 @@ FRONT: dict[str, Any] = {
     "timeout": 60,
     "temperature": 0,
 }
-QUESTION = [{"role": "user", "content": "What is the weather in Oslo?"}]
+# so long that workers differ by what they hold of it: of a few blocks, the scheduler lets nobody wait for the holder
+RULES = {"role": "system", "content": "Answer in one word, as a port would log it. " * 40}
+QUESTION = [RULES, {"role": "user", "content": "What is the weather in Oslo?"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
 

@@ -31,6 +31,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 QUESTION: Any = {"role": "user", "content": "What is the weather in Oslo?"}
+# so long that workers differ by what they hold of it: of a few blocks, the scheduler lets nobody wait for the holder
+RULES: Any = {"role": "system", "content": "Answer in one word, as a port would log it. " * 40}
 FIELDS: dict[str, Any] = {"model": MODEL_NAME, "temperature": 0}
 HIDDEN_SIZE = 256
 pytestmark = pytest.mark.timeout(240)
@@ -50,7 +52,7 @@ def openai_of(door: Door) -> AsyncOpenAI:
 
 async def test_openai_whole_and_streamed(whole_mesh: Whole) -> None:
     async with openai_of(whole_mesh[1]) as sdk:
-        asked = {**FIELDS, "messages": [QUESTION], "max_tokens": 24}
+        asked = {**FIELDS, "messages": [RULES, QUESTION], "max_tokens": 24}
         whole = await sdk.chat.completions.create(**asked)
         async with sdk.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
             joined: Any = await stream.get_final_completion()
