@@ -1,10 +1,10 @@
 """How long a worker is away that was killed, or parked and woken, and what is read from disk until it serves again; the
 weights are in shared memory all along.
 
-`python -m loadtest.weights.restart [--model DIR] [--rounds 3] [--json FILE] [--timeline FILE.svg]` starts a mesh of its
-own with `weft up`, kills its decode worker again and again, and asks until the new one is ready: one that has lived for
-a while, and its successor as soon as that is ready, which waits for the supervisor's backoff. Then it is parked and
-woken as often.
+`python -m loadtest.weights.restart [--model DIR] [--rounds 3] [--idle 11] [--json FILE] [--timeline FILE.svg]` starts
+a mesh of its own with `weft up`, kills its decode worker again and again, and asks until the new one is ready: one that
+has lived for a while (`--idle`, seconds), and its successor as soon as that is ready, which waits for the supervisor's
+backoff. Then it is parked and woken as often.
 """
 
 from __future__ import annotations
@@ -42,24 +42,27 @@ KILLED, AGAIN, WOKEN = "killed after a while", "killed again at once", "parked, 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """From the kill or the wish to SERVING, and the bytes that storage gave the process meanwhile."""
+    """From the kill or the wish to SERVING, and the bytes that storage gave meanwhile to the process, and to those that
+    it starts: its store's."""
 
     what: str
     seconds: float
     disk_bytes: int
+    started_bytes: int
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--idle", type=float, default=RestartPolicy().healthy_if_forked + 1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--timeline", type=Path, help="a picture of all these starts, by `weft up`")
     options = parser.parse_args()
     restarts = []
     with mesh(options.model, options.timeline) as (pid, record):
         for _ in range(options.rounds):
-            time.sleep(RestartPolicy().healthy_if_forked + 1)
+            time.sleep(options.idle)
             restarts.append(restart(pid, record, KILLED))
             restarts.append(restart(pid, record, AGAIN))
             restarts.append(wake(pid, record))
@@ -114,7 +117,7 @@ def restart(mesh_pid: int, record: MeshRecord, what: str) -> Restart:
     os.kill(old, signal.SIGKILL)
     asyncio.run(until_serving(record.services[WORKER], False, True))
     seconds = time.perf_counter() - began
-    return Restart(what, seconds, disk_bytes(worker_pid(mesh_pid, record.services[WORKER])))
+    return Restart(what, seconds, *disk_bytes(worker_pid(mesh_pid, record.services[WORKER])))
 
 
 def wake(mesh_pid: int, record: MeshRecord) -> Restart:
@@ -125,7 +128,9 @@ def wake(mesh_pid: int, record: MeshRecord) -> Restart:
     before, began = disk_bytes(process), time.perf_counter()
     steer.wake(scheduler, WORKER)
     asyncio.run(until_serving(record.services[WORKER], True))
-    return Restart(WOKEN, time.perf_counter() - began, disk_bytes(process) - before)
+    seconds = time.perf_counter() - began
+    own, started = (after - then for after, then in zip(disk_bytes(process), before, strict=True))
+    return Restart(WOKEN, seconds, own, started)
 
 
 async def until_asleep(scheduler: str) -> None:
@@ -144,10 +149,16 @@ def _sleeps(report: scheduler_service_pb2.WorkerReport) -> bool:
     return report.parked and not report.free_blocks + report.cached_blocks
 
 
-def disk_bytes(process: int) -> int:
-    """What storage has read for it so far."""
-    counters = Path(f"/proc/{process}/io").read_text().splitlines()
-    return next(int(line.split()[1]) for line in counters if line.startswith("read_bytes:"))
+def disk_bytes(process: int) -> tuple[int, int]:
+    """What storage has read so far for it, those included that it has started and that have ended, and for its living
+    ones."""
+
+    def read_by(each: psutil.Process) -> int:
+        counters = Path(f"/proc/{each.pid}/io").read_text().splitlines()
+        return next(int(line.split()[1]) for line in counters if line.startswith("read_bytes:"))
+
+    own = psutil.Process(process)
+    return read_by(own), sum(map(read_by, own.children(recursive=True)))
 
 
 async def until_serving(address: str, *wanted: bool) -> None:
@@ -172,11 +183,14 @@ def worker_pid(mesh_pid: int, address: str) -> int:
 
 def report(restarts: list[Restart]) -> str:
     """A table."""
-    lines = ["| | until it serves again, s | disk bytes read |", "|---|---|---|"]
+    lines = ["| | until it serves again, s | disk bytes read | by its store's process |", "|---|---|---|---|"]
     for kind in (KILLED, AGAIN, WOKEN):
         of = [each for each in restarts if each.what == kind]
         times = ", ".join(f"{each.seconds:.2f}" for each in of)
-        lines.append(f"| {kind} | {times} | {', '.join(str(each.disk_bytes) for each in of)} |")
+        read = (
+            ", ".join(map(str, each)) for each in zip(*((one.disk_bytes, one.started_bytes) for one in of), strict=True)
+        )
+        lines.append(f"| {kind} | {times} | {' | '.join(read)} |")
     return "\n".join(lines)
 
 

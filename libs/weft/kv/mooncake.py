@@ -12,7 +12,6 @@ import ctypes
 import logging
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -217,7 +216,7 @@ class Pull:
 def _held_stderr() -> Iterator[Callable[[], str]]:
     """Keep what the library writes to stderr: it reports an error at every start that is none."""
     kept = os.dup(2)
-    with tempfile.TemporaryFile() as file:
+    with open(os.memfd_create("weft-stderr"), "rb") as file:  # a file on a disk has metadata to be read
         os.dup2(file.fileno(), 2)
         try:
             yield lambda: os.pread(file.fileno(), 2000, 0).decode(errors="replace")

@@ -95,11 +95,18 @@ class Fields:
 def read_json(path: Path) -> Fields:
     """Raises BadCheckpoint for a file that holds no JSON object, Unreadable where the disk fails."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
     except FileNotFoundError:
         raise BadCheckpoint(f"{path}: no such file") from None
     except OSError as error:
         raise told(error, f"{path}: not readable") from error
+    return parse_json(data, path)
+
+
+def parse_json(data: bytes | str, path: Path) -> Fields:
+    """What a file of that name holds. Raises BadCheckpoint where that is no JSON object."""
+    try:
+        values = json.loads(data if isinstance(data, str) else data.decode("utf-8"))
     except ValueError as error:
         raise BadCheckpoint(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(values, dict):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import grpc
 import torch
@@ -26,7 +24,7 @@ from weft.engine.graphs import graph_sizes, static_bytes
 from weft.engine.messages import StepOutput
 from weft.engine.runner import DTYPES
 from weft.errors import Overloaded, PeerLost
-from weft.model.config import ModelConfig, read_config
+from weft.model.config import ModelConfig, parse_config, read_config
 from weft.model.decoder import Decoder
 from weft.model.kv_layout import block_bytes, layout_name
 from weft.request import ModelFingerprint
@@ -201,13 +199,6 @@ def _limits(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> EngineCon
         pin_sealed=bool(config.kvstore_addr),
         niceness=0 if is_gpu else config.niceness,
     )
-
-
-def parse_config(config_json: str) -> ModelConfig:
-    """The model's config as the weights service sent it."""
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(config_json, encoding="utf-8")
-        return read_config(Path(directory))
 
 
 def own_bytes(free: int, total: int, share: float, held: int) -> int:

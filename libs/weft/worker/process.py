@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from weft.config import describe
 from weft.engine.core import Engine
 from weft.errors import EngineFailed
 from weft.grammar import load_grammars
+from weft.kept import keep, libraries, modules
 from weft.kv.handoff import LEASE_SECONDS
 from weft.kv.memory import BlockBytes
 from weft.kv.transport import Endpoint, Transport
@@ -135,7 +137,7 @@ async def _serve(
     feed: EngineFeed,
     tasks: asyncio.TaskGroup,
 ) -> Parked | None:
-    rpc = RpcServer([post.service_name for post in posts])
+    rpc, inherited = RpcServer([post.service_name for post in posts]), frozenset(sys.modules)
     place = await _furnish(config, booted, feed, tasks)
     log.mark("transport and store")
     desks = [post.install(place, rpc.server) for post in posts]
@@ -152,7 +154,7 @@ async def _serve(
     )
     keeping = tasks.create_task(membership.keep())
     try:
-        watches = _announce(membership, health), _watch(engine, health), feed.until_broken()
+        watches = _announce(config, membership, health, inherited), _watch(engine, health), feed.until_broken()
         is_ending = await until_signal(*watches, or_when=membership.until_park_changes)
         drain = partial(_drain, desks=desks, membership=membership, rpc=rpc)
         if not is_ending:
@@ -231,10 +233,13 @@ def _introduction(
     )
 
 
-async def _announce(membership: Membership, health: Health) -> None:
+async def _announce(config: WorkerConfig, membership: Membership, health: Health, inherited: frozenset[str]) -> None:
+    """Join; then, off the way of a start, have what it read at hand for the next one."""
     await membership.until_joined()
     log.mark(log.JOINING)
     await health.join()
+    about = {str(config.model / name) for name in ("config.json", "generation_config.json")} if config.model else set()
+    await asyncio.to_thread(keep, libraries() | modules(inherited) | about)
 
 
 async def _watch(engine: Engine, health: Health) -> None:

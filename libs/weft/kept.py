@@ -1,0 +1,127 @@
+"""Files that a start has read stay in memory, so that the next start reads nothing. Knows no service.
+
+The linker reads pages of a library to replace them by its own, Python reads a module's code once: nobody looks at
+either again, so that the page cache lets go of them first, on some systems after a minute. Here they are mapped once
+more and locked. The lock goes with its process; whoever is started at once in its place still finds the pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+import resource
+import site
+import sys
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Set
+from pathlib import Path
+from types import ModuleType
+
+from weft.kv.shared import map_file
+
+PAGE = mmap.PAGESIZE
+CAP_IPC_LOCK = 14
+# first address and the one after the last, place in the file, path (proc(5), maps)
+MAPPING = re.compile(r"(\w+)-(\w+) \S+ (\w+) \S+ [1-9]\d* +(/.*\.so\b.*)")
+# bits from here on in the entry of a page (pagemap.rst of Linux): it, or what took its place, is in memory or swapped
+IS_THERE = 62
+# pages that were read, and up to 16 between them that were not: each run is a mapping, of which a process has thousands
+RUN = re.compile(rb"\x01+(?:\0{1,16}\x01+)*")
+_KEPT: set[str] = set()
+
+
+def libraries() -> frozenset[str]:
+    """Those that this process has mapped; what it reads of one is what it has read since it was forked."""
+    return frozenset(path for _, _, _, path in _mappings())
+
+
+def modules(besides: Set[str] = frozenset()) -> frozenset[str]:
+    """Where the code of the modules that it has imported came from, but for those of these names."""
+    # whoever forked this process had another __main__
+    named = [module for name, module in list(sys.modules.items()) if name not in besides or name == "__main__"]
+    return frozenset(filter(None, map(_code_of, named)))
+
+
+def site_files() -> frozenset[str]:
+    """What an interpreter reads before its first import, of the environment that it belongs to."""
+    folders = map(Path, site.getsitepackages())
+    found = (Path(sys.prefix) / "pyvenv.cfg", *(path for folder in folders for path in folder.glob("*.pth")))
+    return frozenset(str(path) for path in found if path.is_file())
+
+
+def _code_of(module: ModuleType) -> str:
+    """The file that its code came from: compiled where that is kept, or else its source."""
+    names = getattr(module, "__dict__", {})
+    for name in ("__cached__", "__file__"):
+        if isinstance(path := names.get(name), str) and os.path.isfile(path):
+            return path
+    return ""
+
+
+def keep(paths: Set[str]) -> int:
+    """Lock what this process has read of these files, for as long as it lives; returns how many bytes that is.
+
+    Each once: a worker that is parked and woken starts more often than its process. Does nothing where locked memory
+    is rationed, since others need theirs, as RDMA does, nor where the system does not tell what was read.
+    """
+    if not _may_lock():
+        return 0
+    new = paths - _KEPT
+    _KEPT.update(new)
+    try:
+        pages = _pages_of(new)
+    except OSError:
+        return 0
+    return sum([_lock(path, pages.get(path, b"" if ".so" in path else None)) for path in new])
+
+
+def _may_lock() -> bool:
+    if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY:
+        return True
+    status = Path("/proc/self/status").read_text().splitlines()
+    effective = next((line.split()[1] for line in status if line.startswith("CapEff:")), "0")
+    return bool(int(effective, 16) >> CAP_IPC_LOCK & 1)
+
+
+def _mappings() -> Iterable[tuple[int, int, int, str]]:
+    """Of libraries: first address, the one after the last, place in the file, path. None where the system has no such
+    list."""
+    maps = Path("/proc/self/maps")
+    for line in maps.read_text().splitlines() if maps.exists() else ():
+        if found := MAPPING.fullmatch(line):
+            yield int(found[1], 16), int(found[2], 16), int(found[3], 16), found[4]
+
+
+def _pages_of(paths: Set[str]) -> dict[str, bytearray]:
+    """For each page of each library 1 where this process has read it."""
+    pages: defaultdict[str, bytearray] = defaultdict(bytearray)
+    with open("/proc/self/pagemap", "rb", buffering=0) as table:
+        for start, end, offset, path in _mappings():
+            if path in paths:
+                table.seek(start // PAGE * 8)
+                entries = array("Q", table.read((end - start) // PAGE * 8))
+                mine, first = pages[path], offset // PAGE
+                mine.extend(bytes(max(first + len(entries) - len(mine), 0)))
+                for number, entry in enumerate(entries, first):
+                    mine[number] |= int(entry >> IS_THERE > 0)
+    return pages
+
+
+def _lock(path: str, pages: bytes | bytearray | None) -> int:
+    """These pages of a file, None: all of them; returns bytes."""
+    try:
+        if (size := os.stat(path).st_size) == 0:
+            return 0
+        address = map_file(os.open(path, os.O_RDONLY | os.O_CLOEXEC), size, is_writable=False)
+    except OSError:  # it has been replaced meanwhile
+        return 0
+    num_pages = -(-size // PAGE)
+    locked, lock = 0, ctypes.CDLL(None).mlock
+    for run in RUN.finditer(b"\x01" * num_pages if pages is None else pages[:num_pages]):
+        length = len(run[0]) * PAGE
+        if lock(ctypes.c_void_p(address + run.start() * PAGE), ctypes.c_size_t(length)) == 0:
+            locked += length
+    return locked
