@@ -95,18 +95,20 @@ class Fields:
 def read_json(path: Path) -> Fields:
     """Raises BadCheckpoint for a file that holds no JSON object, Unreadable where the disk fails."""
     try:
-        data = path.read_bytes()
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise BadCheckpoint(f"{path}: no such file") from None
     except OSError as error:
         raise told(error, f"{path}: not readable") from error
-    return parse_json(data, path)
+    except UnicodeDecodeError as error:
+        raise BadCheckpoint(f"{path}: not readable as JSON: {error}") from error
+    return parse_json(text, path)
 
 
-def parse_json(data: bytes | str, path: Path) -> Fields:
+def parse_json(text: str, path: Path) -> Fields:
     """What a file of that name holds. Raises BadCheckpoint where that is no JSON object."""
     try:
-        values = json.loads(data if isinstance(data, str) else data.decode("utf-8"))
+        values = json.loads(text)
     except ValueError as error:
         raise BadCheckpoint(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(values, dict):
