@@ -11,7 +11,7 @@ from pathlib import Path
 
 from weft.model import deepseek, llama, llama4, mistral, mixtral, qwen, smollm3
 from weft.model.common import read_eos
-from weft.model.fields import Fields, parse_json, read_json
+from weft.model.fields import Fields, read_json
 from weft.model.spec import ModelConfig as ModelConfig
 from weft.model.spec import Rope as Rope
 from weft.model.tensors import expected_tensors as expected_tensors
@@ -39,30 +39,21 @@ def read_config(model_dir: Path) -> ModelConfig:
 
     Raises BadCheckpoint naming file and field, Unreadable where the disk fails.
     """
-    config, generation = _config(read_json(model_dir / "config.json")), model_dir / "generation_config.json"
+    generation = model_dir / "generation_config.json"
     # It wins where it names any end tokens: it is the file that chat tuning updates.
     eos = read_eos(read_json(generation)) if is_there(generation) else None
-    return _ended_by(config, eos or config.eos_token_ids)
+    return config_of(read_json(model_dir / "config.json"), eos)
 
 
-def parse_config(config_json: str) -> ModelConfig:
-    """The same of a text, as a weights service sends it. Raises BadCheckpoint."""
-    config = _config(parse_json(config_json, Path("config.json")))
-    return _ended_by(config, config.eos_token_ids)
-
-
-def _config(fields: Fields) -> ModelConfig:
+def config_of(fields: Fields, eos: tuple[int, ...] | None = None) -> ModelConfig:
+    """What config.json says, with these end tokens where any are given. Raises BadCheckpoint."""
     config = FAMILIES[_architecture(fields)](fields)
     if config.rotated_dim % 2:
         raise fields.fail("head_dim", f"must be even for rotary embeddings, found {config.rotated_dim}")
     if config.experts and config.experts.top_k > config.experts.num_experts:
         raise fields.fail("num_experts_per_tok", f"{config.experts.top_k} of {config.experts.num_experts} experts")
-    return config
-
-
-def _ended_by(config: ModelConfig, eos: tuple[int, ...]) -> ModelConfig:
     known = range(config.vocab_size)
-    return replace(config, eos_token_ids=tuple(each for each in eos if each in known))
+    return replace(config, eos_token_ids=tuple(each for each in eos or config.eos_token_ids if each in known))
 
 
 def _architecture(fields: Fields) -> str:

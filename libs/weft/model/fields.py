@@ -30,24 +30,21 @@ class Fields:
 
     def whole(self, field: str, default: int | None = None, least: int = 1) -> int:
         """A whole number, `least` or above."""
-        value = self.values.get(field)
-        value = default if value is None else value
+        value = default if (said := self.values.get(field)) is None else said
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self.fail(field, f"expected a whole number above {least - 1}, found {value!r}")
         return value
 
     def number(self, field: str, default: float | None = None) -> float:
         """A number above 0."""
-        value = self.values.get(field)
-        value = default if value is None else value
+        value = default if (said := self.values.get(field)) is None else said
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
             raise self.fail(field, f"expected a number above 0, found {value!r}")
         return float(value)
 
     def flag(self, field: str, default: bool = False) -> bool:
         """True or false."""
-        value = self.values.get(field)
-        value = default if value is None else value
+        value = default if (said := self.values.get(field)) is None else said
         if not isinstance(value, bool):
             raise self.fail(field, f"expected true or false, found {value!r}")
         return value
@@ -61,8 +58,7 @@ class Fields:
 
     def wholes(self, field: str, default: list[int] | None = None) -> list[int]:
         """A list of whole numbers, 0 or above."""
-        value = self.values.get(field)
-        value = default if value is None else value
+        value = default if (said := self.values.get(field)) is None else said
         if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
             raise self.fail(field, f"expected a list of whole numbers, found {value!r}")
         return value
@@ -95,20 +91,11 @@ class Fields:
 def read_json(path: Path) -> Fields:
     """Raises BadCheckpoint for a file that holds no JSON object, Unreadable where the disk fails."""
     try:
-        text = path.read_text(encoding="utf-8")
+        values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadCheckpoint(f"{path}: no such file") from None
     except OSError as error:
         raise told(error, f"{path}: not readable") from error
-    except UnicodeDecodeError as error:
-        raise BadCheckpoint(f"{path}: not readable as JSON: {error}") from error
-    return parse_json(text, path)
-
-
-def parse_json(text: str, path: Path) -> Fields:
-    """What a file of that name holds. Raises BadCheckpoint where that is no JSON object."""
-    try:
-        values = json.loads(text)
     except ValueError as error:
         raise BadCheckpoint(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(values, dict):

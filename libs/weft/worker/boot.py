@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import grpc
 import torch
@@ -24,8 +26,9 @@ from weft.engine.graphs import graph_sizes, static_bytes
 from weft.engine.messages import StepOutput
 from weft.engine.runner import DTYPES
 from weft.errors import Overloaded, PeerLost
-from weft.model.config import ModelConfig, parse_config, read_config
+from weft.model.config import ModelConfig, config_of, read_config
 from weft.model.decoder import Decoder
+from weft.model.fields import Fields
 from weft.model.kv_layout import block_bytes, layout_name
 from weft.request import ModelFingerprint
 from weft.rpc.client import open_channel, owned
@@ -199,6 +202,11 @@ def _limits(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> EngineCon
         pin_sealed=bool(config.kvstore_addr),
         niceness=0 if is_gpu else config.niceness,
     )
+
+
+def parse_config(config_json: str) -> ModelConfig:
+    """The model's config as the weights service sent it, which has read it. Raises BadCheckpoint."""
+    return config_of(Fields(Path("config.json"), json.loads(config_json)))
 
 
 def own_bytes(free: int, total: int, share: float, held: int) -> int:

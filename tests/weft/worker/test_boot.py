@@ -17,10 +17,9 @@ from weft.capacity.room import Machine
 from weft.capacity.sizes import Sizes, choose
 from weft.config import ConfigError, read_config
 from weft.errors import BadCheckpoint, NotFound, PeerLost
-from weft.model.config import parse_config
 from weft.rpc.server import RpcServer
 from weft.worker import boot
-from weft.worker.boot import load_weights
+from weft.worker.boot import load_weights, parse_config
 from weft.worker.config import WorkerConfig
 from weft_mesh.v1 import weights_service_pb2 as pb2
 from weft_mesh.v1 import weights_service_pb2_grpc
