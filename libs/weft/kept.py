@@ -8,6 +8,7 @@ more and locked. The lock goes with its process; whoever is started at once in i
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import re
@@ -16,21 +17,31 @@ import site
 import sys
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 from types import ModuleType
 
 from weft.kv.shared import map_file
 
+logger = logging.getLogger(__name__)
 PAGE = mmap.PAGESIZE
 CAP_IPC_LOCK = 14
+EVERY_USER = ["0", "0", "4294967295"]
+MAX_BYTES = 256 * 2**20
 # first address and the one after the last, place in the file, path (proc(5), maps)
-MAPPING = re.compile(r"(\w+)-(\w+) \S+ (\w+) \S+ [1-9]\d* +(/.*\.so\b.*)")
+MAPPING = re.compile(r"(\w+)-(\w+) \S+ (\w+) \S+ [1-9]\d* +(/.*\.so\b[^/]*)")
 # bits from here on in the entry of a page (pagemap.rst of Linux): it, or what took its place, is in memory or swapped
 IS_THERE = 62
 # pages that were read, and up to 16 between them that were not: each run is a mapping, of which a process has thousands
 RUN = re.compile(rb"\x01+(?:\0{1,16}\x01+)*")
+_INHERITED: set[str] = set()
 _KEPT: set[str] = set()
+
+
+def inherit() -> None:
+    """The modules that are there by now are no part of a start: of this process' fork, or of a start from nothing."""
+    _INHERITED.update(sys.modules)
+    _INHERITED.discard("__main__")  # whoever forked this process had another one
 
 
 def libraries() -> frozenset[str]:
@@ -38,10 +49,9 @@ def libraries() -> frozenset[str]:
     return frozenset(path for _, _, _, path in _mappings())
 
 
-def modules(besides: Set[str] = frozenset()) -> frozenset[str]:
-    """Where the code of the modules that it has imported came from, but for those of these names."""
-    # whoever forked this process had another __main__
-    named = [module for name, module in list(sys.modules.items()) if name not in besides or name == "__main__"]
+def modules() -> frozenset[str]:
+    """Where the code of the modules came from that it has imported and not inherited."""
+    named = [module for name, module in list(sys.modules.items()) if name not in _INHERITED]
     return frozenset(filter(None, map(_code_of, named)))
 
 
@@ -61,36 +71,42 @@ def _code_of(module: ModuleType) -> str:
     return ""
 
 
-def keep(paths: Set[str]) -> int:
-    """Lock what this process has read of these files, for as long as it lives; returns how many bytes that is.
+def keep(more: Set[str]) -> int:
+    """Lock what this process has read of libraries, modules and `more`, for as long as it lives; returns bytes.
 
-    Each once: a worker that is parked and woken starts more often than its process. Does nothing where locked memory
-    is rationed, since others need theirs, as RDMA does, nor where the system does not tell what was read.
+    Each file once: a worker that is parked and woken starts more often than its process. Does nothing where locked
+    memory is rationed, since others need theirs, as RDMA does, nor where the system does not tell what was read.
     """
-    if not _may_lock():
-        return 0
-    new = paths - _KEPT
-    _KEPT.update(new)
     try:
-        pages = _pages_of(new)
-    except OSError:
+        if not _may_lock():
+            return 0
+        new = (libraries() | modules() | more) - _KEPT
+        _KEPT.update(new)
+        pages, locked = _pages_of(new), 0
+        for path in new:
+            if locked < MAX_BYTES:
+                locked += _lock(path, pages.get(path, b"" if ".so" in os.path.basename(path) else None))
+    except OSError as error:  # the next start is slower, and nothing else
+        logger.warning("what this start has read is not kept in memory: %s", error)
         return 0
-    return sum([_lock(path, pages.get(path, b"" if ".so" in path else None)) for path in new])
+    return locked
 
 
 def _may_lock() -> bool:
     if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY:
         return True
-    status = Path("/proc/self/status").read_text().splitlines()
-    effective = next((line.split()[1] for line in status if line.startswith("CapEff:")), "0")
+    status = Path("/proc/self/status")
+    if not status.exists() or Path("/proc/self/uid_map").read_text().split() != EVERY_USER:
+        return False  # a user namespace has rights of its own, which do not count here
+    effective = next((line.split()[1] for line in status.read_text().splitlines() if line.startswith("CapEff:")), "0")
     return bool(int(effective, 16) >> CAP_IPC_LOCK & 1)
 
 
-def _mappings() -> Iterable[tuple[int, int, int, str]]:
+def _mappings() -> Iterator[tuple[int, int, int, str]]:
     """Of libraries: first address, the one after the last, place in the file, path. None where the system has no such
     list."""
     maps = Path("/proc/self/maps")
-    for line in maps.read_text().splitlines() if maps.exists() else ():
+    for line in os.fsdecode(maps.read_bytes()).split("\n") if maps.exists() else ():
         if found := MAPPING.fullmatch(line):
             yield int(found[1], 16), int(found[2], 16), int(found[3], 16), found[4]
 
@@ -113,15 +129,17 @@ def _pages_of(paths: Set[str]) -> dict[str, bytearray]:
 def _lock(path: str, pages: bytes | bytearray | None) -> int:
     """These pages of a file, None: all of them; returns bytes."""
     try:
-        if (size := os.stat(path).st_size) == 0:
+        size = os.stat(path).st_size
+        num_pages = -(-size // PAGE)
+        runs = [run.span() for run in RUN.finditer(b"\x01" * num_pages if pages is None else pages[:num_pages])]
+        if not runs:
             return 0
         address = map_file(os.open(path, os.O_RDONLY | os.O_CLOEXEC), size, is_writable=False)
     except OSError:  # it has been replaced meanwhile
         return 0
-    num_pages = -(-size // PAGE)
     locked, lock = 0, ctypes.CDLL(None).mlock
-    for run in RUN.finditer(b"\x01" * num_pages if pages is None else pages[:num_pages]):
-        length = len(run[0]) * PAGE
-        if lock(ctypes.c_void_p(address + run.start() * PAGE), ctypes.c_size_t(length)) == 0:
+    for first, end in runs:
+        length = (end - first) * PAGE
+        if lock(ctypes.c_void_p(address + first * PAGE), ctypes.c_size_t(length)) == 0:
             locked += length
     return locked

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import site
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +15,15 @@ import pytest
 
 from weft import kept
 
-PAGE = os.sysconf("SC_PAGESIZE")
+PAGE, NUM_PAGES = mmap.PAGESIZE, 40
 # which pages of a file are in the page cache, after the kernel was asked to let all of them go
 LEFT = """
 import ctypes, mmap, os, sys
-from weft.kept import keep
+from weft import kept
 path = sys.argv[1]
-print(keep({path}) if sys.argv[2] == "keep" else 0)
-assert keep({path} if sys.argv[2] == "keep" else set()) == 0, "once"
+kept.inherit(), setattr(kept, "libraries", frozenset), setattr(sys.modules["__main__"], "__file__", None)
+print(kept.keep({path}) if sys.argv[2] == "keep" else 0)
+assert kept.keep({path} if sys.argv[2] == "keep" else set()) == 0, "once"
 fd, size = os.open(path, os.O_RDWR), os.path.getsize(path)
 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 mapping = mmap.mmap(fd, size)
@@ -28,23 +32,34 @@ at = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 assert ctypes.CDLL(None).mincore(ctypes.c_void_p(at), ctypes.c_size_t(size), present) == 0
 print(sum(byte & 1 for byte in present))
 """
-# of a library, and of a module's code
+# of a process' own libraries and modules
 OWN = """
-import json, zlib, _ctypes
-from weft.kept import keep, libraries, modules
-paths = libraries() | modules()
-assert {json.__file__, json.__cached__} & paths and _ctypes.__file__ in paths
-locked, size = keep({_ctypes.__file__}), __import__("os").path.getsize(_ctypes.__file__)
+import json, os
+from weft import kept
+paths = kept.libraries() | kept.modules()
+assert {json.__file__, json.__cached__} & paths and kept.libraries()
+print(kept.keep(set()), sum(map(os.path.getsize, paths)))
 (line,) = (line for line in open("/proc/self/status") if line.startswith("VmLck:"))
-assert 0 < locked == int(line.split()[1]) * 1024 <= -(-size // 4096) * 4096, (locked, line, size)
-print(locked)
+print(int(line.split()[1]) * 1024)
 """
-needs_locks = pytest.mark.skipif(not kept._may_lock(), reason="locked memory is rationed here")
+
+
+def can_lock() -> bool:
+    """So much as is locked here, and the system tells what was read."""
+    with mmap.mmap(-1, NUM_PAGES * PAGE) as memory:
+        at = ctypes.addressof(view := ctypes.c_char.from_buffer(memory))
+        failed = ctypes.CDLL(None).mlock(ctypes.c_void_p(at), ctypes.c_size_t(NUM_PAGES * PAGE))
+        del view
+    return failed == 0 and Path("/proc/self/pagemap").exists() and kept._may_lock()
+
+
+needs_locks = pytest.mark.skipif(not can_lock(), reason="locked memory is rationed here")
 
 
 def run(program: str, *arguments: str) -> list[int]:
     command = [sys.executable, "-c", program, *arguments]
-    return [int(line) for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [int(number) for number in said.split()]
 
 
 def written(path: Path, num_pages: int) -> Path:
@@ -56,34 +71,17 @@ def written(path: Path, num_pages: int) -> Path:
 
 @needs_locks
 def test_what_is_kept_does_not_go(tmp_path: Path) -> None:
-    path = written(tmp_path / "module.pyc", 40)
+    path = written(tmp_path / "module.pyc", NUM_PAGES)
     if run(LEFT, str(path), "leave")[1]:
         pytest.skip("these files lie in memory")
     path.read_bytes()
-    assert run(LEFT, str(path), "keep") == [40 * PAGE, 40]
+    assert run(LEFT, str(path), "keep") == [NUM_PAGES * PAGE, NUM_PAGES]
 
 
 @needs_locks
-def test_of_a_library_the_pages_that_were_read() -> None:
-    assert run(OWN)[0] > 0
-
-
-def test_what_an_interpreter_begins_with() -> None:
-    files = kept.site_files()
-    assert str(Path(sys.prefix) / "pyvenv.cfg") in files
-    assert any(each.endswith(".pth") for each in files)  # Weft is installed in place
-
-
-def test_the_modules_that_came_since_and_the_one_that_runs() -> None:
-    before = frozenset(sys.modules)
-    sys.modules["late"] = late = ModuleType("late")
-    late.__file__ = __file__
-    try:
-        assert __file__ in kept.modules(before)
-    finally:
-        del sys.modules["late"]
-    main = {path for path in (getattr(sys.modules["__main__"], "__file__", None),) if path}
-    assert kept.modules(before) <= main | {str(getattr(sys.modules["__main__"], "__cached__", ""))}
+def test_of_libraries_the_pages_that_were_read() -> None:
+    locked, of_all, told = run(OWN)
+    assert 0 < locked == told < of_all
 
 
 def test_only_what_was_read_and_the_little_between() -> None:
@@ -91,11 +89,53 @@ def test_only_what_was_read_and_the_little_between() -> None:
     assert [run.span() for run in kept.RUN.finditer(pages)] == [(3, 22), (39, 40)]
 
 
+def test_the_modules_that_came_since_and_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "_INHERITED", set[str]())
+    kept.inherit()
+    monkeypatch.setitem(sys.modules, "late", late := ModuleType("late"))
+    late.__file__ = __file__
+    monkeypatch.setitem(sys.modules, "strange", object())
+    monkeypatch.setitem(sys.modules, "__main__", main := ModuleType("__main__"))
+    main.__file__ = str(Path(__file__).with_name("__init__.py"))
+    assert kept.modules() == {__file__} | ({main.__file__} if Path(main.__file__).exists() else set())
+
+
+def test_what_an_interpreter_begins_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site, "getsitepackages", lambda: [str(tmp_path)])
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "other.txt").touch()
+    expected = {tmp_path / "venv/pyvenv.cfg", tmp_path / "one.pth"}
+    for path in expected:
+        path.touch()
+    assert kept.site_files() == set(map(str, expected))
+
+
 def test_files_that_are_gone_or_empty(tmp_path: Path) -> None:
     (tmp_path / "empty.pyc").touch()
-    assert kept.keep({str(tmp_path / "empty.pyc"), str(tmp_path / "gone.pyc")}) == 0
+    assert kept._lock(str(tmp_path / "empty.pyc"), None) == kept._lock(str(tmp_path / "gone.pyc"), None) == 0
 
 
-def test_nothing_where_others_need_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_mapped_leaves_no_file_open() -> None:
+    if not (path := Path("/sys/kernel/mm/transparent_hugepage/enabled")).is_file():
+        pytest.skip("no such file here")
+    before = len(os.listdir("/proc/self/fd"))
+    assert kept._lock(str(path), None) == 0
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_nothing_where_others_need_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "_may_lock", lambda: False)
-    assert kept.keep({str(written(tmp_path / "module.pyc", 2))}) == 0
+    monkeypatch.setattr(kept, "_KEPT", mine := set[str]())
+    assert kept.keep({__file__}) == 0
+    assert not mine
+
+
+def test_a_system_that_does_not_tell_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(paths: object) -> None:
+        raise FileNotFoundError(2, "no such file", "/proc/self/pagemap")
+
+    monkeypatch.setattr(kept, "_may_lock", lambda: True)
+    monkeypatch.setattr(kept, "_KEPT", set[str]())
+    monkeypatch.setattr(kept, "_pages_of", fail)
+    assert kept.keep({__file__}) == 0

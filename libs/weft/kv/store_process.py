@@ -20,7 +20,7 @@ from functools import partial
 from threading import Lock
 from typing import Any, TextIO
 
-from weft.kept import keep, libraries, modules, site_files
+from weft.kept import keep, site_files
 from weft.kv.mooncake_loading import load_cuda_runtime
 from weft.kv.shared import map_file
 from weft.kv.store_child import die_with_parent
@@ -92,7 +92,7 @@ def main() -> None:
         _reply(replies, {"error": str(error)})
         return
     _reply(replies, {"op": "setup", "codes": []})
-    keep(libraries() | modules() | site_files())
+    keep(site_files())
     lanes: defaultdict[str, ThreadPoolExecutor] = defaultdict(partial(ThreadPoolExecutor, 1))
     is_writing = Lock()
     for line in sys.stdin:

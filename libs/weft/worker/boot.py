@@ -205,7 +205,7 @@ def _limits(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> EngineCon
 
 
 def parse_config(config_json: str) -> ModelConfig:
-    """The model's config as the weights service sent it, which has read it. Raises BadCheckpoint."""
+    """The model's config as the weights service sent it, which has read it. Raises BadCheckpoint naming the field."""
     return config_of(Fields(Path("config.json"), json.loads(config_json)))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from weft.config import describe
 from weft.engine.core import Engine
 from weft.errors import EngineFailed
 from weft.grammar import load_grammars
-from weft.kept import keep, libraries, modules
+from weft.kept import inherit, keep
 from weft.kv.handoff import LEASE_SECONDS
 from weft.kv.memory import BlockBytes
 from weft.kv.transport import Endpoint, Transport
@@ -102,6 +101,7 @@ class Post:
 async def serve_worker(config: WorkerConfig, *posts: Post) -> None:
     """Serve one role, or both and begin with `config.role`, until SIGTERM. Raises when the engine dies, so that the
     process ends and is started again."""
+    inherit()
     logger.info(describe(config))
     role = posts[0].role if len(posts) == 1 else config.role
     trace.setup(role, config.worker_id)
@@ -137,7 +137,7 @@ async def _serve(
     feed: EngineFeed,
     tasks: asyncio.TaskGroup,
 ) -> Parked | None:
-    rpc, inherited = RpcServer([post.service_name for post in posts]), frozenset(sys.modules)
+    rpc = RpcServer([post.service_name for post in posts])
     place = await _furnish(config, booted, feed, tasks)
     log.mark("transport and store")
     desks = [post.install(place, rpc.server) for post in posts]
@@ -154,7 +154,7 @@ async def _serve(
     )
     keeping = tasks.create_task(membership.keep())
     try:
-        watches = _announce(config, membership, health, inherited), _watch(engine, health), feed.until_broken()
+        watches = _announce(config, membership, health), _watch(engine, health), feed.until_broken()
         is_ending = await until_signal(*watches, or_when=membership.until_park_changes)
         drain = partial(_drain, desks=desks, membership=membership, rpc=rpc)
         if not is_ending:
@@ -233,13 +233,14 @@ def _introduction(
     )
 
 
-async def _announce(config: WorkerConfig, membership: Membership, health: Health, inherited: frozenset[str]) -> None:
+async def _announce(config: WorkerConfig, membership: Membership, health: Health) -> None:
     """Join; then, off the way of a start, have what it read at hand for the next one."""
     await membership.until_joined()
     log.mark(log.JOINING)
     await health.join()
     about = {str(config.model / name) for name in ("config.json", "generation_config.json")} if config.model else set()
-    await asyncio.to_thread(keep, libraries() | modules(inherited) | about)
+    if (num_bytes := await asyncio.to_thread(keep, about)) > 0:
+        logger.info("kept in memory for the next start: %d MiB of libraries and modules", num_bytes >> 20)
 
 
 async def _watch(engine: Engine, health: Health) -> None:
