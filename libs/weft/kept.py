@@ -134,8 +134,13 @@ def _lock(path: str, pages: bytes | bytearray | None) -> int:
         runs = [run.span() for run in RUN.finditer(b"\x01" * num_pages if pages is None else pages[:num_pages])]
         if not runs:
             return 0
-        address = map_file(os.open(path, os.O_RDONLY | os.O_CLOEXEC), size, is_writable=False)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # it has been replaced meanwhile
+        return 0
+    try:
+        address = map_file(fd, size, is_writable=False)
+    except OSError:  # of a kind that has no mappings
+        os.close(fd)
         return 0
     locked, lock = 0, ctypes.CDLL(None).mlock
     for first, end in runs:

@@ -41,8 +41,7 @@ def map_file(fd: int, size_bytes: int, is_writable: bool) -> int:
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long]
     rights = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
     address: int = libc.mmap(None, size_bytes, rights, mmap.MAP_SHARED, fd, 0)
-    error = ctypes.get_errno()
-    os.close(fd)
     if address == _MAP_FAILED:
-        raise OSError(error, f"{size_bytes} shared bytes cannot be mapped")
+        raise OSError(ctypes.get_errno(), f"{size_bytes} shared bytes cannot be mapped")
+    os.close(fd)
     return address
