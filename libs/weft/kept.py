@@ -44,11 +44,6 @@ def inherit() -> None:
     _INHERITED.discard("__main__")  # whoever forked this process had another one
 
 
-def libraries() -> frozenset[str]:
-    """Those that this process has mapped; what it reads of one is what it has read since it was forked."""
-    return frozenset(path for _, _, _, path in _mappings())
-
-
 def modules() -> frozenset[str]:
     """Where the code of the modules came from that it has imported and not inherited."""
     named = [module for name, module in list(sys.modules.items()) if name not in _INHERITED]
@@ -63,10 +58,10 @@ def site_files() -> frozenset[str]:
 
 
 def _code_of(module: ModuleType) -> str:
-    """The file that its code came from: compiled where that is kept, or else its source."""
+    """The file that its code came from: compiled where that is kept, or else its source; none of a library's."""
     names = getattr(module, "__dict__", {})
     for name in ("__cached__", "__file__"):
-        if isinstance(path := names.get(name), str) and os.path.isfile(path):
+        if isinstance(path := names.get(name), str) and path.endswith((".py", ".pyc")) and os.path.isfile(path):
             return path
     return ""
 
@@ -80,12 +75,11 @@ def keep(more: Set[str]) -> int:
     try:
         if not _may_lock():
             return 0
-        new = (libraries() | modules() | more) - _KEPT
-        _KEPT.update(new)
-        pages, locked = _pages_of(new), 0
-        for path in new:
+        found, locked = dict.fromkeys(modules() | more) | _library_pages(), 0
+        for path in found.keys() - _KEPT:
             if locked < MAX_BYTES:
-                locked += _lock(path, pages.get(path, b"" if ".so" in os.path.basename(path) else None))
+                locked += _lock(path, found[path])
+        _KEPT.update(found)
     except OSError as error:  # the next start is slower, and nothing else
         logger.warning("what this start has read is not kept in memory: %s", error)
         return 0
@@ -103,26 +97,23 @@ def _may_lock() -> bool:
 
 
 def _mappings() -> Iterator[tuple[int, int, int, str]]:
-    """Of libraries: first address, the one after the last, place in the file, path. None where the system has no such
-    list."""
-    maps = Path("/proc/self/maps")
-    for line in os.fsdecode(maps.read_bytes()).split("\n") if maps.exists() else ():
+    """Of libraries: first address, the one after the last, place in the file, path. Raises OSError."""
+    for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).split("\n"):
         if found := MAPPING.fullmatch(line):
             yield int(found[1], 16), int(found[2], 16), int(found[3], 16), found[4]
 
 
-def _pages_of(paths: Set[str]) -> dict[str, bytearray]:
-    """For each page of each library 1 where this process has read it."""
+def _library_pages() -> dict[str, bytearray]:
+    """For each page of each library that is mapped 1 where this process has read it, since it was forked."""
     pages: defaultdict[str, bytearray] = defaultdict(bytearray)
     with open("/proc/self/pagemap", "rb", buffering=0) as table:
         for start, end, offset, path in _mappings():
-            if path in paths:
-                table.seek(start // PAGE * 8)
-                entries = array("Q", table.read((end - start) // PAGE * 8))
-                mine, first = pages[path], offset // PAGE
-                mine.extend(bytes(max(first + len(entries) - len(mine), 0)))
-                for number, entry in enumerate(entries, first):
-                    mine[number] |= int(entry >> IS_THERE > 0)
+            table.seek(start // PAGE * 8)
+            entries = array("Q", table.read((end - start) // PAGE * 8))
+            mine, first = pages[path], offset // PAGE
+            mine.extend(bytes(max(first + len(entries) - len(mine), 0)))
+            for number, entry in enumerate(entries, first):
+                mine[number] |= int(entry >> IS_THERE > 0)
     return pages
 
 

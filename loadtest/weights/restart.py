@@ -187,10 +187,9 @@ def report(restarts: list[Restart]) -> str:
     for kind in (KILLED, AGAIN, WOKEN):
         of = [each for each in restarts if each.what == kind]
         times = ", ".join(f"{each.seconds:.2f}" for each in of)
-        read = (
-            ", ".join(map(str, each)) for each in zip(*((one.disk_bytes, one.started_bytes) for one in of), strict=True)
-        )
-        lines.append(f"| {kind} | {times} | {' | '.join(read)} |")
+        own = ", ".join(str(each.disk_bytes) for each in of)
+        started = ", ".join(str(each.started_bytes) for each in of)
+        lines.append(f"| {kind} | {times} | {own} | {started} |")
     return "\n".join(lines)
 
 

@@ -21,7 +21,7 @@ LEFT = """
 import ctypes, mmap, os, sys
 from weft import kept
 path = sys.argv[1]
-kept.inherit(), setattr(kept, "libraries", frozenset), setattr(sys.modules["__main__"], "__file__", None)
+kept.inherit(), setattr(kept, "_library_pages", dict), setattr(sys.modules["__main__"], "__file__", None)
 print(kept.keep({path}) if sys.argv[2] == "keep" else 0)
 assert kept.keep({path} if sys.argv[2] == "keep" else set()) == 0, "once"
 fd, size = os.open(path, os.O_RDWR), os.path.getsize(path)
@@ -36,8 +36,9 @@ print(sum(byte & 1 for byte in present))
 OWN = """
 import json, os
 from weft import kept
-paths = kept.libraries() | kept.modules()
-assert {json.__file__, json.__cached__} & paths and kept.libraries()
+libraries = kept._library_pages()
+assert {json.__file__, json.__cached__} & kept.modules() and libraries
+paths = kept.modules() | set(libraries)
 print(kept.keep(set()), sum(map(os.path.getsize, paths)))
 (line,) = (line for line in open("/proc/self/status") if line.startswith("VmLck:"))
 print(int(line.split()[1]) * 1024)
@@ -132,10 +133,10 @@ def test_nothing_where_others_need_the_lock(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_system_that_does_not_tell_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(paths: object) -> None:
+    def fail() -> None:
         raise FileNotFoundError(2, "no such file", "/proc/self/pagemap")
 
     monkeypatch.setattr(kept, "_may_lock", lambda: True)
     monkeypatch.setattr(kept, "_KEPT", set[str]())
-    monkeypatch.setattr(kept, "_pages_of", fail)
+    monkeypatch.setattr(kept, "_library_pages", fail)
     assert kept.keep({__file__}) == 0
