@@ -121,6 +121,26 @@ async def test_two_choices_differ_in_seed_and_keep_their_indexes(bench: MakeBenc
         assert answer.usage.prompt_tokens_details.cached_tokens == answer.usage.prompt_tokens  # never more
 
 
+async def test_choices_begin_in_their_order_whichever_speaks_first(bench: MakeBench) -> None:
+    async with bench() as b:
+        speak, others_ended = speaking([*b.ids("hello"), END]), asyncio.Semaphore(0)
+
+        async def script(start: Start) -> AsyncIterator[SequenceDelta]:
+            if is_first := start.sampling.seed == 5:
+                await others_ended.acquire()
+                await others_ended.acquire()
+            async for delta in speak(start):
+                yield delta
+            if not is_first:
+                others_ended.release()
+
+        b.decode.script = script
+        async with b.client.chat.completions.stream(model=MODEL_NAME, messages=[USER], n=3, seed=5) as running:
+            answer = await running.get_final_completion()
+        assert [(each.index, each.message.content) for each in answer.choices] == [(n, "hello") for n in range(3)]
+        assert [each.finish_reason for each in answer.choices] == ["stop"] * 3
+
+
 async def test_a_prompt_that_the_first_of_two_choices_computed_was_not_cached(bench: MakeBench) -> None:
     async with bench() as b:
         scripts = [speaking([*b.ids("hello"), END], cached=count) for count in (0, 16)]

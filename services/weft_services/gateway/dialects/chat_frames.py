@@ -30,15 +30,19 @@ class ChatFrames:
         self._codec = prepared.model.chat_codec
         self._wants_logprobs = prepared.generation.num_logprobs is not None
         self._wants_ids = prepared.generation.return_token_ids
-        self._begun: set[int] = set()
+        self._num_begun = 0
         self._prompt_ids = {"prompt_token_ids": prepared.prompts[0].token_ids} if self._wants_ids else None
 
     def frames(self, piece: Piece) -> bytes:
-        """The role when the choice begins, what is new of it, and its end."""
+        """The role when the choice begins, what is new of it, and its end.
+
+        Choices begin in their order, whichever speaks first: OpenAI's client puts a first chunk's in a list by number.
+        """
         out = b""
-        if piece.index not in self._begun:
-            self._begun.add(piece.index)
-            out += self.envelope.frame(_choice(piece.index, {"role": "assistant", "content": ""}), self._prompt_ids)
+        while self._num_begun <= piece.index:
+            role = _choice(self._num_begun, {"role": "assistant", "content": ""})
+            out += self.envelope.frame(role, self._prompt_ids)
+            self._num_begun += 1
         self.envelope.count(len(piece.token_ids))
         answer = self._answers.of(piece.index)
         parts = answer.take(piece)
