@@ -72,15 +72,27 @@ install_weft() {
     "$venv/bin/python" -m pip install -c constraints.txt --no-build-isolation -e ".[$extras]"
 }
 
+# Somebody who stops pip half-way leaves packages that make the next one fail with an error about something else.
+cut_short="$venv/.cut-short"
+trap 'exit 130' INT
+unless_stopped() {
+    local status=0
+    touch "$cut_short"
+    "$@" || status=$?
+    if [ "$status" -lt 128 ]; then rm -f "$cut_short"; fi  # more: ended by a signal
+    return "$status"
+}
+
 # a virtual environment that was moved or copied is another folder's
-if [ ! -x "$venv/bin/python" ] || ! grep -qs -e "$PWD/$venv" "$venv/bin/pip" || ! "$venv/bin/python" -c 'import pip' >/dev/null 2>&1; then
+if [ -e "$cut_short" ]; then note "an earlier installation was stopped half-way: beginning anew; what was downloaded is kept"; fi
+if [ -e "$cut_short" ] || [ ! -x "$venv/bin/python" ] || ! grep -qs -e "$PWD/$venv" "$venv/bin/pip" || ! "$venv/bin/python" -c 'import pip' >/dev/null 2>&1; then
     python="$(pick_python)"
     make_venv "$python"
 fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-install_torch || die "torch could not be installed; pip says why above." \
+unless_stopped install_torch || die "torch could not be installed; pip says why above." \
     "Without a GPU, PyTorch's index of CPU wheels is the place to get it: make WEFT_TORCH_INDEX=<its address> serve"
-install_weft || die "pip could not install what Weft needs; it says why above." "Try again; what was downloaded is kept."
+unless_stopped install_weft || die "pip could not install what Weft needs; it says why above." "Try again; what was downloaded is kept."
 check_mooncake "$venv/bin/python"
 step "building the CPU kernels"
 "$venv/bin/python" -m weft_kernels.native || note "they need a C++ compiler (Debian, Ubuntu: apt install g++); Weft runs without, slower"

@@ -41,3 +41,41 @@ def test_the_image_has_the_system_libraries_that_the_script_installs() -> None:
     packages = set(found[1].split())
     assert packages <= set((ROOT / "Dockerfile").read_text().split())
     assert "ibverbs-providers" in packages  # libmlx5, which the wheels for GPUs name
+
+
+PYTHON = """#!/usr/bin/env bash
+# Stands for Python where pip is: it makes environments that it lies in, and installs nothing.
+case "$*" in
+    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && echo "$PWD/$3" >"$3/bin/pip" ;;
+    "-m pip install "*) $PIP ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("pip", "begins_anew"),
+    [("kill -INT 0", True), ("kill -TERM $$", True), ("exit 1", False)],
+    ids=["stopped by its user", "killed", "failed"],
+)
+def test_an_installation_that_was_stopped_half_way_begins_anew(pip: str, begins_anew: bool, tmp_path: Path) -> None:
+    """What it leaves makes pip fail with errors about something else; after a mere failure what is there stays."""
+    for name in ("scripts/install.sh", "scripts/system.sh", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (python := tmp_path / "python").write_text(PYTHON)
+    python.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(python)}
+
+    def install(pip: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", "scripts/install.sh"]
+        python.write_text(PYTHON.replace("$PIP", pip))
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, start_new_session=True
+        )
+
+    assert install(pip).returncode
+    (left := tmp_path / ".venv/left").touch()
+    ended = install("exit 1")
+    assert ended.returncode == 1
+    assert left.exists() != begins_anew
+    assert ("beginning anew" in ended.stdout) == begins_anew
