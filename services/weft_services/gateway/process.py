@@ -100,11 +100,7 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
             watching.cancel()
             pipeline.is_draining = True
             watch.news.close()
-            listeners.refuse()
-            await listeners.rpc.set_ready(False)
-            await pipeline.until_idle(config.grace_seconds)
-            links.close()  # what still runs ends now, with an error that its client can read
-            await listeners.stop()
+            await _drain(listeners, pipeline, links, config.grace_seconds)
             guarding.cancel()
             settling.cancel()
             routing.cancel()
@@ -114,6 +110,15 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
                 await kept.close()
     await settler.flush()
     await scheduler.close()
+
+
+async def _drain(listeners: Listeners, pipeline: Pipeline, links: DecodeLinks, grace_seconds: float) -> None:
+    """Nothing new is let in, what runs has so long to end, and then nobody listens."""
+    listeners.refuse()
+    await listeners.rpc.set_ready(False)
+    await pipeline.until_idle(grace_seconds)
+    links.close()  # what still runs ends now, with an error that its client can read
+    await listeners.stop()
 
 
 async def _watch_fleet(watch: FleetWatch, links: DecodeLinks, rpc: RpcServer) -> None:
