@@ -36,8 +36,8 @@ from weft.weights.bundle import convert
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.image import SHARED_MEMORY, write_image
 from weft.weights.layout import PIECE_BYTES
-from weft.weights.load import write_all
 from weft.weights.source import ReadingMemory
+from weft.weights.writing import write_all
 
 PEERS = Path(__file__).with_name("peers.py")
 PEER_SECONDS = 600

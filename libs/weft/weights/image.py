@@ -25,8 +25,9 @@ from weft.storage import told
 from weft.weights.checkpoint import Checkpoint, while_unchanged
 from weft.weights.header import TensorEntry, read_header
 from weft.weights.layout import FORMAT, LEAF_BYTES, image_layout, num_pieces, root_hash
-from weft.weights.load import Report, RunReader, files_reader, fill, free_bytes, unwritable, write_all
+from weft.weights.load import Report, RunReader, files_reader, fill
 from weft.weights.users import is_used
+from weft.weights.writing import free_bytes, unwritable, write_all
 
 logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
@@ -198,6 +199,9 @@ def _unpublished(name: str, size: int) -> Iterator[tuple[int, Path]]:
             raise Overloaded(f"{SHARED_MEMORY}: no room: {size} bytes needed, {free} free")
         os.truncate(fd, size)
         yield fd, partial or Path(f"/proc/self/fd/{fd}")
+    except BaseException:
+        os.truncate(fd, 0)  # an error that is kept may keep a mapping, and with it all of its pages
+        raise
     finally:
         if partial is not None:
             partial.unlink(missing_ok=True)

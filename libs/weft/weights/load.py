@@ -6,7 +6,6 @@ beside the image itself does not depend on the model.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import random
@@ -17,14 +16,14 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from itertools import accumulate
-from pathlib import Path
 from typing import Protocol
 
 import xxhash
 
-from weft.errors import BadCheckpoint, Incompatible, Overloaded, PeerLost, Unreadable
+from weft.errors import Incompatible, PeerLost, Unreadable
 from weft.weights.layout import LEAF_BYTES, ImageLayout, Leaves, Run, num_pieces
 from weft.weights.source import ReadingMemory, Source, open_source
+from weft.weights.writing import ImageFile
 
 logger = logging.getLogger(__name__)
 Report = Callable[[int, str], None]
@@ -126,20 +125,23 @@ def fill(fd: int, layout: ImageLayout, read: RunReader, report: Report, num_thre
     Raises what reading and reporting raise, and Overloaded when shared memory is full.
     """
     leaves: Leaves = [[b""] * num_pieces(entry) for entry in layout.entries]
+    image = ImageFile(fd, layout.size_bytes)
     local, processors = threading.local(), threading.Semaphore(len(os.sched_getaffinity(0)))
 
     def carry(run: Run) -> None:
         if not hasattr(local, "memory"):
-            local.memory = ReadingMemory(processors)
+            local.memory = ReadingMemory(processors, image)
         memory: ReadingMemory = local.memory
         try:
+            memory.begin(run.place)
             data = read(run, memory)
             memory.turn.take()
             done = 0
             for part in run.parts:
                 leaves[part.tensor][part.number] = xxhash.xxh3_128_digest(data[done : done + part.size])
                 done += part.size
-            write_all(fd, data, run.place)
+            if not memory.is_in_place(data):
+                image.write(run.place, data)
         finally:
             memory.turn.give()
         report(run.size, run.file.name)
@@ -157,27 +159,3 @@ def fill(fd: int, layout: ImageLayout, read: RunReader, report: Report, num_thre
             # a failed run must not leave the others reading
             threads.shutdown(cancel_futures=True)
     return leaves
-
-
-def write_all(fd: int, data: memoryview | bytes, place: int) -> None:
-    """Raises Overloaded when there is no more room."""
-    view = memoryview(data)
-    done = 0
-    while done < len(view):
-        try:
-            done += os.pwrite(fd, view[done:], place + done)
-        except OSError as error:
-            raise unwritable(error) from error
-
-
-def unwritable(error: OSError) -> BadCheckpoint | Overloaded:
-    """What shared memory that gives this error is to those who wait for weights."""
-    if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
-        return Overloaded(f"shared memory is full: {error.strerror}")
-    return BadCheckpoint(f"shared memory cannot be written: {error.strerror}")
-
-
-def free_bytes(directory: Path) -> int:
-    """Of the file system there."""
-    stat = os.statvfs(directory)
-    return stat.f_bavail * stat.f_frsize

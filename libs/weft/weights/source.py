@@ -13,6 +13,7 @@ from weft.weights.bundle.chunks import Wanted
 from weft.weights.bundle.layout import SUFFIX
 from weft.weights.bundle.unpack import BundleFile
 from weft.weights.layout import Run
+from weft.weights.writing import ImageFile
 
 
 class Turn:
@@ -44,10 +45,27 @@ class Turn:
 class ReadingMemory:
     """What one reading thread needs: memory for stored bytes, and for decoded ones; and its turn at a processor."""
 
-    def __init__(self, processors: threading.Semaphore | None = None) -> None:
+    def __init__(self, processors: threading.Semaphore | None = None, image: ImageFile | None = None) -> None:
+        """`image`: where all of it ends, if it can be put there at once."""
         self.stored = Scratch()
-        self.decoded = Scratch()
         self.turn = Turn(processors)
+        self._image = image
+        self._decoded = Scratch()
+        self._first = 0
+        self._place: memoryview | None = None
+
+    def begin(self, first: int) -> None:
+        """The next bytes are to end there in the image."""
+        self._first, self._place = first, None
+
+    def decoded(self, size: int) -> memoryview:
+        """Memory for so many bytes: their place in the image, or some that is used again. Raises Overloaded."""
+        self._place = self._image.place(self._first, size) if self._image is not None else None
+        return self._decoded.take(size) if self._place is None else self._place
+
+    def is_in_place(self, data: memoryview) -> bool:
+        """Nobody has to put these bytes into the image any more."""
+        return data is self._place
 
 
 class Source(ABC):
@@ -100,7 +118,7 @@ class BundleSource(Source):
         self._bundle.close()
 
     def read(self, run: Run, memory: ReadingMemory) -> memoryview:
-        target = memory.decoded.take(run.size)
+        target = memory.decoded(run.size)
         wanted, done = [], 0
         for part in run.parts:
             out = np.frombuffer(target[done : done + part.size], np.uint8)

@@ -66,7 +66,7 @@ class WeightsPeer:
         """Reads from the image that was described, on other threads than the loop's; raises PeerLost."""
 
         def read(run: Run, memory: ReadingMemory) -> memoryview:
-            target = memory.decoded.take(run.size)
+            target = memory.decoded(run.size)
             asyncio.run_coroutine_threadsafe(self._read(image.weights_hash, run, target), self._loop).result()
             return target
 

@@ -16,8 +16,8 @@ from typing import Protocol
 from weft.capacity.memory import available_bytes
 from weft.errors import Overloaded
 from weft.weights.image import SHARED_MEMORY, Image, remove_abandoned
-from weft.weights.load import free_bytes
 from weft.weights.users import is_used
+from weft.weights.writing import free_bytes
 
 logger = logging.getLogger(__name__)
 HAND_OVER_SECONDS = 30.0

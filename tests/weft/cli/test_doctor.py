@@ -18,6 +18,7 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry, Counter, start_http_server
 from tests.weft.cli.test_status import ListOnly
+from tests.weft.weights.checkpoints import mount_line
 from typer.testing import CliRunner
 
 from weft.cli.certs import make_certs
@@ -30,6 +31,7 @@ from weft.cli.main import app
 from weft.cli.record import MeshRecord, recorded
 from weft.errors import Unreadable
 from weft.keys import Key, digest_of, dump_keys, make_secret
+from weft.weights import writing
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 
@@ -83,8 +85,8 @@ def test_the_shipped_model_is_found_whole_and_fits(monkeypatch: pytest.MonkeyPat
 def test_large_models_want_shared_memory_in_large_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, level: str
 ) -> None:
-    (mounts := tmp_path / "mounts").write_text(f"proc /proc proc rw 0 0\ntmpfs /dev/shm tmpfs {options} 0 0\n")
-    monkeypatch.setattr(model, "MOUNTS", mounts)
+    monkeypatch.setattr(writing, "MOUNTS", mounts := tmp_path / "mountinfo")
+    mounts.write_text(mount_line(Path("/proc"), "rw") + mount_line(Path("/dev/shm"), options))
     monkeypatch.setattr(model, "LARGE_PAGES_PAY", 1)
     (found,) = model.check_shared_memory(Subject(MODELS))
     assert found.level == level

@@ -93,3 +93,9 @@ def replace_with_another(path: Path, content: bytes) -> None:
     fresh.replace(path)
     now = path.stat()
     assert (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def mount_line(place: Path, options: str) -> str:
+    """Of /proc/self/mountinfo: the file system that holds this place has these options."""
+    device = place.stat().st_dev
+    return f"25 24 {os.major(device)}:{os.minor(device)} / {place} rw,relatime - tmpfs tmpfs {options}\n"

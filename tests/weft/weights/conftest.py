@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.weft.weights.checkpoints import CONFIG, nothing
+from tests.weft.weights.checkpoints import CONFIG, mount_line, nothing
 from weft.model.config import expected_tensors, read_config
-from weft.weights import image
+from weft.weights import image, writing
 from weft.weights.bundle import convert
 
 
@@ -53,3 +53,14 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     monkeypatch.setattr(image, "SHARED_MEMORY", directory)
     yield directory
     assert list(directory.iterdir()) == []
+
+
+@pytest.fixture(params=["small", "large"])
+def pages(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the loader is told of the pages that shared memory has."""
+    kind: str = request.param
+    (mounts := tmp_path / "mountinfo").write_text(
+        mount_line(tmp_path, f"rw,huge={'never' if kind == 'small' else 'always'}")
+    )
+    monkeypatch.setattr(writing, "MOUNTS", mounts)
+    return kind

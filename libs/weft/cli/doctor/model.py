@@ -29,8 +29,8 @@ from weft.model.spec import ModelConfig
 from weft.tokenizer import SETTINGS, check_tokenizer
 from weft.weights.bundle.layout import SUFFIX
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
+from weft.weights.writing import in_large_pages
 
-MOUNTS = Path("/proc/self/mounts")
 LARGE_PAGES_PAY = GIB
 LOOK_AT_THE_DISK = "look at the disk, mount or network that the files are on, then try again"
 VERIFY_SECONDS = 3600.0
@@ -112,17 +112,11 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
         size = needed // GIB + 1
         advice = f"mount -o remount,size={size}G {SHARED_MEMORY} (compose: WEFT_SHM_SIZE={size}g)"
         yield Finding("shared memory", Level.FAILURE, says, advice)
-    elif needed >= LARGE_PAGES_PAY and not _in_large_pages(MOUNTS.read_text()):
+    elif needed >= LARGE_PAGES_PAY and not in_large_pages(SHARED_MEMORY):
         advice = f"as root: mount -o remount,huge=within_size {SHARED_MEMORY}"
         yield Finding("shared memory", Level.WARNING, f"{says}, in pages of 4 KiB: writing them slows loads", advice)
     else:
         yield Finding("shared memory", Level.OK, says)
-
-
-def _in_large_pages(mounts: str) -> bool:
-    """Of the last file system that was mounted there."""
-    options = [fields[3] for line in mounts.splitlines() if (fields := line.split())[1] == str(SHARED_MEMORY)]
-    return bool(options) and any(f"huge={kind}" in options[-1].split(",") for kind in ("always", "within_size"))
 
 
 def check_memory(subject: Subject) -> Iterator[Finding]:
