@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -44,15 +45,21 @@ def encoded(coding: rans.Coding, values: Words, first: int) -> rans.Chunk:
     return rans.Encoder(coding).encode(values, first, rans.EncodingMemory(len(values)))
 
 
+def piece_of(decoder: rans.Decoder, first: int, chunk: rans.Chunk, out: Words) -> rans.Piece:
+    """As it is stored."""
+    body = np.frombuffer(b"".join(part.tobytes() for part in chunk.parts), np.uint8)
+    return rans.Piece(decoder, first, len(chunk.words), len(chunk.escape_places), body, out)
+
+
 def round_trip(values: Words, is_bf16: bool = True, chunk: int = 1 << 18) -> tuple[Words, int]:
     """What comes back, and the bytes in between."""
     measured = rans.measure(values, is_bf16)
     flat, out, stored = values.reshape(-1), np.empty(values.size, np.uint16), 0
-    tables = rans.tables_of(measured.coding)
+    decoder = rans.Decoder(measured.coding)
     pieces = []
     for first in range(0, len(flat), chunk):
         coded = encoded(measured.coding, flat[first : first + chunk], first)
-        pieces.append(rans.Piece(measured.coding, tables, first, coded, out[first : first + chunk]))
+        pieces.append(piece_of(decoder, first, coded, out[first : first + chunk]))
         stored += coded.words.nbytes + coded.rest.nbytes + coded.states.nbytes + 6 * len(coded.escape_places)
     assert all(rans.decode(pieces))
     return out.reshape(values.shape), stored
@@ -187,10 +194,37 @@ def test_damage_is_noticed(isa: str, damage: str) -> None:
         words[len(words) // 2] ^= 4
     broken = rans.Chunk(states, words, chunk.rest, chunk.escape_places, chunk.escape_values)
     out = np.empty(values.size, np.uint16)
-    [is_whole] = rans.decode([rans.Piece(found, rans.tables_of(found), 0, broken, out)])
+    [is_whole] = rans.decode([piece_of(rans.Decoder(found), 0, broken, out)])
     assert not is_whole or (out != values.reshape(-1)).any()
     if damage != "a bit of a word":
         assert not is_whole
+
+
+@pytest.mark.parametrize("what", ["no body", "a byte less", "more words", "more escapes", "an escape beyond it"])
+def test_what_cannot_be_of_that_many_elements_is_not_whole(isa: str, what: str) -> None:
+    """Nothing is read beyond what is stored, nor written beyond what is asked for; others beside it are decoded."""
+    values = channels(40, 100)
+    decoder = rans.Decoder(rans.measure(values, True).coding)
+    chunk = encoded(decoder.coding, values.reshape(-1), 0)
+    memory = np.full(values.size + 1, 7, np.uint16)
+    good = piece_of(decoder, 0, chunk, np.empty(values.size, np.uint16))
+    bad = replace(good, out=memory[:-1])
+    if what == "no body":
+        bad = replace(bad, body=bad.body[:0])
+    elif what == "a byte less":
+        bad = replace(bad, body=bad.body[:-1])
+    elif what == "more words":
+        bad = replace(bad, num_words=(1 << 32) - 1)
+    elif what == "more escapes":
+        bad = replace(bad, num_escapes=(1 << 32) - 1)
+    else:
+        beyond = np.array([values.size], np.uint32)
+        chunk = replace(chunk, escape_places=beyond, escape_values=np.array([9], np.uint16))
+        bad = piece_of(decoder, 0, chunk, memory[:-1])
+    assert rans.decode([bad]) == [False]
+    assert rans.decode([good, bad, bad, good]) == [True, False, False, True]
+    assert memory[-1] == 7
+    assert (good.out == values.reshape(-1)).all()
 
 
 @pytest.mark.parametrize("num_symbols", [64, 256])
@@ -220,7 +254,7 @@ def test_the_library_fills_buckets_as_the_reference_does(class_bits: int, seed: 
     counts = (1e6 * np.exp(-steepness * rng.random((1 << class_bits, 256 >> class_bits)))).astype(np.int64)
     scales = np.zeros(1, np.int8)
     some = rans.Coding(True, 0, class_bits, coding.shares_of(counts), scales, scales)
-    buckets, tables = reference.buckets_of(some), rans.tables_of(some).astype(np.int64)
+    buckets, tables = reference.buckets_of(some), rans.Decoder(some).tables.astype(np.int64)
     firsts = np.arange(0, 256, some.num_symbols)[:, None]
     assert (tables[0] == buckets.cut.reshape(-1)).all()
     assert (tables[1] == (buckets.other + firsts).reshape(-1)).all()
@@ -236,10 +270,10 @@ def test_turns_without_permutations_give_the_same(is_bf16: bool) -> None:
     """What processors without AVX-512 VBMI do; on those both are the same code."""
     values = channels(300, 333)
     found = rans.measure(values, is_bf16).coding
-    tables, flat = rans.tables_of(found), values.reshape(-1)
+    decoder, flat = rans.Decoder(found), values.reshape(-1)
     chunks = [(first, encoded(found, flat[first : first + 30_000], first)) for first in range(0, len(flat), 30_000)]
     for is_plain in (False, True):
         out = np.zeros_like(flat)
-        pieces = [rans.Piece(found, tables, first, chunk, out[first : first + 30_000]) for first, chunk in chunks]
+        pieces = [piece_of(decoder, first, chunk, out[first : first + 30_000]) for first, chunk in chunks]
         assert all(rans.decode(pieces, is_plain))
         assert (out == flat).all()

@@ -35,18 +35,22 @@ void advance(Stream* streams, int num_streams, bool is_plain) {
 void finish(Stream& stream) {
     bool is_whole = !stream.is_short && stream.next == stream.end;
     for (int i = 0; i < LANES; i++) is_whole &= stream.low[i] == 0 && stream.high[i] == LOWEST >> 16;
-    stream.chunk->is_whole = is_whole;
+    stream.chunk->is_whole = stream.chunk->put_escapes() && is_whole;
 }
 
 }  // namespace
 
-// Fills every chunk's `out` and says of each whether it was whole. `is_plain`: as on a processor that cannot permute bytes.
+// Fills every chunk's `out` and says of each whether it was whole, of which they say that they are not. `is_plain`: as on a processor that cannot permute bytes.
 WEFT_EXPORT void weft_rans_decode(void* first_of_chunks, long num_chunks, int is_plain) {
     is_plain |= !can_permute();
     Stream streams[MOST];
     int num_streams = 0;
     for (long begun = 0; begun < num_chunks || num_streams;) {
-        while (begun < num_chunks && num_streams < MOST) streams[num_streams++].begin((Chunk*)first_of_chunks + begun++);
+        for (; begun < num_chunks && num_streams < MOST; begun++) {
+            Chunk* chunk = (Chunk*)first_of_chunks + begun;
+            if (chunk->has_all()) streams[num_streams++].begin(chunk);
+        }
+        if (!num_streams) break;
         advance(streams, num_streams, is_plain);
         for (int n = num_streams; n-- > 0;) {
             if (streams[n].done < streams[n].shape.count) continue;

@@ -13,17 +13,38 @@ struct Bucket {
     uint16_t own_share, other_share, moved, cut_and_other;  // cut | other's symbol << 8
 };
 
-// As the caller describes it.
+// As the caller describes it. Its body is what is stored of it: the states, where elements escaped, words, the elements
+// that escaped, and what is not coded.
 struct Chunk {
     const Tables* tables;
     const int8_t *rows, *columns;
-    int64_t first, count, num_columns, base, class_bits, is_bf16;
-    const uint32_t* states;
-    const uint16_t* words;
-    int64_t num_words;
-    const uint8_t* rest;
+    int64_t num_columns, base, class_bits, is_bf16;
+    int64_t first, count;
+    const uint8_t* body;
+    int64_t body_bytes, num_words, num_escapes;
     uint16_t* out;
     int64_t is_whole;  // the answer: words and states ended where coding began
+
+    const uint32_t* states() const { return (const uint32_t*)body; }
+    const uint32_t* places() const { return states() + LANES; }
+    const uint16_t* words() const { return (const uint16_t*)(places() + num_escapes); }
+    const uint16_t* values() const { return words() + num_words; }
+    const uint8_t* rest() const { return (const uint8_t*)(values() + num_escapes); }
+
+    long group_bytes() const { return is_bf16 ? Half<5>::GROUP_BYTES : Half<8>::GROUP_BYTES; }
+
+    bool has_all() const {
+        int64_t rest_bytes = (count + GROUP - 1) / GROUP * group_bytes();
+        return 4 * LANES + 6 * num_escapes + 2 * num_words + rest_bytes <= body_bytes;
+    }
+
+    bool put_escapes() const {
+        for (int64_t i = 0; i < num_escapes; i++) {
+            if (places()[i] >= count) return false;
+            out[places()[i]] = values()[i];
+        }
+        return true;
+    }
 };
 
 struct Stream {
@@ -39,10 +60,11 @@ struct Stream {
     bool is_short;
 
     void begin(Chunk* of) {
-        for (int i = 0; i < LANES; i++) low[i] = uint16_t(of->states[i]), high[i] = uint16_t(of->states[i] >> 16);
+        const uint32_t* states = of->states();
+        for (int i = 0; i < LANES; i++) low[i] = uint16_t(states[i]), high[i] = uint16_t(states[i] >> 16);
         chunk = of;
         shape = {of->first, of->count, of->num_columns, int(of->base), int(of->class_bits)};
-        next = of->words, end = of->words + of->num_words;
+        next = of->words(), end = next + of->num_words;
         done = 0, is_short = false;
         fill_buckets();
         if (shape.class_bits) return;
@@ -64,7 +86,7 @@ struct Stream {
     long num_words() const { return end - next; }
 
     const uint8_t* rest(long from) const {
-        return chunk->rest + (done + from) / GROUP * (chunk->is_bf16 ? Half<5>::GROUP_BYTES : Half<8>::GROUP_BYTES);
+        return chunk->rest() + (done + from) / GROUP * chunk->group_bytes();
     }
 
     // Works out the contexts of what is decoded next, and has the memory fetched that it is joined from and goes to.

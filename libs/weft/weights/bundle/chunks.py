@@ -23,8 +23,8 @@ class Opened:
     ends: NDArray[np.int64]
     begin: int
     """Of the first chunk in the file."""
-    coding: rans.Coding | None
-    tables: Bytes
+    decoder: rans.Decoder | None
+    """None: they are stored as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,38 +58,32 @@ class Stretch:
     def chunks(self, stored: Bytes) -> Iterator[StoredChunk]:
         """One after another; `stored` is what lies between begin and end."""
         first, out, whole_size = self.wanted.first, self.wanted.out, self.opened.tensor.original_bytes
+        heads = stored.data
         for number, (begin, end) in enumerate(itertools.pairwise(self.edges), self.number):
             place = number * CHUNK_BYTES
             size = min(CHUNK_BYTES, whole_size - place)
             low, high = max(first, place), min(first + len(out), place + size)
             part = out[low - first : high - first]
             whole: Bytes = part if high - low == size else np.empty(size, np.uint8)
-            yield StoredChunk(
-                self.opened, number, stored[begin - self.begin : end - self.begin], whole, part, low - place
-            )
+            head: tuple[int, int, int] = CHUNK_HEAD.unpack_from(heads, begin - self.begin)
+            body = stored[begin - self.begin + CHUNK_HEAD.size : end - self.begin]
+            yield StoredChunk(self.opened, number, *head, body, whole, part, low - place)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A chunk as it is stored, where all of it goes, and which part of that is wanted."""
+    """A chunk as it is stored: its head, the checksum being of what it decodes to, and its body; where all of it goes,
+    and which part of that is wanted."""
 
     opened: Opened
     number: int
-    stored: Bytes
+    num_words: int
+    num_escapes: int
+    checksum: int
+    body: Bytes
     out: Bytes
     part: Bytes
     part_first: int
-
-    @property
-    def head(self) -> tuple[int, int, int]:
-        """Words, escapes, checksum."""
-        num_words, num_escapes, hashed = CHUNK_HEAD.unpack(self.stored[: CHUNK_HEAD.size].tobytes())
-        return num_words, num_escapes, hashed
-
-    @property
-    def body(self) -> Bytes:
-        """All but the head."""
-        return self.stored[CHUNK_HEAD.size :]
 
     def hand_over(self) -> None:
         """After `out` was found right."""

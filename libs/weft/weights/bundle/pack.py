@@ -172,10 +172,10 @@ def _raw(piece: Bytes) -> _Coded:
 
 def _coded(chunk: rans.Chunk, piece: Bytes, memory: rans.EncodingMemory) -> _Coded:
     head = CHUNK_HEAD.pack(len(chunk.words), len(chunk.escape_places), xxhash.xxh3_64_intdigest(piece.data))
-    parts = (chunk.states, chunk.escape_places, chunk.words, chunk.escape_values, chunk.rest)
-    padding = bytes(-sum(part.nbytes for part in parts) % 8)
-    small = head + chunk.states.tobytes() + chunk.escape_places.tobytes()
-    return _Coded((small, chunk.words.data, chunk.escape_values.tobytes(), chunk.rest.data, padding), memory)
+    states, places, words, values, rest = chunk.parts
+    padding = bytes(-sum(part.nbytes for part in chunk.parts) % 8)
+    small = head + states.tobytes() + places.tobytes()
+    return _Coded((small, words.data, values.tobytes(), rest.data, padding), memory)
 
 
 def _align(file: Sink, size: int) -> None:

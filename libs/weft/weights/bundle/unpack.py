@@ -142,9 +142,8 @@ class BundleFile:
         size = tensor.size_bytes - begin
         if not are_ends(ends, size, tensor):
             raise BadCheckpoint(f"{self.path}: tensor {tensor.name}: its table of chunks is damaged")
-        coding = self._coding(tensor, stored[ends_bytes:]) if tensor.codec == "rans" else None
-        tables = rans.tables_of(coding) if coding else np.empty(0, np.uint8)
-        return Opened(tensor, ends, tensor.offset + begin, coding, tables)
+        decoder = rans.Decoder(self._coding(tensor, stored[ends_bytes:])) if tensor.codec == "rans" else None
+        return Opened(tensor, ends, tensor.offset + begin, decoder)
 
     def _coding(self, tensor: PackedTensor, stored: Bytes) -> rans.Coding:
         rows, columns = tensor.rows_columns
@@ -173,33 +172,26 @@ class BundleFile:
         for (chunk, piece), is_whole in zip(coded, are_whole, strict=True):
             if not is_whole:
                 raise self._damaged(chunk)
-            if piece.out.ctypes.data != chunk.out.ctypes.data:
+            if piece.out.flags.owndata:
                 chunk.out[:] = piece.out.view(np.uint8)
         for chunk in chunks:
-            if xxhash.xxh3_64_intdigest(chunk.out.data) != chunk.head[2]:
+            if xxhash.xxh3_64_intdigest(chunk.out.data) != chunk.checksum:
                 raise self._damaged(chunk)
             chunk.hand_over()
 
     def _piece(self, chunk: StoredChunk) -> rans.Piece | None:
         """What there is to decode; a chunk that is stored as it is has been copied instead."""
-        coding, body = chunk.opened.coding, chunk.body
-        num_words, num_escapes, _ = chunk.head
-        if coding is None:
-            if len(body) < len(chunk.out):
+        out, body = chunk.out, chunk.body
+        if chunk.opened.decoder is None:
+            if len(body) < len(out):
                 raise self._damaged(chunk)
-            chunk.out[:] = body[: len(chunk.out)]
+            out[:] = body[: len(out)]
             return None
-        count = len(chunk.out) // 2
-        rest = rans.rest_bytes(coding.is_bf16, count)
-        sizes = (4 * rans.LANES, 4 * num_escapes, 2 * num_words, 2 * num_escapes, rest)
-        *_, end = edges = list(itertools.accumulate(sizes, initial=0))
-        if end > len(body):
-            raise self._damaged(chunk)
-        states, places, words, values, rest_of = (body[begin:end] for begin, end in itertools.pairwise(edges))
-        parts = rans.Chunk(states.view("<u4"), words.view("<u2"), rest_of, places.view("<u4"), values.view("<u2"))
-        # A target that is not aligned for 16-bit numbers goes through one that is.
-        out = chunk.out.view(np.uint16) if chunk.out.ctypes.data % 2 == 0 else np.empty(count, np.uint16)
-        return rans.Piece(coding, chunk.opened.tables, chunk.number * CHUNK_BYTES // 2, parts, out)
+        words = out.view(np.uint16)
+        if not words.flags.aligned:  # it goes through memory that is
+            words = np.empty(len(words), np.uint16)
+        first = chunk.number * CHUNK_BYTES // 2
+        return rans.Piece(chunk.opened.decoder, first, chunk.num_words, chunk.num_escapes, body, words)
 
     def _damaged(self, chunk: StoredChunk) -> BadCheckpoint:
         where = f"{self.path}: tensor {chunk.opened.tensor.name}: chunk {chunk.number}"
