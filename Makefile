@@ -24,7 +24,7 @@ serve: install
 	@exec $(BIN)/weft up --port $(PORT) $(ARGS)
 
 test: install-dev
-	@exec $(BIN)/python -m pytest $(ARGS)
+	@scripts/test.sh $(ARGS)
 
 soak: install-dev
 	WEFT_SOAK_STEPS=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/weft/engine/test_soak.py tests/weft/engine/test_families.py tests/services/decode/test_families.py $(ARGS)

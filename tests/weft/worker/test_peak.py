@@ -67,8 +67,18 @@ def test_the_peak_is_near_the_plans(name: str, chunk_tokens: int, family_of: Cal
     # the whole process is measured: what the threads of earlier tests take meanwhile only adds to it; and what they
     # have left free would be taken again, and not be seen
     gc.collect()
-    found = min(measured(model, limits) for _ in range(6))
+    found = least(lambda: measured(model, limits), most * planned)
     assert 0.9 * planned < found < most * planned
+
+
+def least(measure: Callable[[], int], limit: float) -> int:
+    """Of six, or of those so far, once the two least of them are nearly the same and below the limit."""
+    found = [measure()]
+    while len(found) < 6:
+        found = sorted([*found, measure()])
+        if found[1] < min(1.02 * found[0], limit):
+            break
+    return found[0]
 
 
 def measured(model: Decoder, limits: EngineConfig) -> int:
