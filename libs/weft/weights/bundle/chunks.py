@@ -96,14 +96,10 @@ def are_ends(ends: NDArray[np.int64], size: int, tensor: PackedTensor) -> bool:
 
     So what a reader makes room for is no more than a few times what is stored.
     """
-    if not len(ends):
-        return True
-    # each within the tensor, first of all: differences of numbers near 2^63 wrap around
-    if ends.min() < 0 or not ends.max() == ends[-1] == size:
-        return False
-    last = tensor.original_bytes - CHUNK_BYTES * (len(ends) - 1)
-    sizes = np.diff(ends, prepend=0)
-    return bool((sizes[:-1] >= _least_bytes(tensor, CHUNK_BYTES)).all() and sizes[-1] >= _least_bytes(tensor, last))
+    edges, whole = [0, *ends.tolist()], tensor.original_bytes  # Python's numbers: those near 2^63 do not wrap around
+    least = (_least_bytes(tensor, min(CHUNK_BYTES, whole - first)) for first in range(0, whole, CHUNK_BYTES))
+    have_room = all(end - begin >= each for (begin, end), each in zip(itertools.pairwise(edges), least, strict=True))
+    return have_room and (not len(ends) or edges[-1] == size)
 
 
 def _least_bytes(tensor: PackedTensor, size: int) -> int:

@@ -158,7 +158,7 @@ class BundleFile:
             scales = stored[tensor.shares_bytes :].view(np.int8)
             of_rows, of_columns = scales[:rows].copy(), scales[rows:].copy()
         else:  # however many they are, one zero stands for all
-            of_rows, of_columns = (np.broadcast_to(np.int8(0), each) for each in (rows, columns))
+            of_rows, of_columns = (np.ndarray((each,), np.int8, b"\0", strides=(0,)) for each in (rows, columns))
         coding = rans.Coding(tensor.dtype == "BF16", tensor.base, tensor.class_bits, shares, of_rows, of_columns)
         is_whole = shares.size == SYMBOLS and (shares.sum(1, dtype=np.int64) == coding.total).all()
         if not is_whole or int(shares.max()) == coding.total:
