@@ -128,6 +128,27 @@ def fingerprint_of(tiny: Tiny) -> ModelFingerprint:
     return ModelFingerprint("cafe", "float32", BLOCK_TOKENS, size, layout_name(tiny.config))
 
 
+def _engine(tiny: Tiny, feed: EngineFeed, num_blocks: int, pins: bool) -> Engine:
+    config = EngineConfig(
+        *(num_blocks, BLOCK_TOKENS, tiny.config.vocab_size, 200, CHUNK_TOKENS),
+        pin_sealed=pins,
+        reaches=kv_groups(tiny.config).reaches,
+    )
+    return build_engine(
+        tiny.config, tiny.weights, dtype="float32", device="cpu", engine_config=config, listener=feed.listener
+    )
+
+
+def _transports(kind: str, channels: ChannelPool, memory: HostBlocks) -> list[Transport]:
+    """The one that is asked for first; gRPC is always there."""
+    first: list[Transport] = []
+    if kind == "mooncake":
+        first.append(MooncakeTransport("127.0.0.1"))
+    if kind == "shared":
+        first.append(NearTransport(memory))
+    return [*first, GrpcTransport(channels, memory)]
+
+
 @asynccontextmanager
 async def start_worker(
     tiny: Tiny,
@@ -144,23 +165,11 @@ async def start_worker(
 ) -> AsyncIterator[Worker]:
     """A worker on a port of its own, or on that one; `store` instead of a client of that kvstore."""
     feed = EngineFeed()
-    reaches = kv_groups(tiny.config).reaches
-    config = EngineConfig(
-        *(num_blocks, BLOCK_TOKENS, tiny.config.vocab_size, 200, CHUNK_TOKENS),
-        pin_sealed=bool(kvstore_addr),
-        reaches=reaches,
-    )
-    engine = build_engine(
-        tiny.config, tiny.weights, dtype="float32", device="cpu", engine_config=config, listener=feed.listener
-    )
+    engine = _engine(tiny, feed, num_blocks, pins=bool(kvstore_addr))
     pool = engine.pool_memory
     memory = HostBlocks(pool.address, pool.block_bytes, pool.num_blocks, pool.shared_fd)
     channels = ChannelPool()
-    transports: list[Transport] = [GrpcTransport(channels, memory)]
-    if transport == "mooncake":
-        transports.insert(0, MooncakeTransport("127.0.0.1"))
-    if transport == "shared":
-        transports.insert(0, NearTransport(memory))
+    transports = _transports(transport, channels, memory)
     for each in transports:
         each.register(pool.address, pool.block_bytes * pool.num_blocks)
     endpoint = lent_endpoint(transports)
