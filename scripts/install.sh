@@ -13,8 +13,15 @@ cd "$(dirname "$0")/.."
 kind="${1:-run}"
 venv=.venv
 sum="$(cat pyproject.toml constraints.txt scripts/install.sh | cksum) $PWD"
+# While pip is at work: by which process. Somebody who stops it half-way leaves packages that make the next one fail with an
+# error about something else.
+at_work="$venv/.at-work"
+if [ -e "$at_work" ] && kill -0 "$(cat "$at_work")" 2>/dev/null; then
+    die "another installation into $PWD/$venv is under way (process $(cat "$at_work"))." "Try again when it has ended; if that process is something else: make clean"
+fi
 # what `dev` installs is more than `run` needs
 for level in "$kind" dev; do
+    if [ -e "$at_work" ]; then break; fi
     if [ "$(cat "$venv/.installed-$level" 2>/dev/null)" = "$sum" ] && [ -x "$venv/bin/weft" ]; then exit 0; fi
 done
 
@@ -68,24 +75,22 @@ install_weft() {
     if [ "$kind" = dev ]; then extras="$extras,dev"; fi
     if [ "$kind" = dev ] && ! brings_triton "$venv/bin/python"; then extras="$extras,interpreter"; fi
     step "installing Weft and what it needs ($extras)"
-    "$venv/bin/python" -m pip install -c constraints.txt hatchling editables
-    "$venv/bin/python" -m pip install -c constraints.txt --no-build-isolation -e ".[$extras]"
+    "$venv/bin/python" -m pip install -c constraints.txt hatchling editables &&
+        "$venv/bin/python" -m pip install -c constraints.txt --no-build-isolation -e ".[$extras]"
 }
 
-# Somebody who stops pip half-way leaves packages that make the next one fail with an error about something else.
-cut_short="$venv/.cut-short"
-trap 'exit 130' INT
+trap 'exit 130' INT # pip ends with a status as if it had failed
 unless_stopped() {
     local status=0
-    touch "$cut_short"
+    echo $$ >"$at_work"
     "$@" || status=$?
-    if [ "$status" -lt 128 ]; then rm -f "$cut_short"; fi  # more: ended by a signal
+    if [ "$status" -lt 128 ]; then rm -f "$at_work"; fi # more: ended by a signal
     return "$status"
 }
 
 # a virtual environment that was moved or copied is another folder's
-if [ -e "$cut_short" ]; then note "an earlier installation was stopped half-way: beginning anew; what was downloaded is kept"; fi
-if [ -e "$cut_short" ] || [ ! -x "$venv/bin/python" ] || ! grep -qs -e "$PWD/$venv" "$venv/bin/pip" || ! "$venv/bin/python" -c 'import pip' >/dev/null 2>&1; then
+if [ -e "$at_work" ]; then note "an earlier installation was stopped half-way: beginning anew; what was downloaded is kept"; fi
+if [ -e "$at_work" ] || [ ! -x "$venv/bin/python" ] || ! grep -qs -e "$PWD/$venv" "$venv/bin/pip" || ! "$venv/bin/python" -c 'import pip' >/dev/null 2>&1; then
     python="$(pick_python)"
     make_venv "$python"
 fi

@@ -4,10 +4,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 pytest=(.venv/bin/python -m pytest)
-computing=(tests/kernels tests/weft/engine tests/weft/model tests/weft/capacity tests/weft/weights tests/grammars tests/training tests/docs)
+computing=(tests/kernels tests/weft/engine tests/weft/model tests/weft/capacity tests/grammars tests/training tests/docs)
 
 if [ $# -gt 0 ]; then exec "${pytest[@]}" "$@"; fi
+trap 'exit 130' INT # pytest ends with a status of its own, after which the rest would begin
 status=0
-"${pytest[@]}" --numprocesses logical --maxprocesses 8 "${computing[@]}" || status=$?
+"${pytest[@]}" --numprocesses logical --maxprocesses 4 "${computing[@]}" || status=$?
 "${pytest[@]}" tests "${computing[@]/#/--ignore=}" || status=$?
 exit "$status"

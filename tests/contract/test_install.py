@@ -52,30 +52,46 @@ esac
 """
 
 
+def install(place: Path, pip: str) -> subprocess.CompletedProcess[str]:
+    """Into that folder, where `pip` is what pip does."""
+    for name in ("scripts/install.sh", "scripts/system.sh", "pyproject.toml", "constraints.txt"):
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_text((ROOT / name).read_text())
+    (python := place / "python").write_text(PYTHON.replace("$PIP", pip))
+    python.chmod(0o755)
+    return subprocess.run(
+        # where tests run in the background, Ctrl-C is ignored
+        ["env", "--default-signal=INT", "bash", "scripts/install.sh"],
+        cwd=place,
+        env={**os.environ, "PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+        check=False,
+        start_new_session=True,
+    )
+
+
 @pytest.mark.parametrize(
     ("pip", "begins_anew"),
-    [("kill -INT 0", True), ("kill -TERM $$", True), ("exit 1", False)],
+    # pip catches Ctrl-C, and ends with 1
+    [("trap : INT; kill -INT 0; exit 1", True), ("kill -TERM $$", True), ("exit 1", False)],
     ids=["stopped by its user", "killed", "failed"],
 )
 def test_an_installation_that_was_stopped_half_way_begins_anew(pip: str, begins_anew: bool, tmp_path: Path) -> None:
     """What it leaves makes pip fail with errors about something else; after a mere failure what is there stays."""
-    for name in ("scripts/install.sh", "scripts/system.sh", "pyproject.toml", "constraints.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text((ROOT / name).read_text())
-    (python := tmp_path / "python").write_text(PYTHON)
-    python.chmod(0o755)
-    environment = {**os.environ, "PYTHON": str(python)}
-
-    def install(pip: str) -> subprocess.CompletedProcess[str]:
-        command = ["bash", "scripts/install.sh"]
-        python.write_text(PYTHON.replace("$PIP", pip))
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, start_new_session=True
-        )
-
-    assert install(pip).returncode
+    assert install(tmp_path, pip).returncode
     (left := tmp_path / ".venv/left").touch()
-    ended = install("exit 1")
+    ended = install(tmp_path, "exit 1")
     assert ended.returncode == 1
     assert left.exists() != begins_anew
     assert ("beginning anew" in ended.stdout) == begins_anew
+
+
+def test_an_installation_keeps_off_one_that_is_under_way(tmp_path: Path) -> None:
+    (tmp_path / ".venv").mkdir()
+    (marker := tmp_path / ".venv/.at-work").write_text(f"{os.getpid()}\n")
+    ended = install(tmp_path, "exit 1")
+    assert ended.returncode == 1
+    assert f"under way (process {os.getpid()})" in ended.stderr
+    assert marker.exists()
+    assert list((tmp_path / ".venv").iterdir()) == [marker]

@@ -40,7 +40,8 @@ void finish(Stream& stream) {
 
 }  // namespace
 
-// Fills every chunk's `out` and says of each whether it was whole, of which they say that they are not. `is_plain`: as on a processor that cannot permute bytes.
+// Fills every chunk's `out`, and sets `is_whole`, which the caller has set to 0, of those that were whole. `is_plain`: as on
+// a processor that cannot permute bytes.
 WEFT_EXPORT void weft_rans_decode(void* first_of_chunks, long num_chunks, int is_plain) {
     is_plain |= !can_permute();
     Stream streams[MOST];

@@ -23,7 +23,7 @@ struct Chunk {
     const uint8_t* body;
     int64_t body_bytes, num_words, num_escapes;
     uint16_t* out;
-    int64_t is_whole;  // the answer: words and states ended where coding began
+    int64_t is_whole;  // the answer: its body has all parts, words and states ended where coding began, escapes lie within
 
     const uint32_t* states() const { return (const uint32_t*)body; }
     const uint32_t* places() const { return states() + LANES; }

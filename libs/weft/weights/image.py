@@ -199,9 +199,6 @@ def _unpublished(name: str, size: int) -> Iterator[tuple[int, Path]]:
             raise Overloaded(f"{SHARED_MEMORY}: no room: {size} bytes needed, {free} free")
         os.truncate(fd, size)
         yield fd, partial or Path(f"/proc/self/fd/{fd}")
-    except BaseException:
-        os.truncate(fd, 0)  # an error that is kept may keep a mapping, and with it all of its pages
-        raise
     finally:
         if partial is not None:
             partial.unlink(missing_ok=True)

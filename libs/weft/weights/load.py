@@ -23,7 +23,7 @@ import xxhash
 from weft.errors import Incompatible, PeerLost, Unreadable
 from weft.weights.layout import LEAF_BYTES, ImageLayout, Leaves, Run, num_pieces
 from weft.weights.source import ReadingMemory, Source, open_source
-from weft.weights.writing import ImageFile
+from weft.weights.writing import ImageFile, write_all
 
 logger = logging.getLogger(__name__)
 Report = Callable[[int, str], None]
@@ -125,7 +125,6 @@ def fill(fd: int, layout: ImageLayout, read: RunReader, report: Report, num_thre
     Raises what reading and reporting raise, and Overloaded when shared memory is full.
     """
     leaves: Leaves = [[b""] * num_pieces(entry) for entry in layout.entries]
-    image = ImageFile(fd, layout.size_bytes)
     local, processors = threading.local(), threading.Semaphore(len(os.sched_getaffinity(0)))
 
     def carry(run: Run) -> None:
@@ -133,20 +132,20 @@ def fill(fd: int, layout: ImageLayout, read: RunReader, report: Report, num_thre
             local.memory = ReadingMemory(processors, image)
         memory: ReadingMemory = local.memory
         try:
-            memory.begin(run.place)
+            memory.first = run.place
             data = read(run, memory)
             memory.turn.take()
-            done = 0
-            for part in run.parts:
-                leaves[part.tensor][part.number] = xxhash.xxh3_128_digest(data[done : done + part.size])
-                done += part.size
+            _digest(run, data, leaves)
             if not memory.is_in_place(data):
-                image.write(run.place, data)
+                write_all(fd, data, run.place)
         finally:
             memory.turn.give()
         report(run.size, run.file.name)
 
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as threads:
+    with (
+        ImageFile(fd, layout.size_bytes) as image,
+        ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as threads,
+    ):
         pending: deque[Future[None]] = deque()
         try:
             for run in layout.runs():
@@ -159,3 +158,10 @@ def fill(fd: int, layout: ImageLayout, read: RunReader, report: Report, num_thre
             # a failed run must not leave the others reading
             threads.shutdown(cancel_futures=True)
     return leaves
+
+
+def _digest(run: Run, data: memoryview, leaves: Leaves) -> None:
+    done = 0
+    for part in run.parts:
+        leaves[part.tensor][part.number] = xxhash.xxh3_128_digest(data[done : done + part.size])
+        done += part.size

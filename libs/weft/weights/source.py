@@ -49,19 +49,20 @@ class ReadingMemory:
         """`image`: where all of it ends, if it can be put there at once."""
         self.stored = Scratch()
         self.turn = Turn(processors)
+        self.first = 0
+        """Where in the image the next bytes are to end."""
         self._image = image
         self._decoded = Scratch()
-        self._first = 0
         self._place: memoryview | None = None
-
-    def begin(self, first: int) -> None:
-        """The next bytes are to end there in the image."""
-        self._first, self._place = first, None
 
     def decoded(self, size: int) -> memoryview:
         """Memory for so many bytes: their place in the image, or some that is used again. Raises Overloaded."""
-        self._place = self._image.place(self._first, size) if self._image is not None else None
-        return self._decoded.take(size) if self._place is None else self._place
+        self._place = self._image.place(self.first, size) if self._image is not None else None
+        return self.beside(size) if self._place is None else self._place
+
+    def beside(self, size: int) -> memoryview:
+        """Memory for so many bytes that is used again."""
+        return self._decoded.take(size)
 
     def is_in_place(self, data: memoryview) -> bool:
         """Nobody has to put these bytes into the image any more."""

@@ -8,36 +8,64 @@ touching them one by one does.
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from weft.errors import BadCheckpoint, Overloaded
 
+logger = logging.getLogger(__name__)
 MOUNTS = Path("/proc/self/mountinfo")
 AHEAD_BYTES = 64 * 1024 * 1024
 """Taken from shared memory at once: whole large pages."""
 DEVICE = 2  # a field of each of its lines; the last one has the options of the file system
+LARGE = {b"huge=always", b"huge=within_size"}
 
 
 class ImageFile:
-    """An open file that has its size already, and closes by its owner's hand."""
+    """An open file that has its size already, and closes by its owner's hand. Where the block below `with` fails, its
+    pages are given back."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self._fd = fd
-        self._mapping = memoryview(mmap.mmap(fd, size_bytes)) if in_large_pages(fd) else None
         self._size_bytes = size_bytes
         self._taken_bytes = 0
         self._lock = threading.Lock()
+        self._may_map = in_large_pages(fd)
+        self._memory: mmap.mmap | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self._memory is not None:
+            # whoever keeps the error may keep views of the mapping, and with it all of its pages
+            with suppress(OSError):  # not every file system can, and they go with the last of those views
+                self._memory.madvise(mmap.MADV_REMOVE)
 
     def place(self, first: int, size: int) -> memoryview | None:
         """These bytes, to be filled; None where they have to be written. Raises Overloaded."""
-        if self._mapping is None:
-            return None
         with self._lock:
+            if (memory := self._mapped()) is None:
+                return None
             self._take(first + size)
-        return self._mapping[first : first + size]
+        return memoryview(memory)[first : first + size]
+
+    def _mapped(self) -> mmap.mmap | None:
+        if self._memory is None and self._may_map:
+            try:
+                self._memory = mmap.mmap(self._fd, self._size_bytes)
+            except OSError as error:
+                logger.warning("shared memory is written, as it cannot be mapped: %s", error)
+                self._may_map = False
+        return self._memory
 
     def _take(self, end: int) -> None:
         """All pages up to there: one that cannot be had when it is touched would end this process.
@@ -53,10 +81,6 @@ class ImageFile:
         except OSError as error:
             raise unwritable(error) from error
         self._taken_bytes = to
-
-    def write(self, first: int, data: memoryview) -> None:
-        """These bytes, which lie elsewhere. Raises Overloaded."""
-        write_all(self._fd, data, first)
 
 
 def write_all(fd: int, data: memoryview | bytes, place: int) -> None:
@@ -86,6 +110,6 @@ def free_bytes(directory: Path) -> int:
 def in_large_pages(place: int | Path) -> bool:
     """Does the file system of this file, open or by its path, give its files large pages."""
     device = os.stat(place).st_dev
-    name = f"{os.major(device)}:{os.minor(device)}"
-    found = [fields[-1] for line in MOUNTS.read_text().splitlines() if (fields := line.split())[DEVICE] == name]
-    return bool(found) and not {"huge=always", "huge=within_size"}.isdisjoint(found[-1].split(","))
+    name = f"{os.major(device)}:{os.minor(device)}".encode()  # names of other mounts are in no encoding
+    lines = [fields for line in MOUNTS.read_bytes().splitlines() if (fields := line.split())[DEVICE] == name]
+    return any(not LARGE.isdisjoint(fields[-1].split(b",")) for fields in lines)

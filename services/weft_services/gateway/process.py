@@ -79,8 +79,7 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
     log.mark("models")
     door = Door(config.keys, config.redis_url, config.open)
     await door.open()
-    keeps = bool(config.redis_url and config.responses_seconds)
-    kept = KeptAnswers(config.redis_url, config.responses_seconds) if keeps else None
+    kept = _kept_answers(config)
     scheduler = Scheduler(config.scheduler_addr)
     async with asyncio.TaskGroup() as group:
         links, settler = DecodeLinks(group), Settler(scheduler)
@@ -101,15 +100,19 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
             pipeline.is_draining = True
             watch.news.close()
             await _drain(listeners, pipeline, links, config.grace_seconds)
-            guarding.cancel()
-            settling.cancel()
-            routing.cancel()
+            for each in (guarding, settling, routing):
+                each.cancel()
             pipeline.close()
             await prefill.close()
             if kept is not None:
                 await kept.close()
     await settler.flush()
     await scheduler.close()
+
+
+def _kept_answers(config: Config) -> KeptAnswers | None:
+    keeps = bool(config.redis_url and config.responses_seconds)
+    return KeptAnswers(config.redis_url, config.responses_seconds) if keeps else None
 
 
 async def _drain(listeners: Listeners, pipeline: Pipeline, links: DecodeLinks, grace_seconds: float) -> None:

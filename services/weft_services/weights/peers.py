@@ -66,7 +66,8 @@ class WeightsPeer:
         """Reads from the image that was described, on other threads than the loop's; raises PeerLost."""
 
         def read(run: Run, memory: ReadingMemory) -> memoryview:
-            target = memory.decoded(run.size)
+            # not in its place: pages would be touched for the first time on the loop, which others wait for
+            target = memory.beside(run.size)
             asyncio.run_coroutine_threadsafe(self._read(image.weights_hash, run, target), self._loop).result()
             return target
 

@@ -59,8 +59,16 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 def pages(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """What the loader is told of the pages that shared memory has."""
     kind: str = request.param
-    (mounts := tmp_path / "mountinfo").write_text(
-        mount_line(tmp_path, f"rw,huge={'never' if kind == 'small' else 'always'}")
-    )
-    monkeypatch.setattr(writing, "MOUNTS", mounts)
+    _tell_pages(tmp_path, monkeypatch, "within_size" if kind == "large" else "never")
     return kind
+
+
+@pytest.fixture
+def large_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader is told that shared memory has them."""
+    _tell_pages(tmp_path, monkeypatch, "within_size")
+
+
+def _tell_pages(place: Path, monkeypatch: pytest.MonkeyPatch, huge: str) -> None:
+    monkeypatch.setattr(writing, "MOUNTS", mounts := place / "mountinfo")
+    mounts.write_text(mount_line(place, f"rw,huge={huge}"))

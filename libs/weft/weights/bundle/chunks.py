@@ -92,14 +92,14 @@ class StoredChunk:
 
 
 def are_ends(ends: NDArray[np.int64], size: int, tensor: PackedTensor) -> bool:
-    """Of chunks of the tensor, which take `size` bytes; each has room for what any chunk has at least.
+    """Of chunks of the tensor, which take `size` bytes; each is aligned, and has room for what any chunk has at least.
 
     So what a reader makes room for is no more than a few times what is stored.
     """
     edges, whole = [0, *ends.tolist()], tensor.original_bytes  # Python's numbers: those near 2^63 do not wrap around
     least = (_least_bytes(tensor, min(CHUNK_BYTES, whole - first)) for first in range(0, whole, CHUNK_BYTES))
     have_room = all(end - begin >= each for (begin, end), each in zip(itertools.pairwise(edges), least, strict=True))
-    return have_room and (not len(ends) or edges[-1] == size)
+    return have_room and not any(edge % 8 for edge in edges) and (not len(ends) or edges[-1] == size)
 
 
 def _least_bytes(tensor: PackedTensor, size: int) -> int:

@@ -172,7 +172,7 @@ class BundleFile:
         for (chunk, piece), is_whole in zip(coded, are_whole, strict=True):
             if not is_whole:
                 raise self._damaged(chunk)
-            if piece.out.flags.owndata:
+            if piece.out.flags.owndata:  # it is not a view of chunk.out
                 chunk.out[:] = piece.out.view(np.uint8)
         for chunk in chunks:
             if xxhash.xxh3_64_intdigest(chunk.out.data) != chunk.checksum:
