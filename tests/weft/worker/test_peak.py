@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from weft.worker.peak import identity_of, measure_peak, remembered
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
+M_MMAP_THRESHOLD = -3  # of malloc.h
 # no two of these are made of the same parts
 WIDE = ["llama2", "mistral-window", "qwen3", "smollm3", "mixtral", "qwen3-moe", "llama4", "deepseek"]
 
@@ -53,22 +54,36 @@ def wide_model(tiny: TinyFamily, device: torch.device) -> Decoder:
     return Decoder(config, weights, torch.float32, device)
 
 
+@pytest.fixture
+def exact_memory() -> Iterator[None]:
+    """What is large comes from the kernel and goes back to it. Otherwise how much the C library takes for the same step
+    goes by what earlier tests have left free: from 0.9 to 2.6 times the plan, and the same again each time."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is None:
+        pytest.skip("this C library cannot be told how to get memory")
+    set_option(M_MMAP_THRESHOLD, 128 << 10)
+    yield
+    set_option(M_MMAP_THRESHOLD, 32 << 20)
+
+
+@pytest.mark.usefixtures("exact_memory")
 @pytest.mark.parametrize(("name", "chunk_tokens"), [("llama2", 512), *((name, 2048) for name in WIDE)])
 def test_the_peak_is_near_the_plans(name: str, chunk_tokens: int, family_of: Callable[[str], TinyFamily]) -> None:
-    """Above it, and the more so the shorter the chunk: what choosing tokens, and reading prompts, takes on a CPU
-    is not counted."""
+    """And above it where the chunk is short: what choosing tokens, and reading prompts, takes on a CPU is not counted.
+
+    Experts of Llama 4 take less than is planned, 0.7 times as much; all others 0.88 to 1.12 times.
+    """
     tiny = family_of(name)
     model = wide_model(tiny, CPU)
     limits = replace(limits_of(replace(tiny, config=model.config), chunk_tokens=chunk_tokens), max_pinned=0)
     planned = measure_room(model.config, Machine("cpu", "float32", 16), chunk_tokens, 6, 1 << 40).activations
-    # five copies of a chunk's last hidden states, which are a third of what is planned here, belong to the reading
-    most = 2.33 if chunk_tokens == 2048 else 3.0
+    most = 1.4 if chunk_tokens == 2048 else 3.0
     measure_peak(model, replace(limits, chunk_tokens=64), "float32", CPU)  # pages of code that no step has run yet
     # the whole process is measured: what the threads of earlier tests take meanwhile only adds to it; and what they
     # have left free would be taken again, and not be seen
     gc.collect()
     found = least(lambda: measured(model, limits), most * planned)
-    assert 0.9 * planned < found < most * planned
+    assert 0.65 * planned < found < most * planned
 
 
 def least(measure: Callable[[], int], limit: float) -> int:
