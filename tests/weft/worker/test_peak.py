@@ -71,13 +71,14 @@ def exact_memory() -> Iterator[None]:
 def test_the_peak_is_near_the_plans(name: str, chunk_tokens: int, family_of: Callable[[str], TinyFamily]) -> None:
     """And above it where the chunk is short: what choosing tokens, and reading prompts, takes on a CPU is not counted.
 
-    Experts of Llama 4 take less than is planned, 0.7 times as much; all others 0.88 to 1.12 times.
+    By itself it is 0.7 (Llama 4's experts) to 1.12 times as much as planned, behind other tests 1.1 to 1.7 times.
     """
     tiny = family_of(name)
     model = wide_model(tiny, CPU)
     limits = replace(limits_of(replace(tiny, config=model.config), chunk_tokens=chunk_tokens), max_pinned=0)
     planned = measure_room(model.config, Machine("cpu", "float32", 16), chunk_tokens, 6, 1 << 40).activations
-    most = 1.4 if chunk_tokens == 2048 else 3.0
+    # five copies of a chunk's last hidden states, which are a third of what is planned here, belong to the reading
+    most = 2.33 if chunk_tokens == 2048 else 3.0
     measure_peak(model, replace(limits, chunk_tokens=64), "float32", CPU)  # pages of code that no step has run yet
     # the whole process is measured: what the threads of earlier tests take meanwhile only adds to it; and what they
     # have left free would be taken again, and not be seen
