@@ -1,12 +1,15 @@
-"""Compile every kernel, as its launcher would call it, for an H100 and an H200; needs no GPU. Run as a program."""
+"""Compile every kernel, as its launcher would call it, for an H100 and an H200; needs no GPU. Run as a program, with
+numbers of left rows for the kernel that is for these alone."""
 
 from __future__ import annotations
 
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,17 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import weft_kernels.block_copy.kernel as block_copy
 import weft_kernels.latent_kv.kernel as latent_kv
 import weft_kernels.moe.kernel as moe
 import weft_kernels.moe_routing.kernel as moe_routing
+import weft_kernels.packed.hopper as hopper
+import weft_kernels.packed.hopper.kernel as hopper_kernel
 import weft_kernels.packed.linear as packed
+import weft_kernels.packed.scratch as scratch
 import weft_kernels.packed.single as single
 import weft_kernels.packed.unpack as unpack
 import weft_kernels.paged_attention.decode as decode
@@ -62,6 +70,9 @@ class Recorder:
 
     def compile(self, *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
         constants.pop("launch_pdl", None)
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        if max_regs := constants.pop("maxnreg", None):
+            options["maxnreg"] = max_regs
         names = [param.name for param in self.kernel.params]
         values = {**dict(zip(names, args, strict=False)), **constants}
         signature, aligned = {}, {}
@@ -69,10 +80,15 @@ class Recorder:
             value = values[name]
             if name in constants:
                 signature[name] = "constexpr"
+            elif isinstance(value, TensorDescriptor):
+                block = ", ".join(map(str, value.block_shape))
+                signature[name] = f"tensordesc<{NAMES[value.base.dtype]}[{block}],{value.layout!r}>"
             elif isinstance(value, torch.Tensor):
                 signature[name] = "*" + NAMES[value.dtype]
                 if not self.kernel.params[index].do_not_specialize_on_alignment:
                     aligned[(index,)] = [["tt.divisibility", 16]]
+            elif self.kernel.params[index].do_not_specialize:
+                signature[name] = "i32"
             elif isinstance(value, int) and value == 1:
                 # as a launch does: it becomes part of the kernel
                 signature[name], constants[name] = "constexpr", 1
@@ -80,19 +96,24 @@ class Recorder:
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
                 if isinstance(value, int) and value % 16 == 0:
                     aligned[(index,)] = [["tt.divisibility", 16]]
-        source = ASTSource(self.kernel, signature, constants, aligned)
-        built = triton.compile(source, target=TARGET, options={"num_warps": num_warps, "num_stages": num_stages})
+        make_source = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        source = make_source(self.kernel, signature, constants, aligned)
+        built = triton.compile(source, target=TARGET, options=options)
         self.figures = {"shared": built.metadata.shared, **_resources(built.asm["cubin"])}
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
-    """Registers a thread, and its stack: what did not fit into them."""
+    """Registers a thread, and its stack: what did not fit; products of groups of warps, and waits for them."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
+        usage, sass = (
+            subprocess.run([tool, each, file.name], capture_output=True, text=True, check=True).stdout
+            for each in ("-res-usage", "-sass")
+        )
+    counts = {"products": len(re.findall(r"\bHGMMA\.", sass)), "waits": len(re.findall(r"WARPGROUP\.DEPBAR", sass))}
+    return counts | {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", usage)}
 
 
 class Ignored:
@@ -124,6 +145,19 @@ def slices_of(num_items: int) -> search.Slices:
     num_slices = -(-num_items // search.SLICE_ITEMS)
     limits = torch.ones(2, dtype=torch.int32)
     return search.Slices(torch.empty(2, num_items), torch.empty(2, num_slices), torch.ones(2), limits)
+
+
+def hopper_launches(x: torch.Tensor, classes: list[int]) -> dict[str, tuple[Any, str, Callable[[], Any]]]:
+    """The kernel that only a Hopper can run, in all its tiles for so many left rows. What is named last is how many
+    programs share a multiprocessor."""
+    setattr(hopper, "_num_multiprocessors", lambda device: 132)  # noqa: B010
+    found: dict[str, tuple[Any, str, Callable[[], Any]]] = {}
+    for num_rows in classes:
+        rows, f12 = x[:1].repeat(num_rows, 1), empty_f12(6144, 4096)
+        for index, tiles in enumerate(hopper.candidates(num_rows)):
+            name = f"F12 on Hopper, {num_rows} rows, {index}, programs {tiles['programs']}"
+            found[name] = hopper_kernel, "f12_gemm", partial(hopper.gemm, rows, f12, None, tiles)
+    return found
 
 
 def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
@@ -212,11 +246,10 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
         "expert, F12": (moe, "_down", lambda: moe.moe_kernel(*one_expert)),
         "F12, one row": (single, "_gemv", lambda: packed.linear_packed(x[:1], empty_f12(1, 4096))),
         "F12, few rows": (packed, "_gemm", lambda: packed.linear_packed(x, f12)),
-        "F12, rows turned": (packed, "_turn", lambda: packed.gemm(x.repeat(32, 1), f12)),
+        "F12, rows turned": (scratch, "_turn", lambda: packed.gemm(x.repeat(32, 1), f12)),
         "F12, a batch": (packed, "_gemm", lambda: packed.gemm(x.repeat(32, 1), f12)),
         "F12, a prompt": (packed, "_gemm", lambda: packed.gemm(x.repeat(256, 1), f12)),
         "F12, unpacked": (unpack, "_unpack", lambda: unpack.unpack_rows(empty_f12(1, 4096))),
-        "F12, escapes": (unpack, "_put_escapes", lambda: unpack.unpack_rows(f12)),
         "F12, looked up": (unpack, "_unpack", lambda: unpack.unpack_rows(f12, slots)),
         "decode": (decode, "_decode", lambda: decode.paged_attention_decode(q, keys, values, batch, shape, q)),
         "join": (decode, "_join", lambda: decode.paged_attention_decode(q, keys, values, batch, shape, q)),
@@ -258,22 +291,23 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
     }
 
 
-def compile_all() -> dict[str, dict[str, int]]:
-    """Figures by launch."""
-    found, all_launches = {}, launches()
-    for module in {module for module, _, _ in all_launches.values() if hasattr(module, "following")}:
+def compile_all(classes: list[int]) -> dict[str, dict[str, int]]:
+    """Figures by launch, of the kernel for Hopper alone, for so many left rows, or of all others."""
+    usual = launches()
+    found, all_launches = {}, hopper_launches(torch.empty(2, 4096, dtype=BF16), classes) if classes else usual
+    for module in {module for module, _, _ in usual.values() if hasattr(module, "following")}:
         module.following = lambda x: {"FOLLOWS": True}  # as a Hopper does; the tensors are a CPU's
+    kernels = {(each[0], each[1]): getattr(each[0], each[1]) for each in (*usual.values(), *all_launches.values())}
+    for module, name in kernels:
+        setattr(module, name, Ignored())
     for name, (module, wanted, launch) in all_launches.items():
-        kernels = {each: getattr(module, each) for other, each, _ in all_launches.values() if other is module}
-        recorder = Recorder(kernels[wanted])
-        for each in kernels:
-            setattr(module, each, recorder if each == wanted else Ignored())
+        recorder = Recorder(kernels[module, wanted])
+        setattr(module, wanted, recorder)
         launch()
-        for each, kernel in kernels.items():
-            setattr(module, each, kernel)
+        setattr(module, wanted, Ignored())
         found[name] = recorder.figures
     return found
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_all(), indent=1))
+    print(json.dumps(compile_all([int(each) for each in sys.argv[1:]]), indent=1))

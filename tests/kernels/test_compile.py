@@ -1,4 +1,4 @@
-"""Every kernel compiles for a Hopper GPU, on any machine with Triton; nothing it keeps spills, but for wide latents."""
+"""Every kernel compiles for a Hopper GPU, on any machine with Triton; few spill, and they are named."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SPILLING = {"16 rows", "32 rows", "64 rows", "128 rows"}
+"""Where left rows are looked up as other programs are late, and at the ends of large tiles."""
+RESERVED = 1024
+"""Bytes of shared memory that each program takes besides its own."""
 
 
-@pytest.mark.timeout(300)
-def test_all_launches_compile_for_an_h200() -> None:
+def figures_of(*options: str) -> dict[str, dict[str, int]]:
     triton = pytest.importorskip("triton")
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     if not (tools / "ptxas").exists() or not (tools / "cuobjdump").exists():
@@ -22,11 +25,29 @@ def test_all_launches_compile_for_an_h200() -> None:
     # The interpreter is chosen when triton is imported: the compiler needs a process of its own.
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "kernels"), *sys.path])
-    run = subprocess.run(
-        [sys.executable, ROOT / "tests/kernels/compile_all.py"], env=env, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, str(ROOT / "tests/kernels/compile_all.py"), *options]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    figures = json.loads(run.stdout)
+    found: dict[str, dict[str, int]] = json.loads(run.stdout)
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_all_launches_compile_for_an_h200() -> None:
+    figures = figures_of()
     assert len(figures) >= 14
     assert max(each["shared"] for each in figures.values()) <= 227 * 1024
     assert {name for name, each in figures.items() if each["STACK"] > 0} <= {"prefill, latent"}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("classes", [("8", "16", "32"), ("64", "128")])
+def test_what_is_for_hopper_alone_fits_as_often_as_it_is_launched_and_multiplies_without_waiting(
+    classes: tuple[str, ...],
+) -> None:
+    figures = figures_of(*classes)
+    assert len(figures) >= 2 * len(classes)
+    assert {name.split(", ")[1] for name, each in figures.items() if each["STACK"] > 0} <= SPILLING
+    for name, each in figures.items():
+        assert int(name[-1]) * (each["shared"] + RESERVED) <= 228 * 1024, name
+        assert each["waits"] < each["products"] / 2, f"{name}: the assembler made them wait, see its C7512"

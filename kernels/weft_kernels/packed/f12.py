@@ -22,8 +22,8 @@ BLOCK_ROWS = 64
 ESCAPE_ROWS = 4
 """Their escapes can be found at once."""
 NUM_CODES = 15
-MAX_BASE = 190
-"""2^(base - 64) has to be a float32, see `weft_kernels.packed.product`."""
+MAX_BASE = 127
+"""2^base has to be a bfloat16, see `weft_kernels.packed.hopper`: beyond it are only weights of 4 and more."""
 COLUMN_BITS = 26
 MAX_ESCAPES = 1 / 256
 """Of all weights; and so many times that of one block, which one program has to go through."""

@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from weft_kernels.following import following
-from weft_kernels.packed import F12, Fp8, Int4
+from weft_kernels.packed import F12, Fp8, Int4, hopper
 from weft_kernels.packed.product import form_constants, operands, product
+from weft_kernels.packed.scratch import counters, turn
 from weft_kernels.packed.single import gemv
 from weft_kernels.packed.tuning import FEW_PROGRAMS, Tiles, Timer, TuningTable, candidates, table_of, tiles_of_f12
 from weft_kernels.packed.unpack import unpack_rows
@@ -26,9 +27,10 @@ from weft_kernels.packed.unpack import unpack_rows
 # Beyond it the weight is unpacked for torch's product, which is exact; of 256 rows either took as long on an H200.
 MAX_FUSED_ROWS = 128
 MAX_SPLITS = 8
+# Left rows for which a Hopper's tiles and those of all GPUs are tried.
+MOST_IN_BOTH = 32
 # So many rows are looked up one by one where a weight without a code needs them; more are turned first.
 MAX_LOOKED_UP = 8
-TURNED_COLUMNS = 64
 
 
 def linear_packed(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = None) -> Tensor:
@@ -56,7 +58,11 @@ def gemm(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = None, tiles:
     """
     num_rows, size = x.shape
     num_outputs = weight.shape[0]
-    tiles = form_constants(weight, 64) | (tiles or _tuned(x, weight) or _tiles(x, weight))
+    tiles = tiles or _tuned(x, weight) or _tiles(x, weight)
+    if "W_STAGES" in tiles:
+        assert isinstance(weight, F12)
+        return hopper.gemm(x, weight, bias, tiles)
+    tiles = form_constants(weight, 64) | tiles
     grid = triton.cdiv(num_rows, tiles["BLOCK_M"]), triton.cdiv(num_outputs, tiles["BLOCK_N"])
     num_steps = triton.cdiv(size, tiles["BLOCK_K"])
     wanted = round(tiles.pop("programs", FEW_PROGRAMS) / (grid[0] * grid[1]))
@@ -82,24 +88,9 @@ def gemm(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = None, tiles:
     return out
 
 
-def turn(x: Tensor, width: int) -> Tensor:
-    """x: [M, columns]. Returns [columns, width or more], in which the first M are x's rows."""
-    block_m = min(64, triton.next_power_of_2(width))
-    width = triton.cdiv(width, block_m) * block_m
-    turned = x.new_empty(x.shape[1], width)
-    grid = triton.cdiv(x.shape[1], TURNED_COLUMNS), width // block_m
-    _turn[grid](x, turned, *x.shape, width, BLOCK_M=block_m, BLOCK_K=TURNED_COLUMNS, num_warps=4, **following(x))
-    return turned
-
-
-@cache
-def _counters(device: torch.device, num_items: int) -> Tensor:
-    return torch.zeros(num_items, dtype=torch.int32, device=device)
-
-
 def _arrived(device: torch.device, num_tiles: int) -> Tensor:
-    """How many parts of each tile are there: none, between two products. One stream multiplies at a time."""
-    return _counters(device, max(4096, triton.next_power_of_2(num_tiles)))
+    """How many parts of each tile are there."""
+    return counters(device, max(4096, triton.next_power_of_2(num_tiles)))
 
 
 def tune(x: Tensor, weights: Sequence[F12 | Fp8 | Int4], seconds: Timer) -> Tiles | None:
@@ -112,7 +103,15 @@ def tune(x: Tensor, weights: Sequence[F12 | Fp8 | Int4], seconds: Timer) -> Tile
         return seconds([partial(gemm, x, weight, None, tiles) for weight in weights])
 
     shape = _shape(x, weights[0])
-    return table_of(_device(x)).tune(shape, candidates(shape[0], len(x)), timed)
+    return table_of(_device(x)).tune(shape, _candidates(x, weights[0]), timed)
+
+
+def _candidates(x: Tensor, weight: F12 | Fp8 | Int4) -> list[Tiles]:
+    usual = candidates(_shape(x, weight)[0], len(x))
+    if not isinstance(weight, F12) or not hopper.fits(x, weight):
+        return usual
+    # of more rows, those were quicker everywhere
+    return hopper.candidates(len(x)) + (usual if len(x) <= MOST_IN_BOTH else [])
 
 
 def is_tuned(x: Tensor, weight: F12 | Fp8 | Int4) -> bool:
@@ -126,7 +125,10 @@ def tiles_table(device: torch.device) -> TuningTable:
 
 
 def _tuned(x: Tensor, weight: F12 | Fp8 | Int4) -> Tiles | None:
-    return table_of(_device(x)).of(*_shape(x, weight))
+    tiles = table_of(_device(x)).of(*_shape(x, weight))
+    # of these rows some may lie or be typed otherwise than those that were tried
+    is_other = tiles is not None and "W_STAGES" in tiles and not (isinstance(weight, F12) and hopper.fits(x, weight))
+    return None if is_other else tiles
 
 
 def _shape(x: Tensor, weight: F12 | Fp8 | Int4) -> tuple[str, int, int, int]:
@@ -145,6 +147,9 @@ def _device(x: Tensor) -> str:
 
 
 def _tiles(x: Tensor, weight: F12 | Fp8 | Int4) -> Tiles:
+    is_large = weight.shape[0] * weight.shape[1] >= hopper.LEAST_WEIGHTS
+    if isinstance(weight, F12) and is_large and hopper.fits(x, weight):
+        return hopper.candidates(len(x))[0]
     if isinstance(weight, F12) and x.itemsize == 2:
         return tiles_of_f12(len(x))
     return tiles_of(len(x), weight.shape[0], x.itemsize)
@@ -158,27 +163,6 @@ def tiles_of(num_rows: int, num_outputs: int, item_bytes: int) -> Tiles:
         return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": stages}
     block_m, block_n = max(16, triton.next_power_of_2(num_rows)), 64 if num_outputs >= 64 else 32
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 256, "num_warps": 4, "num_stages": stages}
-
-
-@triton.jit
-def _turn(
-    p_x: tl.tensor,
-    p_out: tl.tensor,
-    num_m: tl.tensor,
-    size: tl.tensor,
-    width: tl.tensor,
-    FOLLOWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> None:
-    o_k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    if FOLLOWS:
-        gdc_launch_dependents()
-        gdc_wait()
-    m_x = (o_m < num_m)[:, None] & (o_k < size)[None, :]
-    b_x = tl.load(p_x + o_m.to(tl.int64)[:, None] * size + o_k[None, :], mask=m_x, other=0.0)
-    tl.store(p_out + o_k[:, None] * width + o_m[None, :], tl.trans(b_x), mask=(o_k < size)[:, None])
 
 
 @triton.jit

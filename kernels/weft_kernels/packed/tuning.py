@@ -131,7 +131,7 @@ class TuningTable:
 def table_of(device_name: str) -> TuningTable:
     """The table of this kind of GPU, with these versions of what compiles for it."""
     sources = hashlib.blake2b(digest_size=10)
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         sources.update(path.read_bytes())
     versions = {"torch": torch.__version__, "triton": triton.__version__, "sources": sources.hexdigest()}
     return TuningTable(directory(), {"device": device_name, **versions})

@@ -6,11 +6,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from weft_kernels.following import following
 from weft_kernels.packed.f12 import F12
 from weft_kernels.packed.f12_tiles import f12_column, f12_pair, f12_place, f12_row
 
-BLOCK_WORDS = 512
+BLOCK_WORDS = 1024
 # of a thread: what it loads and stores at a time is 16 bytes
 THREAD_WORDS = 4
 
@@ -31,10 +33,8 @@ def unpack_rows(weight: F12, ids: Tensor | None = None) -> Tensor:
         SIZE=weight.columns,
         BLOCK_J=block_j,
         num_warps=max(1, block_j // THREAD_WORDS // 32),
+        **following(bits),
     )
-    if ids is None and len(weight.places):
-        # in the stream's order: the zeros among the words are there before
-        _put_escapes[(len(weight.bases),)](*escapes, bits, num_rows, SIZE=weight.columns, num_warps=1)
     return bits.view(torch.bfloat16)
 
 
@@ -51,9 +51,14 @@ def _unpack(
     HAS_IDS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_J: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ) -> None:
-    """A run of words of one row; with ids its escapes too. p_out: of pairs, as int32, or of int16 one by one."""
+    """A run of words of one row, and its escapes. p_out: of pairs, as int32, or of int16 one by one."""
     WORDS: tl.constexpr = (SIZE + 7) // 8
+    if FOLLOWS:
+        gdc_launch_dependents()
+        if HAS_IDS:
+            gdc_wait()
     i_out = tl.program_id(0).to(tl.int64)
     row = tl.load(p_ids + i_out) if HAS_IDS else i_out
     block = row // 64
@@ -65,6 +70,8 @@ def _unpack(
     b_1 = tl.load(p_row + plane, mask=m_j, other=0)
     b_2 = tl.load(p_row + 2 * plane, mask=m_j, other=0)
     base = tl.load(p_bases + block) << 7
+    if FOLLOWS and not HAS_IDS:
+        gdc_wait()
     PAIRED: tl.constexpr = p_out.dtype.element_ty == tl.int32
     p_to = p_out + i_out * (SIZE // 2 if PAIRED else SIZE)
     for FOURTH in tl.static_range(4):
@@ -77,38 +84,16 @@ def _unpack(
             o_k = 2 * o_pair
             tl.store(p_to + o_k, b_pair.to(tl.int16), mask=m_j & (o_k < SIZE))
             tl.store(p_to + o_k + 1, (b_pair >> 16).to(tl.int16), mask=m_j & (o_k + 1 < SIZE))
-    if HAS_IDS:
-        # the escapes' zeros have to be there before the escapes are
-        tl.debug_barrier()
-        start = tl.load(p_starts + row // 4)
-        end = tl.load(p_starts + row // 4 + 1)
-        for first in range(start, end, 32):
-            o_e = first + tl.arange(0, 32)
-            m_e = o_e < end
-            b_place = tl.load(p_places + o_e, mask=m_e, other=0)
-            b_column = f12_column(b_place)
-            # the program of whose words it is one, as only that one knows when its zero is there
-            m_here = m_e & (f12_row(b_place, block) == row) & (b_column // 256 // (BLOCK_J // 32) == tl.program_id(1))
-            p_one = p_out.to(tl.pointer_type(tl.int16)) + i_out * SIZE + b_column
-            tl.store(p_one, tl.load(p_values + o_e, mask=m_here, other=0), mask=m_here)
-
-
-@triton.jit
-def _put_escapes(
-    p_starts: tl.tensor,
-    p_places: tl.tensor,
-    p_values: tl.tensor,
-    p_out: tl.tensor,
-    num_rows: tl.tensor,
-    SIZE: tl.constexpr,
-) -> None:
-    """Those of one block, where its rows have been unpacked."""
-    block = tl.program_id(0)
-    start = tl.load(p_starts + block * 16)
-    end = tl.load(p_starts + (tl.minimum(block * 64 + 64, num_rows) + 3) // 4)
-    for first in range(start, end, 128):
-        o_e = first + tl.arange(0, 128)
-        b_place = tl.load(p_places + o_e, mask=o_e < end, other=0)
-        b_row = f12_row(b_place, block)
-        p_to = p_out + b_row.to(tl.int64) * SIZE + f12_column(b_place)
-        tl.store(p_to, tl.load(p_values + o_e, mask=o_e < end, other=0), mask=o_e < end)
+    # the escapes' zeros have to be there before the escapes are
+    tl.debug_barrier()
+    start = tl.load(p_starts + row // 4)
+    end = tl.load(p_starts + row // 4 + 1)
+    for first in range(start, end, 32):
+        o_e = first + tl.arange(0, 32)
+        m_e = o_e < end
+        b_place = tl.load(p_places + o_e, mask=m_e, other=0)
+        b_column = f12_column(b_place)
+        # the program of whose words it is one, as only that one knows when its zero is there
+        m_here = m_e & (f12_row(b_place, block) == row) & (b_column // 256 // (BLOCK_J // 32) == tl.program_id(1))
+        p_one = p_out.to(tl.pointer_type(tl.int16)) + i_out * SIZE + b_column
+        tl.store(p_one, tl.load(p_values + o_e, mask=m_here, other=0), mask=m_here)

@@ -1,0 +1,141 @@
+"""F12 words times left rows on Hopper GPUs (H100, H200), for 2 to 128 left rows. Launcher and tiles.
+
+Triton's own language leaves to the compiler which warps copy and which multiply; a kernel that waits for memory is
+quicker where that is said, and Gluon, Triton's lower level, lets one say it. A program stays for the whole product:
+
+- one warp starts copies of words, and one of left rows, into rings of slots in shared memory, by the copy engine (TMA);
+- one or two groups of four warps, each with its own rows of weights, take words into registers, where they become
+  weights, and multiply; the next words come while multipliers work;
+- one or two warps fetch the columns of left rows that escapes need.
+
+Programs are as many as fit on the GPU at once. Of the tiles each gets as many as there are for all, and what is left
+is shared in equal numbers of steps. The slow twin is `packed/linear.py`'s, which gives the same to rounding.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from weft_kernels.following import following
+from weft_kernels.packed.f12 import BLOCK_COLUMNS, F12, SLOTS
+from weft_kernels.packed.scratch import counters, turn
+
+Tiles = dict[str, int]
+MOST_ROWS = 128
+# Weights of a matrix for which these are quicker without having been tried, measured on an H200.
+LEAST_WEIGHTS = 20_000_000
+# left rows: looked up where they are, turned by a kernel before, or by the programs themselves
+LOOKED_UP, TURNED_BEFORE, TURNED_HERE = 0, 1, 2
+# for counts of tiles, behind two that say who has turned left rows
+NUM_COUNTERS = 1 << 16
+FIRST_TILE = 4
+
+# programs: of each multiprocessor. MAX_REGS: of a thread as it is launched, so that so many programs fit.
+_NARROW = {"BLOCK_N": 64, "BLOCK_J": 32, "W_STAGES": 3, "X_STAGES": 3, "PARTS": 1, "ESCAPES": 32}
+_PAIR = {**_NARROW, "programs": 2, "MAX_REGS": 112}
+_ALONE = {**_NARROW, "programs": 1, "MAX_REGS": 120}
+_WIDE = {
+    "BLOCK_N": 128,
+    "PARTS": 2,
+    "programs": 1,
+    "RING": 1,
+    "ESCAPES": 32,
+    "MAX_REGS": 144,
+    "REGS": 168,
+    "FAR_REGS": 96,
+}
+_TALL = {"PARTS": 2, "programs": 1, "BLOCK_J": 16, "W_STAGES": 3, "X_STAGES": 2, "RING": 1, "ESCAPES": 16}
+
+
+def fits(x: Tensor, weight: F12) -> bool:
+    """Whether these can be multiplied so: bfloat16 on such a GPU, in whole blocks of columns."""
+    if not x.is_cuda or x.dtype != torch.bfloat16 or weight.columns % BLOCK_COLUMNS or not weight.words.numel():
+        return False
+    return x.data_ptr() % 16 == 0 and len(x) <= MOST_ROWS and _is_hopper(x.device)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def candidates(num_rows: int) -> list[Tiles]:
+    """Tiles worth trying for so many left rows, the likeliest first."""
+    if num_rows <= 8:
+        return [
+            {**_PAIR, "BLOCK_M": 8, "RING": 4, "TURN": 0},
+            {**_ALONE, "BLOCK_M": 8, "W_STAGES": 4, "RING": 4, "TURN": 0},
+        ]
+    turns = TURNED_BEFORE, TURNED_HERE
+    if num_rows <= 16:
+        return [{**tiles, "BLOCK_M": 16, "RING": 3, "TURN": turn} for tiles in (_PAIR, _ALONE) for turn in turns]
+    if num_rows <= 32:
+        return [{**_PAIR, "BLOCK_M": 32, "X_STAGES": 2, "RING": 2, "TURN": turn} for turn in turns]
+    if num_rows <= 64:
+        deep = {"BLOCK_J": 32, "W_STAGES": 3, "X_STAGES": 2}, {"BLOCK_J": 16, "W_STAGES": 5, "X_STAGES": 5}
+        wide = [{**_WIDE, **each, "BLOCK_M": 64, "TURN": turn} for each in deep for turn in turns]
+        narrow = {**_PAIR, "BLOCK_J": 16, "W_STAGES": 4, "RING": 1, "MAX_REGS": 120, "BLOCK_M": 64}
+        return [*wide, *({**narrow, "TURN": turn} for turn in turns)]
+    tall = {**_TALL, "BLOCK_M": 128, "TURN": TURNED_BEFORE}
+    return [{**tall, "BLOCK_N": 256}, {**tall, "BLOCK_N": 128, "W_STAGES": 4, "X_STAGES": 3}]
+
+
+def gemm(x: Tensor, weight: F12, bias: Tensor | None, tiles: Tiles) -> Tensor:
+    """x: [M, columns], contiguous, of which `fits` says yes. Returns [M, rows]. One stream multiplies at a time."""
+    from weft_kernels.packed.hopper.kernel import f12_gemm
+
+    tiles = {"REGS": 224, "FAR_REGS": 64, **tiles}
+    resident, max_regs = tiles.pop("programs"), tiles.pop("MAX_REGS", 0)
+    num_rows, size = x.shape
+    block_m, block_n, block_j = tiles["BLOCK_M"], tiles["BLOCK_N"], tiles["BLOCK_J"]
+    tiles_m, steps = triton.cdiv(num_rows, block_m), size // (SLOTS * block_j)
+    num_tiles = tiles_m * triton.cdiv(weight.rows, block_n)
+    programs = min(_num_multiprocessors(x.device) * resident, num_tiles * steps)
+    counts = counters(x.device, NUM_COUNTERS)
+    assert num_tiles * tiles["PARTS"] <= NUM_COUNTERS - FIRST_TILE
+    out = x.new_empty(num_rows, weight.rows)
+    parts = torch.empty(2 * programs * block_m * block_n, dtype=torch.float32, device=x.device)
+    turned = _room_for_turned(x, tiles_m * block_m, tiles["TURN"])
+    f12_gemm[(programs,)](
+        *_descriptors(x, weight, block_m, block_n, block_j),
+        *(x, turned, *weight.tensors[1:], x if bias is None else bias, parts, counts[FIRST_TILE:], counts, out),
+        *(num_rows, weight.rows, size, tiles_m, num_tiles % programs, num_tiles // programs, programs, steps),
+        turned.stride(0),
+        HAS_BIAS=bias is not None,
+        num_warps=4,
+        **({"maxnreg": max_regs} if max_regs else {}),
+        **tiles,
+        **_following(x),
+    )
+    return out
+
+
+def _room_for_turned(x: Tensor, width: int, how: int) -> Tensor:
+    if how == TURNED_BEFORE:
+        return turn(x, width)
+    return x.new_empty(x.shape[1], width) if how == TURNED_HERE else x
+
+
+def _following(x: Tensor) -> dict[str, bool]:
+    return {"launch_pdl": True} if following(x)["FOLLOWS"] else {}
+
+
+def _descriptors(x: Tensor, weight: F12, block_m: int, block_n: int, block_j: int) -> tuple[object, object]:
+    """What the copy engine has to know of words and of left rows: of either, a slot's rows are 4 block_j bytes."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    words = weight.words.view(-1, weight.words.shape[2])
+    return (
+        TensorDescriptor.from_tensor(words, [block_n, block_j], NVMMASharedLayout(4 * block_j, 32, 2)),
+        TensorDescriptor.from_tensor(x, [block_m, 2 * block_j], NVMMASharedLayout(4 * block_j, 16, 2)),
+    )

@@ -1,0 +1,304 @@
+"""What a program's fetching warps do: words and left rows into rings in shared memory, and what escapes need beside.
+
+`work`: programs, a program's first step, how many of its steps are in tiles that several programs share, these tiles,
+how many programs share them, all of its steps, steps of a tile, tiles of left rows one beside the other, left rows, and
+rows of weights.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+_COLUMNS = gl.constexpr((1 << 26) - 1)
+# left rows that are turned at a time
+_TURN_M = gl.constexpr(64)
+# how often a program asks whether the others have turned their columns, a microsecond each; then it does without them
+_PATIENCE = gl.constexpr(10_000)
+# older versions of Triton have them by other names
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+all_threads_here = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@gluon.jit
+def wait_for_launch_before() -> None:
+    """Until all that was launched before has ended, see `weft_kernels.following`."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def let_next_launch() -> None:
+    """The next kernel may come; until its own wait it writes nothing."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def first_step(program: gl.tensor, sharers: gl.tensor, total: gl.tensor) -> gl.tensor:
+    """Of a program's share of so many steps, which as many of the first programs share as there are steps for."""
+    return min(program, sharers) * total // sharers
+
+
+@gluon.jit
+def sharer_of(step: gl.tensor, sharers: gl.tensor, total: gl.tensor) -> gl.tensor:
+    """Whose share a step is in."""
+    return ((step + 1) * sharers + total - 1) // total - 1
+
+
+@gluon.jit
+def step_at(i: gl.tensor, work: gl.tuple) -> gl.tensor:
+    """The i-th step of a program: first its share of the tiles that several programs share, then tiles of its own."""
+    programs, first, num_split, split_tiles, _, _, steps, _, _, _ = work
+    own = i - num_split
+    own_step = (split_tiles + gl.program_id(0) + own // steps * programs) * steps + own % steps
+    return gl.where(own < 0, first + i, own_step)
+
+
+@gluon.jit
+def segment_at(i: gl.tensor, work: gl.tuple) -> tuple[gl.tensor, gl.tensor, gl.tensor]:
+    """Tile, first and last step in it, of what a program multiplies from its i-th step on without leaving the tile."""
+    _, _, num_split, _, _, _, steps, _, _, _ = work
+    step = step_at(i, work)
+    begin = step % steps
+    return step // steps, begin, gl.where(i < num_split, gl.minimum(steps, begin + num_split - i), steps)
+
+
+@gluon.jit
+def escapes_of(
+    p_starts: gl.tensor, n: gl.tensor, begin: gl.tensor, end: gl.tensor, work: gl.tuple, ROWS: gl.constexpr
+) -> tuple[gl.tensor, gl.tensor]:
+    """Which escapes of some rows of weights go with these of their steps: the first, and the one behind the last."""
+    _, _, _, _, _, _, steps, _, _, num_n = work
+    start = gl.load(p_starts + gl.minimum(n, num_n) // 4)
+    count = gl.load(p_starts + (gl.minimum(n + ROWS, num_n) + 3) // 4) - start
+    return start + count * begin // steps, start + count * end // steps
+
+
+@gluon.jit
+def fetch_words(
+    d_words: tma.tensor_descriptor,
+    ring: gl.tuple,
+    work: gl.tuple,
+    BLOCK_N: gl.constexpr,
+    BLOCK_J: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> None:
+    """[3, BLOCK_N, BLOCK_J] for each step. They have been there long ago: no launch is waited for."""
+    words, full, empty = ring
+    _, _, _, _, _, count, steps, tiles_m, _, num_n = work
+    for i in range(count):
+        step = step_at(i, work)
+        stage = i % STAGES
+        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(stage), 3 * BLOCK_N * BLOCK_J * 4)
+        n = step // steps // tiles_m * BLOCK_N
+        for PLANE in gl.static_range(3):
+            place = words.index(stage * 3 + PLANE)
+            _load(d_words, [PLANE * num_n + n, step % steps * BLOCK_J], full.index(stage), place)
+
+
+@gluon.jit
+def fetch_rows(
+    d_x: tma.tensor_descriptor,
+    ring: gl.tuple,
+    work: gl.tuple,
+    BLOCK_M: gl.constexpr,
+    BLOCK_J: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> None:
+    """The left rows' columns that a step's words stand for: [4, BLOCK_M, 2 BLOCK_J], one for each fourth of a block."""
+    PER_BLOCK: gl.constexpr = 32 // BLOCK_J
+    xs, full, empty = ring
+    _, _, _, _, _, count, steps, tiles_m, _, _ = work
+    wait_for_launch_before()
+    for i in range(count):
+        step = step_at(i, work)
+        stage = i % STAGES
+        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(stage), BLOCK_M * BLOCK_J * 8 * 2)
+        m = step // steps % tiles_m * BLOCK_M
+        k = step % steps // PER_BLOCK * 256 + step % PER_BLOCK * (2 * BLOCK_J)
+        for FOURTH in gl.static_range(4):
+            _load(d_x, [m, k + 64 * FOURTH], full.index(stage), xs.index(stage * 4 + FOURTH))
+
+
+@gluon.jit
+def fetch_escapes(
+    lefts: gl.tuple,
+    listed: gl.tuple,
+    ring: gl.tuple,
+    work: gl.tuple,
+    PART: gl.constexpr,
+    PARTS: gl.constexpr,
+    WARPS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    TURN: gl.constexpr,
+    RING: gl.constexpr,
+    ESCAPES: gl.constexpr,
+) -> None:
+    """The columns of left rows that a part's escapes need, in chunks: [ESCAPES, BLOCK_M], and which rows they are of.
+
+    TURN: 0 looks numbers up where they are; with 1 the left rows were turned before; with 2 the programs turn them
+    here, some columns each.
+    """
+    ROWS: gl.constexpr = BLOCK_N // PARTS
+    p_x, p_turned, p_ready, stride_turned, size = lefts
+    p_starts, p_places, p_values = listed
+    far, far_rows, far_values, full, empty = ring
+    programs, _, _, _, _, count, _, tiles_m, num_m, _ = work
+    chunk = 0
+    i = 0
+    i_tile, begin, end = segment_at(i, work)
+    n = i_tile // tiles_m * BLOCK_N + PART * ROWS
+    first_e, end_e = escapes_of(p_starts, n, begin, end, work, ROWS)
+    wait_for_launch_before()
+    if TURN == 2:
+        _turn(
+            p_x, p_turned, stride_turned, size, num_m, tiles_m * BLOCK_M, programs * PARTS, PART, PARTS, WARPS, BLOCK_M
+        )
+        is_turned = _wait_for_all(p_ready, programs * PARTS)
+    while i < count:
+        first_m = i_tile % tiles_m * BLOCK_M
+        for next_e in range(first_e, end_e, ESCAPES):
+            slot = PART * RING + chunk % RING
+            b_value, b_row = _escapes(p_starts, p_places, p_values, next_e, end_e, n, work, ROWS, WARPS, ESCAPES)
+            mbarrier.wait(empty.index(slot), ((chunk // RING) & 1) ^ 1)
+            far_rows.index(slot).store(b_row)
+            far_values.index(slot).store(b_value)
+            place = far.index(slot)
+            if TURN == 0:
+                _put_looked_up(p_x, size, p_places, next_e, end_e, first_m, num_m, place, WARPS, BLOCK_M, ESCAPES)
+            elif TURN == 1 or is_turned:
+                _put_turned(p_turned, stride_turned, p_places, next_e, end_e, first_m, place, WARPS, BLOCK_M, ESCAPES)
+            else:
+                _put_looked_up(p_x, size, p_places, next_e, end_e, first_m, num_m, place, WARPS, BLOCK_M, ESCAPES)
+            fence_async_shared()
+            all_threads_here()
+            mbarrier.arrive(full.index(slot), count=1)
+            chunk += 1
+        i += end - begin
+        i_tile, begin, end = segment_at(i, work)
+        n = i_tile // tiles_m * BLOCK_N + PART * ROWS
+        first_e, end_e = escapes_of(p_starts, n, begin, end, work, ROWS)
+
+
+@gluon.jit
+def _escapes(
+    p_starts: gl.tensor,
+    p_places: gl.tensor,
+    p_values: gl.tensor,
+    next_e: gl.tensor,
+    end_e: gl.tensor,
+    n: gl.tensor,
+    work: gl.tuple,
+    ROWS: gl.constexpr,
+    WARPS: gl.constexpr,
+    ESCAPES: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor]:
+    """Value and row, counted from n, of a chunk; behind the last one rows are -1."""
+    _, _, _, _, _, _, _, _, _, num_n = work
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    o_e = next_e + gl.arange(0, ESCAPES, layout=line)
+    m_e = o_e < end_e
+    b_place = gl.load(p_places + o_e, mask=m_e, other=0)
+    b_value = gl.load(p_values + o_e, mask=m_e, other=0.0)
+    b_row = (b_place >> 26) & 63
+    for NEXT in gl.static_range(1, ROWS // 64):
+        following = n + 64 * NEXT
+        edge = gl.load(p_starts + following // 4, mask=following < num_n, other=0x7FFFFFFF)
+        b_row += gl.where(o_e >= edge, 64, 0)
+    return b_value, gl.where(m_e, b_row, -1)
+
+
+@gluon.jit
+def _put_turned(
+    p_turned: gl.tensor,
+    stride_turned: gl.tensor,
+    p_places: gl.tensor,
+    next_e: gl.tensor,
+    end_e: gl.tensor,
+    first_m: gl.tensor,
+    place: gl.shared_memory_descriptor,
+    WARPS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    ESCAPES: gl.constexpr,
+) -> None:
+    """A chunk's columns of left rows, of rows that lie one behind the other in each column."""
+    LANES_M: gl.constexpr = min(32, BLOCK_M // 8)
+    tile: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES_M, LANES_M], [WARPS, 1], [1, 0])
+    o_m = first_m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, tile))
+    o_e = next_e + gl.arange(0, ESCAPES, layout=gl.SliceLayout(1, tile))
+    b_k = gl.load(p_places + o_e, mask=o_e < end_e, other=0) & _COLUMNS
+    p_far = p_turned + b_k[:, None] * stride_turned + o_m[None, :]
+    place.store(gl.load(p_far, mask=(o_e < end_e)[:, None], other=0.0, cache_modifier=".cg"))
+
+
+@gluon.jit
+def _put_looked_up(
+    p_x: gl.tensor,
+    size: gl.tensor,
+    p_places: gl.tensor,
+    next_e: gl.tensor,
+    end_e: gl.tensor,
+    first_m: gl.tensor,
+    num_m: gl.tensor,
+    place: gl.shared_memory_descriptor,
+    WARPS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    ESCAPES: gl.constexpr,
+) -> None:
+    """The same from the left rows as they came: each number is a transaction of its own."""
+    tile: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [WARPS, 1], [0, 1])
+    o_m = first_m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, tile))
+    o_e = next_e + gl.arange(0, ESCAPES, layout=gl.SliceLayout(1, tile))
+    b_k = gl.load(p_places + o_e, mask=o_e < end_e, other=0) & _COLUMNS
+    m_far = (o_e < end_e)[:, None] & (o_m < num_m)[None, :]
+    place.store(gl.load(p_x + b_k[:, None] + o_m[None, :] * size, mask=m_far, other=0.0))
+
+
+@gluon.jit
+def _turn(
+    p_x: gl.tensor,
+    p_turned: gl.tensor,
+    width: gl.tensor,
+    size: gl.tensor,
+    num_m: gl.tensor,
+    all_m: gl.tensor,
+    helpers: gl.tensor,
+    PART: gl.constexpr,
+    PARTS: gl.constexpr,
+    WARPS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+) -> None:
+    """Some columns of the left rows, one behind the other: [size, width] are all of them."""
+    TURN_M: gl.constexpr = min(_TURN_M, BLOCK_M)
+    TURN_K: gl.constexpr = 16 * WARPS
+    tile: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
+    o_m = gl.arange(0, TURN_M, layout=gl.SliceLayout(0, tile))
+    o_k = gl.arange(0, TURN_K, layout=gl.SliceLayout(1, tile))
+    tiles_k = size // TURN_K
+    for i in range(gl.program_id(0) * PARTS + PART, tiles_k * (all_m // TURN_M), helpers):
+        at_m = i // tiles_k * TURN_M + o_m
+        at_k = i % tiles_k * TURN_K + o_k
+        b_x = gl.load(
+            p_x + at_m[None, :] * size + at_k[:, None], mask=(at_m < num_m)[None, :] & (at_k >= 0)[:, None], other=0.0
+        )
+        gl.store(p_turned + at_k[:, None] * width + at_m[None, :], b_x)
+
+
+@gluon.jit
+def _wait_for_all(p_ready: gl.tensor, helpers: gl.tensor) -> gl.tensor:
+    """Whether all have turned their columns; the last one to ask leaves both counts as they were, at 0."""
+    all_threads_here()
+    ready = gl.atomic_add(p_ready, 1, sem="acq_rel", scope="gpu") + 1
+    asked = 0
+    while (ready < helpers) & (asked < _PATIENCE):
+        ready = gl.atomic_add(p_ready, 0, sem="acquire", scope="gpu")
+        asked += 1
+    if gl.atomic_add(p_ready + 1, 1, sem="acq_rel", scope="gpu") == helpers - 1:
+        gl.store(p_ready, 0)
+        gl.store(p_ready + 1, 0)
+    return ready >= helpers

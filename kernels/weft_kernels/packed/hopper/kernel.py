@@ -1,0 +1,180 @@
+"""F12 words times left rows on a Hopper GPU: warps that fetch and warps that multiply, over rings in shared memory."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from weft_kernels.packed.hopper.fetching import fetch_escapes, fetch_rows, fetch_words, first_step, let_next_launch
+from weft_kernels.packed.hopper.multiplying import multiply
+
+# registers of a thread that only starts copies
+_COPY_REGS = gl.constexpr(24)
+
+
+@gluon.jit
+def _ring(
+    num_slots: gl.constexpr, arrivals: gl.constexpr
+) -> tuple[gl.shared_memory_descriptor, gl.shared_memory_descriptor]:
+    """A barrier for each slot that is filled by one and emptied by some."""
+    full = gl.allocate_shared_memory(gl.int64, [num_slots, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [num_slots, 1], mbarrier.MBarrierLayout())
+    for SLOT in gl.static_range(num_slots):
+        mbarrier.init(full.index(SLOT), count=1)
+        mbarrier.init(empty.index(SLOT), count=arrivals)
+    return full, empty
+
+
+@gluon.jit(do_not_specialize=["num_m", "num_n", "tiles_m", "split_tiles", "own_tiles", "programs", "steps", "size"])
+def f12_gemm(
+    d_words: tma.tensor_descriptor,
+    d_x: tma.tensor_descriptor,
+    p_x: gl.tensor,
+    p_turned: gl.tensor,
+    p_bases: gl.tensor,
+    p_starts: gl.tensor,
+    p_places: gl.tensor,
+    p_values: gl.tensor,
+    p_bias: gl.tensor,
+    p_parts: gl.tensor,
+    p_arrived: gl.tensor,
+    p_ready: gl.tensor,
+    p_out: gl.tensor,
+    num_m: gl.tensor,
+    num_n: gl.tensor,
+    size: gl.tensor,
+    tiles_m: gl.tensor,
+    split_tiles: gl.tensor,
+    own_tiles: gl.tensor,
+    programs: gl.tensor,
+    steps: gl.tensor,
+    stride_turned: gl.tensor,
+    HAS_BIAS: gl.constexpr,
+    TURN: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_J: gl.constexpr,
+    W_STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr,
+    RING: gl.constexpr,
+    ESCAPES: gl.constexpr,
+    PARTS: gl.constexpr,
+    REGS: gl.constexpr,
+    FAR_REGS: gl.constexpr,
+) -> None:
+    """[num_m, num_n]. Tiles beyond a whole number a program are cut, and come first; the others are each one's own.
+
+    BLOCK_J: words of a row and plane in a step, 32 or 16; a row of weights is `steps` of them.
+    """
+    words = gl.allocate_shared_memory(gl.int32, [3 * W_STAGES, BLOCK_N, BLOCK_J], d_words.layout)
+    xs = gl.allocate_shared_memory(gl.bfloat16, [4 * X_STAGES, BLOCK_M, 2 * BLOCK_J], d_x.layout)
+    f_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ESCAPES, BLOCK_M], gl.bfloat16)
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    far = gl.allocate_shared_memory(gl.bfloat16, [PARTS * RING, ESCAPES, BLOCK_M], f_layout)
+    far_rows = gl.allocate_shared_memory(gl.int32, [PARTS * RING, ESCAPES], line)
+    far_values = gl.allocate_shared_memory(gl.bfloat16, [PARTS * RING, ESCAPES], line)
+    w_full, w_empty = _ring(W_STAGES, PARTS)
+    x_full, x_empty = _ring(X_STAGES, PARTS)
+    f_full, f_empty = _ring(PARTS * RING, 1)
+    let_next_launch()
+    pid = gl.program_id(0)
+    # programs with nothing to share have nothing to add up either
+    sharers = max(1, min(programs, split_tiles * steps))
+    first = first_step(pid, sharers, split_tiles * steps)
+    num_split = first_step(pid + 1, sharers, split_tiles * steps) - first
+    count = num_split + own_tiles * steps
+    work = (programs, first, num_split, split_tiles, sharers, count, steps, tiles_m, num_m, num_n)
+    word_ring = (words, w_full, w_empty)
+    row_ring = (xs, x_full, x_empty)
+    escape_ring = (far, far_rows, far_values, f_full, f_empty)
+    listed = (p_starts, p_places, p_values)
+    lefts = (p_x, p_turned, p_ready, stride_turned, size)
+    outputs = (p_bias, p_parts, p_arrived, p_out)
+    if PARTS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    multiply,
+                    (
+                        word_ring,
+                        row_ring,
+                        escape_ring,
+                        p_bases,
+                        p_starts,
+                        outputs,
+                        work,
+                        0,
+                        PARTS,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_J,
+                        W_STAGES,
+                        X_STAGES,
+                        RING,
+                        ESCAPES,
+                        HAS_BIAS,
+                    ),
+                ),
+                (
+                    multiply,
+                    (
+                        word_ring,
+                        row_ring,
+                        escape_ring,
+                        p_bases,
+                        p_starts,
+                        outputs,
+                        work,
+                        1,
+                        PARTS,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_J,
+                        W_STAGES,
+                        X_STAGES,
+                        RING,
+                        ESCAPES,
+                        HAS_BIAS,
+                    ),
+                ),
+                (fetch_escapes, (lefts, listed, escape_ring, work, 0, PARTS, 1, BLOCK_M, BLOCK_N, TURN, RING, ESCAPES)),
+                (fetch_escapes, (lefts, listed, escape_ring, work, 1, PARTS, 1, BLOCK_M, BLOCK_N, TURN, RING, ESCAPES)),
+                (fetch_words, (d_words, word_ring, work, BLOCK_N, BLOCK_J, W_STAGES)),
+                (fetch_rows, (d_x, row_ring, work, BLOCK_M, BLOCK_J, X_STAGES)),
+            ],
+            [4, 1, 1, 1, 1],
+            [REGS, FAR_REGS, FAR_REGS, _COPY_REGS, _COPY_REGS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    multiply,
+                    (
+                        word_ring,
+                        row_ring,
+                        escape_ring,
+                        p_bases,
+                        p_starts,
+                        outputs,
+                        work,
+                        0,
+                        PARTS,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_J,
+                        W_STAGES,
+                        X_STAGES,
+                        RING,
+                        ESCAPES,
+                        HAS_BIAS,
+                    ),
+                ),
+                (fetch_escapes, (lefts, listed, escape_ring, work, 0, PARTS, 2, BLOCK_M, BLOCK_N, TURN, RING, ESCAPES)),
+                (fetch_words, (d_words, word_ring, work, BLOCK_N, BLOCK_J, W_STAGES)),
+                (fetch_rows, (d_x, row_ring, work, BLOCK_M, BLOCK_J, X_STAGES)),
+            ],
+            [2, 1, 1],
+            [FAR_REGS, _COPY_REGS, _COPY_REGS],
+        )

@@ -1,0 +1,219 @@
+"""What a program's multiplying warps do: words become weights in registers, and are the multipliers' left operand."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from weft_kernels.packed.hopper.fetching import (
+    all_threads_here,
+    escapes_of,
+    first_step,
+    segment_at,
+    sharer_of,
+    wait_for_launch_before,
+)
+
+# fp32 a thread holds of other programs' sums at a time
+_TOGETHER = gl.constexpr(64)
+
+
+@gluon.constexpr_function
+def _words_layout(rows: int, words: int) -> gl.DistributedLinearLayout:
+    """As multipliers take them: of each 64 rows, a lane has words t and t + 4, and so on, of rows g and g + 8."""
+    columns = [[0, 1 << bit] for bit in range(2, words.bit_length() - 1)]
+    more_rows = [[1 << bit, 0] for bit in range(6, rows.bit_length() - 1)]
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[8, 0], *columns, *more_rows], lanes, [[16, 0], [32, 0]], [], [rows, words])
+
+
+@gluon.jit
+def _words_of(
+    words: gl.shared_memory_descriptor, stage: gl.tensor, PART: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr
+) -> tuple[gl.tensor, gl.tensor, gl.tensor]:
+    """A part's rows of a step's words: [ROWS, words] of each plane."""
+    b_0 = words.index(3 * stage).slice(PART * ROWS, ROWS, 0).load(layout)
+    b_1 = words.index(3 * stage + 1).slice(PART * ROWS, ROWS, 0).load(layout)
+    b_2 = words.index(3 * stage + 2).slice(PART * ROWS, ROWS, 0).load(layout)
+    return b_0, b_1, b_2
+
+
+@gluon.jit
+def _fourth(
+    b_0: gl.tensor, b_1: gl.tensor, b_2: gl.tensor, b_factor: gl.tensor, FOURTH: gl.constexpr, operand: gl.constexpr
+) -> gl.tensor:
+    """[rows, 2 words] bfloat16: the weights themselves. b_factor: 2^base twice, as bfloat16; the product is exact."""
+    if FOURTH == 0:
+        b_pair = b_0 & -0x78007801
+    elif FOURTH == 1:
+        b_pair = b_1 & -0x78007801
+    elif FOURTH == 2:
+        b_pair = b_2 & -0x78007801
+    else:
+        b_low = (b_0 >> 11) & 0x000F000F | (b_1 >> 7) & 0x00F000F0
+        b_pair = b_low | (b_2 >> 3) & 0x07000700 | (b_2 << 1) & -0x7FFF8000
+    b_pair = gl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [b_pair, b_factor, -0x7FFF8000],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    b_low = b_pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    b_high = (b_pair >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    b_both = gl.reshape(gl.join(b_low, b_high), [b_pair.shape[0], 2 * b_pair.shape[1]])
+    # the halves of a word are neighbours among a multiplier's operands: all this is naming, and costs nothing
+    return gl.convert_layout(b_both, operand, assert_trivial=True)
+
+
+@gluon.jit
+def multiply(
+    word_ring: gl.tuple,
+    row_ring: gl.tuple,
+    escape_ring: gl.tuple,
+    p_bases: gl.tensor,
+    p_starts: gl.tensor,
+    outputs: gl.tuple,
+    work: gl.tuple,
+    PART: gl.constexpr,
+    PARTS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_J: gl.constexpr,
+    W_STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr,
+    RING: gl.constexpr,
+    ESCAPES: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+) -> None:
+    """One part of a program's rows of weights, tile after tile. Escapes are further columns; they come in between."""
+    ROWS: gl.constexpr = BLOCK_N // PARTS
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    layout: gl.constexpr = _words_layout(ROWS, BLOCK_J)
+    words, w_full, w_empty = word_ring
+    xs, x_full, x_empty = row_ring
+    far, far_rows, far_values, f_full, f_empty = escape_ring
+    _, _, _, _, _, count, _, tiles_m, _, num_n = work
+    o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    o_hot = gl.arange(0, ROWS, layout=gl.SliceLayout(1, left))
+    chunk = 0
+    i = 0
+    i_tile, begin, end = segment_at(i, work)
+    n = i_tile // tiles_m * BLOCK_N + PART * ROWS
+    first_e, end_e = escapes_of(p_starts, n, begin, end, work, ROWS)
+    b_base = gl.load(p_bases + (n + o_row) // 64, mask=n + o_row < num_n, other=0)
+    mbarrier.wait(w_full.index(0), 0)
+    b_0, b_1, b_2 = _words_of(words, 0, PART, ROWS, layout)
+    wait_for_launch_before()
+    while i < count:
+        # what is to be known of the next tile is under way while this one is multiplied
+        next_i = i + end - begin
+        next_tile, next_begin, next_end = segment_at(next_i, work)
+        next_n = next_tile // tiles_m * BLOCK_N + PART * ROWS
+        next_first_e, next_end_e = escapes_of(p_starts, next_n, next_begin, next_end, work, ROWS)
+        next_base = gl.load(p_bases + (next_n + o_row) // 64, mask=next_n + o_row < num_n, other=0)
+        b_factor = ((b_base + 127) * 0x00800080)[:, None]
+        acc = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=mma)
+        pieces = gl.cdiv(end_e - first_e, ESCAPES) + 1
+        for piece in range(pieces):
+            first_here = i + (end - begin) * piece // pieces
+            for here in range(first_here, i + (end - begin) * (piece + 1) // pieces):
+                w_stage = here % W_STAGES
+                x_stage = here % X_STAGES
+                mbarrier.wait(x_full.index(x_stage), (here // X_STAGES) & 1)
+                a_3 = _fourth(b_0, b_1, b_2, b_factor, 3, left)
+                acc = warpgroup_mma(a_3, xs.index(4 * x_stage + 3).permute((1, 0)), acc, is_async=True)
+                a_0 = _fourth(b_0, b_1, b_2, b_factor, 0, left)
+                acc = warpgroup_mma(a_0, xs.index(4 * x_stage).permute((1, 0)), acc, is_async=True)
+                acc, a_3 = warpgroup_mma_wait(1, deps=[acc, a_3])
+                # That fourth took all three words, so they have come, and their place is free. A barrier alone does not
+                # say so: loads may still be under way when warps come to it, and the next words overtake them.
+                mbarrier.arrive(w_empty.index(w_stage), count=1)
+                a_1 = _fourth(b_0, b_1, b_2, b_factor, 1, left)
+                acc = warpgroup_mma(a_1, xs.index(4 * x_stage + 1).permute((1, 0)), acc, is_async=True)
+                acc, a_0 = warpgroup_mma_wait(1, deps=[acc, a_0])
+                a_2 = _fourth(b_0, b_1, b_2, b_factor, 2, left)
+                acc = warpgroup_mma(a_2, xs.index(4 * x_stage + 2).permute((1, 0)), acc, is_async=True)
+                # the next step's words, while this one is multiplied
+                w_next = (here + 1) % W_STAGES
+                mbarrier.wait(w_full.index(w_next), ((here + 1) // W_STAGES) & 1, pred=here + 1 < count)
+                b_0, b_1, b_2 = _words_of(words, w_next, PART, ROWS, layout)
+                acc, a_1, a_2 = warpgroup_mma_wait(0, deps=[acc, a_1, a_2])
+                mbarrier.arrive(x_empty.index(x_stage), count=1)
+            if piece + 1 < pieces:
+                slot = PART * RING + chunk % RING
+                mbarrier.wait(f_full.index(slot), (chunk // RING) & 1)
+                b_at = far_rows.index(slot).load(gl.SliceLayout(0, left))
+                b_value = far_values.index(slot).load(gl.SliceLayout(0, left))
+                b_zero = gl.zeros([ROWS, ESCAPES], gl.bfloat16, layout=left)
+                # each value in its row
+                b_hot = gl.where(b_at[None, :] == o_hot[:, None], b_value[None, :] + b_zero, b_zero)
+                acc = warpgroup_mma(b_hot, far.index(slot), acc)
+                mbarrier.arrive(f_empty.index(slot), count=1)
+                chunk += 1
+        _finish(acc, outputs, i, i_tile, end - begin, n, work, PART, PARTS, ROWS, BLOCK_M, HAS_BIAS)
+        i = next_i
+        i_tile = next_tile
+        begin = next_begin
+        end = next_end
+        n = next_n
+        first_e = next_first_e
+        end_e = next_end_e
+        b_base = next_base
+
+
+@gluon.jit
+def _finish(
+    acc: gl.tensor,
+    outputs: gl.tuple,
+    i: gl.tensor,
+    i_tile: gl.tensor,
+    num_steps: gl.tensor,
+    n: gl.tensor,
+    work: gl.tuple,
+    PART: gl.constexpr,
+    PARTS: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+) -> None:
+    """Write a tile, or what this program has of one; of those that share it the last to come adds up, in order."""
+    mma: gl.constexpr = acc.type.layout
+    p_bias, p_parts, p_arrived, p_out = outputs
+    _, _, _, split_tiles, sharers, _, steps, tiles_m, num_m, num_n = work
+    o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma))
+    o_m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, mma))
+    is_last = True
+    if num_steps < steps:
+        PLACE: gl.constexpr = PARTS * ROWS * BLOCK_M
+        start = i_tile * steps
+        total = split_tiles * steps
+        first_program = sharer_of(start, sharers, total)
+        last_program = sharer_of(start + steps - 1, sharers, total)
+        p_part = p_parts + ((PART * ROWS + o_row) * BLOCK_M)[:, None] + o_m[None, :]
+        # a program has two such tiles at most: one that it begins with, and one that it ends with
+        gl.store(p_part + (2 * gl.program_id(0) + (i > 0).to(gl.int32)) * PLACE, acc)
+        # all of the part is there before it counts
+        all_threads_here()
+        p_count = p_arrived + i_tile * PARTS + PART
+        is_last = gl.atomic_add(p_count, 1, sem="acq_rel", scope="gpu") == last_program - first_program
+        if is_last:
+            TOGETHER: gl.constexpr = max(1, min(4, _TOGETHER * 128 // (ROWS * BLOCK_M)))
+            acc = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=mma)
+            for some in range(first_program, last_program + 1, TOGETHER):
+                for NEXT in gl.static_range(TOGETHER):
+                    other = some + NEXT
+                    at = (2 * other + (first_step(other, sharers, total) < start).to(gl.int32)) * PLACE
+                    m_part = (other <= last_program) & (o_m >= 0)[None, :]
+                    acc += gl.load(p_part + at, mask=m_part, other=0.0, cache_modifier=".cg")
+            gl.store(p_count, 0)
+    if is_last:
+        m_row = n + o_row < num_n
+        if HAS_BIAS:
+            acc += gl.load(p_bias + n + o_row, mask=m_row, other=0.0).to(gl.float32)[:, None]
+        m = i_tile % tiles_m * BLOCK_M + o_m
+        p_tile = p_out + m[None, :] * num_n + (n + o_row)[:, None]
+        gl.store(p_tile, acc.to(gl.bfloat16), mask=m_row[:, None] & (m < num_m)[None, :])

@@ -1,0 +1,53 @@
+"""What products keep beside their operands: counters that are 0 between two products, and left rows that are turned."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from weft_kernels.following import following
+
+TURNED_COLUMNS = 64
+
+
+@cache
+def counters(device: torch.device, num_items: int) -> Tensor:
+    """[num_items] int32 zeros, the same ones every time: a product leaves them as they were. One stream multiplies at
+    a time."""
+    return torch.zeros(num_items, dtype=torch.int32, device=device)
+
+
+def turn(x: Tensor, width: int) -> Tensor:
+    """x: [M, columns]. Returns [columns, width or more], in which the first M are x's rows."""
+    block_m = min(64, triton.next_power_of_2(width))
+    width = triton.cdiv(width, block_m) * block_m
+    turned = x.new_empty(x.shape[1], width)
+    grid = triton.cdiv(x.shape[1], TURNED_COLUMNS), width // block_m
+    _turn[grid](x, turned, *x.shape, width, BLOCK_M=block_m, BLOCK_K=TURNED_COLUMNS, num_warps=4, **following(x))
+    return turned
+
+
+@triton.jit
+def _turn(
+    p_x: tl.tensor,
+    p_out: tl.tensor,
+    num_m: tl.tensor,
+    size: tl.tensor,
+    width: tl.tensor,
+    FOLLOWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    o_k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if FOLLOWS:
+        gdc_launch_dependents()
+        gdc_wait()
+    m_x = (o_m < num_m)[:, None] & (o_k < size)[None, :]
+    b_x = tl.load(p_x + o_m.to(tl.int64)[:, None] * size + o_k[None, :], mask=m_x, other=0.0)
+    tl.store(p_out + o_k[:, None] * width + o_m[None, :], tl.trans(b_x), mask=(o_k < size)[:, None])

@@ -1,0 +1,112 @@
+"""F12 words times left rows in the tiles that only a Hopper has: as the unpacked matrix would, and always the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.device import DEVICE
+
+pytest.importorskip("triton")
+
+from weft_kernels.packed import F12, hopper, pack_f12
+from weft_kernels.packed.linear import gemm
+from weft_kernels.packed.scratch import counters
+
+# fewer tiles than programs, more, one more than there are programs, and not a whole number of anything
+SHAPES = [
+    (64, 256),
+    (202, 512),
+    (1000, 2048),
+    (6144, 4096),
+    (1024, 14_336),
+    (64 * 265, 512),
+    (128 * 133, 1024),
+    (40_003, 256),
+]
+is_hopper = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
+on_hopper = pytest.mark.skipif(not is_hopper, reason="needs a Hopper GPU")
+ROWS = [2, 8, 9, 16, 20, 32, 40, 64, 100, 128]
+TRIES = 8
+
+
+def make_weight(rows: int, columns: int) -> Tensor:
+    """Ordinary weights; many of one row, and some of all, have no code; blocks of rows have bases of their own."""
+    generator = torch.Generator().manual_seed(rows + columns)
+    weight = torch.randn(rows, columns, generator=generator) * 0.02
+    weight *= 2.0 ** (torch.arange(rows) // 64 % 5)[:, None]
+    weight.view(-1)[:: 3000 if columns > 512 else 300] = 1e-9
+    weight[0, :200] = 1e-12
+    weight[rows - 1, columns - 1] = 300.0
+    weight[rows // 2] = 0
+    return weight.bfloat16().to(DEVICE)
+
+
+def agrees(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    error = ((found.double() - expected).norm() / expected.norm()).item()
+    return error < 4e-3 and bool(found.isfinite().all())
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_products_are_those_of_the_unpacked_matrix_and_always_the_same(num_rows: int) -> None:
+    for rows, columns in SHAPES:
+        weight, bias = make_weight(rows, columns), torch.randn(rows, device=DEVICE).bfloat16()
+        packed, x = pack_f12(weight), torch.randn(num_rows, columns, device=DEVICE).bfloat16()
+        assert hopper.fits(x, packed)
+        for tiles in hopper.candidates(num_rows):
+            about = f"{rows} x {columns}, {num_rows} rows, {tiles}"
+            found = [gemm(x, packed, bias, dict(tiles)) for _ in range(TRIES)]
+            assert agrees(found[0], x, weight, bias), about
+            assert all(torch.equal(found[0], each) for each in found), about
+            assert not counters(x.device, hopper.NUM_COUNTERS).any(), about
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_a_weight_that_is_no_number_spoils_its_own_output_alone() -> None:
+    weight = make_weight(200, 512)
+    weight[65, 3] = float("nan")
+    for num_rows in (2, 16, 40, 128):
+        x = torch.randn(num_rows, 512, device=DEVICE).bfloat16()
+        found = gemm(x, pack_f12(weight), None, hopper.candidates(num_rows)[0])
+        assert found[:, 65].isnan().all()
+        assert found.isnan().sum() == num_rows
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_all_programs_of_a_launch_fit_on_the_gpu_at_once(num_rows: int) -> None:
+    """Where left rows are turned, programs wait for one another. Registers here, shared memory in `test_compile`."""
+    for tiles in hopper.candidates(num_rows):
+        warps = 4 * tiles["PARTS"] + 4
+        assert tiles.get("MAX_REGS", 168) * 32 * warps * tiles["programs"] <= 65_536
+        assert tiles["BLOCK_M"] >= min(128, num_rows)
+        assert tiles["BLOCK_J"] in (16, 32)
+
+
+def test_what_is_not_on_such_a_gpu_does_not_fit() -> None:
+    weight = pack_f12(torch.randn(64, 256).bfloat16())
+    assert isinstance(weight, F12)
+    assert not hopper.fits(torch.randn(3, 256).bfloat16(), weight)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 114, 132, 264])
+@pytest.mark.parametrize("steps", [1, 2, 7, 16])
+def test_every_shared_step_is_one_programs_and_a_tiles_sharers_are_those_between(programs: int, steps: int) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    from weft_kernels.packed.hopper.fetching import first_step, sharer_of
+
+    for split_tiles in (1, 2, 5, 40, 131, programs - 1):
+        total = split_tiles * steps
+        if not total:
+            continue
+        sharers = max(1, min(programs, total))
+        firsts = [first_step.fn(program, sharers, total) for program in range(programs + 1)]
+        owners = [program for program in range(programs) for _ in range(firsts[program], firsts[program + 1])]
+        assert owners == [sharer_of.fn(step, sharers, total) for step in range(total)]
+        for tile in range(split_tiles):
+            mine = sorted(set(owners[tile * steps : (tile + 1) * steps]))
+            assert mine == list(range(mine[0], mine[-1] + 1)), "all of them have a part"
