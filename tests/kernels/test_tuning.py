@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from weft_kernels.packed import hopper, pack_f12
 from weft_kernels.packed import linear as packed_linear
-from weft_kernels.packed import pack_f12
 from weft_kernels.packed.linear import gemm, tiles_table, tune
 from weft_kernels.packed.tune_all import tune_all
 from weft_kernels.packed.tuning import Tiles, TuningTable, candidates, table_of
@@ -114,6 +114,18 @@ def test_a_product_is_the_same_in_the_tiles_that_were_tuned(monkeypatch: pytest.
     monkeypatch.setattr(packed_linear, "_tiles", lambda *sizes: pytest.fail("what was tuned is not used"))
     for each in (*tried, gemm(x, packed)):
         close(each, x @ weight.float().T, factor=30)
+
+
+@pytest.mark.usefixtures("own_tables")
+def test_tiles_that_others_need_a_hopper_for_are_not_used_elsewhere() -> None:
+    """As where rows lie otherwise than those that were tried."""
+    weight = torch.randn(70, 512, generator=torch.Generator().manual_seed(3)).bfloat16()
+    x, packed = torch.randn(3, 512), pack_f12(weight)
+    table = tiles_table(x.device)
+    assert table.tune(packed_linear._shape(x, packed), hopper.candidates(3), lambda tiles: 1.0) is not None
+    assert not packed_linear.is_tuned(x, packed)
+    if DEVICE == "cpu":
+        close(gemm(x, packed), x @ weight.float().T, factor=30)
 
 
 @pytest.mark.usefixtures("own_tables")

@@ -27,8 +27,6 @@ from weft_kernels.packed.unpack import unpack_rows
 # Beyond it the weight is unpacked for torch's product, which is exact; of 256 rows either took as long on an H200.
 MAX_FUSED_ROWS = 128
 MAX_SPLITS = 8
-# Left rows for which a Hopper's tiles and those of all GPUs are tried.
-MOST_IN_BOTH = 32
 # So many rows are looked up one by one where a weight without a code needs them; more are turned first.
 MAX_LOOKED_UP = 8
 
@@ -110,8 +108,7 @@ def _candidates(x: Tensor, weight: F12 | Fp8 | Int4) -> list[Tiles]:
     usual = candidates(_shape(x, weight)[0], len(x))
     if not isinstance(weight, F12) or not hopper.fits(x, weight):
         return usual
-    # of more rows, those were quicker everywhere
-    return hopper.candidates(len(x)) + (usual if len(x) <= MOST_IN_BOTH else [])
+    return hopper.candidates(len(x)) + usual
 
 
 def is_tuned(x: Tensor, weight: F12 | Fp8 | Int4) -> bool:
@@ -147,9 +144,6 @@ def _device(x: Tensor) -> str:
 
 
 def _tiles(x: Tensor, weight: F12 | Fp8 | Int4) -> Tiles:
-    is_large = weight.shape[0] * weight.shape[1] >= hopper.LEAST_WEIGHTS
-    if isinstance(weight, F12) and is_large and hopper.fits(x, weight):
-        return hopper.candidates(len(x))[0]
     if isinstance(weight, F12) and x.itemsize == 2:
         return tiles_of_f12(len(x))
     return tiles_of(len(x), weight.shape[0], x.itemsize)

@@ -26,8 +26,6 @@ from weft_kernels.packed.scratch import counters, turn
 
 Tiles = dict[str, int]
 MOST_ROWS = 128
-# Weights of a matrix for which these are quicker without having been tried, measured on an H200.
-LEAST_WEIGHTS = 20_000_000
 # left rows: looked up where they are, turned by a kernel before, or by the programs themselves
 LOOKED_UP, TURNED_BEFORE, TURNED_HERE = 0, 1, 2
 # for counts of tiles, behind two that say who has turned left rows
