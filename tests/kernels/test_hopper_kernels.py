@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -93,20 +96,63 @@ def test_what_is_not_on_such_a_gpu_does_not_fit() -> None:
     assert not hopper.fits(torch.randn(3, 256).bfloat16(), weight)
 
 
+class Split:
+    """How a product is split, by the kernel's own arithmetic with numbers instead of registers."""
+
+    def __init__(self, programs: int, num_tiles: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        from weft_kernels.packed.hopper import fetching
+
+        self.first_step, self.sharer_of, self.step_at, self.segment_at = (
+            getattr(each, "fn", each)
+            for each in (fetching.first_step, fetching.sharer_of, fetching.step_at, fetching.segment_at)
+        )
+        monkeypatch.setattr(fetching, "step_at", self.step_at)
+        self.here = SimpleNamespace(minimum=min, where=lambda yes, one, other: one if yes else other)
+        monkeypatch.setattr(fetching, "gl", self.here)
+        self.programs, self.steps = min(programs, num_tiles * steps), steps
+        self.own_tiles, self.split_tiles = divmod(num_tiles, self.programs)
+        self.total = self.split_tiles * steps
+        self.sharers = max(1, min(self.programs, self.total))
+
+    def segments(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """Program, how many steps it has done before, tile, and first and last step of it."""
+        for program in range(self.programs):
+            self.here.program_id = lambda axis, program=program: program
+            first, last = (self.first_step(each, self.sharers, self.total) for each in (program, program + 1))
+            count = last - first + self.own_tiles * self.steps
+            shared = self.programs, first, last - first, self.split_tiles, self.sharers
+            work = (*shared, count, self.steps, 1, 1, 1)
+            i = 0
+            while i < count:
+                tile, begin, end = self.segment_at(i, work)
+                steps = [self.step_at(i + each, work) - tile * self.steps for each in range(end - begin)]
+                assert steps == list(range(begin, end))
+                yield program, i, tile, begin, end
+                i += end - begin
+            assert i == count
+
+    def places(self, tile: int) -> dict[int, int]:
+        """Where the one that adds up looks for the parts of a tile, by program."""
+        start = tile * self.steps
+        first, last = (self.sharer_of(each, self.sharers, self.total) for each in (start, start + self.steps - 1))
+        found = range(first, last + 1)
+        return {each: 2 * each + (self.first_step(each, self.sharers, self.total) < start) for each in found}
+
+
 @pytest.mark.parametrize("programs", [1, 2, 114, 132, 264])
 @pytest.mark.parametrize("steps", [1, 2, 7, 16])
-def test_every_shared_step_is_one_programs_and_a_tiles_sharers_are_those_between(programs: int, steps: int) -> None:
+def test_each_step_is_one_programs_and_parts_are_where_they_are_added_up(
+    programs: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 272 tiles of 20 steps, 264 programs once waited for parts that nobody had."""
     pytest.importorskip("triton.experimental.gluon")
-    from weft_kernels.packed.hopper.fetching import first_step, sharer_of
-
-    for split_tiles in (1, 2, 5, 40, 131, programs - 1):
-        total = split_tiles * steps
-        if not total:
-            continue
-        sharers = max(1, min(programs, total))
-        firsts = [first_step.fn(program, sharers, total) for program in range(programs + 1)]
-        owners = [program for program in range(programs) for _ in range(firsts[program], firsts[program + 1])]
-        assert owners == [sharer_of.fn(step, sharers, total) for step in range(total)]
-        for tile in range(split_tiles):
-            mine = sorted(set(owners[tile * steps : (tile + 1) * steps]))
-            assert mine == list(range(mine[0], mine[-1] + 1)), "all of them have a part"
+    for num_tiles in (1, 2, 40, 131, programs, programs + 1, 2 * programs + 8):
+        split = Split(programs, num_tiles, steps, monkeypatch)
+        done: dict[int, list[int]] = {}
+        parts: dict[int, dict[int, int]] = {}
+        for program, before, tile, begin, end in split.segments():
+            done.setdefault(tile, []).extend(range(begin, end))
+            if end - begin < steps:
+                parts.setdefault(tile, {})[program] = 2 * program + (before > 0)
+        assert {tile: sorted(each) for tile, each in done.items()} == {t: list(range(steps)) for t in range(num_tiles)}
+        assert parts == {tile: split.places(tile) for tile in parts}
