@@ -4,21 +4,12 @@ numbers of left rows for the kernel that is for these alone."""
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import weft_kernels.block_copy.kernel as block_copy
 import weft_kernels.latent_kv.kernel as latent_kv
@@ -37,6 +28,7 @@ import weft_kernels.rope_kv.kernel as rope_kv
 import weft_kernels.sampling.kernel as sampling
 import weft_kernels.sampling.search as search
 import weft_kernels.silu_mul.kernel as silu_mul
+from tests.kernels.compiling import Ignored, Recorder
 from weft_kernels.moe_routing import Rule
 from weft_kernels.packed import F12, Fp8, Int4
 from weft_kernels.paged_attention.shape import Shape
@@ -44,83 +36,7 @@ from weft_kernels.paged_attention.tensors import plan_launches
 from weft_kernels.rope_kv import ROTATED, HeadRule
 from weft_kernels.sampling.rows import SamplingRows
 
-TARGET = GPUTarget("cuda", 90, 32)
-NAMES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.uint8: "u8",
-}
 BF16 = torch.bfloat16
-
-
-class Recorder:
-    """Stands in for a kernel: takes the launch and compiles it instead."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self.figures: dict[str, int] = {}
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return self.compile
-
-    def compile(self, *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
-        constants.pop("launch_pdl", None)
-        options = {"num_warps": num_warps, "num_stages": num_stages}
-        if max_regs := constants.pop("maxnreg", None):
-            options["maxnreg"] = max_regs
-        names = [param.name for param in self.kernel.params]
-        values = {**dict(zip(names, args, strict=False)), **constants}
-        signature, aligned = {}, {}
-        for index, name in enumerate(names):
-            value = values[name]
-            if name in constants:
-                signature[name] = "constexpr"
-            elif isinstance(value, TensorDescriptor):
-                block = ", ".join(map(str, value.block_shape))
-                signature[name] = f"tensordesc<{NAMES[value.base.dtype]}[{block}],{value.layout!r}>"
-            elif isinstance(value, torch.Tensor):
-                signature[name] = "*" + NAMES[value.dtype]
-                if not self.kernel.params[index].do_not_specialize_on_alignment:
-                    aligned[(index,)] = [["tt.divisibility", 16]]
-            elif self.kernel.params[index].do_not_specialize:
-                signature[name] = "i32"
-            elif isinstance(value, int) and value == 1:
-                # as a launch does: it becomes part of the kernel
-                signature[name], constants[name] = "constexpr", 1
-            else:
-                signature[name] = "fp32" if isinstance(value, float) else "i32"
-                if isinstance(value, int) and value % 16 == 0:
-                    aligned[(index,)] = [["tt.divisibility", 16]]
-        make_source = GluonASTSource if self.kernel.is_gluon() else ASTSource
-        source = make_source(self.kernel, signature, constants, aligned)
-        built = triton.compile(source, target=TARGET, options=options)
-        self.figures = {"shared": built.metadata.shared, **_resources(built.asm["cubin"])}
-
-
-def _resources(cubin: bytes) -> dict[str, int]:
-    """Registers a thread, and its stack: what did not fit; products of groups of warps, and waits for them."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage, sass = (
-            subprocess.run([tool, each, file.name], capture_output=True, text=True, check=True).stdout
-            for each in ("-res-usage", "-sass")
-        )
-    counts = {"products": len(re.findall(r"\bHGMMA\.", sass)), "waits": len(re.findall(r"WARPGROUP\.DEPBAR", sass))}
-    return counts | {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", usage)}
-
-
-class Ignored:
-    """Stands in for the kernels that are not asked for."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *args, **constants: None
 
 
 def empty_f12(rows: int, columns: int) -> F12:
@@ -155,7 +71,7 @@ def hopper_launches(x: torch.Tensor, classes: list[int]) -> dict[str, tuple[Any,
     for num_rows in classes:
         rows, f12 = x[:1].repeat(num_rows, 1), empty_f12(6144, 4096)
         for index, tiles in enumerate(hopper.candidates(num_rows)):
-            name = f"F12 on Hopper, {num_rows} rows, {index}, programs {tiles['programs']}"
+            name = f"F12 on Hopper, {num_rows} rows, {index}, programs {tiles['PER_MULTIPROCESSOR']}"
             found[name] = hopper_kernel, "f12_gemm", partial(hopper.gemm, rows, f12, None, tiles)
     return found
 

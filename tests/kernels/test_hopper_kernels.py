@@ -85,7 +85,7 @@ def test_all_programs_of_a_launch_fit_on_the_gpu_at_once(num_rows: int) -> None:
     """Where left rows are turned, programs wait for one another. Registers here, shared memory in `test_compile`."""
     for tiles in hopper.candidates(num_rows):
         warps = 4 * tiles["PARTS"] + 4
-        assert tiles.get("MAX_REGS", 168) * 32 * warps * tiles["programs"] <= 65_536
+        assert tiles.get("MAX_REGS", 168) * 32 * warps * tiles["PER_MULTIPROCESSOR"] <= 65_536
         assert tiles["BLOCK_M"] >= min(128, num_rows)
         assert tiles["BLOCK_J"] in (16, 32)
 
@@ -100,15 +100,15 @@ class Split:
     """How a product is split, by the kernel's own arithmetic with numbers instead of registers."""
 
     def __init__(self, programs: int, num_tiles: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        from weft_kernels.packed.hopper import fetching
+        from weft_kernels.packed.hopper import splitting
 
         self.first_step, self.sharer_of, self.step_at, self.segment_at = (
             getattr(each, "fn", each)
-            for each in (fetching.first_step, fetching.sharer_of, fetching.step_at, fetching.segment_at)
+            for each in (splitting.first_step, splitting.sharer_of, splitting.step_at, splitting.segment_at)
         )
-        monkeypatch.setattr(fetching, "step_at", self.step_at)
+        monkeypatch.setattr(splitting, "step_at", self.step_at)
         self.here = SimpleNamespace(minimum=min, where=lambda yes, one, other: one if yes else other)
-        monkeypatch.setattr(fetching, "gl", self.here)
+        monkeypatch.setattr(splitting, "gl", self.here)
         self.programs, self.steps = min(programs, num_tiles * steps), steps
         self.own_tiles, self.split_tiles = divmod(num_tiles, self.programs)
         self.total = self.split_tiles * steps

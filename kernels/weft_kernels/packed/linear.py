@@ -1,6 +1,7 @@
 """Linear layers whose weights stay packed in memory, and are unpacked in the registers of the product. Launchers.
 
-Rows are tiles of a product. With F12, one row alone has a kernel without tiles, and a prompt beyond MAX_FUSED_ROWS pays
+Rows are tiles of a product. With F12, one row alone has a kernel without tiles, 2 to 128 have one more on Hopper where
+that was found to be quicker, and a prompt beyond MAX_FUSED_ROWS pays
 for unpacking the weight once, and then is torch's own product of bfloat16, bit for bit.
 """
 
@@ -57,7 +58,7 @@ def gemm(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = None, tiles:
     num_rows, size = x.shape
     num_outputs = weight.shape[0]
     tiles = tiles or _tuned(x, weight) or _tiles(x, weight)
-    if "W_STAGES" in tiles:
+    if hopper.are_for_it(tiles):
         assert isinstance(weight, F12)
         return hopper.gemm(x, weight, bias, tiles)
     tiles = form_constants(weight, 64) | tiles
@@ -124,8 +125,9 @@ def tiles_table(device: torch.device) -> TuningTable:
 def _tuned(x: Tensor, weight: F12 | Fp8 | Int4) -> Tiles | None:
     tiles = table_of(_device(x)).of(*_shape(x, weight))
     # of these rows some may lie or be typed otherwise than those that were tried
-    is_other = tiles is not None and "W_STAGES" in tiles and not (isinstance(weight, F12) and hopper.fits(x, weight))
-    return None if is_other else tiles
+    if tiles is None or not hopper.are_for_it(tiles):
+        return tiles
+    return tiles if isinstance(weight, F12) and hopper.fits(x, weight) else None
 
 
 def _shape(x: Tensor, weight: F12 | Fp8 | Int4) -> tuple[str, int, int, int]:

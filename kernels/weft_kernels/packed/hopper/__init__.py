@@ -20,7 +20,6 @@ import torch
 import triton
 from torch import Tensor
 
-from weft_kernels.following import following
 from weft_kernels.packed.f12 import BLOCK_COLUMNS, F12, SLOTS
 from weft_kernels.packed.scratch import counters, turn
 
@@ -32,21 +31,21 @@ LOOKED_UP, TURNED_BEFORE, TURNED_HERE = 0, 1, 2
 NUM_COUNTERS = 1 << 16
 FIRST_TILE = 4
 
-# programs: of each multiprocessor. MAX_REGS: of a thread as it is launched, so that so many programs fit.
+# PER_MULTIPROCESSOR: programs at a time. MAX_REGS: of a thread as it is launched, so that so many programs fit.
 _NARROW = {"BLOCK_N": 64, "BLOCK_J": 32, "W_STAGES": 3, "X_STAGES": 3, "PARTS": 1, "ESCAPES": 32}
-_PAIR = {**_NARROW, "programs": 2, "MAX_REGS": 112}
-_ALONE = {**_NARROW, "programs": 1, "MAX_REGS": 120}
+_PAIR = {**_NARROW, "PER_MULTIPROCESSOR": 2, "MAX_REGS": 112}
+_ALONE = {**_NARROW, "PER_MULTIPROCESSOR": 1, "MAX_REGS": 120}
 _WIDE = {
     "BLOCK_N": 128,
     "PARTS": 2,
-    "programs": 1,
+    "PER_MULTIPROCESSOR": 1,
     "RING": 1,
     "ESCAPES": 32,
     "MAX_REGS": 144,
     "REGS": 168,
     "FAR_REGS": 96,
 }
-_TALL = {"PARTS": 2, "programs": 1, "BLOCK_J": 16, "W_STAGES": 3, "X_STAGES": 2, "RING": 1, "ESCAPES": 16}
+_TALL = {"PARTS": 2, "PER_MULTIPROCESSOR": 1, "BLOCK_J": 16, "W_STAGES": 3, "X_STAGES": 2, "RING": 1, "ESCAPES": 16}
 
 
 def fits(x: Tensor, weight: F12) -> bool:
@@ -54,6 +53,11 @@ def fits(x: Tensor, weight: F12) -> bool:
     if not x.is_cuda or x.dtype != torch.bfloat16 or weight.columns % BLOCK_COLUMNS or not weight.words.numel():
         return False
     return x.data_ptr() % 16 == 0 and len(x) <= MOST_ROWS and _is_hopper(x.device)
+
+
+def are_for_it(tiles: Tiles) -> bool:
+    """Or for the kernels of all GPUs."""
+    return "W_STAGES" in tiles
 
 
 @cache
@@ -70,8 +74,8 @@ def candidates(num_rows: int) -> list[Tiles]:
     """Tiles worth trying for so many left rows, the likeliest first."""
     if num_rows <= 8:
         return [
-            {**_PAIR, "BLOCK_M": 8, "RING": 4, "TURN": 0},
-            {**_ALONE, "BLOCK_M": 8, "W_STAGES": 4, "RING": 4, "TURN": 0},
+            {**_PAIR, "BLOCK_M": 8, "RING": 4, "TURN": LOOKED_UP},
+            {**_ALONE, "BLOCK_M": 8, "W_STAGES": 4, "RING": 4, "TURN": LOOKED_UP},
         ]
     turns = TURNED_BEFORE, TURNED_HERE
     if num_rows <= 16:
@@ -92,7 +96,7 @@ def gemm(x: Tensor, weight: F12, bias: Tensor | None, tiles: Tiles) -> Tensor:
     from weft_kernels.packed.hopper.kernel import f12_gemm
 
     tiles = {"REGS": 224, "FAR_REGS": 64, **tiles}
-    resident, max_regs = tiles.pop("programs"), tiles.pop("MAX_REGS", 0)
+    resident, max_regs = tiles.pop("PER_MULTIPROCESSOR"), tiles.pop("MAX_REGS", 0)
     num_rows, size = x.shape
     block_m, block_n, block_j = tiles["BLOCK_M"], tiles["BLOCK_N"], tiles["BLOCK_J"]
     tiles_m, steps = triton.cdiv(num_rows, block_m), size // (SLOTS * block_j)
@@ -101,6 +105,7 @@ def gemm(x: Tensor, weight: F12, bias: Tensor | None, tiles: Tiles) -> Tensor:
     counts = counters(x.device, NUM_COUNTERS)
     assert num_tiles * tiles["PARTS"] <= NUM_COUNTERS - FIRST_TILE
     out = x.new_empty(num_rows, weight.rows)
+    # a program has parts of two tiles at most
     parts = torch.empty(2 * programs * block_m * block_n, dtype=torch.float32, device=x.device)
     turned = _room_for_turned(x, tiles_m * block_m, tiles["TURN"])
     f12_gemm[(programs,)](
@@ -110,9 +115,9 @@ def gemm(x: Tensor, weight: F12, bias: Tensor | None, tiles: Tiles) -> Tensor:
         turned.stride(0),
         HAS_BIAS=bias is not None,
         num_warps=4,
+        launch_pdl=True,  # see `weft_kernels.following`: these GPUs can do that
         **({"maxnreg": max_regs} if max_regs else {}),
         **tiles,
-        **_following(x),
     )
     return out
 
@@ -121,10 +126,6 @@ def _room_for_turned(x: Tensor, width: int, how: int) -> Tensor:
     if how == TURNED_BEFORE:
         return turn(x, width)
     return x.new_empty(x.shape[1], width) if how == TURNED_HERE else x
-
-
-def _following(x: Tensor) -> dict[str, bool]:
-    return {"launch_pdl": True} if following(x)["FOLLOWS"] else {}
 
 
 def _descriptors(x: Tensor, weight: F12, block_m: int, block_n: int, block_j: int) -> tuple[object, object]:

@@ -1,8 +1,6 @@
 """What a program's fetching warps do: words and left rows into rings in shared memory, and what escapes need beside.
 
-`work`: programs, a program's first step, how many of its steps are in tiles that several programs share, these tiles,
-how many programs share them, all of its steps, steps of a tile, tiles of left rows one beside the other, left rows, and
-rows of weights.
+`work`: see `splitting.py`.
 """
 
 from __future__ import annotations
@@ -10,8 +8,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.language.extra.cuda import gdc_wait
 
-_COLUMNS = gl.constexpr((1 << 26) - 1)
+from weft_kernels.packed.f12_tiles import f12_column, f12_row
+from weft_kernels.packed.hopper.splitting import escapes_of, segment_at, step_at
+
 # left rows that are turned at a time
 _TURN_M = gl.constexpr(64)
 # how often a program asks whether the others have turned their columns, a microsecond each; then it does without them
@@ -22,71 +23,16 @@ all_threads_here = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
-def wait_for_launch_before() -> None:
-    """Until all that was launched before has ended, see `weft_kernels.following`."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def let_next_launch() -> None:
-    """The next kernel may come; until its own wait it writes nothing."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def first_step(program: gl.tensor, sharers: gl.tensor, total: gl.tensor) -> gl.tensor:
-    """Of a program's share of so many steps, which as many of the first programs share as there are steps for."""
-    return min(program, sharers) * total // sharers
-
-
-@gluon.jit
-def sharer_of(step: gl.tensor, sharers: gl.tensor, total: gl.tensor) -> gl.tensor:
-    """Whose share a step is in."""
-    return ((step + 1) * sharers + total - 1) // total - 1
-
-
-@gluon.jit
-def step_at(i: gl.tensor, work: gl.tuple) -> gl.tensor:
-    """The i-th step of a program: first its share of the tiles that several programs share, then tiles of its own."""
-    programs, first, num_split, split_tiles, _, _, steps, _, _, _ = work
-    own = i - num_split
-    own_step = (split_tiles + gl.program_id(0) + own // steps * programs) * steps + own % steps
-    return gl.where(own < 0, first + i, own_step)
-
-
-@gluon.jit
-def segment_at(i: gl.tensor, work: gl.tuple) -> tuple[gl.tensor, gl.tensor, gl.tensor]:
-    """Tile, first and last step in it, of what a program multiplies from its i-th step on without leaving the tile."""
-    _, _, num_split, _, _, _, steps, _, _, _ = work
-    step = step_at(i, work)
-    begin = step % steps
-    return step // steps, begin, gl.where(i < num_split, gl.minimum(steps, begin + num_split - i), steps)
-
-
-@gluon.jit
-def escapes_of(
-    p_starts: gl.tensor, n: gl.tensor, begin: gl.tensor, end: gl.tensor, work: gl.tuple, ROWS: gl.constexpr
-) -> tuple[gl.tensor, gl.tensor]:
-    """Which escapes of some rows of weights go with these of their steps: the first, and the one behind the last."""
-    _, _, _, _, _, _, steps, _, _, num_n = work
-    start = gl.load(p_starts + gl.minimum(n, num_n) // 4)
-    count = gl.load(p_starts + (gl.minimum(n + ROWS, num_n) + 3) // 4) - start
-    return start + count * begin // steps, start + count * end // steps
-
-
-@gluon.jit
 def fetch_words(
     d_words: tma.tensor_descriptor,
     ring: gl.tuple,
     work: gl.tuple,
-    BLOCK_N: gl.constexpr,
-    BLOCK_J: gl.constexpr,
-    STAGES: gl.constexpr,
 ) -> None:
     """[3, BLOCK_N, BLOCK_J] for each step. They have been there long ago: no launch is waited for."""
     words, full, empty = ring
+    STAGES: gl.constexpr = words.shape[0] // 3
+    BLOCK_N: gl.constexpr = words.shape[1]
+    BLOCK_J: gl.constexpr = words.shape[2]
     _, _, _, _, _, count, steps, tiles_m, _, num_n = work
     for i in range(count):
         step = step_at(i, work)
@@ -104,15 +50,15 @@ def fetch_rows(
     d_x: tma.tensor_descriptor,
     ring: gl.tuple,
     work: gl.tuple,
-    BLOCK_M: gl.constexpr,
-    BLOCK_J: gl.constexpr,
-    STAGES: gl.constexpr,
 ) -> None:
     """The left rows' columns that a step's words stand for: [4, BLOCK_M, 2 BLOCK_J], one for each fourth of a block."""
-    PER_BLOCK: gl.constexpr = 32 // BLOCK_J
     xs, full, empty = ring
+    STAGES: gl.constexpr = xs.shape[0] // 4
+    BLOCK_M: gl.constexpr = xs.shape[1]
+    BLOCK_J: gl.constexpr = xs.shape[2] // 2
+    PER_BLOCK: gl.constexpr = 32 // BLOCK_J
     _, _, _, _, _, count, steps, tiles_m, _, _ = work
-    wait_for_launch_before()
+    gdc_wait()
     for i in range(count):
         step = step_at(i, work)
         stage = i % STAGES
@@ -133,11 +79,8 @@ def fetch_escapes(
     PART: gl.constexpr,
     PARTS: gl.constexpr,
     WARPS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     TURN: gl.constexpr,
-    RING: gl.constexpr,
-    ESCAPES: gl.constexpr,
 ) -> None:
     """The columns of left rows that a part's escapes need, in chunks: [ESCAPES, BLOCK_M], and which rows they are of.
 
@@ -148,13 +91,16 @@ def fetch_escapes(
     p_x, p_turned, p_ready, stride_turned, size = lefts
     p_starts, p_places, p_values = listed
     far, far_rows, far_values, full, empty = ring
+    RING: gl.constexpr = far.shape[0] // PARTS
+    ESCAPES: gl.constexpr = far.shape[1]
+    BLOCK_M: gl.constexpr = far.shape[2]
     programs, _, _, _, _, count, _, tiles_m, num_m, _ = work
     chunk = 0
     i = 0
     i_tile, begin, end = segment_at(i, work)
     n = i_tile // tiles_m * BLOCK_N + PART * ROWS
     first_e, end_e = escapes_of(p_starts, n, begin, end, work, ROWS)
-    wait_for_launch_before()
+    gdc_wait()
     if TURN == 2:
         _turn(
             p_x, p_turned, stride_turned, size, num_m, tiles_m * BLOCK_M, programs * PARTS, PART, PARTS, WARPS, BLOCK_M
@@ -205,7 +151,7 @@ def _escapes(
     m_e = o_e < end_e
     b_place = gl.load(p_places + o_e, mask=m_e, other=0)
     b_value = gl.load(p_values + o_e, mask=m_e, other=0.0)
-    b_row = (b_place >> 26) & 63
+    b_row = f12_row(b_place, 0)
     for NEXT in gl.static_range(1, ROWS // 64):
         following = n + 64 * NEXT
         edge = gl.load(p_starts + following // 4, mask=following < num_n, other=0x7FFFFFFF)
@@ -231,7 +177,7 @@ def _put_turned(
     tile: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES_M, LANES_M], [WARPS, 1], [1, 0])
     o_m = first_m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, tile))
     o_e = next_e + gl.arange(0, ESCAPES, layout=gl.SliceLayout(1, tile))
-    b_k = gl.load(p_places + o_e, mask=o_e < end_e, other=0) & _COLUMNS
+    b_k = f12_column(gl.load(p_places + o_e, mask=o_e < end_e, other=0))
     p_far = p_turned + b_k[:, None] * stride_turned + o_m[None, :]
     place.store(gl.load(p_far, mask=(o_e < end_e)[:, None], other=0.0, cache_modifier=".cg"))
 
@@ -254,7 +200,7 @@ def _put_looked_up(
     tile: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [WARPS, 1], [0, 1])
     o_m = first_m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, tile))
     o_e = next_e + gl.arange(0, ESCAPES, layout=gl.SliceLayout(1, tile))
-    b_k = gl.load(p_places + o_e, mask=o_e < end_e, other=0) & _COLUMNS
+    b_k = f12_column(gl.load(p_places + o_e, mask=o_e < end_e, other=0))
     m_far = (o_e < end_e)[:, None] & (o_m < num_m)[None, :]
     place.store(gl.load(p_x + b_k[:, None] + o_m[None, :] * size, mask=m_far, other=0.0))
 

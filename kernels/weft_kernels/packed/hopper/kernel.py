@@ -5,9 +5,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from weft_kernels.packed.hopper.fetching import fetch_escapes, fetch_rows, fetch_words, first_step, let_next_launch
+from weft_kernels.packed.hopper.fetching import fetch_escapes, fetch_rows, fetch_words
 from weft_kernels.packed.hopper.multiplying import multiply
+from weft_kernels.packed.hopper.splitting import first_step
 
 # registers of a thread that only starts copies
 _COPY_REGS = gl.constexpr(24)
@@ -77,7 +79,7 @@ def f12_gemm(
     w_full, w_empty = _ring(W_STAGES, PARTS)
     x_full, x_empty = _ring(X_STAGES, PARTS)
     f_full, f_empty = _ring(PARTS * RING, 1)
-    let_next_launch()
+    gdc_launch_dependents()
     pid = gl.program_id(0)
     # programs with nothing to share have nothing to add up either
     sharers = max(1, min(programs, split_tiles * steps))
@@ -94,54 +96,12 @@ def f12_gemm(
     if PARTS == 2:
         gl.warp_specialize(
             [
-                (
-                    multiply,
-                    (
-                        word_ring,
-                        row_ring,
-                        escape_ring,
-                        p_bases,
-                        p_starts,
-                        outputs,
-                        work,
-                        0,
-                        PARTS,
-                        BLOCK_M,
-                        BLOCK_N,
-                        BLOCK_J,
-                        W_STAGES,
-                        X_STAGES,
-                        RING,
-                        ESCAPES,
-                        HAS_BIAS,
-                    ),
-                ),
-                (
-                    multiply,
-                    (
-                        word_ring,
-                        row_ring,
-                        escape_ring,
-                        p_bases,
-                        p_starts,
-                        outputs,
-                        work,
-                        1,
-                        PARTS,
-                        BLOCK_M,
-                        BLOCK_N,
-                        BLOCK_J,
-                        W_STAGES,
-                        X_STAGES,
-                        RING,
-                        ESCAPES,
-                        HAS_BIAS,
-                    ),
-                ),
-                (fetch_escapes, (lefts, listed, escape_ring, work, 0, PARTS, 1, BLOCK_M, BLOCK_N, TURN, RING, ESCAPES)),
-                (fetch_escapes, (lefts, listed, escape_ring, work, 1, PARTS, 1, BLOCK_M, BLOCK_N, TURN, RING, ESCAPES)),
-                (fetch_words, (d_words, word_ring, work, BLOCK_N, BLOCK_J, W_STAGES)),
-                (fetch_rows, (d_x, row_ring, work, BLOCK_M, BLOCK_J, X_STAGES)),
+                (multiply, (word_ring, row_ring, escape_ring, p_bases, p_starts, outputs, work, 0, 2, HAS_BIAS)),
+                (multiply, (word_ring, row_ring, escape_ring, p_bases, p_starts, outputs, work, 1, 2, HAS_BIAS)),
+                (fetch_escapes, (lefts, listed, escape_ring, work, 0, 2, 1, BLOCK_N, TURN)),
+                (fetch_escapes, (lefts, listed, escape_ring, work, 1, 2, 1, BLOCK_N, TURN)),
+                (fetch_words, (d_words, word_ring, work)),
+                (fetch_rows, (d_x, row_ring, work)),
             ],
             [4, 1, 1, 1, 1],
             [REGS, FAR_REGS, FAR_REGS, _COPY_REGS, _COPY_REGS],
@@ -149,31 +109,10 @@ def f12_gemm(
     else:
         gl.warp_specialize(
             [
-                (
-                    multiply,
-                    (
-                        word_ring,
-                        row_ring,
-                        escape_ring,
-                        p_bases,
-                        p_starts,
-                        outputs,
-                        work,
-                        0,
-                        PARTS,
-                        BLOCK_M,
-                        BLOCK_N,
-                        BLOCK_J,
-                        W_STAGES,
-                        X_STAGES,
-                        RING,
-                        ESCAPES,
-                        HAS_BIAS,
-                    ),
-                ),
-                (fetch_escapes, (lefts, listed, escape_ring, work, 0, PARTS, 2, BLOCK_M, BLOCK_N, TURN, RING, ESCAPES)),
-                (fetch_words, (d_words, word_ring, work, BLOCK_N, BLOCK_J, W_STAGES)),
-                (fetch_rows, (d_x, row_ring, work, BLOCK_M, BLOCK_J, X_STAGES)),
+                (multiply, (word_ring, row_ring, escape_ring, p_bases, p_starts, outputs, work, 0, 1, HAS_BIAS)),
+                (fetch_escapes, (lefts, listed, escape_ring, work, 0, 1, 2, BLOCK_N, TURN)),
+                (fetch_words, (d_words, word_ring, work)),
+                (fetch_rows, (d_x, row_ring, work)),
             ],
             [2, 1, 1],
             [FAR_REGS, _COPY_REGS, _COPY_REGS],

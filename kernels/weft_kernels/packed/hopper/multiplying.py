@@ -5,15 +5,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_wait
 
-from weft_kernels.packed.hopper.fetching import (
-    all_threads_here,
-    escapes_of,
-    first_step,
-    segment_at,
-    sharer_of,
-    wait_for_launch_before,
-)
+from weft_kernels.packed.f12_tiles import f12_pair
+from weft_kernels.packed.hopper.fetching import all_threads_here
+from weft_kernels.packed.hopper.splitting import escapes_of, first_step, segment_at, sharer_of
 
 # fp32 a thread holds of other programs' sums at a time
 _TOGETHER = gl.constexpr(64)
@@ -44,19 +40,10 @@ def _fourth(
     b_0: gl.tensor, b_1: gl.tensor, b_2: gl.tensor, b_factor: gl.tensor, FOURTH: gl.constexpr, operand: gl.constexpr
 ) -> gl.tensor:
     """[rows, 2 words] bfloat16: the weights themselves. b_factor: 2^base twice, as bfloat16; the product is exact."""
-    if FOURTH == 0:
-        b_pair = b_0 & -0x78007801
-    elif FOURTH == 1:
-        b_pair = b_1 & -0x78007801
-    elif FOURTH == 2:
-        b_pair = b_2 & -0x78007801
-    else:
-        b_low = (b_0 >> 11) & 0x000F000F | (b_1 >> 7) & 0x00F000F0
-        b_pair = b_low | (b_2 >> 3) & 0x07000700 | (b_2 << 1) & -0x7FFF8000
     b_pair = gl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;",
         "=r,r,r,r",
-        [b_pair, b_factor, -0x7FFF8000],
+        [f12_pair(b_0, b_1, b_2, 2 * FOURTH), b_factor, -0x7FFF8000],
         dtype=gl.int32,
         is_pure=True,
         pack=1,
@@ -79,23 +66,22 @@ def multiply(
     work: gl.tuple,
     PART: gl.constexpr,
     PARTS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_J: gl.constexpr,
-    W_STAGES: gl.constexpr,
-    X_STAGES: gl.constexpr,
-    RING: gl.constexpr,
-    ESCAPES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ) -> None:
     """One part of a program's rows of weights, tile after tile. Escapes are further columns; they come in between."""
-    ROWS: gl.constexpr = BLOCK_N // PARTS
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    layout: gl.constexpr = _words_layout(ROWS, BLOCK_J)
     words, w_full, w_empty = word_ring
     xs, x_full, x_empty = row_ring
     far, far_rows, far_values, f_full, f_empty = escape_ring
+    W_STAGES: gl.constexpr = words.shape[0] // 3
+    BLOCK_N: gl.constexpr = words.shape[1]
+    X_STAGES: gl.constexpr = xs.shape[0] // 4
+    BLOCK_M: gl.constexpr = xs.shape[1]
+    RING: gl.constexpr = far.shape[0] // PARTS
+    ESCAPES: gl.constexpr = far.shape[1]
+    ROWS: gl.constexpr = BLOCK_N // PARTS
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    layout: gl.constexpr = _words_layout(ROWS, words.shape[2])
     _, _, _, _, _, count, _, tiles_m, _, num_n = work
     o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     o_hot = gl.arange(0, ROWS, layout=gl.SliceLayout(1, left))
@@ -107,7 +93,7 @@ def multiply(
     b_base = gl.load(p_bases + (n + o_row) // 64, mask=n + o_row < num_n, other=0)
     mbarrier.wait(w_full.index(0), 0)
     b_0, b_1, b_2 = _words_of(words, 0, PART, ROWS, layout)
-    wait_for_launch_before()
+    gdc_wait()
     while i < count:
         # what is to be known of the next tile is under way while this one is multiplied
         next_i = i + end - begin
