@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Other people's clients and suites against a gateway and a whole mesh: installs them beside Weft where they are missing, then runs tests/clients.
+# Other people's clients and suites against a gateway and a whole mesh: installs them beside Weft where they are missing, then runs tests/clients;
+# with `--install` it only installs them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/system.sh
+unset PYTHONDONTWRITEBYTECODE # as in test.sh
 
 venv=.venv-clients
 node=tests/clients/node
@@ -19,4 +21,5 @@ if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$sum" ]; then
     npm ci --prefix "$node" --no-audit --no-fund --loglevel error
     echo "$sum" >"$venv/.installed"
 fi
+if [ "${1:-}" = --install ]; then exit; fi
 exec .venv/bin/python -m pytest tests/clients --clients "$@"

@@ -21,7 +21,7 @@ check() {
 
 check "ruff" $bin/ruff check --output-format=concise .
 check "ruff format" $bin/ruff format --check .
-check "mypy --strict" $bin/mypy
+check "mypy --strict" $bin/mypy --num-workers 2
 check "import directions" $bin/lint-imports
 check "generated code fresh" $bin/python protos/compile.py --check
 check "compose schema" $bin/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml

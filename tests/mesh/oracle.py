@@ -46,9 +46,14 @@ def prompts(count: int, shortest: int, longest: int, salt: int) -> list[list[int
     ]
 
 
-@torch.inference_mode()
 def greedy(prompt: list[int], num_tokens: int, directory: Path = MODEL) -> list[int]:
     """The next tokens by arg max, running past the end token."""
+    return list(_greedy(tuple(prompt), num_tokens, directory))
+
+
+@cache
+@torch.inference_mode()
+def _greedy(prompt: tuple[int, ...], num_tokens: int, directory: Path) -> tuple[int, ...]:
     output = _model(directory).generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -58,7 +63,7 @@ def greedy(prompt: list[int], num_tokens: int, directory: Path = MODEL) -> list[
         eos_token_id=None,
         pad_token_id=0,
     )
-    return [int(token) for token in output[0, len(prompt) :]]
+    return tuple(int(token) for token in output[0, len(prompt) :])
 
 
 @torch.inference_mode()
