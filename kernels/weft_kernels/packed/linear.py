@@ -1,8 +1,8 @@
 """Linear layers whose weights stay packed in memory, and are unpacked in the registers of the product. Launchers.
 
 Rows are tiles of a product. With F12, one row alone has a kernel without tiles, 2 to 128 have one more on Hopper where
-that was found to be quicker, and a prompt beyond MAX_FUSED_ROWS pays
-for unpacking the weight once, and then is torch's own product of bfloat16, bit for bit.
+that was found to be quicker, and a prompt beyond MAX_FUSED_ROWS pays for unpacking the weight once, and then is torch's
+own product of bfloat16, bit for bit.
 """
 
 from __future__ import annotations

@@ -23,11 +23,7 @@ all_threads_here = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
-def fetch_words(
-    d_words: tma.tensor_descriptor,
-    ring: gl.tuple,
-    work: gl.tuple,
-) -> None:
+def fetch_words(d_words: tma.tensor_descriptor, ring: gl.tuple, work: gl.tuple) -> None:
     """[3, BLOCK_N, BLOCK_J] for each step. They have been there long ago: no launch is waited for."""
     words, full, empty = ring
     STAGES: gl.constexpr = words.shape[0] // 3
@@ -46,11 +42,7 @@ def fetch_words(
 
 
 @gluon.jit
-def fetch_rows(
-    d_x: tma.tensor_descriptor,
-    ring: gl.tuple,
-    work: gl.tuple,
-) -> None:
+def fetch_rows(d_x: tma.tensor_descriptor, ring: gl.tuple, work: gl.tuple) -> None:
     """The left rows' columns that a step's words stand for: [4, BLOCK_M, 2 BLOCK_J], one for each fourth of a block."""
     xs, full, empty = ring
     STAGES: gl.constexpr = xs.shape[0] // 4

@@ -1,6 +1,5 @@
 """Which steps of which tiles a program multiplies: all of its warps go by this, each for itself.
 
-
 `work`: programs, a program's first step, how many of its steps are in tiles that several programs share, these tiles,
 how many programs share them, all of its steps, steps of a tile, tiles of left rows one beside the other, left rows, and
 rows of weights.
