@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from loadtest.kernels.ahead import compile_ahead
 from loadtest.kernels.roofline import GIGA, TERA, Roofline, Work, measure
 from weft_kernels.packed import F12, pack_f12
 from weft_kernels.replayed import replayed_seconds
@@ -68,16 +69,17 @@ def make_weight(outputs: int, inputs: int) -> Tensor:
 
 def check(weight: Tensor, packed: F12) -> None:
     """Raises AssertionError where this GPU does not compute what the kernels mean."""
-    from weft_kernels.packed.linear import MAX_FUSED_ROWS, linear_packed
+    from weft_kernels.packed.hopper import MOST_ROWS
+    from weft_kernels.packed.linear import linear_packed
     from weft_kernels.packed.unpack import unpack_rows
 
     assert packed.suits
     assert torch.equal(unpack_rows(packed).view(torch.int16), weight.view(torch.int16))
-    for rows in (1, 3, 12, 40, 100, MAX_FUSED_ROWS, MAX_FUSED_ROWS + 1):
+    for rows in (1, 3, 12, 40, 100, 128, MOST_ROWS + 1):
         x = torch.randn(rows, weight.shape[1], device="cuda").bfloat16()
         found, expected = linear_packed(x, packed), functional.linear(x, weight)
         agree(found, expected)
-        assert rows <= MAX_FUSED_ROWS or torch.equal(found, expected)
+        assert rows <= MOST_ROWS or torch.equal(found, expected)
 
 
 def agree(found: Tensor, expected: Tensor) -> None:
@@ -115,11 +117,12 @@ def lines(roofline: Roofline, is_tuned: bool) -> Iterator[Line]:
 
 
 def tune_rows(weight: Tensor, all_packed: list[F12]) -> None:
-    """For all numbers of rows that are multiplied with packed words."""
-    from weft_kernels.packed.linear import MAX_FUSED_ROWS, linear_packed, tune
+    """For all numbers of rows that may be multiplied with packed words."""
+    from weft_kernels.packed.hopper import MOST_ROWS
+    from weft_kernels.packed.linear import linear_packed, tune
     from weft_kernels.packed.tuning import row_classes
 
-    for rows in row_classes(rows for rows in ROWS if 1 < rows <= MAX_FUSED_ROWS):
+    for rows in row_classes(rows for rows in ROWS if 1 < rows <= MOST_ROWS):
         x = torch.randn(rows, weight.shape[1], device="cuda").bfloat16()
         tune(x, all_packed, replayed_seconds)
         agree(linear_packed(x, all_packed[0]), functional.linear(x, weight))
@@ -163,6 +166,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("F12: needs CUDA")
         return 0
+    if options.tune:
+        compile_ahead({(inputs, rows) for _, inputs in SHAPES.values() for rows in ROWS if rows > 1})
     with torch.inference_mode():
         text = report(options.tune)
     if options.tune:

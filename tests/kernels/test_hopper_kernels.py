@@ -30,7 +30,7 @@ SHAPES = [
 ]
 is_hopper = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(not is_hopper, reason="needs a Hopper GPU")
-ROWS = [2, 8, 9, 16, 20, 32, 40, 64, 100, 128]
+ROWS = [2, 8, 9, 16, 20, 32, 40, 64, 100, 128, 200, 256, 700]
 TRIES = 8
 
 
@@ -62,7 +62,9 @@ def test_products_are_those_of_the_unpacked_matrix_and_always_the_same(num_rows:
         assert hopper.fits(x, packed)
         for tiles in hopper.candidates(num_rows):
             about = f"{rows} x {columns}, {num_rows} rows, {tiles}"
-            found = [gemm(x, packed, bias, dict(tiles)) for _ in range(TRIES)]
+            # with no patience those that come later do what the others have left
+            patience = 0, hopper.PATIENCE
+            found = [gemm(x, packed, bias, {**tiles, "PATIENCE": patience[turn % 2]}) for turn in range(TRIES)]
             assert agrees(found[0], x, weight, bias), about
             assert all(torch.equal(found[0], each) for each in found), about
             assert not counters(x.device, hopper.NUM_COUNTERS).any(), about
@@ -73,7 +75,7 @@ def test_products_are_those_of_the_unpacked_matrix_and_always_the_same(num_rows:
 def test_a_weight_that_is_no_number_spoils_its_own_output_alone() -> None:
     weight = make_weight(200, 512)
     weight[65, 3] = float("nan")
-    for num_rows in (2, 16, 40, 128):
+    for num_rows in (2, 16, 40, 128, 256):
         x = torch.randn(num_rows, 512, device=DEVICE).bfloat16()
         found = gemm(x, pack_f12(weight), None, hopper.candidates(num_rows)[0])
         assert found[:, 65].isnan().all()
@@ -82,11 +84,12 @@ def test_a_weight_that_is_no_number_spoils_its_own_output_alone() -> None:
 
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_all_programs_of_a_launch_fit_on_the_gpu_at_once(num_rows: int) -> None:
-    """Where left rows are turned, programs wait for one another. Registers here, shared memory in `test_compile`."""
+    """Those that share a tile wait for one another. Registers here, shared memory in `test_compile`."""
     for tiles in hopper.candidates(num_rows):
         warps = 4 * tiles["PARTS"] + 4
         assert tiles.get("MAX_REGS", 168) * 32 * warps * tiles["PER_MULTIPROCESSOR"] <= 65_536
         assert tiles["BLOCK_M"] >= min(128, num_rows)
+        assert not tiles.get("BY_TURNS") or tiles["PARTS"] == 2
         assert tiles["BLOCK_J"] in (16, 32)
 
 
@@ -99,7 +102,9 @@ def test_what_is_not_on_such_a_gpu_does_not_fit() -> None:
 class Split:
     """How a product is split, by the kernel's own arithmetic with numbers instead of registers."""
 
-    def __init__(self, programs: int, num_tiles: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, programs: int, num_tiles: int, steps: int, is_even: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from weft_kernels.packed.hopper import splitting
 
         self.first_step, self.sharer_of, self.step_at, self.segment_at = (
@@ -109,10 +114,9 @@ class Split:
         monkeypatch.setattr(splitting, "step_at", self.step_at)
         self.here = SimpleNamespace(minimum=min, where=lambda yes, one, other: one if yes else other)
         monkeypatch.setattr(splitting, "gl", self.here)
-        self.programs, self.steps = min(programs, num_tiles * steps), steps
-        self.own_tiles, self.split_tiles = divmod(num_tiles, self.programs)
+        self.steps, most = steps, min(programs, num_tiles * steps)
+        self.programs, self.own_tiles, self.split_tiles, self.sharers = hopper.split(num_tiles, steps, most, is_even)
         self.total = self.split_tiles * steps
-        self.sharers = max(1, min(self.programs, self.total))
 
     def segments(self) -> Iterator[tuple[int, int, int, int, int]]:
         """Program, how many steps it has done before, tile, and first and last step of it."""
@@ -123,6 +127,7 @@ class Split:
             shared = self.programs, first, last - first, self.split_tiles, self.sharers
             work = (*shared, count, self.steps, 1, 1, 1)
             i = 0
+            assert count
             while i < count:
                 tile, begin, end = self.segment_at(i, work)
                 steps = [self.step_at(i + each, work) - tile * self.steps for each in range(end - begin)]
@@ -141,13 +146,14 @@ class Split:
 
 @pytest.mark.parametrize("programs", [1, 2, 114, 132, 264])
 @pytest.mark.parametrize("steps", [1, 2, 7, 16])
+@pytest.mark.parametrize("is_even", [False, True])
 def test_each_step_is_one_programs_and_parts_are_where_they_are_added_up(
-    programs: int, steps: int, monkeypatch: pytest.MonkeyPatch
+    programs: int, steps: int, is_even: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 272 tiles of 20 steps, 264 programs once waited for parts that nobody had."""
     pytest.importorskip("triton.experimental.gluon")
     for num_tiles in (1, 2, 40, 131, programs, programs + 1, 2 * programs + 8):
-        split = Split(programs, num_tiles, steps, monkeypatch)
+        split = Split(programs, num_tiles, steps, is_even, monkeypatch)
         done: dict[int, list[int]] = {}
         parts: dict[int, dict[int, int]] = {}
         for program, before, tile, begin, end in split.segments():
@@ -156,3 +162,6 @@ def test_each_step_is_one_programs_and_parts_are_where_they_are_added_up(
                 parts.setdefault(tile, {})[program] = 2 * program + (before > 0)
         assert {tile: sorted(each) for tile, each in done.items()} == {t: list(range(steps)) for t in range(num_tiles)}
         assert parts == {tile: split.places(tile) for tile in parts}
+        if is_even and split.split_tiles:
+            assert split.sharers % split.split_tiles == 0
+            assert len({len(each) for each in parts.values()}) <= 1

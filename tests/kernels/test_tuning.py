@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tests.kernels.device import DEVICE, close
 
@@ -17,7 +18,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from weft_kernels.packed import hopper, pack_f12
 from weft_kernels.packed import linear as packed_linear
-from weft_kernels.packed.linear import gemm, tiles_table, tune
+from weft_kernels.packed.linear import gemm, linear_packed, tiles_table, tune
 from weft_kernels.packed.tune_all import tune_all
 from weft_kernels.packed.tuning import Tiles, TuningTable, candidates, table_of
 
@@ -126,6 +127,33 @@ def test_tiles_that_others_need_a_hopper_for_are_not_used_elsewhere() -> None:
     assert not packed_linear.is_tuned(x, packed)
     if DEVICE == "cpu":
         close(gemm(x, packed), x @ weight.float().T, factor=30)
+
+
+@pytest.mark.usefixtures("own_tables")
+def test_rows_that_only_a_hopper_multiplies_with_words_are_tried_nowhere_else() -> None:
+    weight = torch.randn(70, 512, generator=torch.Generator().manual_seed(4)).bfloat16()
+    x, packed = torch.randn(200, 512), pack_f12(weight)
+    assert tune(x, [packed], lambda calls: pytest.fail("tried")) is None
+    tiles_table(x.device).tune(packed_linear._shape(x, packed), hopper.candidates(200), lambda tiles: 1.0)
+    assert torch.equal(linear_packed(x, packed), functional.linear(x, weight.float()))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("own_tables")
+@pytest.mark.parametrize("is_unpacked", [False, True])
+def test_prompts_of_middling_length_are_multiplied_as_tuning_found_best(is_unpacked: bool) -> None:
+    """Longer ones are always unpacked first."""
+    weight = torch.randn(1024, 2048, device=DEVICE).bfloat16()
+    packed, x = pack_f12(weight), torch.randn(200, 2048, device=DEVICE).bfloat16()
+    if not hopper.fits(x, packed):
+        pytest.skip("needs a Hopper GPU")
+    shape, candidates = packed_linear._shape(x, packed), packed_linear._candidates(x, packed)
+    tiles_table(x.device).tune(shape, candidates, lambda tiles: float(("UNPACKED" in tiles) != is_unpacked))
+    expected = functional.linear(x, weight)
+    assert torch.equal(linear_packed(x, packed), expected) or not is_unpacked
+    close(linear_packed(x, packed) / 64, expected / 64)
+    long = torch.randn(hopper.MOST_ROWS + 1, 2048, device=DEVICE).bfloat16()
+    assert torch.equal(linear_packed(long, packed), functional.linear(long, weight))
 
 
 @pytest.mark.usefixtures("own_tables")

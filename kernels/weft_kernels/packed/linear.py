@@ -1,8 +1,8 @@
 """Linear layers whose weights stay packed in memory, and are unpacked in the registers of the product. Launchers.
 
-Rows are tiles of a product. With F12, one row alone has a kernel without tiles, 2 to 128 have one more on Hopper where
-that was found to be quicker, and a prompt beyond MAX_FUSED_ROWS pays for unpacking the weight once, and then is torch's
-own product of bfloat16, bit for bit.
+Rows are tiles of a product. With F12, one row alone has a kernel without tiles, 2 to 1,024 have one more on Hopper
+where that was found to be quicker, and otherwise a prompt beyond MAX_FUSED_ROWS pays for unpacking the weight once, and
+then is torch's own product of bfloat16, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from weft_kernels.packed.single import gemv
 from weft_kernels.packed.tuning import FEW_PROGRAMS, Tiles, Timer, TuningTable, candidates, table_of, tiles_of_f12
 from weft_kernels.packed.unpack import unpack_rows
 
-# Beyond it the weight is unpacked for torch's product, which is exact; of 256 rows either took as long on an H200.
+# Beyond it the weight is unpacked for torch's product, but where tuning found that a Hopper's own kernel is quicker.
 MAX_FUSED_ROWS = 128
+_UNPACKED: Tiles = {"UNPACKED": 1}
 MAX_SPLITS = 8
 # So many rows are looked up one by one where a weight without a code needs them; more are turned first.
 MAX_LOOKED_UP = 8
@@ -35,19 +36,29 @@ MAX_LOOKED_UP = 8
 def linear_packed(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = None) -> Tensor:
     """See `weft_kernels.linear.linear`.
 
-    F12: the weights are those that were packed, to the bit. Beyond MAX_FUSED_ROWS the result is to the bit what torch
-    gives for the plain matrix; otherwise, and for the others always, sums are made in fp32 in an order of their own.
+    F12: the weights are those that were packed, to the bit. Of more than 1,024 rows, and beyond MAX_FUSED_ROWS where
+    nothing was tuned, the result is to the bit what torch gives for the plain matrix; otherwise, and for the others
+    always, sums are made in fp32 in an order of their own.
     """
     rows = x.reshape(-1, x.shape[-1])
     assert rows.shape[1] == weight.shape[1]
     assert x.device == weight.device
     if not len(rows):  # a chunk in the midst of its prompt has no logits
         return x.new_empty(*x.shape[:-1], weight.shape[0])
-    if isinstance(weight, F12) and len(rows) > MAX_FUSED_ROWS:
-        return functional.linear(x, unpack_rows(weight).to(x.dtype), bias)
+    if isinstance(weight, F12) and len(rows) > MAX_FUSED_ROWS and not _is_for_hopper(rows, weight):
+        return _unpacked_first(x, weight, bias)
     rows = rows.contiguous()
     out = gemv(rows, weight, bias) if isinstance(weight, F12) and len(rows) == 1 else gemm(rows, weight, bias)
     return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _unpacked_first(x: Tensor, weight: F12, bias: Tensor | None) -> Tensor:
+    return functional.linear(x, unpack_rows(weight).to(x.dtype), bias)
+
+
+def _is_for_hopper(x: Tensor, weight: F12) -> bool:
+    tiles = _tuned(x, weight)
+    return tiles is not None and hopper.are_for_it(tiles)
 
 
 def gemm(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = None, tiles: Tiles | None = None) -> Tensor:
@@ -61,6 +72,9 @@ def gemm(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = None, tiles:
     if hopper.are_for_it(tiles):
         assert isinstance(weight, F12)
         return hopper.gemm(x, weight, bias, tiles)
+    if tiles == _UNPACKED:
+        assert isinstance(weight, F12)
+        return _unpacked_first(x, weight, bias)
     tiles = form_constants(weight, 64) | tiles
     grid = triton.cdiv(num_rows, tiles["BLOCK_M"]), triton.cdiv(num_outputs, tiles["BLOCK_N"])
     num_steps = triton.cdiv(size, tiles["BLOCK_K"])
@@ -107,9 +121,12 @@ def tune(x: Tensor, weights: Sequence[F12 | Fp8 | Int4], seconds: Timer) -> Tile
 
 def _candidates(x: Tensor, weight: F12 | Fp8 | Int4) -> list[Tiles]:
     usual = candidates(_shape(x, weight)[0], len(x))
-    if not isinstance(weight, F12) or not hopper.fits(x, weight):
+    if not isinstance(weight, F12):
         return usual
-    return hopper.candidates(len(x)) + usual
+    of_hopper = hopper.candidates(len(x)) if hopper.fits(x, weight) else []
+    if len(x) > MAX_FUSED_ROWS:
+        return [*of_hopper, _UNPACKED] if of_hopper else []
+    return of_hopper + usual
 
 
 def is_tuned(x: Tensor, weight: F12 | Fp8 | Int4) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft_kernels.packed import F12, Fp8, Int4
-from weft_kernels.packed.linear import MAX_FUSED_ROWS, is_tuned, tiles_table, tune
+from weft_kernels.packed.linear import is_tuned, tiles_table, tune
 from weft_kernels.packed.tuning import Timer, row_classes
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,5 @@ def tune_all(weights: Iterable[F12 | Fp8 | Int4], rows: Iterable[int], seconds: 
 
 
 def _tune_one(alike: list[F12 | Fp8 | Int4], num_rows: int, timed: Timer) -> bool:
-    if isinstance(alike[0], F12) and num_rows > MAX_FUSED_ROWS:
-        return False  # unpacked first, as a whole
     x = torch.randn(num_rows, alike[0].shape[1], device=alike[0].device).to(torch.bfloat16)
     return not is_tuned(x, alike[0]) and tune(x, alike[:MAX_ALIKE], timed) is not None

@@ -1,15 +1,17 @@
-"""F12 words times left rows on Hopper GPUs (H100, H200), for 2 to 128 left rows. Launcher and tiles.
+"""F12 words times left rows on Hopper GPUs (H100, H200), for 2 to 1,024 left rows. Launcher and tiles.
 
 Triton's own language leaves to the compiler which warps copy and which multiply; a kernel that waits for memory is
 quicker where that is said, and Gluon, Triton's lower level, lets one say it. A program stays for the whole product:
 
 - one warp starts copies of words, and one of left rows, into rings of slots in shared memory, by the copy engine (TMA);
 - one or two groups of four warps, each with its own rows of weights, take words into registers, where they become
-  weights, and multiply; the next words come while multipliers work;
+  weights, and multiply; the next words come while multipliers work. Of many left rows, where products take longer than
+  words take to come, two groups do so by turns (`alternating.py`);
 - one or two warps fetch the columns of left rows that escapes need.
 
 Programs are as many as fit on the GPU at once. Of the tiles each gets as many as there are for all, and what is left
-is shared in equal numbers of steps. The slow twin is `packed/linear.py`'s, which gives the same to rounding.
+is shared in equal numbers of steps; those that share a tile add up its sums, some left rows each. The slow twin is
+`packed/linear.py`'s, which gives the same to rounding.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ from weft_kernels.packed.f12 import BLOCK_COLUMNS, F12, SLOTS
 from weft_kernels.packed.scratch import counters, turn
 
 Tiles = dict[str, int]
-MOST_ROWS = 128
+MOST_ROWS = 1024
 # left rows: looked up where they are, turned by a kernel before, or by the programs themselves
 LOOKED_UP, TURNED_BEFORE, TURNED_HERE = 0, 1, 2
 # for counts of tiles, behind two that say who has turned left rows
 NUM_COUNTERS = 1 << 16
 FIRST_TILE = 4
+# how often a program asks whether others have done what it needs, a microsecond each; then it does without them
+PATIENCE = 10_000
 
 # PER_MULTIPROCESSOR: programs at a time. MAX_REGS: of a thread as it is launched, so that so many programs fit.
 _NARROW = {"BLOCK_N": 64, "BLOCK_J": 32, "W_STAGES": 3, "X_STAGES": 3, "PARTS": 1, "ESCAPES": 32}
@@ -45,7 +49,29 @@ _WIDE = {
     "REGS": 168,
     "FAR_REGS": 96,
 }
-_TALL = {"PARTS": 2, "PER_MULTIPROCESSOR": 1, "BLOCK_J": 16, "W_STAGES": 3, "X_STAGES": 2, "RING": 1, "ESCAPES": 16}
+# beside another program, so that the next launch's fetches its first words while this one's adds up
+_SLIM = {
+    "BLOCK_N": 128,
+    "PARTS": 2,
+    "PER_MULTIPROCESSOR": 1,
+    "BLOCK_J": 16,
+    "W_STAGES": 4,
+    "X_STAGES": 3,
+    "RING": 1,
+    "ESCAPES": 32,
+    "MAX_REGS": 80,
+    "REGS": 104,
+    "FAR_REGS": 56,
+}
+_BY_TURNS = {
+    "BLOCK_N": 128,
+    "PARTS": 2,
+    "PER_MULTIPROCESSOR": 1,
+    "RING": 1,
+    "ESCAPES": 16,
+    "BY_TURNS": 1,
+    "TURN": TURNED_BEFORE,
+}
 
 
 def fits(x: Tensor, weight: F12) -> bool:
@@ -72,38 +98,67 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 def candidates(num_rows: int) -> list[Tiles]:
     """Tiles worth trying for so many left rows, the likeliest first."""
+    return [{**tiles, "EVEN": even} for tiles in _candidates(num_rows) for even in (1, 0)]
+
+
+def _candidates(num_rows: int) -> list[Tiles]:
     if num_rows <= 8:
         return [
             {**_PAIR, "BLOCK_M": 8, "RING": 4, "TURN": LOOKED_UP},
             {**_ALONE, "BLOCK_M": 8, "W_STAGES": 4, "RING": 4, "TURN": LOOKED_UP},
+            {**_SLIM, "BLOCK_M": 8, "TURN": LOOKED_UP},
         ]
     turns = TURNED_BEFORE, TURNED_HERE
     if num_rows <= 16:
-        return [{**tiles, "BLOCK_M": 16, "RING": 3, "TURN": turn} for tiles in (_PAIR, _ALONE) for turn in turns]
+        usual = [{**tiles, "BLOCK_M": 16, "RING": 3, "TURN": turn} for tiles in (_PAIR, _ALONE) for turn in turns]
+        return [*usual, {**_SLIM, "BLOCK_M": 16, "TURN": TURNED_BEFORE}]
     if num_rows <= 32:
-        return [{**_PAIR, "BLOCK_M": 32, "X_STAGES": 2, "RING": 2, "TURN": turn} for turn in turns]
+        usual = [{**_PAIR, "BLOCK_M": 32, "X_STAGES": 2, "RING": 2, "TURN": turn} for turn in turns]
+        return [*usual, {**_SLIM, "BLOCK_M": 32, "W_STAGES": 3, "TURN": TURNED_BEFORE}]
+    # the deeper a step, the fewer of them are on their way
     if num_rows <= 64:
-        deep = {"BLOCK_J": 32, "W_STAGES": 3, "X_STAGES": 2}, {"BLOCK_J": 16, "W_STAGES": 5, "X_STAGES": 5}
-        wide = [{**_WIDE, **each, "BLOCK_M": 64, "TURN": turn} for each in deep for turn in turns]
-        narrow = {**_PAIR, "BLOCK_J": 16, "W_STAGES": 4, "RING": 1, "MAX_REGS": 120, "BLOCK_M": 64}
-        return [*wide, *({**narrow, "TURN": turn} for turn in turns)]
-    tall = {**_TALL, "BLOCK_M": 128, "TURN": TURNED_BEFORE}
-    return [{**tall, "BLOCK_N": 256}, {**tall, "BLOCK_N": 128, "W_STAGES": 4, "X_STAGES": 3}]
+        wide = {**_WIDE, "BLOCK_M": 64, "TURN": TURNED_BEFORE}
+        return [
+            {**wide, "BLOCK_J": 32, "W_STAGES": 3, "X_STAGES": 2},
+            {**wide, "BLOCK_J": 16, "W_STAGES": 5, "X_STAGES": 5},
+            {**_PAIR, "BLOCK_J": 16, "W_STAGES": 4, "RING": 1, "MAX_REGS": 120, "BLOCK_M": 64, "TURN": TURNED_BEFORE},
+            {
+                **_SLIM,
+                "BLOCK_M": 64,
+                "W_STAGES": 3,
+                "X_STAGES": 2,
+                "ESCAPES": 16,
+                "TURN": TURNED_BEFORE,
+                "FAR_REGS": 40,
+            },
+        ]
+    square = [
+        {**_BY_TURNS, "BLOCK_M": 128, "BLOCK_J": 32, "W_STAGES": 3, "X_STAGES": 2, "FOURTHS": 2},
+        {**_BY_TURNS, "BLOCK_M": 128, "BLOCK_J": 16, "W_STAGES": 4, "X_STAGES": 3, "FOURTHS": 4},
+    ]
+    if num_rows <= 128:
+        return [*square, {**square[1], "BY_TURNS": 0}]
+    return [
+        {**_BY_TURNS, "BLOCK_M": 256, "BLOCK_J": 16, "W_STAGES": 3, "X_STAGES": 2, "FOURTHS": 4},
+        {**_BY_TURNS, "BLOCK_M": 256, "BLOCK_J": 32, "W_STAGES": 2, "X_STAGES": 3, "FOURTHS": 1},
+        *square,
+    ]
 
 
 def gemm(x: Tensor, weight: F12, bias: Tensor | None, tiles: Tiles) -> Tensor:
     """x: [M, columns], contiguous, of which `fits` says yes. Returns [M, rows]. One stream multiplies at a time."""
     from weft_kernels.packed.hopper.kernel import f12_gemm
 
-    tiles = {"REGS": 224, "FAR_REGS": 64, **tiles}
+    tiles = {"REGS": 224, "FAR_REGS": 64, "BY_TURNS": 0, "FOURTHS": 4, **tiles}
     resident, max_regs = tiles.pop("PER_MULTIPROCESSOR"), tiles.pop("MAX_REGS", 0)
     num_rows, size = x.shape
     block_m, block_n, block_j = tiles["BLOCK_M"], tiles["BLOCK_N"], tiles["BLOCK_J"]
     tiles_m, steps = triton.cdiv(num_rows, block_m), size // (SLOTS * block_j)
     num_tiles = tiles_m * triton.cdiv(weight.rows, block_n)
-    programs = min(_num_multiprocessors(x.device) * resident, num_tiles * steps)
+    most = min(_num_multiprocessors(x.device) * resident, num_tiles * steps)
+    programs, own_tiles, split_tiles, sharers = split(num_tiles, steps, most, bool(tiles.pop("EVEN", 0)))
     counts = counters(x.device, NUM_COUNTERS)
-    assert num_tiles * tiles["PARTS"] <= NUM_COUNTERS - FIRST_TILE
+    assert 2 * num_tiles * tiles["PARTS"] <= NUM_COUNTERS - FIRST_TILE
     out = x.new_empty(num_rows, weight.rows)
     # a program has parts of two tiles at most
     parts = torch.empty(2 * programs * block_m * block_n, dtype=torch.float32, device=x.device)
@@ -111,7 +166,8 @@ def gemm(x: Tensor, weight: F12, bias: Tensor | None, tiles: Tiles) -> Tensor:
     f12_gemm[(programs,)](
         *_descriptors(x, weight, block_m, block_n, block_j),
         *(x, turned, *weight.tensors[1:], x if bias is None else bias, parts, counts[FIRST_TILE:], counts, out),
-        *(num_rows, weight.rows, size, tiles_m, num_tiles % programs, num_tiles // programs, programs, steps),
+        *(num_rows, weight.rows, size, tiles_m, split_tiles, own_tiles, programs, sharers, steps),
+        tiles.pop("PATIENCE", PATIENCE),
         turned.stride(0),
         HAS_BIAS=bias is not None,
         num_warps=4,
@@ -120,6 +176,17 @@ def gemm(x: Tensor, weight: F12, bias: Tensor | None, tiles: Tiles) -> Tensor:
         **tiles,
     )
     return out
+
+
+def split(num_tiles: int, steps: int, programs: int, is_even: bool) -> tuple[int, int, int, int]:
+    """How many programs, how many tiles each has for itself, how many are left, and how many programs share these.
+
+    is_even: as many share each of them, so that none has parts of two, where some may have no share."""
+    own_tiles, split_tiles = divmod(num_tiles, programs)
+    sharers = max(1, min(programs, split_tiles * steps))
+    if is_even and split_tiles:
+        sharers -= sharers % split_tiles
+    return (programs if own_tiles else sharers), own_tiles, split_tiles, sharers
 
 
 def _room_for_turned(x: Tensor, width: int, how: int) -> Tensor:

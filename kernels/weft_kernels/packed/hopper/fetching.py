@@ -15,8 +15,6 @@ from weft_kernels.packed.hopper.splitting import escapes_of, segment_at, step_at
 
 # left rows that are turned at a time
 _TURN_M = gl.constexpr(64)
-# how often a program asks whether the others have turned their columns, a microsecond each; then it does without them
-_PATIENCE = gl.constexpr(10_000)
 # older versions of Triton have them by other names
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 all_threads_here = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -42,24 +40,30 @@ def fetch_words(d_words: tma.tensor_descriptor, ring: gl.tuple, work: gl.tuple) 
 
 
 @gluon.jit
-def fetch_rows(d_x: tma.tensor_descriptor, ring: gl.tuple, work: gl.tuple) -> None:
-    """The left rows' columns that a step's words stand for: [4, BLOCK_M, 2 BLOCK_J], one for each fourth of a block."""
+def fetch_rows(d_x: tma.tensor_descriptor, ring: gl.tuple, work: gl.tuple, FOURTHS: gl.constexpr) -> None:
+    """The left rows' columns that a step's words stand for: [BLOCK_M, 2 BLOCK_J] for each fourth of a block.
+
+    A slot has all four in their order, or some: of the order 3, 0, 1, 2 then."""
     xs, full, empty = ring
-    STAGES: gl.constexpr = xs.shape[0] // 4
+    STAGES: gl.constexpr = xs.shape[0] // FOURTHS
     BLOCK_M: gl.constexpr = xs.shape[1]
     BLOCK_J: gl.constexpr = xs.shape[2] // 2
     PER_BLOCK: gl.constexpr = 32 // BLOCK_J
+    TURNS: gl.constexpr = 4 // FOURTHS
     _, _, _, _, _, count, steps, tiles_m, _, _ = work
     gdc_wait()
     for i in range(count):
         step = step_at(i, work)
-        stage = i % STAGES
-        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(stage), BLOCK_M * BLOCK_J * 8 * 2)
         m = step // steps % tiles_m * BLOCK_M
         k = step % steps // PER_BLOCK * 256 + step % PER_BLOCK * (2 * BLOCK_J)
-        for FOURTH in gl.static_range(4):
-            _load(d_x, [m, k + 64 * FOURTH], full.index(stage), xs.index(stage * 4 + FOURTH))
+        for TURN in gl.static_range(TURNS):
+            turn = i * TURNS + TURN
+            stage = turn % STAGES
+            mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), FOURTHS * BLOCK_M * BLOCK_J * 4)
+            for NEXT in gl.static_range(FOURTHS):
+                first = k + 64 * ((TURN * FOURTHS + NEXT + 3) % 4)
+                _load(d_x, [m, first], full.index(stage), xs.index(stage * FOURTHS + NEXT))
 
 
 @gluon.jit
@@ -80,7 +84,7 @@ def fetch_escapes(
     here, some columns each.
     """
     ROWS: gl.constexpr = BLOCK_N // PARTS
-    p_x, p_turned, p_ready, stride_turned, size = lefts
+    p_x, p_turned, p_ready, stride_turned, size, patience = lefts
     p_starts, p_places, p_values = listed
     far, far_rows, far_values, full, empty = ring
     RING: gl.constexpr = far.shape[0] // PARTS
@@ -97,7 +101,7 @@ def fetch_escapes(
         _turn(
             p_x, p_turned, stride_turned, size, num_m, tiles_m * BLOCK_M, programs * PARTS, PART, PARTS, WARPS, BLOCK_M
         )
-        is_turned = _wait_for_all(p_ready, programs * PARTS)
+        is_turned = _wait_for_all(p_ready, programs * PARTS, patience)
     while i < count:
         first_m = i_tile % tiles_m * BLOCK_M
         for next_e in range(first_e, end_e, ESCAPES):
@@ -228,12 +232,12 @@ def _turn(
 
 
 @gluon.jit
-def _wait_for_all(p_ready: gl.tensor, helpers: gl.tensor) -> gl.tensor:
+def _wait_for_all(p_ready: gl.tensor, helpers: gl.tensor, patience: gl.tensor) -> gl.tensor:
     """Whether all have turned their columns; the last one to ask leaves both counts as they were, at 0."""
     all_threads_here()
     ready = gl.atomic_add(p_ready, 1, sem="acq_rel", scope="gpu") + 1
     asked = 0
-    while (ready < helpers) & (asked < _PATIENCE):
+    while (ready < helpers) & (asked < patience):
         ready = gl.atomic_add(p_ready, 0, sem="acquire", scope="gpu")
         asked += 1
     if gl.atomic_add(p_ready + 1, 1, sem="acq_rel", scope="gpu") == helpers - 1:

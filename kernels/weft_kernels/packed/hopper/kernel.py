@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from weft_kernels.packed.hopper.alternating import multiply_by_turns
 from weft_kernels.packed.hopper.fetching import fetch_escapes, fetch_rows, fetch_words
 from weft_kernels.packed.hopper.multiplying import multiply
 from weft_kernels.packed.hopper.splitting import first_step
@@ -28,7 +29,10 @@ def _ring(
     return full, empty
 
 
-@gluon.jit(do_not_specialize=["num_m", "num_n", "tiles_m", "split_tiles", "own_tiles", "programs", "steps", "size"])
+_NOT_SPECIALIZED = ("num_m", "num_n", "tiles_m", "split_tiles", "own_tiles", "programs", "sharers", "steps", "size")
+
+
+@gluon.jit(do_not_specialize=[*_NOT_SPECIALIZED, "patience"])
 def f12_gemm(
     d_words: tma.tensor_descriptor,
     d_x: tma.tensor_descriptor,
@@ -50,7 +54,9 @@ def f12_gemm(
     split_tiles: gl.tensor,
     own_tiles: gl.tensor,
     programs: gl.tensor,
+    sharers: gl.tensor,
     steps: gl.tensor,
+    patience: gl.tensor,
     stride_turned: gl.tensor,
     HAS_BIAS: gl.constexpr,
     TURN: gl.constexpr,
@@ -62,6 +68,8 @@ def f12_gemm(
     RING: gl.constexpr,
     ESCAPES: gl.constexpr,
     PARTS: gl.constexpr,
+    BY_TURNS: gl.constexpr,
+    FOURTHS: gl.constexpr,
     REGS: gl.constexpr,
     FAR_REGS: gl.constexpr,
 ) -> None:
@@ -70,7 +78,7 @@ def f12_gemm(
     BLOCK_J: words of a row and plane in a step, 32 or 16; a row of weights is `steps` of them.
     """
     words = gl.allocate_shared_memory(gl.int32, [3 * W_STAGES, BLOCK_N, BLOCK_J], d_words.layout)
-    xs = gl.allocate_shared_memory(gl.bfloat16, [4 * X_STAGES, BLOCK_M, 2 * BLOCK_J], d_x.layout)
+    xs = gl.allocate_shared_memory(gl.bfloat16, [FOURTHS * X_STAGES, BLOCK_M, 2 * BLOCK_J], d_x.layout)
     f_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ESCAPES, BLOCK_M], gl.bfloat16)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     far = gl.allocate_shared_memory(gl.bfloat16, [PARTS * RING, ESCAPES, BLOCK_M], f_layout)
@@ -81,8 +89,6 @@ def f12_gemm(
     f_full, f_empty = _ring(PARTS * RING, 1)
     gdc_launch_dependents()
     pid = gl.program_id(0)
-    # programs with nothing to share have nothing to add up either
-    sharers = max(1, min(programs, split_tiles * steps))
     first = first_step(pid, sharers, split_tiles * steps)
     num_split = first_step(pid + 1, sharers, split_tiles * steps) - first
     count = num_split + own_tiles * steps
@@ -91,9 +97,24 @@ def f12_gemm(
     row_ring = (xs, x_full, x_empty)
     escape_ring = (far, far_rows, far_values, f_full, f_empty)
     listed = (p_starts, p_places, p_values)
-    lefts = (p_x, p_turned, p_ready, stride_turned, size)
-    outputs = (p_bias, p_parts, p_arrived, p_out)
-    if PARTS == 2:
+    lefts = (p_x, p_turned, p_ready, stride_turned, size, patience)
+    outputs = (p_bias, p_parts, p_arrived, p_out, patience)
+    if BY_TURNS:
+        turns, _ = _ring(2, 1)
+        rings = (word_ring, row_ring, escape_ring, turns)
+        gl.warp_specialize(
+            [
+                (multiply_by_turns, (rings, p_bases, p_starts, outputs, work, 0, FOURTHS, HAS_BIAS)),
+                (multiply_by_turns, (rings, p_bases, p_starts, outputs, work, 1, FOURTHS, HAS_BIAS)),
+                (fetch_escapes, (lefts, listed, escape_ring, work, 0, 2, 1, BLOCK_N, TURN)),
+                (fetch_escapes, (lefts, listed, escape_ring, work, 1, 2, 1, BLOCK_N, TURN)),
+                (fetch_words, (d_words, word_ring, work)),
+                (fetch_rows, (d_x, row_ring, work, FOURTHS)),
+            ],
+            [4, 1, 1, 1, 1],
+            [REGS, FAR_REGS, FAR_REGS, _COPY_REGS, _COPY_REGS],
+        )
+    elif PARTS == 2:
         gl.warp_specialize(
             [
                 (multiply, (word_ring, row_ring, escape_ring, p_bases, p_starts, outputs, work, 0, 2, HAS_BIAS)),
@@ -101,7 +122,7 @@ def f12_gemm(
                 (fetch_escapes, (lefts, listed, escape_ring, work, 0, 2, 1, BLOCK_N, TURN)),
                 (fetch_escapes, (lefts, listed, escape_ring, work, 1, 2, 1, BLOCK_N, TURN)),
                 (fetch_words, (d_words, word_ring, work)),
-                (fetch_rows, (d_x, row_ring, work)),
+                (fetch_rows, (d_x, row_ring, work, FOURTHS)),
             ],
             [4, 1, 1, 1, 1],
             [REGS, FAR_REGS, FAR_REGS, _COPY_REGS, _COPY_REGS],
@@ -112,7 +133,7 @@ def f12_gemm(
                 (multiply, (word_ring, row_ring, escape_ring, p_bases, p_starts, outputs, work, 0, 1, HAS_BIAS)),
                 (fetch_escapes, (lefts, listed, escape_ring, work, 0, 1, 2, BLOCK_N, TURN)),
                 (fetch_words, (d_words, word_ring, work)),
-                (fetch_rows, (d_x, row_ring, work)),
+                (fetch_rows, (d_x, row_ring, work, FOURTHS)),
             ],
             [2, 1, 1],
             [FAR_REGS, _COPY_REGS, _COPY_REGS],

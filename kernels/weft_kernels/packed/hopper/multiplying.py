@@ -8,15 +8,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.language.extra.cuda import gdc_wait
 
 from weft_kernels.packed.f12_tiles import f12_pair
-from weft_kernels.packed.hopper.fetching import all_threads_here
-from weft_kernels.packed.hopper.splitting import escapes_of, first_step, segment_at, sharer_of
-
-# fp32 a thread holds of other programs' sums at a time
-_TOGETHER = gl.constexpr(64)
+from weft_kernels.packed.hopper.ends import add_up, keep
+from weft_kernels.packed.hopper.splitting import escapes_of, segment_at
 
 
 @gluon.constexpr_function
-def _words_layout(rows: int, words: int) -> gl.DistributedLinearLayout:
+def words_layout(rows: int, words: int) -> gl.DistributedLinearLayout:
     """As multipliers take them: of each 64 rows, a lane has words t and t + 4, and so on, of rows g and g + 8."""
     columns = [[0, 1 << bit] for bit in range(2, words.bit_length() - 1)]
     more_rows = [[1 << bit, 0] for bit in range(6, rows.bit_length() - 1)]
@@ -25,7 +22,7 @@ def _words_layout(rows: int, words: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def _words_of(
+def words_of(
     words: gl.shared_memory_descriptor, stage: gl.tensor, PART: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor]:
     """A part's rows of a step's words: [ROWS, words] of each plane."""
@@ -36,7 +33,7 @@ def _words_of(
 
 
 @gluon.jit
-def _fourth(
+def fourth(
     b_0: gl.tensor, b_1: gl.tensor, b_2: gl.tensor, b_factor: gl.tensor, FOURTH: gl.constexpr, operand: gl.constexpr
 ) -> gl.tensor:
     """[rows, 2 words] bfloat16: the weights themselves. b_factor: 2^base twice, as bfloat16; the product is exact."""
@@ -71,20 +68,17 @@ def multiply(
     """One part of a program's rows of weights, tile after tile. Escapes are further columns; they come in between."""
     words, w_full, w_empty = word_ring
     xs, x_full, x_empty = row_ring
-    far, far_rows, far_values, f_full, f_empty = escape_ring
     W_STAGES: gl.constexpr = words.shape[0] // 3
     BLOCK_N: gl.constexpr = words.shape[1]
     X_STAGES: gl.constexpr = xs.shape[0] // 4
     BLOCK_M: gl.constexpr = xs.shape[1]
-    RING: gl.constexpr = far.shape[0] // PARTS
-    ESCAPES: gl.constexpr = far.shape[1]
+    ESCAPES: gl.constexpr = escape_ring[0].shape[1]
     ROWS: gl.constexpr = BLOCK_N // PARTS
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    layout: gl.constexpr = _words_layout(ROWS, words.shape[2])
+    layout: gl.constexpr = words_layout(ROWS, words.shape[2])
     _, _, _, _, _, count, _, tiles_m, _, num_n = work
     o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    o_hot = gl.arange(0, ROWS, layout=gl.SliceLayout(1, left))
     chunk = 0
     i = 0
     i_tile, begin, end = segment_at(i, work)
@@ -92,7 +86,7 @@ def multiply(
     first_e, end_e = escapes_of(p_starts, n, begin, end, work, ROWS)
     b_base = gl.load(p_bases + (n + o_row) // 64, mask=n + o_row < num_n, other=0)
     mbarrier.wait(w_full.index(0), 0)
-    b_0, b_1, b_2 = _words_of(words, 0, PART, ROWS, layout)
+    b_0, b_1, b_2 = words_of(words, 0, PART, ROWS, layout)
     gdc_wait()
     while i < count:
         # what is to be known of the next tile is under way while this one is multiplied
@@ -110,37 +104,29 @@ def multiply(
                 w_stage = here % W_STAGES
                 x_stage = here % X_STAGES
                 mbarrier.wait(x_full.index(x_stage), (here // X_STAGES) & 1)
-                a_3 = _fourth(b_0, b_1, b_2, b_factor, 3, left)
-                acc = warpgroup_mma(a_3, xs.index(4 * x_stage + 3).permute((1, 0)), acc, is_async=True)
-                a_0 = _fourth(b_0, b_1, b_2, b_factor, 0, left)
-                acc = warpgroup_mma(a_0, xs.index(4 * x_stage).permute((1, 0)), acc, is_async=True)
+                a_3 = fourth(b_0, b_1, b_2, b_factor, 3, left)
+                acc = warpgroup_mma(a_3, xs.index(4 * x_stage).permute((1, 0)), acc, is_async=True)
+                a_0 = fourth(b_0, b_1, b_2, b_factor, 0, left)
+                acc = warpgroup_mma(a_0, xs.index(4 * x_stage + 1).permute((1, 0)), acc, is_async=True)
                 acc, a_3 = warpgroup_mma_wait(1, deps=[acc, a_3])
                 # That fourth took all three words, so they have come, and their place is free. A barrier alone does not
                 # say so: loads may still be under way when warps come to it, and the next words overtake them.
                 mbarrier.arrive(w_empty.index(w_stage), count=1)
-                a_1 = _fourth(b_0, b_1, b_2, b_factor, 1, left)
-                acc = warpgroup_mma(a_1, xs.index(4 * x_stage + 1).permute((1, 0)), acc, is_async=True)
+                a_1 = fourth(b_0, b_1, b_2, b_factor, 1, left)
+                acc = warpgroup_mma(a_1, xs.index(4 * x_stage + 2).permute((1, 0)), acc, is_async=True)
                 acc, a_0 = warpgroup_mma_wait(1, deps=[acc, a_0])
-                a_2 = _fourth(b_0, b_1, b_2, b_factor, 2, left)
-                acc = warpgroup_mma(a_2, xs.index(4 * x_stage + 2).permute((1, 0)), acc, is_async=True)
+                a_2 = fourth(b_0, b_1, b_2, b_factor, 2, left)
+                acc = warpgroup_mma(a_2, xs.index(4 * x_stage + 3).permute((1, 0)), acc, is_async=True)
                 # the next step's words, while this one is multiplied
                 w_next = (here + 1) % W_STAGES
                 mbarrier.wait(w_full.index(w_next), ((here + 1) // W_STAGES) & 1, pred=here + 1 < count)
-                b_0, b_1, b_2 = _words_of(words, w_next, PART, ROWS, layout)
+                b_0, b_1, b_2 = words_of(words, w_next, PART, ROWS, layout)
                 acc, a_1, a_2 = warpgroup_mma_wait(0, deps=[acc, a_1, a_2])
                 mbarrier.arrive(x_empty.index(x_stage), count=1)
             if piece + 1 < pieces:
-                slot = PART * RING + chunk % RING
-                mbarrier.wait(f_full.index(slot), (chunk // RING) & 1)
-                b_at = far_rows.index(slot).load(gl.SliceLayout(0, left))
-                b_value = far_values.index(slot).load(gl.SliceLayout(0, left))
-                b_zero = gl.zeros([ROWS, ESCAPES], gl.bfloat16, layout=left)
-                # each value in its row
-                b_hot = gl.where(b_at[None, :] == o_hot[:, None], b_value[None, :] + b_zero, b_zero)
-                acc = warpgroup_mma(b_hot, far.index(slot), acc)
-                mbarrier.arrive(f_empty.index(slot), count=1)
+                acc = multiply_escapes(acc, escape_ring, chunk, PART, PARTS, ROWS, left)
                 chunk += 1
-        _finish(acc, outputs, i, i_tile, end - begin, n, work, PART, PARTS, ROWS, BLOCK_M, HAS_BIAS)
+        keep(acc, outputs, i, i_tile, end - begin, n, work, PART, PARTS, ROWS, BLOCK_M, HAS_BIAS)
         i = next_i
         i_tile = next_tile
         begin = next_begin
@@ -149,57 +135,30 @@ def multiply(
         first_e = next_first_e
         end_e = next_end_e
         b_base = next_base
+    add_up(outputs, work, PART, PARTS, ROWS, BLOCK_M, HAS_BIAS)
 
 
 @gluon.jit
-def _finish(
+def multiply_escapes(
     acc: gl.tensor,
-    outputs: gl.tuple,
-    i: gl.tensor,
-    i_tile: gl.tensor,
-    num_steps: gl.tensor,
-    n: gl.tensor,
-    work: gl.tuple,
+    escape_ring: gl.tuple,
+    chunk: gl.tensor,
     PART: gl.constexpr,
     PARTS: gl.constexpr,
     ROWS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-) -> None:
-    """Write a tile, or what this program has of one; of those that share it the last to come adds up, in order."""
-    mma: gl.constexpr = acc.type.layout
-    p_bias, p_parts, p_arrived, p_out = outputs
-    _, _, _, split_tiles, sharers, _, steps, tiles_m, num_m, num_n = work
-    o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma))
-    o_m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, mma))
-    is_last = True
-    if num_steps < steps:
-        PLACE: gl.constexpr = PARTS * ROWS * BLOCK_M
-        start = i_tile * steps
-        total = split_tiles * steps
-        first_program = sharer_of(start, sharers, total)
-        last_program = sharer_of(start + steps - 1, sharers, total)
-        p_part = p_parts + ((PART * ROWS + o_row) * BLOCK_M)[:, None] + o_m[None, :]
-        # a program has two such tiles at most: one that it begins with, and one that it ends with
-        gl.store(p_part + (2 * gl.program_id(0) + (i > 0).to(gl.int32)) * PLACE, acc)
-        # all of the part is there before it counts
-        all_threads_here()
-        p_count = p_arrived + i_tile * PARTS + PART
-        is_last = gl.atomic_add(p_count, 1, sem="acq_rel", scope="gpu") == last_program - first_program
-        if is_last:
-            TOGETHER: gl.constexpr = max(1, min(4, _TOGETHER * 128 // (ROWS * BLOCK_M)))
-            acc = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=mma)
-            for some in range(first_program, last_program + 1, TOGETHER):
-                for NEXT in gl.static_range(TOGETHER):
-                    other = some + NEXT
-                    at = (2 * other + (first_step(other, sharers, total) < start).to(gl.int32)) * PLACE
-                    m_part = (other <= last_program) & (o_m >= 0)[None, :]
-                    acc += gl.load(p_part + at, mask=m_part, other=0.0, cache_modifier=".cg")
-            gl.store(p_count, 0)
-    if is_last:
-        m_row = n + o_row < num_n
-        if HAS_BIAS:
-            acc += gl.load(p_bias + n + o_row, mask=m_row, other=0.0).to(gl.float32)[:, None]
-        m = i_tile % tiles_m * BLOCK_M + o_m
-        p_tile = p_out + m[None, :] * num_n + (n + o_row)[:, None]
-        gl.store(p_tile, acc.to(gl.bfloat16), mask=m_row[:, None] & (m < num_m)[None, :])
+    left: gl.constexpr,
+) -> gl.tensor:
+    """A chunk of a part's escapes: columns with one weight each, in its row."""
+    far, far_rows, far_values, full, empty = escape_ring
+    RING: gl.constexpr = far.shape[0] // PARTS
+    ESCAPES: gl.constexpr = far.shape[1]
+    slot = PART * RING + chunk % RING
+    mbarrier.wait(full.index(slot), (chunk // RING) & 1)
+    o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, left))
+    b_at = far_rows.index(slot).load(gl.SliceLayout(0, left))
+    b_value = far_values.index(slot).load(gl.SliceLayout(0, left))
+    b_zero = gl.zeros([ROWS, ESCAPES], gl.bfloat16, layout=left)
+    b_hot = gl.where(b_at[None, :] == o_row[:, None], b_value[None, :] + b_zero, b_zero)
+    acc = warpgroup_mma(b_hot, far.index(slot), acc)
+    mbarrier.arrive(empty.index(slot), count=1)
+    return acc
