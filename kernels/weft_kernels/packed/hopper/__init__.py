@@ -27,12 +27,11 @@ from weft_kernels.packed.scratch import counters, turn
 
 Tiles = dict[str, int]
 MOST_ROWS = 1024
-# left rows: looked up where they are, turned by a kernel before, or by the programs themselves
-LOOKED_UP, TURNED_BEFORE, TURNED_HERE = 0, 1, 2
-# for counts of tiles, behind two that say who has turned left rows
-NUM_COUNTERS = 1 << 16
-FIRST_TILE = 4
-# how often a program asks whether others have done what it needs, a microsecond each; then it does without them
+# where escapes need more columns of left rows than so few numbers, a kernel turns them before
+MOST_LOOKED_UP = 8
+# two of each part of a tile that is shared, of which there are fewer than programs
+NUM_COUNTERS = 1 << 12
+# how often a program asks whether others have put down their parts, a microsecond each; then it leaves them its own
 PATIENCE = 10_000
 
 # PER_MULTIPROCESSOR: programs at a time. MAX_REGS: of a thread as it is launched, so that so many programs fit.
@@ -49,20 +48,6 @@ _WIDE = {
     "REGS": 168,
     "FAR_REGS": 96,
 }
-# beside another program, so that the next launch's fetches its first words while this one's adds up
-_SLIM = {
-    "BLOCK_N": 128,
-    "PARTS": 2,
-    "PER_MULTIPROCESSOR": 1,
-    "BLOCK_J": 16,
-    "W_STAGES": 4,
-    "X_STAGES": 3,
-    "RING": 1,
-    "ESCAPES": 32,
-    "MAX_REGS": 80,
-    "REGS": 104,
-    "FAR_REGS": 56,
-}
 _BY_TURNS = {
     "BLOCK_N": 128,
     "PARTS": 2,
@@ -70,7 +55,6 @@ _BY_TURNS = {
     "RING": 1,
     "ESCAPES": 16,
     "BY_TURNS": 1,
-    "TURN": TURNED_BEFORE,
 }
 
 
@@ -104,33 +88,22 @@ def candidates(num_rows: int) -> list[Tiles]:
 def _candidates(num_rows: int) -> list[Tiles]:
     if num_rows <= 8:
         return [
-            {**_PAIR, "BLOCK_M": 8, "RING": 4, "TURN": LOOKED_UP},
-            {**_ALONE, "BLOCK_M": 8, "W_STAGES": 4, "RING": 4, "TURN": LOOKED_UP},
-            {**_SLIM, "BLOCK_M": 8, "TURN": LOOKED_UP},
+            {**_PAIR, "BLOCK_M": 8, "RING": 4},
+            {**_ALONE, "BLOCK_M": 8, "W_STAGES": 4, "RING": 4},
         ]
-    turns = TURNED_BEFORE, TURNED_HERE
     if num_rows <= 16:
-        usual = [{**tiles, "BLOCK_M": 16, "RING": 3, "TURN": turn} for tiles in (_PAIR, _ALONE) for turn in turns]
-        return [*usual, {**_SLIM, "BLOCK_M": 16, "TURN": TURNED_BEFORE}]
+        return [
+            {**_PAIR, "BLOCK_M": 16, "RING": 3},
+            {**_ALONE, "BLOCK_M": 16, "RING": 3},
+        ]
     if num_rows <= 32:
-        usual = [{**_PAIR, "BLOCK_M": 32, "X_STAGES": 2, "RING": 2, "TURN": turn} for turn in turns]
-        return [*usual, {**_SLIM, "BLOCK_M": 32, "W_STAGES": 3, "TURN": TURNED_BEFORE}]
-    # the deeper a step, the fewer of them are on their way
+        return [{**_PAIR, "BLOCK_M": 32, "X_STAGES": 2, "RING": 2}]
     if num_rows <= 64:
-        wide = {**_WIDE, "BLOCK_M": 64, "TURN": TURNED_BEFORE}
+        wide = {**_WIDE, "BLOCK_M": 64}
         return [
             {**wide, "BLOCK_J": 32, "W_STAGES": 3, "X_STAGES": 2},
             {**wide, "BLOCK_J": 16, "W_STAGES": 5, "X_STAGES": 5},
-            {**_PAIR, "BLOCK_J": 16, "W_STAGES": 4, "RING": 1, "MAX_REGS": 120, "BLOCK_M": 64, "TURN": TURNED_BEFORE},
-            {
-                **_SLIM,
-                "BLOCK_M": 64,
-                "W_STAGES": 3,
-                "X_STAGES": 2,
-                "ESCAPES": 16,
-                "TURN": TURNED_BEFORE,
-                "FAR_REGS": 40,
-            },
+            {**_PAIR, "BLOCK_J": 16, "W_STAGES": 4, "RING": 1, "MAX_REGS": 120, "BLOCK_M": 64},
         ]
     square = [
         {**_BY_TURNS, "BLOCK_M": 128, "BLOCK_J": 32, "W_STAGES": 3, "X_STAGES": 2, "FOURTHS": 2},
@@ -140,7 +113,6 @@ def _candidates(num_rows: int) -> list[Tiles]:
         return [*square, {**square[1], "BY_TURNS": 0}]
     return [
         {**_BY_TURNS, "BLOCK_M": 256, "BLOCK_J": 16, "W_STAGES": 3, "X_STAGES": 2, "FOURTHS": 4},
-        {**_BY_TURNS, "BLOCK_M": 256, "BLOCK_J": 32, "W_STAGES": 2, "X_STAGES": 3, "FOURTHS": 1},
         *square,
     ]
 
@@ -158,18 +130,20 @@ def gemm(x: Tensor, weight: F12, bias: Tensor | None, tiles: Tiles) -> Tensor:
     most = min(_num_multiprocessors(x.device) * resident, num_tiles * steps)
     programs, own_tiles, split_tiles, sharers = split(num_tiles, steps, most, bool(tiles.pop("EVEN", 0)))
     counts = counters(x.device, NUM_COUNTERS)
-    assert 2 * num_tiles * tiles["PARTS"] <= NUM_COUNTERS - FIRST_TILE
+    assert 2 * split_tiles * tiles["PARTS"] <= NUM_COUNTERS
     out = x.new_empty(num_rows, weight.rows)
     # a program has parts of two tiles at most
     parts = torch.empty(2 * programs * block_m * block_n, dtype=torch.float32, device=x.device)
-    turned = _room_for_turned(x, tiles_m * block_m, tiles["TURN"])
+    is_turned = block_m > MOST_LOOKED_UP
+    turned = turn(x, tiles_m * block_m) if is_turned else x
     f12_gemm[(programs,)](
         *_descriptors(x, weight, block_m, block_n, block_j),
-        *(x, turned, *weight.tensors[1:], x if bias is None else bias, parts, counts[FIRST_TILE:], counts, out),
+        *(x, turned, *weight.tensors[1:], x if bias is None else bias, parts, counts, out),
         *(num_rows, weight.rows, size, tiles_m, split_tiles, own_tiles, programs, sharers, steps),
         tiles.pop("PATIENCE", PATIENCE),
         turned.stride(0),
         HAS_BIAS=bias is not None,
+        IS_TURNED=is_turned,
         num_warps=4,
         launch_pdl=True,  # see `weft_kernels.following`: these GPUs can do that
         **({"maxnreg": max_regs} if max_regs else {}),
@@ -187,12 +161,6 @@ def split(num_tiles: int, steps: int, programs: int, is_even: bool) -> tuple[int
     if is_even and split_tiles:
         sharers -= sharers % split_tiles
     return (programs if own_tiles else sharers), own_tiles, split_tiles, sharers
-
-
-def _room_for_turned(x: Tensor, width: int, how: int) -> Tensor:
-    if how == TURNED_BEFORE:
-        return turn(x, width)
-    return x.new_empty(x.shape[1], width) if how == TURNED_HERE else x
 
 
 def _descriptors(x: Tensor, weight: F12, block_m: int, block_n: int, block_j: int) -> tuple[object, object]:

@@ -13,8 +13,6 @@ from triton.language.extra.cuda import gdc_wait
 from weft_kernels.packed.f12_tiles import f12_column, f12_row
 from weft_kernels.packed.hopper.splitting import escapes_of, segment_at, step_at
 
-# left rows that are turned at a time
-_TURN_M = gl.constexpr(64)
 # older versions of Triton have them by other names
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 all_threads_here = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -76,32 +74,26 @@ def fetch_escapes(
     PARTS: gl.constexpr,
     WARPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    TURN: gl.constexpr,
+    IS_TURNED: gl.constexpr,
 ) -> None:
     """The columns of left rows that a part's escapes need, in chunks: [ESCAPES, BLOCK_M], and which rows they are of.
 
-    TURN: 0 looks numbers up where they are; with 1 the left rows were turned before; with 2 the programs turn them
-    here, some columns each.
+    They come from left rows that were turned before, or are looked up in those that were not.
     """
     ROWS: gl.constexpr = BLOCK_N // PARTS
-    p_x, p_turned, p_ready, stride_turned, size, patience = lefts
+    p_x, p_turned, stride_turned, size = lefts
     p_starts, p_places, p_values = listed
     far, far_rows, far_values, full, empty = ring
     RING: gl.constexpr = far.shape[0] // PARTS
     ESCAPES: gl.constexpr = far.shape[1]
     BLOCK_M: gl.constexpr = far.shape[2]
-    programs, _, _, _, _, count, _, tiles_m, num_m, _ = work
+    _, _, _, _, _, count, _, tiles_m, num_m, _ = work
     chunk = 0
     i = 0
     i_tile, begin, end = segment_at(i, work)
     n = i_tile // tiles_m * BLOCK_N + PART * ROWS
     first_e, end_e = escapes_of(p_starts, n, begin, end, work, ROWS)
     gdc_wait()
-    if TURN == 2:
-        _turn(
-            p_x, p_turned, stride_turned, size, num_m, tiles_m * BLOCK_M, programs * PARTS, PART, PARTS, WARPS, BLOCK_M
-        )
-        is_turned = _wait_for_all(p_ready, programs * PARTS, patience)
     while i < count:
         first_m = i_tile % tiles_m * BLOCK_M
         for next_e in range(first_e, end_e, ESCAPES):
@@ -111,9 +103,7 @@ def fetch_escapes(
             far_rows.index(slot).store(b_row)
             far_values.index(slot).store(b_value)
             place = far.index(slot)
-            if TURN == 0:
-                _put_looked_up(p_x, size, p_places, next_e, end_e, first_m, num_m, place, WARPS, BLOCK_M, ESCAPES)
-            elif TURN == 1 or is_turned:
+            if IS_TURNED:
                 _put_turned(p_turned, stride_turned, p_places, next_e, end_e, first_m, place, WARPS, BLOCK_M, ESCAPES)
             else:
                 _put_looked_up(p_x, size, p_places, next_e, end_e, first_m, num_m, place, WARPS, BLOCK_M, ESCAPES)
@@ -199,48 +189,3 @@ def _put_looked_up(
     b_k = f12_column(gl.load(p_places + o_e, mask=o_e < end_e, other=0))
     m_far = (o_e < end_e)[:, None] & (o_m < num_m)[None, :]
     place.store(gl.load(p_x + b_k[:, None] + o_m[None, :] * size, mask=m_far, other=0.0))
-
-
-@gluon.jit
-def _turn(
-    p_x: gl.tensor,
-    p_turned: gl.tensor,
-    width: gl.tensor,
-    size: gl.tensor,
-    num_m: gl.tensor,
-    all_m: gl.tensor,
-    helpers: gl.tensor,
-    PART: gl.constexpr,
-    PARTS: gl.constexpr,
-    WARPS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-) -> None:
-    """Some columns of the left rows, one behind the other: [size, width] are all of them."""
-    TURN_M: gl.constexpr = min(_TURN_M, BLOCK_M)
-    TURN_K: gl.constexpr = 16 * WARPS
-    tile: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
-    o_m = gl.arange(0, TURN_M, layout=gl.SliceLayout(0, tile))
-    o_k = gl.arange(0, TURN_K, layout=gl.SliceLayout(1, tile))
-    tiles_k = size // TURN_K
-    for i in range(gl.program_id(0) * PARTS + PART, tiles_k * (all_m // TURN_M), helpers):
-        at_m = i // tiles_k * TURN_M + o_m
-        at_k = i % tiles_k * TURN_K + o_k
-        b_x = gl.load(
-            p_x + at_m[None, :] * size + at_k[:, None], mask=(at_m < num_m)[None, :] & (at_k >= 0)[:, None], other=0.0
-        )
-        gl.store(p_turned + at_k[:, None] * width + at_m[None, :], b_x)
-
-
-@gluon.jit
-def _wait_for_all(p_ready: gl.tensor, helpers: gl.tensor, patience: gl.tensor) -> gl.tensor:
-    """Whether all have turned their columns; the last one to ask leaves both counts as they were, at 0."""
-    all_threads_here()
-    ready = gl.atomic_add(p_ready, 1, sem="acq_rel", scope="gpu") + 1
-    asked = 0
-    while (ready < helpers) & (asked < patience):
-        ready = gl.atomic_add(p_ready, 0, sem="acquire", scope="gpu")
-        asked += 1
-    if gl.atomic_add(p_ready + 1, 1, sem="acq_rel", scope="gpu") == helpers - 1:
-        gl.store(p_ready, 0)
-        gl.store(p_ready + 1, 0)
-    return ready >= helpers

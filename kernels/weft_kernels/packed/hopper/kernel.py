@@ -45,7 +45,6 @@ def f12_gemm(
     p_bias: gl.tensor,
     p_parts: gl.tensor,
     p_arrived: gl.tensor,
-    p_ready: gl.tensor,
     p_out: gl.tensor,
     num_m: gl.tensor,
     num_n: gl.tensor,
@@ -59,7 +58,7 @@ def f12_gemm(
     patience: gl.tensor,
     stride_turned: gl.tensor,
     HAS_BIAS: gl.constexpr,
-    TURN: gl.constexpr,
+    IS_TURNED: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_J: gl.constexpr,
@@ -97,7 +96,7 @@ def f12_gemm(
     row_ring = (xs, x_full, x_empty)
     escape_ring = (far, far_rows, far_values, f_full, f_empty)
     listed = (p_starts, p_places, p_values)
-    lefts = (p_x, p_turned, p_ready, stride_turned, size, patience)
+    lefts = (p_x, p_turned, stride_turned, size)
     outputs = (p_bias, p_parts, p_arrived, p_out, patience)
     if BY_TURNS:
         turns, _ = _ring(2, 1)
@@ -106,8 +105,8 @@ def f12_gemm(
             [
                 (multiply_by_turns, (rings, p_bases, p_starts, outputs, work, 0, FOURTHS, HAS_BIAS)),
                 (multiply_by_turns, (rings, p_bases, p_starts, outputs, work, 1, FOURTHS, HAS_BIAS)),
-                (fetch_escapes, (lefts, listed, escape_ring, work, 0, 2, 1, BLOCK_N, TURN)),
-                (fetch_escapes, (lefts, listed, escape_ring, work, 1, 2, 1, BLOCK_N, TURN)),
+                (fetch_escapes, (lefts, listed, escape_ring, work, 0, 2, 1, BLOCK_N, IS_TURNED)),
+                (fetch_escapes, (lefts, listed, escape_ring, work, 1, 2, 1, BLOCK_N, IS_TURNED)),
                 (fetch_words, (d_words, word_ring, work)),
                 (fetch_rows, (d_x, row_ring, work, FOURTHS)),
             ],
@@ -119,8 +118,8 @@ def f12_gemm(
             [
                 (multiply, (word_ring, row_ring, escape_ring, p_bases, p_starts, outputs, work, 0, 2, HAS_BIAS)),
                 (multiply, (word_ring, row_ring, escape_ring, p_bases, p_starts, outputs, work, 1, 2, HAS_BIAS)),
-                (fetch_escapes, (lefts, listed, escape_ring, work, 0, 2, 1, BLOCK_N, TURN)),
-                (fetch_escapes, (lefts, listed, escape_ring, work, 1, 2, 1, BLOCK_N, TURN)),
+                (fetch_escapes, (lefts, listed, escape_ring, work, 0, 2, 1, BLOCK_N, IS_TURNED)),
+                (fetch_escapes, (lefts, listed, escape_ring, work, 1, 2, 1, BLOCK_N, IS_TURNED)),
                 (fetch_words, (d_words, word_ring, work)),
                 (fetch_rows, (d_x, row_ring, work, FOURTHS)),
             ],
@@ -131,7 +130,7 @@ def f12_gemm(
         gl.warp_specialize(
             [
                 (multiply, (word_ring, row_ring, escape_ring, p_bases, p_starts, outputs, work, 0, 1, HAS_BIAS)),
-                (fetch_escapes, (lefts, listed, escape_ring, work, 0, 1, 2, BLOCK_N, TURN)),
+                (fetch_escapes, (lefts, listed, escape_ring, work, 0, 1, 2, BLOCK_N, IS_TURNED)),
                 (fetch_words, (d_words, word_ring, work)),
                 (fetch_rows, (d_x, row_ring, work, FOURTHS)),
             ],
