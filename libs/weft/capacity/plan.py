@@ -105,7 +105,7 @@ def _activations(config: ModelConfig, layout: Layout, demand: Demand) -> int:
 
 
 def _scratch(config: ModelConfig, layout: Layout, demand: Demand) -> int:
-    """Packed matrices are unpacked one at a time for more rows than FUSED_ROWS. Experts are not."""
+    """Packed matrices may be unpacked, one at a time, for more rows than FUSED_ROWS. Experts are not."""
     if not demand.is_resident:
         return 0
     widest = max(2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
