@@ -46,6 +46,7 @@ def _compile(job: Job) -> str:
     """What was said against it, if anything."""
     from weft_kernels.packed import hopper, pack_f12
     from weft_kernels.packed.linear import gemm
+    from weft_kernels.packed.tuning import REFUSALS
 
     columns, rows, tiles = job
     weight = pack_f12(torch.randn(OUTPUTS, columns, device="cuda").bfloat16())
@@ -54,6 +55,6 @@ def _compile(job: Job) -> str:
         return ""
     try:
         gemm(x, weight, None, dict(tiles))
-    except RuntimeError as error:  # the device has less of something than these tiles take
+    except REFUSALS as error:  # as tuning does, which leaves them out
         return str(error)
     return ""

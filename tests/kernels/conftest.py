@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,16 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of tiles, with nothing in them; what others of this machine have tuned is not asked."""
+    tuning = pytest.importorskip("weft_kernels.packed.tuning")
+    monkeypatch.setenv("WEFT_TUNING_CACHE", str(tmp_path))
+    tuning.table_of.cache_clear()
+    yield
+    tuning.table_of.cache_clear()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

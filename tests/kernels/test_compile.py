@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SPILLING = {"256 rows"}
-"""A number or two, where sums take half of all registers."""
+"""Where sums take half of all registers: 8 bytes on Triton 3.6, 216 on 3.9."""
+MOST_SPILLED = 256
 RESERVED = 1024
 """Bytes of shared memory that each program takes besides its own."""
 
@@ -48,6 +49,7 @@ def test_what_is_for_hopper_alone_fits_as_often_as_it_is_launched_and_multiplies
     figures = figures_of(*classes)
     assert {name.split(", ")[1] for name in figures} == {f"{each} rows" for each in classes}
     assert {name.split(", ")[1] for name, each in figures.items() if each["STACK"] > 0} <= SPILLING
+    assert max(each["STACK"] for each in figures.values()) <= MOST_SPILLED
     for name, each in figures.items():
         assert int(name[-1]) * (each["shared"] + RESERVED) <= 228 * 1024, name
         assert each["waits"] < each["products"] / 2, f"{name}: the assembler made them wait, see its C7512"

@@ -135,6 +135,7 @@ def test_long_prompts_are_torchs_own_product_bit_for_bit(monkeypatch: pytest.Mon
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("own_tables")
 def test_long_prompts_in_bfloat16_are_cublas_bit_for_bit() -> None:
     weight = make_weight(1024, 2048, escapes=300)
     x = torch.randn(packed_linear.MAX_FUSED_ROWS + 1, 2048, device=DEVICE).bfloat16()

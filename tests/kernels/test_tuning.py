@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -36,14 +36,6 @@ def seconds(tiles: Tiles) -> float:
     if tiles is UNASSEMBLED:
         raise PTXASError("too many registers")
     return 1.0 if tiles is QUICK else 2.0
-
-
-@pytest.fixture
-def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("WEFT_TUNING_CACHE", str(tmp_path))
-    table_of.cache_clear()
-    yield
-    table_of.cache_clear()
 
 
 def test_the_quickest_is_kept_for_its_shape_and_device(tmp_path: Path) -> None:
@@ -135,13 +127,35 @@ def test_rows_that_only_a_hopper_multiplies_with_words_are_tried_nowhere_else() 
     x, packed = torch.randn(200, 512), pack_f12(weight)
     assert tune(x, [packed], lambda calls: pytest.fail("tried")) is None
     tiles_table(x.device).tune(packed_linear._shape(x, packed), hopper.candidates(200), lambda tiles: 1.0)
-    assert torch.equal(linear_packed(x, packed), functional.linear(x, weight.float()))
+    if DEVICE == "cpu":
+        assert torch.equal(linear_packed(x, packed), functional.linear(x, weight.float()))
+
+
+@pytest.mark.usefixtures("own_tables")
+@pytest.mark.parametrize("num_rows", [129, 200, 256])
+def test_beyond_the_usual_tiles_what_tuning_found_decides(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a Hopper; what is multiplied there, only a Hopper can tell."""
+    weight = torch.randn(70, 256, generator=torch.Generator().manual_seed(5)).bfloat16()
+    x, packed = torch.randn(num_rows, 256), pack_f12(weight)
+    monkeypatch.setattr(hopper, "fits", lambda x, weight: len(x) <= hopper.MOST_ROWS)
+    monkeypatch.setattr(hopper, "gemm", lambda x, weight, bias, tiles: x.new_full((len(x), weight.rows), 7.0))
+    monkeypatch.setattr(packed_linear, "unpack_rows", lambda weight: weight.unpack())
+    unpacked, shape = functional.linear(x, weight.float()), packed_linear._shape(x, packed)
+    assert torch.equal(linear_packed(x, packed), unpacked)
+    assert tune(x, [packed], lambda calls: float((calls[0]() == 7.0).all())) == {"UNPACKED": 1}
+    assert torch.equal(linear_packed(x, packed), unpacked)
+    tiles_table(x.device).tune(shape, hopper.candidates(num_rows), lambda tiles: 1.0)
+    assert (linear_packed(x, packed) == 7.0).all()
+    long = torch.randn(hopper.MOST_ROWS + 1, 256)
+    assert torch.equal(linear_packed(long, packed), functional.linear(long, weight.float()))
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("own_tables")
 @pytest.mark.parametrize("is_unpacked", [False, True])
-def test_prompts_of_middling_length_are_multiplied_as_tuning_found_best(is_unpacked: bool) -> None:
+def test_prompts_of_middling_length_are_multiplied_as_tuning_found_best(
+    is_unpacked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Longer ones are always unpacked first."""
     weight = torch.randn(1024, 2048, device=DEVICE).bfloat16()
     packed, x = pack_f12(weight), torch.randn(200, 2048, device=DEVICE).bfloat16()
@@ -150,8 +164,11 @@ def test_prompts_of_middling_length_are_multiplied_as_tuning_found_best(is_unpac
     shape, candidates = packed_linear._shape(x, packed), packed_linear._candidates(x, packed)
     tiles_table(x.device).tune(shape, candidates, lambda tiles: float(("UNPACKED" in tiles) != is_unpacked))
     expected = functional.linear(x, weight)
-    assert torch.equal(linear_packed(x, packed), expected) or not is_unpacked
-    close(linear_packed(x, packed) / 64, expected / 64)
+    with monkeypatch.context() as patched:
+        other = (hopper, "gemm") if is_unpacked else (packed_linear, "_unpacked_first")
+        patched.setattr(*other, lambda *args: pytest.fail("tuning found the other way quicker"))
+        found = linear_packed(x, packed)
+    close(found / 64, expected / 64)
     long = torch.randn(hopper.MOST_ROWS + 1, 2048, device=DEVICE).bfloat16()
     assert torch.equal(linear_packed(long, packed), functional.linear(long, weight))
 

@@ -36,9 +36,9 @@ MAX_LOOKED_UP = 8
 def linear_packed(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = None) -> Tensor:
     """See `weft_kernels.linear.linear`.
 
-    F12: the weights are those that were packed, to the bit. Of more than 1,024 rows, and beyond MAX_FUSED_ROWS where
-    nothing was tuned, the result is to the bit what torch gives for the plain matrix; otherwise, and for the others
-    always, sums are made in fp32 in an order of their own.
+    F12: the weights are those that were packed, to the bit. Beyond MAX_FUSED_ROWS the result is to the bit what torch
+    gives for the plain matrix, unless a Hopper's own kernel was tuned for so many rows, at most 1,024; otherwise, and
+    for the others always, sums are made in fp32 in an order of their own.
     """
     rows = x.reshape(-1, x.shape[-1])
     assert rows.shape[1] == weight.shape[1]

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 Tiles = dict[str, int]
 Timer = Callable[[Sequence[Callable[[], Tensor]]], float]
 """Seconds of one of several calls."""
+REFUSALS = (OutOfResources, CompilationError, PTXASError, torch.OutOfMemoryError)
+"""What a device says of tiles that take more than it has."""
 LEAST_ROWS, MOST_ROWS = 8, 1024
 DIRECTORY = "WEFT_TUNING_CACHE"
 LOOK_SECONDS = 0.1
@@ -44,7 +46,8 @@ class TuningTable:
         self._found: dict[str, Tiles] = {}
 
     def of(self, form: str, outputs: int, inputs: int, num_rows: int) -> Tiles | None:
-        """What was quickest for so many rows, rounded up to a power of two; nothing where it was not tried."""
+        """What was quickest for so many rows, rounded up to a power of two, or for MOST_ROWS where they are more;
+        nothing where it was not tried."""
         return self._tiles.get(_key(form, outputs, inputs, num_rows))
 
     def tune(
@@ -58,7 +61,7 @@ class TuningTable:
         for tiles in candidates:
             try:
                 found.append((seconds(tiles), tiles))
-            except (OutOfResources, CompilationError, PTXASError) as error:
+            except REFUSALS as error:
                 logger.debug("%s: %s does not run: %s", shape, tiles, error)
         if not found:
             return None

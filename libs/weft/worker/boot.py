@@ -149,8 +149,9 @@ def _build(
         if config.tune_seconds and decoder.packed:
             tune_tiles(decoder, graph_sizes(limits.max_num_seqs), config.tune_seconds)
             log.mark("tuning")
+        free = free_bytes(decoder.device)  # which gives back what packing and tuning left, before it counts as held
         held = torch.cuda.memory_reserved(decoder.device) + RUNTIME_BYTES  # and what libraries have beside torch
-        free = own_bytes(free_bytes(decoder.device), _total_bytes(), config.gpu_share, held)
+        free = own_bytes(free, _total_bytes(), config.gpu_share, held)
         identity = identity_of(ready.weights_hash, limits, machine.dtype, decoder.device)
         # the same weights take more of a step where more experts are asked
         identity |= {"form": config.weights, "layout": layout_name(model)}

@@ -38,6 +38,8 @@ from weft.worker import scoring
 from weft.worker.scoring import PromptScorer
 
 logger = logging.getLogger(__name__)
+# tokens: numbers of rows for which packed products are tuned, and may be unpacked where longer ones are not
+SHORTER_CHUNKS = (256, 512)
 # everything that takes memory when a token is chosen
 SAMPLING = SamplingParams(
     max_tokens=2, temperature=1.0, top_k=40, top_p=0.9, min_p=0.01, num_logprobs=20, repetition_penalty=1.1
@@ -89,7 +91,9 @@ def measure_peak(model: Decoder, limits: EngineConfig, dtype: str, device: torch
 
     One step has one token of as many as the largest graph is captured for, the next one a whole chunk at the end of the
     longest context, all of which is scored, beside one token of everybody else: a capture begins with giving back all
-    that torch only keeps, and its own memory stays. Raises BadCheckpoint where there is no room for it.
+    that torch only keeps, and its own memory stays. Where matrices are packed, shorter chunks come in between: which
+    of them unpack a matrix first, tuning decides for each number of rows. Raises BadCheckpoint where there is no room
+    for it.
     """
     least = limits.paging.max_pages(min(limits.max_context_tokens, limits.chunk_tokens))
     small = replace(limits, num_blocks=least, max_pinned=0)
@@ -100,7 +104,9 @@ def measure_peak(model: Decoder, limits: EngineConfig, dtype: str, device: torch
         runner = ModelRunner(model, small, dtype, device)
         scorer = PromptScorer((0,) * limits.max_context_tokens, 20)
         long = _work(limits.paging, limits.max_context_tokens - chunk, chunk, scorer)
-        for works in ([one, *others][: graph_sizes(limits.max_num_seqs)[-1]], [long, *others]):
+        shorter = [each for each in SHORTER_CHUNKS if model.packed and each < chunk]
+        between = [[_work(limits.paging, limits.max_context_tokens - each, each)] for each in shorter]
+        for works in ([one, *others][: graph_sizes(limits.max_num_seqs)[-1]], *between, [long, *others]):
             runner.launch(works).collect()
     except torch.OutOfMemoryError as error:
         raise BadCheckpoint(

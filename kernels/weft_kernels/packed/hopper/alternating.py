@@ -1,7 +1,7 @@
 """What the multiplying warps of two parts do by turns: while products of one run, the other unpacks weights.
 
 Products of many left rows take longer than their words take to come. Were both parts to unpack at once, multipliers
-would wait for both; so one hands in all products of a step, and then it is the other's turn.
+would wait for both; so one hands in products of a step, or of half of it, and then it is the other's turn.
 """
 
 from __future__ import annotations

@@ -76,6 +76,7 @@ def f12_gemm(
 
     BLOCK_J: words of a row and plane in a step, 32 or 16; a row of weights is `steps` of them.
     """
+    gl.static_assert(PARTS == 2 if BY_TURNS else FOURTHS == 4, "parts take turns, or all of a step at once")
     words = gl.allocate_shared_memory(gl.int32, [3 * W_STAGES, BLOCK_N, BLOCK_J], d_words.layout)
     xs = gl.allocate_shared_memory(gl.bfloat16, [FOURTHS * X_STAGES, BLOCK_M, 2 * BLOCK_J], d_x.layout)
     f_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ESCAPES, BLOCK_M], gl.bfloat16)
