@@ -29,8 +29,8 @@ def multiply_by_turns(
 ) -> None:
     """One of two parts of a program's rows of weights, tile after tile, as `multiply`.
 
-    rings: of words, of left rows, of what escapes need, and a barrier for either part's turn. A turn takes FOURTHS of
-    the four that a step's words hold, in the order 3, 0, 1, 2.
+    rings: of words, of left rows, of what escapes need, and a barrier for either part's turn. A turn takes FOURTHS, 2
+    or 4, of the four that a step's words hold, in the order 3, 0, 1, 2.
     """
     word_ring, row_ring, escape_ring, turns = rings
     words, w_full, w_empty = word_ring
@@ -98,25 +98,21 @@ def _take_turn(
     b_0, b_1, b_2 = b_words
     place = turn % X_STAGES * FOURTHS
     a_0 = fourth(b_0, b_1, b_2, b_factor, (TURN * FOURTHS + 3) % 4, left)
-    if FOURTHS > 1:
-        a_1 = fourth(b_0, b_1, b_2, b_factor, TURN * FOURTHS, left)
-    if FOURTHS > 2:
+    a_1 = fourth(b_0, b_1, b_2, b_factor, TURN * FOURTHS, left)
+    if FOURTHS == 4:
         a_2 = fourth(b_0, b_1, b_2, b_factor, 1, left)
         a_3 = fourth(b_0, b_1, b_2, b_factor, 2, left)
     mbarrier.wait(x_full.index(turn % X_STAGES), (turn // X_STAGES) & 1)
     # the first part begins: its first wait is for what nobody has to say
     mbarrier.wait(turns.index(PART), (turn + 1 + PART) & 1)
     acc = warpgroup_mma(a_0, xs.index(place).permute((1, 0)), acc, is_async=True)
-    if FOURTHS > 1:
-        acc = warpgroup_mma(a_1, xs.index(place + 1).permute((1, 0)), acc, is_async=True)
-    if FOURTHS > 2:
+    acc = warpgroup_mma(a_1, xs.index(place + 1).permute((1, 0)), acc, is_async=True)
+    if FOURTHS == 4:
         acc = warpgroup_mma(a_2, xs.index(place + 2).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma(a_3, xs.index(place + 3).permute((1, 0)), acc, is_async=True)
     mbarrier.arrive(turns.index(1 - PART), count=1)
-    if FOURTHS == 1:
-        acc, a_0 = warpgroup_mma_wait(0, deps=[acc, a_0])
-    elif FOURTHS == 2:
-        acc, a_0, a_1 = warpgroup_mma_wait(0, deps=[acc, a_0, a_1])
-    else:
+    if FOURTHS == 4:
         acc, a_0, a_1, a_2, a_3 = warpgroup_mma_wait(0, deps=[acc, a_0, a_1, a_2, a_3])
+    else:
+        acc, a_0, a_1 = warpgroup_mma_wait(0, deps=[acc, a_0, a_1])
     return acc
