@@ -6,6 +6,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +72,29 @@ class Recorder:
         source = make_source(self.kernel, signature, constants, aligned)
         built = triton.compile(source, target=TARGET, options=options)
         self.figures = {"shared": built.metadata.shared, **_resources(built.asm["cubin"])}
+        if self.kernel.is_gluon():
+            self.figures |= _products(built.asm["cubin"])
 
 
+@cache
 def _resources(cubin: bytes) -> dict[str, int]:
-    """Registers a thread, and its stack: what did not fit; products of groups of warps, and waits for them."""
+    """Registers a thread, and its stack: what did not fit. A launcher may launch one kernel dozens of times."""
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", _shown(cubin, "-res-usage"))}
+
+
+@cache
+def _products(cubin: bytes) -> dict[str, int]:
+    """Products of groups of warps, and waits for them."""
+    sass = _shown(cubin, "-sass")
+    return {"products": len(re.findall(r"\bHGMMA\.", sass)), "waits": len(re.findall(r"WARPGROUP\.DEPBAR", sass))}
+
+
+def _shown(cubin: bytes, what: str) -> str:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage, sass = (
-            subprocess.run([tool, each, file.name], capture_output=True, text=True, check=True).stdout
-            for each in ("-res-usage", "-sass")
-        )
-    counts = {"products": len(re.findall(r"\bHGMMA\.", sass)), "waits": len(re.findall(r"WARPGROUP\.DEPBAR", sass))}
-    return counts | {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", usage)}
+        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
 
 
 class Ignored:

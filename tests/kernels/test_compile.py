@@ -33,7 +33,7 @@ def figures_of(*options: str) -> dict[str, dict[str, int]]:
     return found
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_all_launches_compile_for_an_h200() -> None:
     figures = figures_of()
     assert len(figures) >= 14
@@ -41,7 +41,7 @@ def test_all_launches_compile_for_an_h200() -> None:
     assert {name for name, each in figures.items() if each["STACK"] > 0} <= {"prefill, latent"}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("classes", [("8", "16", "32"), ("64", "128", "256")])
 def test_what_is_for_hopper_alone_fits_as_often_as_it_is_launched_and_multiplies_without_waiting(
     classes: tuple[str, ...],
