@@ -67,7 +67,7 @@ install_torch() {
         note "no GPU here: should pip fetch a build with CUDA (gigabytes), stop it and say" \
             "make WEFT_TORCH_INDEX=<address of PyTorch's index of CPU wheels> serve"
     fi
-    "$venv/bin/python" -m pip install --no-deps ${WEFT_TORCH_INDEX:+--index-url "$WEFT_TORCH_INDEX"} "torch==$version"
+    "$venv/bin/python" -m pip install --no-compile --no-deps ${WEFT_TORCH_INDEX:+--index-url "$WEFT_TORCH_INDEX"} "torch==$version"
 }
 
 install_weft() {
@@ -75,8 +75,13 @@ install_weft() {
     if [ "$kind" = dev ]; then extras="$extras,dev"; fi
     if [ "$kind" = dev ] && ! brings_triton "$venv/bin/python"; then extras="$extras,interpreter"; fi
     step "installing Weft and what it needs ($extras)"
-    "$venv/bin/python" -m pip install -c constraints.txt hatchling editables &&
-        "$venv/bin/python" -m pip install -c constraints.txt --no-build-isolation -e ".[$extras]"
+    "$venv/bin/python" -m pip install --no-compile -c constraints.txt hatchling editables &&
+        "$venv/bin/python" -m pip install --no-compile -c constraints.txt --no-build-isolation -e ".[$extras]"
+}
+
+# By all processors, where pip takes one; not what hardly anybody imports. What is left out, Python compiles when it is.
+compile_all() {
+    "$venv/bin/python" -m compileall -qq -j 0 -x '/tests?/|/transformers/models/' "$venv/lib" || true
 }
 
 trap 'exit 130' INT # pip ends with a status as if it had failed
@@ -98,6 +103,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 unless_stopped install_torch || die "torch could not be installed; pip says why above." \
     "Without a GPU, PyTorch's index of CPU wheels is the place to get it: make WEFT_TORCH_INDEX=<its address> serve"
 unless_stopped install_weft || die "pip could not install what Weft needs; it says why above." "Try again; what was downloaded is kept."
+compile_all
 check_mooncake "$venv/bin/python"
 step "building the CPU kernels"
 "$venv/bin/python" -m weft_kernels.native || note "they need a C++ compiler (Debian, Ubuntu: apt install g++); Weft runs without, slower"
