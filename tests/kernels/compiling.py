@@ -71,9 +71,8 @@ class Recorder:
         make_source = GluonASTSource if self.kernel.is_gluon() else ASTSource
         source = make_source(self.kernel, signature, constants, aligned)
         built = triton.compile(source, target=TARGET, options=options)
-        self.figures = {"shared": built.metadata.shared, **_resources(built.asm["cubin"])}
-        if self.kernel.is_gluon():
-            self.figures |= _products(built.asm["cubin"])
+        cubin, is_gluon = built.asm["cubin"], self.kernel.is_gluon()
+        self.figures = {"shared": built.metadata.shared, **_resources(cubin), **(_products(cubin) if is_gluon else {})}
 
 
 @cache

@@ -36,16 +36,26 @@ WEFT_INLINE __m128i two_buckets(const Bucket* buckets, uint64_t first, uint64_t 
     return _mm_castps_si128(_mm_loadh_pi(_mm_castsi128_ps(lower), (const __m64*)(buckets + (second & 0xFFFF))));
 }
 
-// The four fields of 16 lanes' buckets.
-WEFT_INLINE void look_up(const Bucket* buckets, __m256i place, __m256i* fields) {
+// Buckets of 16 lanes, which lie in a register each: i, i + 4, i + 8 and i + 12.
+struct Found {
+    __m256i rows[PART / 4];
+};
+
+WEFT_INLINE Found look_up(const Bucket* buckets, __m256i place) {
+    Found found;
     alignas(LINE) uint64_t fours[PART / 4];
     store(fours, place);
-    __m256i rows[4], pairs[4], quads[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {  // lanes i, i + 4, i + 8 and i + 12
+    for (int i = 0; i < PART / 4; i++) {
         __m128i lower = two_buckets(buckets, fours[0] >> 16 * i, fours[1] >> 16 * i);
-        rows[i] = _mm256_set_m128i(two_buckets(buckets, fours[2] >> 16 * i, fours[3] >> 16 * i), lower);
+        found.rows[i] = _mm256_set_m128i(two_buckets(buckets, fours[2] >> 16 * i, fours[3] >> 16 * i), lower);
     }
+    return found;
+}
+
+// Their four fields.
+WEFT_INLINE void turn_around(const __m256i* rows, __m256i* fields) {
+    __m256i pairs[4], quads[4];
     for (int i = 0; i < 2; i++) {
         pairs[i] = _mm256_unpacklo_epi16(rows[2 * i], rows[2 * i + 1]);
         pairs[2 + i] = _mm256_unpackhi_epi16(rows[2 * i], rows[2 * i + 1]);
@@ -91,19 +101,33 @@ WEFT_INLINE __m256i rest_of(const uint8_t* group, int part) {
     return _mm256_or_si256(_mm256_and_si256(six, _mm256_set1_epi16(short(0x8000))), low);
 }
 
-// Takes symbols out of a stream's states and joins them with what was not coded.
+// States of 16 lanes that have moved, where they do not need a word; and the symbols that were in them.
+struct Moved {
+    __m256i lower, is_low, symbols;
+};
+
+// Takes symbols out of a stream's states and joins them with what was not coded: 16 lanes at a time, in three steps.
 template <int Low>
 struct Shuffling {
     Stream* stream;
     const uint16_t* next;
+    const uint8_t* group;
+    uint16_t* out;
     __m128i symbol_bits;
     __m256i mask;
 
-    // The symbols of 16 lanes.
-    WEFT_INLINE __m256i decode(int lane, __m256i classes) {
+    WEFT_INLINE Shuffling(Stream* of, long from)
+        : stream(of), next(of->next), group(of->rest(from)), out(of->chunk->out + of->done + from),
+          symbol_bits(_mm_cvtsi32_si128(of->shape.symbol_bits())), mask(_mm256_set1_epi16(short(of->shape.symbols() - 1))) {}
+
+    WEFT_INLINE Found find(int lane, long at) const {
+        __m256i own = _mm256_and_si256(load<__m256i>(stream->low + lane), mask);
+        return look_up(stream->buckets, _mm256_or_si256(own, _mm256_cvtepu8_epi16(load<__m128i>(stream->classes + at + lane))));
+    }
+
+    WEFT_INLINE Moved move(int lane, const Found& found) const {
         __m256i low = load<__m256i>(stream->low + lane), high = load<__m256i>(stream->high + lane), fields[4];
-        __m256i own = _mm256_and_si256(low, mask);
-        look_up(stream->buckets, _mm256_or_si256(own, classes), fields);
+        turn_around(found.rows, fields);
         __m256i cut = _mm256_and_si256(fields[3], _mm256_set1_epi16(0xFF));
         __m256i is_own = _mm256_cmpgt_epi16(cut, _mm256_srli_epi16(low, 8));
         __m256i share = where(is_own, fields[0], fields[1]), moved = _mm256_andnot_si256(is_own, fields[2]);
@@ -113,31 +137,41 @@ struct Shuffling {
         upper = _mm256_add_epi16(_mm256_add_epi16(upper, is_carry_free), _mm256_set1_epi16(1));
         __m256i is_low = _mm256_cmpeq_epi16(upper, _mm256_setzero_si256());
         store(stream->high + lane, _mm256_or_si256(upper, _mm256_and_si256(is_low, lower)));
-        store(stream->low + lane, _mm256_or_si256(_mm256_andnot_si256(is_low, lower), spread(next, is_low)));
-        return where(is_own, own, _mm256_srli_epi16(fields[3], 8));
+        __m256i symbols = where(is_own, _mm256_and_si256(low, mask), _mm256_srli_epi16(fields[3], 8));
+        return {_mm256_andnot_si256(is_low, lower), is_low, symbols};
     }
 
-    WEFT_INLINE void turn(long at) {
-        const uint8_t* group = stream->rest(0) + at / GROUP * Half<Low>::GROUP_BYTES;
-        uint16_t* out = stream->chunk->out + stream->done + at;
+    WEFT_INLINE void finish(int lane, const Moved& moved, long at) {
+        store(stream->low + lane, _mm256_or_si256(moved.lower, spread(next, moved.is_low)));
+        __m256i key = _mm256_slli_epi16(_mm256_add_epi16(moved.symbols, load<__m256i>(stream->before + at + lane)), Low);
+        __m256i is_none = _mm256_cmpeq_epi16(moved.symbols, _mm256_setzero_si256());
+        key = _mm256_andnot_si256(is_none, _mm256_and_si256(key, _mm256_set1_epi16(0x7FFF)));
+        store(out + lane, _mm256_or_si256(key, rest_of<Low>(group, lane / PART)));
+    }
+
+    // `found`: of the first lanes, then of the next turn's. Each step waits for what it loads: those of three parts go on
+    // side by side, as far as processors look ahead.
+    WEFT_INLINE void turn(long at, Found& found) {
+        Moved before;
 #pragma GCC unroll 4
-        for (int part = 0; part < LANES / PART; part++) {
-            long from = at + PART * part;
-            __m256i symbols = decode(PART * part, _mm256_cvtepu8_epi16(load<__m128i>(stream->classes + from)));
-            __m256i key = _mm256_slli_epi16(_mm256_add_epi16(symbols, load<__m256i>(stream->before + from)), Low);
-            __m256i is_none = _mm256_cmpeq_epi16(symbols, _mm256_setzero_si256());
-            key = _mm256_andnot_si256(is_none, _mm256_and_si256(key, _mm256_set1_epi16(0x7FFF)));
-            store(out + PART * part, _mm256_or_si256(key, rest_of<Low>(group, part)));
+        for (int lane = 0; lane < LANES; lane += PART) {
+            bool is_last = lane + PART == LANES;
+            Found then = is_last ? find(0, at + LANES) : find(lane + PART, at);
+            Moved moved = move(lane, found);
+            if (lane) finish(lane - PART, before, at);
+            before = moved, found = then;
         }
+        finish(LANES - PART, before, at);
+        group += Half<Low>::GROUP_BYTES, out += LANES;
     }
 };
 
 // Whole turns of a stream; returns where they ended.
 template <int Low>
 long shuffled_turns(Stream& stream, long from, long count) {
-    const int bits = stream.shape.symbol_bits();
-    Shuffling<Low> at_work{&stream, stream.next, _mm_cvtsi32_si128(bits), _mm256_set1_epi16(short((1 << bits) - 1))};
-    for (; from + LANES <= count && stream.end - at_work.next >= LANES; from += LANES) at_work.turn(from);
+    Shuffling<Low> at_work(&stream, from);
+    Found found = at_work.find(0, from);
+    for (; from + LANES <= count && stream.end - at_work.next >= LANES; from += LANES) at_work.turn(from, found);
     stream.next = at_work.next;
     return from;
 }

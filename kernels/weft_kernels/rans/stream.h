@@ -48,7 +48,7 @@ struct Chunk {
 };
 
 struct Stream {
-    alignas(LINE) uint8_t classes[TURNS];            // where the tables of each element's class begin
+    alignas(LINE) uint8_t classes[TURNS + LANES];    // where the tables of each element's class begin; turns look one ahead
     alignas(LINE) int16_t before[TURNS];             // what each element's context and the base add to its key
     alignas(LINE) uint8_t symbols[TURNS];
     alignas(LINE) uint16_t low[LANES], high[LANES];  // the lanes' states
@@ -68,7 +68,7 @@ struct Stream {
         done = 0, is_short = false;
         fill_buckets();
         if (shape.class_bits) return;
-        std::fill(classes, classes + TURNS, uint8_t(0));
+        std::fill(classes, classes + TURNS + LANES, uint8_t(0));
         std::fill(before, before + TURNS, int16_t(4 * shape.base));
     }
 
