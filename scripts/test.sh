@@ -14,31 +14,31 @@ waiting=(tests/weft/{kv,worker} tests/services/kvstore)
 if [ $# -gt 0 ]; then exec "${pytest[@]}" "$@"; fi
 
 lots=() said="$(mktemp -d)"
-trap 'for lot in "${lots[@]}"; do kill -- "-$lot" "$lot" 2>/dev/null || true; done; rm -rf "$said"' EXIT
+trap 'for lot in ${lots[@]+"${lots[@]}"}; do kill -- "-$lot" "$lot" 2>/dev/null || true; done; rm -rf "$said"' EXIT
 trap 'exit 130' INT # pytest ends with a status of its own, after which the rest would go on
 
-# A session of its own: Linux may share time out among sessions first, and what a process has then counts within one.
-session=()
-if command -v setsid >/dev/null; then session=(setsid); fi
+# Runs only while nobody else wants to. In a session of its own that weighs next to nothing: Linux may share time out among
+# sessions first, and what a process has then counts within one.
+leisurely=(nice -n 19) session=(env)
+if chrt --idle 0 true 2>/dev/null; then leisurely=(chrt --idle 0); fi
+if command -v setsid >/dev/null; then
+    session=(setsid)
+    leisurely=(bash -c '{ echo 19 >/proc/self/autogroup; } 2>/dev/null; exec "$@"' leisurely "${leisurely[@]}")
+fi
 beside() {
     "${session[@]}" "$@" >"$said/${#lots[@]}" 2>&1 &
     lots+=($!)
 }
 
-# Runs only while nobody else wants to.
-leisurely() {
-    { [ ${#session[@]} -eq 0 ] || echo 19 >"/proc/$BASHPID/autogroup"; } 2>/dev/null || true
-    if chrt --idle 0 true 2>/dev/null; then exec chrt --idle 0 "$@"; fi
-    exec nice -n 19 "$@"
-}
-export -f leisurely
-
-beside bash -c 'leisurely "$@"' leisurely "${pytest[@]}" --numprocesses logical --maxprocesses 4 --dist worksteal --timeout 300 "${computing[@]}"
+echo "Those that only compute and those that mostly wait run beside these, and are shown after them."
+# a test that has to wait for a processor is not stuck
+beside "${leisurely[@]}" "${pytest[@]}" --numprocesses logical --maxprocesses 4 --dist worksteal --timeout 300 "${computing[@]}"
 beside "${pytest[@]}" "${waiting[@]}" --ignore=tests/weft/worker/test_peak.py
 status=0
 "${pytest[@]}" tests "${computing[@]/#/--ignore=}" "${waiting[@]/#/--ignore=}" || status=$?
 for number in "${!lots[@]}"; do
     wait "${lots[$number]}" || status=$?
     cat "$said/$number"
+    unset "lots[$number]" # its number may be another's by now
 done
 exit "$status"
