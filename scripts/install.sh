@@ -79,8 +79,10 @@ install_weft() {
         "$venv/bin/python" -m pip install --no-compile -c constraints.txt --no-build-isolation -e ".[$extras]"
 }
 
-# By all processors, where pip takes one; not what hardly anybody imports. What is left out, Python compiles when it is.
+# By all processors, where pip takes one; not what hardly anybody imports, which Python compiles when somebody does. Some
+# packages have files that are not for this Python.
 compile_all() {
+    step "compiling what was installed"
     "$venv/bin/python" -m compileall -qq -j 0 -x '/tests?/|/transformers/models/' "$venv/lib" || true
 }
 
