@@ -44,7 +44,7 @@ void finish(Stream& stream) {
 // a processor that cannot permute bytes.
 WEFT_EXPORT void weft_rans_decode(void* first_of_chunks, long num_chunks, int is_plain) {
     is_plain |= !can_permute();
-    Stream streams[MOST];
+    Stream streams[MOST] = {};  // turns look ahead, at what nobody may have filled
     int num_streams = 0;
     for (long begun = 0; begun < num_chunks || num_streams;) {
         for (; begun < num_chunks && num_streams < MOST; begun++) {
