@@ -59,32 +59,49 @@ struct Coder {
 
     // Whole turns of all lanes, the last one first; there is room for W words before the first one.
     void code(const Block& block, long count, long at) {
-        Words state[LANES / W];
+        constexpr int PARTS = LANES / W, BEHIND = 3;
+        Words state[PARTS];
+        alignas(LINE) uint32_t places[LANES];  // of grains
         std::memcpy(state, states, sizeof state);
         Coder local = *this;  // else each store might be into a member, as compilers see it, and all are read again
         for (long turn = count - LANES; turn >= 0; turn -= LANES) {
+            Words least = ~Words{};
 #pragma GCC unroll 8
-            for (int part = LANES / W - 1; part >= 0; part--) {
-                long i = turn + part * W;
-                state[part] = local.step(state[part], load<Words>(block.slots + i), at + i);
+            for (int part = PARTS - 1; part >= 0; part--) {
+                Words slot = load<Words>(block.slots + turn + part * W), begin = local.in_class(slot >> 16);
+                least = begin < least ? begin : least;
+                state[part] = local.step(state[part], slot, places + part * W);
+                // Grains are loaded some parts later: a processor's window holds three, and so need not wait for them.
+                if (int ready = part + BEHIND; ready < PARTS) state[ready] |= local.grains_at(places + ready * W);
             }
+#pragma GCC unroll 8
+            for (int part = BEHIND - 1; part >= 0; part--) state[part] |= local.grains_at(places + part * W);
+            if (bits_of(below(least, Words{} + 1))) local.escape_turn(block, turn, at + turn);
         }
         next = local.next, num_escapes = local.num_escapes;
         std::memcpy(states, state, sizeof state);
     }
 
-    WEFT_INLINE Words step(Words state, Words slot, long at) {
-        Words share = slot & 0xFFFFu, begin = slot >> 16;
-        if (uint32_t lanes = bits_of(below(in_class(begin), Words{} + 1))) escape(lanes, at);
-        Mask is_full = at_least(state >> 16, share);
-        put_before(next, is_full, state);
-        next -= __builtin_popcount(bits_of(is_full));
-        state = where(is_full, state >> 16, state);
-        Words whole = quotient(state, share), rest = state - whole * share;
-        Mask is_one_more = at_least(rest, share);
-        whole = where(is_one_more, whole + 1, whole), rest = where(is_one_more, rest - share, rest);
-        Words grain = look_up(grains, begin + (rest >> (class_bits + GRAIN_BITS))) & 0xFFFFu;
-        return whole << 16 | grain | in_grain(rest);
+    void escape_turn(const Block& block, long turn, long at) {
+        for (int lane = LANES - W; lane >= 0; lane -= W) {
+            Words begin = load<Words>(block.slots + turn + lane) >> 16;
+            escape(bits_of(below(in_class(begin), Words{} + 1)), at + lane);
+        }
+    }
+
+    WEFT_INLINE Words grains_at(const uint32_t* places) const { return look_up(grains, places) & 0xFFFFu; }
+
+    // What the states become but for their grains, of which it leaves the places.
+    WEFT_INLINE Words step(Words state, Words slot, uint32_t* places) {
+        Words share = slot & 0xFFFFu, begin = slot >> 16, high = state >> 16;
+        Mask stays = below(high, share);
+        put_others_before(next, stays, state);
+        next -= W - __builtin_popcount(bits_of(stays));
+        state = where(stays, state, high);
+        Words whole = quotient(state, share), rest = state - whole * share, one_less = Words(Ints(rest) >> 31);
+        whole += one_less, rest += share & one_less;
+        store(places, begin + (rest >> (class_bits + GRAIN_BITS)));
+        return whole << 16 | in_grain(rest);
     }
 };
 

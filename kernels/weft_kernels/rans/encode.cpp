@@ -30,7 +30,7 @@ struct Encoding {
         for (long at = (shape.count - 1) / BLOCK * BLOCK; at >= 0; at -= BLOCK) {
             long size = std::min(BLOCK, shape.count - at), whole = size / LANES * LANES, by_words = is_permuted ? whole : 0;
             for (long i = LINE / 2; at && i <= BLOCK; i += LINE / 2) __builtin_prefetch(values + at - i);
-            if (shape.class_bits || !is_permuted) fill_contexts(contexts, shape.first + at, size, rows, columns, shape);
+            if (shape.class_bits) fill_contexts(contexts, shape.first + at, size, rows, columns, shape);
             uint8_t* of_block = rest + at / GROUP * Half<Low>::GROUP_BYTES;
             const uint16_t* others = values + at + by_words;
             block.fill<Low>(others, contexts + by_words, size - by_words, of_places, shape);

@@ -20,7 +20,7 @@ constexpr int UNITS = 256;                            // of a bucket
 constexpr int GRAIN_BITS = 2, GRAIN = 1 << GRAIN_BITS;  // units that coding tells apart, so that its table is small
 constexpr uint32_t LOWEST = 1u << 16;
 constexpr int ZERO = 0, ESCAPE = 1, FIRST = 4;  // symbols below FIRST stand for no key
-constexpr long BLOCK = 2048;                     // elements whose contexts are worked out at a time
+constexpr long BLOCK = WEFT_WIDTH == 16 ? 2048 : 512;  // elements whose contexts are worked out at a time: the grains' table needs the cache
 constexpr long LINE = 64;                        // bytes that memory is fetched by
 
 struct Shape {
