@@ -26,10 +26,10 @@ from pathlib import Path
 import psutil
 
 from weft.cli import steer
+from weft.cli.child_spec import RestartPolicy
 from weft.cli.health import grpc_serves
 from weft.cli.ports import free_ports
 from weft.cli.record import MeshRecord, running_meshes
-from weft.cli.supervisor import RestartPolicy
 from weft.rpc.client import open_channel
 from weft_mesh.v1 import scheduler_service_pb2, scheduler_service_pb2_grpc
 

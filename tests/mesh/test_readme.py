@@ -57,7 +57,7 @@ def test_the_example_over_grpc(mesh: Mesh) -> None:
 
 def test_the_commands_for_a_running_mesh(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "weft").mkdir()
-    note = runtime_folder() / f"up-{mesh.port}.json"
+    (note,) = runtime_folder().glob(f"up-{mesh.port}-*.json")
     (tmp_path / "weft" / note.name).write_text(note.read_text())  # of this one, whatever else runs here
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     ran = set()

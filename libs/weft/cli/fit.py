@@ -17,7 +17,7 @@ from weft.capacity.layout import GIB
 from weft.capacity.memory import available_bytes
 from weft.capacity.sizes import Sizes, Wanted, choose
 from weft.cli.gpus import VISIBLE, Card, cards, tell_memory
-from weft.cli.mesh import MeshOptions
+from weft.cli.layout import MeshOptions
 from weft.config import read_config as read_settings
 from weft.errors import BadCheckpoint
 from weft.model.config import ModelConfig, read_config

@@ -1,4 +1,4 @@
-"""What a mesh on one machine is made of: its processes, their addresses and settings, and the order they start in.
+"""What a mesh on one machine is made of: its processes, their settings, and the order they start in.
 
 Knows the services by name and by their WEFT_* variables only; starts nothing.
 """
@@ -11,14 +11,13 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from weft.capacity.processors import granted_cores
-from weft.cli.gpus import gpu_settings
+from weft.cli.child_spec import ChildSpec
 from weft.cli.health import grpc_serves, http_answers, redis_answers
-from weft.cli.ports import LOOPBACK, PortTaken, check_listen_address, check_port, free_ports, reachable
-from weft.cli.supervisor import ChildSpec
+from weft.cli.layout import Addresses, MeshOptions
+from weft.cli.ports import LOOPBACK, bare_host, reachable
 
 # imports what both kinds of workers need, and forks them
 STANDBY_COMMAND = (
@@ -29,122 +28,6 @@ STANDBY_COMMAND = (
 HARMLESS = re.compile("Logging before InitGoogleLogging|Local segment descriptor not found")
 # beside reading weights, which says how far it is; and with it, where the log is too quiet for that
 WORKER_START_SECONDS, BLIND_START_SECONDS = 900.0, 4 * 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class MeshOptions:
-    """What the user asked for. `models`: checkpoint directories by served name, each with so many workers of its own.
-
-    `threads` 0 shares the cores among the workers, as `gpus` are; without Mooncake there is no store.
-    """
-
-    models: Mapping[str, Path]
-    host: str = LOOPBACK
-    port: int = 8000
-    grpc_port: int = 9000
-    num_prefill: int = 1
-    num_decode: int = 1
-    num_both: int = 0
-    num_gateways: int = 1
-    dtype: str = "auto"
-    weights: str = "plain"
-    transport: str = "auto"
-    threads: int = 0
-    max_seqs: int = 0
-    keys: str = ""
-    is_open: bool = False
-    has_tls: bool = False
-    disk: Path | None = None
-    disk_gib: int = 8
-    weights_from: str = ""
-    weights_listen: str = ""
-    log_level: str = "info"
-    has_store: bool = True
-    gpus: tuple[str, ...] = ()
-
-    @property
-    def worker_threads(self) -> int:
-        """torch threads of one worker; together they leave no core to two, and use no more than is granted."""
-        num_cores = len(usable_cores())
-        return self.threads or max(1, min(num_cores, granted_cores() or num_cores) // self.num_workers)
-
-    @property
-    def num_workers(self) -> int:
-        """Of all roles, for all models."""
-        return (self.num_prefill + self.num_decode + self.num_both) * len(self.models)
-
-    @property
-    def roles(self) -> dict[str, int]:
-        """How many workers of each kind a model has, by what their names begin with."""
-        counts = {"prefill": self.num_prefill, "decode": self.num_decode, "worker": self.num_both}
-        return {name: count for name, count in counts.items() if count}
-
-    @property
-    def gateways(self) -> list[str]:
-        """Their names: one is the usual thing, several share their ports."""
-        return ["gateway"] if self.num_gateways == 1 else [f"gateway-{number}" for number in range(self.num_gateways)]
-
-    @property
-    def workers(self) -> dict[str, str]:
-        """Names of the workers, numbered through over all models, and the model that each serves."""
-        return {
-            f"{role}-{number}": model
-            for role, count in self.roles.items()
-            for number, model in enumerate(model for model in self.models for _ in range(count))
-        }
-
-    def worker_cpus(self, index: int) -> str:
-        """The cores of one worker, as WEFT_CPUS has them; none of its own where there are not two for each.
-
-        On one core, a worker's computing and its talking would wait for each other.
-        """
-        cores = usable_cores()
-        size = len(cores) // self.num_workers
-        if size < max(2, self.threads):
-            return ""
-        return ",".join(map(str, cores[index * size : (index + 1) * size]))
-
-    def worker_share(self, index: int) -> dict[str, str]:
-        """What of the machine is one worker's."""
-        return {"WEFT_CPUS": self.worker_cpus(index), **gpu_settings(self.gpus, self.num_workers, index)}
-
-
-@dataclass(frozen=True, slots=True)
-class Addresses:
-    """Where the parts of a mesh on this machine listen, host:port; fixed before anything starts.
-
-    `gateways` have a port each for those who look after them.
-    """
-
-    valkey: str
-    scheduler: str
-    kvstore: str
-    weights: str
-    workers: Mapping[str, str]
-    master_port: int
-    gateways: Mapping[str, int]
-
-
-def usable_cores() -> list[int]:
-    """Cores that this process may use."""
-    has_choice = hasattr(os, "sched_getaffinity")
-    return sorted(os.sched_getaffinity(0)) if has_choice else list(range(os.cpu_count() or 1))
-
-
-def pick_addresses(options: MeshOptions) -> Addresses:
-    """Choose a port for each part. Raises PortTaken for the two that the user chose, also when they are one."""
-    if options.port == options.grpc_port:
-        raise PortTaken(f"--port and --grpc-port are both {options.port}; choose another with --grpc-port")
-    check_port(options.host, options.port, "--port")
-    check_port(options.host, options.grpc_port, "--grpc-port")
-    names, gateways = options.workers, options.gateways
-    ports = free_ports(5 + len(names) + len(gateways), (options.port, options.grpc_port))
-    valkey, scheduler, kvstore, weights = (f"{LOOPBACK}:{port}" for port in ports[:4])
-    if options.weights_listen:
-        weights = check_listen_address(options.weights_listen, "--weights-listen")
-    workers = {name: f"{LOOPBACK}:{port}" for name, port in zip(names, ports[5 : 5 + len(names)], strict=True)}
-    private = dict(zip(gateways, ports[5 + len(names) :], strict=True))
-    return Addresses(valkey, scheduler, kvstore, weights, workers, master_port=ports[4], gateways=private)
 
 
 def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
@@ -230,7 +113,7 @@ def _weights(options: MeshOptions, at: Addresses) -> ChildSpec:
     # reading is waiting: the number of threads has nothing to do with cores
     own = {**_common(options, at), "WEFT_THREADS": "0", "WEFT_WEIGHTS_FROM": options.weights_from}
     spec = _patient(options, _service("weights", at.weights, own))
-    listen_host = options.weights_listen.rpartition(":")[0]
+    listen_host = bare_host(options.weights_listen.rpartition(":")[0])
     return replace(spec, environ={**spec.environ, "WEFT_HOST": listen_host}) if listen_host else spec
 
 
@@ -277,6 +160,8 @@ def _gateway(options: MeshOptions, at: Addresses, name: str) -> ChildSpec:
         command=(sys.executable, "-m", "weft_services.gateway"),
         environ={**os.environ, **_common(options, at), **own},
         probe=functools.partial(http_answers, f"http://{probed}/ready"),
+        # it may be that all workers are parked
+        probe_again=functools.partial(http_answers, f"http://{probed}/health"),
         after=("scheduler",),
         tier=2,
     )

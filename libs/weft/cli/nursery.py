@@ -117,9 +117,13 @@ class Nursery:
             forked = self._living[news["born"]] = Forked(news["born"])
             asked = self._asked.popleft()
             if asked.cancelled():
-                forked.send_signal(signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has ended, of which the next news tell
+                    forked.send_signal(signal.SIGKILL)
             else:
                 asked.set_result(forked)
+        elif "refused" in news:
+            if not (asked := self._asked.popleft()).cancelled():
+                asked.set_exception(OSError(news["refused"], os.strerror(news["refused"])))
         else:
             self._living.pop(news["ended"]).ended.set_result(news["code"])
 

@@ -55,9 +55,14 @@ def check_listen_address(listen: str, flag: str) -> str:
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
         raise PortTaken(f"{flag} {listen}: expected HOST:PORT, and a port of 1 to {MAX_PORT}")
-    bare = host.removeprefix("[").removesuffix("]")
+    bare = bare_host(host)
     check_port(bare, int(port), flag)
     return f"{reachable(bare)}:{port}"
+
+
+def bare_host(host: str) -> str:
+    """An IPv6 address without the brackets that it has before a port."""
+    return host.removeprefix("[").removesuffix("]")
 
 
 def reachable(host: str) -> str:

@@ -68,9 +68,11 @@ def _ticks(pid: int) -> int:
 def recorded(record: MeshRecord, complain: Callable[[str], None] = lambda why: None) -> Iterator[Path]:
     """Leave the note while the block runs. A mesh that nobody finds by itself serves all the same."""
     folder = runtime_folder()
-    path = folder / f"up-{record.port}.json"
+    # two may have one port, of different addresses
+    path = folder / f"up-{record.port}-{record.pid}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _remove_stale(folder)
         partial = path.with_suffix(f".{record.pid}")
         partial.write_text(json.dumps(dataclasses.asdict(record), indent=1))
         partial.replace(path)
@@ -90,6 +92,13 @@ def running_meshes() -> list[MeshRecord]:
     """Meshes of this user that are alive, the latest first; notes of dead ones are ignored."""
     records = [record for note in runtime_folder().glob("up-*.json") if (record := _read(note)) is not None]
     return sorted((record for record in records if record.is_alive), key=lambda record: -record.started)
+
+
+def _remove_stale(folder: Path) -> None:
+    """Notes of meshes that were killed."""
+    for note in folder.glob("up-*.json"):
+        if (record := _read(note)) is not None and not record.is_alive:
+            note.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> MeshRecord | None:

@@ -1,17 +1,20 @@
 """A process that has imported what workers need and forks them: a worker is there without importing anything.
 
 `python -m weft.cli.standby MODULE...` with a Unix socket of packets as its standard input: {"module", "environ"}, with
-the descriptor of an output, makes a child that is `python -m module`. It says who was born and how each ended. The end
-of the input ends it, and its end that of its children. It has one thread: others would not be there after a fork.
+the descriptor of an output, makes a child that is `python -m module`. It says who was born and how each ended, or why
+the system refused one: those that live go on. The end of the input ends it, and its end that of its children. It has
+one thread: others would not be there after a fork.
 """
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
 import runpy
 import select
+import signal
 import socket
 import sys
 from collections.abc import Iterable
@@ -42,18 +45,50 @@ def main() -> None:
             order, outputs, _, _ = socket.recv_fds(door, MAX_ORDER_BYTES, 1)
             if not order:
                 return
-            settled, is_settled = os.pipe()
-            if (pid := os.fork()) == 0:
-                _settle(parent, outputs[0], (settled, *living))
-                os.close(is_settled)
+            try:
+                pid, ending = _fork(parent, outputs, living)
+            except OSError as error:  # no process, descriptor or memory to be had
+                _close(*outputs)
+                _say(door, refused=error.errno or errno.EAGAIN)
+                continue
+            if pid == 0:
                 return _become(json.loads(order))
-            for fd in (outputs[0], is_settled):
-                os.close(fd)
-            os.read(settled, 1)  # nothing, once it has a group: whoever hears of it may signal that
-            os.close(settled)
-            living[ending := os.pidfd_open(pid)] = pid
+            _close(*outputs)
+            living[ending] = pid
             poll.register(ending, select.POLLIN)
             _say(door, born=pid)
+
+
+def _fork(parent: int, outputs: list[int], inherited: Iterable[int]) -> tuple[int, int]:
+    """The child's number and a descriptor that tells of its end; 0 and none in the child. Raises OSError."""
+    if not outputs:  # there was no descriptor left for it
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    settled, is_settled = os.pipe()
+    try:
+        pid = os.fork()
+    except OSError:
+        _close(settled, is_settled)
+        raise
+    if pid == 0:
+        try:
+            _settle(parent, outputs[0], (settled, is_settled, *inherited))
+        except OSError:
+            os._exit(1)
+        return 0, -1
+    os.close(is_settled)
+    os.read(settled, 1)  # nothing, once it has a group: whoever hears of it may signal that
+    os.close(settled)
+    try:
+        return pid, os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _say(door: socket.socket, **what: int) -> None:

@@ -3,7 +3,7 @@
 Knows commands and readiness probes, not what the children do; what happens is told to a Listener.
 
     waiting -> starting -> ready -> backing off -> starting ...
-                   \\-> backing off                  \\-> failed (ends everything)
+                   \\-> backing off                  \\-> failed (stops everything, if it has never been ready)
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Protocol
 
 from weft.cli.child import Child, describe_exit
+from weft.cli.child_spec import CONFIG_EXIT_CODE, ChildFailed, ChildSpec, Listener, RestartPolicy, State
 from weft.cli.nursery import Nursery
 from weft.log import PROGRESS
 
@@ -27,89 +26,13 @@ STOP_SECONDS = 4.0
 LEAST_TIER_SECONDS = 0.5
 # what a killed process group may take to let go of its output
 DRAIN_SECONDS = 1.0
-# a child that ends so has been told something that trying again cannot mend
-CONFIG_EXIT_CODE = 2
-
-
-class State(StrEnum):
-    """What a child is doing."""
-
-    WAITING = "waiting"
-    STARTING = "starting"
-    READY = "ready"
-    BACKING_OFF = "restarting"
-    FAILED = "failed"
-    STOPPED = "stopped"
-
-
-@dataclass(frozen=True, slots=True)
-class RestartPolicy:
-    """When a dead child is started again. Times in seconds."""
-
-    first_backoff: float = 0.5
-    max_backoff: float = 10.0
-    # ready for so long, a child begins anew
-    healthy: float = 30.0
-    # one that has never been ready is given up after so many deaths
-    max_first_failures: int = 5
-    # so long is enough for one that can be forked: a new start costs next to nothing
-    healthy_if_forked: float = 10.0
-
-    def backoff(self, failures: int) -> float:
-        """The pause after so many deaths in a row."""
-        return float(min(self.max_backoff, self.first_backoff * 2 ** min(failures - 1, 16)))
-
-
-@dataclass(frozen=True, slots=True)
-class ChildSpec:
-    """How to run one child. `probe` returns False until the child can be used.
-
-    It starts when all named in `after` are ready, and is stopped before those of a lower `tier`. It is ended when it is
-    not ready after `start_seconds`, counted anew whenever a child says how far it has come if it `heeds_progress`: one
-    may wait for what another one does. `order` is the line
-    for which the standby process forks this child, where it can do that. One that `leads_session` has its cores dealt
-    out beside the others', where the kernel does that by session; forked ones always have.
-    """
-
-    name: str
-    command: Sequence[str]
-    environ: Mapping[str, str]
-    probe: Callable[[], Awaitable[bool]]
-    after: tuple[str, ...] = ()
-    tier: int = 0
-    start_seconds: float = 60.0
-    heeds_progress: bool = False
-    order: bytes = b""
-    leads_session: bool = False
-
-
-class ChildFailed(Exception):
-    """A child cannot be kept running; the mesh is to end with `exit_code`."""
-
-    def __init__(self, name: str, reason: str, last_lines: Sequence[str], exit_code: int) -> None:
-        super().__init__(f"{name}: {reason}")
-        self.name = name
-        self.last_lines = tuple(last_lines)
-        self.exit_code = exit_code
-
-
-class Listener(Protocol):
-    """Who is told. Called on the loop; must not block."""
-
-    def on_line(self, name: str, line: str) -> None:
-        """A child wrote a line."""
-
-    def on_state(self, name: str, state: State, detail: str) -> None:
-        """A child has come to this state."""
-
-    def on_death(self, name: str, how: str, last_lines: Sequence[str], retry_seconds: float) -> None:
-        """A child died that nobody stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Life:
     how: str
-    code: int
+    # None: it could not be started
+    code: int | None
     last_lines: tuple[str, ...]
     # None: it was never ready
     ready_seconds: float | None
@@ -139,6 +62,8 @@ class Supervisor:
         self._patience: dict[str, asyncio.Timeout] = {}
         self._progress: dict[str, str] = {}
         self._stopping = False
+        self._failure: ChildFailed | None = None
+        self._has_failed = asyncio.Event()
 
     @property
     def was_ready(self) -> bool:
@@ -151,8 +76,8 @@ class Supervisor:
             await event.wait()
 
     async def run(self) -> None:
-        """Keep all children running until `stop` or cancellation. Raises ChildFailed. Leaves no process behind."""
-        failure: BaseException | None = None
+        """Keep all children running until `stop` or cancellation. Raises ChildFailed, once the others are stopped as by
+        `stop`. Leaves no process behind."""
         try:
             self._nursery = await self._open_nursery()
             if self._stopping:
@@ -160,14 +85,19 @@ class Supervisor:
             async with asyncio.TaskGroup() as group:
                 for spec in self._specs:
                     self._keepers[spec.name] = group.create_task(self._keep(spec))
+                stopping = group.create_task(self._stop_after_failure())
                 await asyncio.wait(self._keepers.values())
-        except* ChildFailed as failed:
-            failure = failed.exceptions[0]
+                stopping.cancel()
         finally:
             if self._nursery is not None:
                 await self._nursery.close()
-        if failure is not None:  # here: Python before 3.11.4 wraps what is raised above in a group once more
-            raise failure
+        if self._failure is not None:
+            raise self._failure
+
+    async def _stop_after_failure(self) -> None:
+        """Not from the keeper that failed: `stop` ends those that have no child."""
+        await self._has_failed.wait()
+        await self.stop()
 
     async def stop(self) -> None:
         """End the children, highest tier first, within STOP_SECONDS; `run` then returns."""
@@ -219,19 +149,26 @@ class Supervisor:
                 self._listener.on_state(spec.name, State.STOPPED, life.how)
                 return
             failures = 0 if self._was_healthy(spec, life) else failures + 1
-            self._give_up_on(spec, life, failures)
+            if (why := self._hopeless(spec, life, failures)) is not None:
+                self._listener.on_state(spec.name, State.FAILED, life.how)
+                self._failure = why
+                self._has_failed.set()
+                return
             # what was well is started again at once
             pause = self._policy.backoff(failures) if failures else 0.0
             self._listener.on_death(spec.name, life.how, life.last_lines, pause)
             self._listener.on_state(spec.name, State.BACKING_OFF, life.how)
             await asyncio.sleep(pause)
 
-    def _give_up_on(self, spec: ChildSpec, life: _Life, failures: int) -> None:
-        """Raises ChildFailed where another start would not help."""
-        hopeless = life.code == CONFIG_EXIT_CODE
-        if hopeless or (not self._ready[spec.name].is_set() and failures >= self._policy.max_first_failures):
-            self._listener.on_state(spec.name, State.FAILED, life.how)
-            raise ChildFailed(spec.name, life.how, life.last_lines, CONFIG_EXIT_CODE if hopeless else 1)
+    def _hopeless(self, spec: ChildSpec, life: _Life, failures: int) -> ChildFailed | None:
+        """Where another start would not help. Nothing of one that has been ready: its settings were good once, and what
+        it lacks now, memory, a disk, somebody's files, may come back; the others go on."""
+        is_wrong = life.code == CONFIG_EXIT_CODE
+        if self._ready[spec.name].is_set():
+            return None
+        if is_wrong or life.code is None or failures >= self._policy.max_first_failures:
+            return ChildFailed(spec.name, life.how, life.last_lines, CONFIG_EXIT_CODE if is_wrong else 1)
+        return None
 
     async def _live(self, spec: ChildSpec) -> _Life:
         """One life of the child, from its start to its end and that of its descendants."""
@@ -239,7 +176,7 @@ class Supervisor:
         try:
             child = await self._start(spec)
         except OSError as error:
-            raise ChildFailed(spec.name, str(error), (), 1) from error
+            return _Life(str(error), None, (), None)
         self._children[spec.name] = child
         try:
             async with asyncio.TaskGroup() as group:
@@ -279,7 +216,8 @@ class Supervisor:
             async with asyncio.timeout(spec.start_seconds) as patience:
                 if spec.heeds_progress:
                     self._patience[spec.name] = patience
-                await _until(spec.probe)
+                was_ready = self._ready[spec.name].is_set()
+                await _until(spec.probe_again if was_ready and spec.probe_again else spec.probe)
         except TimeoutError:
             child.signal_group(signal.SIGKILL)
             return None

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from weft.cli.supervisor import Listener, State
+from weft.cli.child_spec import Listener, State
 from weft.log import ASLEEP, JOINING, MARK
 
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#edc948", "#76b7b2", "#e15759", "#9c755f")

@@ -17,20 +17,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from weft.cli.child_spec import ChildFailed
 from weft.cli.display import Display
 from weft.cli.fit import check_fit
 from weft.cli.gpus import usable_gpus
-from weft.cli.mesh import (
-    HARMLESS,
-    STANDBY_COMMAND,
-    Addresses,
-    MeshOptions,
-    mesh_specs,
-    pick_addresses,
-)
+from weft.cli.layout import Addresses, MeshOptions, pick_addresses
+from weft.cli.mesh import HARMLESS, STANDBY_COMMAND, mesh_specs
 from weft.cli.ports import PortTaken, reachable
 from weft.cli.record import MeshRecord, recorded
-from weft.cli.supervisor import ChildFailed, Supervisor
+from weft.cli.supervisor import Supervisor
 from weft.cli.timeline import Timeline
 from weft.config import ConfigError, is_loopback, read_models
 from weft.errors import BadCheckpoint, Unreadable

@@ -96,7 +96,7 @@ def up(
     ] = LogLevel.INFO,
 ) -> None:
     """Start a whole mesh on this machine; Ctrl-C ends it."""
-    from weft.cli.mesh import MeshOptions
+    from weft.cli.layout import MeshOptions
     from weft.cli.up import UsageError, find_models
     from weft.cli.up import up as run_up
 

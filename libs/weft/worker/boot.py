@@ -99,16 +99,19 @@ def checked_room(model: ModelConfig, sizes: Sizes, gpu_share: float) -> Room:
 async def load_weights(address: str, model: str) -> weights_service_pb2.LoadReady:
     """Ask until the weights service is there, then follow its progress."""
     channel = open_channel(address)
+    last: PeerLost | Overloaded | None = None
     try:
         async with asyncio.timeout(WEIGHTS_WAIT_SECONDS) as patience:
             while True:
                 try:
                     return await _follow_load(channel, model, patience)
                 except (PeerLost, Overloaded) as error:
+                    last = error
                     logger.info("waiting for the weights service at %s: %s", address, error)
                 await asyncio.sleep(RETRY_SECONDS)
     except TimeoutError:
-        raise PeerLost(f"the weights service at {address} is away or stands still") from None
+        why = f"is away or stands still; its last answer: {last}" if last else "is away or stands still"
+        raise PeerLost(f"the weights service at {address} {why}") from last
     finally:
         await channel.close()
 

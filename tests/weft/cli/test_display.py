@@ -10,8 +10,8 @@ import sys
 import pytest
 from rich.console import Console
 
+from weft.cli.child_spec import State
 from weft.cli.display import Display
-from weft.cli.supervisor import State
 
 RECORD = "2026-11-22T09:01:02+0100 I decode-0 joined the fleet"
 

@@ -16,8 +16,8 @@ from weft.capacity.sizes import Wanted, choose
 from weft.cli import fit
 from weft.cli.fit import check_fit, held_bytes
 from weft.cli.gpus import Card
+from weft.cli.layout import MeshOptions
 from weft.cli.main import app
-from weft.cli.mesh import MeshOptions
 from weft.config import ConfigError
 from weft.errors import BadCheckpoint
 from weft.model.config import read_config

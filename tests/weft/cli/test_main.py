@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from weft.cli import up
+from weft.cli.layout import MeshOptions
 from weft.cli.main import app
-from weft.cli.mesh import MeshOptions
 from weft.cli.up import UsageError, find_models
 
 runner = CliRunner()

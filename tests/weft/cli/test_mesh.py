@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import signal
 import socket
 from pathlib import Path
 
 import pytest
 
-from weft.cli import mesh as module
+from weft.cli import layout as module
+from weft.cli.child_spec import ChildSpec
 from weft.cli.gpus import usable_gpus
-from weft.cli.mesh import Addresses, MeshOptions, mesh_specs
+from weft.cli.layout import Addresses, MeshOptions, pick_addresses
+from weft.cli.mesh import mesh_specs
 from weft.cli.ports import INTERNAL_PORTS, PortTaken, check_listen_address, check_port, free_ports, reachable
-from weft.cli.supervisor import ChildSpec
 from weft.cli.up import ending_signals
 from weft.config import read_config, read_models
 from weft.worker.config import WeightsForm, WorkerConfig
@@ -237,6 +239,32 @@ def test_a_taken_port_is_refused() -> None:
         taken.listen()
         with pytest.raises(PortTaken, match="--port"):
             check_port("127.0.0.1", taken.getsockname()[1], "--port")
+
+
+def test_the_port_of_the_lender_of_weights_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, lender = free_ports(3)
+    options = MeshOptions(ONE, port=first, grpc_port=second, weights_listen=f"127.0.0.1:{lender}")
+    with monkeypatch.context() as patch:
+        drawn: list[object] = []
+        patch.setattr(module, "free_ports", lambda count, spoken_for: drawn.append(spoken_for) or free_ports(count))
+        assert pick_addresses(options).weights == f"127.0.0.1:{lender}"
+    assert drawn == [{first: "--port", second: "--grpc-port", lender: "--weights-listen"}]
+    for port, flag in ((first, "--port"), (second, "--grpc-port")):
+        with pytest.raises(PortTaken, match=f"{flag} and --weights-listen are both {port}"):
+            pick_addresses(dataclasses.replace(options, weights_listen=f"127.0.0.1:{port}"))
+    with pytest.raises(PortTaken, match=f"--port and --grpc-port are both {first}"):
+        pick_addresses(dataclasses.replace(options, grpc_port=first))
+
+
+def test_weights_are_lent_at_an_address_of_ipv6_too() -> None:
+    specs = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE, weights_listen="[::1]:4"), AT)}
+    assert specs["weights"].environ["WEFT_HOST"] == "::1"
+
+
+def test_a_gateway_that_comes_back_while_all_workers_are_parked_is_not_waited_for() -> None:
+    gateway = mesh_specs(MeshOptions(ONE), AT)[-1]
+    assert isinstance(gateway.probe_again, functools.partial)
+    assert gateway.probe_again.args == ("http://127.0.0.1:8000/health",)
 
 
 def test_addresses_of_ipv6_can_be_listened_on_and_called() -> None:

@@ -17,8 +17,9 @@ import pytest
 from tests.weft.cli.test_supervisor import FOREVER, Recorder, gone, running, spec
 
 from weft.cli.child import Child
+from weft.cli.child_spec import RestartPolicy
 from weft.cli.nursery import Nursery
-from weft.cli.supervisor import RestartPolicy, Supervisor
+from weft.cli.supervisor import Supervisor
 
 STANDBY = (sys.executable, "-m", "weft.cli.standby", "library")
 PROGRAM = """
@@ -29,6 +30,26 @@ if os.environ["WHO"] == "brief":
     sys.exit(7)
 print(len(os.listdir("/proc/self/fd")), flush=True)
 signal.pause()
+"""
+
+# the second fork fails, and the descriptor of the third one's child
+REFUSING = """
+import errno
+forks, watched, fork, watch = [], [], os.fork, os.pidfd_open
+
+def refused_fork():
+    forks.append(1)
+    if len(forks) == 2: raise OSError(errno.EAGAIN, "no processes")
+    return fork()
+
+def refused_watch(pid):
+    watched.append(pid)
+    if len(watched) == 2:
+        open(os.path.join(os.path.dirname(__file__), "unwatched"), "w").write(str(pid))
+        raise OSError(errno.EMFILE, "no descriptors")
+    return watch(pid)
+
+os.fork, os.pidfd_open = refused_fork, refused_watch
 """
 
 
@@ -117,6 +138,21 @@ async def test_one_that_does_not_answer_is_not_waited_for_and_who_is_born_late_i
         later = await born(opened, "later")  # news come in order: the late one has been born by now
         (late,) = {each.pid for each in standby.children()} - {child.pid, later.pid} or {0}
         assert not late or await gone(late)
+    await heard_out(child, later)
+
+
+async def test_a_child_that_the_system_refuses_costs_the_others_nothing(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    with (tmp_path / "library.py").open("a") as library:
+        library.write(REFUSING)
+    async with nursery(environ) as opened:
+        child = await born(opened, "one")
+        assert await opened.bear(order("no fork")) is None
+        assert await opened.bear(order("no descriptor")) is None
+        later = await born(opened, "later")
+        assert await gone(int((tmp_path / "unwatched").read_text()))
+        assert psutil.pid_exists(child.pid)
     await heard_out(child, later)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -35,6 +36,26 @@ def test_notes_of_dead_or_foreign_meshes_are_ignored() -> None:
         (runtime_folder() / "up-1.json").write_text("not json")
         (runtime_folder() / "up-2.json").write_text('{"pid": 1}')
         assert running_meshes() == []
+
+
+def test_two_meshes_may_have_one_port_of_different_addresses() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as living:
+        other = dataclasses.replace(NOTE, pid=living.pid, started=20.0)
+        with recorded(NOTE):
+            with recorded(other):
+                assert running_meshes() == [other, NOTE]
+            assert running_meshes() == [NOTE]
+        living.communicate(b"\n")
+
+
+def test_notes_that_killed_meshes_left_go_with_the_next_mesh() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    left = runtime_folder() / f"up-7-{ended.pid}.json"
+    left.parent.mkdir()
+    left.write_text(json.dumps(dataclasses.asdict(dataclasses.replace(NOTE, pid=ended.pid))))
+    with recorded(NOTE) as path:
+        assert list(runtime_folder().iterdir()) == [path]
 
 
 def test_another_process_with_the_number_of_a_dead_mesh_is_no_mesh() -> None:

@@ -16,7 +16,7 @@ import torch
 from weft.capacity.room import Machine
 from weft.capacity.sizes import Sizes, choose
 from weft.config import ConfigError, read_config
-from weft.errors import BadCheckpoint, NotFound, PeerLost
+from weft.errors import BadCheckpoint, NotFound, Overloaded, PeerLost
 from weft.rpc.server import RpcServer
 from weft.worker import boot
 from weft.worker.boot import load_weights, parse_config
@@ -232,6 +232,11 @@ async def unknown(request: pb2.LoadRequest) -> AsyncIterator[pb2.LoadResponse]:
     yield READY
 
 
+async def full(request: pb2.LoadRequest) -> AsyncIterator[pb2.LoadResponse]:
+    raise Overloaded("no room in /dev/shm")
+    yield READY
+
+
 async def stalled(request: pb2.LoadRequest) -> AsyncIterator[pb2.LoadResponse]:
     await asyncio.Event().wait()
     yield READY
@@ -262,4 +267,12 @@ async def test_a_weights_service_that_stands_still_is_given_up(monkeypatch: pyte
     monkeypatch.setattr(boot, "WEIGHTS_WAIT_SECONDS", 0.1)
     async with start_weights(stalled) as address:
         with pytest.raises(PeerLost, match="stands still"):
+            await load_weights(address, "nano")
+
+
+async def test_why_there_are_no_weights_is_told_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boot, "WEIGHTS_WAIT_SECONDS", 0.5)
+    monkeypatch.setattr(boot, "RETRY_SECONDS", 0.05)
+    async with start_weights(full) as address:
+        with pytest.raises(PeerLost, match="no room in /dev/shm"):
             await load_weights(address, "nano")

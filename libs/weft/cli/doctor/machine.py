@@ -15,7 +15,7 @@ from pathlib import Path
 
 from weft.cli.doctor.finding import Finding, Level, Subject
 from weft.cli.gpus import VISIBLE, cards, chosen_cards, usable_gpus
-from weft.cli.mesh import usable_cores
+from weft.cli.layout import usable_cores
 from weft.cli.ports import PortTaken, check_port
 from weft.cli.record import running_meshes
 from weft.cli.up import mooncake_trouble

@@ -1,0 +1,137 @@
+"""What a mesh on one machine is asked to be, what of the machine each worker gets, and where each part listens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.capacity.processors import granted_cores
+from weft.cli.gpus import gpu_settings
+from weft.cli.ports import LOOPBACK, PortTaken, check_listen_address, check_port, free_ports
+
+
+@dataclass(frozen=True, slots=True)
+class MeshOptions:
+    """What the user asked for. `models`: checkpoint directories by served name, each with so many workers of its own.
+
+    `threads` 0 shares the cores among the workers, as `gpus` are; without Mooncake there is no store.
+    """
+
+    models: Mapping[str, Path]
+    host: str = LOOPBACK
+    port: int = 8000
+    grpc_port: int = 9000
+    num_prefill: int = 1
+    num_decode: int = 1
+    num_both: int = 0
+    num_gateways: int = 1
+    dtype: str = "auto"
+    weights: str = "plain"
+    transport: str = "auto"
+    threads: int = 0
+    max_seqs: int = 0
+    keys: str = ""
+    is_open: bool = False
+    has_tls: bool = False
+    disk: Path | None = None
+    disk_gib: int = 8
+    weights_from: str = ""
+    weights_listen: str = ""
+    log_level: str = "info"
+    has_store: bool = True
+    gpus: tuple[str, ...] = ()
+
+    @property
+    def worker_threads(self) -> int:
+        """torch threads of one worker; together they leave no core to two, and use no more than is granted."""
+        num_cores = len(usable_cores())
+        return self.threads or max(1, min(num_cores, granted_cores() or num_cores) // self.num_workers)
+
+    @property
+    def num_workers(self) -> int:
+        """Of all roles, for all models."""
+        return (self.num_prefill + self.num_decode + self.num_both) * len(self.models)
+
+    @property
+    def roles(self) -> dict[str, int]:
+        """How many workers of each kind a model has, by what their names begin with."""
+        counts = {"prefill": self.num_prefill, "decode": self.num_decode, "worker": self.num_both}
+        return {name: count for name, count in counts.items() if count}
+
+    @property
+    def gateways(self) -> list[str]:
+        """Their names: one is the usual thing, several share their ports."""
+        return ["gateway"] if self.num_gateways == 1 else [f"gateway-{number}" for number in range(self.num_gateways)]
+
+    @property
+    def workers(self) -> dict[str, str]:
+        """Names of the workers, numbered through over all models, and the model that each serves."""
+        return {
+            f"{role}-{number}": model
+            for role, count in self.roles.items()
+            for number, model in enumerate(model for model in self.models for _ in range(count))
+        }
+
+    def worker_cpus(self, index: int) -> str:
+        """The cores of one worker, as WEFT_CPUS has them; none of its own where there are not two for each.
+
+        On one core, a worker's computing and its talking would wait for each other.
+        """
+        cores = usable_cores()
+        size = len(cores) // self.num_workers
+        if size < max(2, self.threads):
+            return ""
+        return ",".join(map(str, cores[index * size : (index + 1) * size]))
+
+    def worker_share(self, index: int) -> dict[str, str]:
+        """What of the machine is one worker's."""
+        return {"WEFT_CPUS": self.worker_cpus(index), **gpu_settings(self.gpus, self.num_workers, index)}
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where the parts of a mesh on this machine listen, host:port; fixed before anything starts.
+
+    `gateways` have a port each for those who look after them.
+    """
+
+    valkey: str
+    scheduler: str
+    kvstore: str
+    weights: str
+    workers: Mapping[str, str]
+    master_port: int
+    gateways: Mapping[str, int]
+
+
+def usable_cores() -> list[int]:
+    """Cores that this process may use."""
+    has_choice = hasattr(os, "sched_getaffinity")
+    return sorted(os.sched_getaffinity(0)) if has_choice else list(range(os.cpu_count() or 1))
+
+
+def pick_addresses(options: MeshOptions) -> Addresses:
+    """Choose a port for each part. Raises PortTaken for those that the user chose, also when two of them are one."""
+    chosen = {options.port: "--port"}
+    _choose(chosen, options.grpc_port, "--grpc-port")
+    check_port(options.host, options.port, "--port")
+    check_port(options.host, options.grpc_port, "--grpc-port")
+    lender = ""
+    if options.weights_listen:
+        lender = check_listen_address(options.weights_listen, "--weights-listen")
+        _choose(chosen, int(lender.rpartition(":")[2]), "--weights-listen")
+    names, gateways = options.workers, options.gateways
+    ports = free_ports(5 + len(names) + len(gateways), chosen)
+    valkey, scheduler, kvstore, weights = (f"{LOOPBACK}:{port}" for port in ports[:4])
+    weights = lender or weights
+    workers = {name: f"{LOOPBACK}:{port}" for name, port in zip(names, ports[5 : 5 + len(names)], strict=True)}
+    private = dict(zip(gateways, ports[5 + len(names) :], strict=True))
+    return Addresses(valkey, scheduler, kvstore, weights, workers, master_port=ports[4], gateways=private)
+
+
+def _choose(chosen: dict[int, str], port: int, flag: str) -> None:
+    """Raises PortTaken where another flag has chosen the same."""
+    if (other := chosen.setdefault(port, flag)) != flag:
+        raise PortTaken(f"{other} and {flag} are both {port}; choose another with {flag}")
