@@ -122,6 +122,13 @@ async def test_a_phone_shows_one_view_at_a_time_and_nothing_sticks_out(browser: 
             assert await page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
+async def test_a_small_screen_shows_every_figure_of_a_worker_whole(browser: Any, shown: Scene) -> None:
+    async with visit(browser, shown, viewport={"width": 1200, "height": 800}) as page:
+        await page.wait_for_selector(".lines dd", timeout=WAIT_MS)
+        cut = "all => all.filter(it => it.scrollWidth > it.clientWidth).map(it => it.textContent)"
+        assert await page.locator(".lines dt, .lines dd").evaluate_all(cut) == []
+
+
 async def test_dark_is_dark(browser: Any, shown: Scene) -> None:
     colours = {}
     for scheme in ("light", "dark"):

@@ -95,7 +95,7 @@ function fill(card, worker, fleet, role) {
   card.pool[0].parentElement.setAttribute("aria-label", `KV pool: ${percent(shares[0])} in use, ${percent(shares[1])} kept as cache`);
   const tokens = role === "prefill" ? worker.queued_prefill_tokens : worker.active_tokens;
   const rows = [
-    ["KV used", `${percent(shares[0])} of ${compact(blocks.total)} blocks`],
+    ["KV blocks", `${percent(shares[0])} of ${compact(blocks.total)}`],
     [role === "prefill" ? "to compute" : "in flight", `${compact(tokens)} tokens`],
     ["sequences", worker.waiting ? `${count(worker.running)} + ${count(worker.waiting)} waiting` : count(worker.running)],
   ];
