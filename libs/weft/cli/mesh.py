@@ -111,7 +111,8 @@ _ROLES = {"prefill": "prefill", "decode": "decode", "worker": "both"}
 
 def _weights(options: MeshOptions, at: Addresses) -> ChildSpec:
     # reading is waiting: the number of threads has nothing to do with cores
-    own = {**_common(options, at), "WEFT_THREADS": "0", "WEFT_WEIGHTS_FROM": options.weights_from}
+    lender = options.weights_from or os.environ.get("WEFT_WEIGHTS_FROM", "")
+    own = {**_common(options, at), "WEFT_THREADS": "0", "WEFT_WEIGHTS_FROM": lender}
     spec = _patient(options, _service("weights", at.weights, own))
     listen_host = bare_host(options.weights_listen.rpartition(":")[0])
     return replace(spec, environ={**spec.environ, "WEFT_HOST": listen_host}) if listen_host else spec

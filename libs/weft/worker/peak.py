@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import hashlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -79,6 +80,8 @@ def identity_of(weights_hash: str, limits: EngineConfig, dtype: str, device: tor
     versions = {
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
+        "triton": _version_of("triton"),
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
         "sources": _sources_digest(),
         "tiles": tiles,
     }
@@ -188,11 +191,19 @@ def _status(field: str) -> int:
     return int(found[1]) * 1024
 
 
+def _version_of(package: str) -> str:
+    """Without importing it; empty where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def _sources_digest() -> str:
     """Of everything that a step runs, and of this: a version number would not see a change between two releases."""
     digest = hashlib.blake2b(Path(__file__).read_bytes() + Path(scoring.__file__).read_bytes(), digest_size=10)
     engine = Path(decoder.__file__).parents[1]
-    for root in (engine / "engine", engine / "model", Path(str(weft_kernels.__file__)).parent):
+    for root in (engine / "engine", engine / "model", engine / "kv", Path(str(weft_kernels.__file__)).parent):
         for path in sorted(each for each in root.rglob("*") if each.suffix in (".py", ".cpp", ".h")):
             digest.update(path.read_bytes())
     return digest.hexdigest()

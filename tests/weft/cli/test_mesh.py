@@ -256,6 +256,13 @@ def test_the_port_of_the_lender_of_weights_is_nobody_elses(monkeypatch: pytest.M
         pick_addresses(dataclasses.replace(options, grpc_port=first))
 
 
+def test_another_nodes_weights_may_be_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_WEIGHTS_FROM", "there:1")
+    for flag, asked in (("", "there:1"), ("here:2", "here:2")):
+        specs = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE, weights_from=flag), AT)}
+        assert specs["weights"].environ["WEFT_WEIGHTS_FROM"] == asked
+
+
 def test_weights_are_lent_at_an_address_of_ipv6_too() -> None:
     specs = {spec.name: spec for spec in mesh_specs(MeshOptions(ONE, weights_listen="[::1]:4"), AT)}
     assert specs["weights"].environ["WEFT_HOST"] == "::1"

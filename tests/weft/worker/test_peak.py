@@ -192,7 +192,9 @@ def test_where_nothing_can_be_written_it_is_measured_every_time(
     assert "measured again at the next start" in caplog.text
 
 
-def test_all_that_a_step_depends_on_is_in_its_identity(family_of: Callable[[str], TinyFamily]) -> None:
+def test_all_that_a_step_depends_on_is_in_its_identity(
+    family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
+) -> None:
     limits = limits_of(family_of("llama2").config)
     identity = identity_of("cafe", limits, "float32", CPU)
     assert identity == identity_of("cafe", replace(limits, num_blocks=7, max_pinned=0), "float32", CPU)
@@ -204,6 +206,8 @@ def test_all_that_a_step_depends_on_is_in_its_identity(family_of: Callable[[str]
         replace(limits, max_pinned=0, max_context_tokens=99),
     ):
         others.append(identity_of("cafe", changed, "float32", CPU))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    others.append(identity_of("cafe", limits, "float32", CPU))
     assert identity not in others
 
 
