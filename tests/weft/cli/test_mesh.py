@@ -246,7 +246,12 @@ def test_the_port_of_the_lender_of_weights_is_nobody_elses(monkeypatch: pytest.M
     options = MeshOptions(ONE, port=first, grpc_port=second, weights_listen=f"127.0.0.1:{lender}")
     with monkeypatch.context() as patch:
         drawn: list[object] = []
-        patch.setattr(module, "free_ports", lambda count, spoken_for: drawn.append(spoken_for) or free_ports(count))
+
+        def draw(count: int, spoken_for: object) -> list[int]:
+            drawn.append(spoken_for)
+            return free_ports(count)
+
+        patch.setattr(module, "free_ports", draw)
         assert pick_addresses(options).weights == f"127.0.0.1:{lender}"
     assert drawn == [{first: "--port", second: "--grpc-port", lender: "--weights-listen"}]
     for port, flag in ((first, "--port"), (second, "--grpc-port")):
