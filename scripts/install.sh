@@ -81,9 +81,11 @@ install_weft() {
 
 # By all processors, where pip takes one; not what hardly anybody imports, which Python compiles when somebody does. Some
 # packages have files that are not for this Python.
+rarely='/tests?/|/transformers/models/|/torch/(testing|_inductor|_dynamo|onnx)/'
+rarely="$rarely|/site-packages/(sympy|networkx|moto|pip|setuptools|fontTools|pygments|mypyc?)/"
 compile_all() {
     step "compiling what was installed"
-    "$venv/bin/python" -m compileall -qq -j 0 -x '/tests?/|/transformers/models/' "$venv/lib" || true
+    "$venv/bin/python" -m compileall -qq -j 0 -x "$rarely" "$venv/lib" || true
 }
 
 trap 'exit 130' INT # pip ends with a status as if it had failed
