@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from tests.weft.weights.checkpoints import nothing, replace_with_another
 from weft.errors import BadCheckpoint
 from weft.weights.bundle import convert, layout, pack
-from weft.weights.bundle.making import NOTE, making
+from weft.weights.bundle.making import NOTE, making, stamps_of
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -45,7 +46,7 @@ def test_a_broken_off_run_goes_on(checkpoint: Path, tmp_path: Path, monkeypatch:
 def test_small_files_are_copied_as_they_are_when_a_run_goes_on(checkpoint: Path, tmp_path: Path) -> None:
     """A copy of a read-only one cannot be written over; one that is gone from the source goes."""
     files = convert.weight_files(checkpoint, ".safetensors")
-    with suppress(KeyboardInterrupt), making(files, tmp_path / "bundle", ()) as place:
+    with suppress(KeyboardInterrupt), making(files, tmp_path / "bundle", (), stamps_of(checkpoint)) as place:
         (place / "old.json").write_text("{}")
         (place / "tokenizer.json").write_text("copied before")
         os.link(place / "tokenizer.json", tmp_path / "the same file")
@@ -58,7 +59,7 @@ def test_small_files_are_copied_as_they_are_when_a_run_goes_on(checkpoint: Path,
 
 def test_what_another_version_left_is_made_anew(checkpoint: Path, tmp_path: Path) -> None:
     first, second = sorted(checkpoint.glob("*.safetensors"))
-    with suppress(KeyboardInterrupt), making([first, second], tmp_path / "bundle", ()) as place:
+    with suppress(KeyboardInterrupt), making([first, second], tmp_path / "bundle", (), stamps_of(checkpoint)) as place:
         with ThreadPoolExecutor(1) as threads:
             pack.pack_file(first, made := place / f"{first.stem}.weft", threads, lambda size: None)
         content = bytearray(made.read_bytes())
@@ -77,6 +78,36 @@ def test_a_file_that_is_written_anew_while_it_is_compressed_is_named(checkpoint:
     assert convert.compress(checkpoint, tmp_path / "bundle", 1, nothing).num_kept == 0
 
 
+@pytest.mark.parametrize("tool", [convert.compress, convert.decompress])
+@pytest.mark.parametrize(
+    ("name", "happens"),
+    [
+        ("*-00001-*", "was written anew"),
+        ("config.json", "was written anew"),
+        ("tokenizer.json", "went"),
+        ("new", "came"),
+    ],
+)
+def test_nothing_is_made_half_of_old_files_and_half_of_new_ones(
+    checkpoint: Path, bundle: Path, tmp_path: Path, tool: Callable[..., object], name: str, happens: str
+) -> None:
+    """The parts of a checkpoint are good together and not by themselves."""
+    directory = checkpoint if tool is convert.compress else bundle
+    path = next(directory.glob(name), directory / name)
+
+    def change(file: str, size: int) -> None:
+        if "00002-of" in file and happens == "went":
+            path.unlink(missing_ok=True)
+        elif "00002-of" in file:
+            path.touch()
+            os.utime(path, (1, 1))
+
+    with pytest.raises(BadCheckpoint, match=rf"{path.name}: {happens} while the files beside it were read"):
+        tool(directory, tmp_path / "out", 1, change)
+    assert not (tmp_path / "out").exists()
+    tool(directory, tmp_path / "out", 1, nothing)
+
+
 def test_a_file_that_goes_while_it_is_compressed_is_named(checkpoint: Path, tmp_path: Path) -> None:
     file = min(checkpoint.glob("*.safetensors"))
     with pytest.raises(FileNotFoundError, match=rf"No such file or directory: '{file}'"):
@@ -88,7 +119,7 @@ def test_what_was_begun_of_another_model_is_begun_anew(checkpoint: Path, tmp_pat
     one_file.parent.mkdir()
     save_file({"weight": torch.zeros(64, 64)}, one_file)
     (one_file.parent / "stray.txt").write_text("x")
-    with suppress(KeyboardInterrupt), making([one_file], tmp_path / "bundle", ()) as place:
+    with suppress(KeyboardInterrupt), making([one_file], tmp_path / "bundle", (), stamps_of(one_file.parent)) as place:
         (place / "model.weft").write_bytes(b"of another model")
         (place / "stray.txt").write_text("copied already")
         raise KeyboardInterrupt
@@ -99,7 +130,10 @@ def test_what_was_begun_of_another_model_is_begun_anew(checkpoint: Path, tmp_pat
 
 def test_what_was_begun_of_files_of_the_same_size_and_date_is_begun_anew(checkpoint: Path, tmp_path: Path) -> None:
     files = convert.weight_files(checkpoint, ".safetensors")
-    with suppress(KeyboardInterrupt), making(files, tmp_path / "bundle", convert.SUFFIXES) as place:
+    with (
+        suppress(KeyboardInterrupt),
+        making(files, tmp_path / "bundle", convert.SUFFIXES, stamps_of(checkpoint)) as place,
+    ):
         pack.pack_file(files[0], place / f"{files[0].stem}.weft", None, lambda size: None)
         raise KeyboardInterrupt
     replace_with_another(files[0], files[0].read_bytes()[:-1] + b"x")
@@ -122,7 +156,10 @@ def test_one_at_a_time_and_never_over_something(checkpoint: Path, bundle: Path, 
     with pytest.raises(BadCheckpoint, match=r"there is no \.weft file in it"):
         convert.verify(checkpoint, 1, nothing)
     files = convert.weight_files(checkpoint, ".safetensors")
-    with making(files, tmp_path / "other", ()), pytest.raises(BadCheckpoint, match="another process"):
+    with (
+        making(files, tmp_path / "other", (), stamps_of(checkpoint)),
+        pytest.raises(BadCheckpoint, match="another process"),
+    ):
         convert.compress(checkpoint, tmp_path / "other", 1, nothing)
 
 

@@ -21,7 +21,7 @@ from weft.storage import on_disk
 from weft.weights.blobs import stamp_of
 from weft.weights.bundle.chunks import Bytes
 from weft.weights.bundle.layout import SUFFIX, BundleHeader, read_bundle_header
-from weft.weights.bundle.making import making
+from weft.weights.bundle.making import making, stamps_of
 from weft.weights.bundle.pack import pack_file
 from weft.weights.bundle.unpack import BundleFile
 from weft.weights.checkpoint import INDEX_FILE, read_weight_map
@@ -80,10 +80,11 @@ def _tensor_names(file: Path) -> set[str]:
 def compress(source: Path, target: Path, num_threads: int, report: Report) -> Outcome:
     """Make the bundle `target` of the checkpoint `source`. Raises BadCheckpoint, OSError (disk full names the file)."""
     files = weight_files(source, WEIGHTS_SUFFIX)
+    before = stamps_of(source)
     check_index(files)
     headers, kept = [], 0
     with (
-        making(files, target, SUFFIXES) as place,
+        making(files, target, SUFFIXES, before) as place,
         ThreadPoolExecutor(num_threads, thread_name_prefix="compress") as threads,
     ):
         for file in files:
@@ -93,9 +94,8 @@ def compress(source: Path, target: Path, num_threads: int, report: Report) -> Ou
                 kept += 1
             else:
                 with _whole(made) as part:
-                    before = file.stat()
                     header = pack_file(file, part, threads if num_threads > 1 else None, partial(report, file.name))
-                    _check_same(file, before)
+                    _check_same(file, before.get(file.name))
             headers.append(header)
     stored = sum((target / (file.stem + SUFFIX)).stat().st_size for file in files)
     return Outcome(sum(header.original.size_bytes for header in headers), stored, len(files), kept)
@@ -104,11 +104,12 @@ def compress(source: Path, target: Path, num_threads: int, report: Report) -> Ou
 def decompress(source: Path, target: Path, num_threads: int, report: Report) -> Outcome:
     """Make the checkpoint that `source` was made of, byte for byte. Raises BadCheckpoint, OSError."""
     files = weight_files(source, SUFFIX)
+    before = stamps_of(source)
     check_index(files)
     names = _original_names(files)
     original_bytes = kept = 0
     with (
-        making(files, target, SUFFIXES) as place,
+        making(files, target, SUFFIXES, before) as place,
         ThreadPoolExecutor(num_threads, thread_name_prefix="decompress") as threads,
     ):
         for file in files:
@@ -196,9 +197,10 @@ def _whole(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def _check_same(file: Path, before: os.stat_result) -> None:
-    """Raises BadCheckpoint where a file was written anew since: what was made of it may be half old, half new."""
-    if stamp_of(file.stat()) != stamp_of(before):
+def _check_same(file: Path, before: tuple[str, ...] | None) -> None:
+    """Raises BadCheckpoint where a file was written anew since: what was made of it may be half old, half new. All are
+    compared at the end; this one need not have its name until then."""
+    if stamp_of(file.stat()) != before:
         raise BadCheckpoint(f"{file}: was written anew while it was read")
 
 

@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,23 @@ from weft.weights.blobs import stamp_of
 
 NOTE = ".weft-made-of.json"
 """In the directory at work: what it is made of, so that nothing of another source ever stays in it."""
+Stamps = Mapping[str, tuple[str, ...]]
+"""Of the files of a directory, by name; another one for a file that was written anew."""
+
+
+def stamps_of(source: Path) -> Stamps:
+    """Of all files there, not of folders. Raises OSError."""
+    return {path.name: stamp_of(path.stat()) for path in source.iterdir() if path.is_file()}
 
 
 @contextmanager
-def making(files: Sequence[Path], target: Path, left_out: Sequence[str]) -> Iterator[Path]:
+def making(files: Sequence[Path], target: Path, left_out: Sequence[str], before: Stamps) -> Iterator[Path]:
     """A directory to work in on `files` of one directory; it becomes `target`, with all files that lie beside them and
-    have none of the suffixes `left_out`. Raises BadCheckpoint."""
+    have none of the suffixes `left_out`.
+
+    `before` is what the source was when it was first looked at. Raises BadCheckpoint, naming the file where one is
+    another by the end: what was made may be half of an old checkpoint and half of a new one. OSError.
+    """
     source = files[0].parent
     if target.exists():
         raise BadCheckpoint(f"{target}: is there already; choose another place or remove it")
@@ -37,9 +48,10 @@ def making(files: Sequence[Path], target: Path, left_out: Sequence[str]) -> Iter
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BadCheckpoint(f"{place}: another process is at work there") from None
-        _begin(place, files)
+        _begin(place, files, before)
         yield place
         _copy_small_files(source, place, left_out)
+        _check_same(source, before)
         # a name that outlives a power failure must not stand for files that do not
         on_disk(place)
         os.replace(place, target)
@@ -61,12 +73,19 @@ def _copy_small_files(source: Path, place: Path, left_out: Sequence[str]) -> Non
             on_disk(place / path.name)
 
 
-def _begin(place: Path, files: Sequence[Path]) -> None:
+def _check_same(source: Path, before: Stamps) -> None:
+    now = stamps_of(source)
+    for name in sorted({*before, *now}):
+        if before.get(name) != now.get(name):
+            what = "came" if name not in before else "went" if name not in now else "was written anew"
+            raise BadCheckpoint(f"{source / name}: {what} while the files beside it were read")
+
+
+def _begin(place: Path, files: Sequence[Path], before: Stamps) -> None:
     """Keep what an earlier run made of these very files; what one made of others goes."""
-    stats = [(path.name, path.stat()) for path in files]
     note = {
         "source": str(files[0].parent.resolve()),
-        "files": [[name, *stamp_of(stat)] for name, stat in stats],
+        "files": [[path.name, *before.get(path.name, ())] for path in files],
     }
     found = [path for path in place.iterdir() if not path.name.startswith(NOTE)]
     before = _read(place / NOTE)
