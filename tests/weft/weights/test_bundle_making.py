@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,12 @@ from tests.weft.weights.checkpoints import nothing, replace_with_another
 from weft.errors import BadCheckpoint
 from weft.weights.bundle import convert, layout, pack
 from weft.weights.bundle.making import NOTE, making, stamps_of
+
+
+def making_of(directory: Path, target: Path) -> AbstractContextManager[Path]:
+    """As `compress` begins."""
+    made = {file: f"{file.stem}.weft" for file in sorted(directory.glob("*.safetensors"))}
+    return making(made, target, stamps_of(directory))
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -45,8 +51,7 @@ def test_a_broken_off_run_goes_on(checkpoint: Path, tmp_path: Path, monkeypatch:
 
 def test_small_files_are_copied_as_they_are_when_a_run_goes_on(checkpoint: Path, tmp_path: Path) -> None:
     """A copy of a read-only one cannot be written over; one that is gone from the source goes."""
-    files = convert.weight_files(checkpoint, ".safetensors")
-    with suppress(KeyboardInterrupt), making(files, tmp_path / "bundle", (), stamps_of(checkpoint)) as place:
+    with suppress(KeyboardInterrupt), making_of(checkpoint, tmp_path / "bundle") as place:
         (place / "old.json").write_text("{}")
         (place / "tokenizer.json").write_text("copied before")
         os.link(place / "tokenizer.json", tmp_path / "the same file")
@@ -58,8 +63,8 @@ def test_small_files_are_copied_as_they_are_when_a_run_goes_on(checkpoint: Path,
 
 
 def test_what_another_version_left_is_made_anew(checkpoint: Path, tmp_path: Path) -> None:
-    first, second = sorted(checkpoint.glob("*.safetensors"))
-    with suppress(KeyboardInterrupt), making([first, second], tmp_path / "bundle", (), stamps_of(checkpoint)) as place:
+    first = min(checkpoint.glob("*.safetensors"))
+    with suppress(KeyboardInterrupt), making_of(checkpoint, tmp_path / "bundle") as place:
         with ThreadPoolExecutor(1) as threads:
             pack.pack_file(first, made := place / f"{first.stem}.weft", threads, lambda size: None)
         content = bytearray(made.read_bytes())
@@ -108,6 +113,38 @@ def test_nothing_is_made_half_of_old_files_and_half_of_new_ones(
     tool(directory, tmp_path / "out", 1, nothing)
 
 
+def test_what_is_not_converted_is_copied_weights_too(bundle: Path, checkpoint: Path, tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3)}, bundle / "adapter.safetensors")
+    convert.decompress(bundle, tmp_path / "again", 1, nothing)
+    adapter = {"adapter.safetensors": (bundle / "adapter.safetensors").read_bytes()}
+    assert files_of(tmp_path / "again") == {**files_of(checkpoint), **adapter}
+    (checkpoint / "other.weft").write_bytes(b"whatever")
+    convert.compress(checkpoint, tmp_path / "more", 1, nothing)
+    assert (tmp_path / "more" / "other.weft").read_bytes() == b"whatever"
+
+
+def test_what_would_be_copied_over_something_is_refused(checkpoint: Path, bundle: Path, tmp_path: Path) -> None:
+    stem = "model-00001-of-00002"
+    (checkpoint / f"{stem}.weft").touch()
+    with pytest.raises(BadCheckpoint, match=rf"{stem}\.weft: cannot be copied, {stem}\.safetensors becomes"):
+        convert.compress(checkpoint, tmp_path / "out", 1, nothing)
+    (bundle / f"{stem}.safetensors").touch()
+    with pytest.raises(BadCheckpoint, match=rf"{stem}\.safetensors: cannot be copied, {stem}\.weft becomes"):
+        convert.decompress(bundle, tmp_path / "out", 1, nothing)
+    (bundle / NOTE).touch()
+    with pytest.raises(BadCheckpoint, match="bundle: is what a run that was broken off has left"):
+        convert.decompress(bundle, tmp_path / "out", 1, nothing)
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_link_to_nothing_is_named_before_the_work(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    (checkpoint / "tokenizer.json").symlink_to("gone.json")
+    with pytest.raises(BadCheckpoint, match=r"tokenizer\.json: is a link to gone\.json, which is not there"):
+        convert.compress(checkpoint, tmp_path / "bundle", 1, nothing)
+    assert not (tmp_path / "bundle.partial").exists()
+
+
 def test_a_file_that_goes_while_it_is_compressed_is_named(checkpoint: Path, tmp_path: Path) -> None:
     file = min(checkpoint.glob("*.safetensors"))
     with pytest.raises(FileNotFoundError, match=rf"No such file or directory: '{file}'"):
@@ -119,7 +156,7 @@ def test_what_was_begun_of_another_model_is_begun_anew(checkpoint: Path, tmp_pat
     one_file.parent.mkdir()
     save_file({"weight": torch.zeros(64, 64)}, one_file)
     (one_file.parent / "stray.txt").write_text("x")
-    with suppress(KeyboardInterrupt), making([one_file], tmp_path / "bundle", (), stamps_of(one_file.parent)) as place:
+    with suppress(KeyboardInterrupt), making_of(one_file.parent, tmp_path / "bundle") as place:
         (place / "model.weft").write_bytes(b"of another model")
         (place / "stray.txt").write_text("copied already")
         raise KeyboardInterrupt
@@ -130,10 +167,7 @@ def test_what_was_begun_of_another_model_is_begun_anew(checkpoint: Path, tmp_pat
 
 def test_what_was_begun_of_files_of_the_same_size_and_date_is_begun_anew(checkpoint: Path, tmp_path: Path) -> None:
     files = convert.weight_files(checkpoint, ".safetensors")
-    with (
-        suppress(KeyboardInterrupt),
-        making(files, tmp_path / "bundle", convert.SUFFIXES, stamps_of(checkpoint)) as place,
-    ):
+    with suppress(KeyboardInterrupt), making_of(checkpoint, tmp_path / "bundle") as place:
         pack.pack_file(files[0], place / f"{files[0].stem}.weft", None, lambda size: None)
         raise KeyboardInterrupt
     replace_with_another(files[0], files[0].read_bytes()[:-1] + b"x")
@@ -155,11 +189,7 @@ def test_one_at_a_time_and_never_over_something(checkpoint: Path, bundle: Path, 
         convert.compress(checkpoint, checkpoint / "inside", 1, nothing)
     with pytest.raises(BadCheckpoint, match=r"there is no \.weft file in it"):
         convert.verify(checkpoint, 1, nothing)
-    files = convert.weight_files(checkpoint, ".safetensors")
-    with (
-        making(files, tmp_path / "other", (), stamps_of(checkpoint)),
-        pytest.raises(BadCheckpoint, match="another process"),
-    ):
+    with making_of(checkpoint, tmp_path / "other"), pytest.raises(BadCheckpoint, match="another process"):
         convert.compress(checkpoint, tmp_path / "other", 1, nothing)
 
 

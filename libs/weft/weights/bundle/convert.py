@@ -28,7 +28,6 @@ from weft.weights.checkpoint import INDEX_FILE, read_weight_map
 from weft.weights.header import read_header
 
 WEIGHTS_SUFFIX = ".safetensors"
-SUFFIXES = WEIGHTS_SUFFIX, SUFFIX
 PIECE_BYTES = 4 * 1024 * 1024
 PIECES_AHEAD = 64
 """Decoded or being decoded before they are written: 256 MiB."""
@@ -82,13 +81,14 @@ def compress(source: Path, target: Path, num_threads: int, report: Report) -> Ou
     files = weight_files(source, WEIGHTS_SUFFIX)
     before = stamps_of(source)
     check_index(files)
+    names = {file: file.stem + SUFFIX for file in files}
     headers, kept = [], 0
     with (
-        making(files, target, SUFFIXES, before) as place,
+        making(names, target, before) as place,
         ThreadPoolExecutor(num_threads, thread_name_prefix="compress") as threads,
     ):
         for file in files:
-            made = place / (file.stem + SUFFIX)
+            made = place / names[file]
             if header := _finished(made, file):
                 report(file.name, file.stat().st_size)
                 kept += 1
@@ -97,7 +97,7 @@ def compress(source: Path, target: Path, num_threads: int, report: Report) -> Ou
                     header = pack_file(file, part, threads if num_threads > 1 else None, partial(report, file.name))
                     _check_same(file, before.get(file.name))
             headers.append(header)
-    stored = sum((target / (file.stem + SUFFIX)).stat().st_size for file in files)
+    stored = sum((target / name).stat().st_size for name in names.values())
     return Outcome(sum(header.original.size_bytes for header in headers), stored, len(files), kept)
 
 
@@ -109,7 +109,7 @@ def decompress(source: Path, target: Path, num_threads: int, report: Report) -> 
     names = _original_names(files)
     original_bytes = kept = 0
     with (
-        making(files, target, SUFFIXES, before) as place,
+        making(names, target, before) as place,
         ThreadPoolExecutor(num_threads, thread_name_prefix="decompress") as threads,
     ):
         for file in files:

@@ -28,18 +28,19 @@ def stamps_of(source: Path) -> Stamps:
 
 
 @contextmanager
-def making(files: Sequence[Path], target: Path, left_out: Sequence[str], before: Stamps) -> Iterator[Path]:
-    """A directory to work in on `files` of one directory; it becomes `target`, with all files that lie beside them and
-    have none of the suffixes `left_out`.
+def making(made: Mapping[Path, str], target: Path, before: Stamps) -> Iterator[Path]:
+    """A directory to work in on files of one directory, the keys of `made`, whose values are the names of what becomes
+    of them; it becomes `target`, with copies of all files that lie beside them.
 
     `before` is what the source was when it was first looked at. Raises BadCheckpoint, naming the file where one is
     another by the end: what was made may be half of an old checkpoint and half of a new one. OSError.
     """
-    source = files[0].parent
+    source = next(iter(made)).parent
     if target.exists():
         raise BadCheckpoint(f"{target}: is there already; choose another place or remove it")
     if source.resolve() in target.resolve().parents:
         raise BadCheckpoint(f"{target}: lies inside {source}")
+    _check_copies(source, made, before)
     place = target.with_name(target.name + ".partial")
     place.mkdir(parents=True, exist_ok=True)
     lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
@@ -48,9 +49,10 @@ def making(files: Sequence[Path], target: Path, left_out: Sequence[str], before:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BadCheckpoint(f"{place}: another process is at work there") from None
-        _begin(place, files, before)
+        _begin(place, list(made), before)
         yield place
-        _copy_small_files(source, place, left_out)
+        _check_same(source, before)
+        _copy_others(source, place, made, before)
         _check_same(source, before)
         # a name that outlives a power failure must not stand for files that do not
         on_disk(place)
@@ -62,15 +64,32 @@ def making(files: Sequence[Path], target: Path, left_out: Sequence[str], before:
         os.close(lock)
 
 
-def _copy_small_files(source: Path, place: Path, left_out: Sequence[str]) -> None:
+def _check_copies(source: Path, made: Mapping[Path, str], before: Stamps) -> None:
+    """Before there is work to lose: what else lies there can be copied, and over nothing."""
+    if NOTE in before:
+        raise BadCheckpoint(f"{source}: is what a run that was broken off has left")
+    for path in sorted(source.iterdir()):
+        if path.is_symlink() and not path.exists():
+            raise BadCheckpoint(f"{path}: is a link to {path.readlink()}, which is not there")
+    others = _others(made, before)
+    for file, name in made.items():
+        if name in others:
+            where = source / name
+            raise BadCheckpoint(f"{where}: cannot be copied, {file.name} becomes a file of this name; move one of them")
+
+
+def _copy_others(source: Path, place: Path, made: Mapping[Path, str], before: Stamps) -> None:
     """As they are now: what an earlier run copied may be gone from the source, and may be read-only."""
     for path in place.iterdir():
-        if path.suffix not in left_out and path.name != NOTE:
+        if path.name not in (*made.values(), NOTE):
             path.unlink()
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix not in left_out:
-            shutil.copy2(path, place / path.name)
-            on_disk(place / path.name)
+    for name in sorted(_others(made, before)):
+        shutil.copy2(source / name, place / name)
+        on_disk(place / name)
+
+
+def _others(made: Mapping[Path, str], before: Stamps) -> set[str]:
+    return before.keys() - {file.name for file in made}
 
 
 def _check_same(source: Path, before: Stamps) -> None:
