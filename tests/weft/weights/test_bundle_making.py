@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
@@ -191,6 +192,27 @@ def test_one_at_a_time_and_never_over_something(checkpoint: Path, bundle: Path, 
         convert.verify(checkpoint, 1, nothing)
     with making_of(checkpoint, tmp_path / "other"), pytest.raises(BadCheckpoint, match="another process"):
         convert.compress(checkpoint, tmp_path / "other", 1, nothing)
+
+
+def test_a_target_that_cannot_be_made_is_refused_before_the_work(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to("gone")
+    source = checkpoint.rename(tmp_path / "out.partial")
+    deeper = tmp_path / "deep.partial" / "er"
+    shutil.copytree(source, deeper)
+    monkeypatch.setattr(convert, "pack_file", None)
+    for directory, target, said in (
+        (source, "link", "link: is there already"),
+        (source, "/", r"^/: is there already"),
+        (source, "gone/..", r"gone/\.\.: is there already"),
+        (source, "out", r"out: is made in .*/out\.partial, and .*/out\.partial lies there; choose another place$"),
+        (deeper, "deep", r"deep: is made in .*/deep\.partial, and .*/deep\.partial/er lies there"),
+    ):
+        before = files_of(directory)
+        with pytest.raises(BadCheckpoint, match=said):
+            convert.compress(directory, tmp_path / target, 1, nothing)
+        assert files_of(directory) == before
 
 
 def test_all_of_it_is_on_disk_before_it_has_its_name(

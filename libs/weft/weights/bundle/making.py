@@ -36,12 +36,8 @@ def making(made: Mapping[Path, str], target: Path, before: Stamps) -> Iterator[P
     another by the end: what was made may be half of an old checkpoint and half of a new one. OSError.
     """
     source = next(iter(made)).parent
-    if target.exists():
-        raise BadCheckpoint(f"{target}: is there already; choose another place or remove it")
-    if source.resolve() in target.resolve().parents:
-        raise BadCheckpoint(f"{target}: lies inside {source}")
+    place = _place_for(target, source.resolve())
     _check_copies(source, made, before)
-    place = target.with_name(target.name + ".partial")
     place.mkdir(parents=True, exist_ok=True)
     lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -62,6 +58,19 @@ def making(made: Mapping[Path, str], target: Path, before: Stamps) -> Iterator[P
         on_disk(target.parent)
     finally:
         os.close(lock)
+
+
+def _place_for(target: Path, source: Path) -> Path:
+    """Where the work goes on. Before there is any to lose: the target's name is free, and nothing is read there."""
+    # a link to what is not there has its name too; `..` has one only once what is before it is there
+    if os.path.lexists(target) or target.resolve().exists():
+        raise BadCheckpoint(f"{target}: is there already; choose another place or remove it")
+    if source in target.resolve().parents:
+        raise BadCheckpoint(f"{target}: lies inside {source}")
+    place = target.with_name(target.name + ".partial")
+    if place.resolve() in (source, *source.parents):
+        raise BadCheckpoint(f"{target}: is made in {place}, and {source} lies there; choose another place")
+    return place
 
 
 def _check_copies(source: Path, made: Mapping[Path, str], before: Stamps) -> None:
@@ -109,7 +118,9 @@ def _begin(place: Path, files: Sequence[Path], before: Stamps) -> None:
     found = [path for path in place.iterdir() if not path.name.startswith(NOTE)]
     before = _read(place / NOTE)
     if found and before is None:
-        raise BadCheckpoint(f"{place}: lies in the way, and does not say what it was made of; remove it")
+        raise BadCheckpoint(
+            f"{place}: lies in the way, and does not say what it was made of; choose another place or move it"
+        )
     if before != note:
         for path in found:
             path.unlink()
