@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -82,18 +83,27 @@ class _Packer:
         self._file = file
         self._threads = threads
         self._report = report
+        self._num_counted = 0  # of the bytes of a tensor
         # the one given back last is taken first: it is still in the processor's caches
         self._memories: list[rans.EncodingMemory] = []
 
     def pack(self, entry: TensorEntry, values: Bytes) -> PackedTensor:
         _align(self._file, ALIGNMENT)
-        offset = self._file.tell()
-        place = (entry.name, entry.dtype, entry.shape)
+        self._num_counted = 0
         measured = _measure(entry, values)
-        if measured is None:
-            self._write_chunks(b"", values, lambda first, size: _raw(values[first : first + size]))
-            return PackedTensor(*place, "raw", offset, self._file.tell() - offset)
-        coding = measured.coding
+        coded = None if measured is None else self._code(entry, values, measured.coding)
+        return coded or self._keep(entry, values)
+
+    def _keep(self, entry: TensorEntry, values: Bytes) -> PackedTensor:
+        """As it is."""
+        offset = self._file.tell()
+        self._write_chunks(b"", values, lambda first, size: _raw(values[first : first + size]), math.inf)
+        return PackedTensor(entry.name, entry.dtype, entry.shape, "raw", offset, self._file.tell() - offset)
+
+    def _code(self, entry: TensorEntry, values: Bytes, coding: rans.Coding) -> PackedTensor | None:
+        """None, and the file ends where it did, where the tensor does not become small enough: what was measured is a
+        sample, and the rest may be nothing like it."""
+        offset = self._file.tell()
         shares = zlib.compress(coding.shares.astype("<u2").view(np.uint8).reshape(-1, 2).T.tobytes(), 9)
         scales = coding.row_scales.tobytes() + coding.column_scales.tobytes() if coding.class_bits else b""
         words, encoder = values.view("<u2"), rans.Encoder(coding)
@@ -103,8 +113,10 @@ class _Packer:
             chunk = encoder.encode(words[first // 2 : (first + size) // 2], first // 2, memory)
             return _coded(chunk, values[first : first + size], memory)
 
-        self._write_chunks(shares + scales, values, encode)
-        size = self._file.tell() - offset
+        if not self._write_chunks(shares + scales, values, encode, MAX_CODED_SHARE * len(values)):
+            self._file.seek(offset)  # as it is it takes more, so nothing of what is written stays
+            return None
+        size, place = self._file.tell() - offset, (entry.name, entry.dtype, entry.shape)
         return PackedTensor(*place, "rans", offset, size, coding.base, coding.class_bits, len(shares))
 
     def _memory(self) -> rans.EncodingMemory:
@@ -114,27 +126,43 @@ class _Packer:
         except IndexError:
             return rans.EncodingMemory(CHUNK_BYTES // 2)
 
-    def _write_chunks(self, preface: bytes, values: Bytes, encode: Callable[[int, int], _Coded]) -> None:
-        """Ends of the chunks, preface, chunks. The ends are known last and written first."""
+    def _write_chunks(
+        self, preface: bytes, values: Bytes, encode: Callable[[int, int], _Coded], max_bytes: float
+    ) -> bool:
+        """Ends of the chunks, preface, chunks. The ends are known last and written first.
+
+        False, and only the first of them are written, where all would be more than `max_bytes`.
+        """
         file, plan = self._file, [(at, min(CHUNK_BYTES, len(values) - at)) for at in range(0, len(values), CHUNK_BYTES)]
         start = file.tell()
         file.write(bytes(8 * len(plan)) + preface)
         _align(file, 8)
         begin, ends = file.tell(), list[int]()
-        for (first, size), coded in zip(plan, self._encoded(plan, encode), strict=True):
-            self.digest.update(values[first : first + size].data)
-            for part in coded.parts:
-                file.write(part)
-            if coded.memory is not None:
-                self._memories.append(coded.memory)
-            ends.append(file.tell() - begin)
-            self._report(size)
+        with closing(self._encoded(plan, encode)) as pieces:
+            for (first, size), coded in zip(plan, pieces, strict=True):
+                if file.tell() - start + coded.num_bytes > max_bytes:
+                    return False
+                self._count(first, values[first : first + size])
+                for part in coded.parts:
+                    file.write(part)
+                if coded.memory is not None:
+                    self._memories.append(coded.memory)
+                ends.append(file.tell() - begin)
         end = file.tell()
         file.seek(start)
         file.write(np.array(ends, "<u8").tobytes())
         file.seek(end)
+        return True
 
-    def _encoded(self, plan: list[tuple[int, int]], encode: Callable[[int, int], _Coded]) -> Iterator[_Coded]:
+    def _count(self, first: int, piece: Bytes) -> None:
+        """That these bytes of the tensor are done: once, though they be written again."""
+        if first < self._num_counted:
+            return
+        self.digest.update(piece.data)
+        self._num_counted = first + len(piece)
+        self._report(len(piece))
+
+    def _encoded(self, plan: list[tuple[int, int]], encode: Callable[[int, int], _Coded]) -> Generator[_Coded]:
         """In order; several at once where there are several, as to hand one to another thread takes as long as a part
         of it does."""
         if self._threads is None or len(plan) == 1:
@@ -163,6 +191,10 @@ class _Coded:
 
     parts: tuple[bytes | memoryview, ...]
     memory: rans.EncodingMemory | None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(memoryview(part).nbytes for part in self.parts)
 
 
 def _raw(piece: Bytes) -> _Coded:

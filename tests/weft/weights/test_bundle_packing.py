@@ -1,0 +1,43 @@
+"""What a tensor takes in a bundle: never more than it did, a few bytes for every chunk aside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.weft.weights.checkpoints import nothing
+from weft.weights.bundle import convert, layout
+
+
+def normal(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(7))
+
+
+UNLIKE = {
+    "rows": torch.where(torch.arange(4096)[:, None] % 16 == 0, 0, normal(4096, 256)),
+    "blocks of columns": torch.where(torch.arange(4096) // 64 % 16 == 0, 0, normal(256, 4096)),
+    "evenly spread": torch.linspace(-1, 1, 1 << 20),
+}
+"""Of the first two, just what is zero is looked at."""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_a_tensor_that_is_not_like_its_sample_stays_as_it_is(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    (tmp_path / "model").mkdir()
+    save_file({"a": UNLIKE[kind].to(dtype), "b": normal(300, 200).to(dtype)}, tmp_path / "model/model.safetensors")
+    heard: list[int] = []
+    for threads in (1, 3):
+        convert.compress(tmp_path / "model", tmp_path / f"bundle{threads}", threads, lambda _, size: heard.append(size))
+    one, other = (tmp_path / f"bundle{threads}/model.weft" for threads in (1, 3))
+    assert one.read_bytes() == other.read_bytes()
+    unlike, like = layout.read_bundle_header(one).tensors
+    assert (unlike.codec, like.codec) == ("raw", "rans")
+    assert unlike.size_bytes < 1.0001 * unlike.original_bytes
+    assert sum(heard) == 2 * (unlike.original_bytes + like.original_bytes), "each byte once, though written twice"
+    convert.verify(tmp_path / "bundle3", 1, nothing)
+    convert.decompress(tmp_path / "bundle3", tmp_path / "again", 1, nothing)
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "model/model.safetensors").read_bytes()
