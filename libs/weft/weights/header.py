@@ -27,13 +27,19 @@ DTYPE_BYTES = {
     "BF16": 2,
     "F8_E4M3": 1,
     "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "C64": 8,
     "I64": 8,
     "I32": 4,
     "I16": 2,
     "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
     "U8": 1,
     "BOOL": 1,
 }
+"""What is read and kept; a model says which of them its tensors may have."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,17 @@
-"""What a tensor takes in a bundle: never more than it did, a few bytes for every chunk aside."""
+"""What becomes of a tensor in a bundle: whatever it is, the same again, and never much more than it was."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.weft.weights.checkpoints import nothing
+from tests.weft.weights.checkpoints import Tensors, nothing, safetensors_bytes
 from weft.weights.bundle import convert, layout
+from weft.weights.header import DTYPE_BYTES
 
 
 def normal(rows: int, columns: int) -> torch.Tensor:
@@ -40,4 +42,15 @@ def test_a_tensor_that_is_not_like_its_sample_stays_as_it_is(tmp_path: Path, kin
     assert sum(heard) == 2 * (unlike.original_bytes + like.original_bytes), "each byte once, though written twice"
     convert.verify(tmp_path / "bundle3", 1, nothing)
     convert.decompress(tmp_path / "bundle3", tmp_path / "again", 1, nothing)
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "model/model.safetensors").read_bytes()
+
+
+def test_tensors_of_every_dtype_are_kept(tmp_path: Path) -> None:
+    assert {"U16": 2, "U32": 4, "U64": 8, "F8_E8M0": 1, "C64": 8}.items() < DTYPE_BYTES.items()
+    tensors: Tensors = {dtype: (dtype, (3, 5), os.urandom(15 * size)) for dtype, size in DTYPE_BYTES.items()}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/model.safetensors").write_bytes(safetensors_bytes(tensors))
+    convert.compress(tmp_path / "model", tmp_path / "bundle", 1, nothing)
+    convert.verify(tmp_path / "bundle", 1, nothing)
+    convert.decompress(tmp_path / "bundle", tmp_path / "again", 1, nothing)
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "model/model.safetensors").read_bytes()

@@ -167,11 +167,12 @@ def test_a_load_takes_little_memory_beside_its_image(tmp_path: Path) -> None:
     assert memory.extra_bytes < 8 * 3 * layout.PIECE_BYTES
 
 
-def test_bytes_that_are_no_weights_are_refused_by_tensor(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "item_bytes"), [("F8_E4M3", 1), ("U16", 2), ("F8_E8M0", 1), ("C64", 8)])
+def test_bytes_that_are_no_weights_are_refused_by_tensor(tmp_path: Path, dtype: str, item_bytes: int) -> None:
     tensors = make_checkpoint(tmp_path)
     name = "model.layers.0.mlp.up_proj.weight"
     _, shape, _ = tensors[name]
-    tensors[name] = ("F8_E4M3", shape, os.urandom(shape[0] * shape[1]))
+    tensors[name] = (dtype, shape, os.urandom(shape[0] * shape[1] * item_bytes))
     (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(tensors))
-    with pytest.raises(BadCheckpoint, match=r"up_proj\.weight has dtype F8_E4M3, not a weight's"):
+    with pytest.raises(BadCheckpoint, match=rf"up_proj\.weight has dtype {dtype}, not a weight's"):
         read_checkpoint(tmp_path)
