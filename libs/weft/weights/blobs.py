@@ -10,10 +10,12 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 from weft.errors import BadCheckpoint
 from weft.storage import told
+from weft.weights.ahead import ahead
 
 SECTOR_BYTES = 4096  # direct reads begin and end at multiples of this, in the file and in memory
 LARGE_PAGE_BYTES = 2 * 1024 * 1024
@@ -196,8 +198,10 @@ class SharedOutBlob(FileBlob):
             part = target[first : min(first + SHARE_BYTES, size)]
             self._fill(part, len(part), offset + first)
 
-        for _ in self._threads.map(fill, range(0, size, SHARE_BYTES)):
-            pass
+        places = [(first,) for first in range(0, size, SHARE_BYTES)]
+        with closing(ahead(self._threads, fill, places, len(places))) as parts:
+            for _ in parts:
+                pass
         return target
 
 

@@ -6,7 +6,7 @@ Work goes on in a directory of its own, which takes the target's name when all o
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ import xxhash
 
 from weft.errors import BadCheckpoint
 from weft.storage import on_disk
+from weft.weights.ahead import ahead
 from weft.weights.blobs import stamp_of
 from weft.weights.bundle.chunks import Bytes
 from weft.weights.bundle.layout import SUFFIX, BundleHeader, read_bundle_header
@@ -138,8 +139,9 @@ def verify(source: Path, num_threads: int, report: Report) -> Outcome:
             with closing(BundleFile.open(file)) as bundle:
                 original_bytes += bundle.header.original.size_bytes
                 digest = xxhash.xxh3_128(bundle.original_header())
-                for piece in _pieces(bundle, threads, report):
-                    digest.update(piece.data)
+                with closing(_pieces(bundle, threads, report)) as pieces:
+                    for piece in pieces:
+                        digest.update(piece.data)
                 if digest.hexdigest() != bundle.header.original.xxh3_128:
                     raise BadCheckpoint(f"{file}: its tensors do not add up to {bundle.header.original.name}")
     return Outcome(original_bytes, sum(file.stat().st_size for file in files), len(files), 0)
@@ -148,10 +150,10 @@ def verify(source: Path, num_threads: int, report: Report) -> Outcome:
 def unpack_file(bundle: BundleFile, target: Path, threads: ThreadPoolExecutor, report: Report) -> None:
     """Write the safetensors file that `bundle` was made of. Raises BadCheckpoint, OSError."""
     digest = xxhash.xxh3_128()
-    with target.open("wb") as file:
+    with target.open("wb") as file, closing(_pieces(bundle, threads, report)) as pieces:
         file.write(header := bundle.original_header())
         digest.update(header)
-        for piece in _pieces(bundle, threads, report):
+        for piece in pieces:
             file.write(piece.data)
             digest.update(piece.data)
     if digest.hexdigest() != bundle.header.original.xxh3_128:
@@ -159,8 +161,8 @@ def unpack_file(bundle: BundleFile, target: Path, threads: ThreadPoolExecutor, r
     read_header(target)
 
 
-def _pieces(bundle: BundleFile, threads: ThreadPoolExecutor, report: Report) -> Iterator[Bytes]:
-    """The data of the original file, in order, decoded a few pieces ahead."""
+def _pieces(bundle: BundleFile, threads: ThreadPoolExecutor, report: Report) -> Generator[Bytes]:
+    """The data of the original file, in order, decoded a few pieces ahead. To be closed before the bundle is."""
 
     def read(name: str, first: int, size: int) -> Bytes:
         piece: Bytes = np.empty(size, np.uint8)
@@ -173,12 +175,7 @@ def _pieces(bundle: BundleFile, threads: ThreadPoolExecutor, report: Report) -> 
         for tensor in bundle.header.tensors
         for first in range(0, tensor.original_bytes, PIECE_BYTES)
     ]
-    pending = [threads.submit(read, *step) for step in plan[:PIECES_AHEAD]]
-    for number in range(len(plan)):
-        piece = pending.pop(0).result()
-        if number + PIECES_AHEAD < len(plan):
-            pending.append(threads.submit(read, *plan[number + PIECES_AHEAD]))
-        yield piece
+    yield from ahead(threads, read, plan, PIECES_AHEAD)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import zlib
-from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -17,6 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from weft.weights.ahead import ahead
 from weft.weights.blobs import Blob, Scratch, SharedOutBlob
 from weft.weights.bundle.layout import (
     ALIGNMENT,
@@ -168,12 +168,7 @@ class _Packer:
         if self._threads is None or len(plan) == 1:
             yield from itertools.starmap(encode, plan)
             return
-        pending = deque(self._threads.submit(encode, *step) for step in plan[:CHUNKS_AHEAD])
-        for number in range(len(plan)):
-            coded = pending.popleft().result()
-            if number + CHUNKS_AHEAD < len(plan):
-                pending.append(self._threads.submit(encode, *plan[number + CHUNKS_AHEAD]))
-            yield coded
+        yield from ahead(self._threads, encode, plan, CHUNKS_AHEAD)
 
 
 def _measure(entry: TensorEntry, values: Bytes) -> rans.Measured | None:
