@@ -124,6 +124,10 @@ SINGLE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a negative offset": (lambda d: edit_header(d, shift(-100_000)), [NORM, "data_offsets"]),
     "overlap": (lambda d: edit_header(d, shift(-8)), [NORM, "overlaps"]),
     "hole": (lambda d: edit_header(d, lambda fields: fields.pop(NORM)), ["64 bytes before tensor", LAST]),
+    "a name that is no text": (
+        lambda d: edit_header(d, lambda fields: fields.update({"\ud800": fields.pop(NORM)})),
+        ["model.safetensors", r"tensor '\ud800': its name is no text"],
+    ),
     "unknown dtype": (lambda d: edit_header(d, set_field("dtype", "Q4_K")), [NORM, "unknown dtype 'Q4_K'"]),
     "dtype is no text": (lambda d: edit_header(d, set_field("dtype", ["F32"])), [NORM, "unknown dtype"]),
     "not a weight's dtype": (lambda d: rewrite(d, **{NORM: ("I32", (16,), bytes(64))}), [NORM, "I32"]),

@@ -128,6 +128,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _entry(path: str, name: str, value: Any, data_start: int) -> TensorEntry:
     where = f"{path}: tensor {name}"
+    if not is_text(name):
+        raise BadCheckpoint(f"{path}: tensor {name!r}: its name is no text")
     if not isinstance(value, dict):
         raise BadCheckpoint(f"{where}: not a JSON object")
     dtype: Any = value.get("dtype")
@@ -144,6 +146,15 @@ def _entry(path: str, name: str, value: Any, data_start: int) -> TensorEntry:
     if size != needed:
         raise BadCheckpoint(f"{where}: {dtype} {shape} needs {needed} bytes, data_offsets give {size}")
     return TensorEntry(name, dtype, tuple(shape), data_start + offsets[0], size)
+
+
+def is_text(name: str) -> bool:
+    """Can be written down: JSON may hold one half of a pair that stands for a character, and then it cannot."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def are_counts(value: Any) -> bool:

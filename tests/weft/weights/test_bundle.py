@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -18,9 +16,8 @@ from loadtest.weights.loader import PeakMemory
 from safetensors.torch import save_file
 
 from tests.weft.weights.checkpoints import nothing
-from weft.errors import BadCheckpoint, Unreadable
+from weft.errors import BadCheckpoint
 from weft.weights.blobs import FileBlob, Scratch
-from weft.weights.bundle import __main__ as program
 from weft.weights.bundle import convert, layout
 from weft.weights.bundle.inspection import picture, rows_of, total_entropy
 from weft.weights.bundle.unpack import BundleFile
@@ -203,56 +200,6 @@ def test_inspection_takes_little_memory_for_a_large_tensor(tmp_path: Path) -> No
         (row,) = rows_of(tmp_path / "bundle", nothing)
     assert (row.original_bytes, row.entropy) == (1 << 26, 0)
     assert memory.extra_bytes < row.original_bytes
-
-
-Program = Callable[..., tuple[int | str | None, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Program:
-    """One of the programs: its status, and what it says."""
-
-    def run(*words: str | Path) -> tuple[int | str | None, str, str]:
-        monkeypatch.setattr(sys, "argv", ["bundle", *map(str, words)])
-        monkeypatch.setattr(program.console, "width", 200)
-        try:
-            status: int | str | None = program.main()
-        except SystemExit as ended:
-            status = ended.code
-        return status, *capsys.readouterr()
-
-    return run
-
-
-def unreadable(*_: object) -> None:
-    raise Unreadable("the disk does not answer")
-
-
-def test_the_programs_say_how_it_went(bundle: Path, run: Program) -> None:
-    status, said, _ = run("verify", bundle, "--threads", "1")
-    assert (status, "2 files" in said, "all as they were" in said) == (0, True, True)
-    status, said, _ = run("inspect", bundle)
-    share, bound = re.findall(r"(\d+\.\d\d) %", next(line for line in said.splitlines() if " all " in line))
-    assert (status, 60 < float(bound) < float(share) < 70) == (0, True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(convert, "verify", unreadable)
-        status, said, wrong = run("verify", bundle)
-    assert (status, said, wrong.splitlines()[-1]) == (1, "", "weft: the disk does not answer")
-    next(bundle.glob("*-00002-*")).unlink()
-    status, said, wrong = run("verify", bundle)
-    assert (status, said) == (2, "")
-    assert wrong.splitlines()[-1].endswith("is in it")
-
-
-def test_names_are_said_as_they_are(tmp_path: Path, run: Program) -> None:
-    """Brackets in them are no orders to the printer, which would end the program on some."""
-    model, bundle = tmp_path / "model [red]", tmp_path / "bundle [red]"
-    model.mkdir()
-    save_file({"[bold]w[/red]": torch.zeros(100)}, model / "[red].safetensors")
-    status, said, _ = run("compress", model, bundle, "--threads", "1")
-    assert (status, "bundle [red]: 1 files" in said.replace("\n", " ")) == (0, True)
-    status, said, _ = run("inspect", bundle)
-    assert (status, "[bold]w[/red]" in said) == (0, True)
 
 
 def test_the_shipped_model_takes_less_than_66_hundredths_and_less_than_zipnn_makes_of_it(tmp_path: Path) -> None:

@@ -70,6 +70,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "no exponent is near base",
     ),
     "no name": (lambda path: with_tensors(path, lambda tensor: replace(tensor, name=cast("str", ["a"]))), "is called"),
+    "a name that is no text": (
+        lambda path: with_tensors(path, lambda tensor: replace(tensor, name="\ud800")),
+        r"a tensor is called '\\ud800'",
+    ),
     "very many dimensions": (
         lambda path: with_tensors(path, lambda tensor: replace(tensor, shape=(2,) * 17)),
         "a size is not a whole number, or there are more than 16",

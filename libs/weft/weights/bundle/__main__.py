@@ -8,12 +8,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from weft.errors import Unreadable, WeftError
 from weft.weights.bundle import convert
@@ -21,7 +21,10 @@ from weft.weights.bundle.inspection import Row, picture, rows_of, total_entropy
 from weft.weights.bundle.layout import SUFFIX, read_bundle_header
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-console = Console(highlight=False, markup=False)  # a path or a tensor may be called [red]
+PIPE_COLUMNS = 1 << 20
+"""Where nothing is as wide as a screen a tensor is one line, whatever its name."""
+AS_IT_IS: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # a path may be called [red], or :key:
+console = Console(soft_wrap=True, **AS_IT_IS)
 Threads = Annotated[int, typer.Option(min=0, help="0: all cores.")]
 
 
@@ -54,7 +57,8 @@ def inspect(
     """Show what every tensor takes, beside the entropy of its weights."""
     with _progress(bundle, SUFFIX) as report:
         rows = list(rows_of(bundle, report))
-    console.print(_table(rows))
+    screen = console if sys.stdout.isatty() else Console(width=PIPE_COLUMNS, **AS_IT_IS)
+    screen.print(_table(rows), soft_wrap=False)
     if plot:
         plot.write_text(picture(str(bundle), rows), encoding="utf-8")
         console.print(f"plot: {plot}")
@@ -98,11 +102,12 @@ def _tell(outcome: convert.Outcome, out: Path) -> None:
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table("tensor", "dtype", "shape", "codec", "bytes", "stored", "entropy")
+    titles = ("tensor", "dtype", "shape", "codec", "bytes", "stored", "entropy")
+    table = Table(*(Column(title, overflow="fold") for title in titles))
     for row in rows:
         bound = "" if row.entropy is None else f"{100 * row.entropy:.2f} %"
         shape = "x".join(map(str, row.shape))
-        table.add_row(row.name, row.dtype, shape, row.codec, str(row.stored_bytes), f"{100 * row.share:.2f} %", bound)
+        table.add_row(row.label, row.dtype, shape, row.codec, str(row.stored_bytes), f"{100 * row.share:.2f} %", bound)
     stored, original = sum(row.stored_bytes for row in rows), sum(row.original_bytes for row in rows)
     bound = f"{100 * total_entropy(rows):.2f} %"
     table.add_row("all", "", "", "", str(stored), f"{100 * stored / max(1, original):.2f} %", bound)

@@ -34,6 +34,11 @@ class Row:
     entropy: float | None
 
     @property
+    def label(self) -> str:
+        """Its name on one line, whatever is in it."""
+        return self.name if self.name.isprintable() else repr(self.name)
+
+    @property
     def share(self) -> float:
         return self.stored_bytes / max(1, self.original_bytes)
 
@@ -88,7 +93,7 @@ def picture(title: str, rows: list[Row]) -> str:
         bound = "" if row.entropy is None else _mark(row.entropy, top)
         value = f"{100 * row.share:.2f} %" + ("" if row.entropy is None else f" ({100 * row.entropy:.2f} %)")
         parts.append(
-            f'<text x="{LABEL_WIDTH - 6}" y="{top + 11}" text-anchor="end">{html.escape(row.name)}</text>'
+            f'<text x="{LABEL_WIDTH - 6}" y="{top + 11}" text-anchor="end">{html.escape(row.label)}</text>'
             f'<rect class="all" x="{LABEL_WIDTH}" y="{top}" width="{BAR_WIDTH}" height="13"/>'
             f'<rect class="kept" x="{LABEL_WIDTH}" y="{top}" width="{BAR_WIDTH * min(1, row.share):.1f}" height="13"/>'
             f'{bound}<text x="{LABEL_WIDTH + BAR_WIDTH + 6}" y="{top + 11}">{value}</text>'

@@ -20,7 +20,7 @@ import xxhash
 
 from weft.errors import BadCheckpoint
 from weft.weights.blobs import Blob, FileBlob, Scratch
-from weft.weights.header import DTYPE_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, TensorEntry, are_counts
+from weft.weights.header import DTYPE_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, TensorEntry, are_counts, is_text
 
 MAGIC = b"WEFTBNDL"
 VERSION = 2
@@ -194,7 +194,7 @@ def _original(path: str, fields: dict[str, Any]) -> Original:
 
 def _tensor(path: str, fields: dict[str, Any]) -> PackedTensor:
     tensor = PackedTensor(**{**fields, "shape": tuple(fields["shape"])})
-    if not isinstance(tensor.name, str):
+    if not isinstance(tensor.name, str) or not is_text(tensor.name):
         raise BadCheckpoint(f"{path}: a tensor is called {tensor.name!r}")
     numbers = [tensor.offset, tensor.size_bytes, tensor.shares_bytes, tensor.class_bits]
     if tensor.dtype not in DTYPE_BYTES or tensor.codec not in ("raw", "rans"):

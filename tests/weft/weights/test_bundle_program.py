@@ -1,0 +1,90 @@
+"""What `weft compress`, `verify` and `inspect` say, on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from weft.errors import Unreadable
+from weft.weights.bundle import __main__ as program
+from weft.weights.bundle import convert
+
+Program = Callable[..., tuple[int | str | None, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Program:
+    """One of the programs: its status, and what it says."""
+
+    def run(*words: str | Path) -> tuple[int | str | None, str, str]:
+        monkeypatch.setattr(sys, "argv", ["bundle", *map(str, words)])
+        try:
+            status: int | str | None = program.main()
+        except SystemExit as ended:
+            status = ended.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def unreadable(*_: object) -> None:
+    raise Unreadable("the disk does not answer")
+
+
+def test_the_programs_say_how_it_went(bundle: Path, run: Program) -> None:
+    status, said, _ = run("verify", bundle, "--threads", "1")
+    assert (status, "2 files" in said, "all as they were" in said) == (0, True, True)
+    status, said, _ = run("inspect", bundle)
+    share, bound = re.findall(r"(\d+\.\d\d) %", next(line for line in said.splitlines() if " all " in line))
+    assert (status, 60 < float(bound) < float(share) < 70) == (0, True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert, "verify", unreadable)
+        status, said, wrong = run("verify", bundle)
+    assert (status, said, wrong.splitlines()[-1]) == (1, "", "weft: the disk does not answer")
+    next(bundle.glob("*-00002-*")).unlink()
+    status, said, wrong = run("verify", bundle)
+    assert (status, said) == (2, "")
+    assert wrong.splitlines()[-1].endswith("is in it")
+
+
+def test_names_are_said_as_they_are(tmp_path: Path, run: Program) -> None:
+    """Brackets in them are no orders to the printer, which would end the program on some, and colons no pictures."""
+    model, bundle = tmp_path / "model [red]", tmp_path / "bundle [red]"
+    model.mkdir()
+    save_file({"[bold]w[/red]": torch.zeros(100), ":key:\n": torch.zeros(100)}, model / "[red].safetensors")
+    status, said, _ = run("compress", model, bundle, "--threads", "1")
+    assert (status, "bundle [red]: 1 files" in said) == (0, True)
+    status, said, _ = run("inspect", bundle)
+    assert (status, "[bold]w[/red]" in said, r"':key:\n'" in said) == (0, True, True)
+
+
+LONG_NAMES = [
+    f"model.language_model.layers.{number}.mlp.experts.{number}.gate_up_projection.weight" for number in (7, 8)
+]
+
+
+def test_names_are_whole_in_a_pipe_and_on_a_narrow_terminal(
+    tmp_path: Path, run: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut off they would all be called the same. In a pipe what belongs together is one line."""
+    (tmp_path / "model").mkdir()
+    save_file({name: torch.zeros(100) for name in LONG_NAMES}, tmp_path / "model/model.safetensors")
+    _, said, _ = run("compress", tmp_path / "model", bundle := tmp_path / ("bundle" * 20), "--threads", "1")
+    assert re.fullmatch(r".*bundle: 1 files; .* of weights, .* in the bundle: .* %\n", said)
+    _, said, _ = run("inspect", bundle, "--plot", tmp_path / "plot.svg")
+    for name in LONG_NAMES:
+        assert f" {name} " in said
+    assert said.endswith(f"\nplot: {tmp_path / 'plot.svg'}\n")
+    monkeypatch.setattr(program.console, "width", 80)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    _, said, _ = run("inspect", bundle)
+    lines = [line for line in said.splitlines() if line.startswith("│")]
+    assert max(map(len, lines)) <= 80
+    names = "".join(line.split("│")[1].strip() for line in lines)
+    assert names == "".join([*LONG_NAMES, "all"])
