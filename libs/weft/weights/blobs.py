@@ -10,7 +10,7 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from weft.errors import BadCheckpoint
@@ -28,7 +28,8 @@ def fresh_memory(size: int) -> mmap.mmap:
     than what is written to them."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # Python was built where there are some; a kernel without them takes it for a mistake
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import subprocess
 import sys
@@ -48,6 +49,16 @@ def test_any_part_of_a_file_is_read_past_the_cache_and_through_it(
                         assert bytes(blob.read(begin, end - begin, scratch)) == content[begin:end]
             with pytest.raises(BadCheckpoint, match=f"truncated: it ends before byte {size + 1}"):
                 blob.read(0, size + 1, scratch)
+
+
+def test_a_kernel_without_large_pages_gives_small_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(mmap.mmap):
+        def madvise(self, *advice: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Small)
+    make_checkpoint(tmp_path / "model")
+    assert read_checkpoint(tmp_path / "model").tensors
 
 
 @pytest.mark.parametrize("num_shards", [0, 3])
