@@ -208,4 +208,5 @@ def _served_config(directory: Path, config: ModelConfig) -> str:
 
 
 def _digest(parts: Sequence[str]) -> str:
-    return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
+    content = "\0".join(parts).encode(errors="surrogatepass")  # names of files are bytes, in no encoding
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

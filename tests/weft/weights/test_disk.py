@@ -54,6 +54,29 @@ def test_a_disk_that_does_not_say_what_is_there_is_asked_later(
         read_checkpoint(tmp_path / "model")
 
 
+@pytest.mark.parametrize("name", [b"caf\xe9/notes.txt", b"model/caf\xe9.txt"])
+async def test_names_in_no_encoding_are_names_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_memory: Path, name: bytes
+) -> None:
+    """Of the directory, and of a file that lies beside the weights, whose state is asked for when a disk has failed."""
+    directory = tmp_path / os.fsdecode(name.partition(b"/")[0])
+    make_checkpoint(directory)
+    (tmp_path / os.fsdecode(name)).write_text("x")
+
+    def fail(*_: Any) -> None:
+        raise Unreadable("the disk fails")
+
+    async with asyncio.TaskGroup() as tasks:
+        loader = fetch.WeightLoader(directory, 1, tasks)
+        with monkeypatch.context() as patch:
+            patch.setattr(fetch, "write_image", fail)
+            with pytest.raises(Unreadable, match="the disk fails"):
+                async for _ in loader.load():
+                    pass
+        assert isinstance([event async for event in loader.load()][-1], fetch.Loaded)
+        loader.release()
+
+
 @pytest.mark.parametrize("step", ["remove_stale", "write_image"])
 async def test_no_error_of_a_disk_ends_the_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, shared_memory: Path
