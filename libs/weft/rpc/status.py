@@ -165,7 +165,12 @@ async def _abort(error: Exception, context: Any) -> None:
     if isinstance(mapped, EngineFailed):
         logger.exception("handler failed", exc_info=error)
     _let_go(error)
-    await context.abort(_CODES[mapped.code], str(mapped), _trailers(mapped))
+    await context.abort(_CODES[mapped.code], _words(mapped), _trailers(mapped))
+
+
+def _words(error: WeftError) -> str:
+    """As the wire can carry them: the names of files are bytes, in no encoding."""
+    return str(error).encode(errors="backslashreplace").decode()
 
 
 def _let_go(error: BaseException) -> None:
@@ -182,7 +187,7 @@ def _let_go(error: BaseException) -> None:
 def _trailers(error: WeftError) -> tuple[tuple[str, str | bytes], ...]:
     """Which field is wrong, or when to try again: for ourselves, and for everybody else's clients."""
     if isinstance(error, InvalidRequest) and error.param is not None:
-        field = error_details_pb2.BadRequest.FieldViolation(field=error.param, description=str(error))
+        field = error_details_pb2.BadRequest.FieldViolation(field=error.param, description=_words(error))
         return (_details(error, error_details_pb2.BadRequest(field_violations=[field])),)
     if isinstance(error, Overloaded):
         delay = duration_pb2.Duration()
@@ -196,7 +201,7 @@ def _details(error: WeftError, detail: Message) -> tuple[str, bytes]:
     """https://google.aip.dev/193"""
     packed = any_pb2.Any()
     packed.Pack(detail)
-    return DETAILS, status_pb2.Status(code=error.code, message=str(error), details=[packed]).SerializeToString()
+    return DETAILS, status_pb2.Status(code=error.code, message=_words(error), details=[packed]).SerializeToString()
 
 
 def raise_as_weft(error: BaseException) -> None:

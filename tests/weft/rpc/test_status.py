@@ -75,6 +75,12 @@ async def test_an_error_becomes_its_status(method: str) -> None:
             await drain(stub, method)
 
 
+async def test_an_error_may_name_a_file_whose_name_is_in_no_encoding() -> None:
+    async with start(Overloaded("caf\udce9.txt: full")) as (_, stub):
+        with pytest.raises(Overloaded, match=r"caf\\udce9\.txt: full"):
+            await drain(stub, "ReadBlocks")
+
+
 @pytest.mark.parametrize("method", ["Prefill", "ReadBlocks"])
 async def test_an_unknown_error_says_nothing_of_itself(method: str) -> None:
     async with start(ValueError("a secret")) as (_, stub):
