@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,15 @@ def is_there(path: Path) -> bool:
     except OSError as error:
         raise told(error, f"{path}: not readable") from error
     return True
+
+
+def open_regular(path: Path, flags: int = 0) -> int:
+    """To read. Raises OSError, also for a pipe of that name, whose opening would wait for whoever writes to it."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "not a regular file")
 
 
 def on_disk(path: Path) -> None:

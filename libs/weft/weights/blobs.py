@@ -14,8 +14,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from weft.errors import BadCheckpoint
-from weft.storage import told
 from weft.weights.ahead import ahead
+from weft.storage import open_regular, told
 
 SECTOR_BYTES = 4096  # direct reads begin and end at multiples of this, in the file and in memory
 LARGE_PAGE_BYTES = 2 * 1024 * 1024
@@ -208,7 +208,7 @@ class SharedOutBlob(FileBlob):
 
 def _open(path: Path, flags: int) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+        return open_regular(path, flags)
     except FileNotFoundError:
         raise BadCheckpoint(f"{path}: no such file") from None
     except OSError as error:

@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import secrets
-import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import BadCheckpoint, NotFound, Overloaded
-from weft.storage import told
+from weft.storage import open_regular, told
 from weft.weights.checkpoint import Checkpoint, while_unchanged
 from weft.weights.header import TensorEntry, read_header
 from weft.weights.layout import FORMAT, LEAF_BYTES, image_layout, num_pieces, root_hash
@@ -82,12 +81,8 @@ def image_name(checkpoint: Checkpoint) -> str:
 
 
 def open_image_file(path: Path) -> int:
-    """To read. Raises OSError, also for a pipe of that name, whose opening would wait for whoever writes to it."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return fd
-    os.close(fd)
-    raise OSError(errno.EINVAL, "not a regular file")
+    """To read, and no other file that a link of that name leads to. Raises OSError."""
+    return open_regular(path, os.O_NOFOLLOW)
 
 
 def find_image(checkpoint: Checkpoint) -> Image | None:

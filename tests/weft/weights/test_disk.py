@@ -136,6 +136,26 @@ def test_a_disk_that_fails_under_a_tool_is_named(
         TOOLS[tool](directory, tmp_path / "out", nothing)
 
 
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_pipe_in_the_place_of_a_file_holds_no_tool_up(
+    checkpoint: Path, bundle: Path, tmp_path: Path, tool: str
+) -> None:
+    directory = checkpoint if tool == "compress" else bundle
+    (path,) = directory.glob("*-00001-of-00002.[sw]*")
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(BadCheckpoint, match=f"{path.name}: not readable: not a regular file"):
+        TOOLS[tool](directory, tmp_path / "out", nothing)
+
+
+def test_nor_does_it_hold_the_service_up(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    (path := tmp_path / "model.safetensors").unlink()
+    os.mkfifo(path)
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors: not readable: not a regular file"):
+        read_checkpoint(tmp_path)
+
+
 async def test_files_that_are_being_written_are_waited_for(
     tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
