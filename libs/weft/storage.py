@@ -20,6 +20,9 @@ TRANSIENT = {
 }
 """What says nothing of the file: asked for again, it may be read."""
 
+MAX_SMALL_BYTES = 64 * 1024 * 1024
+"""Of a file that is read whole, and of one that is copied from an object store; the largest tokenizers have 30 MB."""
+
 
 def told(error: OSError, what: str) -> BadCheckpoint | Unreadable:
     """The error of ours that a disk's is, with the same words."""
@@ -56,6 +59,15 @@ def open_regular(path: Path, flags: int = 0) -> int:
         return fd
     os.close(fd)
     raise OSError(errno.EINVAL, "not a regular file")
+
+
+def read_small(path: Path) -> bytes:
+    """All of a file that is not weights. Raises OSError, also for one of more than MAX_SMALL_BYTES."""
+    with open(open_regular(path), "rb") as file:
+        content = file.read(MAX_SMALL_BYTES + 1)  # of a file that grows, or does not tell its size
+    if len(content) > MAX_SMALL_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {MAX_SMALL_BYTES} bytes")
+    return content
 
 
 def on_disk(path: Path) -> None:

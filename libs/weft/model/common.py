@@ -18,7 +18,7 @@ def read_common(fields: Fields) -> ModelConfig:
         vocab_size=fields.whole("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.whole("intermediate_size"),
-        layers=(Layer(),) * fields.whole("num_hidden_layers"),
+        layers=(Layer(),) * fields.count("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=fields.whole("num_key_value_heads", num_heads),
         head_dim=fields.whole("head_dim", hidden_size // num_heads),

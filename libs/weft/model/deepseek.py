@@ -61,7 +61,7 @@ def _experts(fields: Fields) -> Experts:
         raise fields.fail("moe_layer_freq", "only 1 is supported")
     size = fields.whole("moe_intermediate_size", 2048)
     experts = Experts(
-        num_experts=fields.whole("n_routed_experts", 256),
+        num_experts=fields.count("n_routed_experts", 256),
         top_k=fields.whole("num_experts_per_tok", 8),
         size=size,
         scoring=Scoring.SIGMOID_GROUPS,

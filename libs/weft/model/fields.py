@@ -6,14 +6,17 @@ Knows JSON, not models.
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
-from weft.storage import told
+from weft.storage import read_small, told
 
 # What the outer object of a wrapped model says for its text model too.
 INHERITED = ("architectures", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
+MAX_DEPTH = 100
+MAX_COUNT = 10_000
 
 
 class Fields:
@@ -33,6 +36,12 @@ class Fields:
         value = default if (said := self.values.get(field)) is None else said
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self.fail(field, f"expected a whole number above {least - 1}, found {value!r}")
+        return value
+
+    def count(self, field: str, default: int | None = None, least: int = 1) -> int:
+        """How many there are of what takes memory for each, before any weights are looked at."""
+        if (value := self.whole(field, default, least)) > MAX_COUNT:
+            raise self.fail(field, f"expected at most {MAX_COUNT}, found {value}")
         return value
 
     def number(self, field: str, default: float | None = None) -> float:
@@ -89,15 +98,27 @@ class Fields:
 
 
 def read_json(path: Path) -> Fields:
-    """Raises BadCheckpoint for a file that holds no JSON object, Unreadable where the disk fails."""
+    """Raises BadCheckpoint for a file that holds no JSON object, or a larger or deeper one than any model needs,
+    Unreadable where the disk fails."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_small(path).decode())
     except FileNotFoundError:
         raise BadCheckpoint(f"{path}: no such file") from None
     except OSError as error:
         raise told(error, f"{path}: not readable") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{path}: not readable as JSON: {error}") from error
+    if _is_deep(values):  # who writes it, or shows it, has less room on the stack than we had
+        raise BadCheckpoint(f"{path}: nested in more than {MAX_DEPTH} levels")
     if not isinstance(values, dict):
         raise BadCheckpoint(f"{path}: expected a JSON object, found {type(values).__name__}")
     return Fields(path, values)
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        if not (level := list(chain.from_iterable(inner))):
+            return False
+    return True

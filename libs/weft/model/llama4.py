@@ -17,7 +17,7 @@ def read(fields: Fields) -> ModelConfig:
     config = read_common(fields)
     layers = _layers(fields, config.num_layers)
     experts = Experts(
-        num_experts=fields.whole("num_local_experts", 16, least=0),
+        num_experts=fields.count("num_local_experts", 16, least=0),
         top_k=fields.whole("num_experts_per_tok", 1, least=0),
         size=config.intermediate_size,
         scoring=Scoring.SIGMOID_INPUT,

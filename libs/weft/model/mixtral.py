@@ -17,7 +17,7 @@ def read(fields: Fields) -> ModelConfig:
     fields.values = {**DEFAULTS, **fields.values}
     config = read_common(fields)
     experts = Experts(
-        num_experts=fields.whole("num_local_experts", 8),
+        num_experts=fields.count("num_local_experts", 8),
         top_k=fields.whole("num_experts_per_tok", 2),
         size=config.intermediate_size,
         projections=("w1", "w3", "w2"),

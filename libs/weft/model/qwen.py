@@ -31,7 +31,7 @@ def read_qwen3_moe(fields: Fields) -> ModelConfig:
     """See `weft.model.config.read_config`."""
     config = read_common(fields)
     experts = Experts(
-        num_experts=fields.whole("num_experts", fields.whole("num_local_experts", 128)),  # transformers 5's name
+        num_experts=fields.count("num_experts", fields.whole("num_local_experts", 128)),  # transformers 5's name
         top_k=fields.whole("num_experts_per_tok", 8),
         size=fields.whole("moe_intermediate_size", 768),
         is_renormalised=fields.flag("norm_topk_prob"),

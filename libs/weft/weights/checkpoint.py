@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence, Set
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from weft.errors import BadCheckpoint, Unreadable
 from weft.model.config import ModelConfig, expected_tensors, is_ignored, read_config
@@ -152,9 +153,16 @@ def read_weight_map(index: Path) -> dict[str, str]:
         raise BadCheckpoint(f"{index}: weight_map is not a JSON object with entries")
     for name, file in weight_map.items():
         # a shard lies beside its index: a map that points elsewhere is an attempt to read other files
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+        if not _is_name_of_shard(file):
             raise BadCheckpoint(f"{index}: tensor {name}: {file!r} is not the name of a safetensors file")
     return weight_map
+
+
+def _is_name_of_shard(name: Any) -> bool:
+    """And one that a system takes, and whoever shows it: JSON can spell a NUL, and halves of characters."""
+    if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+        return False
+    return "\0" not in name and not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def _read_files(files: Sequence[WeightsFile]) -> dict[str, TensorSource]:
@@ -199,12 +207,12 @@ def _select(directory: Path, config: ModelConfig, found: dict[str, TensorSource]
 
 
 def _served_config(directory: Path, config: ModelConfig) -> str:
-    fields = read_json(directory / "config.json").values
+    fields = read_json(directory / "config.json")
     # a wrapped model's text model has its own word on it, which would win
-    for part in (fields, fields.get("text_config")):
-        if config.eos_token_ids and part is not None:
-            part["eos_token_id"] = list(config.eos_token_ids)
-    return json.dumps(fields)
+    for part in (fields, fields.inner("text_config")):
+        if config.eos_token_ids:
+            part.values["eos_token_id"] = list(config.eos_token_ids)
+    return json.dumps(fields.values)
 
 
 def _digest(parts: Sequence[str]) -> str:

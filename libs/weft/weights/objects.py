@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import BadCheckpoint, Unreadable, WeftError
-from weft.storage import is_there, on_disk, told
+from weft.storage import MAX_SMALL_BYTES, is_there, on_disk, read_small, told
 from weft.weights.blobs import Blob, Scratch, WeightsFile
 from weft.weights.origin import LocalOrigin, Origin
 
@@ -31,8 +31,6 @@ ORIGIN_FILE = "weft-origin.json"
 SCHEMES = ("s3://", "gs://", "az://")
 MODEL_CACHE = Path("~/.cache/weft/models")
 WEIGHTS_SUFFIXES = (".safetensors", ".weft", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
-MAX_SMALL_BYTES = 64 * 1024 * 1024
-"""Of a file that is copied here; the largest tokenizers have 30 MB."""
 REQUEST_SECONDS = "60s"
 STORE_RETRIES = 4
 STORE_PATIENCE = timedelta(seconds=20)
@@ -96,10 +94,10 @@ def origin_of(directory: Path) -> Origin:
     if not is_remote(directory):
         return LocalOrigin(directory)
     try:
-        url = json.loads((directory / ORIGIN_FILE).read_text())["url"]
+        url = json.loads(read_small(directory / ORIGIN_FILE))["url"]
     except OSError as error:
         raise told(error, f"{directory / ORIGIN_FILE}: not readable") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadCheckpoint(f"{directory / ORIGIN_FILE}: no URL can be read: {error}") from error
     origin = ObjectOrigin(str(url))
     _copy_small_files(origin, str(url), directory)
@@ -113,8 +111,8 @@ def is_remote(directory: Path) -> bool:
 
 def _stamps(directory: Path) -> dict[str, Any]:
     try:
-        found = json.loads((directory / ORIGIN_FILE).read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+        found = json.loads(read_small(directory / ORIGIN_FILE))["files"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
     if not isinstance(found, dict):
         return {}

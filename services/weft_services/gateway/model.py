@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -16,7 +15,7 @@ from tokenizers import Tokenizer, decoders
 
 from weft.errors import BadCheckpoint
 from weft.grammar import Grammars
-from weft.model.fields import Fields
+from weft.model.fields import Fields, read_json
 from weft.model.rope_fields import read_context
 from weft.tokenizer import SETTINGS, TOKENIZER, byte_letters, read_tokenizer
 from weft_services.gateway.generation import SamplingDefaults
@@ -169,9 +168,12 @@ class ServedModel:
 
 
 def load_model(directory: Path, name: str, tool_format: str = "auto") -> ServedModel:
-    """Read what the gateway needs of a checkpoint. Raises BadCheckpoint naming the file or setting at fault."""
-    config = _read_json(directory / "config.json", required=True)
-    text_config = config.get("text_config", config)
+    """Read what the gateway needs of a checkpoint.
+
+    Raises BadCheckpoint naming the file or setting at fault, Unreadable.
+    """
+    config = read_json(directory / "config.json")
+    text_config = config.inner("text_config").values or config.values
     content = read_tokenizer(directory)
     try:
         codec = Codec(Tokenizer.from_buffer(content))
@@ -201,18 +203,8 @@ def load_model(directory: Path, name: str, tool_format: str = "auto") -> ServedM
     )
 
 
-def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
-    if not path.exists():
-        if required:
-            raise BadCheckpoint(f"{path}: no such file")
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise BadCheckpoint(f"{path}: {error}") from error
-    if not isinstance(value, dict):
-        raise BadCheckpoint(f"{path}: expected a JSON object")
-    return value
+def _read_json(path: Path) -> dict[str, Any]:
+    return read_json(path).values if path.exists() else {}
 
 
 def _positive_int(config: dict[str, Any], key: str, directory: Path) -> int:

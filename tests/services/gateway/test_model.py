@@ -46,6 +46,22 @@ def test_generation_defaults_that_no_request_could_use_are_refused_at_the_start(
         defaults(model_dir, tmp_path, **{field: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", '{"text_config": "abc"}', "text_config: expected an object"),
+        ("generation_config.json", "[" * 100_000, "not readable as JSON"),
+    ],
+)
+def test_small_files_that_hold_nonsense_are_refused_by_name(
+    model_dir: Path, tmp_path: Path, name: str, content: str, said: str
+) -> None:
+    shutil.copytree(model_dir, tmp_path / "model")
+    (tmp_path / "model" / name).write_text(content)
+    with pytest.raises(BadCheckpoint, match=rf"{name}: {said}"):
+        load_model(tmp_path / "model", MODEL_NAME)
+
+
 def test_a_template_reads_variables_of_its_own_and_keeps_those_of_the_gateway() -> None:
     template = ChatTemplate("{{ mood }}{{ bos_token }}{{ effort is defined }}", {"bos_token": "<s>"})
     conversation = Conversation(({"role": "user", "content": "x"},), kwargs={"mood": "calm", "bos_token": "no"})

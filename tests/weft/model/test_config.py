@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.weft.tiny_llama import LLAMA3_ROPE, Tiny
+from weft import storage
 from weft.errors import BadCheckpoint
 from weft.kv.store_keys import fingerprint_digest
 from weft.model import kv_layout
@@ -116,6 +118,7 @@ def test_end_tokens_are_those_of_the_generation_config_that_the_vocabulary_has(
         ({"num_hidden_layers": "two"}, ["num_hidden_layers", "'two'"]),
         ({"vocab_size": 0}, ["vocab_size"]),
         ({"vocab_size": True}, ["vocab_size"]),
+        ({"num_hidden_layers": 10**12}, ["num_hidden_layers", "at most 10000"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads", "3", "4"]),
         ({"head_dim": 7}, ["head_dim", "7"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
@@ -143,14 +146,33 @@ def test_a_config_that_cannot_be_served_is_refused_by_file_and_field(
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(None, "no such file"), (b"{", "JSON"), (b"[]", "list"), (b"\xff", "JSON")]
+    ("content", "words"),
+    [
+        (None, "no such file"),
+        (b"{", "JSON"),
+        (b"[]", "list"),
+        (b"\xff", "JSON"),
+        (b"[" * 100_000, "JSON"),
+        (b'{"a":' * 200 + b"1" + b"}" * 200, "nested in more than 100 levels"),
+        (b" " * 1001, "it has more than 1000 bytes"),
+    ],
 )
-def test_a_file_that_is_no_config_is_refused_by_name(tmp_path: Path, content: bytes | None, words: str) -> None:
+def test_a_file_that_is_no_config_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, words: str
+) -> None:
+    if words.startswith("it has"):
+        monkeypatch.setattr(storage, "MAX_SMALL_BYTES", 1000)
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(BadCheckpoint, match=words) as caught:
         read_config(tmp_path)
     assert "config.json" in str(caught.value)
+
+
+def test_a_pipe_in_the_place_of_a_config_holds_nobody_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(BadCheckpoint, match=r"config\.json: not readable: not a regular file"):
+        read_config(tmp_path)
 
 
 def test_the_expected_tensors_are_those_that_transformers_saves(tiny: Tiny) -> None:

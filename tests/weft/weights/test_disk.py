@@ -39,7 +39,7 @@ def test_a_small_file_that_cannot_be_read_for_now_can_be_read_later(
     make_checkpoint(tmp_path, 2)
     if name in ("generation_config.json", ORIGIN_FILE):
         (tmp_path / name).write_text("{}")
-    monkeypatch.setattr(Path, "read_text", failing(Path.read_text, name, number))
+    monkeypatch.setattr(os, "open", failing(os.open, name, number))
     with pytest.raises(kind, match=f"{name}: not readable: {os.strerror(number)}"):
         read_checkpoint(tmp_path)
 

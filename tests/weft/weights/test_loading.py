@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import mmap
 import os
 import subprocess
@@ -15,14 +16,14 @@ from pathlib import Path
 import pytest
 from loadtest.weights.loader import PeakMemory
 
-from tests.weft.weights.checkpoints import make_checkpoint, safetensors_bytes
+from tests.weft.weights.checkpoints import make_checkpoint, safetensors_bytes, write_config
 from weft.errors import BadCheckpoint, Unreadable
 from weft.weights import blobs as blobs_module
 from weft.weights import image as image_module
 from weft.weights import layout
 from weft.weights import load as load_module
 from weft.weights.blobs import Blob, FileBlob, LocalFile, Scratch, SharedOutBlob
-from weft.weights.checkpoint import TensorSource, read_checkpoint, source_id
+from weft.weights.checkpoint import INDEX_FILE, TensorSource, read_checkpoint, source_id
 from weft.weights.header import TensorEntry, header_bytes
 from weft.weights.image import write_image
 from weft.weights.layout import image_layout
@@ -176,6 +177,21 @@ def test_a_load_takes_little_memory_beside_its_image(tmp_path: Path) -> None:
         image = write_image(large, lambda *_: None, 8)
     image.release()
     assert memory.extra_bytes < 8 * 3 * layout.PIECE_BYTES
+
+
+@pytest.mark.parametrize("name", ["a\0b.safetensors", "\ud800.safetensors", "../model.safetensors", "model.bin", 1])
+def test_an_index_that_names_no_file_is_refused(tmp_path: Path, name: object) -> None:
+    make_checkpoint(tmp_path, 2)
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(BadCheckpoint, match=rf"{INDEX_FILE}: tensor model\.norm\.weight: .* is not the name of a"):
+        read_checkpoint(tmp_path)
+
+
+def test_a_text_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    write_config(tmp_path, text_config="abc")
+    with pytest.raises(BadCheckpoint, match=r"config\.json: text_config: expected an object, found 'abc'"):
+        read_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(("dtype", "item_bytes"), [("F8_E4M3", 1), ("U16", 2), ("F8_E8M0", 1), ("C64", 8)])
