@@ -7,6 +7,7 @@ weights are read from the store, a range at a time, by whoever loads them. Needs
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
@@ -26,11 +27,17 @@ if TYPE_CHECKING:
     from obstore import GetOptions, ObjectMeta
     from obstore.store import ObjectStore
 
+logger = logging.getLogger(__name__)
 ORIGIN_FILE = "weft-origin.json"
 """In a directory that was made from a store: its URL, and the stamps of the files that were copied."""
 SCHEMES = ("s3://", "gs://", "az://")
 MODEL_CACHE = Path("~/.cache/weft/models")
 WEIGHTS_SUFFIXES = (".safetensors", ".weft", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
+NEEDED = (
+    *("config.json", "generation_config.json", "model.safetensors.index.json", "chat_template.jinja"),
+    *("tokenizer.json", "tokenizer_config.json", "tiktoken.model"),
+)
+"""Without these, where the store has them, another model would be served; what else is there nobody reads."""
 REQUEST_SECONDS = "60s"
 STORE_RETRIES = 4
 STORE_PATIENCE = timedelta(seconds=20)
@@ -76,6 +83,9 @@ def _copy_small_files(origin: ObjectOrigin, url: str, directory: Path) -> None:
     stamps = {}
     for file in origin.files():
         if file.name.endswith(WEIGHTS_SUFFIXES) or file.name == ORIGIN_FILE:
+            continue
+        if file.size_bytes > MAX_SMALL_BYTES and file.name not in NEEDED:
+            logger.warning("left where it is: %s, of %d bytes", file, file.size_bytes)
             continue
         stamps[file.name] = list(file.stamp())
         if had.get(file.name) != stamps[file.name] or not _is_whole(directory / file.name, file.size_bytes):

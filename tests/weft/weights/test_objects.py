@@ -175,6 +175,25 @@ def test_an_empty_object_is_as_wrong_as_an_empty_file(store: str, tmp_path: Path
         read_checkpoint(directory)
 
 
+def test_what_is_too_large_is_left_there_unless_it_is_needed(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_checkpoint(tmp_path / "model")
+    (tmp_path / "model" / "notes.txt").write_text("short")
+    directory = local_model(upload(tmp_path / "model", "large"))
+    assert (directory / "notes.txt").exists()
+    monkeypatch.setattr(objects, "MAX_SMALL_BYTES", 1000)
+    for name in ("tf_model.h5", "notes.txt"):
+        (tmp_path / "model" / name).write_bytes(bytes(1001))
+    url = upload(tmp_path / "model", "large")
+    assert read_checkpoint(local_model(url)).tensors
+    assert {path.name for path in directory.iterdir()} == {"config.json", objects.ORIGIN_FILE}
+    assert f"left where it is: {url}/tf_model.h5, of 1001 bytes" in caplog.text
+    (tmp_path / "model" / "tokenizer.json").write_bytes(bytes(1001))
+    with pytest.raises(BadCheckpoint, match=r"tokenizer\.json: 1001 bytes are too many"):
+        local_model(upload(tmp_path / "model", "large"))
+
+
 def test_a_place_that_cannot_keep_the_small_files_is_named(
     store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
