@@ -1,4 +1,5 @@
-"""Where built kernels lie: an image builds them as root, and its processes run as somebody else."""
+"""Where built kernels lie: an image builds them as root, and its processes run as somebody else. And when they are
+built again: damaged, or once a compiler can do more than the one that built them."""
 
 from __future__ import annotations
 
@@ -12,6 +13,14 @@ import pytest
 from weft_kernels import native
 from weft_kernels.native import build
 
+# notes how it is called, and knows no OpenMP until there is a file that says so
+COMPILER = """#!/bin/sh
+echo "$@" >> {place}/calls
+case "$*" in *-fopenmp*) test -e {place}/openmp || {{ echo no OpenMP >&2; exit 1; }};; esac
+while test "$1" != -o; do shift; done
+echo made > "$2"
+"""
+
 
 @pytest.fixture(autouse=True)
 def usual_umask() -> Iterator[None]:
@@ -20,25 +29,95 @@ def usual_umask() -> Iterator[None]:
     os.umask(before)
 
 
-def test_all_may_read_what_one_has_built_and_none_may_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Takes a moment; OpenMP is there."""
+    path = tmp_path / "c++"
+    path.write_text(COMPILER.format(place=tmp_path))
+    path.chmod(0o755)
+    (tmp_path / "openmp").touch()
+    monkeypatch.setenv("CXX", str(path))
     monkeypatch.setenv("WEFT_KERNEL_CACHE", str(tmp_path / "kernels"))
-    monkeypatch.setattr(build, "_build", lambda isa, path: path.touch())
+    return path
+
+
+def num_builds(compiler: Path) -> int:
+    """How often it was called since the last time this was asked, but for probes."""
+    calls = compiler.with_name("calls")
+    lines = calls.read_text().splitlines() if calls.exists() else []
+    calls.unlink(missing_ok=True)
+    return sum(not line.endswith(" -") for line in lines)
+
+
+def test_all_may_read_what_one_has_built_and_none_may_write_it(compiler: Path) -> None:
     library = build.cached_library("avx2")
     assert stat.S_IMODE(library.parent.stat().st_mode) == 0o755
     assert stat.S_IMODE(library.stat().st_mode) & 0o044 == 0o044
 
 
-def test_preparing_opens_what_is_built_and_builds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_KERNEL_CACHE", str(tmp_path / "kernels"))
+def test_preparing_opens_what_is_built_and_builds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: Path
+) -> None:
     monkeypatch.setenv("WEFT_CPU_KERNELS", "avx2")
     opened: list[str] = []
     monkeypatch.setattr("ctypes.CDLL", opened.append)
     native.prepare()
     assert not (tmp_path / "kernels").exists()
-    monkeypatch.setattr(build, "_build", lambda isa, path: path.touch())
     path = build.cached_library("avx2")
     native.prepare()
     assert opened == [str(path)]
     monkeypatch.setenv("WEFT_CPU_KERNELS", "torch")
     native.prepare()
     assert opened == [str(path)]
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "zeros"])
+def test_a_library_that_is_damaged_is_built_again(monkeypatch: pytest.MonkeyPatch, compiler: Path, damage: str) -> None:
+    """As a power failure leaves it."""
+    path = build.cached_library("avx2")
+    assert num_builds(compiler) == 1
+    whole = path.read_bytes()
+    path.write_bytes({"empty": b"", "half": whole[: len(whole) // 2], "zeros": bytes(len(whole))}[damage])
+    monkeypatch.setenv("WEFT_CPU_KERNELS", "avx2")
+    with monkeypatch.context() as patch:
+        patch.setattr("ctypes.CDLL", lambda path: pytest.fail(f"{path} is opened"))
+        native.prepare()
+    assert build.cached_library("avx2") == path
+    assert path.read_bytes() == whole
+    assert num_builds(compiler) == 1
+
+
+@pytest.mark.parametrize("change", ["library", "compiler"])
+def test_a_library_without_openmp_says_so_until_it_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, compiler: Path, change: str
+) -> None:
+    (tmp_path / "openmp").unlink()
+    for expected_builds in (2, 0):  # with, then without it; then never again
+        caplog.clear()
+        makeshift = build.cached_library("avx2")
+        assert build.path_of("avx2") == makeshift
+        assert "avx2 is built without -fopenmp, which is slower: no OpenMP" in caplog.text
+        assert num_builds(compiler) == expected_builds
+    if change == "library":
+        (tmp_path / "openmp").touch()
+    else:
+        compiler.write_text(compiler.read_text().replace("exit 1", "true"))
+    caplog.clear()
+    library = build.cached_library("avx2")
+    assert library == build.path_of("avx2") != makeshift
+    assert num_builds(compiler) == 1
+    assert not caplog.text
+    (tmp_path / "openmp").unlink(missing_ok=True)
+    assert build.cached_library("avx2") == library
+    assert not (tmp_path / "calls").exists(), "it asked the compiler"
+
+
+def test_a_library_without_openmp_is_kept_where_no_compiler_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiler: Path
+) -> None:
+    (tmp_path / "openmp").unlink()
+    makeshift = build.cached_library("avx2")
+    monkeypatch.setattr(build, "_compiler", lambda: None)
+    caplog.clear()
+    assert build.cached_library("avx2") == makeshift
+    assert "avx2 is built without -fopenmp" in caplog.text

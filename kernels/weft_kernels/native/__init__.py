@@ -13,7 +13,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from weft_kernels.native.build import FLAGS, BuildFailed, cached_library, is_from_intel, is_supported_machine, path_of
+from weft_kernels.native.build import (
+    FLAGS,
+    BuildFailed,
+    cached_library,
+    is_from_intel,
+    is_supported_machine,
+    is_whole,
+    path_of,
+)
 
 logger = logging.getLogger(__name__)
 # What this machine should use: amx, avx512_bf16, avx512, avx2 or torch; empty: the best that it has.
@@ -74,8 +82,8 @@ def prepare() -> None:
     """Where it is built already: children that this process forks find its name, and its code in memory."""
     isa = _chosen()
     with suppress(OSError):  # whoever loads it says what is wrong
-        if isa in FLAGS and path_of(isa).exists():
-            ctypes.CDLL(str(path_of(isa)))
+        if isa in FLAGS and is_whole(path := path_of(isa)):
+            ctypes.CDLL(str(path))
 
 
 def _chosen() -> str:

@@ -5,8 +5,10 @@ Knows compilers and files; knows nothing of what the kernels compute.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import platform
@@ -79,7 +81,19 @@ FLAGS = {
 NEW = AMX
 # What a compiler may lack; without OpenMP kernels run on one thread, else they share torch's own ones.
 MISSING = ((), NEW, ("-fopenmp",), (*NEW, "-fopenmp"))
+# Of all these something that fails where the compiler knows the option and what stands behind it is missing.
+PROBE = """
+#ifdef _OPENMP
+#include <omp.h>
+extern "C" int probe_threads() { return omp_get_max_threads(); }
+#endif
+#ifdef __AMX_TILE__
+#include <immintrin.h>
+extern "C" void probe_tiles() { _tile_release(); }
+#endif
+"""
 BUILD_SECONDS = 120
+SEAL_BYTES = 20
 
 
 class BuildFailed(Exception):
@@ -87,22 +101,39 @@ class BuildFailed(Exception):
 
 
 def cached_library(isa: str) -> Path:
-    """The library of `isa`, built unless it lies in the cache. Raises BuildFailed, OSError."""
-    path = path_of(isa)
-    if path.exists():
+    """The library of `isa`, built unless it lies in the cache. One that had to do without something, which is logged at
+    each call, is built again once that may be there. Raises BuildFailed, OSError, subprocess.TimeoutExpired."""
+    path = _full(isa)
+    if is_whole(path):
         return path
-    # all may read and none may write: an image builds them as root for a user of its own
-    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    with open(path.parent / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # many workers may start at once; the first one builds
-        if not path.exists():
-            _build(isa, path)
-    return path
+    makeshift = _makeshift(path)
+    if not _stands(makeshift):
+        try:
+            _build_once(isa, path)
+        except (BuildFailed, OSError, subprocess.TimeoutExpired):
+            if not is_whole(makeshift):
+                raise
+    if is_whole(path):
+        return path
+    note = _note(makeshift)
+    logger.warning("CPU kernels: %s is built without %s, which is slower: %s", isa, note["without"], note["refused"])
+    return makeshift
 
 
 def path_of(isa: str) -> Path:
     """Where the library of `isa` lies, once it is built."""
-    return cache_dir() / f"weft-{isa}-{_digest(isa)}.so"
+    path = _full(isa)
+    return makeshift if (makeshift := _makeshift(path)).exists() and not path.exists() else path
+
+
+def is_whole(path: Path) -> bool:
+    """Is it there, and all that was built: a machine that lost its power may have kept the name and nothing, or zeros,
+    behind it."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return len(content) > SEAL_BYTES and _seal(content[:-SEAL_BYTES]) == content[-SEAL_BYTES:]
 
 
 def cache_dir() -> Path:
@@ -128,15 +159,62 @@ def is_from_intel() -> bool:
 @cache
 def _digest(isa: str) -> str:
     """Of all that it is made from: half a hundred files, which forked workers need not read again."""
-    digest = hashlib.blake2b(repr((COMMON, FLAGS[isa], SOURCES)).encode(), digest_size=10)
+    digest = hashlib.blake2b(repr((COMMON, FLAGS[isa], SOURCES, MISSING, SEAL_BYTES)).encode(), digest_size=10)
     for name in (*SOURCES, *HEADERS):
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
 
 
+def _full(isa: str) -> Path:
+    return cache_dir() / f"weft-{isa}-{_digest(isa)}.so"
+
+
+def _makeshift(path: Path) -> Path:
+    """Under a name of its own: it is never taken for a full one."""
+    return path.with_suffix(".makeshift.so")
+
+
+def _note(makeshift: Path) -> dict[str, str]:
+    """Without which options it was built, what the compiler said to them, and the compiler's state then."""
+    try:
+        found: dict[str, str] = json.loads(makeshift.with_suffix(".json").read_text())
+    except (OSError, ValueError):
+        return {"without": "", "refused": "", "state": ""}
+    return found
+
+
+def _stands(makeshift: Path) -> bool:
+    """Is it there, and would another attempt come to the same."""
+    note = _note(makeshift)
+    return bool(note["without"]) and is_whole(makeshift) and note["state"] == _state(note["without"])
+
+
+def _state(without: str) -> str:
+    """Of the compiler, and whether it takes these options by now, with the libraries and the assembler they need."""
+    if (compiler := _compiler()) is None:
+        return ""
+    stat = os.stat(compiler)
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [compiler, *COMMON, *without.split(), "-o", f"{scratch}/probe.so", "-"]
+        done = subprocess.run(command, input=PROBE, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False)
+    return f"{compiler} {stat.st_size} {stat.st_mtime_ns} {'takes' if done.returncode == 0 else 'refuses'}"
+
+
+def _compiler() -> str | None:
+    return next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
+
+
+def _build_once(isa: str, path: Path) -> None:
+    # all may read and none may write: an image builds them as root for a user of its own
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    with open(path.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # many workers may start at once; the first one builds
+        if not is_whole(path) and not _stands(_makeshift(path)):
+            _build(isa, path)
+
+
 def _build(isa: str, path: Path) -> None:
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
-    if compiler is None:
+    if (compiler := _compiler()) is None:
         raise BuildFailed("no C++ compiler found (c++, g++, clang++ or $CXX)")
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / path.name
@@ -146,10 +224,38 @@ def _build(isa: str, path: Path) -> None:
         for attempt in dict.fromkeys(tuple(part for part in command if part not in missing) for missing in MISSING):
             done = subprocess.run(attempt, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False)
             if done.returncode == 0:
-                if refused:
-                    left_out = " ".join(part for part in command if part not in attempt)
-                    logger.warning("CPU kernels: %s is built without %s, which is slower: %s", isa, left_out, refused)
-                os.replace(made, path)
+                without = " ".join(part for part in command if part not in attempt)
+                _keep(made, path, without, refused)
                 return
             refused = refused or done.stderr.strip()[-2000:]
     raise BuildFailed(f"{compiler} failed: {done.stderr.strip()[-2000:]}")
+
+
+def _keep(made: Path, path: Path, without: str, refused: str) -> None:
+    """Whole or not at all, under `path` unless it does without something."""
+    seal = _seal(made.read_bytes())
+    with open(made, "ab") as file:  # behind the last section, where no loader looks
+        file.write(seal)
+    target = _makeshift(path) if without else path
+    if without:
+        note = made.with_suffix(".json")
+        note.write_text(json.dumps({"without": without, "refused": refused, "state": _state(without)}))
+        os.replace(note, target.with_suffix(".json"))
+    _on_disk(made)
+    os.replace(made, target)
+    _on_disk(target.parent)
+
+
+def _seal(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=SEAL_BYTES).digest()
+
+
+def _on_disk(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems on a network keep names by themselves
+            raise
+    finally:
+        os.close(fd)
