@@ -6,11 +6,13 @@ import asyncio
 
 from weft.engine.core import Engine
 from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
+from weft.engine.pulse import Pulse
 from weft.errors import InvalidRequest, PeerLost
 from weft.request import RequestKey, SamplingParams
 from weft.worker.pooling import MeanHidden
 
 NO_TEXT = SamplingParams(max_tokens=1, temperature=0)
+WATCH_SECONDS = 0.5
 
 
 class Embedder:
@@ -39,6 +41,15 @@ class Embedder:
         for failure in output.failures:
             if (end := self._open(failure.key)) is not None:
                 end.set_exception(failure.error)
+
+    async def watch(self, pulse: Pulse) -> None:
+        """For ever: when the engine stands still, its prompts are computed elsewhere."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if pulse.has_stopped:
+                for key in self._ends:
+                    if (end := self._open(key)) is not None:
+                        end.set_exception(PeerLost("the prefill engine stands still"))
 
     async def embed(
         self, key: RequestKey, token_ids: tuple[int, ...], cache_salt: bytes, priority: int

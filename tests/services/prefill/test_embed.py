@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.services.attach import new_key
+from tests.services.decode.test_stalled import found_standing
 from tests.services.workers import Worker, start_worker
 from tests.weft.tiny_llama import Tiny
 from weft.rpc.client import open_channel
@@ -69,6 +70,21 @@ async def test_a_worker_that_leaves_ends_its_embeddings_first_and_takes_no_more(
         assert {error.details() for error in refused} <= {"the worker is leaving"}, "who came too late"
         with pytest.raises(grpc.aio.AioRpcError, match="leaving"):
             await stub.Embed(request(worker, PROMPT), timeout=20)
+
+
+async def test_an_engine_that_stands_still_gives_its_embeddings_back(tiny: Tiny) -> None:
+    """Long before the caller's time is over, which leaves some for another worker."""
+    async with embedding_worker(tiny) as (worker, stub):
+        async with found_standing(worker):
+            calls = [stub.Embed(request(worker, PROMPT), timeout=25) for _ in range(2)]
+            for answer in await asyncio.gather(*calls, return_exceptions=True):
+                assert isinstance(answer, grpc.aio.AioRpcError)
+                assert (answer.code(), answer.details()) == (
+                    grpc.StatusCode.UNAVAILABLE,
+                    "the prefill engine stands still",
+                )
+        await worker.until_idle()
+        assert (await stub.Embed(request(worker, PROMPT), timeout=20)).values
 
 
 @pytest.mark.parametrize(
