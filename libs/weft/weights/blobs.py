@@ -14,8 +14,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from weft.errors import BadCheckpoint
-from weft.weights.ahead import ahead
 from weft.storage import open_regular, told
+from weft.weights.ahead import ahead
 
 SECTOR_BYTES = 4096  # direct reads begin and end at multiples of this, in the file and in memory
 LARGE_PAGE_BYTES = 2 * 1024 * 1024
