@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from weft.errors import BadCheckpoint
 from weft.grammar import Grammars
 from weft.model.fields import Fields, read_json
 from weft.model.rope_fields import read_context
+from weft.storage import read_small, told
 from weft.tokenizer import SETTINGS, TOKENIZER, byte_letters, read_tokenizer
 from weft_services.gateway.generation import SamplingDefaults
 from weft_services.gateway.text.assistant import END_THINK, THINK
@@ -207,6 +209,15 @@ def _read_json(path: Path) -> dict[str, Any]:
     return read_json(path).values if path.exists() else {}
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return TextIOWrapper(BytesIO(read_small(path)), encoding="utf-8").read()
+    except OSError as error:
+        raise told(error, f"{path}: not readable") from error
+    except UnicodeDecodeError as error:
+        raise BadCheckpoint(f"{path}: not readable as text: {error}") from error
+
+
 def _positive_int(config: dict[str, Any], key: str, directory: Path) -> int:
     value = config.get(key)
     if not isinstance(value, int) or value < 1:
@@ -226,7 +237,7 @@ def _load_template(directory: Path) -> ChatTemplate | None:
     named = {entry.get("name"): entry.get("template") for entry in found} if isinstance(found, list) else {}
     for name, path in ((name, directory / file) for name, file in TEMPLATE_FILES.items()):
         if path.exists():
-            named[name] = path.read_text(encoding="utf-8")
+            named[name] = _read_text(path)
     source = named.get("default") or (found if isinstance(found, str) else None)
     if source is None:
         return None

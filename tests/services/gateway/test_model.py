@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -59,6 +60,17 @@ def test_small_files_that_hold_nonsense_are_refused_by_name(
     shutil.copytree(model_dir, tmp_path / "model")
     (tmp_path / "model" / name).write_text(content)
     with pytest.raises(BadCheckpoint, match=rf"{name}: {said}"):
+        load_model(tmp_path / "model", MODEL_NAME)
+
+
+def test_a_template_that_is_no_text_is_refused_by_name(model_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_dir, tmp_path / "model")
+    (path := tmp_path / "model" / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(BadCheckpoint, match=r"chat_template\.jinja: not readable as text: "):
+        load_model(tmp_path / "model", MODEL_NAME)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(BadCheckpoint, match=r"chat_template\.jinja: not readable: not a regular file"):
         load_model(tmp_path / "model", MODEL_NAME)
 
 
