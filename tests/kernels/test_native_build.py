@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from weft_kernels import native
+from weft_kernels.native import __main__ as program
 from weft_kernels.native import build
 
 # notes how it is called, and knows no OpenMP until there is a file that says so
@@ -42,11 +43,11 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def num_builds(compiler: Path) -> int:
-    """How often it was called since the last time this was asked, but for probes."""
+    """How many libraries it made since the last time this was asked, but for probes."""
     calls = compiler.with_name("calls")
     lines = calls.read_text().splitlines() if calls.exists() else []
     calls.unlink(missing_ok=True)
-    return sum(not line.endswith(" -") for line in lines)
+    return sum(" -shared " in f" {line} " and not line.endswith(" -") for line in lines)
 
 
 def test_all_may_read_what_one_has_built_and_none_may_write_it(compiler: Path) -> None:
@@ -92,7 +93,7 @@ def test_a_library_without_openmp_says_so_until_it_is_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, compiler: Path, change: str
 ) -> None:
     (tmp_path / "openmp").unlink()
-    for expected_builds in (2, 0):  # with, then without it; then never again
+    for expected_builds in (1, 0):  # without it, and then never again
         caplog.clear()
         makeshift = build.cached_library("avx2")
         assert build.path_of("avx2") == makeshift
@@ -121,3 +122,15 @@ def test_a_library_without_openmp_is_kept_where_no_compiler_is(
     caplog.clear()
     assert build.cached_library("avx2") == makeshift
     assert "avx2 is built without -fopenmp" in caplog.text
+
+
+def test_an_image_has_what_any_machine_runs_and_a_machine_what_it_runs_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "most_isa", lambda: "avx512_bf16")
+    monkeypatch.setattr(program, "best_isa", lambda: "avx512")
+    assert program.wanted("all") == list(build.FLAGS)
+    assert program.wanted("here") == ["avx2", "avx512", "avx512_bf16"]
+    assert program.wanted("best") == ["avx512"]
+    monkeypatch.setattr(program, "most_isa", lambda: "torch")
+    assert program.wanted("here") == program.wanted("best") == []
+    with pytest.raises(SystemExit, match="expected all, here or best"):
+        program.wanted("some")

@@ -1,25 +1,40 @@
-"""`python -m weft_kernels.native` builds the C++ kernels for this kind of machine, so that no process has to later."""
+"""`python -m weft_kernels.native` builds the C++ kernels for this kind of machine, so that no process has to later:
+`all` for every instruction set, as for an image that other machines run, `here` for those of this processor, `best` for
+the one of them that it runs fastest."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
+from weft_kernels.native import best_isa, most_isa
 from weft_kernels.native.build import FLAGS, BuildFailed, cached_library, is_supported_machine
 
 
 def main() -> int:
-    """Build every library; 1 where that is not possible, which Weft survives."""
+    """Build them; 1 where that is not possible, which Weft survives."""
     if not is_supported_machine():
         print("CPU kernels: there is no build for this kind of machine, torch does their work", file=sys.stderr)
         return 1
     try:
-        for isa in FLAGS:
+        for isa in wanted(sys.argv[1] if len(sys.argv) > 1 else "all"):
             print(cached_library(isa))
     except (BuildFailed, OSError, subprocess.TimeoutExpired) as error:
         print(f"CPU kernels: torch does their work, which is slower: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def wanted(which: str) -> list[str]:
+    """Instruction sets, the least first. Raises SystemExit for what is none of the three."""
+    every = list(FLAGS)
+    if which not in ("all", "here", "best"):
+        sys.exit(f"{which}: expected all, here or best")
+    if which == "all":
+        return every
+    if most_isa() not in FLAGS:  # an older processor
+        return []
+    return [best_isa()] if which == "best" else every[: every.index(most_isa()) + 1]
 
 
 if __name__ == "__main__":
