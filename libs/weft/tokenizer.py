@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
+from weft.json_file import read_object
 
 TOKENIZER, RANKS, SETTINGS = "tokenizer.json", "tiktoken.model", "tokenizer_config.json"
 # How the published code of these models cuts text: runs of Han characters, words without any, up to three digits, ...
@@ -36,7 +37,7 @@ NUM_RESERVED = 256
 
 def read_tokenizer(directory: Path) -> bytes:
     """The content of tokenizer.json. Raises BadCheckpoint naming the file at fault."""
-    check_tokenizer(directory)
+    _check_there(directory)
     path = directory / TOKENIZER
     try:
         if path.is_file():
@@ -50,7 +51,14 @@ def read_tokenizer(directory: Path) -> bytes:
 
 
 def check_tokenizer(directory: Path) -> None:
-    """Is there any. Raises BadCheckpoint."""
+    """Is there any, and whole, as far as that is told without making one. Raises BadCheckpoint, Unreadable."""
+    _check_there(directory)
+    path = directory / TOKENIZER
+    if path.is_file() and "model" not in read_object(path):
+        raise BadCheckpoint(f"{path}: model is missing; fetch the file again")
+
+
+def _check_there(directory: Path) -> None:
     if not any((directory / name).is_file() for name in (TOKENIZER, RANKS)):
         what = "copy the one that was published with the model beside its config.json"
         raise BadCheckpoint(f"{directory} has neither {TOKENIZER} nor {RANKS}; {what}")

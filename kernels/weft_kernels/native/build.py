@@ -221,6 +221,7 @@ def _build(isa: str, path: Path) -> None:
         raise BuildFailed("no C++ compiler found (c++, g++, clang++ or $CXX)")
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / path.name
+        logger.info("CPU kernels: %s is being compiled, once, which takes a minute or less", isa)
         flags = (*FLAGS[isa], "-fopenmp")
         refused = ""
         for attempt in dict.fromkeys(tuple(flag for flag in flags if flag not in missing) for missing in MISSING):

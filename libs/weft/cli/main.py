@@ -225,8 +225,10 @@ def bench(
 
     if shared_tokens >= prompt_tokens and trace is None:
         raise typer.BadParameter("prompts have fewer tokens in common than they are long", param_hint="--shared-tokens")
+    if not requests and trace is None:
+        raise typer.BadParameter("0 takes all of a trace, and there is none", param_hint="--requests")
     recipe = Recipe(
-        requests=requests if trace else max(requests, 1),
+        requests=requests,
         prompt_tokens=prompt_tokens,
         shared_tokens=shared_tokens,
         output_tokens=output_tokens,

@@ -4,6 +4,7 @@ hold. Knows nothing of meshes."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -18,26 +19,31 @@ from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
 
 ResultT = TypeVar("ResultT")
+REJOIN_SECONDS, RETRY_SECONDS = 3.0, 0.2
 
 
 def drain(scheduler: str, worker_id: str, undo: bool) -> None:
     """Raises typer.Exit(1) after saying on stderr what is wrong."""
     request = pb.DrainRequest(worker_id=worker_id, undo=undo)
-    lacking = _steer("undrain" if undo else "drain", scheduler, lambda fleet: _drained(fleet, request))
+    lacking, is_parked = _steer("undrain" if undo else "drain", scheduler, lambda fleet: _drained(fleet, request))
     what = "takes requests again" if undo else "finishes what it has and is given nothing new"
+    if is_parked:
+        awake = f"`weft wake {worker_id}` has it load its model" if undo else "once awake it is given nothing new"
+        what = f"is parked: {awake}"
     typer.echo(f"{worker_id} {what}; `weft status --watch` shows it")
     if lacking:
         why = f"nobody else is ready for {' and '.join(lacking)}: requests may be refused until somebody is"
         typer.secho(f"{why}; `weft undrain {worker_id}` takes it back", fg="yellow", err=True)
 
 
-async def _drained(fleet: Any, request: pb.DrainRequest) -> list[str]:
-    """The roles that nobody is left for."""
+async def _drained(fleet: Any, request: pb.DrainRequest) -> tuple[list[str], bool]:
+    """The roles that nobody is left for, and whether the worker is parked."""
     await fleet.Drain(request, timeout=DEADLINE_SECONDS)
-    if request.undo:
-        return []
     workers = (await fleet.ListWorkers(pb.ListWorkersRequest(), timeout=DEADLINE_SECONDS)).workers
     own = [each for each in workers if each.hello.worker.worker_id == request.worker_id]
+    is_parked = any(each.report.parked for each in own)
+    if request.undo:
+        return [], is_parked
     models = {each.hello.model for each in own}
     others = [each for each in workers if each not in own and each.hello.model in models and _takes_work(each.report)]
     return [
@@ -45,7 +51,7 @@ async def _drained(fleet: Any, request: pb.DrainRequest) -> list[str]:
         for role in (WorkerRole.PREFILL, WorkerRole.DECODE)
         if any(role_from_wire(each.hello.role).can(role) for each in own)
         and not any(role_from_wire(each.hello.role).can(role) for each in others)
-    ]
+    ], is_parked
 
 
 def _takes_work(report: pb.WorkerReport) -> bool:
@@ -55,22 +61,44 @@ def _takes_work(report: pb.WorkerReport) -> bool:
 def park(scheduler: str, worker_id: str, even_last: bool) -> None:
     """Raises typer.Exit(1) after saying on stderr what is wrong."""
     request = pb.ParkRequest(worker_id=worker_id, even_last=even_last)
-    _steer("park", scheduler, lambda fleet: fleet.Park(request, timeout=DEADLINE_SECONDS))
+    _steer("park", scheduler, lambda fleet: _patiently(fleet.Park, request))
     typer.echo(f"{worker_id} finishes what it has and gives back its memory; `weft wake {worker_id}` has it load again")
 
 
 def wake(scheduler: str, worker_id: str) -> None:
     """Raises typer.Exit(1) after saying on stderr what is wrong."""
     request = pb.ParkRequest(worker_id=worker_id, undo=True)
-    _steer("wake", scheduler, lambda fleet: fleet.Park(request, timeout=DEADLINE_SECONDS))
-    typer.echo(f"{worker_id} loads its model again; `weft status --watch` shows when it is ready")
+    is_parked = _steer("wake", scheduler, lambda fleet: _woken(fleet, request))
+    what = "loads its model again" if is_parked else "is not parked, and stays so"
+    typer.echo(f"{worker_id} {what}; `weft status --watch` shows when it is ready")
+
+
+async def _woken(fleet: Any, request: pb.ParkRequest) -> bool:
+    """Had it been parked, or is about to be."""
+    await _patiently(fleet.Park, request)
+    workers = (await fleet.ListWorkers(pb.ListWorkersRequest(), timeout=DEADLINE_SECONDS)).workers
+    own = [each.report for each in workers if each.hello.worker.worker_id == request.worker_id]
+    return any(report.parked or not report.ready for report in own) or not own
 
 
 def set_role(scheduler: str, worker_id: str, role: str) -> None:
     """Raises typer.Exit(1) after saying on stderr what is wrong."""
     request = pb.SetRoleRequest(worker_id=worker_id, role=role_to_wire(WorkerRole(role)))
-    _steer("role", scheduler, lambda fleet: fleet.SetRole(request, timeout=DEADLINE_SECONDS))
+    _steer("role", scheduler, lambda fleet: _patiently(fleet.SetRole, request))
     typer.echo(f"{worker_id} is asked to play {role} from here on; `weft status --watch` shows it")
+
+
+async def _patiently(call: Callable[..., Awaitable[Any]], request: Any) -> None:
+    """A worker that gives back its memory, or has just taken it, is nobody for a moment."""
+    deadline = time.monotonic() + REJOIN_SECONDS
+    while True:
+        try:
+            await call(request, timeout=DEADLINE_SECONDS)
+            return
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND or time.monotonic() >= deadline:
+                raise
+        await asyncio.sleep(RETRY_SECONDS)
 
 
 def _steer(command: str, scheduler: str, call: Callable[[Any], Awaitable[ResultT]]) -> ResultT:
@@ -79,9 +107,11 @@ def _steer(command: str, scheduler: str, call: Callable[[Any], Awaitable[ResultT
     except grpc.aio.AioRpcError as error:
         why = explain(scheduler, error)
         if error.code() is grpc.StatusCode.NOT_FOUND:
-            why = f"{error.details()}; `weft status` lists them"
+            lists = "unless it is loading its model; `weft status --watch` lists them"
+            is_patient = command in ("park", "wake", "role")
+            why = f"{error.details()}, {lists}" if is_patient else f"{error.details()}; `weft status` lists them"
         elif error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-            why = error.details() or why
+            why = (error.details() or why) + ("; --even-last parks it all the same" if command == "park" else "")
         typer.secho(f"weft {command}: {why}", fg="red", err=True)
         raise typer.Exit(1) from None
 

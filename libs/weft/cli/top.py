@@ -106,7 +106,7 @@ def _totals(fleet: pb.ListWorkersResponse, history: History) -> Text:
     workers = fleet.workers
     rates = [history.of(worker) for worker in workers]
     looked, found = sum(w.report.prefix.looked_up_tokens for w in workers), sum(map(_found, workers))
-    model = next((worker.hello.model for worker in workers), "no model")
+    models = ", ".join(dict.fromkeys(worker.hello.model for worker in workers)) or "no model"
     parts = [
         f"{sum(w.report.ready for w in workers)} of {len(workers)} workers ready",
         f"answers {sum(rate.generated[-1] for rate in rates):,.0f} tok/s",
@@ -116,7 +116,7 @@ def _totals(fleet: pb.ListWorkersResponse, history: History) -> Text:
         f" {_bytes(sum(rate.bytes_per_second for rate in rates))}/s",
         f"{fleet.waiting_requests:,} wait for room",
     ]
-    return Text.assemble((model, "bold"), "  ", " · ".join(parts))
+    return Text.assemble((models, "bold"), "  ", " · ".join(parts))
 
 
 def _found(worker: pb.WorkerStatus) -> int:

@@ -5,17 +5,14 @@ Knows JSON, not models.
 
 from __future__ import annotations
 
-import json
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
-from weft.storage import read_small, told
+from weft.json_file import read_object
 
 # What the outer object of a wrapped model says for its text model too.
 INHERITED = ("architectures", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
-MAX_DEPTH = 100
 MAX_COUNT = 10_000
 
 
@@ -98,27 +95,5 @@ class Fields:
 
 
 def read_json(path: Path) -> Fields:
-    """Raises BadCheckpoint for a file that holds no JSON object, or a larger or deeper one than any model needs,
-    Unreadable where the disk fails."""
-    try:
-        values = json.loads(read_small(path).decode())
-    except FileNotFoundError:
-        raise BadCheckpoint(f"{path}: no such file") from None
-    except OSError as error:
-        raise told(error, f"{path}: not readable") from error
-    except (ValueError, RecursionError) as error:
-        raise BadCheckpoint(f"{path}: not readable as JSON: {error}") from error
-    if _is_deep(values):  # who writes it, or shows it, has less room on the stack than we had
-        raise BadCheckpoint(f"{path}: nested in more than {MAX_DEPTH} levels")
-    if not isinstance(values, dict):
-        raise BadCheckpoint(f"{path}: expected a JSON object, found {type(values).__name__}")
-    return Fields(path, values)
-
-
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
-        if not (level := list(chain.from_iterable(inner))):
-            return False
-    return True
+    """Raises BadCheckpoint, Unreadable, as `read_object` does."""
+    return Fields(path, read_object(path))

@@ -247,7 +247,10 @@ def _load_template(directory: Path) -> ChatTemplate | None:
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):
             special[key] = text
-    return ChatTemplate(source, special, named.get("tool_use"))
+    try:
+        return ChatTemplate(source, special, named.get("tool_use"))
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"{directory}: {error}") from error
 
 
 def _load_defaults(directory: Path) -> SamplingDefaults:

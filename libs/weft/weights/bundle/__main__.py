@@ -125,7 +125,7 @@ def _mb(num_bytes: int) -> str:
 def main() -> int:
     """Errors of the user's are one line, status 2; so are the disk's, status 1: they say nothing of the files."""
     try:
-        app(standalone_mode=True)
+        app(standalone_mode=True, prog_name="weft")  # whose commands these are
     except Unreadable as error:
         print(f"weft: {error}", file=sys.stderr)
         return 1

@@ -62,7 +62,11 @@ class FileSource:
         signature = (stat.st_ino, stat.st_ctime_ns, stat.st_size)
         if signature == self._seen:
             return None
-        found = load_keys(await asyncio.to_thread(self._path.read_bytes))
+        content = await asyncio.to_thread(self._path.read_bytes)
+        try:
+            found = load_keys(content)
+        except BadKeys as error:
+            raise BadKeys(f"{self._path}: {error}") from error
         self._seen = signature
         return found
 
@@ -111,7 +115,7 @@ class Keyring:
         """Read them for the first time. Raises ConfigError for a file that cannot be read."""
         await self._read()
         if self._is_required and self._keys is None:
-            raise ConfigError(f"WEFT_KEYS: {self._trouble}")
+            raise ConfigError(f"WEFT_KEYS: {self._trouble}; `weft keys add NAME --keys FILE` makes such a file")
 
     async def run(self) -> None:
         """Read them whenever they change, until cancelled."""
@@ -151,7 +155,8 @@ class Keyring:
 
     def _note(self, trouble: str) -> None:
         if trouble and trouble != self._trouble:
-            logger.error("API keys cannot be read, the last ones stay: %s", trouble)
+            what = "there are none yet" if self._keys is None else "the last ones stay"
+            logger.error("API keys cannot be read, %s: %s", what, trouble)
         self._trouble = trouble
 
 
