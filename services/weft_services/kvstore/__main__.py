@@ -5,6 +5,7 @@ import logging
 
 from weft import log, metrics, trace
 from weft.config import ConfigError, describe, read_config
+from weft.files import allow_files
 from weft.rpc.server import RpcServer, run, until_signal
 from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 from weft_services.kvstore.config import Config
@@ -21,6 +22,7 @@ async def main() -> None:
     """Serve until SIGTERM or SIGINT; ready while the store is."""
     config = read_config(Config)
     logging.info(describe(config))
+    allow_files()  # a segment is one, and so is a connection
     trace.setup("kvstore")
     log.mark("imports")
     rpc = RpcServer([SERVICE_NAME])

@@ -20,6 +20,12 @@ from weft_services.kvstore.record import HEADER_BYTES, RecordHeader, pack, unpac
 SUFFIX = ".kvlog"
 LOCK_NAME = "lock"
 NAME = re.compile(rf"[0-9a-f]{{16}}{SUFFIX}")
+# what a disk or a file system says of content that it cannot give any more; all else may be better another time
+LOSSES = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
+
+
+class Damaged(OSError):
+    """A file was opened, and its content cannot be read."""
 
 
 class Segment:
@@ -92,15 +98,34 @@ class Segment:
         os.ftruncate(self._fd, offset)
         self.size_bytes = offset
 
+    def _read(self, num_bytes: int, offset: int) -> bytes:
+        try:
+            return os.pread(self._fd, num_bytes, offset)
+        except OSError as error:
+            if error.errno in LOSSES:
+                raise Damaged(error.errno, error.strerror, str(self.path)) from error
+            raise
+
     def _header(self, offset: int) -> RecordHeader | None:
-        header = unpack(os.pread(self._fd, HEADER_BYTES, offset))
+        header = unpack(self._read(HEADER_BYTES, offset))
         if header is None or offset + header.record_bytes > self.size_bytes:
             return None
         return header
 
     def _is_sound(self, offset: int, header: RecordHeader) -> bool:
-        body = os.pread(self._fd, header.size_bytes, offset + HEADER_BYTES)
+        body = self._read(header.size_bytes, offset + HEADER_BYTES)
         return xxhash.xxh3_64_intdigest(body) == header.checksum
+
+
+def append_checked(segment: Segment, header: RecordHeader, body: memoryview) -> int | None:
+    """Where it lies; None for bytes that are not those of the header, which nobody would get after all. Raises
+    OSError."""
+    return segment.append(header, body) if xxhash.xxh3_64_intdigest(body) == header.checksum else None
+
+
+def read_checked(segment: Segment, offset: int, body: memoryview, checksum: int) -> bool:
+    """Fill `body` with the block of the record at `offset`; False when it does not come or is not the right one."""
+    return segment.read(offset, body) and xxhash.xxh3_64_intdigest(body) == checksum
 
 
 def lock_directory(directory: Path) -> int:
@@ -118,7 +143,7 @@ def lock_directory(directory: Path) -> int:
 
 
 def scan(path: Path) -> tuple[Segment, list[tuple[int, RecordHeader]]]:
-    """Open what an earlier process left. Raises OSError."""
+    """Open what an earlier process left. Raises Damaged for what is of no use any more, and else OSError."""
     segment = Segment(path)
     return segment, list(segment.records())
 

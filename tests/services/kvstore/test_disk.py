@@ -92,7 +92,7 @@ async def test_what_is_written_while_older_files_are_read_is_newer_than_what_the
     loading = asyncio.create_task(again.load())
     await asyncio.sleep(0)
     assert await again.write([record(29, stored_at=7.0), record(50)]) == 2
-    assert again._to_load, "it waits for one file, not for all"
+    assert again._room.to_load, "it waits for one file, not for all"
     await loading
     assert there(again, range(60)) == [*range(30), 50]
     assert [header.stored_at for number in (28, 29) if (header := again.find(MODEL, key(number)))] == [0.0, 7.0]

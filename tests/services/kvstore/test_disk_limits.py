@@ -11,6 +11,7 @@ import pytest
 
 from tests.services.kvstore.disk_records import MIB, RECORD, files, opened, read, record, there, written
 from weft_services.kvstore import disk as disk_module
+from weft_services.kvstore import room
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskIndex, DiskLimits
 
@@ -162,7 +163,7 @@ async def test_what_was_too_old_and_came_again_moves_and_goes_like_everything_el
 async def test_a_large_disk_has_no_more_files_than_a_process_may_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_module, "USUAL_SEGMENT_BYTES", RECORD)
+    monkeypatch.setattr(room, "USUAL_SEGMENT_BYTES", RECORD)
     disk = await opened(tmp_path, max_bytes=2048 * RECORD)
     await written(disk, range(2048))
     assert len(files(tmp_path)) <= 256

@@ -164,3 +164,61 @@ async def test_a_segment_that_cannot_be_read_is_dropped_and_the_others_serve_on(
     await written(disk, range(40, 60))
     assert await read(disk, [0, 9, 20, 29, 40, 59]) == 6
     disk.close()
+
+
+@pytest.mark.parametrize("call", ["open", "ftruncate"])
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.EIO])
+async def test_a_segment_that_cannot_be_opened_or_cut_stays_for_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str, code: int
+) -> None:
+    disk = await opened(tmp_path, max_bytes=160 * RECORD)
+    await written(disk, range(30))
+    disk.close()
+    bad = sorted(files(tmp_path))[-1]
+    with bad.open("ab") as file:
+        file.write(b"half of a record")
+    content, real = bad.read_bytes(), getattr(os, call)
+
+    def refuse(file: Any, *arguments: Any) -> Any:
+        if (call, file) == ("open", bad) or call == "ftruncate":
+            raise OSError(code, os.strerror(code))
+        return real(file, *arguments)
+
+    monkeypatch.setattr(os, call, refuse)
+    disk = await opened(tmp_path, max_bytes=160 * RECORD)
+    monkeypatch.undo()
+    assert there(disk, range(30)) == [*range(20)]
+    assert f"{bad} cannot be read and stays for the next start" in caplog.text
+    assert disk.used_bytes == 20 * RECORD + len(content)
+    for number in range(100, 400):
+        await written(disk, [number])
+        assert sum(file.stat().st_size for file in files(tmp_path)) == disk.used_bytes <= 160 * RECORD
+    assert bad.read_bytes() == content
+    disk.close()
+    disk = await opened(tmp_path, max_bytes=160 * RECORD)
+    assert await read(disk, range(20, 30)) == 10
+    disk.close()
+
+
+async def test_a_disk_of_which_nothing_can_be_opened_begins_anew_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = await opened(tmp_path, max_bytes=160 * RECORD)
+    await written(disk, range(30))
+    disk.close()
+    real = os.open
+
+    def refuse(file: Any, *arguments: Any) -> int:
+        if str(file).endswith(".kvlog"):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(file, *arguments)
+
+    monkeypatch.setattr(os, "open", refuse)
+    disk = await opened(tmp_path, max_bytes=16 * RECORD)
+    monkeypatch.undo()
+    await written(disk, [50])
+    assert there(disk, range(60)) == [50]
+    disk.close()
+    disk = await opened(tmp_path, max_bytes=160 * RECORD)
+    assert await read(disk, [*range(30), 50]) == 31
+    disk.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import resource
 from collections.abc import AsyncIterator, Iterator
 
 import grpc
@@ -30,7 +31,12 @@ RPC_SECONDS = 5.0
 @pytest.fixture
 def kvstore() -> Iterator[KvStoreProcess]:
     node = KvStoreProcess()
-    node.start()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))  # what processes begin with
+    try:
+        node.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     yield node
     node.stop()
 
@@ -45,6 +51,11 @@ async def channel(kvstore: KvStoreProcess) -> AsyncIterator[grpc.aio.Channel]:
 def stub(channel: grpc.aio.Channel) -> pb2_grpc.KvStoreServiceAsyncStub:
     stub: pb2_grpc.KvStoreServiceAsyncStub = pb2_grpc.KvStoreServiceStub(channel)
     return stub
+
+
+def test_a_kvstore_may_open_as_many_files_as_the_system_lets_it(kvstore: KvStoreProcess) -> None:
+    hard = kvstore.process.rlimit(psutil.RLIMIT_NOFILE)[1]
+    assert kvstore.process.rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)
 
 
 async def describe(stub: pb2_grpc.KvStoreServiceAsyncStub) -> pb2.DescribeResponse:
