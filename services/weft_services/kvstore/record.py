@@ -13,7 +13,7 @@ _FIELDS = struct.Struct("<8s16s8sB64sB2xIQQd")
 _SUM = struct.Struct("<Q")
 FINGERPRINT_BYTES = 16
 HEADER_BYTES = _FIELDS.size + _SUM.size
-_MAGIC = b"weftkv01"
+MAGIC = b"weftkv01"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class RecordHeader:
 def pack(header: RecordHeader) -> bytes:
     """The header's bytes, its own checksum last."""
     fields = _FIELDS.pack(
-        _MAGIC,
+        MAGIC,
         header.fingerprint,
         header.tenant,
         len(header.key),
@@ -61,7 +61,7 @@ def unpack(data: bytes) -> RecordHeader | None:
     values = _FIELDS.unpack(fields)
     magic, fingerprint, tenant, key_bytes, key, tenant_bytes = values[:6]
     idle_seconds, size_bytes, checksum, stored_at = values[6:]
-    if magic != _MAGIC:
+    if magic != MAGIC:
         return None
     # records that were written before the length was have 0 there
     tenant = tenant[: tenant_bytes or len(tenant.rstrip(b"\0"))]

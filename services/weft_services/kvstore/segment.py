@@ -1,6 +1,7 @@
 """One file of the disk tier: records one after another, only ever appended to. Blocking calls, for a thread.
 
-A record that was not written whole is cut off when the file is opened again: nothing behind it can be trusted either.
+A last record that was not written whole is cut off when the file is opened again. One in between whose header is
+damaged is dead space: the next one is found by its magic.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ import os
 import re
 import weakref
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import xxhash
 
-from weft_services.kvstore.record import HEADER_BYTES, RecordHeader, pack, unpack
+from weft_services.kvstore.record import HEADER_BYTES, MAGIC, RecordHeader, pack, unpack
 
 SUFFIX = ".kvlog"
 LOCK_NAME = "lock"
 NAME = re.compile(rf"[0-9a-f]{{16}}{SUFFIX}")
 # what a disk or a file system says of content that it cannot give any more; all else may be better another time
 LOSSES = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
+
+SEARCH_BYTES = 1024 * 1024  # read at a time, where the next record has to be looked for
 
 
 class Damaged(OSError):
@@ -39,23 +43,19 @@ class Segment:
         weakref.finalize(self, os.close, self._fd)
 
     def records(self) -> Iterator[tuple[int, RecordHeader]]:
-        """Offsets and headers of all whole records; whatever follows them is cut off. For a file just opened.
+        """Offsets and headers of all whole records; whatever follows the last is cut off. For a file just opened.
 
         The last record is read, too: a process may have been killed while it was written.
         """
-        offset, last = 0, None
-        while (header := self._header(offset)) is not None:
-            if last is not None:
-                yield last
-            last = (offset, header)
-            offset += header.record_bytes
-        if last is not None:
-            if self._is_sound(*last):
-                yield last
-            else:
-                offset = last[0]
-        if offset < self.size_bytes:
-            self._cut(offset)
+        end, last = 0, self._next(0)
+        while last is not None:
+            following = self._next(last[0] + last[1].record_bytes)
+            if following is None and not self._is_sound(*last):
+                break
+            yield last
+            end, last = last[0] + last[1].record_bytes, following
+        if end < self.size_bytes:
+            self._cut(end)
 
     def append(self, header: RecordHeader, body: memoryview) -> int:
         """Write one record at the end; returns its offset. Raises OSError, leaving the file as it was."""
@@ -97,6 +97,22 @@ class Segment:
     def _cut(self, offset: int) -> None:
         os.ftruncate(self._fd, offset)
         self.size_bytes = offset
+
+    def _next(self, offset: int) -> tuple[int, RecordHeader] | None:
+        """The record there, or the first one behind it."""
+        for place in chain((offset,), self._magics(offset + 1)):
+            if (header := self._header(place)) is not None:
+                return place, header
+        return None
+
+    def _magics(self, offset: int) -> Iterator[int]:
+        """Where a record may begin."""
+        while len(data := self._read(SEARCH_BYTES, offset)) >= len(MAGIC):
+            place = data.find(MAGIC)
+            while place >= 0:
+                yield offset + place
+                place = data.find(MAGIC, place + 1)
+            offset += len(data) - len(MAGIC) + 1  # one may lie across the edge
 
     def _read(self, num_bytes: int, offset: int) -> bytes:
         try:

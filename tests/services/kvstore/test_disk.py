@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +34,7 @@ from weft import metrics
 from weft_services.kvstore import segment
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskLimits
-from weft_services.kvstore.record import HEADER_BYTES, RecordHeader, pack, unpack
+from weft_services.kvstore.record import HEADER_BYTES, MAGIC, RecordHeader, pack, unpack
 from weft_services.kvstore.segment import segment_paths
 
 
@@ -191,8 +192,37 @@ async def test_a_damaged_byte_anywhere_is_a_miss_and_never_a_wrong_block(
     for number in range(5):
         came = await read(disk, [number])
         assert came == (number in there(disk, range(5)))
-    assert len(there(disk, range(5))) >= place // RECORD, "what lies before the damage is kept"
+    assert {*range(5)} - {place // RECORD} <= {*there(disk, range(5))}, "what lies before and behind the damage is kept"
     disk.close()
+
+
+@pytest.mark.parametrize("search_bytes", [9, RECORD // 3, 1 << 20])
+async def test_the_records_behind_damaged_headers_are_found_and_what_lies_between_counts_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, search_bytes: int
+) -> None:
+    monkeypatch.setattr(segment, "SEARCH_BYTES", search_bytes)
+    disk = await opened(tmp_path)
+    await written(disk, range(3))
+    misleading = (MAGIC * (SIZE // len(MAGIC)))[:SIZE]
+    header = replace(record(3)[0], checksum=xxhash.xxh3_64_intdigest(misleading))
+    assert await disk.write([(header, memoryview(misleading))]) == 1
+    await written(disk, range(4, 8))
+    disk.close()
+    for number in (0, 2, 3, 5):
+        damage(tmp_path, number * RECORD, 1)
+    again = await opened(tmp_path)
+    assert there(again, range(8)) == [1, 4, 6, 7]
+    assert [await read(again, [number]) for number in (1, 4, 6, 7)] == [1] * 4
+    assert again.used_bytes == 8 * RECORD
+    assert again._index.live_bytes(again._room.segments[0]) == 4 * RECORD
+    await written(again, [9])
+    again.close()
+    damage(tmp_path, 9 * RECORD - 1, 1)
+    damage(tmp_path, 7 * RECORD, 1)
+    last = await opened(tmp_path)
+    assert there(last, range(10)) == [1, 4, 6]
+    assert last.used_bytes == 7 * RECORD, "nothing behind is whole"
+    last.close()
 
 
 WRITE_FOREVER = """
