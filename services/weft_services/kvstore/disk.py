@@ -86,7 +86,7 @@ class DiskTier:
         async with self._writing:
             try:
                 while self._room.segments and self.used_bytes > self._limits.max_bytes:
-                    self._room.drop(self._room.segments[0])
+                    await self._room.drop(self._room.segments[0])
             except OSError as error:
                 logger.warning("disk: more than %d MiB stay there: %s", self._limits.max_bytes >> 20, error)
             self._tell()
@@ -110,7 +110,7 @@ class DiskTier:
             self._index.enter(segment, offset, header)
             if number % LOAD_BLOCKS == 0:
                 await asyncio.sleep(0)
-        self._room.keep_count()
+        await self._room.keep_count()
 
     async def _is_removed(self, path: Path) -> bool:
         with suppress(OSError):
@@ -158,14 +158,14 @@ class DiskTier:
                 segment = await self._room.segment_for(header.record_bytes)
                 offset = await self._room.in_writer(partial(append_checked, segment, header, body))
             except OSError as error:
-                self._give_way(error)
+                await self._give_way(error)
                 break
             if offset is None:
                 logger.warning("disk: a block came damaged out of the store's memory and is not written")
                 metrics.TIER_MOVES.labels("lost").inc()
                 continue
             self._index.enter(segment, offset, header, is_new=True)
-            self._room.keep_count()
+            await self._room.keep_count()
             num_written += 1
         self._tell()
         return num_written
@@ -197,14 +197,14 @@ class DiskTier:
                 self._index.forget(name, "damaged")
         return good.index(False) if False in good else len(good)
 
-    def _give_way(self, error: OSError) -> None:
+    async def _give_way(self, error: OSError) -> None:
         """No room or no luck: leave the disk alone for a while; room is made by letting the oldest go."""
         logger.warning("disk: nothing is written for %g s: %s", RETRY_SECONDS, error)
         metrics.DISK_FAILURES.labels("write").inc()
         self._retry_at = self._steady() + RETRY_SECONDS
         if error.errno in NO_ROOM and len(self._room.segments) > 1:
             with suppress(OSError):
-                self._room.drop(self._room.segments[0])
+                await self._room.drop(self._room.segments[0])
 
     def _tell(self) -> None:
         metrics.TIER_BLOCKS.labels("nvme").set(len(self._index))

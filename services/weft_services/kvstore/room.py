@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from weft_services.kvstore.closing import until_closed
 from weft_services.kvstore.disk_index import DiskIndex, DiskLimits
 from weft_services.kvstore.segment import Segment, new_segment, sized_segments
 
@@ -72,6 +73,7 @@ class Room:
             if len(self.segments) == 1:
                 break
             await self._make_way(newest)
+            await self.in_writer(until_closed)  # else what is written next may still find no room
         return newest
 
     def _takes(self, segment: Segment, record_bytes: int) -> bool:
@@ -104,22 +106,22 @@ class Room:
                 break  # what is left goes with the rest: that makes room
             if offset is not None:
                 self._index.move(name, block, new, offset, was_read=is_cleaned and block.was_read)
-        self.drop(old)
+        await self.drop(old)
 
-    def drop(self, segment: Segment) -> None:
+    async def drop(self, segment: Segment) -> None:
         """Its blocks and its file. A reader that has begun ends well: the file stays while somebody holds it.
 
         Raises OSError where a disk takes no changes any more: then the blocks stay as well, and can be read.
         """
-        segment.unlink()
+        await self.in_writer(segment.unlink)
         self.segments.remove(segment)
         self._index.forget_segment(segment)
 
-    def keep_count(self) -> None:
+    async def keep_count(self) -> None:
         """The index is bounded, too."""
         while len(self._index) > self._limits.max_blocks and len(self.segments) > 1:
             try:
-                self.drop(self.segments[0])
+                await self.drop(self.segments[0])
             except OSError as error:
                 logger.warning("disk: not all of it is served: %s", error)
                 # in memory there is no room for what cannot be removed; the next start finds the file again

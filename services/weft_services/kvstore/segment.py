@@ -17,6 +17,7 @@ from pathlib import Path
 
 import xxhash
 
+from weft_services.kvstore.closing import close_soon, start_closing
 from weft_services.kvstore.record import HEADER_BYTES, MAGIC, RecordHeader, pack, unpack
 
 SUFFIX = ".kvlog"
@@ -38,9 +39,10 @@ class Segment:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.number = int(path.stem, 16)
+        start_closing()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        weakref.finalize(self, close_soon, self._fd)
         self.size_bytes = os.fstat(self._fd).st_size
-        weakref.finalize(self, os.close, self._fd)
 
     def records(self) -> Iterator[tuple[int, RecordHeader]]:
         """Offsets and headers of all whole records; whatever follows the last is cut off. For a file just opened.

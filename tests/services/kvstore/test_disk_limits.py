@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 from collections.abc import Sized
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.services.kvstore.disk_records import MIB, RECORD, files, opened, read, record, there, written
 from weft_services.kvstore import disk as disk_module
 from weft_services.kvstore import room
+from weft_services.kvstore.closing import until_closed
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskIndex, DiskLimits
 
@@ -79,6 +84,37 @@ async def test_a_clock_that_is_set_changes_neither_a_pause_nor_how_long_ago_a_us
     assert await disk.write([record(2)]) == 1
     now += 61
     assert there(disk, [1, 2]) == [2]
+    disk.close()
+
+
+async def test_what_is_let_go_is_removed_and_closed_on_threads_before_more_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, bool]] = []
+    real = {name: getattr(os, name) for name in ("unlink", "close", "pwritev")}
+
+    def noted(name: str, file: Any, *arguments: Any) -> Any:
+        where = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else str(file)
+        if ".kvlog" in where and where.startswith(str(tmp_path)):
+            calls.append((name, threading.current_thread() is threading.main_thread()))
+        return real[name](file, *arguments)
+
+    disk = await opened(tmp_path, max_bytes=160 * RECORD)
+    await written(disk, range(160))
+    for name in real:
+        monkeypatch.setattr(os, name, partial(noted, name))
+    await written(disk, [200])
+    assert calls == [("unlink", False), ("close", False), ("pwritev", False)]
+    calls.clear()
+    disk.close()
+    del disk
+    gc.collect()
+    until_closed()
+    assert calls == [("close", False)] * 16, "whatever ends later is closed as well"
+    calls.clear()
+    disk = await opened(tmp_path, max_bytes=160 * RECORD, max_blocks=50)
+    until_closed()
+    assert sorted(calls) == [("close", False)] * 11 + [("unlink", False)] * 11
     disk.close()
 
 
