@@ -20,7 +20,7 @@ from pathlib import Path
 
 from weft import metrics
 from weft_services.kvstore.disk_index import DiskBlock, DiskIndex, DiskLimits, header_of
-from weft_services.kvstore.record import RecordHeader
+from weft_services.kvstore.record import HEADER_BYTES, RecordHeader
 from weft_services.kvstore.room import NO_ROOM, Room
 from weft_services.kvstore.segment import Damaged, append_checked, lock_directory, read_checked, scan
 
@@ -49,6 +49,7 @@ class DiskTier:
         self._index = DiskIndex(limits, clock, steady)
         self._room = Room(directory, limits, self._index)
         self._retry_at = -math.inf
+        self._has_told = False  # of blocks that are too large
         self._writing = asyncio.Lock()
         self._lock_fd: int | None = None
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="weft-disk-read")
@@ -152,7 +153,7 @@ class DiskTier:
             return 0
         num_written = 0
         for header, body in records:
-            if header.fingerprint + header.key in self._index or header.record_bytes > self._room.segment_bytes:
+            if header.fingerprint + header.key in self._index or self._is_too_large(header):
                 continue
             try:
                 segment = await self._room.segment_for(header.record_bytes)
@@ -169,6 +170,20 @@ class DiskTier:
             num_written += 1
         self._tell()
         return num_written
+
+    def _is_too_large(self, header: RecordHeader) -> bool:
+        """Then it is lost, which is told once: its neighbours are as large."""
+        most = self._room.segment_bytes
+        if header.record_bytes <= most:
+            return False
+        if not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "disk: blocks of %d bytes are not written: WEFT_DISK_BYTES=%d takes up to %d",
+                *(header.size_bytes, self._limits.max_bytes, most - HEADER_BYTES),
+            )
+        metrics.TIER_MOVES.labels("lost").inc()
+        return True
 
     async def read(self, fingerprint: bytes, keys: Sequence[bytes], bodies: Sequence[memoryview]) -> int:
         """Fill `bodies` with the leading blocks that are here and sound; returns how many.

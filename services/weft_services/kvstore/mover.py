@@ -68,6 +68,7 @@ class Mover:
         self._num_promotions = 0
         self._num_promoting = 0  # blocks that are asked for
         self._block_seconds = 0.0  # what one took of late
+        self._has_told = False  # of blocks that are too large
         self._moves: set[asyncio.Task[int]] = set()
 
     def spill(self, fingerprint: bytes, blocks: Sequence[StoredBlock]) -> None:
@@ -226,6 +227,10 @@ class Mover:
     async def _spill_batch(self, batch: Sequence[Spill]) -> int:
         size, half = batch[0].block.size_bytes, STAGING_BYTES // 2
         if size > half:
+            if not self._has_told:
+                self._has_told = True
+                logger.warning("disk: blocks of %d bytes are not written: more than %d do not fit through", size, half)
+            metrics.TIER_MOVES.labels("lost").inc(len(batch))
             return 0
         offsets = [half + slot * size for slot in range(len(batch))]
         names = [store_key(spill.fingerprint, spill.block.key, spill.block.checksum) for spill in batch]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.services.kvstore.disk_records import MODEL, SIZE, key, record
+from weft import metrics
 from weft.errors import Overloaded
 from weft.kv.store_agent import NO_SPACE, StoreBusy, StoreLost
 from weft.kv.tiers import Tier
@@ -263,3 +264,17 @@ async def test_room_is_asked_for_again_and_what_fails_otherwise_is_not(scene: Sc
     scene.agent.codes = {0: code}
     assert (await scene.store.promote(MODEL, [key(number) for number in range(10)])).num_blocks == 0
     assert scene.agent.num_puts == num_puts
+
+
+async def test_blocks_that_do_not_fit_through_the_staging_area_are_counted_as_lost_and_told_once(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost = metrics.TIER_MOVES.labels("lost")._value
+    before = lost.get()
+    scene.mover.spill(MODEL, [StoredBlock(key(number), 7, STAGING_BYTES // 2 + 1) for number in range(3)])
+    spilling = asyncio.create_task(scene.mover.run())
+    async with asyncio.timeout(5):
+        await scene.mover.until_spilled()
+    spilling.cancel()
+    assert lost.get() == before + 3
+    assert caplog.text.count("are not written") == 1
