@@ -45,12 +45,17 @@ class Wanted:
     """Keys in prompt order, and the block of the pool that each is for.
 
     With `whole_tokens` they are of use only all together, and save the computing of so many tokens; 0: every leading
-    block saves that of its own.
+    block saves that of its own. Raises ValueError where there is not one block for each key.
     """
 
     keys: Sequence[bytes]
     blocks: Sequence[int]
     whole_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        # else what is behind the first that is missing would lie in another one's place
+        if len(self.keys) != len(self.blocks):
+            raise ValueError(f"{len(self.keys)} keys for {len(self.blocks)} blocks")
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,3 +254,9 @@ async def test_a_slow_look_up_leaves_the_store_alone_for_a_moment_and_costs_no_c
         assert await store.find([key(1)], STALL_SECONDS) == set()
         assert not store.is_connected
         assert not link.trouble
+
+
+@pytest.mark.parametrize("blocks", [[], [1], [1, 2, 3]])
+def test_what_is_wanted_has_a_block_for_each_key(blocks: list[int]) -> None:
+    with pytest.raises(ValueError, match=f"2 keys for {len(blocks)} blocks"):
+        Wanted([key(1), key(2)], blocks)
