@@ -195,7 +195,7 @@ TIER_EVICTIONS = Counter(
 )
 DISK_FAILURES = Counter(
     "weft_kv_disk_failures",
-    "Failures of the disk tier: scan (a segment that cannot be read at the start), write",
+    "Failures of the disk tier: open (served without it), scan (a segment that cannot be read at the start), write",
     ["what"],
     registry=REGISTRY,
 )

@@ -1,7 +1,10 @@
 """`python -m weft_services.kvstore`: one kvstore process."""
 
 import asyncio
+import errno
 import logging
+import os
+from pathlib import Path
 
 from weft import log, metrics, trace
 from weft.config import ConfigError, describe, read_config
@@ -16,6 +19,8 @@ from weft_services.kvstore.places import PlaceIndex
 from weft_services.kvstore.service import SERVICE_NAME, KvStoreServicer
 
 SWEEP_SECONDS = 1.0
+# what a disk, or a machine short of something, answers for a while
+PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE)
 
 
 async def main() -> None:
@@ -53,15 +58,26 @@ async def _sweep(places: PlaceIndex, store: NodeStore) -> None:
 
 
 async def _take_disk(config: Config) -> DiskTier | None:
-    """A disk that cannot be used is a setting to correct, not a reason to serve without."""
+    """A directory that cannot be used is a setting to correct; a disk that is full or broken for now is a reason to
+    serve from memory alone. Raises ConfigError."""
     if config.disk_path is None:
         return None
     disk = DiskTier(config.disk_path, DiskLimits(config.disk_bytes, config.cache_ttl_seconds, config.tenant_share))
     try:
         await disk.take()
     except OSError as error:
-        raise ConfigError(f"WEFT_DISK_PATH={config.disk_path}: {error}") from error
+        await asyncio.to_thread(disk.close)
+        if not _is_passing(error, config.disk_path):
+            raise ConfigError(f"WEFT_DISK_PATH={config.disk_path}: {error}") from error
+        metrics.DISK_FAILURES.labels("open").inc()
+        logging.error("WEFT_DISK_PATH=%s cannot be used now, memory alone serves: %s", config.disk_path, error)
+        return None
     return disk
+
+
+def _is_passing(error: OSError, directory: Path) -> bool:
+    """A disk turns read-only when it fails; a place where no directory can be made is a wrong one."""
+    return error.errno in PASSING and (error.errno != errno.EROFS or os.path.isdir(directory))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,10 @@ import pytest
 
 from tests.services.kvstore.disk_records import MIB, RECORD, files, opened, read, record, there, written
 from weft import metrics
+from weft.config import ConfigError
+from weft_services.kvstore import room
+from weft_services.kvstore.__main__ import _take_disk
+from weft_services.kvstore.config import Config
 from weft_services.kvstore.disk import DiskTier
 from weft_services.kvstore.disk_index import DiskLimits
 from weft_services.kvstore.record import HEADER_BYTES
@@ -222,3 +227,46 @@ async def test_a_disk_of_which_nothing_can_be_opened_begins_anew_beside_it(
     disk = await opened(tmp_path, max_bytes=160 * RECORD)
     assert await read(disk, [*range(30), 50]) == 31
     disk.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE])
+@pytest.mark.parametrize("what", ["lock", "flock", "stat"])
+async def test_a_disk_that_cannot_be_taken_now_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str, code: int
+) -> None:
+    real = os.open
+
+    def refuse(*_: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    def refuse_lock(file: Any, *arguments: Any) -> int:
+        return refuse() if str(file).endswith("lock") else real(file, *arguments)
+
+    failures = metrics.DISK_FAILURES.labels("open")._value
+    before = failures.get()
+    places = {"lock": (os, "open", refuse_lock), "flock": (fcntl, "flock", refuse)}
+    target, name, replacement = places.get(what, (room, "sized_segments", refuse))
+    with monkeypatch.context() as patch:
+        patch.setattr(target, name, replacement)
+        assert await _take_disk(Config(disk_path=tmp_path)) is None
+    assert failures.get() == before + 1
+    assert [entry.levelname for entry in caplog.records] == ["ERROR"]
+    assert str(tmp_path) in caplog.text
+    (await opened(tmp_path)).close()
+
+
+async def test_a_directory_that_is_another_ones_or_cannot_be_is_a_setting_to_correct(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = await opened(tmp_path)
+    with pytest.raises(ConfigError, match=r"WEFT_DISK_PATH=.* in use by another"):
+        await _take_disk(Config(disk_path=tmp_path))
+    disk.close()
+    for code in (errno.EROFS, errno.EACCES, errno.ENOENT):
+
+        def refuse(*_: Any, code: int = code) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(os, "mkdir", refuse)
+        with pytest.raises(ConfigError, match=os.strerror(code)):
+            await _take_disk(Config(disk_path=tmp_path / "other"))
