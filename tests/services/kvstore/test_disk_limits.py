@@ -100,12 +100,17 @@ async def test_what_is_let_go_is_removed_and_closed_on_threads_before_more_is_wr
             calls.append((name, threading.current_thread() is threading.main_thread()))
         return real[name](file, *arguments)
 
+    def waited() -> None:
+        until_closed()
+        calls.append(("waited", False))
+
     disk = await opened(tmp_path, max_bytes=160 * RECORD)
     await written(disk, range(160))
     for name in real:
         monkeypatch.setattr(os, name, partial(noted, name))
+    monkeypatch.setattr(room, "until_closed", waited)
     await written(disk, [200])
-    assert calls == [("unlink", False), ("close", False), ("pwritev", False)]
+    assert calls == [("unlink", False), ("close", False), ("waited", False), ("pwritev", False)]
     calls.clear()
     disk.close()
     del disk
