@@ -13,6 +13,7 @@ skip() {
 
 command -v chromium >/dev/null || apt_install chromium || skip "the tests of the page need Chromium (apt install chromium)"
 if [ "${1:-}" = --install ]; then exit; fi
-.venv/bin/python -m pip install -q -c constraints.txt -e ".[page]" --no-build-isolation ||
+# it alone: to install Weft again takes it away for a moment, and others may run from here
+.venv/bin/python -m pip install -q -c constraints.txt playwright ||
     skip "the tests of the page need playwright, which pip could not install"
 exec .venv/bin/python -m pytest tests/page --browser "$@"

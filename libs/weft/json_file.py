@@ -17,7 +17,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Raises BadCheckpoint for a file that holds no JSON object, or a larger or deeper one than any model needs,
     Unreadable where the disk fails."""
     try:
-        values = json.loads(read_small(path).decode())
+        values = json.loads(read_small(path).decode("utf-8-sig"))
     except FileNotFoundError:
         raise BadCheckpoint(f"{path}: no such file") from None
     except OSError as error:

@@ -14,10 +14,11 @@ from weft_kernels import native
 from weft_kernels.native import __main__ as program
 from weft_kernels.native import build
 
-# notes how it is called, and knows no OpenMP until there is a file that says so
+# notes how it is called, knows no OpenMP without a file that says so, and is killed while there is another
 COMPILER = """#!/bin/sh
 echo "$@" >> {place}/calls
 case "$*" in *-fopenmp*) test -e {place}/openmp || {{ echo no OpenMP >&2; exit 1; }};; esac
+case "$*" in *" -c "*) test ! -e {place}/killed || exit 1;; esac
 while test "$1" != -o; do shift; done
 echo made > "$2"
 """
@@ -111,6 +112,14 @@ def test_a_library_without_openmp_says_so_until_it_is_there(
     (tmp_path / "openmp").unlink(missing_ok=True)
     assert build.cached_library("avx2") == library
     assert not (tmp_path / "calls").exists(), "it asked the compiler"
+
+
+def test_a_compiler_that_was_killed_leaves_nothing_less_behind(tmp_path: Path, compiler: Path) -> None:
+    (tmp_path / "killed").touch()
+    with pytest.raises(build.BuildFailed):
+        build.cached_library("avx2")
+    (tmp_path / "killed").unlink()
+    assert "makeshift" not in build.cached_library("avx2").name
 
 
 def test_a_library_without_openmp_is_kept_where_no_compiler_is(

@@ -95,7 +95,7 @@ extern "C" void probe_tiles() { _tile_release(); }
 #endif
 """
 BUILD_SECONDS = 120  # of one source
-MAX_COMPILERS = 8  # at once: each takes 200 to 400 MB
+MAX_COMPILERS = 4  # at once: each takes 200 to 400 MB
 SEAL_BYTES = 20
 
 
@@ -110,12 +110,12 @@ def cached_library(isa: str) -> Path:
     if is_whole(path):
         return path
     makeshift = _makeshift(path)
-    if not _stands(makeshift):
-        try:
+    try:
+        if not _stands(makeshift):
             _build_once(isa, path)
-        except (BuildFailed, OSError, subprocess.TimeoutExpired):
-            if not is_whole(makeshift):
-                raise
+    except (BuildFailed, OSError, subprocess.TimeoutExpired):
+        if not is_whole(makeshift):
+            raise
     if is_whole(path):
         return path
     note = _note(makeshift)
@@ -197,10 +197,15 @@ def _state(without: str) -> str:
     if (compiler := _compiler()) is None:
         return ""
     stat = os.stat(compiler)
+    takes = "takes" if _takes(compiler, without.split()) else "refuses"
+    return f"{compiler} {stat.st_size} {stat.st_mtime_ns} {takes}"
+
+
+def _takes(compiler: str, flags: Sequence[str]) -> bool:
     with tempfile.TemporaryDirectory() as scratch:
-        command = [compiler, *COMMON, "-shared", *without.split(), "-o", f"{scratch}/probe.so", "-"]
+        command = [compiler, *COMMON, "-shared", *flags, "-o", f"{scratch}/probe.so", "-"]
         done = subprocess.run(command, input=PROBE, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False)
-    return f"{compiler} {stat.st_size} {stat.st_mtime_ns} {'takes' if done.returncode == 0 else 'refuses'}"
+    return done.returncode == 0
 
 
 def _compiler() -> str | None:
@@ -225,12 +230,15 @@ def _build(isa: str, path: Path) -> None:
         flags = (*FLAGS[isa], "-fopenmp")
         refused = ""
         for attempt in dict.fromkeys(tuple(flag for flag in flags if flag not in missing) for missing in MISSING):
+            without = [flag for flag in flags if flag not in attempt]
+            if without and _takes(compiler, without):
+                continue  # these are not what it failed by: memory or a disk may have been full
             wrong = _compile(compiler, attempt, made)
             if not wrong:
-                _keep(made, path, " ".join(flag for flag in flags if flag not in attempt), refused)
+                _keep(made, path, " ".join(without), refused)
                 return
             refused = refused or wrong
-    raise BuildFailed(f"{compiler} failed: {wrong}")
+    raise BuildFailed(f"{compiler} failed: {refused}")
 
 
 def _compile(compiler: str, flags: Sequence[str], made: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,15 +29,24 @@ class MeshRecord:
     services: Mapping[str, str]
     # when the process began, as the kernel counts: another one may have its number later. 0: not told here
     ticks: int = 0
+    # where its pid is one: homes are shared by machines and containers
+    host: str = ""
 
     @classmethod
     def of_this_process(cls, port: int, url: str, scheduler: str, services: Mapping[str, str]) -> MeshRecord:
         """The mesh that this process keeps."""
-        return cls(os.getpid(), time.time(), port, url, scheduler, services, _ticks(os.getpid()))
+        return cls(os.getpid(), time.time(), port, url, scheduler, services, _ticks(os.getpid()), platform.node())
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Of another machine, about which nothing can be told here."""
+        return bool(self.host) and self.host != platform.node()
 
     @property
     def is_alive(self) -> bool:
-        """Does its `weft up` still run."""
+        """Does its `weft up` still run, on this machine."""
+        if self.is_elsewhere:
+            return False
         if self.ticks and (ticks := _ticks(self.pid)) and ticks != self.ticks:
             return False
         try:
@@ -97,8 +107,9 @@ def running_meshes() -> list[MeshRecord]:
 def _remove_stale(folder: Path) -> None:
     """Notes of meshes that were killed."""
     for note in folder.glob("up-*.json"):
-        if (record := _read(note)) is not None and not record.is_alive:
-            note.unlink(missing_ok=True)
+        if (record := _read(note)) is not None and not (record.is_alive or record.is_elsewhere):
+            with suppress(OSError):
+                note.unlink()
 
 
 def _read(path: Path) -> MeshRecord | None:

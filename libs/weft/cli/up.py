@@ -157,11 +157,8 @@ def up(options: MeshOptions, picture: Path | None = None) -> int:
 def _check_options(options: MeshOptions, picture: Path | None) -> None:
     if picture is not None and options.log_level not in ("debug", "info"):
         raise UsageError(f"--timeline is drawn from lines that --log-level {options.log_level} leaves out")
-    if picture is not None:
-        try:
-            picture.open("a").close()
-        except OSError as error:
-            raise UsageError(f"--timeline {picture}: {error.strerror}") from error
+    if picture is not None and not picture.absolute().parent.is_dir():
+        raise UsageError(f"--timeline {picture}: there is no folder {picture.absolute().parent}")
     if not (options.keys or options.is_open or is_loopback(options.host)):
         what = f"--host {options.host}: whoever reaches it could use the model"
         raise UsageError(f"{what}; name API keys with --keys (`weft keys add NAME` makes one), or say --open")

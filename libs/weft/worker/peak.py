@@ -81,7 +81,7 @@ def identity_of(weights_hash: str, limits: EngineConfig, dtype: str, device: tor
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "triton": _version_of("triton"),
-        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
+        "allocator": " ".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")),
         "sources": _sources_digest(),
         "tiles": tiles,
     }

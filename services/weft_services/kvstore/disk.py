@@ -86,7 +86,7 @@ class DiskTier:
                 self._tell()
         async with self._writing:
             try:
-                while self._room.segments and self.used_bytes > self._limits.max_bytes:
+                while self._room.segments and self.used_bytes - self._room.left_bytes > self._limits.max_bytes:
                     await self._room.drop(self._room.segments[0])
             except OSError as error:
                 logger.warning("disk: more than %d MiB stay there: %s", self._limits.max_bytes >> 20, error)

@@ -119,7 +119,7 @@ async def test_what_is_let_go_is_removed_and_closed_on_threads_before_more_is_wr
     assert calls == [("close", False)] * 16, "whatever ends later is closed as well"
     calls.clear()
     disk = await opened(tmp_path, max_bytes=160 * RECORD, max_blocks=50)
-    until_closed()
+    await disk._room.in_writer(until_closed)  # behind the last of what it does there
     assert sorted(calls) == [("close", False)] * 11 + [("unlink", False)] * 11
     disk.close()
 

@@ -101,7 +101,10 @@ def test_a_tokenizer_that_was_cut_short_is_named_before_anything_starts(tmp_path
 def test_a_timeline_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:
     picture = tmp_path / "nowhere" / "start.svg"
     result = runner.invoke(app, ["up", "--model", str(SHIPPED), "--timeline", str(picture)])
-    assert (result.exit_code, f"--timeline {picture}: No such file" in result.stderr) == (2, True)
+    assert (result.exit_code, f"--timeline {picture}: there is no folder {picture.parent}" in result.stderr) == (
+        2,
+        True,
+    )
 
 
 def test_no_requests_at_all_are_not_one() -> None:

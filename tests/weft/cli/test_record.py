@@ -58,6 +58,14 @@ def test_notes_that_killed_meshes_left_go_with_the_next_mesh() -> None:
         assert list(runtime_folder().iterdir()) == [path]
 
 
+def test_a_home_may_be_shared_by_machines() -> None:
+    there = dataclasses.replace(NOTE, host="another", port=8001)
+    with recorded(there) as path:
+        with recorded(NOTE):
+            assert running_meshes() == [NOTE]
+        assert path.exists()
+
+
 def test_another_process_with_the_number_of_a_dead_mesh_is_no_mesh() -> None:
     mine = MeshRecord.of_this_process(8000, NOTE.url, NOTE.scheduler, NOTE.services)
     with recorded(mine):
