@@ -91,11 +91,11 @@ def test_weights_that_were_cut_short_are_told_before_anything_starts(tmp_path: P
 def test_a_service_that_cannot_start_ends_it_with_the_reason_and_status_2(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(MODEL, model)
-    (model / "tokenizer.json").write_text("{")
+    (model / "chat_template.jinja").write_text("{% for each in %}")
     with mesh_of(tmp_path, model) as mesh:
         status = mesh.process.wait(60)
         log = mesh.log()
-    assert "tokenizer.json" in log
+    assert f"{model}: chat template does not compile" in log
     assert "giving up" in log
     assert {line.split()[0] for line in log.splitlines() if " | " in line and "cannot start" in line} == {"gateway"}
     assert "Traceback" not in log
