@@ -10,7 +10,10 @@ from contextlib import suppress
 from functools import cache
 from queue import SimpleQueue
 
-# this queue, as it takes more also while it is busy with that: files are let go of wherever the last reference ends
+# what a disk that hangs may keep those waiting who would write; they may find less room then, which they can bear
+MOST_SECONDS = 30.0
+# no longer than there are descriptors; this queue, as it takes more also while it is busy with that: files are let go
+# of wherever the last reference ends
 _waiting: SimpleQueue[int | threading.Event] = SimpleQueue()
 
 
@@ -20,10 +23,10 @@ def close_soon(fd: int) -> None:
 
 
 def until_closed() -> None:
-    """Blocks until everything is closed that has been let go of by now."""
+    """Blocks until everything is closed that has been let go of by now, at most MOST_SECONDS."""
     done = threading.Event()
     _waiting.put(done)
-    done.wait()
+    done.wait(MOST_SECONDS)
 
 
 @cache
