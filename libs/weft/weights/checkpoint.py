@@ -23,7 +23,7 @@ from weft.model.quantization import stored_dtypes
 from weft.storage import is_there
 from weft.weights.blobs import WeightsFile
 from weft.weights.bundle.layout import SUFFIX, bundle_header_of
-from weft.weights.header import TensorEntry, header_of
+from weft.weights.header import TensorEntry, header_of, is_text
 from weft.weights.objects import origin_of
 from weft.weights.origin import Origin
 
@@ -162,7 +162,7 @@ def _is_name_of_shard(name: Any) -> bool:
     """And one that a system takes, and whoever shows it: JSON can spell a NUL, and halves of characters."""
     if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
         return False
-    return "\0" not in name and not any("\ud800" <= letter <= "\udfff" for letter in name)
+    return "\0" not in name and is_text(name)
 
 
 def _read_files(files: Sequence[WeightsFile]) -> dict[str, TensorSource]:
