@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SPILLING = {"256 rows"}
-"""Where sums take half of all registers: 8 bytes on Triton 3.6, 216 on 3.9."""
-MOST_SPILLED = 256
+MOST_SPILLED = {"16 rows": 8, "32 rows": 72, "64 rows": 64, "256 rows": 256}
+"""Bytes of a thread on Triton 3.9. On 3.6 none but 8 of 256 rows, where sums take half of all registers; the others are
+numbers that a program needs once a tile, for programs have to leave registers to what turns left rows."""
 RESERVED = 1024
 """Bytes of shared memory that each program takes besides its own."""
 
@@ -48,8 +48,8 @@ def test_what_is_for_hopper_alone_fits_as_often_as_it_is_launched_and_multiplies
 ) -> None:
     figures = figures_of(*classes)
     assert {name.split(", ")[1] for name in figures} == {f"{each} rows" for each in classes}
-    assert {name.split(", ")[1] for name, each in figures.items() if each["STACK"] > 0} <= SPILLING
-    assert max(each["STACK"] for each in figures.values()) <= MOST_SPILLED
+    for name, each in figures.items():
+        assert each["STACK"] <= MOST_SPILLED.get(name.split(", ")[1], 0), name
     for name, each in figures.items():
         assert int(name[-1]) * (each["shared"] + RESERVED) <= 228 * 1024, name
         assert each["waits"] < each["products"] / 2, f"{name}: the assembler made them wait, see its C7512"

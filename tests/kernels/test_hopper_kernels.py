@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from weft_kernels.packed import F12, hopper, pack_f12
 from weft_kernels.packed.linear import gemm
-from weft_kernels.packed.scratch import counters
+from weft_kernels.packed.scratch import absent_numbers, counters
 
 # fewer tiles than programs, more, one more than there are programs, and not a whole number of anything
 SHAPES = [
@@ -55,7 +55,16 @@ def agrees(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> boo
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_products_are_those_of_the_unpacked_matrix_and_always_the_same(num_rows: int) -> None:
+def test_products_are_those_of_the_unpacked_matrix_and_always_the_same(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: dict[int, Tensor] = {}
+
+    def remembered(device: torch.device, num_items: int) -> Tensor:
+        parts[num_items] = absent_numbers(device, num_items)
+        return parts[num_items]
+
+    monkeypatch.setattr(hopper, "absent_numbers", remembered)
     for rows, columns in SHAPES:
         weight, bias = make_weight(rows, columns), torch.randn(rows, device=DEVICE).bfloat16()
         packed, x = pack_f12(weight), torch.randn(num_rows, columns, device=DEVICE).bfloat16()
@@ -68,6 +77,7 @@ def test_products_are_those_of_the_unpacked_matrix_and_always_the_same(num_rows:
             assert agrees(found[0], x, weight, bias), about
             assert all(torch.equal(found[0], each) for each in found), about
             assert not counters(x.device, hopper.NUM_COUNTERS).any(), about
+            assert all((each == -1).all() for each in parts.values()), about
 
 
 @pytest.mark.gpu
@@ -103,28 +113,35 @@ class Split:
     """How a product is split, by the kernel's own arithmetic with numbers instead of registers."""
 
     def __init__(
-        self, programs: int, num_tiles: int, steps: int, is_even: bool, monkeypatch: pytest.MonkeyPatch
+        self,
+        programs: int,
+        num_tiles: int,
+        steps: int,
+        is_even: bool,
+        all_add_up: bool,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         from weft_kernels.packed.hopper import splitting
 
-        self.first_step, self.sharer_of, self.step_at, self.segment_at = (
-            getattr(each, "fn", each)
-            for each in (splitting.first_step, splitting.sharer_of, splitting.step_at, splitting.segment_at)
+        names = "first_step", "sharer_of", "in_order", "step_at", "segment_at"
+        self.first_step, self.sharer_of, self.in_order, self.step_at, self.segment_at = (
+            getattr(each, "fn", each) for each in (getattr(splitting, name) for name in names)
         )
         monkeypatch.setattr(splitting, "step_at", self.step_at)
         self.here = SimpleNamespace(minimum=min, where=lambda yes, one, other: one if yes else other)
         monkeypatch.setattr(splitting, "gl", self.here)
-        self.steps, most = steps, min(programs, num_tiles * steps)
+        self.steps, most, self.all_add_up = steps, min(programs, num_tiles * steps), all_add_up
         self.programs, self.own_tiles, self.split_tiles, self.sharers = hopper.split(num_tiles, steps, most, is_even)
         self.total = self.split_tiles * steps
 
-    def segments(self) -> Iterator[tuple[int, int, int, int, int]]:
-        """Program, how many steps it has done before, tile, and first and last step of it."""
+    def segments(self) -> Iterator[tuple[int, int, int, int, int, bool]]:
+        """Program, how many steps it has done before, tile, first and last step of it, and whether it is the last."""
         for program in range(self.programs):
             self.here.program_id = lambda axis, program=program: program
             first, last = (self.first_step(each, self.sharers, self.total) for each in (program, program + 1))
-            count = last - first + self.own_tiles * self.steps
-            shared = self.programs, first, last - first, self.split_tiles, self.sharers
+            num_first, num_last = self.in_order(first, last, self.steps, self.all_add_up)
+            count = num_first + self.own_tiles * self.steps + num_last
+            shared = self.programs, first, num_first, num_last, self.split_tiles, self.sharers
             work = (*shared, count, self.steps, 1, 1, 1)
             i = 0
             assert count
@@ -132,16 +149,20 @@ class Split:
                 tile, begin, end = self.segment_at(i, work)
                 steps = [self.step_at(i + each, work) - tile * self.steps for each in range(end - begin)]
                 assert steps == list(range(begin, end))
-                yield program, i, tile, begin, end
+                yield program, i, tile, begin, end, i + end - begin == count
                 i += end - begin
             assert i == count
 
-    def places(self, tile: int) -> dict[int, int]:
-        """Where the one that adds up looks for the parts of a tile, by program."""
+    def sharing(self, tile: int) -> range:
+        """The programs that have parts of a tile."""
         start = tile * self.steps
         first, last = (self.sharer_of(each, self.sharers, self.total) for each in (start, start + self.steps - 1))
-        found = range(first, last + 1)
-        return {each: 2 * each + (self.first_step(each, self.sharers, self.total) < start) for each in found}
+        return range(first, last + 1)
+
+    def places(self, tile: int) -> dict[int, int]:
+        """Where all that add up look for the parts of a tile, by program."""
+        first_step, start = self.first_step, tile * self.steps
+        return {each: 2 * each + (first_step(each, self.sharers, self.total) < start) for each in self.sharing(tile)}
 
 
 @pytest.mark.parametrize("programs", [1, 2, 114, 132, 264])
@@ -153,10 +174,10 @@ def test_each_step_is_one_programs_and_parts_are_where_they_are_added_up(
     """Of 272 tiles of 20 steps, 264 programs once waited for parts that nobody had."""
     pytest.importorskip("triton.experimental.gluon")
     for num_tiles in (1, 2, 40, 131, programs, programs + 1, 2 * programs + 8):
-        split = Split(programs, num_tiles, steps, is_even, monkeypatch)
+        split = Split(programs, num_tiles, steps, is_even, True, monkeypatch)
         done: dict[int, list[int]] = {}
         parts: dict[int, dict[int, int]] = {}
-        for program, before, tile, begin, end in split.segments():
+        for program, before, tile, begin, end, _ in split.segments():
             done.setdefault(tile, []).extend(range(begin, end))
             if end - begin < steps:
                 parts.setdefault(tile, {})[program] = 2 * program + (before > 0)
@@ -165,3 +186,31 @@ def test_each_step_is_one_programs_and_parts_are_where_they_are_added_up(
         if is_even and split.split_tiles:
             assert split.sharers % split.split_tiles == 0
             assert len({len(each) for each in parts.values()}) <= 1
+
+
+@pytest.mark.parametrize("programs", [1, 2, 114, 132, 264])
+@pytest.mark.parametrize("steps", [1, 2, 7, 16])
+@pytest.mark.parametrize("is_even", [False, True])
+def test_who_has_a_tiles_end_waits_for_programs_before_it_that_wait_for_nobody(
+    programs: int, steps: int, is_even: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a part for another one, if any, before all else, and adds up after all else."""
+    pytest.importorskip("triton.experimental.gluon")
+    for num_tiles in (1, 2, 40, 131, programs, programs + 1, 2 * programs + 8):
+        split = Split(programs, num_tiles, steps, is_even, False, monkeypatch)
+        done: dict[int, list[int]] = {}
+        parts: dict[int, list[int]] = {}
+        ends: dict[int, int] = {}
+        for program, before, tile, begin, end, is_last in split.segments():
+            done.setdefault(tile, []).extend(range(begin, end))
+            if end < steps:
+                assert before == 0
+                parts.setdefault(tile, []).append(program)
+            elif begin > 0:
+                assert is_last
+                ends[tile] = program
+        assert {tile: sorted(each) for tile, each in done.items()} == {t: list(range(steps)) for t in range(num_tiles)}
+        assert ends.keys() == parts.keys()
+        for tile, program in ends.items():
+            assert parts[tile] == list(split.sharing(tile))[:-1]
+            assert program == parts[tile][-1] + 1

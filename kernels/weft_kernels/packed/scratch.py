@@ -22,6 +22,13 @@ def counters(device: torch.device, num_items: int) -> Tensor:
     return torch.zeros(num_items, dtype=torch.int32, device=device)
 
 
+@cache
+def absent_numbers(device: torch.device, num_items: int) -> Tensor:
+    """[num_items] of -1, the same ones every time, where products put numbers for each other: whoever takes one puts -1
+    back. One stream multiplies at a time."""
+    return torch.full((num_items,), -1, dtype=torch.int32, device=device)
+
+
 def turn(x: Tensor, width: int) -> Tensor:
     """x: [M, columns]. Returns [columns, width or more], in which the first M are x's rows."""
     block_m = min(64, triton.next_power_of_2(width))

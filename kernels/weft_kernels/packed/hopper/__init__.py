@@ -10,8 +10,9 @@ quicker where that is said, and Gluon, Triton's lower level, lets one say it. A 
 - one or two warps fetch the columns of left rows that escapes need.
 
 Programs are as many as fit on the GPU at once. Of the tiles each gets as many as there are for all, and what is left
-is shared in equal numbers of steps; those that share a tile add up its sums, some left rows each. The slow twin is
-`packed/linear.py`'s, which gives the same to rounding.
+is shared in equal numbers of steps. Of those that share a tile, the one that has its end adds up their sums; of many
+left rows, where that is much, all do, some left rows each. The slow twin is `packed/linear.py`'s, which gives the same
+to rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import triton
 from torch import Tensor
 
 from weft_kernels.packed.f12 import BLOCK_COLUMNS, F12, SLOTS
-from weft_kernels.packed.scratch import counters, turn
+from weft_kernels.packed.scratch import absent_numbers, counters, turn
 
 Tiles = dict[str, int]
 MOST_ROWS = 1024
@@ -31,15 +32,18 @@ MOST_ROWS = 1024
 MOST_LOOKED_UP = 8
 # two of each part of a tile that is shared, of which there are fewer than programs
 NUM_COUNTERS = 1 << 12
-# how often a program asks whether others have put down their parts, a microsecond each; then it leaves them its own
+# how often, where all add up, one asks whether the others' parts are there, a microsecond each; then it leaves its own
 PATIENCE = 10_000
 
 # PER_MULTIPROCESSOR: programs at a time. MAX_REGS: of a thread as it is launched, so that so many programs fit.
 _NARROW = {"BLOCK_N": 64, "BLOCK_J": 32, "W_STAGES": 3, "X_STAGES": 3, "PARTS": 1, "ESCAPES": 32}
 _PAIR = {**_NARROW, "PER_MULTIPROCESSOR": 2, "MAX_REGS": 112}
-_ALONE = {**_NARROW, "PER_MULTIPROCESSOR": 1, "MAX_REGS": 120}
+_ALONE = {**_NARROW, "PER_MULTIPROCESSOR": 1, "MAX_REGS": 128}
 _WIDE = {
     "BLOCK_N": 128,
+    "BLOCK_J": 32,
+    "W_STAGES": 3,
+    "X_STAGES": 2,
     "PARTS": 2,
     "PER_MULTIPROCESSOR": 1,
     "RING": 1,
@@ -90,27 +94,31 @@ def _candidates(num_rows: int) -> list[Tiles]:
         return [
             {**_PAIR, "BLOCK_M": 8, "RING": 4},
             {**_ALONE, "BLOCK_M": 8, "W_STAGES": 4, "RING": 4},
+            {**_ALONE, "BLOCK_M": 8, "W_STAGES": 8, "X_STAGES": 6, "RING": 4},
         ]
     if num_rows <= 16:
         return [
             {**_PAIR, "BLOCK_M": 16, "RING": 3},
             {**_ALONE, "BLOCK_M": 16, "RING": 3},
+            {**_ALONE, "BLOCK_M": 16, "W_STAGES": 7, "X_STAGES": 5, "RING": 3},
         ]
     if num_rows <= 32:
-        return [{**_PAIR, "BLOCK_M": 32, "X_STAGES": 2, "RING": 2}]
-    if num_rows <= 64:
-        wide = {**_WIDE, "BLOCK_M": 64}
         return [
-            {**wide, "BLOCK_J": 32, "W_STAGES": 3, "X_STAGES": 2},
-            {**wide, "BLOCK_J": 16, "W_STAGES": 5, "X_STAGES": 5},
-            {**_PAIR, "BLOCK_J": 16, "W_STAGES": 4, "RING": 1, "MAX_REGS": 120, "BLOCK_M": 64},
+            {**_PAIR, "BLOCK_M": 32, "X_STAGES": 2, "RING": 2},
+            {**_ALONE, "BLOCK_M": 32, "W_STAGES": 5, "X_STAGES": 4, "RING": 3, "MAX_REGS": 168},
+        ]
+    if num_rows <= 64:
+        return [
+            {**_WIDE, "BLOCK_M": 64},
+            {**_ALONE, "BLOCK_M": 64, "W_STAGES": 4, "RING": 2, "MAX_REGS": 192},
         ]
     square = [
         {**_BY_TURNS, "BLOCK_M": 128, "BLOCK_J": 32, "W_STAGES": 3, "X_STAGES": 2, "FOURTHS": 2},
         {**_BY_TURNS, "BLOCK_M": 128, "BLOCK_J": 16, "W_STAGES": 4, "X_STAGES": 3, "FOURTHS": 4},
     ]
     if num_rows <= 128:
-        return [*square, {**square[1], "BY_TURNS": 0}]
+        few = {**_ALONE, "BLOCK_M": 128, "X_STAGES": 2, "RING": 1, "MAX_REGS": 224}
+        return [*square, few]
     return [
         {**_BY_TURNS, "BLOCK_M": 256, "BLOCK_J": 16, "W_STAGES": 3, "X_STAGES": 2, "FOURTHS": 4},
         *square,
@@ -129,11 +137,14 @@ def gemm(x: Tensor, weight: F12, bias: Tensor | None, tiles: Tiles) -> Tensor:
     num_tiles = tiles_m * triton.cdiv(weight.rows, block_n)
     most = min(_num_multiprocessors(x.device) * resident, num_tiles * steps)
     programs, own_tiles, split_tiles, sharers = split(num_tiles, steps, most, bool(tiles.pop("EVEN", 0)))
-    counts = counters(x.device, NUM_COUNTERS)
-    assert 2 * split_tiles * tiles["PARTS"] <= NUM_COUNTERS
     out = x.new_empty(num_rows, weight.rows)
-    # a program has parts of two tiles at most
-    parts = torch.empty(2 * programs * block_m * block_n, dtype=torch.float32, device=x.device)
+    counts = counters(x.device, NUM_COUNTERS)
+    # a program has parts of two tiles at most, or of one, and of another one the end
+    if tiles["BY_TURNS"]:
+        assert 2 * split_tiles * tiles["PARTS"] <= NUM_COUNTERS
+        parts = torch.empty(2 * programs * block_m * block_n, dtype=torch.float32, device=x.device)
+    else:
+        parts = absent_numbers(x.device, triton.next_power_of_2(programs * block_m * block_n))
     is_turned = block_m > MOST_LOOKED_UP
     turned = turn(x, tiles_m * block_m) if is_turned else x
     f12_gemm[(programs,)](

@@ -11,8 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
-from weft_kernels.packed.hopper.ends import add_up, keep
 from weft_kernels.packed.hopper.multiplying import fourth, multiply_escapes, words_layout, words_of
+from weft_kernels.packed.hopper.sharing import add_up, keep
 from weft_kernels.packed.hopper.splitting import escapes_of, segment_at
 
 
@@ -45,7 +45,7 @@ def multiply_by_turns(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     layout: gl.constexpr = words_layout(ROWS, words.shape[2])
-    _, _, _, _, _, count, _, tiles_m, _, num_n = work
+    _, _, _, _, _, _, count, _, tiles_m, _, num_n = work
     o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     chunk = 0
     i = 0

@@ -1,28 +1,32 @@
-"""What becomes of sums: outputs, or parts of them in memory, which those that share a tile add up, some rows each."""
+"""What becomes of sums: outputs, or parts of them in memory, for the program that has the end of the same tile.
+
+Parts lie in memory that says of each number whether it is there: where none has been put down there is a pattern that
+no sum has, and whoever has taken a number puts the pattern back. So nobody waits for anything but the numbers.
+"""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from weft_kernels.packed.hopper.fetching import all_threads_here
-from weft_kernels.packed.hopper.splitting import first_step, segment_at, sharer_of
+from weft_kernels.packed.hopper.splitting import sharer_of
 
-# programs whose parts are fetched at a time
-_TOGETHER = gl.constexpr(4)
-# of a tile's left rows: shares of what is to be added up
-_SHARES = gl.constexpr(8)
-_IMPATIENT = gl.constexpr(1 << 16)
+ABSENT = -1
+_ABSENT = gl.constexpr(ABSENT)  # as a float32 no number, and not the one that multipliers and adders make
+_NO_NUMBER = gl.constexpr(0x7FFFFFFF)
+# left rows whose sums are added up at a time
+_TOGETHER = gl.constexpr(128)
+# Those who are waited for began before and wait for nobody, so that they do end; the launch fails rather than wait on.
+_PATIENCE = gl.constexpr(1 << 24)
 
 
 @gluon.jit
 def keep(
     acc: gl.tensor,
     outputs: gl.tuple,
-    i: gl.tensor,
     i_tile: gl.tensor,
-    num_steps: gl.tensor,
-    n: gl.tensor,
+    begin: gl.tensor,
+    end: gl.tensor,
     work: gl.tuple,
     PART: gl.constexpr,
     PARTS: gl.constexpr,
@@ -30,113 +34,101 @@ def keep(
     BLOCK_M: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ) -> None:
-    """Write a tile, or what this program has of one, for `add_up`. i: the program's steps before these."""
-    mma: gl.constexpr = acc.type.layout
-    p_bias, p_parts, p_arrived, p_out, _ = outputs
-    _, _, _, _, _, _, steps, tiles_m, num_m, num_n = work
-    o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma))
-    o_m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, mma))
-    if num_steps < steps:
-        # a program has two such tiles at most: one that it begins with, and one that it ends with
-        place = (2 * gl.program_id(0) + (i > 0).to(gl.int32)) * (PARTS * ROWS * BLOCK_M) + PART * ROWS * BLOCK_M
-        gl.store(p_parts + place + o_m[None, :] * ROWS + o_row[:, None], acc)
-        # all of the part is there before it counts
-        all_threads_here()
-        gl.atomic_add(p_arrived + 2 * (i_tile * PARTS + PART), 1, sem="acq_rel", scope="gpu")
+    """Write a tile, or what this program has of one: steps begin to end."""
+    _, p_parts, _, _, _ = outputs
+    _, _, _, _, _, _, _, steps, _, _, _ = work
+    b_sums = _as_they_lie(acc, ROWS, BLOCK_M)
+    if end < steps:
+        b_bits = b_sums.to(gl.int32, bitcast=True)
+        b_bits = gl.where(b_bits == _ABSENT, _NO_NUMBER, b_bits)
+        place = (gl.program_id(0) * PARTS + PART) * (ROWS * BLOCK_M)
+        gl.store(p_parts + place + _places(ROWS, BLOCK_M), b_bits)
+    elif BLOCK_M > _TOGETHER:
+        b_one, b_other = _halves(b_sums)
+        _complete(b_one, outputs, i_tile, begin, work, 0, PART, PARTS, ROWS, BLOCK_M, HAS_BIAS)
+        _complete(b_other, outputs, i_tile, begin, work, BLOCK_M // 2, PART, PARTS, ROWS, BLOCK_M, HAS_BIAS)
     else:
-        m_row = n + o_row < num_n
-        if HAS_BIAS:
-            acc += gl.load(p_bias + n + o_row, mask=m_row, other=0.0).to(gl.float32)[:, None]
-        m = i_tile % tiles_m * BLOCK_M + o_m
-        p_tile = p_out + m[None, :] * num_n + (n + o_row)[:, None]
-        gl.store(p_tile, acc.to(gl.bfloat16), mask=m_row[:, None] & (m < num_m)[None, :])
+        _complete(b_sums, outputs, i_tile, begin, work, 0, PART, PARTS, ROWS, BLOCK_M, HAS_BIAS)
 
 
 @gluon.jit
-def add_up(
-    outputs: gl.tuple,
-    work: gl.tuple,
-    PART: gl.constexpr,
-    PARTS: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-) -> None:
-    """Of each tile that this program has shared, its share of the left rows, when all parts are there.
-
-    It comes last, when nobody waits for this program any more: each has put down its parts before it asks for others'.
-    """
-    _, _, num_split, _, _, _, steps, _, _, _ = work
-    i = 0
-    while i < num_split:
-        i_tile, begin, end = segment_at(i, work)
-        if end - begin < steps:
-            _add_up_tile(outputs, work, i_tile, PART, PARTS, ROWS, BLOCK_M, HAS_BIAS)
-        i += end - begin
+def _as_they_lie(acc: gl.tensor, ROWS: gl.constexpr, BLOCK_M: gl.constexpr) -> gl.tensor:
+    """[ROWS BLOCK_M / 4, 4]: the four of a thread that belong to the same 8 left rows, thread by thread, 8 left rows
+    after 8. All this is naming, and costs nothing."""
+    gl.static_assert(ROWS == 64, "one product of a group of warps")
+    b_sums = gl.reshape(acc, [4, 2, 8, BLOCK_M // 8, 4, 2])
+    b_sums = gl.permute(b_sums, (3, 0, 2, 4, 1, 5))
+    lying: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    return gl.convert_layout(gl.reshape(b_sums, [ROWS * BLOCK_M // 4, 4]), lying, assert_trivial=True)
 
 
 @gluon.jit
-def _add_up_tile(
+def _halves(b_sums: gl.tensor) -> tuple[gl.tensor, gl.tensor]:
+    """Of the left rows."""
+    lying: gl.constexpr = b_sums.type.layout
+    SIZE: gl.constexpr = b_sums.shape[0] // 2
+    b_one, b_other = gl.split(gl.permute(gl.reshape(b_sums, [2, SIZE, 4]), (1, 2, 0)))
+    return gl.convert_layout(b_one, lying, assert_trivial=True), gl.convert_layout(b_other, lying, assert_trivial=True)
+
+
+@gluon.jit
+def _places(ROWS: gl.constexpr, BLOCK_M: gl.constexpr) -> gl.tensor:
+    """Of the sums of so many rows of weights and left rows, counted from the first."""
+    lying: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    o_four = gl.arange(0, ROWS * BLOCK_M // 4, layout=gl.SliceLayout(1, lying))
+    return o_four[:, None] * 4 + gl.arange(0, 4, layout=gl.SliceLayout(0, lying))[None, :]
+
+
+@gluon.jit
+def _complete(
+    b_sums: gl.tensor,
     outputs: gl.tuple,
-    work: gl.tuple,
     i_tile: gl.tensor,
+    begin: gl.tensor,
+    work: gl.tuple,
+    FIRST_M: gl.constexpr,
     PART: gl.constexpr,
     PARTS: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ) -> None:
-    """Always in the order of programs: the same sums every time."""
-    SHARE: gl.constexpr = max(8, BLOCK_M // _SHARES)
-    PLACE: gl.constexpr = PARTS * ROWS * BLOCK_M
-    flat: gl.constexpr = gl.BlockedLayout([1, 4], [128 // ROWS, ROWS // 4], [4, 1], [1, 0])
-    p_bias, p_parts, p_arrived, p_out, patience = outputs
-    _, _, _, split_tiles, sharers, _, steps, tiles_m, num_m, num_n = work
-    start = i_tile * steps
-    total = split_tiles * steps
-    first_program = sharer_of(start, sharers, total)
-    last_program = sharer_of(start + steps - 1, sharers, total)
-    num_sharing = last_program - first_program + 1
-    word = _wait_for_parts(p_arrived + 2 * (i_tile * PARTS + PART), num_sharing, patience)
-    # where one has gone, those who come later add up its share as well: the last one does for sure
-    is_one_gone = word >= _IMPATIENT
-    share = gl.where(is_one_gone, 0, gl.program_id(0) - first_program)
-    stride = gl.where(is_one_gone, 1, num_sharing)
-    end_share = gl.where(word % _IMPATIENT == num_sharing, BLOCK_M // SHARE, 0)
-    n = i_tile // tiles_m * (PARTS * ROWS) + PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, flat))
-    o_part = (gl.arange(0, SHARE, layout=gl.SliceLayout(1, flat)) * ROWS)[:, None]
-    o_part += PART * ROWS * BLOCK_M + gl.arange(0, ROWS, layout=gl.SliceLayout(0, flat))[None, :]
-    while share < end_share:
-        b_sum = gl.zeros([SHARE, ROWS], gl.float32, layout=flat)
-        for some in range(first_program, last_program + 1, _TOGETHER):
-            for NEXT in gl.static_range(_TOGETHER):
-                other = some + NEXT
-                place = 2 * other + (first_step(other, sharers, total) < start).to(gl.int32)
-                p_part = p_parts + place * PLACE + share * (SHARE * ROWS) + o_part
-                b_sum += gl.load(p_part, mask=(other <= last_program) & (o_part >= 0), other=0.0, cache_modifier=".cg")
-        if HAS_BIAS:
-            b_sum += gl.load(p_bias + n, mask=n < num_n, other=0.0).to(gl.float32)[None, :]
-        m = i_tile % tiles_m * BLOCK_M + share * SHARE + gl.arange(0, SHARE, layout=gl.SliceLayout(1, flat))
-        p_tile = p_out + m[:, None] * num_n + n[None, :]
-        gl.store(p_tile, b_sum.to(gl.bfloat16), mask=(m < num_m)[:, None] & (n < num_n)[None, :])
-        share += stride
+    """Outputs of some left rows from FIRST_M on, of a tile that this program has the end of."""
+    lying: gl.constexpr = b_sums.type.layout
+    NUM_M: gl.constexpr = b_sums.shape[0] * 4 // ROWS
+    p_bias, p_parts, _, p_out, _ = outputs
+    _, _, _, _, split_tiles, sharers, _, steps, tiles_m, num_m, num_n = work
+    if begin > 0:
+        first_program = sharer_of(i_tile * steps, sharers, split_tiles * steps)
+        p_part = p_parts + PART * (ROWS * BLOCK_M) + FIRST_M * ROWS + _places(ROWS, NUM_M)
+        # always in the order of programs: the same sums every time
+        for program in range(first_program, gl.program_id(0)):
+            b_sums += _taken(p_part + program * (PARTS * ROWS * BLOCK_M))
+    o_four = gl.arange(0, ROWS * NUM_M // 4, layout=gl.SliceLayout(1, lying))[:, None]
+    o_of_four = gl.arange(0, 4, layout=gl.SliceLayout(0, lying))[None, :]
+    n = i_tile // tiles_m * (PARTS * ROWS) + PART * ROWS
+    n += o_four % 128 // 32 * 16 + o_of_four // 2 * 8 + o_four % 32 // 4
+    m = i_tile % tiles_m * BLOCK_M + FIRST_M + o_four // 128 * 8 + o_four % 4 * 2 + o_of_four % 2
+    if HAS_BIAS:
+        b_sums += gl.load(p_bias + n, mask=n < num_n, other=0.0).to(gl.float32)
+    gl.store(p_out + m * num_n + n, b_sums.to(gl.bfloat16), mask=(n < num_n) & (m < num_m))
 
 
 @gluon.jit
-def _wait_for_parts(p_count: gl.tensor, num_sharing: gl.tensor, patience: gl.tensor) -> gl.tensor:
-    """How many programs have put down their parts, and 65,536 times how many had no patience to wait for the others.
-
-    All programs are on the GPU at once and have nothing to wait for before that, so that it does not take long, but
-    where another process keeps some of them off the GPU. The last one to ask leaves both counts as they were, at 0.
-    """
-    word = gl.atomic_add(p_count, 0, sem="acquire", scope="gpu")
+def _taken(p_part: gl.tensor) -> gl.tensor:
+    """Sums that another program puts down, when all are there."""
+    b_bits = gl.load(p_part, volatile=True)
     asked = 0
-    while (word % _IMPATIENT < num_sharing) & (asked < patience):
-        word = gl.atomic_add(p_count, 0, sem="acquire", scope="gpu")
+    while _is_any_absent(b_bits):
+        b_bits = gl.load(p_part, volatile=True)
         asked += 1
-    if word % _IMPATIENT < num_sharing:
-        word = gl.atomic_add(p_count, _IMPATIENT, sem="acq_rel", scope="gpu")
-    if gl.atomic_add(p_count + 1, 1, sem="acq_rel", scope="gpu") == num_sharing - 1:
-        gl.store(p_count, 0)
-        gl.store(p_count + 1, 0)
-    return word
+        if asked > _PATIENCE:
+            gl.inline_asm_elementwise("trap; mov.u32 $0, $1;", "=r,r", [asked], dtype=gl.int32, is_pure=False, pack=1)
+    gl.store(p_part, gl.full_like(b_bits, _ABSENT))
+    return b_bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _is_any_absent(b_bits: gl.tensor) -> gl.tensor:
+    """The same for all threads, whenever each has looked."""
+    return gl.sum(gl.sum((b_bits == _ABSENT).to(gl.int32), 1), 0) > 0

@@ -25,7 +25,7 @@ def fetch_words(d_words: tma.tensor_descriptor, ring: gl.tuple, work: gl.tuple) 
     STAGES: gl.constexpr = words.shape[0] // 3
     BLOCK_N: gl.constexpr = words.shape[1]
     BLOCK_J: gl.constexpr = words.shape[2]
-    _, _, _, _, _, count, steps, tiles_m, _, num_n = work
+    _, _, _, _, _, _, count, steps, tiles_m, _, num_n = work
     for i in range(count):
         step = step_at(i, work)
         stage = i % STAGES
@@ -48,7 +48,7 @@ def fetch_rows(d_x: tma.tensor_descriptor, ring: gl.tuple, work: gl.tuple, FOURT
     BLOCK_J: gl.constexpr = xs.shape[2] // 2
     PER_BLOCK: gl.constexpr = 32 // BLOCK_J
     TURNS: gl.constexpr = 4 // FOURTHS
-    _, _, _, _, _, count, steps, tiles_m, _, _ = work
+    _, _, _, _, _, _, count, steps, tiles_m, _, _ = work
     gdc_wait()
     for i in range(count):
         step = step_at(i, work)
@@ -87,7 +87,7 @@ def fetch_escapes(
     RING: gl.constexpr = far.shape[0] // PARTS
     ESCAPES: gl.constexpr = far.shape[1]
     BLOCK_M: gl.constexpr = far.shape[2]
-    _, _, _, _, _, count, _, tiles_m, num_m, _ = work
+    _, _, _, _, _, _, count, _, tiles_m, num_m, _ = work
     chunk = 0
     i = 0
     i_tile, begin, end = segment_at(i, work)
@@ -131,7 +131,7 @@ def _escapes(
     ESCAPES: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor]:
     """Value and row, counted from n, of a chunk; behind the last one rows are -1."""
-    _, _, _, _, _, _, _, _, _, num_n = work
+    _, _, _, _, _, _, _, _, _, _, num_n = work
     line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     o_e = next_e + gl.arange(0, ESCAPES, layout=line)
     m_e = o_e < end_e

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from weft_kernels.packed.hopper.alternating import multiply_by_turns
 from weft_kernels.packed.hopper.fetching import fetch_escapes, fetch_rows, fetch_words
 from weft_kernels.packed.hopper.multiplying import multiply
-from weft_kernels.packed.hopper.splitting import first_step
+from weft_kernels.packed.hopper.splitting import first_step, in_order
 
 # registers of a thread that only starts copies
 _COPY_REGS = gl.constexpr(24)
@@ -90,9 +90,9 @@ def f12_gemm(
     gdc_launch_dependents()
     pid = gl.program_id(0)
     first = first_step(pid, sharers, split_tiles * steps)
-    num_split = first_step(pid + 1, sharers, split_tiles * steps) - first
-    count = num_split + own_tiles * steps
-    work = (programs, first, num_split, split_tiles, sharers, count, steps, tiles_m, num_m, num_n)
+    num_first, num_last = in_order(first, first_step(pid + 1, sharers, split_tiles * steps), steps, BY_TURNS)
+    count = num_first + own_tiles * steps + num_last
+    work = (programs, first, num_first, num_last, split_tiles, sharers, count, steps, tiles_m, num_m, num_n)
     word_ring = (words, w_full, w_empty)
     row_ring = (xs, x_full, x_empty)
     escape_ring = (far, far_rows, far_values, f_full, f_empty)

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.language.extra.cuda import gdc_wait
 
 from weft_kernels.packed.f12_tiles import f12_pair
-from weft_kernels.packed.hopper.ends import add_up, keep
+from weft_kernels.packed.hopper.ends import keep
 from weft_kernels.packed.hopper.splitting import escapes_of, segment_at
 
 
@@ -77,7 +77,7 @@ def multiply(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     layout: gl.constexpr = words_layout(ROWS, words.shape[2])
-    _, _, _, _, _, count, _, tiles_m, _, num_n = work
+    _, _, _, _, _, _, count, _, tiles_m, _, num_n = work
     o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     chunk = 0
     i = 0
@@ -97,7 +97,8 @@ def multiply(
         next_base = gl.load(p_bases + (next_n + o_row) // 64, mask=next_n + o_row < num_n, other=0)
         b_factor = ((b_base + 127) * 0x00800080)[:, None]
         acc = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=mma)
-        pieces = gl.cdiv(end_e - first_e, ESCAPES) + 1
+        chunks = gl.cdiv(end_e - first_e, ESCAPES)
+        pieces = gl.maximum(chunks, 1)
         for piece in range(pieces):
             first_here = i + (end - begin) * piece // pieces
             for here in range(first_here, i + (end - begin) * (piece + 1) // pieces):
@@ -123,10 +124,10 @@ def multiply(
                 b_0, b_1, b_2 = words_of(words, w_next, PART, ROWS, layout)
                 acc, a_1, a_2 = warpgroup_mma_wait(0, deps=[acc, a_1, a_2])
                 mbarrier.arrive(x_empty.index(x_stage), count=1)
-            if piece + 1 < pieces:
+            if chunks > 0:
                 acc = multiply_escapes(acc, escape_ring, chunk, PART, PARTS, ROWS, left)
                 chunk += 1
-        keep(acc, outputs, i, i_tile, end - begin, n, work, PART, PARTS, ROWS, BLOCK_M, HAS_BIAS)
+        keep(acc, outputs, i_tile, begin, end, work, PART, PARTS, ROWS, BLOCK_M, HAS_BIAS)
         i = next_i
         i_tile = next_tile
         begin = next_begin
@@ -135,7 +136,6 @@ def multiply(
         first_e = next_first_e
         end_e = next_end_e
         b_base = next_base
-    add_up(outputs, work, PART, PARTS, ROWS, BLOCK_M, HAS_BIAS)
 
 
 @gluon.jit

@@ -1,8 +1,13 @@
 """Which steps of which tiles a program multiplies: all of its warps go by this, each for itself.
 
-`work`: programs, a program's first step, how many of its steps are in tiles that several programs share, these tiles,
-how many programs share them, all of its steps, steps of a tile, tiles of left rows one beside the other, left rows, and
-rows of weights.
+Of tiles that several programs share, the one with a tile's last steps is who adds up. It does that tile last, and what
+it has of another one's it does first: then parts are there long before they are asked for, or those who make them are
+about to end as well. Where all add up, what is shared comes first: then all are at the same columns of their own tiles
+at a time, which the cache of many left rows is glad of.
+
+`work`: programs, the first of a program's steps in tiles that several share, how many of these come first and how many
+last, these tiles, how many programs share them, all of its steps, steps of a tile, tiles of left rows one beside the
+other, left rows, and rows of weights.
 """
 
 from __future__ import annotations
@@ -24,21 +29,33 @@ def sharer_of(step: gl.tensor, sharers: gl.tensor, total: gl.tensor) -> gl.tenso
 
 
 @gluon.jit
+def in_order(
+    first: gl.tensor, end: gl.tensor, steps: gl.tensor, ALL_FIRST: gl.constexpr
+) -> tuple[gl.tensor, gl.tensor]:
+    """How many of these steps of two tiles at most come first, and how many last: those up to a tile's end, or none."""
+    num_last = gl.where(first // steps < end // steps, (first // steps + 1) * steps - first, 0)
+    if ALL_FIRST:
+        num_last *= 0
+    return end - first - num_last, num_last
+
+
+@gluon.jit
 def step_at(i: gl.tensor, work: gl.tuple) -> gl.tensor:
-    """The i-th step of a program: first its share of the tiles that several programs share, then tiles of its own."""
-    programs, first, num_split, split_tiles, _, _, steps, _, _, _ = work
-    own = i - num_split
+    """The i-th step of a program."""
+    programs, first, num_first, num_last, split_tiles, _, count, steps, _, _, _ = work
+    own = i - num_first
     own_step = (split_tiles + gl.program_id(0) + own // steps * programs) * steps + own % steps
-    return gl.where(own < 0, first + i, own_step)
+    step = gl.where(own < 0, first + num_last + i, own_step)
+    return gl.where(i < count - num_last, step, first + num_last + i - count)
 
 
 @gluon.jit
 def segment_at(i: gl.tensor, work: gl.tuple) -> tuple[gl.tensor, gl.tensor, gl.tensor]:
     """Tile, first and last step in it, of what a program multiplies from its i-th step on without leaving the tile."""
-    _, _, num_split, _, _, _, steps, _, _, _ = work
+    _, _, num_first, _, _, _, _, steps, _, _, _ = work
     step = step_at(i, work)
     begin = step % steps
-    return step // steps, begin, gl.where(i < num_split, gl.minimum(steps, begin + num_split - i), steps)
+    return step // steps, begin, gl.where(i < num_first, gl.minimum(steps, begin + num_first - i), steps)
 
 
 @gluon.jit
@@ -46,7 +63,7 @@ def escapes_of(
     p_starts: gl.tensor, n: gl.tensor, begin: gl.tensor, end: gl.tensor, work: gl.tuple, ROWS: gl.constexpr
 ) -> tuple[gl.tensor, gl.tensor]:
     """Which escapes of some rows of weights go with these of their steps: the first, and the one behind the last."""
-    _, _, _, _, _, _, steps, _, _, num_n = work
+    _, _, _, _, _, _, _, steps, _, _, num_n = work
     start = gl.load(p_starts + gl.minimum(n, num_n) // 4)
     count = gl.load(p_starts + (gl.minimum(n + ROWS, num_n) + 3) // 4) - start
     return start + count * begin // steps, start + count * end // steps
