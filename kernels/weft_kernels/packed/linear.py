@@ -22,6 +22,7 @@ from weft_kernels.packed import F12, Fp8, Int4, hopper
 from weft_kernels.packed.product import form_constants, operands, product
 from weft_kernels.packed.scratch import counters, turn
 from weft_kernels.packed.single import gemv
+from weft_kernels.packed.sizes import cdiv, next_power_of_2
 from weft_kernels.packed.tuning import FEW_PROGRAMS, Tiles, Timer, TuningTable, candidates, table_of, tiles_of_f12
 from weft_kernels.packed.unpack import unpack_rows
 
@@ -45,20 +46,18 @@ def linear_packed(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = Non
     assert x.device == weight.device
     if not len(rows):  # a chunk in the midst of its prompt has no logits
         return x.new_empty(*x.shape[:-1], weight.shape[0])
-    if isinstance(weight, F12) and len(rows) > MAX_FUSED_ROWS and not _is_for_hopper(rows, weight):
-        return _unpacked_first(x, weight, bias)
+    tiles = None
+    if isinstance(weight, F12) and len(rows) > MAX_FUSED_ROWS:
+        tiles = _tuned(rows, weight)
+        if tiles is None or not hopper.are_for_it(tiles):
+            return _unpacked_first(x, weight, bias)
     rows = rows.contiguous()
-    out = gemv(rows, weight, bias) if isinstance(weight, F12) and len(rows) == 1 else gemm(rows, weight, bias)
+    out = gemv(rows, weight, bias) if isinstance(weight, F12) and len(rows) == 1 else gemm(rows, weight, bias, tiles)
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def _unpacked_first(x: Tensor, weight: F12, bias: Tensor | None) -> Tensor:
     return functional.linear(x, unpack_rows(weight).to(x.dtype), bias)
-
-
-def _is_for_hopper(x: Tensor, weight: F12) -> bool:
-    tiles = _tuned(x, weight)
-    return tiles is not None and hopper.are_for_it(tiles)
 
 
 def gemm(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = None, tiles: Tiles | None = None) -> Tensor:
@@ -76,11 +75,11 @@ def gemm(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = None, tiles:
         assert isinstance(weight, F12)
         return _unpacked_first(x, weight, bias)
     tiles = form_constants(weight, 64) | tiles
-    grid = triton.cdiv(num_rows, tiles["BLOCK_M"]), triton.cdiv(num_outputs, tiles["BLOCK_N"])
-    num_steps = triton.cdiv(size, tiles["BLOCK_K"])
+    grid = cdiv(num_rows, tiles["BLOCK_M"]), cdiv(num_outputs, tiles["BLOCK_N"])
+    num_steps = cdiv(size, tiles["BLOCK_K"])
     wanted = round(tiles.pop("programs", FEW_PROGRAMS) / (grid[0] * grid[1]))
-    steps = triton.cdiv(num_steps, max(1, min(MAX_SPLITS, wanted, num_steps // 4)))
-    splits = triton.cdiv(num_steps, steps)
+    steps = cdiv(num_steps, max(1, min(MAX_SPLITS, wanted, num_steps // 4)))
+    splits = cdiv(num_steps, steps)
     out = x.new_empty(num_rows, num_outputs)
     parts, arrived = out, out
     if splits > 1:
@@ -103,7 +102,7 @@ def gemm(x: Tensor, weight: F12 | Fp8 | Int4, bias: Tensor | None = None, tiles:
 
 def _arrived(device: torch.device, num_tiles: int) -> Tensor:
     """How many parts of each tile are there."""
-    return counters(device, max(4096, triton.next_power_of_2(num_tiles)))
+    return counters(device, max(4096, next_power_of_2(num_tiles)))
 
 
 def tune(x: Tensor, weights: Sequence[F12 | Fp8 | Int4], seconds: Timer) -> Tiles | None:
@@ -174,7 +173,7 @@ def tiles_of(num_rows: int, num_outputs: int, item_bytes: int) -> Tiles:
     stages = 3 if item_bytes == 2 else 2
     if num_rows > 64:
         return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": stages}
-    block_m, block_n = max(16, triton.next_power_of_2(num_rows)), 64 if num_outputs >= 64 else 32
+    block_m, block_n = max(16, next_power_of_2(num_rows)), 64 if num_outputs >= 64 else 32
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 256, "num_warps": 4, "num_stages": stages}
 
 

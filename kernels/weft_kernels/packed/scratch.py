@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from weft_kernels.following import following
+from weft_kernels.packed.sizes import cdiv, next_power_of_2
 
 TURNED_COLUMNS = 64
 
@@ -31,10 +32,10 @@ def absent_numbers(device: torch.device, num_items: int) -> Tensor:
 
 def turn(x: Tensor, width: int) -> Tensor:
     """x: [M, columns]. Returns [columns, width or more], in which the first M are x's rows."""
-    block_m = min(64, triton.next_power_of_2(width))
-    width = triton.cdiv(width, block_m) * block_m
+    block_m = min(64, next_power_of_2(width))
+    width = cdiv(width, block_m) * block_m
     turned = x.new_empty(x.shape[1], width)
-    grid = triton.cdiv(x.shape[1], TURNED_COLUMNS), width // block_m
+    grid = cdiv(x.shape[1], TURNED_COLUMNS), width // block_m
     _turn[grid](x, turned, *x.shape, width, BLOCK_M=block_m, BLOCK_K=TURNED_COLUMNS, num_warps=4, **following(x))
     return turned
 

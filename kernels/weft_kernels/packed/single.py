@@ -12,6 +12,7 @@ from weft_kernels.following import following
 from weft_kernels.packed.f12 import F12
 from weft_kernels.packed.f12_tiles import f12_column, f12_pair, f12_place, f12_row, f12_scale
 from weft_kernels.packed.registers import LEFT_SCALE
+from weft_kernels.packed.sizes import cdiv, next_power_of_2
 
 # rows of weights of a program, of a matrix of so many rows and of others
 BLOCK_N, FEW_N = 4, 2
@@ -24,9 +25,9 @@ def gemv(x: Tensor, weight: F12, bias: Tensor | None = None) -> Tensor:
     """x: [1, columns]. Returns [1, rows] in x's dtype."""
     out = x.new_empty(1, weight.rows)
     is_paired = x.dtype == torch.bfloat16 and weight.columns % 8 == 0 and x.data_ptr() % 4 == 0
-    block_j = min(256, max(32, triton.next_power_of_2(weight.words.shape[2])))
+    block_j = min(256, max(32, next_power_of_2(weight.words.shape[2])))
     block_n = BLOCK_N if weight.rows >= WIDE_ROWS else FEW_N
-    _gemv[(triton.cdiv(weight.rows, block_n),)](
+    _gemv[(cdiv(weight.rows, block_n),)](
         *(x.view(torch.int32) if is_paired else x, *weight.tensors, x if bias is None else bias, out, weight.rows),
         SIZE=weight.columns,
         HAS_BIAS=bias is not None,

@@ -21,6 +21,8 @@ from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from weft_kernels.packed.sizes import next_power_of_2
+
 logger = logging.getLogger(__name__)
 Tiles = dict[str, int]
 Timer = Callable[[Sequence[Callable[[], Tensor]]], float]
@@ -151,7 +153,7 @@ def candidates(form: str, num_rows: int) -> list[Tiles]:
     """Tiles worth trying: few rows wait for weights, many are multiplied."""
     if form == "F12":
         return [{**tiles, "programs": programs} for programs in PROGRAMS for tiles in _f12_tiles(num_rows)]
-    most = min(128, max(16, triton.next_power_of_2(num_rows)))
+    most = min(128, max(16, next_power_of_2(num_rows)))
     heights = (most,) if most <= 64 else (64, 128)
     return [
         _named(height, width, depth, warps, stages)
@@ -179,7 +181,7 @@ def _f12_tiles(num_rows: int) -> list[Tiles]:
         64: ((64, 64, 256, 4, 2), (64, 64, 256, 4, 3), (64, 64, 128, 4, 4), (64, 128, 128, 8, 3)),
         128: ((128, 128, 128, 8, 3), (128, 64, 128, 4, 3), (64, 64, 128, 4, 4)),
     }
-    return [_named(*each) for each in sizes[min(128, max(LEAST_ROWS, triton.next_power_of_2(num_rows)))]]
+    return [_named(*each) for each in sizes[min(128, max(LEAST_ROWS, next_power_of_2(num_rows)))]]
 
 
 def _named(height: int, width: int, depth: int, warps: int, stages: int) -> Tiles:
@@ -192,7 +194,7 @@ def row_classes(rows: Iterable[int]) -> list[int]:
 
 
 def _rounded(num_rows: int) -> int:
-    power: int = triton.next_power_of_2(num_rows)
+    power = next_power_of_2(num_rows)
     return min(MOST_ROWS, max(LEAST_ROWS, power))
 
 

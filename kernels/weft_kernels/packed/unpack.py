@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from weft_kernels.following import following
 from weft_kernels.packed.f12 import F12
 from weft_kernels.packed.f12_tiles import f12_column, f12_pair, f12_place, f12_row
+from weft_kernels.packed.sizes import cdiv, next_power_of_2
 
 BLOCK_WORDS = 1024
 # of a thread: what it loads and stores at a time is 16 bytes
@@ -24,10 +25,10 @@ def unpack_rows(weight: F12, ids: Tensor | None = None) -> Tensor:
     if not bits.numel():
         return bits.view(torch.bfloat16)
     words = weight.words.shape[2]
-    block_j = min(BLOCK_WORDS, max(32, triton.next_power_of_2(words)))
+    block_j = min(BLOCK_WORDS, max(32, next_power_of_2(words)))
     escapes = weight.starts, weight.places, weight.values.view(torch.int16)
     out = bits.view(torch.int32) if weight.columns % 8 == 0 else bits
-    _unpack[num_rows, triton.cdiv(words, block_j)](
+    _unpack[num_rows, cdiv(words, block_j)](
         *(weight.starts if ids is None else ids, weight.words, weight.bases, *escapes, out, weight.rows),
         HAS_IDS=ids is not None,
         SIZE=weight.columns,

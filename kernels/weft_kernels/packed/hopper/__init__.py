@@ -18,13 +18,14 @@ to rounding.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from weft_kernels.packed.f12 import BLOCK_COLUMNS, F12, SLOTS
 from weft_kernels.packed.scratch import absent_numbers, counters, turn
+from weft_kernels.packed.sizes import cdiv, next_power_of_2
 
 Tiles = dict[str, int]
 MOST_ROWS = 1024
@@ -133,8 +134,8 @@ def gemm(x: Tensor, weight: F12, bias: Tensor | None, tiles: Tiles) -> Tensor:
     resident, max_regs = tiles.pop("PER_MULTIPROCESSOR"), tiles.pop("MAX_REGS", 0)
     num_rows, size = x.shape
     block_m, block_n, block_j = tiles["BLOCK_M"], tiles["BLOCK_N"], tiles["BLOCK_J"]
-    tiles_m, steps = triton.cdiv(num_rows, block_m), size // (SLOTS * block_j)
-    num_tiles = tiles_m * triton.cdiv(weight.rows, block_n)
+    tiles_m, steps = cdiv(num_rows, block_m), size // (SLOTS * block_j)
+    num_tiles = tiles_m * cdiv(weight.rows, block_n)
     most = min(_num_multiprocessors(x.device) * resident, num_tiles * steps)
     programs, own_tiles, split_tiles, sharers = split(num_tiles, steps, most, bool(tiles.pop("EVEN", 0)))
     out = x.new_empty(num_rows, weight.rows)
@@ -144,7 +145,7 @@ def gemm(x: Tensor, weight: F12, bias: Tensor | None, tiles: Tiles) -> Tensor:
         assert 2 * split_tiles * tiles["PARTS"] <= NUM_COUNTERS
         parts = torch.empty(2 * programs * block_m * block_n, dtype=torch.float32, device=x.device)
     else:
-        parts = absent_numbers(x.device, triton.next_power_of_2(programs * block_m * block_n))
+        parts = absent_numbers(x.device, next_power_of_2(programs * block_m * block_n))
     is_turned = block_m > MOST_LOOKED_UP
     turned = turn(x, tiles_m * block_m) if is_turned else x
     f12_gemm[(programs,)](
@@ -176,11 +177,18 @@ def split(num_tiles: int, steps: int, programs: int, is_even: bool) -> tuple[int
 
 def _descriptors(x: Tensor, weight: F12, block_m: int, block_n: int, block_j: int) -> tuple[object, object]:
     """What the copy engine has to know of words and of left rows: of either, a slot's rows are 4 block_j bytes."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     words = weight.words.view(-1, weight.words.shape[2])
+    of_words, of_rows = _layouts(block_j)
     return (
-        TensorDescriptor.from_tensor(words, [block_n, block_j], NVMMASharedLayout(4 * block_j, 32, 2)),
-        TensorDescriptor.from_tensor(x, [block_m, 2 * block_j], NVMMASharedLayout(4 * block_j, 16, 2)),
+        TensorDescriptor.from_tensor(words, [block_n, block_j], of_words),
+        TensorDescriptor.from_tensor(x, [block_m, 2 * block_j], of_rows),
     )
+
+
+@cache
+def _layouts(block_j: int) -> tuple[Any, Any]:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(4 * block_j, 32, 2), NVMMASharedLayout(4 * block_j, 16, 2)
