@@ -12,8 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MOST_SPILLED = {"16 rows": 8, "32 rows": 72, "64 rows": 64, "256 rows": 256}
-"""Bytes of a thread on Triton 3.9. On 3.6 none but 8 of 256 rows, where sums take half of all registers; the others are
-numbers that a program needs once a tile, for programs have to leave registers to what turns left rows."""
+"""Bytes of a thread on Triton 3.9, which these tests compile with. On 3.6 none but 8 of 256 rows, where sums take half
+of all registers; the others are needed once a tile, a chunk of escapes or another's part, never once a step, for
+programs have to leave registers to what turns left rows."""
 RESERVED = 1024
 """Bytes of shared memory that each program takes besides its own."""
 

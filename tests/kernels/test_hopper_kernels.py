@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from weft_kernels.packed import F12, hopper, pack_f12
 from weft_kernels.packed.linear import gemm
-from weft_kernels.packed.scratch import absent_numbers, counters
+from weft_kernels.packed.scratch import ABSENT, absent_numbers, counters
 
 # fewer tiles than programs, more, one more than there are programs, and not a whole number of anything
 SHAPES = [
@@ -71,13 +71,13 @@ def test_products_are_those_of_the_unpacked_matrix_and_always_the_same(
         assert hopper.fits(x, packed)
         for tiles in hopper.candidates(num_rows):
             about = f"{rows} x {columns}, {num_rows} rows, {tiles}"
-            # with no patience those that come later do what the others have left
+            # with no patience, where all add up, those that come later do what the others have left
             patience = 0, hopper.PATIENCE
             found = [gemm(x, packed, bias, {**tiles, "PATIENCE": patience[turn % 2]}) for turn in range(TRIES)]
             assert agrees(found[0], x, weight, bias), about
             assert all(torch.equal(found[0], each) for each in found), about
             assert not counters(x.device, hopper.NUM_COUNTERS).any(), about
-            assert all((each == -1).all() for each in parts.values()), about
+            assert all((each == ABSENT).all() for each in parts.values()), about
 
 
 @pytest.mark.gpu
@@ -94,7 +94,7 @@ def test_a_weight_that_is_no_number_spoils_its_own_output_alone() -> None:
 
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_all_programs_of_a_launch_fit_on_the_gpu_at_once(num_rows: int) -> None:
-    """Those that share a tile wait for one another. Registers here, shared memory in `test_compile`."""
+    """Those that share a tile wait for others of them. Registers here, shared memory in `test_compile`."""
     for tiles in hopper.candidates(num_rows):
         warps = 4 * tiles["PARTS"] + 4
         assert tiles.get("MAX_REGS", 168) * 32 * warps * tiles["PER_MULTIPROCESSOR"] <= 65_536
@@ -191,7 +191,7 @@ def test_each_step_is_one_programs_and_parts_are_where_they_are_added_up(
 @pytest.mark.parametrize("programs", [1, 2, 114, 132, 264])
 @pytest.mark.parametrize("steps", [1, 2, 7, 16])
 @pytest.mark.parametrize("is_even", [False, True])
-def test_who_has_a_tiles_end_waits_for_programs_before_it_that_wait_for_nobody(
+def test_who_has_a_tiles_end_waits_for_programs_before_it_that_put_down_their_parts_first(
     programs: int, steps: int, is_even: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each has a part for another one, if any, before all else, and adds up after all else."""

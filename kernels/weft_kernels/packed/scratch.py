@@ -14,6 +14,7 @@ from weft_kernels.following import following
 from weft_kernels.packed.sizes import cdiv, next_power_of_2
 
 TURNED_COLUMNS = 64
+ABSENT = -1
 
 
 @cache
@@ -25,9 +26,9 @@ def counters(device: torch.device, num_items: int) -> Tensor:
 
 @cache
 def absent_numbers(device: torch.device, num_items: int) -> Tensor:
-    """[num_items] of -1, the same ones every time, where products put numbers for each other: whoever takes one puts -1
-    back. One stream multiplies at a time."""
-    return torch.full((num_items,), -1, dtype=torch.int32, device=device)
+    """[num_items] of ABSENT, the same ones every time, where products put numbers for each other: who takes one puts
+    ABSENT back. One stream multiplies at a time."""
+    return torch.full((num_items,), ABSENT, dtype=torch.int32, device=device)
 
 
 def turn(x: Tensor, width: int) -> Tensor:

@@ -33,7 +33,7 @@ MOST_ROWS = 1024
 MOST_LOOKED_UP = 8
 # two of each part of a tile that is shared, of which there are fewer than programs
 NUM_COUNTERS = 1 << 12
-# how often, where all add up, one asks whether the others' parts are there, a microsecond each; then it leaves its own
+# where all add up: how often one asks whether the others' parts are there, a microsecond each; then it leaves its own
 PATIENCE = 10_000
 
 # PER_MULTIPROCESSOR: programs at a time. MAX_REGS: of a thread as it is launched, so that so many programs fit.
@@ -118,8 +118,8 @@ def _candidates(num_rows: int) -> list[Tiles]:
         {**_BY_TURNS, "BLOCK_M": 128, "BLOCK_J": 16, "W_STAGES": 4, "X_STAGES": 3, "FOURTHS": 4},
     ]
     if num_rows <= 128:
-        few = {**_ALONE, "BLOCK_M": 128, "X_STAGES": 2, "RING": 1, "MAX_REGS": 224}
-        return [*square, few]
+        narrow = {**_ALONE, "BLOCK_M": 128, "X_STAGES": 2, "RING": 1, "MAX_REGS": 224}
+        return [*square, narrow]
     return [
         {**_BY_TURNS, "BLOCK_M": 256, "BLOCK_J": 16, "W_STAGES": 3, "X_STAGES": 2, "FOURTHS": 4},
         *square,

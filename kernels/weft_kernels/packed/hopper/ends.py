@@ -10,14 +10,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from weft_kernels.packed.hopper.splitting import sharer_of
+from weft_kernels.packed.scratch import ABSENT
 
-ABSENT = -1
 _ABSENT = gl.constexpr(ABSENT)  # as a float32 no number, and not the one that multipliers and adders make
 _NO_NUMBER = gl.constexpr(0x7FFFFFFF)
-# left rows whose sums are added up at a time
-_TOGETHER = gl.constexpr(128)
-# Those who are waited for began before and wait for nobody, so that they do end; the launch fails rather than wait on.
-_PATIENCE = gl.constexpr(1 << 24)
+# Those who are waited for began before, and put down their parts before they wait for anybody, so that parts do come;
+# the launch fails rather than wait on.
+_MOST_ASKED = gl.constexpr(1 << 24)
 
 
 @gluon.jit
@@ -34,7 +33,7 @@ def keep(
     BLOCK_M: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ) -> None:
-    """Write a tile, or what this program has of one: steps begin to end."""
+    """Put down what this program has of a tile, steps begin to end, or write it when all its parts are there."""
     _, p_parts, _, _, _ = outputs
     _, _, _, _, _, _, _, steps, _, _, _ = work
     b_sums = _as_they_lie(acc, ROWS, BLOCK_M)
@@ -43,12 +42,8 @@ def keep(
         b_bits = gl.where(b_bits == _ABSENT, _NO_NUMBER, b_bits)
         place = (gl.program_id(0) * PARTS + PART) * (ROWS * BLOCK_M)
         gl.store(p_parts + place + _places(ROWS, BLOCK_M), b_bits)
-    elif BLOCK_M > _TOGETHER:
-        b_one, b_other = _halves(b_sums)
-        _complete(b_one, outputs, i_tile, begin, work, 0, PART, PARTS, ROWS, BLOCK_M, HAS_BIAS)
-        _complete(b_other, outputs, i_tile, begin, work, BLOCK_M // 2, PART, PARTS, ROWS, BLOCK_M, HAS_BIAS)
     else:
-        _complete(b_sums, outputs, i_tile, begin, work, 0, PART, PARTS, ROWS, BLOCK_M, HAS_BIAS)
+        _complete(b_sums, outputs, i_tile, begin, work, PART, PARTS, ROWS, BLOCK_M, HAS_BIAS)
 
 
 @gluon.jit
@@ -60,15 +55,6 @@ def _as_they_lie(acc: gl.tensor, ROWS: gl.constexpr, BLOCK_M: gl.constexpr) -> g
     b_sums = gl.permute(b_sums, (3, 0, 2, 4, 1, 5))
     lying: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
     return gl.convert_layout(gl.reshape(b_sums, [ROWS * BLOCK_M // 4, 4]), lying, assert_trivial=True)
-
-
-@gluon.jit
-def _halves(b_sums: gl.tensor) -> tuple[gl.tensor, gl.tensor]:
-    """Of the left rows."""
-    lying: gl.constexpr = b_sums.type.layout
-    SIZE: gl.constexpr = b_sums.shape[0] // 2
-    b_one, b_other = gl.split(gl.permute(gl.reshape(b_sums, [2, SIZE, 4]), (1, 2, 0)))
-    return gl.convert_layout(b_one, lying, assert_trivial=True), gl.convert_layout(b_other, lying, assert_trivial=True)
 
 
 @gluon.jit
@@ -86,29 +72,27 @@ def _complete(
     i_tile: gl.tensor,
     begin: gl.tensor,
     work: gl.tuple,
-    FIRST_M: gl.constexpr,
     PART: gl.constexpr,
     PARTS: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ) -> None:
-    """Outputs of some left rows from FIRST_M on, of a tile that this program has the end of."""
+    """Outputs of a tile that this program has the end of."""
     lying: gl.constexpr = b_sums.type.layout
-    NUM_M: gl.constexpr = b_sums.shape[0] * 4 // ROWS
     p_bias, p_parts, _, p_out, _ = outputs
     _, _, _, _, split_tiles, sharers, _, steps, tiles_m, num_m, num_n = work
     if begin > 0:
         first_program = sharer_of(i_tile * steps, sharers, split_tiles * steps)
-        p_part = p_parts + PART * (ROWS * BLOCK_M) + FIRST_M * ROWS + _places(ROWS, NUM_M)
-        # always in the order of programs: the same sums every time
+        p_part = p_parts + PART * (ROWS * BLOCK_M) + _places(ROWS, BLOCK_M)
+        # its own first, then always in the order of programs: the same sums every time
         for program in range(first_program, gl.program_id(0)):
             b_sums += _taken(p_part + program * (PARTS * ROWS * BLOCK_M))
-    o_four = gl.arange(0, ROWS * NUM_M // 4, layout=gl.SliceLayout(1, lying))[:, None]
+    o_four = gl.arange(0, ROWS * BLOCK_M // 4, layout=gl.SliceLayout(1, lying))[:, None]
     o_of_four = gl.arange(0, 4, layout=gl.SliceLayout(0, lying))[None, :]
     n = i_tile // tiles_m * (PARTS * ROWS) + PART * ROWS
     n += o_four % 128 // 32 * 16 + o_of_four // 2 * 8 + o_four % 32 // 4
-    m = i_tile % tiles_m * BLOCK_M + FIRST_M + o_four // 128 * 8 + o_four % 4 * 2 + o_of_four % 2
+    m = i_tile % tiles_m * BLOCK_M + o_four // 128 * 8 + o_four % 4 * 2 + o_of_four % 2
     if HAS_BIAS:
         b_sums += gl.load(p_bias + n, mask=n < num_n, other=0.0).to(gl.float32)
     gl.store(p_out + m * num_n + n, b_sums.to(gl.bfloat16), mask=(n < num_n) & (m < num_m))
@@ -122,7 +106,7 @@ def _taken(p_part: gl.tensor) -> gl.tensor:
     while _is_any_absent(b_bits):
         b_bits = gl.load(p_part, volatile=True)
         asked += 1
-        if asked > _PATIENCE:
+        if asked > _MOST_ASKED:
             gl.inline_asm_elementwise("trap; mov.u32 $0, $1;", "=r,r", [asked], dtype=gl.int32, is_pure=False, pack=1)
     gl.store(p_part, gl.full_like(b_bits, _ABSENT))
     return b_bits.to(gl.float32, bitcast=True)

@@ -72,7 +72,7 @@ def f12_gemm(
     REGS: gl.constexpr,
     FAR_REGS: gl.constexpr,
 ) -> None:
-    """[num_m, num_n]. Tiles beyond a whole number a program are cut, and come first; the others are each one's own.
+    """[num_m, num_n]. Tiles beyond a whole number a program are cut, see `splitting.py`; the others are each one's own.
 
     BLOCK_J: words of a row and plane in a step, 32 or 16; a row of weights is `steps` of them.
     """

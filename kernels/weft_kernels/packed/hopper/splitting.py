@@ -35,7 +35,7 @@ def in_order(
     """How many of these steps of two tiles at most come first, and how many last: those up to a tile's end, or none."""
     num_last = gl.where(first // steps < end // steps, (first // steps + 1) * steps - first, 0)
     if ALL_FIRST:
-        num_last *= 0
+        num_last *= 0  # of the same type
     return end - first - num_last, num_last
 
 
