@@ -11,7 +11,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.page.scene import ANSWER, TOKENIZER, Scene, answer, tick
+from tests.services.gateway.conftest import MODEL_NAME
 from tests.services.gateway.fakes import speaking
+from weft_mesh.v1 import common_pb2
+from weft_mesh.v1 import scheduler_service_pb2 as pb
 
 PHONE = {"width": 390, "height": 844}
 DESK = {"width": 1360, "height": 850}
@@ -87,6 +90,20 @@ async def test_the_map_shows_the_fleet_and_its_speed(browser: Any, shown: Scene)
         assert "67 %" in await page.inner_text("#totals")
         assert (await page.inner_text("#totals")).split("\n")[1] != "0 tok/s"
         assert await page.locator("path[data-thread]").count() == 2
+
+
+async def test_a_worker_that_loads_is_on_the_map_until_it_joins(browser: Any, shown: Scene) -> None:
+    loading = pb.WorkerArrival(worker_id="decode-7", role=common_pb2.WORKER_ROLE_DECODE, model=MODEL_NAME)
+    loading.phase, loading.done_bytes, loading.total_bytes, loading.since_ms = "reading weights", 43, 100, 2900
+    async with visit(browser, shown) as page:
+        shown.scheduler.arrivals = [loading]
+        await shown.gateway.watch.poll()
+        await page.wait_for_selector("#decode [data-worker=decode-7].arriving", timeout=WAIT_MS)
+        assert "reading weights 43 %, 3 s" in await page.inner_text("[data-worker=decode-7]")
+        assert await page.locator("#decode .worker .id").all_inner_texts() == ["decode-0", "decode-1", "decode-7"]
+        shown.scheduler.arrivals = []
+        await shown.gateway.watch.poll()
+        await page.wait_for_selector("[data-worker=decode-7]", state="detached", timeout=WAIT_MS)
 
 
 async def test_an_operator_drains_a_worker_by_keyboard(browser: Any, shown: Scene) -> None:

@@ -50,6 +50,18 @@ async def test_a_worker_serves_once_it_has_joined(tiny: Tiny) -> None:
             await gateway.leave()
 
 
+async def test_a_worker_is_announced_while_it_loads_and_no_more_once_it_has_joined(tiny: Tiny) -> None:
+    async with start_process(tiny) as process:
+        peers = process.peers
+        async with asyncio.timeout(20):
+            while (told := await peers.announced.get()).phase != "joining":
+                pass
+            assert (told.worker_id, told.role, told.model) == ("decode-7", common_pb2.WORKER_ROLE_DECODE, "tiny")
+            assert not peers.announcement_ended.is_set()
+            await process.until_serving()
+            await peers.announcement_ended.wait()
+
+
 async def test_resident_weights_give_the_tokens_of_plain_ones(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

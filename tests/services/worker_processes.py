@@ -36,6 +36,8 @@ class Peers(scheduler_service_pb2_grpc.FleetServiceServicer, weights_service_pb2
         self.config_json = config_json
         self.said: asyncio.Queue[fleet_pb2.JoinRequest] = asyncio.Queue()
         self.may_join = asyncio.Event()
+        self.announced: asyncio.Queue[fleet_pb2.WorkerArrival] = asyncio.Queue()
+        self.announcement_ended = asyncio.Event()
 
     async def Join(self, request_iterator: Any, context: Any) -> AsyncIterator[fleet_pb2.JoinResponse]:
         async for request in request_iterator:
@@ -43,6 +45,12 @@ class Peers(scheduler_service_pb2_grpc.FleetServiceServicer, weights_service_pb2
             if request.WhichOneof("message") == "hello":
                 await self.may_join.wait()
                 yield fleet_pb2.JoinResponse(report_interval_ms=20)
+
+    async def Announce(self, request_iterator: Any, context: Any) -> fleet_pb2.AnnounceResponse:
+        async for request in request_iterator:
+            self.announced.put_nowait(request.arrival)
+        self.announcement_ended.set()
+        return fleet_pb2.AnnounceResponse()
 
     async def SetRole(self, request: Any, context: Any) -> Any:
         raise AssertionError("workers do not ask")

@@ -50,24 +50,24 @@ def status(scheduler: str, watch: bool, as_json: bool) -> None:
 
 async def _once(address: str, as_json: bool) -> None:
     async with open_channel(address) as channel:
-        workers = await _list_workers(channel)
+        fleet = await _list(channel)
     if as_json:
-        print(json.dumps(as_dict(workers), indent=2))
+        print(json.dumps(as_dict(fleet), indent=2))
     else:
         screen = console()
-        screen.print(render(workers, screen.width))
+        screen.print(render(fleet, screen.width))
 
 
 async def _watch(address: str, as_json: bool) -> None:
     async with open_channel(address) as channel:
-        workers = await _list_workers(channel)
+        fleet = await _list(channel)
         if as_json:
             while True:
-                print(json.dumps(as_dict(workers)), flush=True)
+                print(json.dumps(as_dict(fleet)), flush=True)
                 await asyncio.sleep(REFRESH_SECONDS)
-                workers = await _list_workers(channel)
+                fleet = await _list(channel)
         screen = console()
-        first = render(workers, screen.width)
+        first = render(fleet, screen.width)
         await show_for_ever(screen, first, lambda: _refreshed(channel, address, screen.width))
 
 
@@ -89,14 +89,14 @@ async def show_for_ever(
 async def _refreshed(channel: grpc.aio.Channel, address: str, width: int) -> RenderableType:
     """The fleet now, or why it cannot be seen: a watcher outlives a restart of the scheduler."""
     try:
-        return render(await _list_workers(channel), width)
+        return render(await _list(channel), width)
     except grpc.aio.AioRpcError as error:
         return Text(explain(address, error), style="red")
 
 
-async def _list_workers(channel: grpc.aio.Channel) -> Sequence[pb.WorkerStatus]:
+async def _list(channel: grpc.aio.Channel) -> pb.ListWorkersResponse:
     stub = pb_grpc.FleetServiceStub(channel)
-    return (await stub.ListWorkers(pb.ListWorkersRequest(), timeout=DEADLINE_SECONDS)).workers
+    return await stub.ListWorkers(pb.ListWorkersRequest(), timeout=DEADLINE_SECONDS)
 
 
 def explain(address: str, error: grpc.aio.AioRpcError) -> str:
@@ -125,20 +125,23 @@ def console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=PIPE_COLUMNS)
 
 
-def render(workers: Sequence[pb.WorkerStatus], width: int) -> RenderableType:
+def render(fleet: pb.ListWorkersResponse, width: int) -> RenderableType:
     """The table and its totals line, in at most `width` columns as far as that can be."""
-    if not workers:
-        return Text("no worker has joined: they join when their model is loaded; look at the log of `weft up`.")
-    rows = [_row(worker) for worker in workers]
+    rows = [_row(worker) for worker in fleet.workers]
+    models = {worker.hello.model for worker in fleet.workers} | {arrival.model for arrival in fleet.arrivals}
+    for arrival in fleet.arrivals:
+        rows.append(dict.fromkeys(rows[0] if rows else ON_THE_LEFT, Text("")) | _arrival_row(arrival))
+    if not rows:
+        return Text("no worker has joined, and none says that it loads its model; look at the log of `weft up`.")
     titles = list(rows[0])
     # with several models, which one it is says more than its role, which its name tells too
-    kept_longest = "model" if len({worker.hello.model for worker in workers}) > 1 else ""
+    kept_longest = "model" if len(models) > 1 else ""
     for title in ("", *(title for title in FIRST_TO_GO if title != kept_longest)):
         titles = [kept for kept in titles if kept != title]
         table = _table(titles, rows)
         if Console(width=PIPE_COLUMNS).measure(table).maximum <= width:
             break
-    return Group(table, Text(""), Text(totals_line(workers), style="bold"))
+    return Group(table, Text(""), Text(totals_line(fleet), style="bold"))
 
 
 def _table(titles: Sequence[str], rows: Iterable[dict[str, Text]]) -> Table:
@@ -159,6 +162,21 @@ def state_of(report: pb.WorkerReport) -> Text:
     if report.parked:
         return Text("parked", style="blue")
     return Text("draining", style="yellow") if report.draining else Text("not ready", style="red")
+
+
+def loading(arrival: pb.WorkerArrival) -> Text:
+    """What it is busy with, how far, and for how long."""
+    share = f" {arrival.done_bytes / arrival.total_bytes:.0%}" if arrival.total_bytes else ""
+    return Text(f"{arrival.phase}{share}, {arrival.since_ms / 1000:.0f} s", style="cyan")
+
+
+def _arrival_row(arrival: pb.WorkerArrival) -> dict[str, Text]:
+    return {
+        "worker": Text(arrival.worker_id, style="bold"),
+        "role": Text(role_from_wire(arrival.role).value),
+        "model": Text(arrival.model),
+        "state": loading(arrival),
+    }
 
 
 def _row(worker: pb.WorkerStatus) -> dict[str, Text]:
@@ -192,9 +210,11 @@ def _bar(share: float) -> Text:
     return Text.assemble(("█" * filled, colour), ("░" * (BAR_CELLS - filled), "dim"), f" {share:4.0%}")
 
 
-def as_dict(workers: Sequence[pb.WorkerStatus]) -> dict[str, Any]:
+def as_dict(fleet: pb.ListWorkersResponse) -> dict[str, Any]:
     """The fleet for programs: names and units as in the wire contract."""
-    return {"workers": [_worker_dict(worker) for worker in workers], "totals": totals(workers)}
+    arrivals = [{**_plain(arrival), "role": role_from_wire(arrival.role).value} for arrival in fleet.arrivals]
+    workers = [_worker_dict(worker) for worker in fleet.workers]
+    return {"workers": workers, "arrivals": arrivals, "totals": totals(fleet)}
 
 
 def _worker_dict(worker: pb.WorkerStatus) -> dict[str, Any]:
@@ -231,12 +251,14 @@ def _value(value: Any) -> Any:
     return [_value(each) for each in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
-def totals(workers: Sequence[pb.WorkerStatus]) -> dict[str, Any]:
+def totals(fleet: pb.ListWorkersResponse) -> dict[str, Any]:
     """Sums over the fleet."""
+    workers = fleet.workers
     held = sum(w.report.active_blocks + w.report.quarantined_blocks for w in workers)
     return {
         "workers": len(workers),
         "ready": sum(w.report.ready for w in workers),
+        "loading": len(fleet.arrivals),
         "running": sum(w.report.num_running for w in workers),
         "waiting": sum(w.report.num_waiting for w in workers),
         "booked_tokens": sum(w.booked_prefill_tokens + w.booked_decode_tokens for w in workers),
@@ -246,11 +268,13 @@ def totals(workers: Sequence[pb.WorkerStatus]) -> dict[str, Any]:
     }
 
 
-def totals_line(workers: Sequence[pb.WorkerStatus]) -> str:
+def totals_line(fleet: pb.ListWorkersResponse) -> str:
     """The totals in one line for people."""
-    sums = totals(workers)
+    sums = totals(fleet)
+    loading = f", {sums['loading']} loading" if sums["loading"] else ""
     return (
-        f"{sums['workers']} workers, {sums['ready']} ready · running {sums['running']:,} · waiting {sums['waiting']:,}"
+        f"{sums['workers']} workers, {sums['ready']} ready{loading}"
+        f" · running {sums['running']:,} · waiting {sums['waiting']:,}"
         f" · {sums['booked_tokens']:,} tokens booked · KV {sums['kv_use']:.0%} in use"
         f" · since start {sums['computed_prompt_tokens']:,} prompt tokens computed,"
         f" {sums['generated_tokens']:,} generated"

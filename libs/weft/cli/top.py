@@ -109,6 +109,7 @@ def _totals(fleet: pb.ListWorkersResponse, history: History) -> Text:
     models = ", ".join(dict.fromkeys(worker.hello.model for worker in workers)) or "no model"
     parts = [
         f"{sum(w.report.ready for w in workers)} of {len(workers)} workers ready",
+        *([f"{len(fleet.arrivals)} loading"] if fleet.arrivals else []),
         f"answers {sum(rate.generated[-1] for rate in rates):,.0f} tok/s",
         f"prompts {sum(rate.prompt[-1] for rate in rates):,.0f} tok/s",
         f"from caches {found / looked:.0%}" if looked else "nothing looked up yet",

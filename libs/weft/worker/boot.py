@@ -33,6 +33,7 @@ from weft.model.kv_layout import block_bytes, layout_name
 from weft.request import ModelFingerprint
 from weft.rpc.client import open_channel, owned
 from weft.weights.shared import open_image
+from weft.worker.arrival import Arrival
 from weft.worker.config import DeviceChoice, Dtype, WorkerConfig
 from weft.worker.cpus import let_sessions_pass, pin
 from weft.worker.heap import keep_heap
@@ -43,6 +44,7 @@ from weft_kernels.sampling import compile_sampling
 from weft_mesh.v1 import weights_service_pb2, weights_service_pb2_grpc
 
 logger = logging.getLogger(__name__)
+Progress = Callable[[int, int], None]
 WEIGHTS_WAIT_SECONDS = 120.0
 RETRY_SECONDS = 0.5
 # by default a pool holds so many sequences of full length, memory permitting
@@ -59,9 +61,9 @@ class Booted:
     engine_config: EngineConfig
 
 
-async def boot(config: WorkerConfig, listener: Callable[[StepOutput], None]) -> Booted:
-    """Load, map and build. Raises PeerLost when no weights service answers in time, BadCheckpoint, NotFound;
-    ConfigError where the worker wants a GPU and there is none."""
+async def boot(config: WorkerConfig, listener: Callable[[StepOutput], None], arrival: Arrival) -> Booted:
+    """Load, map and build; `arrival` is kept up to date. Raises PeerLost when no weights service answers in time,
+    BadCheckpoint, NotFound; ConfigError where the worker wants a GPU and there is none."""
     keep_heap()
     num_cores = pin(config.cpus) if config.cpus else torch.get_num_threads()
     torch.set_num_threads(config.threads or min(num_cores, granted_cores() or num_cores))
@@ -71,9 +73,11 @@ async def boot(config: WorkerConfig, listener: Callable[[StepOutput], None]) -> 
     if config.model and (config.model / "config.json").is_file():
         # before somebody reads a checkpoint that nobody can use; the one that counts comes with the weights
         await asyncio.to_thread(checked_room, read_config(config.model), sizes, config.gpu_share)
-    ready = await load_weights(config.weights_addr, config.served_name)
+    arrival.turn_to("reading weights")
+    ready = await load_weights(config.weights_addr, config.served_name, arrival.progress)
     log.mark("weights")
-    booted = await asyncio.to_thread(_build, config, sizes, ready, listener)
+    arrival.turn_to("building the engine")
+    booted = await asyncio.to_thread(_build, config, sizes, ready, listener, arrival)
     log.mark("engine")
     return booted
 
@@ -96,15 +100,17 @@ def checked_room(model: ModelConfig, sizes: Sizes, gpu_share: float) -> Room:
     return room
 
 
-async def load_weights(address: str, model: str) -> weights_service_pb2.LoadReady:
-    """Ask until the weights service is there, then follow its progress."""
+async def load_weights(
+    address: str, model: str, on_progress: Progress = lambda done, total: None
+) -> weights_service_pb2.LoadReady:
+    """Ask until the weights service is there, then follow its progress, in bytes."""
     channel = open_channel(address)
     last: PeerLost | Overloaded | None = None
     try:
         async with asyncio.timeout(WEIGHTS_WAIT_SECONDS) as patience:
             while True:
                 try:
-                    return await _follow_load(channel, model, patience)
+                    return await _follow_load(channel, model, patience, on_progress)
                 except (PeerLost, Overloaded) as error:
                     last = error
                     logger.info("waiting for the weights service at %s: %s", address, error)
@@ -117,7 +123,7 @@ async def load_weights(address: str, model: str) -> weights_service_pb2.LoadRead
 
 
 async def _follow_load(
-    channel: grpc.aio.Channel, model: str, patience: asyncio.Timeout
+    channel: grpc.aio.Channel, model: str, patience: asyncio.Timeout, on_progress: Progress
 ) -> weights_service_pb2.LoadReady:
     stub = weights_service_pb2_grpc.WeightServiceStub(channel)
     loop = asyncio.get_running_loop()
@@ -128,9 +134,10 @@ async def _follow_load(
             if response.WhichOneof("event") == "ready":
                 logger.info("weights: %.1f MiB from %s", response.ready.size_bytes / 2**20, response.ready.source)
                 return response.ready
+            progress = response.progress
+            on_progress(progress.read_bytes, progress.total_bytes)
             if loop.time() - told_at >= 1.0:
                 told_at = loop.time()
-                progress = response.progress
                 log.progress("weights", progress.read_bytes, progress.total_bytes)
     raise PeerLost("the weights service ended the call early")
 
@@ -140,6 +147,7 @@ def _build(
     sizes: Sizes,
     ready: weights_service_pb2.LoadReady,
     listener: Callable[[StepOutput], None],
+    arrival: Arrival,
 ) -> Booted:
     model, machine = parse_config(ready.config_json), sizes.machine
     size, limits = block_bytes(model, machine.dtype, machine.block_tokens), _limits(config, sizes, model)
@@ -150,8 +158,10 @@ def _build(
     log.mark("copying and packing" if machine.is_resident else "copying")
     if machine.device == "cuda":
         if config.tune_seconds and decoder.packed:
+            arrival.turn_to("tuning kernels")
             tune_tiles(decoder, graph_sizes(limits.max_num_seqs), config.tune_seconds)
             log.mark("tuning")
+        arrival.turn_to("measuring the largest step")
         free = free_bytes(decoder.device)  # which gives back what packing and tuning left, before it counts as held
         held = torch.cuda.memory_reserved(decoder.device) + RUNTIME_BYTES  # and what libraries have beside torch
         free = own_bytes(free, _total_bytes(), config.gpu_share, held)
@@ -160,6 +170,7 @@ def _build(
         identity |= {"form": config.weights, "layout": layout_name(model)}
         peak = remembered(identity, lambda: measure_peak(decoder, limits, machine.dtype, decoder.device))
         log.mark("largest step")
+        arrival.turn_to("compiling kernels")
         compile_sampling(model.vocab_size, decoder.device)
         log.mark("sampling")
         logger.info("engine: the largest step takes %d MiB", peak >> 20)

@@ -30,6 +30,7 @@ from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
 from weft.rpc.blocks import GrpcTransport
 from weft.rpc.client import ChannelPool
 from weft.rpc.server import RpcServer, until_signal
+from weft.worker.arrival import Arrival, announced
 from weft.worker.blocks import open_blocks
 from weft.worker.boot import Booted, boot
 from weft.worker.config import StoreFetch, WorkerConfig
@@ -118,15 +119,17 @@ async def serve_worker(config: WorkerConfig, *posts: Post) -> None:
 
 async def _live(config: WorkerConfig, posts: Sequence[Post], is_draining: bool = False) -> Parked | None:
     """From weights and a pool until they are given back, or the process is to end."""
-    feed = EngineFeed()
-    booted = await boot(config, feed.listener)
-    booted.engine.start()
-    try:
-        async with background() as tasks:
-            return await _serve(config, posts, is_draining, booted, feed, tasks)
-    finally:
-        await asyncio.to_thread(booted.engine.stop)
-        feed.forget()
+    feed, arrival = EngineFeed(), Arrival(config.worker_id, config.role, config.served_name)
+    async with announced(config.scheduler_addr, arrival):
+        booted = await boot(config, feed.listener, arrival)
+        booted.engine.start()
+        arrival.turn_to("joining")
+        try:
+            async with background() as tasks:
+                return await _serve(config, posts, is_draining, booted, feed, tasks, arrival)
+        finally:
+            await asyncio.to_thread(booted.engine.stop)
+            feed.forget()
 
 
 async def _serve(
@@ -136,6 +139,7 @@ async def _serve(
     booted: Booted,
     feed: EngineFeed,
     tasks: asyncio.TaskGroup,
+    arrival: Arrival,
 ) -> Parked | None:
     rpc = RpcServer([post.service_name for post in posts])
     place = await _furnish(config, booted, feed, tasks)
@@ -154,7 +158,7 @@ async def _serve(
     )
     keeping = tasks.create_task(membership.keep())
     try:
-        watches = _announce(config, membership, health), _watch(engine, health), feed.until_broken()
+        watches = _arrive(config, membership, health, arrival), _watch(engine, health), feed.until_broken()
         is_ending = await until_signal(*watches, or_when=membership.until_park_changes)
         drain = partial(_drain, desks=desks, membership=membership, rpc=rpc)
         if not is_ending:
@@ -233,9 +237,10 @@ def _introduction(
     )
 
 
-async def _announce(config: WorkerConfig, membership: Membership, health: Health) -> None:
+async def _arrive(config: WorkerConfig, membership: Membership, health: Health, arrival: Arrival) -> None:
     """Join; then, off the way of a start, have what it read at hand for the next one."""
     await membership.until_joined()
+    arrival.is_over = True
     log.mark(log.JOINING)
     await health.join()
     about = {str(config.model / name) for name in ("config.json", "generation_config.json")} if config.model else set()

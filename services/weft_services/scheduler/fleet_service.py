@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container
 from dataclasses import asdict
+from typing import TypeVar
 
 import grpc
 
@@ -24,12 +25,14 @@ from weft.rpc.wire import (
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
+from weft_services.scheduler.arrivals import Arrival, Arrivals
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.state import Worker, WorkerInfo, WorkerReport
 from weft_services.scheduler.store_watch import StoreWatch
 
 MAX_NAME_CHARS = 256
 _WORKER_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+MessageT = TypeVar("MessageT")
 
 
 class FleetServicer(pb_grpc.FleetServiceServicer):
@@ -46,6 +49,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         self._store = store
         self._report_interval_ms = report_interval_ms
         self._silence_seconds = silence_seconds
+        self._arrivals = Arrivals()
 
     async def Join(
         self,
@@ -73,6 +77,20 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         finally:
             self._dispatcher.leave(worker, why)
 
+    async def Announce(
+        self,
+        request_iterator: AsyncIterator[pb.AnnounceRequest],
+        context: grpc.aio.ServicerContext[pb.AnnounceRequest, pb.AnnounceResponse],
+    ) -> pb.AnnounceResponse:
+        """See the proto."""
+        announcement = self._arrivals.begin()
+        try:
+            while (message := await self._next(request_iterator)) is not None:
+                self._arrivals.tell(announcement, _arrival(message.arrival))
+        finally:
+            self._arrivals.end(announcement)
+        return pb.AnnounceResponse()
+
     async def ListWorkers(
         self,
         request: pb.ListWorkersRequest,
@@ -85,7 +103,16 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
             workers=[_status(w, self._dispatcher.age_seconds(w), with_hand_offs) for w in workers],
             store=pb.StoreStatus(**asdict(use)) if use is not None else None,
             waiting_requests=self._dispatcher.num_waiting,
+            arrivals=self._awaited({worker.worker_id for worker in workers}),
         )
+
+    def _awaited(self, joined: Container[str]) -> list[pb.WorkerArrival]:
+        """Those not joined: a worker ends its announcement a moment after it has."""
+        return [
+            _arrival_to_wire(arrival, seconds)
+            for arrival, seconds in self._arrivals.waited_for()
+            if arrival.worker_id not in joined
+        ]
 
     async def Drain(
         self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainResponse]
@@ -118,7 +145,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         interval_ms, drain, park = self._report_interval_ms, worker.drain_wish, worker.park_wish
         return pb.JoinResponse(report_interval_ms=interval_ms, drain=drain, park=park, role=role)
 
-    async def _next(self, requests: AsyncIterator[pb.JoinRequest]) -> pb.JoinRequest | None:
+    async def _next(self, requests: AsyncIterator[MessageT]) -> MessageT | None:
         async with asyncio.timeout(self._silence_seconds):
             return await anext(requests, None)
 
@@ -128,9 +155,35 @@ def _at_most(param: str, size: int, limit: int) -> None:
         raise InvalidRequest(f"{param}: {size} is more than {limit}", param)
 
 
+def _check_id(param: str, worker_id: str) -> None:
+    if not _WORKER_ID.fullmatch(worker_id):
+        raise InvalidRequest(f"worker_id must match {_WORKER_ID.pattern}", param)
+
+
+def _arrival(arrival: pb.WorkerArrival) -> Arrival:
+    _check_id("arrival.worker_id", arrival.worker_id)
+    if arrival.role == common_pb2.WORKER_ROLE_UNSPECIFIED:
+        raise InvalidRequest("arrival needs a role", "arrival.role")
+    _at_most("arrival.model", len(arrival.model), MAX_NAME_CHARS)
+    _at_most("arrival.phase", len(arrival.phase), MAX_NAME_CHARS)
+    role = role_from_wire(arrival.role)
+    return Arrival(arrival.worker_id, role, arrival.model, arrival.phase, arrival.done_bytes, arrival.total_bytes)
+
+
+def _arrival_to_wire(arrival: Arrival, seconds: float) -> pb.WorkerArrival:
+    return pb.WorkerArrival(
+        worker_id=arrival.worker_id,
+        role=role_to_wire(arrival.role),
+        model=arrival.model,
+        phase=arrival.phase,
+        done_bytes=arrival.done_bytes,
+        total_bytes=arrival.total_bytes,
+        since_ms=round(seconds * 1000),
+    )
+
+
 def _info(hello: pb.WorkerHello) -> WorkerInfo:
-    if not _WORKER_ID.fullmatch(hello.worker.worker_id):
-        raise InvalidRequest(f"worker_id must match {_WORKER_ID.pattern}", "hello.worker.worker_id")
+    _check_id("hello.worker.worker_id", hello.worker.worker_id)
     sizes = (hello.num_blocks, hello.max_context_tokens, hello.fingerprint.block_tokens)
     if hello.role == common_pb2.WORKER_ROLE_UNSPECIFIED or not all(sizes) or not hello.worker.address:
         raise InvalidRequest("hello needs a role, an address, num_blocks, max_context_tokens and block_tokens", "hello")

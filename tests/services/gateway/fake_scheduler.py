@@ -52,6 +52,7 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
         self.reports: dict[str, scheduler_service_pb2.WorkerReport] = {}
         self.store: scheduler_service_pb2.StoreStatus | None = None
         self.num_waiting = 0
+        self.arrivals: list[scheduler_service_pb2.WorkerArrival] = []
         self.draining: set[str] = set()
         self.flexible: set[str] = set()  # those that can change their role
         self.roles: dict[str, common_pb2.WorkerRole.ValueType] = {}  # that they were given
@@ -131,12 +132,16 @@ class FakeScheduler(SchedulerServiceServicer, FleetServiceServicer):
         """No worker joins a fake."""
         raise NotImplementedError
 
+    def Announce(self, request_iterator: Any, context: Any) -> Any:
+        """Nor is one announced."""
+        raise NotImplementedError
+
     async def ListWorkers(self, request: Any, context: Any) -> Any:
         statuses = self._statuses()
         for status in statuses if request.without_hand_offs else ():
             status.report.ClearField("hand_offs")
         return scheduler_service_pb2.ListWorkersResponse(
-            workers=statuses, store=self.store, waiting_requests=self.num_waiting
+            workers=statuses, store=self.store, waiting_requests=self.num_waiting, arrivals=self.arrivals
         )
 
     def _statuses(self) -> list[scheduler_service_pb2.WorkerStatus]:

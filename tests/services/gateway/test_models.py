@@ -15,6 +15,7 @@ from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, MakeBench
 from tests.services.gateway.fakes import speaking
 from weft.config import ConfigError
 from weft.keys import Key, digest_of, dump_keys, make_secret
+from weft_mesh.v1 import common_pb2, scheduler_service_pb2
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from weft_services.gateway.config import Config
@@ -69,6 +70,15 @@ async def test_the_gateway_is_ready_while_one_model_can_be_served_and_says_which
         response = await b.http.get("/ready")
         assert response.status_code == 503
         assert response.json()["reasons"] == [f"{MODEL_NAME}: no prefill worker is ready", *missing]
+        for number in range(2):
+            b.scheduler.arrivals.append(
+                scheduler_service_pb2.WorkerArrival(
+                    worker_id=f"other-{number}", role=common_pb2.WORKER_ROLE_DECODE, model=OTHER
+                )
+            )
+        await b.gateway.watch.poll()
+        reasons = (await b.http.get("/ready")).json()["reasons"]
+        assert reasons[1:] == [f"{OTHER}: no decode worker has joined, 2 loading the model", missing[1]]
 
 
 async def test_texts_are_tokenized_by_the_model_that_is_named(bench: MakeBench, both: str) -> None:

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -62,6 +62,9 @@ class ListOnly(pb_grpc.FleetServiceServicer):
     def Join(self, request_iterator: Any, context: Any) -> Any:
         raise NotImplementedError
 
+    def Announce(self, request_iterator: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     def Drain(self, request: Any, context: Any) -> Any:
         if request.worker_id != "decode-0":
             context.abort(grpc.StatusCode.NOT_FOUND, f"no worker {request.worker_id!r} is live")
@@ -102,9 +105,9 @@ def address(fleet: list[list[pb.WorkerStatus]]) -> Iterator[str]:
     server.stop(0).wait()
 
 
-def shown(workers: list[pb.WorkerStatus], width: int = 200) -> str:
+def shown(workers: list[pb.WorkerStatus], width: int = 200, arrivals: Sequence[pb.WorkerArrival] = ()) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(render(workers, width))
+    console.print(render(pb.ListWorkersResponse(workers=workers, arrivals=arrivals), width))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -130,7 +133,37 @@ def test_as_json_it_carries_every_field_of_the_report(address: str, capsys: pyte
 
 def test_an_empty_fleet_says_why_it_may_be_empty() -> None:
     assert "no worker has joined" in shown([])
-    assert totals_line([]).startswith("0 workers")
+    assert totals_line(pb.ListWorkersResponse()).startswith("0 workers, 0 ready ·")
+
+
+LOADING = pb.WorkerArrival(
+    worker_id="decode-7",
+    role=common_pb2.WORKER_ROLE_DECODE,
+    model="weft-nano",
+    phase="reading weights",
+    done_bytes=43,
+    total_bytes=100,
+    since_ms=2900,
+)
+
+
+@pytest.mark.parametrize("workers", [[], [worker("decode-0")]])
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_worker_that_loads_has_a_row_too(workers: list[pb.WorkerStatus], width: int) -> None:
+    lines = shown(workers, width, [LOADING]).splitlines()
+    row = next(line for line in lines if line.startswith("decode-7"))
+    assert "reading weights 43%, 3 s" in row
+    assert f"{len(workers)} workers, {len(workers)} ready, 1 loading" in " ".join(lines)
+    assert max(map(len, lines)) <= width
+
+
+def test_what_is_not_counted_has_no_share_and_json_has_all() -> None:
+    arrival = pb.WorkerArrival(role=common_pb2.WORKER_ROLE_DECODE, phase="tuning kernels", since_ms=12_000)
+    assert "tuning kernels, 12 s" in shown([], arrivals=[arrival])
+    fleet = json.loads(json.dumps(as_dict(pb.ListWorkersResponse(arrivals=[LOADING]))))
+    assert fleet["totals"]["loading"] == 1
+    (told,) = fleet["arrivals"]
+    assert (told["worker_id"], told["role"], told["done_bytes"], told["since_ms"]) == ("decode-7", "decode", 43, 2900)
 
 
 @pytest.mark.parametrize("width", [72, 80, 100, 120, 160])
@@ -179,7 +212,7 @@ def test_the_command_takes_the_address(address: str) -> None:
 def test_what_is_nested_in_a_report_is_json_too() -> None:
     told = worker("decode-0")
     told.report.hand_offs.add(prefill_worker_id="prefill-0", size_bytes=1 << 40)
-    (shown,) = json.loads(json.dumps(as_dict([told])))["workers"]
+    (shown,) = json.loads(json.dumps(as_dict(pb.ListWorkersResponse(workers=[told]))))["workers"]
     assert shown["hand_offs"] == [
         {"prefill_worker_id": "prefill-0", "num_prompts": 0, "size_bytes": 1 << 40, "num_failed": 0}
     ]

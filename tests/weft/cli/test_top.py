@@ -68,6 +68,11 @@ def test_an_empty_fleet_is_a_map_too() -> None:
     assert "no shared store" in console.file.getvalue()
 
 
+def test_workers_that_load_are_counted() -> None:
+    loading = pb.WorkerArrival(worker_id="decode-7", role=common_pb2.WORKER_ROLE_DECODE)
+    assert "0 of 0 workers ready · 1 loading" in printed(pb.ListWorkersResponse(arrivals=[loading]), 120)
+
+
 def printed(fleet: pb.ListWorkersResponse, width: int, height: int = 0) -> str:
     console, history = Console(file=io.StringIO(), width=width), History()
     history.take(fleet.workers, now=1.0)

@@ -17,8 +17,10 @@ from weft.capacity.room import Machine
 from weft.capacity.sizes import Sizes, choose
 from weft.config import ConfigError, read_config
 from weft.errors import BadCheckpoint, NotFound, Overloaded, PeerLost
+from weft.request import WorkerRole
 from weft.rpc.server import RpcServer
 from weft.worker import boot
+from weft.worker.arrival import Arrival
 from weft.worker.boot import load_weights, parse_config
 from weft.worker.config import WorkerConfig
 from weft_mesh.v1 import weights_service_pb2 as pb2
@@ -44,6 +46,10 @@ READY = pb2.LoadResponse(ready=pb2.LoadReady(shm_name="image", size_bytes=7, wei
 
 def config(**more: str) -> WorkerConfig:
     return read_config(WorkerConfig, {**MINIMUM, **{f"WEFT_{name}": value for name, value in more.items()}})
+
+
+def arrival() -> Arrival:
+    return Arrival("w", WorkerRole.DECODE, "nano")
 
 
 def test_the_model_is_named_after_its_directory_unless_told() -> None:
@@ -114,7 +120,7 @@ def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_opened(
     monkeypatch.setattr(boot, "available_bytes", lambda: 1000)
     there = pb2.LoadReady(config_json=json.dumps(FIELDS), shm_name="no such image", size_bytes=7)
     with pytest.raises(BadCheckpoint, match=f"the model does not fit: .*{what}"):
-        boot._build(config(**more), choose(config(**more).wanted, False), there, lambda output: None)
+        boot._build(config(**more), choose(config(**more).wanted, False), there, lambda output: None, arrival())
 
 
 async def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_asked_for(
@@ -125,7 +131,7 @@ async def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_asked
         monkeypatch.setattr(boot, name, lambda *_: None)
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
     with pytest.raises(BadCheckpoint, match="the model does not fit"):
-        await boot.boot(config(MODEL=str(tmp_path), WEIGHTS_ADDR="nobody:1"), lambda output: None)
+        await boot.boot(config(MODEL=str(tmp_path), WEIGHTS_ADDR="nobody:1"), lambda output: None, arrival())
 
 
 @pytest.mark.parametrize(
@@ -139,7 +145,7 @@ async def test_a_worker_that_is_meant_for_a_gpu_does_not_start_without(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     with pytest.raises(ConfigError, match=f"WEFT_DEVICE=cuda: torch {re.escape(torch.__version__)} {why}"):
-        await boot.boot(config(DEVICE="cuda"), lambda output: None)
+        await boot.boot(config(DEVICE="cuda"), lambda output: None, arrival())
 
 
 @pytest.mark.parametrize(
@@ -157,7 +163,7 @@ async def test_a_worker_computes_on_no_more_cores_than_its_container_is_granted(
     monkeypatch.setattr(boot, "granted_cores", lambda: granted)
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
     with pytest.raises(BadCheckpoint, match="the model does not fit"):
-        await boot.boot(config(MODEL=str(tmp_path), WEIGHTS_ADDR="nobody:1", **more), lambda output: None)
+        await boot.boot(config(MODEL=str(tmp_path), WEIGHTS_ADDR="nobody:1", **more), lambda output: None, arrival())
     assert num_threads == [expected]
 
 
@@ -243,8 +249,10 @@ async def stalled(request: pb2.LoadRequest) -> AsyncIterator[pb2.LoadResponse]:
 
 
 async def test_weights_are_announced_after_their_progress() -> None:
+    told: list[tuple[int, int]] = []
     async with start_weights(ready) as address:
-        assert (await load_weights(address, "nano")).weights_hash == "cafe"
+        assert (await load_weights(address, "nano", lambda *progress: told.append(progress))).weights_hash == "cafe"
+    assert told == [(1, 7)]
 
 
 async def test_a_weights_service_that_starts_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

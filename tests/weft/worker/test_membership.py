@@ -51,6 +51,9 @@ class Fleet(scheduler_service_pb2_grpc.FleetServiceServicer):
     async def Drain(self, request: Any, context: Any) -> pb2.DrainResponse:
         raise AssertionError("workers do not ask")
 
+    async def Announce(self, request_iterator: Any, context: Any) -> pb2.AnnounceResponse:
+        raise AssertionError("it has joined")
+
     async def SetRole(self, request: Any, context: Any) -> Any:
         raise AssertionError("workers do not ask")
 

@@ -547,6 +547,93 @@ class WorkerHello(_message.Message):
 Global___WorkerHello: _TypeAlias = WorkerHello  # noqa: Y015
 
 @_typing.final
+class AnnounceRequest(_message.Message):
+    """One message of a worker that loads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARRIVAL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def arrival(self) -> Global___WorkerArrival:
+        """How far it is. Always of the same worker."""
+
+    def __init__(
+        self,
+        *,
+        arrival: Global___WorkerArrival | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arrival", b"arrival"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival", b"arrival"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnnounceRequest: _TypeAlias = AnnounceRequest  # noqa: Y015
+
+@_typing.final
+class AnnounceResponse(_message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnnounceResponse: _TypeAlias = AnnounceResponse  # noqa: Y015
+
+@_typing.final
+class WorkerArrival(_message.Message):
+    """A worker that has not joined yet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    DONE_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    SINCE_MS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Its stable name."""
+    role: _common_pb2.WorkerRole.ValueType
+    """What it is going to do."""
+    model: _builtins.str
+    """The model that it loads."""
+    phase: _builtins.str
+    """What it is busy with, in a few words for people: "reading weights"."""
+    done_bytes: _builtins.int
+    """Of that, done; in bytes."""
+    total_bytes: _builtins.int
+    """Of that, all; 0 where it is not counted in bytes."""
+    since_ms: _builtins.int
+    """Milliseconds since it was first announced. Said by the scheduler."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        role: _common_pb2.WorkerRole.ValueType = ...,
+        model: _builtins.str = ...,
+        phase: _builtins.str = ...,
+        done_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+        since_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done_bytes", b"done_bytes", "model", b"model", "phase", b"phase", "role", b"role", "since_ms", b"since_ms", "total_bytes", b"total_bytes", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerArrival: _TypeAlias = WorkerArrival  # noqa: Y015
+
+@_typing.final
 class WorkerReport(_message.Message):
     """A worker's own view of its load; corrects the scheduler's bookings."""
 
@@ -797,6 +884,7 @@ class ListWorkersResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
     WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
+    ARRIVALS_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     """Requests that wait for room."""
     @_builtins.property
@@ -807,16 +895,21 @@ class ListWorkersResponse(_message.Message):
     def store(self) -> Global___StoreStatus:
         """The shared store; absent while there is none, or it does not answer."""
 
+    @_builtins.property
+    def arrivals(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerArrival]:
+        """Workers that load their model and have not joined, sorted by id."""
+
     def __init__(
         self,
         *,
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
         store: Global___StoreStatus | None = ...,
         waiting_requests: _builtins.int = ...,
+        arrivals: _abc.Iterable[Global___WorkerArrival] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_store", b"_store", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_store", b"_store", "store", b"store", "waiting_requests", b"waiting_requests", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_store", b"_store", "arrivals", b"arrivals", "store", b"store", "waiting_requests", b"waiting_requests", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__store: _TypeAlias = _typing.Literal["store"]  # noqa: Y015
     _WhichOneofArgType__store: _TypeAlias = _typing.Literal["_store", b"_store"]  # noqa: Y015

@@ -206,6 +206,11 @@ class FleetServiceStub:
                 request_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.JoinRequest.SerializeToString,
                 response_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.JoinResponse.FromString,
                 _registered_method=True)
+        self.Announce = channel.stream_unary(
+                '/weft_mesh.v1.FleetService/Announce',
+                request_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.AnnounceRequest.SerializeToString,
+                response_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.AnnounceResponse.FromString,
+                _registered_method=True)
         self.ListWorkers = channel.unary_unary(
                 '/weft_mesh.v1.FleetService/ListWorkers',
                 request_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.ListWorkersRequest.SerializeToString,
@@ -234,6 +239,14 @@ class FleetServiceServicer:
 
     def Join(self, request_iterator, context):
         """A worker's membership. The worker speaks first (hello), then reports at the interval it was given; the stream's end is its leaving.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Announce(self, request_iterator, context):
+        """What a worker is busy with before it can join, told again and again while it loads its model, so that people see that it comes. Nothing
+        is placed there. The stream's end takes it back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -277,6 +290,11 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.Join,
                     request_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.JoinRequest.FromString,
                     response_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.JoinResponse.SerializeToString,
+            ),
+            'Announce': grpc.stream_unary_rpc_method_handler(
+                    servicer.Announce,
+                    request_deserializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.AnnounceRequest.FromString,
+                    response_serializer=weft__mesh_dot_v1_dot_scheduler__service__pb2.AnnounceResponse.SerializeToString,
             ),
             'ListWorkers': grpc.unary_unary_rpc_method_handler(
                     servicer.ListWorkers,
@@ -327,6 +345,33 @@ class FleetService:
             '/weft_mesh.v1.FleetService/Join',
             weft__mesh_dot_v1_dot_scheduler__service__pb2.JoinRequest.SerializeToString,
             weft__mesh_dot_v1_dot_scheduler__service__pb2.JoinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Announce(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/weft_mesh.v1.FleetService/Announce',
+            weft__mesh_dot_v1_dot_scheduler__service__pb2.AnnounceRequest.SerializeToString,
+            weft__mesh_dot_v1_dot_scheduler__service__pb2.AnnounceResponse.FromString,
             options,
             channel_credentials,
             insecure,

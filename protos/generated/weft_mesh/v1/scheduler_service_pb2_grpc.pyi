@@ -102,6 +102,10 @@ class FleetServiceStub:
     def __new__(cls, channel: _aio.Channel) -> FleetServiceAsyncStub: ...
     Join: _grpc.StreamStreamMultiCallable[_scheduler_service_pb2.JoinRequest, _scheduler_service_pb2.JoinResponse]
     """A worker's membership. The worker speaks first (hello), then reports at the interval it was given; the stream's end is its leaving."""
+    Announce: _grpc.StreamUnaryMultiCallable[_scheduler_service_pb2.AnnounceRequest, _scheduler_service_pb2.AnnounceResponse]
+    """What a worker is busy with before it can join, told again and again while it loads its model, so that people see that it comes. Nothing
+    is placed there. The stream's end takes it back.
+    """
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.ListWorkersRequest, _scheduler_service_pb2.ListWorkersResponse]
     """The fleet as it is now."""
     Drain: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.DrainRequest, _scheduler_service_pb2.DrainResponse]
@@ -124,6 +128,10 @@ class FleetServiceAsyncStub(FleetServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Join: _aio.StreamStreamMultiCallable[_scheduler_service_pb2.JoinRequest, _scheduler_service_pb2.JoinResponse]  # type: ignore[assignment]
     """A worker's membership. The worker speaks first (hello), then reports at the interval it was given; the stream's end is its leaving."""
+    Announce: _aio.StreamUnaryMultiCallable[_scheduler_service_pb2.AnnounceRequest, _scheduler_service_pb2.AnnounceResponse]  # type: ignore[assignment]
+    """What a worker is busy with before it can join, told again and again while it loads its model, so that people see that it comes. Nothing
+    is placed there. The stream's end takes it back.
+    """
     ListWorkers: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.ListWorkersRequest, _scheduler_service_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """The fleet as it is now."""
     Drain: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.DrainRequest, _scheduler_service_pb2.DrainResponse]  # type: ignore[assignment]
@@ -149,6 +157,16 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_service_pb2.JoinResponse], _abc.AsyncIterator[_scheduler_service_pb2.JoinResponse]]:
         """A worker's membership. The worker speaks first (hello), then reports at the interval it was given; the stream's end is its leaving."""
+
+    @_abc_1.abstractmethod
+    def Announce(
+        self,
+        request_iterator: _MaybeAsyncIterator[_scheduler_service_pb2.AnnounceRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_service_pb2.AnnounceResponse, _abc.Awaitable[_scheduler_service_pb2.AnnounceResponse]]:
+        """What a worker is busy with before it can join, told again and again while it loads its model, so that people see that it comes. Nothing
+        is placed there. The stream's end takes it back.
+        """
 
     @_abc_1.abstractmethod
     def ListWorkers(

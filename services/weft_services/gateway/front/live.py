@@ -59,6 +59,7 @@ class FleetEvents:
             "waiting": fleet.num_waiting,
             "store": fleet.store,
             "workers": [_worker_fields(worker) for worker in fleet.workers],
+            "arrivals": fleet.arrivals,
         }
 
 

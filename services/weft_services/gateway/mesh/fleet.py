@@ -10,7 +10,7 @@ from weft.errors import WeftError
 from weft.request import WorkerRole
 from weft_services.gateway.mesh.news import News
 from weft_services.gateway.mesh.peers import Scheduler
-from weft_services.gateway.mesh.workers import FleetReport, HandOff, Worker
+from weft_services.gateway.mesh.workers import Arrival, FleetReport, HandOff, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,7 @@ class Fleet:
 
     workers: tuple[Worker, ...] = ()
     trouble: str | None = "the scheduler has not been asked yet"
+    arrivals: tuple[Arrival, ...] = ()
 
     @property
     def reasons(self) -> list[str]:
@@ -33,10 +34,10 @@ class Fleet:
         missing = []
         for role in (WorkerRole.DECODE, WorkerRole.PREFILL):
             able = [worker for worker in self.workers if worker.role.can(role)]
-            if not able:
-                missing.append(f"no {role} worker has joined")
-            elif not any(worker.serves for worker in able):
-                missing.append(f"no {role} worker is ready")
+            if not any(worker.serves for worker in able):
+                what = f"no {role} worker {'is ready' if able else 'has joined'}"
+                coming = sum(arrival.role.can(role) for arrival in self.arrivals)
+                missing.append(f"{what}, {coming} loading the model" if coming else what)
         return missing
 
     @property
@@ -53,6 +54,11 @@ class Fleet:
     def fingerprint(self) -> str | None:
         """OpenAI's system_fingerprint: changes with the weights."""
         return next((f"fp_{worker.weights_hash[:12]}" for worker in self.workers if worker.weights_hash), None)
+
+
+def _of_model(model: str, report: FleetReport) -> Fleet:
+    arrivals = tuple(arrival for arrival in report.arrivals if arrival.model == model)
+    return Fleet(tuple(worker for worker in report.workers if worker.model == model), None, arrivals)
 
 
 class FleetWatch:
@@ -116,11 +122,10 @@ class FleetWatch:
             self.picture = replace(self.picture)  # another one to whoever has put it into words: it is not ready now
         else:
             workers = tuple(worker for worker in report.workers if worker.model in self._fleets)
-            self.picture, self._has_hand_offs = replace(report, workers=workers), with_hand_offs
-            fleets = {
-                model: Fleet(tuple(worker for worker in workers if worker.model == model), None)
-                for model in self._fleets
-            }
+            arrivals = tuple(arrival for arrival in report.arrivals if arrival.model in self._fleets)
+            self.picture = replace(report, workers=workers, arrivals=arrivals)
+            self._has_hand_offs = with_hand_offs
+            fleets = {model: _of_model(model, self.picture) for model in self._fleets}
         self._fleets = fleets
         if (self.is_ready, self.reasons) != before:
             logger.info("ready=%s reasons=%s", self.is_ready, "; ".join(self.reasons) or "none")

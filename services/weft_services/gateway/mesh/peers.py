@@ -19,7 +19,7 @@ from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
 from weft_mesh.v1.scheduler_service_pb2_grpc import FleetServiceStub, SchedulerServiceStub
 from weft_services.gateway.mesh.placement import Placement, RouteQuery, Settlement
 from weft_services.gateway.mesh.routes import RouteStream, StreamLost
-from weft_services.gateway.mesh.workers import FleetReport, StoreUse, Work, Worker
+from weft_services.gateway.mesh.workers import Arrival, FleetReport, StoreUse, Work, Worker
 
 ROUTE_SECONDS = 5.0
 RETRY_PAUSES_SECONDS = (0.0, 0.05, 0.2)
@@ -81,6 +81,7 @@ class Scheduler:
             tuple(_worker_from_wire(status) for status in response.workers),
             _store_from_wire(response.store) if response.HasField("store") else None,
             response.waiting_requests,
+            tuple(_arrival_from_wire(arrival) for arrival in response.arrivals),
         )
 
     async def drain(self, worker_id: str, undo: bool) -> None:
@@ -144,6 +145,18 @@ def _work_from_wire(status: scheduler_pb.WorkerStatus) -> Work:
         booked_tokens=status.booked_prefill_tokens + status.booked_decode_tokens,
         report_age_ms=status.report_age_ms,
         tallies=wire.tallies_from_wire(report),
+    )
+
+
+def _arrival_from_wire(arrival: scheduler_pb.WorkerArrival) -> Arrival:
+    return Arrival(
+        worker_id=arrival.worker_id,
+        role=wire.role_from_wire(arrival.role),
+        model=arrival.model,
+        phase=arrival.phase,
+        done_bytes=arrival.done_bytes,
+        total_bytes=arrival.total_bytes,
+        since_ms=arrival.since_ms,
     )
 
 

@@ -66,12 +66,26 @@ class StoreUse:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrival:
+    """A worker that loads its model and has not joined. `total_bytes` 0: what it does is not counted in bytes."""
+
+    worker_id: str
+    role: WorkerRole
+    model: str
+    phase: str
+    done_bytes: int = 0
+    total_bytes: int = 0
+    since_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class FleetReport:
     """One answer of the scheduler. `store` None: there is none, or it does not answer."""
 
     workers: tuple[Worker, ...] = ()
     store: StoreUse | None = None
     num_waiting: int = 0
+    arrivals: tuple[Arrival, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,11 @@ function spine({ now }) {
 const node = (name, text) => element("div", { class: "node", id: `node-${name}` }, element("b", {}, name), element("small", {}, text));
 
 function side(fleet, role, steer) {
-  const workers = fleet.now.workers.filter((worker) => worker.role === role || (worker.role === "both" && role === "decode"));
+  const isHere = (worker) => worker.role === role || (worker.role === "both" && role === "decode");
+  const workers = fleet.now.workers.filter(isHere);
+  const coming = fleet.now.arrivals.filter(isHere);
   const place = byId(role);
-  if (!workers.length) {
+  if (!workers.length && !coming.length) {
     const others = fleet.now.workers.some((worker) => worker.role === "both");
     const words = others ? "The workers on the right do both." : `No ${role} worker is in the fleet.`;
     place.replaceChildren(element("div", { class: "empty" }, words));
@@ -50,7 +52,19 @@ function side(fleet, role, steer) {
     fill(card, worker, fleet, role);
     return card.root;
   });
+  shown.push(...coming.map(arriving));
   if (shown.length !== place.children.length || shown.some((root, at) => place.children[at] !== root)) place.replaceChildren(...shown);
+}
+
+// A worker that loads its model: what it is busy with, and how far that is where it is counted.
+function arriving(arrival) {
+  const done = arrival.total_bytes ? arrival.done_bytes / arrival.total_bytes : 0;
+  const words = `${arrival.phase}${arrival.total_bytes ? ` ${percent(done)}` : ""}, ${count(Math.round(arrival.since_ms / 1000))} s`;
+  const bar = element("i", { class: "kept" });
+  bar.style.width = `${done * 100}%`;
+  return element("article", { class: "worker arriving", "data-worker": arrival.worker_id },
+    element("header", {}, element("span", { class: "id", title: arrival.worker_id }, arrival.worker_id), element("span", { class: "status" }, words)),
+    element("div", { class: "pool", role: "img", "aria-label": words }, bar));
 }
 
 function make(id, steer) {
