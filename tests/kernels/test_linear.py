@@ -241,6 +241,34 @@ def test_a_library_is_built_once(name: str) -> None:
     assert load(name) is library
 
 
+def test_the_processor_is_seen_as_torch_sees_it() -> None:
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    features = torch.cpu.get_capabilities()
+    assert (most_isa() == "torch") == (capability not in ("avx2", "avx512"))
+    assert most_isa().startswith("avx512") or most_isa() == "amx" or capability != "avx512"
+    assert (most_isa() in ("avx512_bf16", "amx")) == bool(features.get("avx512_bf16"))
+
+
+@pytest.mark.parametrize(
+    ("features", "lets", "most"),
+    [
+        ("", True, "torch"),
+        ("avx2", True, "torch"),
+        ("avx2 fma", True, "avx2"),
+        ("avx2 fma avx512f avx512bw avx512dq", True, "avx2"),
+        ("avx2 fma avx512f avx512bw avx512dq avx512vl amx_bf16 amx_tile", True, "avx512"),
+        ("avx2 fma avx512f avx512bw avx512dq avx512vl avx512_bf16", True, "avx512_bf16"),
+        ("avx2 fma avx512f avx512bw avx512dq avx512vl avx512_bf16 amx_bf16 amx_tile", True, "amx"),
+        ("avx2 fma avx512f avx512bw avx512dq avx512vl avx512_bf16 amx_bf16 amx_tile", False, "avx512_bf16"),
+    ],
+)
+def test_each_set_needs_those_before_it(features: str, lets: bool, most: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_module, "is_supported_machine", lambda: True)
+    monkeypatch.setattr(native_module, "processor_features", lambda: frozenset(features.split()))
+    monkeypatch.setattr(native_module, "_may_use_tiles", lambda: lets)
+    assert native_module.most_isa.__wrapped__() == most
+
+
 @pytest.mark.parametrize(("from_intel", "chosen"), [(True, "avx512"), (False, "avx512_bf16")])
 def test_pairs_of_bfloat16_are_left_to_processors_that_are_quick_at_them(
     from_intel: bool, chosen: str, monkeypatch: pytest.MonkeyPatch

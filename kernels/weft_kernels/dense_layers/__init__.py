@@ -14,7 +14,8 @@ from torch import Tensor
 
 from weft_kernels.linear import PackedWeight
 from weft_kernels.linear.twelve import Twelve
-from weft_kernels.native import FLOAT, LONG, POINTER, SUFFIXES
+from weft_kernels.native import FLOAT, LONG, POINTER
+from weft_kernels.native.rows import SUFFIXES
 from weft_kernels.paged_attention import PagedBatch, Span
 from weft_kernels.paged_attention.rows import rows_within
 

@@ -1,27 +1,28 @@
-"""The C++ kernels of this machine's CPU, or nothing where they cannot be built: then torch does their work."""
+"""The C++ kernels of this machine's CPU, or nothing where they cannot be built: then torch does their work.
+
+Knows no torch: services that only decode weights start two seconds sooner without it.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import logging
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+import sys
 from contextlib import suppress
 from functools import cache
-
-import torch
-from torch import Tensor
+from pathlib import Path
 
 from weft_kernels.native.build import (
     FLAGS,
     BuildFailed,
     cached_library,
-    is_from_intel,
-    is_supported_machine,
     is_whole,
     path_of,
 )
+from weft_kernels.native.processor import is_from_intel, is_supported_machine, processor_features
 
 logger = logging.getLogger(__name__)
 # What this machine should use: amx, avx512_bf16, avx512, avx2 or torch; empty: the best that it has.
@@ -59,7 +60,14 @@ OF_ROWS: dict[str, list[type]] = {
     "rope_kv": [POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, INT],
     "silu_mul": [POINTER, POINTER, LONG, LONG, INT],
 }
-SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+SUFFIXES = ("f32", "bf16")
+# What the processor must have for each, by Linux's names; `amx` is for those whose system lets them.
+NEEDED = {
+    "avx2": {"avx2", "fma"},
+    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+    "avx512_bf16": {"avx512_bf16"},
+    "amx": {"amx_bf16", "amx_tile"},
+}
 # What the set for Intel's matrix unit has not.
 NOT_BY_TILES: dict[str, list[type]] = {
     "weft_linear_halves_twelve": SIGNATURES["weft_linear_halves"],
@@ -90,24 +98,6 @@ def _chosen() -> str:
     return os.environ.get(CHOICE, "") or best_isa()
 
 
-def of_rows(name: str, x: Tensor, size: int) -> Callable[..., None] | None:
-    """The function of that name for `x`, where it lies on a CPU and runs of `size` of its items are whole vectors."""
-    if x.is_cuda or x.dtype not in SUFFIXES:
-        return None
-    function, width = _function_of_rows(native(), name, x.dtype)
-    return None if size % width else function
-
-
-@cache
-def _function_of_rows(
-    library: ctypes.CDLL | None, name: str, dtype: torch.dtype
-) -> tuple[Callable[..., None] | None, int]:
-    """It, and how many items make a vector. Kept: a step of one sequence asks a hundred times."""
-    if library is None:
-        return None, 1
-    return getattr(library, f"weft_{name}_{SUFFIXES[dtype]}"), library.weft_width()
-
-
 def release_threads() -> None:
     """End the OpenMP threads that wait for the calling thread, which has made its last large kernel run.
 
@@ -121,12 +111,13 @@ def release_threads() -> None:
 
 @cache
 def most_isa() -> str:
-    """The most that the processor can do, as torch sees it."""
-    capability = torch.backends.cpu.get_cpu_capability().lower() if is_supported_machine() else ""
-    features: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # which older torch does not have
-    if capability == "avx512" and features.get("avx512_bf16"):
-        return "amx" if features.get("amx_bf16") and _may_use_tiles() else "avx512_bf16"
-    return capability if capability in FLAGS else "torch"
+    """The most that the processor can do; each set needs those before it."""
+    features, most = processor_features() if is_supported_machine() else frozenset(), "torch"
+    for isa, needed in NEEDED.items():
+        if not needed <= features or (isa == "amx" and not _may_use_tiles()):
+            break
+        most = isa
+    return most
 
 
 def _may_use_tiles() -> bool:
@@ -149,6 +140,18 @@ def best_isa() -> str:
     return "avx512" if most == "avx512_bf16" and is_from_intel() else most
 
 
+def _opened(path: Path) -> ctypes.CDLL:
+    """It finds torch's OpenMP runtime where torch has been imported: one set of threads. Elsewhere the system's, and
+    where that has none, torch brings one. Raises OSError."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        if "torch" in sys.modules:
+            raise
+        importlib.import_module("torch")
+        return ctypes.CDLL(str(path))
+
+
 @cache
 def load(isa: str) -> ctypes.CDLL | None:
     """The library of one instruction set; None for `torch` and where it cannot be had, which is logged once."""
@@ -160,12 +163,11 @@ def load(isa: str) -> ctypes.CDLL | None:
     try:
         if isa == "amx" and not _may_use_tiles():
             raise OSError("the system does not give the matrix unit's registers")
-        # torch is imported above, so its OpenMP runtime is the one that this library finds: one set of threads.
-        library = ctypes.CDLL(str(cached_library(isa)))
+        library = _opened(cached_library(isa))
     except (BuildFailed, OSError, subprocess.TimeoutExpired) as error:
         logger.warning("CPU kernels: torch, which is slower; %s cannot be had: %s", isa, error)
         return None
-    for_rows = {f"weft_{name}_{suffix}": types for name, types in OF_ROWS.items() for suffix in SUFFIXES.values()}
+    for_rows = {f"weft_{name}_{suffix}": types for name, types in OF_ROWS.items() for suffix in SUFFIXES}
     others = {name: types for name, types in NOT_BY_TILES.items() if hasattr(library, name)}
     for name, types in {**SIGNATURES, **others, **for_rows}.items():
         function = getattr(library, name)

@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 from weft_kernels.native import best_isa, most_isa
-from weft_kernels.native.build import FLAGS, BuildFailed, cached_library, is_supported_machine
+from weft_kernels.native.build import FLAGS, BuildFailed, cached_library
+from weft_kernels.native.processor import is_supported_machine
 
 
 def main() -> int:

@@ -11,10 +11,8 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -144,19 +142,6 @@ def cache_dir() -> Path:
     if chosen := os.environ.get("WEFT_KERNEL_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / "native"
-
-
-def is_supported_machine() -> bool:
-    """Is there a build for this kind of processor at all?"""
-    return platform.machine().lower() in ("x86_64", "amd64") and sys.platform == "linux"
-
-
-def is_from_intel() -> bool:
-    """Has Intel made the processor? Where nothing says so, no."""
-    try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
 
 
 @cache

@@ -10,7 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from weft_kernels.native import SUFFIXES, native
+from weft_kernels.native import native
+from weft_kernels.native.rows import SUFFIXES
 from weft_kernels.paged_attention.batch import PagedBatch, Span
 from weft_kernels.paged_attention.grouped import paged_attention_grouped
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft_kernels.native import of_rows
+from weft_kernels.native.rows import of_rows
 from weft_kernels.rope.reference import rope_reference
 
 

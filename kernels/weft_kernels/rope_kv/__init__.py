@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft_kernels.kv_write import kv_write
-from weft_kernels.native import of_rows
+from weft_kernels.native.rows import of_rows
 from weft_kernels.rms_norm import rms_norm
 from weft_kernels.rope import rope
 from weft_kernels.rope_kv.reference import rope_kv_reference
