@@ -197,7 +197,7 @@ class Mesh:
         assert not alive, f"left behind: {alive}"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def mesh() -> Iterator[Mesh]:
     """One prefill and one decode worker, chunks of 16 tokens, Mooncake; what the store has is always fetched. Requests
     wait for a worker for as long as they may: a busy machine takes its time to start one anew."""

@@ -60,11 +60,11 @@ function side(fleet, role, steer) {
 function arriving(arrival) {
   const done = arrival.total_bytes ? arrival.done_bytes / arrival.total_bytes : 0;
   const words = `${arrival.phase}${arrival.total_bytes ? ` ${percent(done)}` : ""}, ${count(Math.round(arrival.since_ms / 1000))} s`;
-  const bar = element("i", { class: "kept" });
+  const bar = element("i", { class: "loaded" });
   bar.style.width = `${done * 100}%`;
   return element("article", { class: "worker arriving", "data-worker": arrival.worker_id },
     element("header", {}, element("span", { class: "id", title: arrival.worker_id }, arrival.worker_id), element("span", { class: "status" }, words)),
-    element("div", { class: "pool", role: "img", "aria-label": words }, bar));
+    element("div", { class: "pool", role: "img", "aria-label": words, hidden: !arrival.total_bytes }, bar));
 }
 
 function make(id, steer) {
