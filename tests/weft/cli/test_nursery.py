@@ -23,7 +23,8 @@ from weft.cli.supervisor import Supervisor
 
 STANDBY = (sys.executable, "-m", "weft.cli.standby", "library")
 PROGRAM = """
-import os, signal, sys, library
+import gc, os, signal, sys, library
+assert gc.isenabled() and gc.get_freeze_count() > 1000, "what the standby process imported is not looked at again"
 print(__name__, sys.argv[1:], os.environ["WHO"], "OLD" in os.environ, os.getppid() == library.PID, flush=True)
 print("up", flush=True)
 if os.environ["WHO"] == "brief":
