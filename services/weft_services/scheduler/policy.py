@@ -191,8 +191,11 @@ class _View:
         handoff = HANDOFF_SECONDS + HANDOFF_SHARE * query.prompt_tokens * prefill.worker.token_seconds
         if served.firsts[WorkerRole.BOTH] is not None:
             both = self._best(WorkerRole.BOTH, prefill_costs + decode_costs, None)
-            limit = prefill.cost + decode.cost + handoff
-            return both.worker if both is not None and both.cost <= limit else None
+            if both is None or both.cost > prefill.cost + decode.cost + handoff:
+                return None
+            # one that has just failed is no other to a pair that has not
+            is_needed = self._is_suspect(decode.worker) or self._is_suspect(prefill.worker)
+            return both.worker if is_needed or not self._is_suspect(both.worker) else None
         # a session's word is not enough to compute among those that generate
         worker = decode.worker
         own = query.prompt_tokens - min(self.demand.prefixes.held.get(worker, 0), query.prompt_tokens - 1)
@@ -212,7 +215,7 @@ class _View:
         when there is no other. Nearly always the first look is the last, so the others are vetted only when it is
         not."""
         pick, workers = self._cheapest(role, costs), self.served.workers
-        if pick is None or (self._can(role, pick.worker, kinds) and pick.worker.suspect_until <= self.now):
+        if pick is None or (self._can(role, pick.worker, kinds) and not self._is_suspect(pick.worker)):
             return pick
         able = costs.copy()
         for slot in np.flatnonzero(costs < INFINITE):
@@ -220,9 +223,12 @@ class _View:
                 able[slot] = INFINITE
         trusted = able.copy()
         for slot in np.flatnonzero(able < INFINITE):
-            if workers[slot].suspect_until > self.now:
+            if self._is_suspect(workers[slot]):
                 trusted[slot] = INFINITE
         return self._cheapest(role, trusted) or self._cheapest(role, able)
+
+    def _is_suspect(self, worker: Worker) -> bool:
+        return worker.suspect_until > self.now
 
     def _cheapest(self, role: WorkerRole, costs: Row) -> _Pick | None:
         """Among those that cost about the same one that the session knows, or whoever was given least."""

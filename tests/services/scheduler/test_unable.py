@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.services.scheduler.choosing import (
+    BOTH,
     DECODE,
     NOW,
     PREFILL,
@@ -46,6 +47,15 @@ def test_a_suspected_worker_is_used_when_there_is_no_other() -> None:
     workers = pair()
     suspect(workers[1])
     assert place(workers) == ("p0", "d0")
+
+
+def test_a_suspected_worker_of_both_roles_is_passed_over_for_a_pair() -> None:
+    workers = [*pair(), ready_worker("b0", BOTH)]
+    assert place(workers) == (None, "b0"), "which spares a hand-off"
+    suspect(workers[2])
+    assert place(workers) == ("p0", "d0")
+    suspect(workers[0])
+    assert place(workers) == (None, "b0")
 
 
 def test_the_placement_says_whether_the_session_decided() -> None:
