@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import grpc
@@ -68,6 +69,22 @@ def test_as_many_tenants_as_clients_make_up_are_not_all_remembered() -> None:
     for query in asked[1:]:
         with pytest.raises(Overloaded):
             refusals.check(query)
+
+
+def test_what_is_remembered_keeps_nothing_of_the_request() -> None:
+    refusals = Refusals(Clock())
+
+    def ask() -> weakref.ref[set[int]]:
+        prompt = {1, 2, 3}
+        try:
+            raise RoomClosed("others wait", 7.0, 0.5)
+        except RoomClosed as error:
+            refusals.remember(ASKED, error)
+        return weakref.ref(prompt)
+
+    assert ask()() is None
+    with pytest.raises(Overloaded, match="others wait"):
+        refusals.check(ASKED)
 
 
 async def test_while_a_refusal_holds_who_is_like_the_refused_is_told_so_by_the_gateway(bench: MakeBench) -> None:

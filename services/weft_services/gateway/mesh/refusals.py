@@ -22,7 +22,10 @@ MAX_REMEMBERED = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    refused: RoomClosed
+    """Words and numbers only: an exception would keep the frames that it has passed by, and their prompts with them."""
+
+    message: str
+    retry_after_seconds: float
     until: float
     prompt_tokens: int
     max_tokens: int
@@ -39,7 +42,8 @@ class Refusals:
         """The scheduler's newest word counts."""
         kind = _kind(query)
         until = self._clock() + refused.hold_seconds
-        self._held[kind] = _Held(refused, until, query.num_prompt_tokens, query.max_tokens)
+        sizes = query.num_prompt_tokens, query.max_tokens
+        self._held[kind] = _Held(str(refused), refused.retry_after_seconds, until, *sizes)
         self._held.move_to_end(kind)
         if len(self._held) > MAX_REMEMBERED:
             self._held.popitem(last=False)
@@ -51,7 +55,7 @@ class Refusals:
             return
         if query.num_prompt_tokens >= held.prompt_tokens and query.max_tokens >= held.max_tokens:
             metrics.ROUTES.labels("overloaded").inc()
-            raise Overloaded(str(held.refused), held.refused.retry_after_seconds)
+            raise Overloaded(held.message, held.retry_after_seconds)
 
 
 def _kind(query: RouteQuery) -> tuple[str, bytes, int]:
