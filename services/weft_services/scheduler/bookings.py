@@ -37,15 +37,20 @@ class Share:
     prefill_tokens: int
     decode_tokens: int
     num_reports: int
+    is_held: bool = False
 
     def take(self) -> None:
         """Book it."""
+        self.is_held = True
         self._count(+1)
         self._move(self.prefill_tokens, self.decode_tokens)
         self.worker.refresh()
 
     def give_back(self) -> None:
-        """Everything, and the request."""
+        """Everything, and the request. Idempotent."""
+        if not self.is_held:
+            return
+        self.is_held = False
         self._count(-1)
         self._move(-self.prefill_tokens, -self.decode_tokens)
         self.prefill_tokens = self.decode_tokens = 0
@@ -108,15 +113,19 @@ class Bookings:
         return len(self._booked)
 
     def admit(self, key: RequestKey) -> None:
-        """Raises Cancelled when this attempt is over already, or a newer one is placed."""
+        """Raises Cancelled when this attempt is over already, or a newer one is placed. What the request holds from
+        before is given back, lest it is in its own way: by an attempt that is over, or by this one, which asked before
+        on a stream that broke. The booking stays: who has failed it may still be told."""
         current = self._booked.get(key.request_id)
         if key.generation <= self._ended.get(key.request_id, -1):
             raise Cancelled(f"attempt {key} has ended already")
         if current is not None and key.generation < current.key.generation:
             raise Cancelled(f"attempt {key} is older than the placed one, {current.key}")
+        if current is not None:
+            _give_back(current)
 
     def book(self, query: RouteQuery, placement: Placement, now: float) -> Booking:
-        """Hold the placement's tokens; what an earlier attempt held is given back. Call `admit` before."""
+        """Hold the placement's tokens. Call `admit` before."""
         request_id = query.key.request_id
         self._end(request_id)
         decode, prefill = placement.decode, placement.prefill
@@ -192,9 +201,7 @@ class Bookings:
     def _end(self, request_id: str) -> None:
         booking = self._booked.pop(request_id, None)
         if booking is not None:
-            _end_prefill(booking)
-            booking.decode.give_back()
-            _TOTAL.requests -= 1
+            _give_back(booking)
 
     def _remember_end(self, key: RequestKey) -> bool:
         """False when that attempt has ended before."""
@@ -205,6 +212,13 @@ class Bookings:
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
         return True
+
+
+def _give_back(booking: Booking) -> None:
+    """All that it still holds."""
+    _end_prefill(booking)
+    _TOTAL.requests -= booking.decode.is_held
+    booking.decode.give_back()
 
 
 def _end_prefill(booking: Booking) -> None:

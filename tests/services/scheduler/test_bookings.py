@@ -19,6 +19,7 @@ ENDS = (Stage.FINISHED, Stage.FAILED, Stage.CANCELLED)
 KEYS = st.builds(RequestKey, st.sampled_from(["a", "b", "c"]), st.integers(0, 2))
 EVENTS = st.one_of(
     st.tuples(st.just("route"), KEYS, st.booleans()),
+    st.tuples(st.just("refuse"), KEYS),
     st.tuples(st.just("settle"), KEYS, st.sampled_from((Stage.DECODING, *ENDS))),
     st.tuples(st.just("report"), st.integers(0, 1), st.integers(0, 500)),
 )
@@ -49,6 +50,8 @@ def play(books: Bookings, workers: tuple[Worker, Worker], event: tuple[object, .
                 book(books, key, workers, local)
             except Cancelled:
                 return
+        case ("refuse", RequestKey() as key):
+            books.refuse(key)
         case ("settle", RequestKey() as key, Stage() as stage):
             books.settle(key, stage)
         case ("report", int() as which, int() as queued):

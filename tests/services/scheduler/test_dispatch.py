@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.services.scheduler.fakes import MODEL, Clock, worker_info
-from weft.errors import Overloaded
+from weft.errors import Overloaded, PeerLost
 from weft.lifetime import Stage
 from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler.affinity import Affinity
@@ -123,12 +123,23 @@ async def test_a_place_that_comes_in_the_moment_the_wait_is_over_is_taken() -> N
     assert (await late).decode.worker_id == "full-0", "booked, and its client told that there is no room"
 
 
+@pytest.mark.parametrize("generation", [0, 1], ids=["its stream broke before it heard of its place", "it failed"])
+async def test_who_asks_again_is_not_in_its_own_way(generation: int) -> None:
+    full = Full(max_waiting=0)
+    for number in range(SEATS):
+        await full.ask(str(number))
+    assert (await full.ask("0", generation=generation)).decode.worker_id == "full-0"
+    with pytest.raises(Overloaded):
+        await full.ask("another")
+    assert [worker.booked.requests for worker in full.dispatcher.workers()] == [SEATS, 0]
+
+
 async def test_who_is_refused_holds_nothing_though_it_asked_before() -> None:
     full = Full(max_waiting=0)
     for number in range(SEATS):
         await full.ask(str(number))
-    with pytest.raises(Overloaded):
-        await full.ask("0")  # again: its stream broke before it heard of its place
+    with pytest.raises(PeerLost):
+        await full.ask("0", without="full-0")  # again, and not where it has its place
     assert [worker.booked.requests for worker in full.dispatcher.workers()] == [SEATS - 1, 0]
 
 
