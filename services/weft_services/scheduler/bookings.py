@@ -174,10 +174,12 @@ class Bookings:
         return booking
 
     def refuse(self, key: RequestKey) -> None:
-        """This attempt holds nothing, nor does an earlier one: it may have asked before, on a stream that broke."""
+        """This attempt holds nothing, nor does an earlier one, of which may still be told who failed it."""
         booking = self._booked.get(key.request_id)
-        if booking is not None and booking.key.generation <= key.generation:
+        if booking is not None and booking.key.generation == key.generation:
             self._end(key.request_id)
+        elif booking is not None and booking.key.generation < key.generation:
+            _give_back(booking)
 
     def drop_worker(self, worker: Worker) -> None:
         """The worker has vanished: requests decoding there are over, prompts computing there are not any more."""

@@ -110,6 +110,15 @@ def test_a_prefill_worker_that_was_started_anew_is_not_blamed_for_what_the_one_b
     assert again.suspect_until == NEVER
 
 
+def test_a_worker_is_blamed_though_the_next_attempt_was_refused_before_that_was_told() -> None:
+    """A gateway asks for the next place at once, and tells in a batch."""
+    router, placed = _split()
+    router.refuse(RouteQuery(RequestKey("r", 1), MODEL, 500, 10))
+    assert placed.decode.booked == Load()
+    router.settle(Progress(RequestKey("r"), Stage.FAILED, "decode-0"), 1.0)
+    assert placed.decode.suspect_until == 3.0
+
+
 def test_an_answer_that_has_begun_goes_on_though_answers_are_usually_longer_than_its_deadline() -> None:
     router = Router(1000.0)
     worker = router.join(worker_info("both-0", WorkerRole.BOTH), 0.0)
