@@ -20,7 +20,10 @@ def begin(group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> asyncio.
         awaited = context.run(work.send, None)
     except StopIteration:
         return None
-    return group.create_task(_go_on(work, awaited), context=context)
+    task = group.create_task(_go_on(work, awaited), context=context)
+    # one that is cancelled before its first turn never comes to the work, which has to let go of what it holds
+    task.add_done_callback(lambda _: work.close(), context=context)
+    return task
 
 
 async def _go_on(work: Coroutine[Any, Any, None], awaited: Any) -> None:

@@ -67,6 +67,26 @@ async def test_a_cancellation_reaches_it() -> None:
     assert cleaned == [True]
 
 
+async def test_a_cancellation_before_the_first_turn_reaches_it_as_well() -> None:
+    never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    cleaned: list[str] = []
+
+    async def work() -> None:
+        token = where.set("inside")
+        try:
+            await never
+        finally:
+            cleaned.append(where.get())
+            where.reset(token)
+
+    async with asyncio.TaskGroup() as group:
+        task = begin(group, work())
+        assert task is not None
+        task.cancel()
+    assert task.cancelled()
+    assert cleaned == ["inside"]
+
+
 async def test_errors() -> None:
     async def early() -> None:
         raise ValueError("early")
