@@ -215,7 +215,7 @@ class Fleet:
         if not worker.info.can_change_role:
             raise InvalidRequest(f"{worker_id} runs as {worker.info.role} only", "worker_id")
         for needed in (WorkerRole.PREFILL, WorkerRole.DECODE):
-            if not role.can(needed):
+            if playing(worker).can(needed) and not role.can(needed):
                 self._check_others(worker, needed)
         worker.role_wish = role
 

@@ -71,3 +71,13 @@ def test_the_last_worker_of_a_role_that_takes_requests_keeps_it(ask: Callable[[F
         fleet.set_role("d0", WorkerRole.PREFILL)
     ask(fleet, "d1", False)
     fleet.set_role("d0", WorkerRole.PREFILL)
+
+
+def test_a_worker_may_keep_its_role_although_nobody_plays_the_other() -> None:
+    fleet = Fleet(5.0)
+    worker, _ = fleet.join(worker_info("d0", WorkerRole.DECODE, can_change_role=True), 0.0)
+    fleet.report(worker, WorkerReport(ready=True), 1.0)
+    fleet.set_role("d0", WorkerRole.DECODE)
+    fleet.set_role("d0", WorkerRole.BOTH)
+    with pytest.raises(InvalidRequest, match="d0 is the last prefill worker"):
+        fleet.set_role("d0", WorkerRole.DECODE)
