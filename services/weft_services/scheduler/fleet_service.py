@@ -12,6 +12,7 @@ from typing import TypeVar
 import grpc
 
 from weft.errors import InvalidRequest
+from weft.request import WorkerRole
 from weft.rpc.wire import (
     address_from_wire,
     address_to_wire,
@@ -127,9 +128,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
     ) -> pb.SetRoleResponse:
         """See the proto."""
         _at_most("worker_id", len(request.worker_id), MAX_NAME_CHARS)
-        if request.role == common_pb2.WORKER_ROLE_UNSPECIFIED:
-            raise InvalidRequest("role must be said", "role")
-        self._dispatcher.set_role(request.worker_id, role_from_wire(request.role))
+        self._dispatcher.set_role(request.worker_id, _role("role", request.role))
         return pb.SetRoleResponse()
 
     async def Park(
@@ -162,11 +161,9 @@ def _check_id(param: str, worker_id: str) -> None:
 
 def _arrival(arrival: pb.WorkerArrival) -> Arrival:
     _check_id("arrival.worker_id", arrival.worker_id)
-    if arrival.role == common_pb2.WORKER_ROLE_UNSPECIFIED:
-        raise InvalidRequest("arrival needs a role", "arrival.role")
+    role = _role("arrival.role", arrival.role)
     _at_most("arrival.model", len(arrival.model), MAX_NAME_CHARS)
     _at_most("arrival.phase", len(arrival.phase), MAX_NAME_CHARS)
-    role = role_from_wire(arrival.role)
     return Arrival(arrival.worker_id, role, arrival.model, arrival.phase, arrival.done_bytes, arrival.total_bytes)
 
 
@@ -182,15 +179,22 @@ def _arrival_to_wire(arrival: Arrival, seconds: float) -> pb.WorkerArrival:
     )
 
 
+def _role(param: str, role: common_pb2.WorkerRole.ValueType) -> WorkerRole:
+    try:
+        return role_from_wire(role)
+    except KeyError as error:  # not said, or newer than this code
+        raise InvalidRequest(f"{param}: {role} is none that is known here", param) from error
+
+
 def _info(hello: pb.WorkerHello) -> WorkerInfo:
     _check_id("hello.worker.worker_id", hello.worker.worker_id)
     sizes = (hello.num_blocks, hello.max_context_tokens, hello.fingerprint.block_tokens)
-    if hello.role == common_pb2.WORKER_ROLE_UNSPECIFIED or not all(sizes) or not hello.worker.address:
-        raise InvalidRequest("hello needs a role, an address, num_blocks, max_context_tokens and block_tokens", "hello")
+    if not all(sizes) or not hello.worker.address:
+        raise InvalidRequest("hello needs an address, num_blocks, max_context_tokens and block_tokens", "hello")
     _at_most("hello.model", len(hello.model), MAX_NAME_CHARS)
     return WorkerInfo(
         address=address_from_wire(hello.worker),
-        role=role_from_wire(hello.role),
+        role=_role("hello.role", hello.role),
         model=hello.model,
         fingerprint=fingerprint_from_wire(hello.fingerprint),
         num_blocks=hello.num_blocks,
@@ -219,7 +223,7 @@ def _report(report: pb.WorkerReport) -> WorkerReport:
         full=report.full if report.HasField("full") else None,
         tallies=tallies_from_wire(report, with_hand_offs=False),
         hand_offs=report.hand_offs,
-        role=role_from_wire(report.role) if report.role != common_pb2.WORKER_ROLE_UNSPECIFIED else None,
+        role=_role("report.role", report.role) if report.role != common_pb2.WORKER_ROLE_UNSPECIFIED else None,
     )
 
 

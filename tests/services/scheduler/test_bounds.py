@@ -10,10 +10,13 @@ from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 
 FINISHED = pb.Settlement.STAGE_FINISHED
+# the field that is said last counts
+_NEWER = hello("a", "decode").SerializeToString() + pb.WorkerHello(role=9).SerializeToString()  # type: ignore[arg-type]
 BAD_FIRST = {
     "report first": pb.JoinRequest(report=pb.WorkerReport()),
     "nothing": pb.JoinRequest(),
     "no role": pb.JoinRequest(hello=pb.WorkerHello(worker=pb.WorkerAddress(worker_id="a", boot_id="b", address="c:1"))),
+    "a role of a newer version": pb.JoinRequest(hello=pb.WorkerHello.FromString(_NEWER)),
     "an id with spaces": pb.JoinRequest(hello=hello("a b", "decode")),
     "an id with a newline": pb.JoinRequest(hello=hello("a\n", "decode")),
     "no blocks": pb.JoinRequest(hello=hello("a", "decode", num_blocks=0)),
@@ -67,3 +70,11 @@ async def test_settlements_beyond_their_bounds_are_refused_whole(scheduler: Sche
         code, _ = await code_of(scheduler.scheduler.Settle(pb.SettleRequest(settlements=bad)))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
     await scheduler.scheduler.Settle(pb.SettleRequest(settlements=[good] * 1024))
+
+
+async def test_a_role_that_nobody_knows_is_refused_and_no_bug(scheduler: Scheduler) -> None:
+    async with FakeWorker(scheduler, hello("decode-0", "decode", can_change_role=True)) as worker:
+        code, details = await code_of(scheduler.fleet.SetRole(pb.SetRoleRequest(worker_id="decode-0", role=9)))  # type: ignore[arg-type]
+        assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "role: 9 is none that is known here")
+        await worker.call.write(pb.JoinRequest(report=pb.WorkerReport(role=9)))  # type: ignore[arg-type]
+        assert await worker.call.code() is grpc.StatusCode.INVALID_ARGUMENT
