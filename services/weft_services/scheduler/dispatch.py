@@ -128,8 +128,7 @@ class Dispatcher:
         """
         try:
             self._check(query)
-            found = await self._affinity.lookup(query.model, query.session)
-            preference = self._router.still(found)
+            preference = await self._affinity.lookup(query.model, query.session)
             await self._whereabouts.learn(self._router, query)
             placement = await self._place_in_time(query, preference)
         except WeftError as error:

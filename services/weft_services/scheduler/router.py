@@ -105,7 +105,8 @@ class Router:
     def place(self, query: RouteQuery, preference: Preference, now: float) -> Placement:
         """Choose workers and book the request's tokens on them. Raises the policy's refusals, having booked nothing."""
         self._bookings.admit(query.key)
-        demand = self.demand(query, preference)
+        # looked at now and not when the session was looked up: its request may have waited for that very worker
+        demand = self.demand(query, self.still(preference))
         placement = choose(self.fleet.models, demand, now)
         # who lost its place goes before all who wait: were it to wait for a fleet that is half empty, so would they
         priority = Priority.DEFAULT if query.key.generation > 0 else query.priority

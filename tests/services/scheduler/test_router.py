@@ -141,3 +141,15 @@ def test_a_session_does_not_return_to_a_worker_that_was_started_anew() -> None:
     assert router.still(there) == replace(there, prefill_id="")
     unsaid = Preference("prefill-0", "decode-0", 500)  # by a scheduler that wrote no starts
     assert router.still(unsaid) is unsaid
+
+
+def test_who_has_waited_while_its_sessions_worker_was_started_anew_is_not_credited_with_what_that_held() -> None:
+    router, placed = _split()
+    assert placed.prefill is not None
+    prefill, decode = placed.prefill.info.address, placed.decode.info.address
+    there = Preference("prefill-0", "decode-0", 800, prefill.boot_id, decode.boot_id, is_news=True)
+    again = router.join(replace(placed.prefill.info, address=NEXT_BOOT), 1.0)
+    router.report(again, WorkerReport(ready=True, free_blocks=100), 1.0)
+    waited = router.place(RouteQuery(RequestKey("waited"), MODEL, 900, 10), there, 1.0)
+    assert waited.prefill is again
+    assert (waited.held_tokens, waited.prefill_tokens) == (0, 900)
