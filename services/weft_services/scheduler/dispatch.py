@@ -35,7 +35,7 @@ from weft_services.scheduler.state import (
     WorkerReport,
 )
 from weft_services.scheduler.targets import TooLate
-from weft_services.scheduler.waiting import WaitingRoom
+from weft_services.scheduler.waiting import WaitingRoom, rank_of
 from weft_services.scheduler.whereabouts import Whereabouts
 
 SWEEP_SECONDS = 1.0
@@ -73,8 +73,8 @@ class Dispatcher:
         self._whereabouts = whereabouts or Whereabouts()
         self._places: dict[Waiter, tuple[Preference, asyncio.Future[Placement]]] = {}
         self._seating = Pace(self._seat_all, clock)
-        # those who wait until a role of a model has a worker again
-        self._absences = defaultdict[tuple[str, WorkerRole], set[asyncio.Future[None]]](set)
+        # those who wait until a role of a model has a worker again, in the order in which they came
+        self._absences = defaultdict[tuple[str, WorkerRole], dict[asyncio.Future[None], RouteQuery]](dict)
 
     def join(self, info: WorkerInfo) -> Worker:
         """A worker is live from here on; an earlier one of the same id is not, and neither are its bookings."""
@@ -154,7 +154,7 @@ class Dispatcher:
             except NobodyReady as error:
                 until = began + self._rooms[query.model].longest(query)
                 seconds = until - self._clock()
-                if not self._may_return(query, error.role) or not await self._returns(query.model, error.role, seconds):
+                if not self._may_return(query, error.role) or not await self._returns(query, error.role, seconds):
                     raise
             asked = replace(query, remaining_seconds=query.remaining_seconds - (self._clock() - began))
 
@@ -163,26 +163,28 @@ class Dispatcher:
         was_ready = self._router.fleet.was_ready(query.model, role, self._clock())
         return has_place and was_ready and not query.reject_if_busy
 
-    async def _returns(self, model: str, role: WorkerRole, seconds: float) -> bool:
+    async def _returns(self, query: RouteQuery, role: WorkerRole, seconds: float) -> bool:
         """Whether a worker of the role has said that it is ready before so many seconds were over."""
         back: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting = self._absences[model, role]
-        waiting.add(back)
+        waiting = self._absences[query.model, role]
+        waiting[back] = query
         WAITING.inc()
         try:
             # no asyncio.timeout, here and below: this need not be a task of its own yet (eager.py)
             return bool((await asyncio.wait({back}, timeout=seconds))[0])
         finally:
             WAITING.dec()
-            waiting.discard(back)
+            del waiting[back]
             if not waiting:
-                self._absences.pop((model, role), None)
+                self._absences.pop((query.model, role), None)
 
     def _end_absences(self, info: WorkerInfo) -> None:
+        """Who is woken first is placed first, and there may not be room for all."""
         for (model, role), waiting in self._absences.items():
-            for back in waiting if model == info.model and info.role.can(role) else ():
-                if not back.done():
-                    back.set_result(None)
+            if model == info.model and info.role.can(role):
+                for back, _ in sorted(waiting.items(), key=lambda each: rank_of(each[1])):
+                    if not back.done():
+                        back.set_result(None)
 
     async def _place(self, query: RouteQuery, preference: Preference, until: float) -> Placement:
         """Now, or after a wait for room, which is over by then: a worker has been waited for already, perhaps."""

@@ -63,7 +63,7 @@ class WaitingRoom:
         self.check(query, now, busy)
         self._look(now)
         waiter = Waiter(query, now, now + self.longest(query))
-        self._lines[_rank(query)].append(waiter)
+        self._lines[rank_of(query)].append(waiter)
         self._num += 1
         return waiter
 
@@ -79,10 +79,10 @@ class WaitingRoom:
             raise Overloaded(str(busy), again)
 
     def _is_hopeless(self, query: RouteQuery, expected: float, longest: float) -> bool:
-        return _rank(query) != MOVED and expected > SURE_SHARE * longest
+        return rank_of(query) != MOVED and expected > SURE_SHARE * longest
 
     def _is_full_for(self, query: RouteQuery) -> bool:
-        if _rank(query) == MOVED:
+        if rank_of(query) == MOVED:
             return self._num >= 2 * self.max_waiting
         left = self.max_waiting - self._num
         return left <= 0 or self._lines[query.priority].num_of(query.tenant) > left
@@ -90,7 +90,7 @@ class WaitingRoom:
     def leave(self, waiter: Waiter, now: float) -> None:
         """It has been placed, or waits no more. Idempotent."""
         self._look(now)
-        if self._lines[_rank(waiter.query)].remove(waiter):
+        if self._lines[rank_of(waiter.query)].remove(waiter):
             self._num -= 1
 
     def candidates(self, now: float) -> list[tuple[Waiter, Priority]]:
@@ -106,11 +106,11 @@ class WaitingRoom:
 
     def goes_first(self, query: RouteQuery) -> bool:
         """May a request that has just come be placed before all who wait."""
-        return not self._num or all(_rank(query) < rank for rank, lines in self._lines.items() if lines)
+        return not self._num or all(rank_of(query) < rank for rank, lines in self._lines.items() if lines)
 
     def placed(self, query: RouteQuery, now: float) -> None:
         """A request got its place, with or without waiting: its tenant pays for it. Call `leave` afterwards."""
-        tokens, rank = cost_of(query), _rank(query)
+        tokens, rank = cost_of(query), rank_of(query)
         self._look(now)
         self._busy_tokens += tokens if self._num else 0
         self._lines[rank].charge(query.tenant, tokens)
@@ -120,7 +120,7 @@ class WaitingRoom:
     def expected_seconds(self, query: RouteQuery, now: float) -> float:
         """How long until it has its place, if that goes as fast as it last went; 0 when nothing is known, and for who
         would be the first."""
-        own = _rank(query)
+        own = rank_of(query)
         above = sum(lines.tokens for rank, lines in self._lines.items() if rank < own)
         level = self._lines[own].tokens_before(query.tenant)
         self._look(now)
@@ -162,8 +162,8 @@ class WaitingRoom:
         self._looked_at = now
 
 
-def _rank(query: RouteQuery) -> int:
-    """An attempt after the first is of a request that had its place."""
+def rank_of(query: RouteQuery) -> int:
+    """Who goes first; lower is sooner. An attempt after the first is of a request that had its place."""
     return MOVED if query.key.generation > 0 else query.priority
 
 

@@ -13,7 +13,7 @@ from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.router import Router
-from weft_services.scheduler.state import Placement, RouteQuery, Worker, WorkerReport
+from weft_services.scheduler.state import Placement, Priority, RouteQuery, Worker, WorkerReport
 from weft_services.scheduler.waiting import WaitingRoom
 
 MAX_WAITING = 2
@@ -23,10 +23,10 @@ LONG_AGO = 60.0
 class Lonely:
     """A model with one worker for each role, of which the decode worker dies."""
 
-    def __init__(self, queue_seconds: float = 20.0) -> None:
+    def __init__(self, queue_seconds: float = 20.0, max_waiting: int = MAX_WAITING) -> None:
         self.clock = Clock()
         self.dispatcher = Dispatcher(
-            Router(10.0), Affinity("", 60), lambda: WaitingRoom(MAX_WAITING, queue_seconds), self.clock
+            Router(10.0), Affinity("", 60), lambda: WaitingRoom(max_waiting, queue_seconds), self.clock
         )
         self.start("prefill-0", WorkerRole.PREFILL)
         self.dispatcher.leave(self.start("decode-0", WorkerRole.DECODE), "killed")
@@ -36,9 +36,10 @@ class Lonely:
         self.dispatcher.report(worker, WorkerReport(ready=True, free_blocks=100))
         return worker
 
-    async def ask(self, name: str, **changes: object) -> asyncio.Task[Placement]:
+    async def ask(self, name: str, generation: int = 0, **changes: object) -> asyncio.Task[Placement]:
         values: dict[str, object] = {"prompt_tokens": 4, "max_tokens": 1, **changes}
-        task = asyncio.create_task(self.dispatcher.route(RouteQuery(RequestKey(name), MODEL, **values)))  # type: ignore[arg-type]
+        query = RouteQuery(RequestKey(name, generation), MODEL, **values)  # type: ignore[arg-type]
+        task = asyncio.create_task(self.dispatcher.route(query))
         for _ in range(10):  # nothing that it asks takes longer
             await asyncio.sleep(0)
         return task
@@ -56,6 +57,20 @@ async def test_who_asks_meanwhile_is_served_by_the_next_worker() -> None:
     lonely.start("decode-0", WorkerRole.DECODE)
     assert [placed.decode.worker_id for placed in await asyncio.gather(*asked)] == ["decode-0"] * 2
     assert lonely.dispatcher.num_waiting == 0
+
+
+async def test_the_places_of_the_next_worker_go_to_who_lost_one_and_then_by_priority() -> None:
+    lonely = Lonely(max_waiting=8)
+    batch = [await lonely.ask(f"batch-{number}", priority=Priority.BATCH) for number in range(5)]
+    asked = [await lonely.ask(f"default-{number}") for number in range(2)]
+    moved = await lonely.ask("moved", generation=1, priority=Priority.BATCH)
+    lonely.start("decode-0", WorkerRole.DECODE, num_blocks=3)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert [task.done() for task in (*batch, *asked, moved)] == [False] * 5 + [True] * 3
+    for task in batch:
+        task.cancel()
+    await asyncio.gather(*batch, return_exceptions=True)
 
 
 async def test_nobody_waits_longer_than_for_room() -> None:
