@@ -215,6 +215,7 @@ class Dispatcher:
             WAITING.dec()
             room.leave(waiter, self._clock())
             del self._places[waiter]
+            self._seat()  # there may have been room all the time for who comes next
 
     def _placed(self, query: RouteQuery, preference: Preference, now: float) -> Placement:
         placement = self._router.place(query, preference, now)

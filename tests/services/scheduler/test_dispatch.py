@@ -178,6 +178,28 @@ async def test_a_turn_of_a_lower_priority_that_finds_no_room_keeps_nobody_from_i
     assert (await asyncio.wait_for(batch, 10)).decode is worker
 
 
+async def test_when_who_finds_no_room_leaves_who_is_behind_it_is_placed() -> None:
+    dispatcher = Dispatcher(Router(100.0), Asked(), lambda: WaitingRoom(8, 20.0))
+    worker = dispatcher.join(worker_info("both-0", WorkerRole.BOTH, num_blocks=3))
+    dispatcher.report(worker, WorkerReport(ready=True, free_blocks=3))
+
+    async def ask(name: str, prompt_tokens: int) -> asyncio.Task[Placement]:
+        asked = asyncio.create_task(dispatcher.route(RouteQuery(RequestKey(name), MODEL, prompt_tokens, max_tokens=1)))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return asked
+
+    await ask("first", 40)
+    await ask("second", 40)
+    large, small = await ask("large", 40), await ask("small", 4)
+    assert not small.done()
+    large.cancel()
+    for _ in range(10):  # nothing else happens in this fleet
+        await asyncio.sleep(0)
+    assert small.done()
+    assert (await small).decode is worker
+
+
 class Looks:
     """Counts how often a place is looked for, which takes so many seconds."""
 
