@@ -186,6 +186,8 @@ def _refuse(result: pb.RouteResult, error: WeftError) -> None:
     seconds = error.retry_after_seconds if isinstance(error, Overloaded) else 0.0
     hold_ms = round(error.hold_seconds * 1000) if isinstance(error, RoomClosed) else 0
     refusal = pb.RouteRefusal(code=error.code, message=str(error), retry_after_seconds=seconds, hold_ms=hold_ms)
+    if isinstance(error, InvalidRequest) and error.reason is not None:
+        refusal.reason = error.reason
     result.refused.CopyFrom(refusal)
 
 

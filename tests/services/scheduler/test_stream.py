@@ -78,6 +78,16 @@ async def test_a_stream_says_what_calls_say(scheduler: Scheduler) -> None:
         assert kinds == {pb.RouteResponse, NotFound, InvalidRequest, PeerLost}
 
 
+async def test_that_a_prompt_is_too_long_is_said_in_the_word_that_clients_know(scheduler: Scheduler) -> None:
+    async with AsyncExitStack() as stack:
+        await join(stack, scheduler, "prefill-0", "decode-0")
+        stream = await stack.enter_async_context(stream_to(scheduler))
+        for change, reason in ({"prompt_tokens": 5000}, "context_length_exceeded"), ({"prompt_tokens": 0}, None):
+            with pytest.raises(InvalidRequest) as refused:
+                await stream.ask(route_request("r", **change))
+            assert refused.value.reason == reason
+
+
 async def test_many_at_once_are_all_answered_and_a_full_fleet_says_when_to_come_back(scheduler: Scheduler) -> None:
     async with AsyncExitStack() as stack:
         await join(stack, scheduler, "prefill-0", "decode-0")

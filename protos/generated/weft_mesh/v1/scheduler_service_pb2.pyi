@@ -320,6 +320,7 @@ class RouteRefusal(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_SECONDS_FIELD_NUMBER: _builtins.int
     HOLD_MS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     code: _builtins.int
     """The gRPC status code."""
     message: _builtins.str
@@ -330,6 +331,8 @@ class RouteRefusal(_message.Message):
     """With RESOURCE_EXHAUSTED: for so long, in milliseconds, every first attempt of this model, tenant and priority with as many tokens
     or more would be told the same; a gateway need not ask. 0: this request alone.
     """
+    reason: _builtins.str
+    """With INVALID_ARGUMENT: what is wrong in the word that clients know, such as context_length_exceeded; empty: there is none."""
     def __init__(
         self,
         *,
@@ -337,10 +340,11 @@ class RouteRefusal(_message.Message):
         message: _builtins.str = ...,
         retry_after_seconds: _builtins.float = ...,
         hold_ms: _builtins.int = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "hold_ms", b"hold_ms", "message", b"message", "retry_after_seconds", b"retry_after_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "hold_ms", b"hold_ms", "message", b"message", "reason", b"reason", "retry_after_seconds", b"retry_after_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

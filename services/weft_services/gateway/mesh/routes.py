@@ -15,7 +15,7 @@ from contextlib import suppress
 import grpc
 
 from weft import trace
-from weft.errors import Overloaded, PeerLost, RoomClosed, WeftError, from_code
+from weft.errors import InvalidRequest, Overloaded, PeerLost, RoomClosed, WeftError, from_code
 from weft.rpc import wire
 from weft.rpc.client import MAX_MESSAGE_BYTES
 from weft.rpc.outgoing import Outgoing, speaking
@@ -147,6 +147,8 @@ def _refusal(refused: pb.RouteRefusal) -> WeftError:
         return RoomClosed(refused.message, refused.retry_after_seconds, refused.hold_ms / 1000)
     if isinstance(error, Overloaded) and refused.retry_after_seconds:
         error.retry_after_seconds = refused.retry_after_seconds
+    if isinstance(error, InvalidRequest):
+        error.reason = refused.reason or None
     return error
 
 
