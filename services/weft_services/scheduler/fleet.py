@@ -175,16 +175,15 @@ class Fleet:
         if NEVER < worker.suspect_until <= now:
             worker.suspect_until, worker.is_probed = now + _pause(worker.num_faults), True
 
-    def heard(self, worker_id: str) -> None:
-        """A request has had its first token there: where that was waited for, the others may come."""
-        worker = self._workers.get(worker_id)
-        if worker is not None and worker.is_probed:
+    def heard(self, worker: Worker) -> None:
+        """A request has had its first token there: where that was waited for, the others may come. As with `trust` it
+        says nothing for who has been started anew under that name since."""
+        if worker.is_probed:
             worker.suspect_until, worker.is_probed = NEVER, False
 
-    def trust(self, worker_id: str) -> None:
+    def trust(self, worker: Worker) -> None:
         """A request has ended well on it: it is as good as any."""
-        if (worker := self._workers.get(worker_id)) is not None:
-            worker.num_faults, worker.suspect_until, worker.is_probed = 0, NEVER, False
+        worker.num_faults, worker.suspect_until, worker.is_probed = 0, NEVER, False
 
     def drain(self, worker_id: str, wish: bool) -> None:
         """Ask a worker to take no new work, or to take it again. Raises NotFound when no such worker is live; then what

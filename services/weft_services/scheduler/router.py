@@ -214,8 +214,8 @@ class Router:
         if booking is None:
             return None
         if progress.stage is Stage.FINISHED:
-            self.fleet.trust(booking.prefill_id)
-            self.fleet.trust(booking.decode.worker.worker_id)
+            self.fleet.trust(booking.computed_by)
+            self.fleet.trust(booking.decode.worker)
             # an answer that was moved is as long as all its parts
             if progress.generated_tokens is not None:
                 self._lengths.learn(booking.model, booking.resumed_tokens + progress.generated_tokens)
@@ -235,8 +235,8 @@ class Router:
             if self.fleet.find(asked.worker_id, asked.boot_id) is not None:
                 self.fleet.suspect(asked.worker_id, now)
             booking.computed_by = decode  # where the prompt is; what ends well now says nothing for the other
-        for worker_id in {booking.prefill_id, decode.worker_id}:
-            self.fleet.heard(worker_id)
+        for worker in {booking.computed_by, decode}:
+            self.fleet.heard(worker)
 
     def sweep(self, now: float) -> list[Worker]:
         """Once a second: give up workers that are silent and bookings that nobody will settle, and let workers play

@@ -215,7 +215,7 @@ def test_faults_in_a_row_keep_others_away_for_longer_until_one_request_ends_well
         now = worker.suspect_until
     assert pauses[:3] == [2.0, 4.0, 8.0]
     assert pauses[-1] == 60.0
-    fleet.trust("d0")
+    fleet.trust(worker)
     fleet.suspect("d0", now)
     assert worker.suspect_until == now + 2.0
 
@@ -233,11 +233,11 @@ def test_after_a_fault_one_request_goes_ahead_and_the_others_follow_when_it_has_
     worker, _ = fleet.join(INFO, 0.0)
     fleet.suspect("d0", 100.0)
     fleet.probe(worker, 101.0)
-    fleet.heard("d0")
+    fleet.heard(worker)
     assert worker.suspect_until == 102.0, "placed there because there is no other, and what spoke was there before"
     fleet.probe(worker, 102.0)
     assert worker.suspect_until == 104.0
-    fleet.heard("d0")
+    fleet.heard(worker)
     fleet.probe(worker, 103.0)
     assert worker.suspect_until < 103.0
     fleet.suspect("d0", 110.0)
@@ -261,7 +261,7 @@ def test_a_request_that_ends_well_ends_the_suspicion() -> None:
     fleet = Fleet(5.0)
     worker, _ = fleet.join(INFO, 0.0)
     fleet.suspect("d0", 100.0)
-    fleet.trust("d0")
+    fleet.trust(worker)
     assert worker.suspect_until < 100.0
 
 

@@ -110,6 +110,17 @@ def test_a_prefill_worker_that_was_started_anew_is_not_blamed_for_what_the_one_b
     assert again.suspect_until == NEVER
 
 
+def test_a_prefill_worker_that_was_started_anew_is_not_trusted_for_what_the_one_before_did_well() -> None:
+    router, placed = _split()
+    assert placed.prefill is not None
+    router.settle(Progress(RequestKey("r"), Stage.DECODING), 0.5)
+    router.leave(placed.prefill, "killed")
+    again = router.join(worker_info("prefill-0", WorkerRole.PREFILL, address=NEXT_BOOT), 1.0)
+    router.fleet.suspect("prefill-0", 2.0)
+    router.settle(Progress(RequestKey("r"), Stage.FINISHED, generated_tokens=5), 3.0)
+    assert (again.num_faults, again.suspect_until) == (1, 4.0)
+
+
 def test_a_worker_is_blamed_though_the_next_attempt_was_refused_before_that_was_told() -> None:
     """A gateway asks for the next place at once, and tells in a batch."""
     router, placed = _split()
