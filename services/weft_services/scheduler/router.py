@@ -113,8 +113,9 @@ class Router:
         self._targets.check(query.model, priority, placement)
         check_deadline(query, placement)
         self._bookings.book(query, placement, now)
+        block_tokens = self.fleet.models[query.model].block_tokens
         for worker in {placement.decode, placement.prefill or placement.decode}:
-            held = demand.prefixes.held.get(worker, 0) // worker.info.fingerprint.block_tokens
+            held = demand.prefixes.held.get(worker, 0) // block_tokens
             self.prefixes.add(worker, query.block_keys, held, worker.info.num_blocks)
             self.fleet.probe(worker, now)
         return placement
@@ -175,15 +176,9 @@ class Router:
         matched, served = self.prefixes.match(query.block_keys), self.fleet.models.get(query.model)
         if served is None:
             return {}
-        slots = served.slots
-        if served.is_uniform:
-            block_tokens = served.block_tokens
-            return {worker: blocks * block_tokens for worker, blocks in matched.items() if worker in slots}
-        return {
-            worker: blocks * worker.info.fingerprint.block_tokens
-            for worker, blocks in matched.items()
-            if worker in slots
-        }
+        # a gateway makes keys of the first worker's blocks, whatever size those of the others are
+        slots, block_tokens = served.slots, served.block_tokens
+        return {worker: blocks * block_tokens for worker, blocks in matched.items() if worker in slots}
 
     def learn(self, fingerprint: bytes, keys: Sequence[bytes], located: Located) -> None:
         """What others know of where a prompt's blocks lie. What workers have been given since is not denied by it."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.services.scheduler.fakes import MODEL, worker_info
+from tests.services.scheduler.fakes import FINGERPRINT, MODEL, worker_info
 from weft.lifetime import Stage
 from weft.request import RequestKey, WorkerAddress, WorkerRole
 from weft_services.scheduler.gateways import ABSENT_SECONDS
@@ -164,3 +164,20 @@ def test_who_has_waited_while_its_sessions_worker_was_started_anew_is_not_credit
     waited = router.place(RouteQuery(RequestKey("waited"), MODEL, 900, 10), there, 1.0)
     assert waited.prefill is again
     assert (waited.held_tokens, waited.prefill_tokens) == (0, 900)
+
+
+def test_a_worker_with_larger_blocks_is_not_taken_to_hold_more_than_it_was_given() -> None:
+    """Gateways make keys of the first worker's blocks."""
+    router = Router(1000.0)
+    large = replace(FINGERPRINT, block_tokens=64)
+    for name, fingerprint in (("both-0", FINGERPRINT), ("both-1", large)):
+        info = worker_info(name, WorkerRole.BOTH, fingerprint=fingerprint, num_blocks=1000, max_context_tokens=5000)
+        router.report(router.join(info, 0.0), WorkerReport(ready=True, free_blocks=1000), 0.0)
+    keys = [bytes([number]) for number in range(100)]
+    first = RouteQuery(RequestKey("first"), MODEL, 1600, 10, block_keys=keys, excluded_worker_ids=frozenset({"both-0"}))
+    placed = router.place(first, NO_PREFERENCE, 0.0).decode
+    assert placed.worker_id == "both-1"
+    half_known = RouteQuery(RequestKey("second"), MODEL, 1600, 10, block_keys=[*keys[:50], *[b"other"] * 50])
+    (held,) = router.demand(half_known).prefixes.held.items()
+    assert held[0] is placed
+    assert 700 <= held[1] <= 800
