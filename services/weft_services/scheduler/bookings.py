@@ -117,7 +117,7 @@ class Bookings:
         before is given back, lest it is in its own way: by an attempt that is over, or by this one, which asked before
         on a stream that broke. The booking stays: who has failed it may still be told."""
         current = self._booked.get(key.request_id)
-        if key.generation <= self._ended.get(key.request_id, -1):
+        if self.has_ended(key):
             raise Cancelled(f"attempt {key} has ended already")
         if current is not None and key.generation < current.key.generation:
             raise Cancelled(f"attempt {key} is older than the placed one, {current.key}")
@@ -157,6 +157,10 @@ class Bookings:
         """That of this very attempt, while it is under way."""
         booking = self._booked.get(key.request_id)
         return booking if booking is not None and booking.key.generation == key.generation else None
+
+    def has_ended(self, key: RequestKey) -> bool:
+        """The end of this attempt has been told, as far back as ends are remembered."""
+        return key.generation <= self._ended.get(key.request_id, -1)
 
     def settle(self, key: RequestKey, stage: Stage) -> Booking | None:
         """A stage was reached: DECODING gives prefill load back, a terminal one everything. Late and repeated calls
@@ -207,7 +211,7 @@ class Bookings:
 
     def _remember_end(self, key: RequestKey) -> bool:
         """False when that attempt has ended before."""
-        if key.generation <= self._ended.get(key.request_id, -1):
+        if self.has_ended(key):
             return False
         self._ended[key.request_id] = key.generation
         self._ended.move_to_end(key.request_id)

@@ -222,7 +222,8 @@ class Router:
         """The first token is there: the prompt was computed, but not by who was asked for it if that is named."""
         booking = self._bookings.find(progress.key)
         if booking is None:
-            self.fleet.suspect(progress.failed_id, now)
+            if not self._bookings.has_ended(progress.key):  # else it was told before
+                self.fleet.suspect(progress.failed_id, now)
             return
         asked, decode = booking.computed_by.info.address, booking.decode.worker
         if progress.failed_id == asked.worker_id:

@@ -100,6 +100,18 @@ def test_an_answer_that_ends_well_says_nothing_for_the_prefill_worker_that_faile
     assert booking.prefill_id == "decode-0", "where the session's cache is"
 
 
+def test_a_fault_that_is_told_again_after_the_answers_end_is_the_same_fault() -> None:
+    """A gateway that heard no answer repeats all that it had to tell."""
+    router, placed = _split()
+    assert placed.prefill is not None
+    for now in (1.0, 6.0):
+        router.settle(Progress(RequestKey("r"), Stage.DECODING, "prefill-0"), now)
+        router.settle(Progress(RequestKey("r"), Stage.FINISHED, generated_tokens=5), now)
+    assert (placed.prefill.num_faults, placed.prefill.suspect_until) == (1, 3.0)
+    router.settle(Progress(RequestKey("of another scheduler"), Stage.DECODING, "prefill-0"), 7.0)
+    assert placed.prefill.num_faults == 2
+
+
 def test_a_prefill_worker_that_was_started_anew_is_not_blamed_for_what_the_one_before_failed() -> None:
     router, placed = _split()
     assert placed.prefill is not None
