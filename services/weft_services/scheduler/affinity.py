@@ -1,8 +1,9 @@
 """Session -> the workers that hold its cache, in Valkey. A hint: every failure here means "no preference", soon.
 
 One batch is under way at a time: what is asked and written meanwhile is the next one, and one call, so that many
-requests cost Valkey and this process little more than one. A lookup waits for two batches at most, each no longer than
-Valkey's deadline; writes wait in a bounded queue, and nobody waits for them.
+requests cost Valkey and this process little more than one. A lookup waits for two batches, and for one more for every
+MAX_BATCH lookups before it, each no longer than Valkey's deadline; writes wait in a bounded queue, and nobody waits for
+them.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class FleetWatch:
 
     @property
     def boot_ids(self) -> list[str] | None:
-        """Every worker's, whatever it serves; None while the scheduler does not say."""
+        """Of all workers of served models; None while the scheduler does not say."""
         if any(fleet.trouble for fleet in self._fleets.values()):
             return None
         return [worker.address.boot_id for fleet in self._fleets.values() for worker in fleet.workers]
