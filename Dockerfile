@@ -9,7 +9,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 RUN python -m venv /opt/weft \
     && /opt/weft/bin/pip install --no-cache-dir --no-deps ${WEFT_TORCH_INDEX:+--index-url "$WEFT_TORCH_INDEX"} \
         "torch==$(sed -n 's/^torch==//p' constraints.txt)"
-# what Weft needs, before Weft itself: a change of the sources alone installs nothing anew
+# what Weft needs, before Weft itself: a change of the sources alone installs no library anew
 RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; e = p['optional-dependencies']; print(*p['dependencies'], *e['engine'], *e['mooncake-$MOONCAKE'], sep='\n')" > needs.txt \
     && /opt/weft/bin/pip install --no-cache-dir -c constraints.txt -r needs.txt hatchling editables
 # else only somebody who wonders why it is slow would find out

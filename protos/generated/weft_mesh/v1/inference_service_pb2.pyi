@@ -113,7 +113,7 @@ class GenerationOptions(_message.Message):
     """Report the prompt's own logprobs, with so many alternatives a token; at most 20."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that end the answer; at most 4."""
+        """Texts that end the answer; at most 16."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -292,7 +292,7 @@ class ChatRequest(_message.Message):
     template_kwargs_json: _builtins.str
     """Variables of the chat template's own as one JSON object; empty: none."""
     tool_choice_json: _builtins.str
-    """OpenAI's tool_choice as JSON: "auto", "none", "required" or a function object; empty: auto."""
+    """OpenAI's tool_choice as JSON: "auto", "none", "required", a function or an allowed_tools object; empty: auto."""
     one_tool_call: _builtins.bool
     """At most one tool call."""
     @_builtins.property
@@ -338,7 +338,7 @@ class ChatMessage(_message.Message):
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system", "user", "assistant" or "tool"."""
+    """"system", "developer", "user", "assistant" or "tool"."""
     content: _builtins.str
     """Its text."""
     tool_calls_json: _builtins.str
