@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import grpc
 import pytest
 
+from tests.services.gateway.conftest import MODEL_NAME, MakeBench
+from tests.services.gateway.test_grpc_edge import channel_to
+from weft.keys import Key, digest_of, dump_keys, make_secret
+from weft_mesh.v1 import inference_service_pb2 as pb
+from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from weft_services.gateway.mesh.sessions import HEADERS, PARENT_HEADERS, Session, session_of
 
 
@@ -48,3 +57,24 @@ def test_a_tenant_is_whoever_shows_the_same_key() -> None:
 )
 def test_headers_that_name_workers_or_tenants_are_not_read(name: str) -> None:
     assert session_of([(name, "decode-0")]) == Session()
+
+
+async def test_a_request_that_is_refused_for_what_it_says_of_itself_counts_as_one(
+    bench: MakeBench, tmp_path: Path
+) -> None:
+    secret = make_secret()
+    (tmp_path / "keys.json").write_text(dump_keys([Key("alice", digest_of(secret), requests_per_minute=6)]))
+    body = {"model": MODEL_NAME, "prompt": "x", "input": "x"}
+    said = (("x-api-key", secret), ("x-vllm-priority", "soon"))
+    left = [6]
+    async with bench(keys=str(tmp_path / "keys.json")) as b, channel_to(b) as channel:
+        for path in ("/v1/completions", "/v1/embeddings", "/v1/responses/input_tokens"):
+            answer = await b.http.post(path, json=body, headers=dict(said))
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-vllm-priority")
+            left.append(int(answer.headers["x-ratelimit-remaining-requests"]))
+        stub: Any = InferenceServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="x-vllm-priority"):
+            await stub.Generate(pb.GenerateRequest(text="x"), metadata=said).read()
+        answer = await b.http.post("/v1/completions", json={}, headers={"x-api-key": secret})
+        left.append(int(answer.headers["x-ratelimit-remaining-requests"]))
+    assert left == [6, 5, 4, 3, 1]

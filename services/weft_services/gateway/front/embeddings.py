@@ -16,8 +16,8 @@ from weft_services.gateway.front.endpoints import fail
 from weft_services.gateway.front.exchange import Reply, read_json_body, unless_disconnected
 from weft_services.gateway.generation import Embedding
 from weft_services.gateway.mesh.embedding import Vector
-from weft_services.gateway.mesh.pipeline import Pipeline
-from weft_services.gateway.mesh.sessions import Session, session_of
+from weft_services.gateway.mesh.pipeline import Pipeline, session_named
+from weft_services.gateway.mesh.sessions import Session
 
 # more take longer to write than a thread takes to be woken
 MANY_NUMBERS = 65_536
@@ -48,7 +48,7 @@ class EmbeddingEndpoint:
         try:
             with self._pipeline.admitted():
                 body = await read_json_body(scope, receive)
-                await unless_disconnected(receive, self._answer(body, session_of(scope["headers"]), reply, account))
+                await unless_disconnected(receive, self._answer(body, session_named(scope["headers"]), reply, account))
         except Exception as error:
             await fail(reply, account, error)
         finally:

@@ -30,11 +30,11 @@ from weft_services.gateway.front.exchange import (
 )
 from weft_services.gateway.front.timeline import HEADER, event, response_header
 from weft_services.gateway.generation import Generation
-from weft_services.gateway.mesh.pipeline import Pipeline
+from weft_services.gateway.mesh.pipeline import Pipeline, session_named
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.run import Run
 from weft_services.gateway.mesh.sequence import Piece
-from weft_services.gateway.mesh.sessions import Session, session_of
+from weft_services.gateway.mesh.sessions import Session
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class GenerationEndpoint:
         try:
             with self._pipeline.admitted():
                 body = await read_json_body(scope, receive)
-                session = session_of(scope["headers"])
+                session = session_named(scope["headers"])
                 telling = Telling(account, header(scope, HEADER) == "1", partial(self._keep, session=session))
                 await unless_disconnected(receive, self._answer(body, session, reply, telling))
         except Exception as error:

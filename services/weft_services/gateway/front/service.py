@@ -32,10 +32,9 @@ from weft_services.gateway.front.messages import (
 from weft_services.gateway.front.text_endpoints import text_of, tokens_of
 from weft_services.gateway.front.timeline import HEADER, response_header
 from weft_services.gateway.generation import Generation
-from weft_services.gateway.mesh.pipeline import Pipeline
+from weft_services.gateway.mesh.pipeline import Pipeline, session_named
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece
-from weft_services.gateway.mesh.sessions import session_of
 from weft_services.gateway.text.parts import Part, PartKind
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class InferenceService(InferenceServiceServicer):
         parse = partial(read_embed, self._pipeline.models, request)
         timeout = min(self._timeout_seconds, context.time_remaining() or self._timeout_seconds)
         metadata = context.invocation_metadata() or ()
-        session, account = session_of(metadata), Account("grpc.embed", trace.incoming(metadata))
+        session, account = session_named(metadata), Account("grpc.embed", trace.incoming(metadata))
         with _accounted(account):
             _, vectors, count = await embed(self._pipeline, parse, session, account, timeout)
         embeddings = [pb.Embedding(values=vector) for vector in vectors]
@@ -124,7 +123,7 @@ class InferenceService(InferenceServiceServicer):
         metadata = context.invocation_metadata()
         account = Account(name, trace.incoming(metadata))
         with _accounted(account):
-            session = session_of(metadata)
+            session = session_named(metadata)
             prepared = await self._pipeline.prepare(parse, request)
             account.reached("prepared")
             run = self._pipeline.run(prepared, session, timeout)

@@ -20,9 +20,9 @@ from weft_services.gateway.error_body import error_body
 from weft_services.gateway.front.access_log import note
 from weft_services.gateway.front.exchange import ErrorWords, Reply, failures_told, read_json_body
 from weft_services.gateway.generation import Generation, Tokenizing
-from weft_services.gateway.mesh.pipeline import Pipeline
+from weft_services.gateway.mesh.pipeline import Pipeline, session_named
 from weft_services.gateway.mesh.prepare import check_ids, tokenize
-from weft_services.gateway.mesh.sessions import Session, session_of
+from weft_services.gateway.mesh.sessions import Session
 
 # ids to be told as text, where a context is not longer, and characters of it for each
 MAX_TOKENS, CHARS_A_TOKEN = 65_536, 16
@@ -127,7 +127,7 @@ class CountEndpoint(TextEndpoint):
         self._named: Fields = {"object": kind} if kind else {}
 
     async def _answer(self, body: bytes, scope: Scope) -> bytes:
-        parse = await self._parser(body, session_of(scope["headers"]))
+        parse = await self._parser(body, session_named(scope["headers"]))
         model, number = await self._pipeline.count(parse, body)
         note({"model": model.name, "prompt": number})
         return orjson.dumps({**self._named, "input_tokens": number})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 
@@ -26,7 +26,7 @@ from weft_services.gateway.mesh.prepare import (
     prepare_embedding,
 )
 from weft_services.gateway.mesh.run import Run
-from weft_services.gateway.mesh.sessions import Session
+from weft_services.gateway.mesh.sessions import Session, session_of
 from weft_services.gateway.mesh.workers import FleetReport, HandOff
 from weft_services.gateway.mesh.workshop import ResultT, Workshop
 from weft_services.gateway.model import ServedModel
@@ -210,3 +210,9 @@ class counted:
     ) -> None:
         if isinstance(error, WeftError | asyncio.CancelledError):
             visitor.get().charge(requests=1)
+
+
+def session_named(headers: Iterable[tuple[str | bytes, str | bytes]]) -> Session:
+    """What came beside a request that has its place. Raises InvalidRequest."""
+    with counted():
+        return session_of(headers)
