@@ -56,7 +56,7 @@ class ResponsesEndpoint(GenerationEndpoint):
         assert isinstance(frames, ResponseFrames)
         if frames.kept_items is not None and frames.whole is not None:
             kept = Kept(frames.whole, list(frames.kept_items), frames.num_earlier_generated)
-            record, num_tokens = await self._pipeline.judged(lambda: (kept.record, kept.num_tokens))
+            record, num_tokens = await self._pipeline.beside(lambda: (kept.record, kept.num_tokens))
             await self._kept.keep(_owner(session), kept.response["id"], record, num_tokens)
 
 

@@ -177,11 +177,15 @@ class Pipeline:
     async def judged(self, work: Callable[[], ResultT]) -> ResultT:
         """In a thread, as part of a request."""
         with counted():
-            return await self._workshop.do(work)
+            return await self.beside(work)
 
     async def do(self, work: Callable[[], ResultT]) -> ResultT:
         """Other work on texts, in the same threads."""
         await visitor.get().take(0)
+        return await self.beside(work)
+
+    async def beside(self, work: Callable[[], ResultT]) -> ResultT:
+        """For a request that has been counted already."""
         return await self._workshop.do(work)
 
     def run(self, prepared: Prepared, session: Session, timeout_seconds: float) -> Run:
