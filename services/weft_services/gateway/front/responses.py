@@ -100,6 +100,7 @@ class _KeptEndpoint(ABC):
         reply = Reply(send)
         async with failures_told(reply):
             with self._pipeline.admitted():
+                await visitor.get().take(0)  # right or wrong, it is a request
                 owner, name = _owner(session_of(scope["headers"])), scope["path_params"]["response_id"]
                 answer = await self._answer(scope, owner, name)
             await reply.whole(200, answer)
@@ -112,7 +113,7 @@ class _KeptEndpoint(ABC):
         """So much of a kept answer."""
         if (record := await self._kept.find(owner, name)) is None:
             raise _unknown(name)
-        return await self._pipeline.do(lambda: orjson.dumps(what(Kept.read(record))))
+        return await self._pipeline.beside(lambda: orjson.dumps(what(Kept.read(record))))
 
 
 class _AnswerEndpoint(_KeptEndpoint):
@@ -120,7 +121,6 @@ class _AnswerEndpoint(_KeptEndpoint):
 
     async def _answer(self, scope: Scope, owner: bytes, name: str) -> bytes:
         if scope["method"] == "DELETE":
-            await visitor.get().take(0)
             if not await self._kept.drop(owner, name):
                 raise _unknown(name)
             return orjson.dumps({"id": name, "object": "response", "deleted": True})
