@@ -7,6 +7,8 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
+import uvicorn
+from starlette.applications import Starlette
 
 from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import SequenceDelta, Start, deltas, forever, speaking
@@ -107,6 +109,36 @@ async def test_a_client_that_does_not_read_delays_nobody_and_is_kept_a_bounded_r
         # reader's own time is over
         await b.decode.until(lambda: len(b.decode.cancelled) == 1, http_server.SLOW_READER_SECONDS - 5)
         writer.close()
+
+
+class Pipe(asyncio.Transport):
+    """A connection with so many bytes that its client has not taken."""
+
+    num_unread = 0
+    is_cut_off = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unread
+
+    def abort(self) -> None:
+        self.is_cut_off = True
+
+    def close(self) -> None:
+        pass
+
+
+async def test_who_takes_a_long_answer_slowly_is_not_taken_for_one_that_does_not_read() -> None:
+    config = uvicorn.Config(Starlette(), log_config=None)
+    pipe, connection = Pipe(), http_server.GuardedProtocol(config, uvicorn.server.ServerState(), {})
+    connection.connection_made(pipe)
+    pipe.num_unread = 8_000_000
+    connection.pause_writing()
+    for is_read in (True, True, True, False):
+        pipe.num_unread -= 1_000_000 if is_read else 0
+        assert connection._reader_timer is not None
+        connection._reader_timer._run()  # its time is over
+        assert pipe.is_cut_off is not is_read
+    connection.connection_lost(None)
 
 
 async def test_an_inbox_is_bounded() -> None:

@@ -27,8 +27,10 @@ HEAD_SECONDS = 10.0
 MAX_PIPELINED = 512
 KEEP_ALIVE_SECONDS = 75
 DATE_SECONDS = 1.0
-# How long a client may leave a full send buffer unread.
+# How long a client may take for so much of a full send buffer; of one that holds less, for nearly all of it. A long
+# answer is one buffer, and a slow network is no client that does not read.
 SLOW_READER_SECONDS = 30.0
+SLOW_READER_BYTES = 512 * 1024
 BACKLOG = 2048
 
 
@@ -126,7 +128,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """The send buffer is full."""
         super().pause_writing()
         if self._reader_timer is None:
-            self._reader_timer = self.loop.call_later(SLOW_READER_SECONDS, self.transport.abort)
+            self._watch_reader()
 
     def resume_writing(self) -> None:
         """There is room again."""
@@ -166,6 +168,17 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_head = True
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _watch_reader(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._reader_timer = self.loop.call_later(SLOW_READER_SECONDS, self._judge_reader, unread)
+
+    def _judge_reader(self, num_before: int) -> None:
+        """The buffer is still full; it had so many bytes then."""
+        if num_before - self.transport.get_write_buffer_size() < SLOW_READER_BYTES:
+            self.transport.abort()
+        else:
+            self._watch_reader()
 
     def _has_read(self) -> None:
         if self._reader_timer is not None:
