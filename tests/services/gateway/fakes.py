@@ -107,7 +107,8 @@ class FakeDecode(DecodeServiceServicer):
     def __init__(self, worker_id: str = "decode-0", boot_id: str = "boot-0") -> None:
         self.worker_id, self.boot_id = worker_id, boot_id
         self.address = ""
-        self.script: Script = speaking([1])
+        # what a script gives as a list is said in one message
+        self.script: Script | Callable[[Start], AsyncIterator[list[SequenceDelta]]] = speaking([1])
         self.started: list[Start] = []
         self.cancelled: list[str] = []
         self.num_attached = 0
@@ -137,10 +138,11 @@ class FakeDecode(DecodeServiceServicer):
                     await self._note(cancelled=request.cancel.key.request_id)
 
     async def _play(self, start: Start, context: Any) -> None:
-        async for delta in self.script(start):
+        async for said in self.script(start):
+            frame = said if isinstance(said, list) else [said]
             async with self._writing:
-                await context.write(decode_service_pb2.AttachResponse(deltas=[delta]))
-            self.num_said += len(delta.token_ids) + delta.HasField("prompt_logprobs")
+                await context.write(decode_service_pb2.AttachResponse(deltas=frame))
+            self.num_said += sum(len(delta.token_ids) + delta.HasField("prompt_logprobs") for delta in frame)
 
     async def _note(self, attached: int = 0, started: Start | None = None, cancelled: str | None = None) -> None:
         async with self.changed:

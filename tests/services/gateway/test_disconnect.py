@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import uvicorn
 from starlette.applications import Starlette
 
 from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
-from tests.services.gateway.fakes import SequenceDelta, Start, deltas, forever, speaking
+from tests.services.gateway.fakes import LENGTH, SequenceDelta, Start, deltas, forever, speaking
 from weft.errors import Overloaded
 from weft.request import RequestKey
 from weft_services.gateway.front import endpoints, http_server
@@ -147,6 +148,30 @@ async def test_an_inbox_is_bounded() -> None:
         inbox.put(Delta(RequestKey("a")))
     with pytest.raises(Overloaded):
         await inbox.take()
+
+
+async def test_choices_that_are_not_placed_yet_cost_the_others_nothing(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench() as b:
+        said, route = b.ids("x") * 100, b.scheduler.Route
+
+        async def at_once(start: Start) -> AsyncIterator[list[SequenceDelta]]:
+            yield deltas(start, said, LENGTH)
+
+        async def last_waits(request: Any, context: Any) -> Any:
+            if len(b.scheduler.routed) == 63:
+                await b.decode.until(lambda: len(b.decode.started) == 63 or bool(b.decode.cancelled))
+                while b.decode.num_said < 6300 and not b.decode.cancelled:  # noqa: ASYNC110 (nobody tells)
+                    await asyncio.sleep(0.005)
+            return await route(request, context)
+
+        b.decode.script = at_once
+        monkeypatch.setattr(b.scheduler, "Route", last_waits)
+        body = {"model": MODEL_NAME, "prompt": ["x"] * 64, "max_tokens": len(said)}
+        answer = await b.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 6400
 
 
 async def test_a_long_silence_is_bridged_by_comments(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:

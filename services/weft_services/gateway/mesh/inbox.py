@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from weft.errors import Overloaded, WeftError
 from weft.request import FinishReason, PositionLogprobs, PromptLogprobs, PromptUsage, RequestKey
 
-MAX_DELTAS = 4096
+# of a request of few sequences, and of each of many: nobody reads while the last of them wait for their places
+MAX_DELTAS, DELTAS_A_SEQUENCE = 4096, 512
 
 
 @dataclass(slots=True)  # not frozen: there is one a token, and a frozen one takes three times as long to make

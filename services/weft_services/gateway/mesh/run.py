@@ -15,7 +15,7 @@ from weft.lifetime import Stage
 from weft.request import PromptUsage
 from weft.rpc.status import as_weft_error
 from weft_services.gateway.mesh.flight import Flight, Mesh, Shared
-from weft_services.gateway.mesh.inbox import Delta, Inbox
+from weft_services.gateway.mesh.inbox import DELTAS_A_SEQUENCE, MAX_DELTAS, Delta, Inbox
 from weft_services.gateway.mesh.placement import Forecast
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece, Sequence
@@ -29,7 +29,8 @@ class Run:
     def __init__(self, mesh: Mesh, prepared: Prepared, codec: Codec, standing: Standing, deadline: float) -> None:
         """`deadline` in the loop's time."""
         self.prepared = prepared
-        self._shared = Shared(prepared, standing, deadline, Inbox(self._abandon))
+        max_deltas = max(MAX_DELTAS, DELTAS_A_SEQUENCE * len(prepared.sequences))
+        self._shared = Shared(prepared, standing, deadline, Inbox(self._abandon, max_deltas))
         self._failure: WeftError | None = None  # to be raised once the pieces before it are delivered
         stops = prepared.generation.stop
         self._flights = [
