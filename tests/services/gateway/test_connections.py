@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import AsyncIterator
 
 import pytest
 
 from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
-from tests.services.gateway.fakes import speaking
+from tests.services.gateway.fakes import SequenceDelta, Start, deltas, speaking
 from tests.services.gateway.test_disconnect import connect, request_bytes
 from weft_services.gateway.front import http_server
 from weft_services.gateway.front.http_server import MAX_HEAD_BYTES, MAX_PIPELINED
@@ -105,3 +106,40 @@ async def test_a_client_that_leaves_is_missed_behind_another_request_too(bench: 
 async def test_a_client_that_leaves_is_missed_when_it_has_asked_again_meanwhile(bench: MakeBench) -> None:
     async with bench() as b:
         await leave_behind(b, [request_bytes(stream=False), GET])
+
+
+@pytest.mark.parametrize("junk", [b"}", b"GET / HTTP/1.1\r\nno colon\r\n\r\n", b"CONNECT x HTTP/1.1\r\n\r\n"])
+@pytest.mark.parametrize("is_begun", [True, False], ids=["begun", "not begun"])
+async def test_what_makes_no_sense_behind_a_request_does_not_spoil_its_answer(
+    bench: MakeBench, junk: bytes, is_begun: bool
+) -> None:
+    async with bench() as b, asyncio.timeout(20):
+        may_end = asyncio.Event()
+
+        async def hello(start: Start) -> AsyncIterator[SequenceDelta]:
+            first, *rest = deltas(start, [*b.ids("hello"), END])
+            yield first
+            await may_end.wait()
+            for delta in rest:
+                yield delta
+
+        b.decode.script = hello
+        reader, writer = await connect(b)
+        writer.write(request_bytes(stream=True) + (b"" if is_begun else junk))
+        said = await reader.readuntil(b"data: ") if is_begun else b""
+        writer.write(junk if is_begun else b"")
+        await b.http.get("/health")  # so that it is read
+        may_end.set()
+        said += await reader.read()
+        assert said.startswith(b"HTTP/1.1 200")
+        assert said.endswith(b"[DONE]\n\n\r\n0\r\n\r\n")
+        assert said.count(b"HTTP/1.1") == 1
+        writer.close()
+
+
+async def test_a_body_that_breaks_off_in_nonsense_is_told_so(bench: MakeBench) -> None:
+    async with bench() as b:
+        reader, writer = await connect(b)
+        writer.write(CHUNKED % b"/v1/completions" + b"nonsense\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+        writer.close()

@@ -40,6 +40,7 @@ class GuardedProtocol(HttpToolsProtocol):
     _head_bytes = 0
     _is_in_head = True
     _is_moving = False
+    _is_over = False
     _head_timer: asyncio.TimerHandle | None = None
     _reader_timer: asyncio.TimerHandle | None = None
 
@@ -57,15 +58,13 @@ class GuardedProtocol(HttpToolsProtocol):
         """
         self._is_moving = False
         rest = data
-        while rest:
+        while rest and not self._is_over:
             rest = self._read(rest)
-        if self._is_moving or self.transport.is_closing():
+        if self._is_moving or self._is_over or self.transport.is_closing():
             return
         self._head_bytes += len(data)
-        if self._head_bytes > MAX_HEAD_BYTES and self._cycles:
-            self.transport.close()  # a 400 would be taken for their answer
-        elif self._head_bytes > MAX_HEAD_BYTES:
-            self.send_400_response("Request head too large.")
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse("Request head too large.")
 
     def on_message_begin(self) -> None:
         """A head begins, on a new connection or on one that was kept."""
@@ -141,12 +140,24 @@ class GuardedProtocol(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserError:
             if not self.transport.is_closing():
-                self.send_400_response("Invalid HTTP request received.")
+                self._refuse("Invalid HTTP request received.")
         except httptools.HttpParserUpgrade as offer:
             if self.parser.get_method() != b"CONNECT":
                 return self._without_offer() + data[offer.args[0] :]
-            self.send_400_response("Tunnels are not made here.")
+            self._refuse("Tunnels are not made here.")
         return b""
+
+    def _refuse(self, why: str) -> None:
+        """What comes is not read any more. A 400 would be taken for the answer to what was asked before: that is given,
+        and the connection closed behind it."""
+        self._is_over = True
+        self._disarm()
+        if asked := [cycle for cycle in self._cycles if not cycle.more_body]:
+            asked[-1].keep_alive = False
+        elif self._cycles and self._cycles[0].response_started:
+            self.transport.close()
+        else:
+            self.send_400_response(why)
 
     def _without_offer(self) -> bytes:
         """The head of a request that offers to go on in another protocol, as it would be without that.
