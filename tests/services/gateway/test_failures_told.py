@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from weft.errors import NotFound
-from weft_services.gateway.front.accounting import Account
 from weft_services.gateway.front.exchange import Reply, failures_told
-from weft_services.gateway.front.service import _accounted
+from weft_services.gateway.front.service import accounted
 
 
 class Body:
@@ -30,7 +29,7 @@ async def over_http(held: list[weakref.ref[Body]]) -> None:
 
 
 async def over_grpc(held: list[weakref.ref[Body]]) -> None:
-    with pytest.raises(NotFound), _accounted(Account("grpc.chat")):
+    with pytest.raises(NotFound), accounted("Chat", ()):
         fail(held)
 
 

@@ -14,9 +14,11 @@ import pytest
 from tests.services.gateway.conftest import END, Bench, MakeBench
 from tests.services.gateway.fakes import forever, speaking
 from tests.weft.rpc.bare_http2 import MAX_CONCURRENT_STREAMS, SETTINGS, BareClient
+from weft.metrics import REGISTRY
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from weft_services.gateway.front import grpc_edge
+from weft_services.gateway.front.accounting import ENDPOINTS
 from weft_services.gateway.front.exchange import MAX_BODY_BYTES
 
 GENERATE = "/weft_mesh.v1.InferenceService/Generate"
@@ -68,6 +70,23 @@ async def test_a_call_has_its_place_before_its_message_is_read(bench: MakeBench)
         first.cancel()
         while b.gateway.pipeline.num_in_flight:  # noqa: ASYNC110 (nobody tells)
             await asyncio.sleep(0.01)
+
+
+async def test_calls_that_are_refused_at_the_door_are_counted_as_requests_are(bench: MakeBench) -> None:
+    def count(endpoint: str) -> float:
+        labels = {"endpoint": endpoint, "outcome": "failed", "model": ""}
+        return REGISTRY.get_sample_value("weft_requests_total", labels) or 0.0
+
+    async with bench() as b, channel_to(b) as channel:
+        b.gateway.pipeline.is_draining = True
+        stub, before = InferenceServiceStub(channel), {name: count(name) for name in ENDPOINTS}
+        for call in (stub.Generate(pb.GenerateRequest(text="x")), stub.Chat(pb.ChatRequest())):
+            assert await code_of(call) is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.Embed(pb.EmbedRequest())
+        await b.http.post("/v1/completions", json={})
+        counted = {name for name in ENDPOINTS if count(name) == before[name] + 1}
+        assert counted == {"grpc.generate", "grpc.chat", "grpc.embed", "completions"}
 
 
 async def test_a_message_that_does_not_come_gives_its_place_back(

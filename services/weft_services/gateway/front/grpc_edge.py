@@ -18,6 +18,7 @@ from weft_services.gateway.access.door import Door
 from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.front.access_log import Entry, note, opened
 from weft_services.gateway.front.exchange import BODY_SECONDS, MAX_BODY_BYTES
+from weft_services.gateway.front.service import accounted
 from weft_services.gateway.mesh.pipeline import Pipeline, counted
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -60,10 +61,11 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore
     def _admitted(self, path: str, method: Any) -> Callable[[AsyncIterator[bytes], Any], Awaitable[Any]]:
         async def handle(requests: AsyncIterator[bytes], context: Any) -> Any:
             with _logged(path):
-                found = self._door.enter(context.invocation_metadata() or ())
+                metadata = context.invocation_metadata() or ()
+                found = self._door.enter(metadata)
                 visitor.set(found)
                 note({"key": found.name})
-                with self._pipeline.admitted():
+                with accounted(path.removeprefix(self._prefix), metadata), self._pipeline.admitted():
                     with counted():
                         request = await _only(requests)
                     return await method(request, context)

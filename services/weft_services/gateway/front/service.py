@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
 IDLE_SECONDS = 60.0
 # how long a client may leave full buffers unread
 SLOW_READER_SECONDS = 30.0
+# what calls are counted as; those that are not named need no worker
+ENDPOINTS = {"Generate": "grpc.generate", "Chat": "grpc.chat", "Embed": "grpc.embed"}
+Metadata = Iterable[tuple[str, str | bytes]] | None
+_account: ContextVar[Account] = ContextVar("account")
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 
@@ -61,24 +66,24 @@ class InferenceService(InferenceServiceServicer):
     # both are coroutines that write, not generators: every write is bounded in time
     async def Generate(self, request: bytes, context: Any) -> None:  # type: ignore[override]
         """Continue a prompt."""
-        answer = self._answer("grpc.generate", partial(read_generate, self._pipeline.models), request, context)
+        answer = self._answer(partial(read_generate, self._pipeline.models), request, context)
         async with aclosing(answer) as pieces:
-            async for piece, usage, prepared, _ in pieces:
+            async for piece, usage, prepared in pieces:
                 details = _details(piece, usage, prepared)
                 await _write(context, pb.GenerateResponse(text=piece.text, **details))
 
     async def Chat(self, request: bytes, context: Any) -> None:  # type: ignore[override]
         """Answer a conversation."""
-        answer = self._answer("grpc.chat", partial(read_chat, self._pipeline.models), request, context)
+        answer = self._answer(partial(read_chat, self._pipeline.models), request, context)
         async with aclosing(answer) as pieces:
             answers: Answers | None = None
-            async for piece, usage, prepared, account in pieces:
+            async for piece, usage, prepared in pieces:
                 answers = answers or Answers(prepared)
                 choice = answers.of(piece.index)
                 parts = _part_fields(choice.take(piece))
                 if usage is not None:
                     usage.reasoning_tokens = answers.num_reasoning_tokens
-                    account.finish_reasons = answers.finish_reasons
+                    _account.get().finish_reasons = answers.finish_reasons
                 details = _details(replace(piece, finish_reason=choice.finish_reason), usage, prepared)
                 await _write(context, pb.ChatResponse(**parts, **details))
 
@@ -86,10 +91,8 @@ class InferenceService(InferenceServiceServicer):
         """What /v1/embeddings does."""
         parse = partial(read_embed, self._pipeline.models, request)
         timeout = min(self._timeout_seconds, context.time_remaining() or self._timeout_seconds)
-        metadata = context.invocation_metadata() or ()
-        session, account = session_named(metadata), Account("grpc.embed", trace.incoming(metadata))
-        with _accounted(account):
-            _, vectors, count = await embed(self._pipeline, parse, session, account, timeout)
+        session = session_named(context.invocation_metadata() or ())
+        _, vectors, count = await embed(self._pipeline, parse, session, _account.get(), timeout)
         embeddings = [pb.Embedding(values=vector) for vector in vectors]
         return pb.EmbedResponse(embeddings=embeddings, usage=pb.Usage(prompt_tokens=count))
 
@@ -112,33 +115,27 @@ class InferenceService(InferenceServiceServicer):
         return pb.ListModelsResponse(models=cards)
 
     async def _answer(
-        self,
-        name: str,
-        parse: Callable[[bytes], Generation],
-        request: bytes,
-        context: Any,
-    ) -> AsyncGenerator[tuple[Piece, Usage | None, Prepared, Account], None]:
-        """Pieces of all choices, what they continue and where it is booked; the last one comes with the usage."""
+        self, parse: Callable[[bytes], Generation], request: bytes, context: Any
+    ) -> AsyncGenerator[tuple[Piece, Usage | None, Prepared], None]:
+        """Pieces of all choices and what they continue; the last one comes with the usage."""
         timeout = min(self._timeout_seconds, context.time_remaining() or self._timeout_seconds)
         metadata = context.invocation_metadata()
-        account = Account(name, trace.incoming(metadata))
-        with _accounted(account):
-            session = session_named(metadata)
-            prepared = await self._pipeline.prepare(parse, request)
-            account.reached("prepared")
-            run = self._pipeline.run(prepared, session, timeout)
-            account.watch(run)
-            num_open = len(prepared.sequences)
-            async with run:
-                account.reached("routed")
-                while (pieces := await run.next(IDLE_SECONDS)) is not None:
-                    account.tokens(pieces)
-                    for piece in pieces:
-                        num_open -= piece.finish_reason is not None
-                        yield piece, None if num_open else account.usage(), prepared, account
-                if (HEADER.decode(), "1") in (metadata or ()):
-                    name_of, told = response_header(account.timeline())
-                    context.set_trailing_metadata(((name_of.decode(), told.decode()),))
+        account, session = _account.get(), session_named(metadata)
+        prepared = await self._pipeline.prepare(parse, request)
+        account.reached("prepared")
+        run = self._pipeline.run(prepared, session, timeout)
+        account.watch(run)
+        num_open = len(prepared.sequences)
+        async with run:
+            account.reached("routed")
+            while (pieces := await run.next(IDLE_SECONDS)) is not None:
+                account.tokens(pieces)
+                for piece in pieces:
+                    num_open -= piece.finish_reason is not None
+                    yield piece, None if num_open else account.usage(), prepared
+            if (HEADER.decode(), "1") in (metadata or ()):
+                name_of, told = response_header(account.timeline())
+                context.set_trailing_metadata(((name_of.decode(), told.decode()),))
 
 
 def _tokenized(found: dict[str, Any]) -> pb.TokenizeResponse:
@@ -148,8 +145,14 @@ def _tokenized(found: dict[str, Any]) -> pb.TokenizeResponse:
 
 
 @contextmanager
-def _accounted(account: Account) -> Iterator[None]:
-    """Closes the account in the end, whichever it is; errors go on with what clients may see of them."""
+def accounted(call: str, metadata: Metadata) -> Iterator[None]:
+    """The account of a call that needs workers: opened when its caller is known, closed in the end, whichever it is.
+    Errors go on with what clients may see of them."""
+    if (endpoint := ENDPOINTS.get(call)) is None:
+        yield
+        return
+    account = Account(endpoint, trace.incoming(metadata))
+    _account.set(account)
     try:
         yield
         account.close(Stage.FINISHED)
