@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # how long a thread at work on a long prompt may keep the event loop from going on; Python's own 5 ms add up
 SWITCH_SECONDS = 0.0005
+# how long requests take to notice that their streams have ended
+LAST_TURNS_SECONDS = 0.1
 # of malloc.h
 M_MMAP_THRESHOLD, MMAP_BYTES = -3, 2**20
 
@@ -121,6 +123,8 @@ async def _drain(listeners: Listeners, pipeline: Pipeline, links: DecodeLinks, g
     await listeners.rpc.set_ready(False)
     await pipeline.until_idle(grace_seconds)
     links.close()  # what still runs ends now, with an error that its client can read
+    await pipeline.until_idle(LAST_TURNS_SECONDS)
+    pipeline.give_up()  # and so does what has no worker yet, or needs none
     await listeners.stop()
 
 

@@ -10,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 
@@ -17,6 +18,9 @@ from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, MakeBench
 from tests.services.gateway.fake_scheduler import FakeScheduler
 from tests.services.gateway.fakes import FakeDecode, speaking
 from tests.services.gateway.test_failures import events
+from tests.services.gateway.test_grpc_edge import code_of
+from weft_mesh.v1 import inference_service_pb2 as pb
+from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 
 STREAM = {"model": MODEL_NAME, "prompt": "x", "stream": True}
 
@@ -70,6 +74,24 @@ async def test_streams_that_outlast_the_grace_end_with_an_error_frame(bench: Mak
     assert told(scheduler) == ["first_token", "failed"]
     assert scheduler.settled[-1].failed_worker_id == ""  # nobody is blamed for our leaving
     assert len(scheduler.routed) == 1  # nor asked for another place
+
+
+async def test_who_waits_for_a_place_beyond_the_grace_is_told_so(bench: MakeBench) -> None:
+    async with httpx.AsyncClient(timeout=20) as http, asyncio.TaskGroup() as group, bench(grace_seconds=0.01) as b:
+        b.scheduler.is_stuck = True
+        channel = grpc.aio.insecure_channel(b.gateway.grpc_address)
+        call = InferenceServiceStub(channel).Generate(pb.GenerateRequest(text="x"))
+        called = group.create_task(code_of(call))
+        asked = group.create_task(http.post(f"{b.url}/v1/completions", json=STREAM))
+        await b.scheduler.until(lambda: len(b.scheduler.routed) == 2)
+    await channel.close()
+    answer = asked.result()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    assert answer.headers["retry-after"] == "1"
+    assert called.result() is grpc.StatusCode.UNAVAILABLE
+    assert "please try again" in (await call.details())
+    assert told(b.scheduler) == ["cancelled"]
+    assert b.gateway.pipeline.num_in_flight == 0
 
 
 async def start_process(model: Path, scheduler: str) -> asyncio.subprocess.Process:

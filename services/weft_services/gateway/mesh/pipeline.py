@@ -49,6 +49,8 @@ class Pipeline:
         self._watch = watch
         self._max_requests = max_requests
         self._held: Counter[str] = Counter()
+        self._under_way = set[asyncio.Task[object]]()
+        self._has_given_up = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._workshop = Workshop()
@@ -90,7 +92,8 @@ class Pipeline:
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """A place among the requests under way. Raises RateLimited, Overloaded, or PeerLost while shutting down."""
+        """A place among the requests under way, for the rest of the task. Raises RateLimited, Overloaded, or PeerLost
+        while shutting down."""
         whose = visitor.get()
         whose.check()
         if self.is_draining:
@@ -104,9 +107,18 @@ class Pipeline:
         self.num_in_flight += 1
         self._idle.clear()
         metrics.IN_FLIGHT.set(self.num_in_flight)
+        task = asyncio.current_task()
+        assert task is not None
+        self._under_way.add(task)
         try:
             yield
+        except asyncio.CancelledError:
+            # as a timeout does it: a cancellation that is not ours goes on
+            if not self._has_given_up or task.uncancel() > 0:
+                raise
+            raise PeerLost("the gateway is shutting down") from None
         finally:
+            self._under_way.discard(task)
             self._held[whose.tenant] -= 1
             if not self._held[whose.tenant]:
                 del self._held[whose.tenant]
@@ -124,6 +136,12 @@ class Pipeline:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
+
+    def give_up(self) -> None:
+        """What is under way ends now, wherever it waits, with an error that its client can read."""
+        self._has_given_up = True
+        for task in self._under_way:
+            task.cancel()
 
     async def prepare(self, parse: Callable[[bytes], Generation], body: bytes, num_earlier_bytes: int = 0) -> Prepared:
         """Validate, render, tokenize and hash. Raises InvalidRequest, NotFound or RateLimited.
