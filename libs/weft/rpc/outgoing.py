@@ -49,6 +49,11 @@ class Outgoing(Generic[MessageT]):
         """Write nothing more; what is under way ends with its call."""
         self._is_over = True
 
+    def give_up(self, why: BaseException) -> None:
+        """The stream is of no more use: it ends as if a write had failed."""
+        self._is_over, self.failure = True, why
+        self._on_failure()
+
     def _go_on(self) -> None:
         """As far as it goes without waiting: what a task does, but here and now."""
         assert self._writing is not None

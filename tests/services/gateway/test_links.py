@@ -1,4 +1,4 @@
-"""Streams to decode workers: one attempt at reaching a worker is that of all who wait for it."""
+"""Streams to decode workers: one attempt at reaching a worker is that of all who wait for it. And the scheduler's."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.services.gateway.conftest import MODEL_NAME, MakeBench
+from tests.services.gateway.fake_scheduler import FakeScheduler
+from tests.services.gateway.fakes import forever
 from weft.errors import PeerLost
 from weft.request import RequestKey, SamplingParams, WorkerAddress
 from weft_mesh.v1.decode_service_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
-from weft_services.gateway.mesh import links
+from weft_services.gateway.mesh import links, peers
 from weft_services.gateway.mesh.decode_peers import DecodeLink, compose
 from weft_services.gateway.mesh.inbox import Inbox
 from weft_services.gateway.mesh.links import DecodeLinks
@@ -146,3 +149,23 @@ async def _outcome(streams: DecodeLinks, worker: WorkerAddress) -> DecodeLink | 
         return await streams.get(worker)
     except PeerLost as error:
         return error
+
+
+async def test_a_stream_to_the_scheduler_that_has_gone_dead_is_opened_anew(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_streams, answered = 0, FakeScheduler.RouteMany
+
+    async def first_is_dead(scheduler: FakeScheduler, requests: Any, context: Any) -> None:
+        nonlocal num_streams
+        num_streams += 1
+        await (forever() if num_streams == 1 else answered(scheduler, requests, context))
+
+    monkeypatch.setattr(FakeScheduler, "RouteMany", first_is_dead)
+    async with bench() as b:
+        body = {"model": MODEL_NAME, "prompt": "x"}
+        with monkeypatch.context() as hasty:
+            hasty.setattr(peers, "ROUTE_SECONDS", 0.05)
+            assert (await b.http.post("/v1/completions", json=body)).status_code == 503
+        assert (await b.http.post("/v1/completions", json=body)).status_code == 200
+        assert num_streams == 2

@@ -41,6 +41,7 @@ class Scheduler:
     ) -> Placement:
         """Raises Overloaded, PeerLost (no scheduler, or no worker for it), DeadlineExceeded. `meanwhile` is done while
         a place is looked for, perhaps more than once."""
+        num_answers = self._routes.num_answers
         try:
             async with asyncio.timeout(min(ROUTE_SECONDS, timeout_seconds)):
                 return await self._route(query, timeout_seconds, meanwhile)
@@ -51,6 +52,7 @@ class Scheduler:
         except TimeoutError as error:
             if timeout_seconds <= ROUTE_SECONDS:
                 raise DeadlineExceeded("the request took too long") from error
+            self._routes.doubt(num_answers)
             raise PeerLost("the scheduler does not answer") from error
 
     async def _route(self, query: RouteQuery, timeout_seconds: float, meanwhile: Callable[[], None]) -> Placement:

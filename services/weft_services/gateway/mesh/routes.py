@@ -47,6 +47,7 @@ class RouteStream:
         self._is_greeted = False
         self._outgoing: Outgoing[pb.RouteManyRequest] | None = None  # while a stream is open
         self._is_wanted = asyncio.Event()
+        self.num_answers = 0  # messages of them, over all streams
 
     async def route(
         self, query: RouteQuery, remaining_seconds: float, meanwhile: Callable[[], None] = lambda: None
@@ -83,6 +84,7 @@ class RouteStream:
                     self._is_greeted = False
                     self._outgoing.push()
                     async for answer in call:
+                        self.num_answers += 1
                         for result in answer.results:
                             self._answer(result)
             except WeftError as reason:
@@ -91,6 +93,12 @@ class RouteStream:
             with suppress(TimeoutError):
                 async with asyncio.timeout(REOPEN_SECONDS):
                     await self._is_wanted.wait()
+
+    def doubt(self, num_answers: int) -> None:
+        """Somebody has waited for long, since there were so many: where none has come after that, the stream is opened
+        anew. Its other end may be gone without a word, and the connection as good as ever."""
+        if self._outgoing is not None and self.num_answers == num_answers:
+            self._outgoing.give_up(TimeoutError("the scheduler does not answer"))
 
     def _push(self) -> None:
         self._is_wanted.set()
