@@ -11,6 +11,7 @@ WeftError
   Overloaded         no room now, try later; `retry_after_seconds`
     RateLimited      this caller has had its share; `kind` says of what
   PeerLost           another service is gone, silent or broke its word; `worker_id` names it
+    ModelLoading     no worker yet: one is loading the model
   DeadlineExceeded   the time the caller gave is over
   Cancelled          the caller has gone
   EngineFailed       our own fault
@@ -125,6 +126,12 @@ class PeerLost(WeftError):
     def __init__(self, message: str, worker_id: str = "") -> None:
         super().__init__(message)
         self.worker_id = worker_id
+
+
+class ModelLoading(PeerLost):
+    """No worker serves the model yet, and one at least is loading it."""
+
+    reason: ClassVar[str] = "model_loading"
 
 
 class DeadlineExceeded(WeftError):

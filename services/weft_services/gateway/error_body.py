@@ -12,6 +12,7 @@ from weft.errors import (
     EngineFailed,
     Forbidden,
     InvalidRequest,
+    ModelLoading,
     NotFound,
     Overloaded,
     PeerLost,
@@ -26,6 +27,7 @@ CODES: dict[type[WeftError], str] = {
     Unauthenticated: "invalid_api_key",
     Forbidden: "insufficient_permissions",
     Overloaded: "overloaded",
+    ModelLoading: ModelLoading.reason,
     PeerLost: "unavailable",
     EngineFailed: "internal_error",
 }
@@ -44,6 +46,8 @@ class HttpError(WeftError):
 
 def public_message(error: WeftError) -> str:
     """What peers said of one another may hold addresses, so it is not passed on; what is wrong with a request is."""
+    if isinstance(error, ModelLoading):
+        return "the model is being loaded; please try again in a moment"
     if isinstance(error, PeerLost):
         return "a service that this request needs is not available, or was lost on the way; please try again"
     if error.is_reported and isinstance(error, Overloaded):

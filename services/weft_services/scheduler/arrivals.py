@@ -57,6 +57,10 @@ class Arrivals:
         if (told := announcement.arrival) is not None and self._announcements.get(told.worker_id) is announcement:
             del self._announcements[told.worker_id]
 
+    def is_coming(self, model: str) -> bool:
+        """Somebody loads that one."""
+        return any(each.arrival and each.arrival.model == model for each in self._announcements.values())
+
     def waited_for(self) -> list[tuple[Arrival, float]]:
         """Each with the seconds since it was first announced, sorted by id."""
         now = self._clock()

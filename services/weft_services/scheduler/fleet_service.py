@@ -42,6 +42,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
     def __init__(
         self,
         dispatcher: Dispatcher,
+        arrivals: Arrivals,
         report_interval_ms: int,
         silence_seconds: float,
         store: StoreWatch | None = None,
@@ -50,7 +51,7 @@ class FleetServicer(pb_grpc.FleetServiceServicer):
         self._store = store
         self._report_interval_ms = report_interval_ms
         self._silence_seconds = silence_seconds
-        self._arrivals = Arrivals()
+        self._arrivals = arrivals
 
     async def Join(
         self,

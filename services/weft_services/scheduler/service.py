@@ -11,7 +11,16 @@ from contextlib import ExitStack
 import grpc
 
 from weft import trace
-from weft.errors import EngineFailed, InvalidRequest, Overloaded, RoomClosed, WeftError
+from weft.errors import (
+    EngineFailed,
+    InvalidRequest,
+    ModelLoading,
+    NotFound,
+    Overloaded,
+    PeerLost,
+    RoomClosed,
+    WeftError,
+)
 from weft.lifetime import Stage
 from weft.request import RequestKey
 from weft.rpc.status import as_weft_error
@@ -19,6 +28,7 @@ from weft.rpc.wire import address_into_wire, key_from_wire
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_mesh.v1 import scheduler_service_pb2_grpc as pb_grpc
+from weft_services.scheduler.arrivals import Arrivals
 from weft_services.scheduler.dispatch import Dispatcher
 from weft_services.scheduler.eager import begin
 from weft_services.scheduler.fleet_service import MAX_NAME_CHARS, FleetServicer
@@ -54,8 +64,9 @@ _PRIORITIES = {
 class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
     """Called by gateways."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, arrivals: Arrivals) -> None:
         self._dispatcher = dispatcher
+        self._arrivals = arrivals
 
     async def Route(
         self, request: pb.RouteRequest, context: grpc.aio.ServicerContext[pb.RouteRequest, pb.RouteResponse]
@@ -91,7 +102,12 @@ class SchedulerServicer(pb_grpc.SchedulerServiceServicer):
         """And the seconds that it took."""
         began = time.monotonic()
         with trace.served("route", request.traceparent) as span:
-            placement = await self._dispatcher.route(_query(request, gateway_id))
+            try:
+                placement = await self._dispatcher.route(_query(request, gateway_id))
+            except (NotFound, PeerLost) as error:
+                if self._arrivals.is_coming(request.model):
+                    raise ModelLoading(f"{error}; it is being loaded") from error
+                raise
             if span is not None:
                 prefill_id = placement.prefill.worker_id if placement.prefill else ""
                 span.set({"weft.decode.worker": placement.decode.worker_id, "weft.prefill.worker": prefill_id})
@@ -186,6 +202,8 @@ def _refuse(result: pb.RouteResult, error: WeftError) -> None:
     seconds = error.retry_after_seconds if isinstance(error, Overloaded) else 0.0
     hold_ms = round(error.hold_seconds * 1000) if isinstance(error, RoomClosed) else 0
     refusal = pb.RouteRefusal(code=error.code, message=str(error), retry_after_seconds=seconds, hold_ms=hold_ms)
+    if isinstance(error, ModelLoading):
+        refusal.reason = error.reason
     if isinstance(error, InvalidRequest) and error.reason is not None:
         refusal.reason = error.reason
     result.refused.CopyFrom(refusal)
@@ -252,6 +270,7 @@ def register(
     store: StoreWatch | None = None,
 ) -> None:
     """Put both servicers on the server."""
-    pb_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(dispatcher), server)  # type: ignore[no-untyped-call, unused-ignore]
-    fleet = FleetServicer(dispatcher, report_interval_ms, silence_seconds, store)
+    arrivals = Arrivals()
+    pb_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(dispatcher, arrivals), server)  # type: ignore[no-untyped-call, unused-ignore]
+    fleet = FleetServicer(dispatcher, arrivals, report_interval_ms, silence_seconds, store)
     pb_grpc.add_FleetServiceServicer_to_server(fleet, server)  # type: ignore[no-untyped-call, unused-ignore]

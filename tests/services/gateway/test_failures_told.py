@@ -8,13 +8,24 @@ from typing import Any
 
 import pytest
 
-from weft.errors import NotFound
+from weft.errors import ModelLoading, NotFound
+from weft_services.gateway.error_body import error_fields, retry_headers, status_of
 from weft_services.gateway.front.exchange import Reply, failures_told
 from weft_services.gateway.front.service import accounted
 
 
 class Body:
     """What a request holds."""
+
+
+def test_that_a_model_is_being_loaded_is_told_and_not_by_whom() -> None:
+    error = ModelLoading("no worker of 'm' is live; decode-7 at 10.0.0.7 loads it")
+    told = error_fields(error)
+    assert told["code"] == "model_loading"
+    assert "being loaded" in told["message"]
+    assert "decode-7" not in told["message"]
+    assert status_of(error) == 503
+    assert dict(retry_headers(error))[b"retry-after"] == b"1"
 
 
 async def over_http(held: list[weakref.ref[Body]]) -> None:

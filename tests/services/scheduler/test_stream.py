@@ -10,8 +10,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import grpc
 import pytest
 
-from tests.services.scheduler.fakes import Scheduler, join, route_request, serving
-from weft.errors import InvalidRequest, NotFound, Overloaded, PeerLost, RoomClosed, WeftError
+from tests.services.scheduler.fakes import MODEL, Scheduler, join, route_request, serving
+from weft.errors import InvalidRequest, ModelLoading, NotFound, Overloaded, PeerLost, RoomClosed, WeftError
 from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
 from weft.rpc.client import open_channel, owned
 from weft.rpc.server import RpcServer
@@ -86,6 +86,24 @@ async def test_that_a_prompt_is_too_long_is_said_in_the_word_that_clients_know(s
             with pytest.raises(InvalidRequest) as refused:
                 await stream.ask(route_request("r", **change))
             assert refused.value.reason == reason
+
+
+async def test_that_a_model_is_being_loaded_is_said_where_nobody_serves_it(scheduler: Scheduler) -> None:
+    loading = scheduler.fleet.Announce()
+    arrival = pb.WorkerArrival(worker_id="decode-7", role=common_pb2.WORKER_ROLE_DECODE, model=MODEL)
+    await loading.write(pb.AnnounceRequest(arrival=arrival))
+    async with stream_to(scheduler) as stream, asyncio.timeout(20):
+        while not (await scheduler.fleet.ListWorkers(pb.ListWorkersRequest())).arrivals:
+            pass
+        with pytest.raises(ModelLoading):
+            await stream.ask(route_request("r1"))
+        with pytest.raises((NotFound, PeerLost)) as caught:
+            await stream.ask(route_request("r2", model="other"))
+        assert not isinstance(caught.value, ModelLoading), "nobody loads that one"
+        async with AsyncExitStack() as stack:
+            await join(stack, scheduler, "prefill-0", "decode-0")
+            await stream.ask(route_request("r3"))
+    loading.cancel()
 
 
 async def test_many_at_once_are_all_answered_and_a_full_fleet_says_when_to_come_back(scheduler: Scheduler) -> None:

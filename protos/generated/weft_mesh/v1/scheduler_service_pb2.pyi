@@ -332,7 +332,9 @@ class RouteRefusal(_message.Message):
     or more would be told the same; a gateway need not ask. 0: this request alone.
     """
     reason: _builtins.str
-    """With INVALID_ARGUMENT: what is wrong in the word that clients know, such as context_length_exceeded; empty: there is none."""
+    """What is wrong in the word that clients know: with INVALID_ARGUMENT such as context_length_exceeded, with UNAVAILABLE model_loading;
+    empty: there is none.
+    """
     def __init__(
         self,
         *,
