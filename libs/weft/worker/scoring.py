@@ -18,6 +18,9 @@ from weft_kernels.sampling import logprobs
 
 # rows whose logits are there together; `weft.worker.peak` measures what they take
 NUM_ROWS = 32
+# of one piece at least, where the prompt has so many: beside others a chunk may be some tens of tokens, and so many
+# messages may wait for a gateway
+PIECE_TOKENS = 4096
 
 
 class PromptScorer:
@@ -44,20 +47,14 @@ class PromptScorer:
         self._found.append((start + 1, [link.download(each) for each in scores]))
 
     def found(self) -> list[PromptLogprobs]:
-        """A piece a chunk, in order; once the first token is told."""
-        pieces = []
-        for start, (chosen, ranks, ids, values) in self._found:
-            pieces.append(
-                PromptLogprobs(
-                    start=start,
-                    chosen=tuple(chosen.tolist()),
-                    ranks=tuple(ranks.tolist()),
-                    top_ids=tuple(ids.flatten().tolist()),
-                    top=tuple(values.flatten().tolist()),
-                    num_top=ids.shape[-1],
-                )
-            )
-        return pieces
+        """In order, chunks that follow one another in one piece as long as that is small; once the first token is
+        told."""
+        groups: list[list[tuple[int, list[Tensor]]]] = []
+        for start, scores in self._found:
+            if not groups or start - groups[-1][0][0] >= PIECE_TOKENS:
+                groups.append([])
+            groups[-1].append((start, scores))
+        return [_piece(group[0][0], [scores for _, scores in group]) for group in groups]
 
     def _room(self, num_tokens: int, device: torch.device) -> list[Tensor]:
         """For what `_score` gives. Made at once: what stays must not lie in between what comes and goes, or the memory
@@ -71,3 +68,15 @@ class PromptScorer:
         ranks = (logits > logits.gather(-1, tokens[:, None])).sum(-1) + 1
         chosen, values, ids = logprobs(logits, tokens, self._num_top)
         return chosen, ranks, ids, values
+
+
+def _piece(start: int, chunks: Sequence[list[Tensor]]) -> PromptLogprobs:
+    chosen, ranks, ids, values = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return PromptLogprobs(
+        start=start,
+        chosen=tuple(chosen.tolist()),
+        ranks=tuple(ranks.tolist()),
+        top_ids=tuple(ids.flatten().tolist()),
+        top=tuple(values.flatten().tolist()),
+        num_top=ids.shape[-1],
+    )

@@ -13,6 +13,7 @@ from tests.services.fake_store import FakeStore
 from tests.services.workers import Worker, start_worker
 from tests.weft.tiny_llama import Tiny
 from weft.worker.tasks import background
+from weft_services.decode import service
 from weft_services.decode.service import install
 
 PROMPT = prompt(30)
@@ -93,3 +94,14 @@ async def test_of_a_prompt_that_is_scored_nothing_is_taken_from_anywhere(tiny: T
         refused = await gateway.generate(PROMPT, worker.address, num_prompt_logprobs=2)
         assert refused.failure is not None
         assert "computed here" in refused.failure.message
+
+
+async def test_a_prompt_of_many_chunks_that_is_scored_is_no_flood_of_frames(
+    tiny: Tiny, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MAX_FRAMES", 16)
+    long = prompt(180)  # 23 chunks
+    async with decoding(tiny, store) as (_, gateway):
+        answer = await gateway.generate(long, num_prompt_logprobs=2)
+        assert answer.tokens == tiny.greedy([*long], len(answer.tokens))
+        assert sum(len(piece.chosen) for piece in answer.prompt_logprobs) == len(long) - 1

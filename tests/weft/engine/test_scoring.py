@@ -17,6 +17,7 @@ from weft.engine.sequence import Sequence
 from weft.errors import InvalidRequest
 from weft.model.kv_layout import kv_groups
 from weft.request import RequestKey
+from weft.worker import scoring
 from weft.worker.scoring import PromptScorer
 
 LENGTHS = [1, 2, 5, 16, 17, 70]
@@ -69,6 +70,15 @@ def test_logprobs_are_those_of_transformers(
         assert after.counts is not None
         assert after.counts.num_cached_tokens >= 48, "what was computed is cached as ever"
         driver.assert_all_blocks_are_back()
+
+
+def test_pieces_are_no_longer_than_they_have_to_be(grouped: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "PIECE_TOKENS", 20)
+    with Driver(grouped, chunk_tokens=7) as driver:
+        scorer = submit(driver, "a", PROMPTS[-1], 1)
+        driver.wait_end(RequestKey("a"))
+        assert_scored(grouped, PROMPTS[-1], scorer)
+        assert [len(piece.chosen) for piece in scorer.found()] == [21, 21, 21, 6]
 
 
 def test_a_prefill_is_scored_as_well(grouped: Tiny) -> None:
