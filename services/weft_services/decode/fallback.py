@@ -24,11 +24,11 @@ class Fallbacks:
         others = sum(self._tokens.values())
         return not others or others + num_tokens <= MAX_TOKENS
 
-    def begin(self, key: RequestKey, num_tokens: int, prefill_id: str) -> None:
-        """Raises PeerLost, naming the prefill worker, when others fill the bound already."""
+    def begin(self, key: RequestKey, num_tokens: int, lost_id: str) -> None:
+        """Raises PeerLost when others fill the bound already; it names the prefill worker, if that was lost."""
         if not self.has_room(num_tokens):
             others = sum(self._tokens.values())
-            raise PeerLost(f"no hand-off from {prefill_id}, and {others} such tokens are being computed", prefill_id)
+            raise PeerLost(f"the hand-off failed, and {others} such tokens are being computed", lost_id)
         self._tokens[key] = num_tokens
         self._observe()
 

@@ -97,8 +97,9 @@ class HandOffs:
         finished = await self._receive(prefill, reception, num_hit, stages)
         if finished is None:
             stages.reach(Stage.PREFILLING)
-            self.fallbacks.begin(order.key, num_tokens - num_hit, prefill.worker_id)
-            return PromptUsage(failed_worker_id=prefill.worker_id) if reception.is_lender_lost else None
+            lost_id = prefill.worker_id if reception.is_lender_lost else ""
+            self.fallbacks.begin(order.key, num_tokens - num_hit, lost_id)
+            return PromptUsage(failed_worker_id=lost_id) if lost_id else None
         self._engine.filled(order.key, num_tokens, FirstToken(finished.first_token_id, finished.logprobs))
         self.tally.handed_off(prefill.worker_id, reception.transferred_bytes)
         return PromptUsage(

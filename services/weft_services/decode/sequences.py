@@ -251,8 +251,8 @@ class SequenceDesk:
 
     def _failed(self, key: RequestKey, error: WeftError) -> Delta:
         # one that is full is no more at fault than another, but the next attempt should go elsewhere
-        at_fault = isinstance(error, (EngineFailed, PeerLost, Incompatible, Overloaded))
-        worker_id = (isinstance(error, PeerLost) and error.worker_id) or (self._worker_id if at_fault else "")
+        at_fault = isinstance(error, (EngineFailed, Incompatible, Overloaded))
+        worker_id = error.worker_id if isinstance(error, PeerLost) else self._worker_id if at_fault else ""
         logger.warning("sequence failed: %s", error)
         # what went wrong inside stays in the log
         message = "the engine has failed" if isinstance(error, EngineFailed) else str(error)

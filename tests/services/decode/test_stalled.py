@@ -192,6 +192,22 @@ async def test_beyond_them_the_gateway_hears_which_worker_is_lost(tiny: Tiny, mo
         await pair.until_idle()
 
 
+async def test_beyond_them_nobody_is_blamed_for_a_lender_that_was_only_full(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fallback, "MAX_TOKENS", 50)
+    async with start_pair(tiny) as pair:
+        monkeypatch.setattr(pair.prefill.engine._inbox, "_max_waiting", 0)
+        async with standing(pair.decode):
+            started = [await pair.gateway.start(prompt(30, seed=seed), pair.prefill.address) for seed in (1, 2, 3)]
+        for _, answer in started:
+            async with asyncio.timeout(20):
+                await answer.has_ended.wait()
+        failed = [answer.failure for _, answer in started if answer.failure is not None]
+        assert {(failure.code, failure.worker_id) for failure in failed} == {(PeerLost.code, "")}
+        await pair.until_idle()
+
+
 async def test_a_decode_worker_that_is_full_says_which_one_it_is(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     async with start_pair(tiny) as pair:
         monkeypatch.setattr(pair.decode.engine._inbox, "_max_waiting", 0)
