@@ -281,10 +281,10 @@ async def _describe(stub: pb2_grpc.KvStoreServiceAsyncStub) -> pb2.DescribeRespo
 def _own_address(peer: str) -> str:
     """The address of this machine on the way to host:port; nothing is sent."""
     host, _, port = peer.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, int(port)))
-        except (OSError, ValueError) as error:
-            raise StoreLost(f"the store's master at {peer!r} cannot be reached: {error}") from error
-        address: str = probe.getsockname()[0]
-        return address
+            address: str = probe.getsockname()[0]
+    except (OSError, ValueError) as error:
+        raise StoreLost(f"the store's master at {peer!r} cannot be reached: {error}") from error
+    return address

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import subprocess
 import sys
@@ -15,10 +16,11 @@ from tests.services.kvstore.node import KvStoreProcess, patient_look_ups, until
 from tests.weft.worker.pool import BLOCK_BYTES, Worker, content, key, working
 from weft import metrics
 from weft.kv.offers import SealedBlock
+from weft.kv.store_agent import StoreLost
 from weft.kv.tiers import Tier
 from weft.worker.estimate import PROBE_BLOCKS, SKIPS_BEFORE_PROBE
 from weft.worker.store_get import Wanted
-from weft.worker.store_link import LinkKeeper
+from weft.worker.store_link import LinkKeeper, _own_address
 
 FETCH_SECONDS = 5.0
 CANARY = b"\x5a" * BLOCK_BYTES
@@ -47,6 +49,16 @@ def kvstore() -> Iterator[KvStoreProcess]:
     node.start()
     yield node
     node.stop()
+
+
+def test_a_worker_without_descriptors_left_has_no_store_for_now() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    try:
+        with pytest.raises(StoreLost, match="open files"):
+            _own_address("127.0.0.1:7012")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def offered(worker: Worker, numbers: list[int]) -> None:
