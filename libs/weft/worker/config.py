@@ -13,8 +13,8 @@ from weft.kv.handoff import LEASE_SECONDS
 from weft.request import WorkerRole
 from weft.worker.cpus import parse_cpus
 
-# below this, a busy machine is silent for longer
-MIN_LEASE_SECONDS = 1.0
+# below this, a busy machine is silent for longer; nor need anybody wait longer for a peer that is gone
+MIN_LEASE_SECONDS, MAX_LEASE_SECONDS = 1.0, 3600.0
 
 
 class Dtype(StrEnum):
@@ -114,21 +114,26 @@ class WorkerConfig:
         for name in ("port", "metrics_port", "threads"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name)}: expected 0 or more")
-        if self.lease_seconds < MIN_LEASE_SECONDS:
-            raise ConfigError(f"WEFT_LEASE_SECONDS={self.lease_seconds:g}: expected at least {MIN_LEASE_SECONDS:g}")
+        self._check_seconds()
         _ = self.wanted
         if self.cpus:
             parse_cpus(self.cpus)
         if not 0 <= self.niceness <= MAX_NICENESS:
             raise ConfigError(f"WEFT_NICENESS={self.niceness}: expected 0 to {MAX_NICENESS}")
-        if self.tune_seconds < 0:
-            raise ConfigError(f"WEFT_TUNE_SECONDS={self.tune_seconds:g}: expected 0 or more")
         if not 0 < self.gpu_share <= 1:
             raise ConfigError(f"WEFT_GPU_SHARE={self.gpu_share:g}: expected above 0 and at most 1")
         if not self.served_name:
             raise ConfigError("WEFT_MODEL_NAME or WEFT_MODEL must be set")
         if self.host in WILDCARD_HOSTS and not self.advertise_host:
             raise ConfigError(f"WEFT_ADVERTISE_HOST must be set with WEFT_HOST={self.host}: peers need one address")
+
+    def _check_seconds(self) -> None:
+        if not MIN_LEASE_SECONDS <= self.lease_seconds <= MAX_LEASE_SECONDS:
+            limits = f"{MIN_LEASE_SECONDS:g} to {MAX_LEASE_SECONDS:g}"
+            raise ConfigError(f"WEFT_LEASE_SECONDS={self.lease_seconds:.7g}: expected {limits}")
+        for name in ("grace_seconds", "tune_seconds"):
+            if not getattr(self, name) >= 0:  # nor what is no number
+                raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name):g}: expected 0 or more")
 
     def has_checksums(self, transport: str) -> bool:
         """With the transport in use."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from weft.config import ConfigError, read_config
 from weft.worker.config import Checksums, MooncakeProtocol, WorkerConfig
 
 
@@ -31,3 +32,27 @@ def test_blocks_have_checksums_where_the_network_does_not_check_for_itself(
         kv_checksums=choice,
     )
     assert config.has_checksums(transport) is has_checksums
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("WEFT_LEASE_SECONDS", "0.5"),
+        ("WEFT_LEASE_SECONDS", "nan"),
+        ("WEFT_LEASE_SECONDS", "inf"),
+        ("WEFT_LEASE_SECONDS", "5000000"),  # milliseconds have 32 bits on the wire
+        ("WEFT_GRACE_SECONDS", "-1"),
+        ("WEFT_GRACE_SECONDS", "nan"),
+        ("WEFT_TUNE_SECONDS", "nan"),
+    ],
+)
+def test_seconds_that_cannot_be_are_refused_by_name(variable: str, value: str) -> None:
+    needed = {
+        "WEFT_WORKER_ID": "decode-0",
+        "WEFT_SCHEDULER_ADDR": "127.0.0.1:1",
+        "WEFT_WEIGHTS_ADDR": "127.0.0.1:2",
+        "WEFT_MODEL_NAME": "weft-nano",
+    }
+    read_config(WorkerConfig, needed)
+    with pytest.raises(ConfigError, match=f"{variable}={value}: expected"):
+        read_config(WorkerConfig, {**needed, variable: value})
