@@ -155,3 +155,8 @@ class WorkerConfig:
     def peer_host(self) -> str:
         """The host under which peers reach this worker."""
         return self.advertise_host or self.host
+
+    def peer_address(self, port: str | int) -> str:
+        """host:port as peers call it; an IPv6 address stands in brackets there."""
+        host = self.peer_host
+        return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

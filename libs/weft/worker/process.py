@@ -221,8 +221,8 @@ def _grammars(config: WorkerConfig, booted: Booted) -> GrammarDesk:
 def _introduction(
     config: WorkerConfig, posts: Sequence[Post], place: Workplace, booted: Booted, bound: str
 ) -> Introduction:
-    address = f"{config.peer_host}:{bound.rpartition(':')[2]}"
-    metrics_address = f"{config.peer_host}:{config.metrics_port}"
+    address = config.peer_address(bound.rpartition(":")[2])
+    metrics_address = config.peer_address(config.metrics_port)
     logger.info("listening at=%s metrics=%s boot=%s", address, metrics_address, place.boot_id)
     return Introduction(
         worker=WorkerAddress(place.worker_id, place.boot_id, address),

@@ -56,3 +56,18 @@ def test_seconds_that_cannot_be_are_refused_by_name(variable: str, value: str) -
     read_config(WorkerConfig, needed)
     with pytest.raises(ConfigError, match=f"{variable}={value}: expected"):
         read_config(WorkerConfig, {**needed, variable: value})
+
+
+@pytest.mark.parametrize(
+    ("host", "advertised", "expected"),
+    [
+        ("127.0.0.1", "", "127.0.0.1:7004"),
+        ("0.0.0.0", "decode-1", "decode-1:7004"),
+        ("::1", "", "[::1]:7004"),
+        ("::", "fd00::12", "[fd00::12]:7004"),
+        ("::", "[fd00::12]", "[fd00::12]:7004"),
+    ],
+)
+def test_peers_are_told_an_address_that_they_can_call(host: str, advertised: str, expected: str) -> None:
+    config = WorkerConfig("decode-0", "a:1", "b:2", model_name="weft-nano", host=host, advertise_host=advertised)
+    assert config.peer_address("7004") == expected
