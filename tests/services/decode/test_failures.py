@@ -175,6 +175,12 @@ async def test_a_prefill_worker_that_is_leaving(tiny: Tiny) -> None:
         await expect_local(pair, pair.prefill.address, "peer_lost")
 
 
+async def test_a_call_that_breaks_off_on_our_side(tiny: Tiny) -> None:
+    # a lease that the wire has no room for: the library ends a call whose messages cannot be made, and tells nobody
+    async with start_pair(tiny, lease_seconds=5_000_000) as pair:
+        await expect_local(pair, pair.prefill.address, "failed")
+
+
 class Liar(prefill_service_pb2_grpc.PrefillServiceServicer):
     """Lends blocks that it never computed; `plot` says which events it sends."""
 
