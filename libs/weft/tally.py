@@ -33,19 +33,19 @@ class HandOffTally:
 
 @dataclass(frozen=True, slots=True)
 class WorkTally:
-    """Steps in which sequences generated and their time; the time of prompts, of a step with both their share of its
-    tokens."""
+    """Steps in which sequences went on with their texts and their time; the time of prompts, of a step with both their
+    share of its tokens. A first token is its prompt's."""
 
     generating_steps: int = 0
     generating_seconds: float = 0.0
     computing_seconds: float = 0.0
 
-    def add(self, prompt_tokens: int, generated_tokens: int, seconds: float) -> WorkTally:
+    def add(self, prompt_tokens: int, text_tokens: int, seconds: float) -> WorkTally:
         """With one more step."""
-        share = prompt_tokens / max(prompt_tokens + generated_tokens, 1)
+        share = prompt_tokens / max(prompt_tokens + text_tokens, 1)
         return WorkTally(
-            self.generating_steps + (generated_tokens > 0),
-            self.generating_seconds + (seconds if generated_tokens else 0.0),
+            self.generating_steps + (text_tokens > 0),
+            self.generating_seconds + (seconds if text_tokens else 0.0),
             self.computing_seconds + share * seconds,
         )
 

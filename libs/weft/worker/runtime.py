@@ -20,7 +20,7 @@ class EngineFeed:
     """`listener` runs on the engine's thread; everything else on the loop that the feed was made in."""
 
     def __init__(self) -> None:
-        # told of every step that was all prompt tokens: how many, and how long it took
+        # told of every step that was all prompts, to their first tokens maybe: how many tokens, and how long it took
         self.on_computed: ComputeListener | None = None
         self.load = EngineLoad()
         self.work = NO_WORK
@@ -56,7 +56,7 @@ class EngineFeed:
         if output.step_seconds:
             metrics.STEPS.inc()
             metrics.STEP_SECONDS.observe(output.step_seconds)
-        self._measure(before, load, output.step_seconds)
+            self._measure(before, output)
         metrics.ENGINE_TOKENS.labels("prompt").inc(load.computed_prompt_tokens - before.computed_prompt_tokens)
         metrics.ENGINE_TOKENS.labels("generated").inc(load.generated_tokens - before.generated_tokens)
         _show(load)
@@ -67,13 +67,13 @@ class EngineFeed:
         self.on_computed = None
         _show(EngineLoad())
 
-    def _measure(self, before: EngineLoad, load: EngineLoad, seconds: float) -> None:
-        num_tokens = load.computed_prompt_tokens - before.computed_prompt_tokens
-        num_generated = load.generated_tokens - before.generated_tokens
-        if seconds:
-            self.work = self.work.add(num_tokens, num_generated, seconds)
-        if self.on_computed and seconds and num_tokens and not num_generated:
-            self.on_computed(num_tokens, seconds)
+    def _measure(self, before: EngineLoad, output: StepOutput) -> None:
+        num_tokens = output.load.computed_prompt_tokens - before.computed_prompt_tokens
+        # a first token comes with its prompt, and whoever waits between two others does not wait for it
+        num_of_texts = sum(len(delta.token_ids) for delta in output.deltas if delta.prompt is None)
+        self.work = self.work.add(num_tokens, num_of_texts, output.step_seconds)
+        if self.on_computed and num_tokens and not num_of_texts:
+            self.on_computed(num_tokens, output.step_seconds)
 
 
 def _show(load: EngineLoad) -> None:

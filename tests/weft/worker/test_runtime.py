@@ -8,9 +8,19 @@ import threading
 import pytest
 
 from weft import metrics
-from weft.engine.messages import EngineLoad, StepOutput
+from weft.engine.messages import EngineLoad, PromptCounts, StepOutput, TokenDelta
+from weft.request import RequestKey
 from weft.worker.runtime import EngineFeed
 from weft.worker.tasks import background
+
+KEY = RequestKey("a")
+FIRST, TEXT = TokenDelta(KEY, (7,), prompt=PromptCounts(0, 0, 0)), TokenDelta(KEY, (7,))
+
+
+def step(num_prompt: int, num_generated: int, seconds: float, *deltas: TokenDelta) -> StepOutput:
+    """What it told, and the totals after it."""
+    load = EngineLoad(computed_prompt_tokens=num_prompt, generated_tokens=num_generated)
+    return StepOutput(load, deltas=list(deltas), step_seconds=seconds)
 
 
 def emit(feed: EngineFeed, *outputs: StepOutput) -> None:
@@ -53,19 +63,31 @@ async def test_work_is_counted_by_step_and_the_time_of_one_with_both_is_shared_b
     feed = EngineFeed()
     done = asyncio.Event()
     feed.subscribe(lambda output: done.set() if output.load.generated_tokens == 8 else None)
-    loads = [(100, 0, 0.5), (130, 2, 0.3), (160, 2, 0.2), (160, 5, 0.0), (190, 8, 1.1)]
+    told_between = step(160, 5, 0.0, *[FIRST] * 3)
     emit(
         feed,
-        *[
-            StepOutput(EngineLoad(computed_prompt_tokens=prompt, generated_tokens=text), step_seconds=seconds)
-            for prompt, text, seconds in loads
-        ],
+        *(step(100, 0, 0.5), step(130, 2, 0.3, *[TEXT] * 2), step(160, 2, 0.2)),
+        *(told_between, step(190, 8, 1.1, *[TEXT] * 3)),
     )
     await done.wait()
     work = feed.work
     assert work.generating_steps == 2
     assert work.generating_seconds == pytest.approx(0.3 + 1.1)
     assert work.computing_seconds == pytest.approx(0.5 + 0.3 * 30 / 32 + 0.2 + 1.1 * 30 / 33)
+
+
+async def test_a_prompts_first_token_is_no_text_and_its_step_one_of_prompts() -> None:
+    feed = EngineFeed()
+    computed: list[tuple[int, float]] = []
+    feed.on_computed = lambda *each: computed.append(each)
+    done = asyncio.Event()
+    feed.subscribe(lambda output: done.set() if output.load.generated_tokens == 3 else None)
+    emit(feed, step(100, 1, 0.5, FIRST), step(100, 2, 0.1, TEXT), step(150, 3, 0.25, FIRST))
+    await done.wait()
+    assert computed == [(100, 0.5), (50, 0.25)]
+    assert feed.work.generating_steps == 1
+    assert feed.work.generating_seconds == pytest.approx(0.1)
+    assert feed.work.computing_seconds == pytest.approx(0.75)
 
 
 async def test_a_consumer_that_fails_breaks_the_feed() -> None:
