@@ -88,6 +88,16 @@ async def test_a_conversation_goes_on_from_what_was_kept_whoever_keeps_it(
         assert "two" not in prompt_of(b)
 
 
+async def test_an_answer_is_kept_with_the_logprobs_that_were_asked_for(bench: MakeBench, valkey: ValkeyServer) -> None:
+    async with bench(redis_url=valkey.connection_url) as b, client(b) as sdk:
+        say(b, "hello")
+        made = await ask(sdk, "hi", top_logprobs=2)
+        assert len(made.output[0].content[0].logprobs[0].top_logprobs) == 2
+        assert await sdk.responses.retrieve(made.id) == made
+        events = await events_of(sdk, model=MODEL_NAME, input="hi", include=["message.output_text.logprobs"])
+        assert await sdk.responses.retrieve(events[-1].response.id) == events[-1].response
+
+
 async def test_results_of_calls_are_enough_to_go_on(bench: MakeBench, valkey: ValkeyServer) -> None:
     async with bench(redis_url=valkey.connection_url, tool_format="hermes") as b, client(b) as sdk:
         say(b, CALL)

@@ -34,9 +34,10 @@ def message(*logprobs: dict[str, Any]) -> dict[str, Any]:
     return {"id": "m", "type": "message", "role": "assistant", "status": "completed", "content": content}
 
 
-def answer(*output: dict[str, Any], num_earlier: int = 0) -> Kept:
+def answer(*output: dict[str, Any], num_earlier: int = 0, num_top: int = 0) -> Kept:
     usage = {"input_tokens": 5, "output_tokens": 7, "total_tokens": 12}
-    return Kept({"id": NAME, "output": list(output), "usage": usage}, [{"type": "message"}], num_earlier)
+    response = {"id": NAME, "output": list(output), "usage": usage, "top_logprobs": num_top}
+    return Kept(response, [{"type": "message"}], num_earlier)
 
 
 def test_of_an_item_nothing_is_kept_that_nobody_reads() -> None:
@@ -67,7 +68,7 @@ def test_a_record_is_what_was_kept() -> None:
 def test_thoughts_and_logprobs_that_were_generated_have_their_room() -> None:
     """Later prompts leave thoughts out, and logprobs are many times longer than their tokens."""
     position = {**POSITION, "top_logprobs": [POSITION] * 5}
-    kept = answer({"type": "reasoning", "content": []}, message(position, position), num_earlier=100)
+    kept = answer({"type": "reasoning", "content": []}, message(position, position), num_earlier=100, num_top=5)
     assert kept.num_tokens == 12 + 100 + TOKENS_A_LOGPROB * 2 * 6
     assert kept.earlier.num_generated == 107
     assert kept.earlier.items == (*kept.items, {"type": "reasoning", "content": []}, message()), "not told again"

@@ -53,8 +53,9 @@ class Kept:
     def num_tokens(self) -> int:
         """Of its prompt, of its text and of those before it. What it tells of tokens that might have stood there weighs
         as some."""
-        positions = [each for item in self.response["output"] for part in _parts(item) for each in part["logprobs"]]
-        num_logprobs = sum(1 + len(position["top_logprobs"]) for position in positions)
+        # logprobs are JSON already, so that none can be looked into; each has as many beside it as were asked for
+        num_positions = sum(len(part["logprobs"]) for item in self.response["output"] for part in _parts(item))
+        num_logprobs = num_positions * (1 + self.response["top_logprobs"])
         num_own = int(self.response["usage"]["total_tokens"])
         return num_own + self.num_earlier_generated + TOKENS_A_LOGPROB * num_logprobs
 
