@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from weft.errors import InvalidRequest
+from weft_services.gateway.dialects.anthropic_requests import parse_messages
 from weft_services.gateway.dialects.openai_requests import parse_chat
 from weft_services.gateway.generation import Conversation
 from weft_services.gateway.text.chat_template import ChatTemplate
@@ -243,3 +244,18 @@ def test_a_template_that_puts_arguments_between_other_text_gets_them_as_text(con
     assert isinstance(asked, Conversation)
     assert ChatTemplate(TEMPLATES[name], SPECIAL).render(asked) == expected[0][0]
     assert content is not None or function["arguments"] in expected[0][0]
+
+
+def test_a_turn_of_calls_alone_is_one_in_anthropics_words_too() -> None:
+    """Templates such as DeepSeek's tell by the missing content that nothing is said beside the calls."""
+    call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    chat = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "noon"}]
+    used = {"type": "tool_use", "id": "a", "name": "now", "input": {}}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "noon"}]}
+    messages = [USER, {"role": "assistant", "content": [used]}, result]
+    template = ChatTemplate(TEMPLATES["deepseek-r1-distill-qwen-32b"], SPECIAL)
+    (by_chat,) = parse_chat(json.dumps({"model": "m", "messages": chat}).encode()).prompts
+    (by_messages,) = parse_messages(json.dumps({"model": "m", "max_tokens": 1, "messages": messages}).encode()).prompts
+    assert isinstance(by_chat, Conversation)
+    assert isinstance(by_messages, Conversation)
+    assert template.render(by_messages) == template.render(by_chat)

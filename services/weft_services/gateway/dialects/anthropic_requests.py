@@ -202,7 +202,8 @@ def _message(role: str, content: Any, path: str) -> Iterator[Fields]:
             case _:
                 raise InvalidRequest(f"{at}: text, thinking, tool_use and tool_result blocks are known", at)
     if texts or calls or thoughts:
-        message = {"role": role, "content": "".join(texts), "tool_calls": calls or None}
+        text = "".join(texts) or (None if calls else "")  # templates tell calls by what is not said beside them
+        message = {"role": role, "content": text, "tool_calls": calls or None}
         yield message | ({"reasoning_content": "".join(thoughts)} if thoughts else {})
 
 
