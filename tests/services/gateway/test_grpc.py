@@ -14,7 +14,16 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenizers import AddedToken
 
-from tests.services.gateway.conftest import CONTEXT, END, MODEL_NAME, Bench, MakeBench, tiny_tokenizer, write_model
+from tests.services.gateway.conftest import (
+    CONTEXT,
+    END,
+    MODEL_NAME,
+    TEMPLATE,
+    Bench,
+    MakeBench,
+    tiny_tokenizer,
+    write_model,
+)
 from tests.services.gateway.fakes import LENGTH, STOP, SequenceDelta, Start, failing, speaking
 from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import inference_service_pb2 as pb
@@ -63,8 +72,13 @@ async def test_a_session_in_the_metadata_is_the_one_of_the_header(bench: MakeBen
         assert from_rest == from_grpc != b""
 
 
-async def test_chat_renders_the_same_prompt_as_rest(bench: MakeBench) -> None:
-    async with bench() as b, stub_of(b) as stub:
+@pytest.mark.parametrize(
+    "calls", ["", "{% if m.content is none %}[called]{% endif %}"], ids=["by their own", "by missing content"]
+)
+async def test_chat_renders_the_same_prompt_as_rest(bench: MakeBench, tmp_path: Path, calls: str) -> None:
+    template = TEMPLATE.replace("{{ m.content", calls + "{{ m.content")
+    assert calls in template
+    async with bench(model=str(write_model(tmp_path, tiny_tokenizer(), template))) as b, stub_of(b) as stub:
         b.decode.script = speaking([*b.ids("hello"), END])
         tool = '{"type": "function", "function": {"name": "f"}}'
         calls = '[{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{\\"a\\": 1}"}}]'

@@ -115,6 +115,8 @@ def _message_fields(position: int, message: pb.ChatMessage) -> dict[str, Any]:
     fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls_json:
         fields["tool_calls"] = _json_field(message.tool_calls_json, f"messages.{position}.tool_calls_json")
+        if message.role == "assistant" and fields["tool_calls"]:
+            fields["content"] = message.content or None  # templates tell calls by what is not said beside them
     if message.tool_call_id:
         fields["tool_call_id"] = message.tool_call_id
     if message.reasoning_content:
