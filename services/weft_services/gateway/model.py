@@ -23,7 +23,12 @@ from weft.tokenizer import SETTINGS, TOKENIZER, byte_letters, read_tokenizer
 from weft_services.gateway.generation import SamplingDefaults
 from weft_services.gateway.text.assistant import END_THINK, THINK
 from weft_services.gateway.text.chat_template import ChatTemplate
-from weft_services.gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from weft_services.gateway.text.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    FallbackDetokenizer,
+    WindowDetokenizer,
+)
 from weft_services.gateway.text.segments import SegmentedEncoder, message_marks
 from weft_services.gateway.text.tool_formats import ToolFormat, choose_format
 
@@ -51,6 +56,7 @@ class Codec:
         self._texts: dict[int, str] = {}  # of those that logprobs have shown
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.longest_token_bytes = max(len(token.encode()) for token in vocabulary)
+        self._byte_of = {} if self._spells_bytes else self._byte_tokens(vocabulary)
 
     def encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         """All ids of a text; with `add_special_tokens` whatever the tokenizer puts around one, such as BOS."""
@@ -73,11 +79,24 @@ class Codec:
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
         """For one answer: what `decode` says of all of it, as it comes. `context`: the last tokens before it, where it
         goes on with a text; other vocabularies than byte-level ones begin a text without its first space."""
-        return ByteDetokenizer(self._spell) if self._spells_bytes else WindowDetokenizer(self.decode, context)
+        return ByteDetokenizer(self._spell) if self._spells_bytes else self._windowed(self.decode, context)
 
     def whole_detokenizer(self) -> Detokenizer:
         """The same for what `whole_text` says."""
-        return ByteDetokenizer(self.token_bytes) if self._spells_bytes else WindowDetokenizer(self.whole_text)
+        return ByteDetokenizer(self.token_bytes) if self._spells_bytes else self._windowed(self.whole_text)
+
+    def _windowed(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = ()) -> Detokenizer:
+        if self._byte_of:
+            return FallbackDetokenizer(decode, self._byte_of, context)
+        return WindowDetokenizer(decode, context)
+
+    def _byte_tokens(self, vocabulary: dict[str, int]) -> dict[int, bytes]:
+        """Those that are a byte of a text, where the decoder reads them as such."""
+        letter = vocabulary.get("<0x41>")
+        if letter is None or self._tokenizer.decode([letter]) != "A":
+            return {}
+        found = {number: _BYTE_PIECE.fullmatch(token) for token, number in vocabulary.items()}
+        return {number: bytes.fromhex(byte[1]) for number, byte in found.items() if byte}
 
     def _spell(self, token_id: int) -> bytes:
         spelled = self._spelling.get(token_id)

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from weft_services.gateway.generation import Conversation, SamplingDefaults
 from weft_services.gateway.mesh.prepare import prepare
 from weft_services.gateway.model import Codec, load_model
 from weft_services.gateway.text.chat_template import ChatTemplate
+from weft_services.gateway.text.detokenizer import MAX_WINDOW
 
 
 def defaults(model_dir: Path, tmp_path: Path, **settings: Any) -> SamplingDefaults:
@@ -128,6 +130,32 @@ def test_what_goes_on_with_a_text_keeps_its_first_space(num_before: int) -> None
     text = "".join(detokenizer.push((each,)) for each in behind) + detokenizer.flush()
     assert codec.decode(before).rstrip("\ufffd") + text == codec.decode(ids)
     assert codec.detokenizer().push(behind) != text or not text.startswith(" ")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 99])
+@pytest.mark.parametrize("text", ["Hi 🙂🙂中é Hi", "中文字", "é Hié", "HiéHi é"])
+def test_characters_that_are_spelled_byte_by_byte_follow_one_another(text: str, size: int) -> None:
+    codec = spaced_codec()
+    ids = codec.encode(text, add_special_tokens=False)
+    detokenizer = codec.detokenizer()
+    pieces = [detokenizer.push(ids[start : start + size]) for start in range(0, len(ids), size)]
+    assert "".join(pieces) + detokenizer.flush() == codec.decode(ids) == text
+
+
+def test_broken_bytes_cost_their_own_character_and_no_more_work_than_others() -> None:
+    codec, decoded = spaced_codec(), [0]
+    decode = codec.decode
+
+    def watched(ids: Sequence[int]) -> str:
+        decoded.append(len(ids))
+        return decode(ids)
+
+    codec.decode = watched  # type: ignore[method-assign]
+    detokenizer = codec.detokenizer()
+    byte, word = 1, codec.encode("Hi", add_special_tokens=False)[0]  # a byte's number is one more than it
+    ids = [word, byte + 0xFF, *[byte + 0x41] * 200, byte + 0xE4, word]
+    assert "".join(detokenizer.push((each,)) for each in ids) == "Hi\ufffd" + "A" * 200 + "\ufffd Hi"
+    assert max(decoded) <= MAX_WINDOW
 
 
 def test_a_texts_continuation_is_decoded_behind_it_and_an_answer_by_itself(model_dir: Path) -> None:

@@ -1,13 +1,14 @@
 """Token ids -> text, piece by piece: the pieces join to exactly what decoding all ids gives.
 
-Two ways: a byte-level vocabulary, which nearly all served models have, spells every token as bytes, and those are
-read as they come; of any other, a short window of ids is decoded again. Bounded work per token either way.
+Three ways: a byte-level vocabulary, which nearly all served models have, spells every token as bytes, and those are
+read as they come; of any other, a short window of ids is decoded again, and where it spells characters that it does not
+have byte by byte, those are read as they come too. Bounded work per token in every way.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -96,6 +97,50 @@ class WindowDetokenizer:
                 del self._window[:-cut]
                 self._num_context, self._shown = 0, tail[: len(tail) - held]
                 return
+
+
+class FallbackDetokenizer:
+    """For a vocabulary with tokens for single bytes, as Llama 2's and Gemma's.
+
+    Its decoder makes marks of a whole run of them, complete characters included, while the last one is incomplete, and
+    for good where one is broken. So a run is no matter of windows; here only what is broken becomes marks.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], byte_of: Mapping[int, bytes], context: Sequence[int] = ()
+    ) -> None:
+        """`byte_of`: the tokens that are a byte each, with it. `context`: as of WindowDetokenizer."""
+        self._decode, self._byte_of = decode, byte_of
+        # what stands in for a run, before words that come behind it: they keep their first space
+        self._letter = [token_id for token_id, byte in byte_of.items() if byte == b"A"]
+        self._words = WindowDetokenizer(decode, context)
+        self._bytes = _new_utf8_decoder("replace")
+        self._in_run = False
+        for token_id in context:
+            self._in_run = token_id in byte_of
+            self._bytes.decode(byte_of.get(token_id, b""), not self._in_run)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The new text; an incomplete character at the end is held back."""
+        if not self._in_run and self._byte_of.keys().isdisjoint(token_ids):
+            return self._words.push(token_ids)
+        return "".join(map(self._push_one, token_ids))
+
+    def flush(self) -> str:
+        """What is still held, replacement marks included. The sequence has ended."""
+        return self._bytes.decode(b"", True) if self._in_run else self._words.flush()
+
+    def _push_one(self, token_id: int) -> str:
+        byte = self._byte_of.get(token_id)
+        if byte is not None:
+            rest = "" if self._in_run else self._words.flush()
+            self._in_run = True
+            return rest + self._bytes.decode(byte)
+        if not self._in_run:
+            return self._words.push((token_id,))
+        self._in_run = False
+        self._words = WindowDetokenizer(self._decode, self._letter)
+        return self._bytes.decode(b"", True) + self._words.push((token_id,))
 
 
 def _held_marks(text: str) -> int:
