@@ -212,6 +212,17 @@ def test_arguments_stream_as_they_are_written() -> None:
     assert [part.text for part in reader.push(": 2}}")] == [": 2}"]
 
 
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_whether_the_last_call_is_whole_is_known(answer: tuple[str, str, str, list[tuple[str, str]]]) -> None:
+    """A stop string within a call is why the answer ended, and one behind it is not."""
+    name, written, _, expected = answer
+    reader = AnswerReader(FORMATS[name].parser(SCHEMAS), Parts(FORMATS[name].new_id), thinks=False)
+    reader.push(written)
+    reader.finish()
+    is_whole = not expected or expected[-1][1].endswith("}")
+    assert reader.is_in_call is not is_whole
+
+
 def test_ids_are_what_the_family_expects() -> None:
     kimi = [part for part in read(FORMATS["kimi"], [ANSWERS["kimi"][1]]) if part.kind is PartKind.CALL]
     assert [part.call_id for part in kimi] == ["functions.get_weather:0", "functions.add:1"]

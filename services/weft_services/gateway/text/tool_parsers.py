@@ -242,6 +242,7 @@ def _python_calls(feed: Feed, parts: Parts, names: frozenset[str]) -> Reading[No
     for name, arguments in calls:
         parts.begin_call(name)
         parts.arguments(arguments)
+        parts.end_call()
 
 
 def _may_be_python(text: str, names: frozenset[str], is_whole: bool) -> bool:
