@@ -133,7 +133,7 @@ def test_what_goes_on_with_a_text_keeps_its_first_space(num_before: int) -> None
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 99])
-@pytest.mark.parametrize("text", ["Hi 🙂🙂中é Hi", "中文字", "é Hié", "HiéHi é"])
+@pytest.mark.parametrize("text", ["Hi 🙂🙂中é Hi", "中文字", "é Hié", "HiéHi é", " Hi", "   Hi"])
 def test_characters_that_are_spelled_byte_by_byte_follow_one_another(text: str, size: int) -> None:
     codec = spaced_codec()
     ids = codec.encode(text, add_special_tokens=False)

@@ -59,7 +59,6 @@ class WindowDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The new text; an incomplete character at the end is held back."""
-        before = len(self._window)
         self._window.extend(token_ids)
         text = self._decode(self._window)
         held = _held_marks(text)
@@ -70,8 +69,8 @@ class WindowDetokenizer:
             self._bound(text, held)
         elif fresh:
             self._settle()
-        elif before == self._num_context:  # ids without text, such as special tokens, say nothing to what follows
-            del self._window[before:]
+        else:  # ids without text, such as special tokens; but behind a first space, which is none, the next one is
+            del self._window[self._num_context + MAX_CUT :]
         return fresh
 
     def flush(self) -> str:
