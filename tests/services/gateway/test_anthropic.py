@@ -240,6 +240,8 @@ async def test_errors_have_anthropics_names_whole_and_in_a_stream(
         ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
         ({"tools": [{"type": "bash"}]}, "tools.0"),
         ({"tools": TOOLS, "tool_choice": {"type": "all"}}, "tool_choice.type"),
+        ({"tools": [{**TOOLS[0], "input_schema": [5]}]}, "tools.0.input_schema"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"container": "c"}, "container"),
         ({"compaction": {}}, "compaction"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits.0"),

@@ -149,6 +149,8 @@ def _cache_controls(fields: Fields) -> Iterator[tuple[str, Any]]:
 def _own_path(path: str, sources: list[str]) -> str:
     if (place := place_of(path, "messages")) is not None:
         return sources[place]
+    if place_of(path, "tools") is not None:
+        return path.replace(".function.parameters", ".input_schema", 1)
     return renamed(path, RENAMED_PATHS)
 
 
@@ -221,13 +223,10 @@ def _text(value: Any, path: str) -> str:
 
 
 def _tools(fields: Fields) -> Fields:
-    tools = fields.get("tools")
-    if not tools:
-        return {}
+    tools, choice = fields.get("tools") or [], fields.get("tool_choice")
     if not isinstance(tools, list):
         raise InvalidRequest("tools: expected a list", "tools")
-    out: Fields = {"tools": [_tool(tool, f"tools.{place}") for place, tool in enumerate(tools)]}
-    choice = fields.get("tool_choice")
+    out: Fields = {"tools": [_tool(tool, f"tools.{place}") for place, tool in enumerate(tools)]} if tools else {}
     if choice is None:
         return out
     if not isinstance(choice, dict) or choice.get("type") not in (*CHOICES, "tool"):
