@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import orjson
 import pytest
 from tokenizers import Tokenizer, processors
@@ -103,6 +104,15 @@ async def test_what_is_wrong_is_named(bench: MakeBench) -> None:
             code, error = await b.refused(path, **fields)
             assert (code, error["param"]) == (status, param), fields
             assert param in error["message"]
+
+
+async def test_a_conversation_names_its_model_over_grpc(bench: MakeBench) -> None:
+    async with bench() as b, stub_of(b) as stub:
+        chat = pb.ChatRequest(model="other", messages=[pb.ChatMessage(role="user", content="hi")])
+        with pytest.raises(grpc.aio.AioRpcError, match="other") as refusal:
+            await stub.Tokenize(pb.TokenizeRequest(chat=chat), timeout=10)
+        assert refusal.value.code() is grpc.StatusCode.NOT_FOUND
+        assert (await stub.Tokenize(pb.TokenizeRequest(model=MODEL_NAME, chat=chat), timeout=10)).token_ids
 
 
 async def test_what_is_longer_than_the_context_is_counted_all_the_same(bench: MakeBench) -> None:

@@ -107,7 +107,7 @@ def _tokenize_fields(request: pb.TokenizeRequest) -> dict[str, Any]:
         fields["add_special_tokens"] = request.add_special_tokens
     if request.WhichOneof("prompt") != "chat":
         return fields | {"prompt": request.text}
-    chat = _chat_fields(request.chat, request.model)
+    chat = _chat_fields(request.chat, request.model or request.chat.model)
     return chat | fields | {"model": chat["model"] or None, "add_generation_prompt": not request.no_generation_prompt}
 
 
