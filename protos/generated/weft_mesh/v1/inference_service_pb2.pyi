@@ -113,7 +113,7 @@ class GenerationOptions(_message.Message):
     """Report the prompt's own logprobs, with so many alternatives a token; at most 20."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that end the answer; at most 16."""
+        """Texts that end the answer; at most 16, of 256 characters each."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -340,7 +340,7 @@ class ChatMessage(_message.Message):
     role: _builtins.str
     """"system", "developer", "user", "assistant" or "tool"."""
     content: _builtins.str
-    """Its text."""
+    """Its text. Empty beside an assistant's tool calls: none."""
     tool_calls_json: _builtins.str
     """An assistant's tool calls as one JSON array in OpenAI's form; empty: none."""
     tool_call_id: _builtins.str
