@@ -10,6 +10,7 @@ from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -26,7 +27,7 @@ from weft_mesh.v1 import prefill_service_pb2 as prefill_pb
 from weft_mesh.v1 import scheduler_service_pb2 as scheduler_pb
 from weft_mesh.v1.prefill_service_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
 from weft_services.gateway.dialects.embeddings import embedding_body
-from weft_services.gateway.front import embeddings
+from weft_services.gateway.front import embeddings, service
 
 
 class FakePrefill(PrefillServiceServicer):
@@ -130,6 +131,23 @@ async def test_many_numbers_are_not_written_on_the_loop(
     read = [array("f", base64.b64decode(each)) if encoding == "base64" else each for each in vectors]
     assert [len(each) for each in read] == [size] * 2
     assert [writer is threading.main_thread() for writer in writers] == [size == 3]
+
+
+@pytest.mark.parametrize("size", [3, 50_000])
+async def test_nor_are_they_over_grpc(bench: MakeBench, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    writers: list[threading.Thread] = []
+
+    def watched(**fields: Any) -> pb.Embedding:
+        writers.append(threading.current_thread())
+        return pb.Embedding(**fields)
+
+    monkeypatch.setattr(service, "pb", SimpleNamespace(**{**vars(pb), "Embedding": watched}))
+    async with bench() as b, with_prefill(b) as (worker,), stub_of(b) as stub:
+        worker.size = size
+        inputs = [pb.EmbedInput(text=each) for each in ("a", "b")]
+        answer = await stub.Embed(pb.EmbedRequest(inputs=inputs), timeout=10)
+    assert [len(each.values) for each in answer.embeddings] == [size] * 2
+    assert [writer is threading.main_thread() for writer in writers] == [size == 3] * 2
 
 
 async def test_grpc_gives_the_same_vectors(bench: MakeBench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -12,8 +13,11 @@ from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import LENGTH, STOP, Script, SequenceDelta, Start, deltas, forever, speaking
 from tests.services.gateway.test_grpc import stub_of
 from tests.services.gateway.test_moves import ask, events
+from weft.request import PositionLogprobs
 from weft_mesh.v1 import common_pb2, decode_service_pb2
 from weft_mesh.v1 import inference_service_pb2 as pb
+from weft_services.gateway.dialects.logprobs import positions_of
+from weft_services.gateway.front import service
 
 pytestmark = pytest.mark.usefixtures("heard")
 
@@ -140,7 +144,14 @@ async def test_choices_of_one_prompt_have_it_scored_once(bench: MakeBench) -> No
         assert len(found["prompt_logprobs"]) == len(found["prompt_token_ids"])
 
 
-async def test_over_grpc_they_come_with_the_first_piece(bench: MakeBench) -> None:
+async def test_over_grpc_they_come_with_the_first_piece(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    writers: list[threading.Thread] = []
+
+    def watched(*asked: Any) -> list[PositionLogprobs]:
+        writers.append(threading.current_thread())
+        return positions_of(*asked)
+
+    monkeypatch.setattr(service, "positions_of", watched)
     async with bench() as b, stub_of(b) as stub:
         b.decode.script = scoring(b.ids(" world"))
         options = pb.GenerationOptions(num_prompt_logprobs=1)
@@ -149,6 +160,8 @@ async def test_over_grpc_they_come_with_the_first_piece(bench: MakeBench) -> Non
         assert [entry.token_id for entry in told] == b.ids("hello")[1:]
         assert [entry.logprob for entry in told] == [-place for place in range(1, len(b.ids("hello")))]
         assert not any(response.prompt_logprobs for response in answer[1:])
+        assert len(writers) == 1
+        assert writers[0] is not threading.main_thread(), "as in REST, others do not wait for so many"
 
 
 async def test_scores_of_an_attempt_that_is_lost_before_it_speaks_are_those_of_the_next(bench: MakeBench) -> None:

@@ -22,7 +22,7 @@ from weft_services.gateway.dialects.frames import Usage
 from weft_services.gateway.dialects.logprobs import positions_of
 from weft_services.gateway.error_body import public_error, status_of
 from weft_services.gateway.front.accounting import REJECTED, Account
-from weft_services.gateway.front.embeddings import embed
+from weft_services.gateway.front.embeddings import MANY_NUMBERS, embed
 from weft_services.gateway.front.messages import (
     read_chat,
     read_detokenize,
@@ -33,6 +33,7 @@ from weft_services.gateway.front.messages import (
 from weft_services.gateway.front.text_endpoints import text_of, tokens_of
 from weft_services.gateway.front.timeline import HEADER, response_header
 from weft_services.gateway.generation import Generation
+from weft_services.gateway.mesh.embedding import Vector
 from weft_services.gateway.mesh.pipeline import Pipeline, session_named
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece
@@ -69,7 +70,7 @@ class InferenceService(InferenceServiceServicer):
         answer = self._answer(partial(read_generate, self._pipeline.models), request, context)
         async with aclosing(answer) as pieces:
             async for piece, usage, prepared in pieces:
-                details = _details(piece, usage, prepared)
+                details = await _told(piece, usage, prepared)
                 await _write(context, pb.GenerateResponse(text=piece.text, **details))
 
     async def Chat(self, request: bytes, context: Any) -> None:  # type: ignore[override]
@@ -84,7 +85,7 @@ class InferenceService(InferenceServiceServicer):
                 if usage is not None:
                     usage.reasoning_tokens = answers.num_reasoning_tokens
                     _account.get().finish_reasons = answers.finish_reasons
-                details = _details(replace(piece, finish_reason=choice.finish_reason), usage, prepared)
+                details = await _told(replace(piece, finish_reason=choice.finish_reason), usage, prepared)
                 await _write(context, pb.ChatResponse(**parts, **details))
 
     async def Embed(self, request: bytes, context: Any) -> pb.EmbedResponse:  # type: ignore[override]
@@ -93,8 +94,9 @@ class InferenceService(InferenceServiceServicer):
         timeout = min(self._timeout_seconds, context.time_remaining() or self._timeout_seconds)
         session = session_named(context.invocation_metadata() or ())
         _, vectors, count = await embed(self._pipeline, parse, session, _account.get(), timeout)
-        embeddings = [pb.Embedding(values=vector) for vector in vectors]
-        return pb.EmbedResponse(embeddings=embeddings, usage=pb.Usage(prompt_tokens=count))
+        if sum(map(len, vectors)) > MANY_NUMBERS:
+            return await asyncio.to_thread(_embedded, vectors, count)
+        return _embedded(vectors, count)
 
     async def Tokenize(self, request: bytes, context: Any) -> pb.TokenizeResponse:  # type: ignore[override]
         """What /tokenize does."""
@@ -191,6 +193,18 @@ def _part_fields(parts: Sequence[Part]) -> dict[str, Any]:
         "reasoning_content": "".join(part.text for part in parts if part.kind is PartKind.REASONING),
         "tool_calls": calls,
     }
+
+
+def _embedded(vectors: Sequence[Vector], num_tokens: int) -> pb.EmbedResponse:
+    embeddings = [pb.Embedding(values=vector) for vector in vectors]
+    return pb.EmbedResponse(embeddings=embeddings, usage=pb.Usage(prompt_tokens=num_tokens))
+
+
+async def _told(piece: Piece, usage: Usage | None, prepared: Prepared) -> dict[str, Any]:
+    """What a prompt is told of can take a second to write: beside the loop, as in `endpoints`."""
+    if piece.prompt_logprobs:
+        return await asyncio.to_thread(_details, piece, usage, prepared)
+    return _details(piece, usage, prepared)
 
 
 def _details(piece: Piece, usage: Usage | None, prepared: Prepared) -> dict[str, Any]:
