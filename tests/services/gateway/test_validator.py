@@ -118,6 +118,8 @@ def completion(**fields: Any) -> Generation:
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"echo": True}, "echo"),
         ({"best_of": 2}, "best_of"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ],
 )
@@ -138,6 +140,7 @@ def test_a_bad_chat_field_is_named(fields: dict[str, Any], param: str) -> None:
         ({"prompt": [1, True]}, "prompt"),
         ({"prompt": [[1], [2.5]]}, "prompt"),
         ({"prompt": ["a"] * 65}, "prompt"),
+        ({"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
         ({"prompt": ["a"] * 64, "n": 3}, "n"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),

@@ -46,6 +46,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "modalities": (["text"],),
     "prompt_embeds": (),
+    "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "suffix": ("",),
     "thinking_token_budget": (),
@@ -56,6 +57,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 # The same for the other two APIs, where these of chat completions would be lost.
 CHAT_ALONE: dict[str, tuple[Any, ...]] = {
     **NEUTRAL_VALUES,
+    "add_special_tokens": (False,),
     "logprobs": (False,),
     "max_completion_tokens": (),
     "n": (1,),

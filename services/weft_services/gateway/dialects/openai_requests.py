@@ -143,10 +143,9 @@ class _Body(Lenient):
 
     def common(self) -> dict[str, Any]:
         """The fields of a Generation that both bodies fill alike."""
-        extra = self.model_extra or {}
+        extra, options = self.model_extra or {}, self.stream_options
         if (field := unsupported_field(extra)) is not None:
             raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
-        options = self.stream_options
         answer_format = read_format(self.response_format, extra)
         for name in ("ignore_eos", "min_tokens"):
             if answer_format is not None and getattr(self, name):
@@ -196,6 +195,7 @@ class ChatBody(_Body):
     reasoning_effort: Annotated[str | None, Field(max_length=32)] = None
     continue_final_message: bool | None = None  # vLLM's, as the next
     add_generation_prompt: bool | None = None
+    add_special_tokens: Literal[False] | None = None  # of the template's own there are some, and no others
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole | None, Field(ge=0, le=20)] = None
 
@@ -205,12 +205,11 @@ class ChatBody(_Body):
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
         fields, is_parallel = self.common(), self.parallel_tool_calls is not False
         tool_use = read_tool_use(self.tools or [], self.tool_choice, is_parallel, fields["answer_format"] is not None)
-        tools = tool_use.tools if tool_use else ()
         messages = for_template(self.messages)
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         is_continued = self._is_continued()
         kwargs = effort | self.chat_template_kwargs
-        conversation = Conversation(messages, tools, kwargs, is_continued=is_continued)
+        conversation = Conversation(messages, tool_use.tools if tool_use else (), kwargs, is_continued=is_continued)
         fields |= {"tool_use": tool_use}
         if tool_use is not None and tool_use.is_forced and fields["answer_format"] is not None:
             raise InvalidRequest("tool_choice: an answer that calls tools has no other format", "tool_choice")
@@ -242,6 +241,7 @@ class CompletionBody(_Body):
     max_tokens: Annotated[Whole | None, Field(ge=0)] = None
     logprobs: Annotated[Whole | None, Field(ge=0, le=20)] = None
     echo: bool | None = None
+    add_special_tokens: Literal[True] | None = None  # vLLM's; a prompt without them has to be sent as token ids
     best_of: Annotated[Whole | None, Field(ge=1, le=20)] = None
 
     def generation(self) -> Generation:
