@@ -50,6 +50,18 @@ async def test_what_other_servers_clients_add_reaches_the_engine(bench: MakeBenc
         assert (start.sampling.seed, start.sampling.min_p, start.priority) == (7, 0.25, 3)
 
 
+async def test_a_model_sees_the_tools_that_it_sees_in_chats(bench: MakeBench) -> None:
+    async with bench(context=4096) as b:
+        tool: Any = {"name": "now", "description": "time", "input_schema": {"type": "object", "properties": {}}}
+        function = {"name": "now", "description": "time", "parameters": tool["input_schema"]}
+        asked: Any = {"model": MODEL_NAME, "max_tokens": 9, "messages": [USER]}
+        await b.http.post("/v1/messages", json={**asked, "tools": [tool]})
+        tools = [{"type": "function", "function": function}]
+        await b.http.post("/v1/chat/completions", json={**asked, "tools": tools})
+        by_messages, by_chat = b.decode.started
+        assert by_messages.token_ids == by_chat.token_ids
+
+
 async def test_there_may_be_many_tools_unless_they_become_a_grammar(bench: MakeBench) -> None:
     async with bench(tool_format="hermes", context=65_536) as b:
         b.decode.script = speaking([*b.ids("hello"), END])

@@ -240,6 +240,7 @@ def _tools(fields: Fields) -> Fields:
 def _tool(tool: Any, path: str) -> Fields:
     if not isinstance(tool, dict) or (tool.get("type") or "custom") != "custom":
         raise InvalidRequest(f"{path}: only tools with a name and an input_schema are known", path)
-    function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
-    optional = {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
-    return {"type": "function", "function": function | optional}
+    # templates write them as they come, and models are trained with this order
+    given = {"name": tool.get("name"), "description": tool.get("description")}
+    given |= {"parameters": tool.get("input_schema") or {}, "strict": tool.get("strict")}
+    return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
