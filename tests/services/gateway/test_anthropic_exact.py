@@ -24,6 +24,22 @@ async def test_arguments_stay_as_they_were_written(bench: MakeBench) -> None:
         assert json.loads(answer.text)["content"][0]["input"] == json.loads(arguments)
 
 
+async def test_a_call_that_is_sent_back_is_shown_as_it_was_written(bench: MakeBench) -> None:
+    async with bench(tool_format="hermes", context=4096) as b:
+        used = {
+            "type": "tool_use",
+            "id": "a",
+            "name": "now",
+            "input": {"wei": 25_000_000_000_000_000_001, "rate": 1e-7},
+        }
+        result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "done"}]}
+        messages = [USER, {"role": "assistant", "content": [used]}, result]
+        body = {"model": MODEL_NAME, "max_tokens": 9, "messages": messages, "tools": TOOLS}
+        assert (await b.http.post("/v1/messages", json=body)).status_code == 200
+        shown = b.tokenizer.decode(list(b.decode.started[0].token_ids), skip_special_tokens=False)
+        assert '{"wei": 25000000000000000001, "rate": 1e-07}' in shown
+
+
 async def test_thoughts_in_a_stream_are_signed_as_whole_ones_are(bench: MakeBench, tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in ("<think>", "</think>")])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
+from pydantic_core import from_json, to_json
 
 from weft.errors import InvalidRequest
 from weft_services.gateway.dialects.body_limits import check_body, check_depth
@@ -15,12 +16,12 @@ from weft_services.gateway.generation import Generation
 Fields = dict[str, Any]
 
 
-def read_object(body: bytes) -> Fields:
-    """A JSON object. Raises InvalidRequest."""
+def read_object(body: bytes, has_large_numbers: bool = False) -> Fields:
+    """A JSON object. `has_large_numbers`: integers of more than 64 bits stay what they are. Raises InvalidRequest."""
     check_body(body)
     try:
-        fields = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        fields = from_json(body, allow_inf_nan=False) if has_large_numbers else orjson.loads(body)
+    except ValueError as error:
         raise InvalidRequest(f"the body is not JSON that can be read: {error}", None, "invalid_json") from error
     if not isinstance(fields, dict):
         raise InvalidRequest("the body must be a JSON object", None)
@@ -31,7 +32,7 @@ def read_object(body: bytes) -> Fields:
 def check_chat(chat: Fields, own_path: Callable[[str], str]) -> Generation:
     """What the one validator makes of it. `own_path`: a path in the chat completion -> the client's own."""
     try:
-        return parse_chat(orjson.dumps(chat))
+        return parse_chat(to_json(chat))
     except InvalidRequest as error:
         if error.param is None:
             raise
