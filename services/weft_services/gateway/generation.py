@@ -22,6 +22,11 @@ class Conversation:
     is_open: bool = True
     is_continued: bool = False
 
+    @property
+    def begun(self) -> str:
+        """What has been said already of the answer."""
+        return str(self.messages[-1]["content"]) if self.is_continued else ""
+
 
 class FormatKind(Enum):
     """By what an answer is judged."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench
+from tests.services.gateway.conftest import END, MODEL_NAME, Bench, MakeBench, tiny_tokenizer, write_model
 from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_anthropic import client
 from tests.services.gateway.test_templates import BARE, SPECIAL, TEMPLATES
@@ -82,3 +83,19 @@ async def test_a_chat_goes_on_where_vllms_clients_say_so(bench: MakeBench) -> No
             {"messages": [USER, BEGUN], "add_generation_prompt": False},
         ):
             assert (await b.refused("/v1/chat/completions", **fields))[1]["param"] == "add_generation_prompt"
+
+
+@pytest.mark.parametrize(
+    ("begun", "thoughts", "text"),
+    [("<think>Hm,", "why", "so"), ("<think>Hm</think>", None, "why</think>so"), ("Well, ", None, "why</think>so")],
+)
+async def test_thoughts_that_have_begun_go_on_as_thoughts(
+    bench: MakeBench, tmp_path: Path, begun: str, thoughts: str | None, text: str
+) -> None:
+    template = "{% for m in messages %}{{ m.content.replace('<think></think>', '') }}\n{% endfor %}"
+    async with bench(model=str(write_model(tmp_path, tiny_tokenizer(), template))) as b:
+        b.decode.script = speaking([*b.ids("why</think>so"), END])
+        body = {"model": MODEL_NAME, "messages": [USER, {"role": "assistant", "content": begun}]}
+        answer = await b.http.post("/v1/chat/completions", json={**body, "continue_final_message": True})
+        message = answer.json()["choices"][0]["message"]
+        assert (message.get("reasoning_content"), message["content"]) == (thoughts, text)

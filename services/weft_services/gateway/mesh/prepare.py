@@ -15,7 +15,7 @@ from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.generation import Conversation, Embedding, Generation, Prompt, Tokenizing
 from weft_services.gateway.grammar.constrain import grammar_of
 from weft_services.gateway.model import ServedModel
-from weft_services.gateway.text.assistant import THINK
+from weft_services.gateway.text.assistant import in_thoughts
 
 # of one request, as OpenAI has it
 MAX_EMBEDDED_TOKENS = 300_000
@@ -39,7 +39,7 @@ class TooLong(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """Token ids and the keys of their full blocks, in order. `is_thinking`: it ends where thoughts have begun.
+    """Token ids and the keys of their full blocks, in order. `is_thinking`: it ends within thoughts.
 
     `text`: of one that is to be repeated, as it was given, or what its token ids say, special ones included. `context`:
     the last of its tokens, where an answer goes on with its text.
@@ -107,7 +107,8 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
         text = _text(prompt, generation.prompt_field, model)
         token_ids = _token_ids(text, generation.prompt_field, model, limit, _encoder(prompt, model, cache_salt))
         keys = block_keys(token_ids, block_tokens, cache_salt) if block_tokens else []
-        is_thinking = model.thinks and isinstance(text, str) and text.rstrip().endswith(THINK)
+        begun = prompt.begun if isinstance(prompt, Conversation) else ""
+        is_thinking = model.thinks and isinstance(text, str) and in_thoughts(text, begun)
         repeated = _repeated(prompt, model) if generation.repeats_prompt else ""
         goes_on = not isinstance(prompt, Conversation) or prompt.is_continued
         context = token_ids[-CONTEXT_TOKENS:] if goes_on else ()

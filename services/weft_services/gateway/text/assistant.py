@@ -13,6 +13,11 @@ THINK, END_THINK = "<think>", "</think>"
 MAX_CHARS = 4096
 
 
+def in_thoughts(prompt: str, begun: str = "") -> bool:
+    """Does a prompt end within thoughts: where they begin, or amid those of an answer that has `begun`."""
+    return prompt.rstrip().endswith(THINK) or begun.rfind(THINK) > begun.rfind(END_THINK)
+
+
 class AnswerReader:
     """State of one choice. `is_thinking`: the prompt ended within thoughts already."""
 
