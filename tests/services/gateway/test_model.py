@@ -146,9 +146,9 @@ def test_broken_bytes_cost_their_own_character_and_no_more_work_than_others() ->
     codec, decoded = spaced_codec(), [0]
     decode = codec.decode
 
-    def watched(ids: Sequence[int]) -> str:
-        decoded.append(len(ids))
-        return decode(ids)
+    def watched(token_ids: Sequence[int]) -> str:
+        decoded.append(len(token_ids))
+        return decode(token_ids)
 
     codec.decode = watched  # type: ignore[method-assign]
     detokenizer = codec.detokenizer()

@@ -55,7 +55,7 @@ class Kept:
         as some."""
         # logprobs are JSON already, so that none can be looked into; each has as many beside it as were asked for
         num_positions = sum(len(part["logprobs"]) for item in self.response["output"] for part in _parts(item))
-        num_logprobs = num_positions * (1 + self.response["top_logprobs"])
+        num_logprobs = num_positions * (1 + int(self.response["top_logprobs"]))
         num_own = int(self.response["usage"]["total_tokens"])
         return num_own + self.num_earlier_generated + TOKENS_A_LOGPROB * num_logprobs
 
