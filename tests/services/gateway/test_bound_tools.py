@@ -30,11 +30,30 @@ SCHEMA = {
     "required": [],
     "$defs": {"node": {"type": "object", "properties": {"height": {"$ref": "#/properties/height"}}}},
 }
+# as pydantic writes a class that has itself for a field
+RECURSIVE = {
+    "$ref": "#/$defs/Step",
+    "$defs": {
+        "Step": {
+            "type": "object",
+            "properties": {
+                "size": {"type": "integer"},
+                "way": {"$ref": "#/$defs/Way"},
+                "next": {"anyOf": [{"$ref": "#/$defs/Step"}, {"type": "null"}]},
+            },
+            "required": ["size"],
+        },
+        "Way": {"type": "string", "enum": ["1", "true"]},
+    },
+}
 GO: Any = {"type": "function", "function": {"name": "go-there", "parameters": SCHEMA, "strict": True}}
+STEP: Any = {"type": "function", "function": {"name": "step", "parameters": RECURSIVE, "strict": True}}
 NOW: Any = {"type": "function", "function": {"name": "now"}}
 CALL = '{"name": "go-there", "parameters": {"width": '
 XML = "<tool_call>\n<function=go-there>\n"
 END_XML = "</function>\n</tool_call>"
+XML_STEP = "<tool_call>\n<function=step>\n<parameter=size>\n"
+WAY = "\n</parameter>\n<parameter=way>\n"
 
 # family, what a model begins to write, whether it may
 WRITTEN = [
@@ -56,6 +75,10 @@ WRITTEN = [
     ("qwen-xml", f'{XML}<parameter=node>\n{{"under": {{"height": "', False),
     ("qwen-xml", f'{XML}<parameter=other>\n{{"other": {{"width": 7}}}}\n</parameter>\n{END_XML}', True),
     ("qwen-xml", f'{XML}<parameter=other>\n{{"other": {{"width": "', False),
+    ("qwen-xml", f"{XML_STEP}7{WAY}1\n</parameter>\n{END_XML}", True),
+    ("qwen-xml", "<tool_call>\n<function=step>\n</function>", False),
+    ("qwen-xml", f"{XML_STEP}7{WAY}2", False),
+    ("qwen-xml", f'{XML_STEP}7\n</parameter>\n<parameter=next>\n{{"size": "', False),
     # markers that are no tokens here: text may go up to them and no further
     ("deepseek-v3.1", "<｜tool▁calls", True),
     ("deepseek-v3.1", "a <｜tool▁calls▁begin｜>b", False),
@@ -70,7 +93,7 @@ async def test_calls_are_bound_and_text_is_not(
     bench: MakeBench, model_dir: Path, family: str, text: str, is_kept: bool
 ) -> None:
     async with bench(context=2048, tool_format=family) as b:
-        await b.client.chat.completions.create(model=MODEL_NAME, messages=[USER], tools=[GO, NOW])
+        await b.client.chat.completions.create(model=MODEL_NAME, messages=[USER], tools=[GO, STEP, NOW])
         matcher = load_grammars(model_dir, 320, [END]).compile(b.decode.started[0].sampling.grammar.text)
         matcher.accept([*b.ids(text), *([END] if is_kept else [])])
         assert (matcher.failure is None) == is_kept
@@ -104,6 +127,15 @@ def test_null_is_null_where_it_may_be(schema: Any, written: str, arguments: str)
     text = f"{XML}<parameter=mode>\n{written}\n</parameter>\n{END_XML}"
     said = read("qwen-xml", {"go-there": {"properties": {"mode": schema}}}, text)
     assert said == [("CALL", "go-there"), ("ARGUMENTS", f'{{"mode": {arguments}}}')]
+
+
+def test_a_schema_that_refers_to_itself_says_what_its_values_are() -> None:
+    text = f"{XML_STEP}7{WAY}1\n</parameter>\n{END_XML}"
+    for schema, arguments in (
+        (RECURSIVE, '{"size": 7, "way": "1"}'),
+        ({"$ref": "#/$defs/no"}, '{"size": "7", "way": "1"}'),
+    ):
+        assert read("qwen-xml", {"step": schema}, text) == [("CALL", "step"), ("ARGUMENTS", arguments)]
 
 
 def test_names_that_are_no_pythons_are_called_in_python() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weft_services.gateway.grammar.answer_grammar import TEXT, Part, lark_part, quote, schema_part
-from weft_services.gateway.text.xml_calls import END_PARAMETER, PARAMETER, is_text
+from weft_services.gateway.text.xml_calls import END_PARAMETER, PARAMETER, is_text, resolved
 
 END = f"\n{END_PARAMETER}\n"
 ROOT = "arguments"
@@ -14,19 +14,20 @@ ROOT = "arguments"
 def xml_parts(schema: dict[str, Any], name: str, is_lenient: bool) -> list[Part]:
     """In the order of the schema's properties, those that are required always. A text is any text, or one of an enum;
     other values are JSON by their schemas."""
-    properties = schema.get("properties")
+    whole = resolved(schema, schema)
+    properties, required = (whole.get(name) if isinstance(whole, dict) else None for name in ("properties", "required"))
     properties = properties if isinstance(properties, dict) else {}
-    required = schema.get("required")
     required = required if isinstance(required, list) else []
     start, rules, parts = [], [f"TEXT: {TEXT}"], list[Part]()
     for place, (key, own) in enumerate(properties.items()):
         start.append(f"p{place}" if key in required else f"p{place}?")
         opening = quote(f"{PARAMETER}{key}>\n")
-        if not is_text(own):
+        meant = resolved(own, schema)
+        if not is_text(meant):
             inner = f"{name}_{place}"
             parts.append(schema_part(_alone(own, schema), inner, is_lenient))
             rules.append(f"p{place}: {opening} @{inner} {quote(END)}")
-        elif values := _texts(own):
+        elif values := _texts(meant):
             rules.append(f"p{place}: {opening} ({' | '.join(map(quote, values))}) {quote(END)}")
         else:
             rules += [f"p{place}: {opening} v{place}", f"v{place}[lazy]: TEXT {quote(END)}"]

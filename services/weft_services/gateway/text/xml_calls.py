@@ -18,6 +18,9 @@ FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 NEXT_TAGS = (f"\n{PARAMETER}", f"\n{END_FUNCTION}", "\n</tool_call>")
 LITERALS = {"None": "null"}
+# with these a schema says itself what it is of, whatever it refers to
+TELLING = frozenset(("type", "properties", "enum", "anyOf", "oneOf", "allOf"))
+MAX_HOPS = 8
 
 Schemas = Mapping[str, dict[str, Any]]
 
@@ -43,14 +46,16 @@ def _call(feed: Feed, parts: Parts, schemas: Schemas) -> Reading[None]:
         parts.text(f"{FUNCTION}{name}")
         return
     parts.begin_call(name)
-    properties = schemas.get(name, {}).get("properties")
+    root = schemas.get(name, {})
+    whole = resolved(root, root)
+    properties = whole.get("properties") if isinstance(whole, dict) else None
     separator = "{"
     while True:
         mark = yield from copy_until(feed, (PARAMETER, END_FUNCTION, "</tool_call>"), _nothing)
         if mark != PARAMETER:
             break
         key, is_named = yield from _name(feed)
-        schema = properties.get(key) if isinstance(properties, dict) else None
+        schema = resolved(properties.get(key) if isinstance(properties, dict) else None, root)
         parts.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         separator = ", "
         if not is_named or not (yield from _value(feed, parts, schema)):
@@ -97,6 +102,26 @@ def _until_end(feed: Feed, emit: Emit) -> Reading[bool]:
     if mark in NEXT_TAGS:
         feed.text = mark + feed.text
     return mark is not None
+
+
+def resolved(schema: Any, root: dict[str, Any]) -> Any:
+    """What it refers to, if that is within the root; as whole classes are, and enums, in schemas made of Python."""
+    found = schema
+    for _ in range(MAX_HOPS):
+        path = found.get("$ref") if isinstance(found, dict) and not TELLING & found.keys() else None
+        if not isinstance(path, str):
+            return found
+        found = _at(path, root)
+        if found is None:
+            break
+    return schema
+
+
+def _at(path: str, root: dict[str, Any]) -> Any:
+    found: Any = root if path.startswith("#/") else None
+    for step in path[2:].split("/"):
+        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found
 
 
 def is_text(schema: Any) -> bool:
