@@ -16,7 +16,6 @@ import pytest
 
 from tests.services.gateway.conftest import MODEL_NAME, Bench, MakeBench
 from tests.services.gateway.fakes import deltas, speaking
-from weft_mesh.v1 import common_pb2
 from weft_mesh.v1 import scheduler_service_pb2 as pb
 from weft_services.gateway.front import page
 from weft_services.gateway.front.operator import is_operator
@@ -88,18 +87,6 @@ async def test_the_fleet_is_told_as_it_changes_and_hand_offs_when_they_happen(be
         report.hand_offs.add(prefill_worker_id="prefill-0", num_prompts=4, size_bytes=4096)
         b.scheduler.reports["decode-0"] = report
         b.scheduler.store = pb.StoreStatus(memory_bytes=100, memory_used_bytes=40)
-        b.scheduler.arrivals = [
-            pb.WorkerArrival(
-                worker_id="decode-7",
-                role=common_pb2.WORKER_ROLE_DECODE,
-                model=MODEL_NAME,
-                phase="reading weights",
-                done_bytes=40,
-                total_bytes=100,
-                since_ms=1700,
-            ),
-            pb.WorkerArrival(worker_id="decode-8", role=common_pb2.WORKER_ROLE_DECODE, model="not served here"),
-        ]
         await b.gateway.watch.poll()
         known = b.gateway.watch.picture.workers
         assert not any(worker.work.tallies.hand_offs for worker in known), "nobody listens yet"
@@ -114,13 +101,6 @@ async def test_the_fleet_is_told_as_it_changes_and_hand_offs_when_they_happen(be
             assert worker["blocks"] == {"total": 8, "active": 3, "cached": 0, "quarantined": 0, "free": 5}
             tally = {"prefill_worker_id": "prefill-0", "num_prompts": 4, "size_bytes": 4096, "num_failed": 0}
             assert worker["hand_offs"] == [tally]
-            (arrival,) = fleet["arrivals"]
-            assert (arrival["worker_id"], arrival["role"], arrival["phase"]) == (
-                "decode-7",
-                "decode",
-                "reading weights",
-            )
-            assert (arrival["done_bytes"], arrival["total_bytes"], arrival["since_ms"]) == (40, 100, 1700)
             assert b.decode.address not in json.dumps(fleet)
             await b.client.chat.completions.create(model=MODEL_NAME, messages=MESSAGES)  # type: ignore[arg-type]
             while (event := await anext(told))[0] != "hand_off":

@@ -136,36 +136,6 @@ def test_an_empty_fleet_says_why_it_may_be_empty() -> None:
     assert totals_line(pb.ListWorkersResponse()).startswith("0 workers, 0 ready ·")
 
 
-LOADING = pb.WorkerArrival(
-    worker_id="decode-7",
-    role=common_pb2.WORKER_ROLE_DECODE,
-    model="weft-nano",
-    phase="reading weights",
-    done_bytes=43,
-    total_bytes=100,
-    since_ms=2900,
-)
-
-
-@pytest.mark.parametrize("workers", [[], [worker("decode-0")]])
-@pytest.mark.parametrize("width", [80, 200])
-def test_a_worker_that_loads_has_a_row_too(workers: list[pb.WorkerStatus], width: int) -> None:
-    lines = shown(workers, width, [LOADING]).splitlines()
-    row = next(line for line in lines if line.startswith("decode-7"))
-    assert "reading weights 43%, 3 s" in row
-    assert f"{len(workers)} workers, {len(workers)} ready, 1 loading" in " ".join(lines)
-    assert max(map(len, lines)) <= width
-
-
-def test_what_is_not_counted_has_no_share_and_json_has_all() -> None:
-    arrival = pb.WorkerArrival(role=common_pb2.WORKER_ROLE_DECODE, phase="tuning kernels", since_ms=12_000)
-    assert "tuning kernels, 12 s" in shown([], arrivals=[arrival])
-    fleet = json.loads(json.dumps(as_dict(pb.ListWorkersResponse(arrivals=[LOADING]))))
-    assert fleet["totals"]["loading"] == 1
-    (told,) = fleet["arrivals"]
-    assert (told["worker_id"], told["role"], told["done_bytes"], told["since_ms"]) == ("decode-7", "decode", 43, 2900)
-
-
 @pytest.mark.parametrize("width", [72, 80, 100, 120, 160])
 def test_a_narrow_terminal_gets_fewer_columns_and_no_cut_ones(width: int) -> None:
     lines = shown([worker("decode-0")], width).splitlines()
