@@ -14,6 +14,7 @@ from weft.request import Grammar, SamplingParams
 from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.generation import Conversation, Embedding, Generation, Prompt, Tokenizing
 from weft_services.gateway.grammar.constrain import grammar_of
+from weft_services.gateway.mesh.scores import check_prompt_scores, most_scored_tokens, too_many_scores
 from weft_services.gateway.model import ServedModel
 from weft_services.gateway.text.assistant import in_thoughts
 
@@ -22,8 +23,6 @@ MAX_EMBEDDED_TOKENS = 300_000
 # a text of up to this is tokenized where nothing is run, however much less the model could read: by its length clients
 # decide what to leave out
 MAX_COUNTED_CHARS = 1 << 20
-# logprobs of prompt tokens and of their alternatives, in one request: some 10 MB of JSON
-MAX_SCORES = 262_144
 # of a text that is gone on with, enough to begin with a whole character and a word
 CONTEXT_TOKENS = 8
 Encode = Callable[[str], tuple[int, ...]]
@@ -114,13 +113,15 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
         context = token_ids[-CONTEXT_TOKENS:] if goes_on else ()
         prompts.append(PreparedPrompt(token_ids, tuple(keys), is_thinking, repeated, context))
     _check_named_tokens(generation, model)
-    _check_scores(generation, sum(len(prompt.token_ids) for prompt in prompts))
+    check_prompt_scores(generation, sum(len(prompt.token_ids) for prompt in prompts))
     grammar = grammar_of(generation, model, prompts[0].is_thinking)
     seed = new_seed() if generation.seed is None else generation.seed
     sequences = []
-    for index in range(len(prompts) * generation.num_candidates):
+    num_sequences = len(prompts) * generation.num_candidates
+    scored_tokens = most_scored_tokens(generation, num_sequences)
+    for index in range(num_sequences):
         place, candidate = divmod(index, generation.num_candidates)
-        max_tokens = _max_tokens(generation, len(prompts[place].token_ids), limit)
+        max_tokens = _max_tokens(generation, len(prompts[place].token_ids), limit, scored_tokens)
         sampling = _sampling(generation, model, max(1, max_tokens), _derive(seed, index), grammar)
         scored = generation.num_scored if candidate == 0 or generation.stream else None
         sequences.append(PreparedSequence(place, sampling, max_tokens, scored))
@@ -129,16 +130,6 @@ def prepare(generation: Generation, model: ServedModel, block_tokens: int | None
 
 def _repeated(prompt: Prompt, model: ServedModel) -> str:
     return model.codec.whole_text(prompt) if isinstance(prompt, tuple) else str(prompt)
-
-
-def _check_scores(generation: Generation, num_tokens: int) -> None:
-    if generation.num_scored is None:
-        return
-    num_scores = num_tokens * (1 + generation.num_scored)
-    if num_scores > MAX_SCORES:
-        field = "logprobs" if generation.num_prompt_logprobs is None else "prompt_logprobs"
-        message = f"{field}: {num_scores} logprobs of prompts, at most {MAX_SCORES} in one request"
-        raise InvalidRequest(message, field, "invalid_value")
 
 
 def _encoder(prompt: Prompt, model: ServedModel, cache_salt: bytes) -> Encode:
@@ -235,8 +226,10 @@ def _context_is(limit: int) -> str:
     return f"this model's maximum context length is {limit} tokens"
 
 
-def _max_tokens(generation: Generation, num_prompt_tokens: int, limit: int) -> int:
-    max_tokens = _length(generation, num_prompt_tokens, limit)
+def _max_tokens(generation: Generation, num_prompt_tokens: int, limit: int, scored_tokens: int) -> int:
+    max_tokens = min(_length(generation, num_prompt_tokens, limit), scored_tokens)
+    if max_tokens < (generation.max_tokens or 0):
+        raise too_many_scores(generation, scored_tokens)
     if generation.min_tokens > max_tokens:
         message = f"min_tokens: {generation.min_tokens} is more than the {max_tokens} tokens that the answer may have"
         raise InvalidRequest(message, "min_tokens", "invalid_value")
