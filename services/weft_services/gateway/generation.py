@@ -93,6 +93,7 @@ class Generation:
     `num_prompt_logprobs` these are told beside the answer. `max_tokens` may be 0 with either.
     `echo` is what an API gives back with its answer of what was asked; `kept_items` are the items that led to an answer
     which is to be kept, and `num_earlier_generated` the tokens that were generated for them.
+    `in_pieces`: the answer is told as it comes whatever `stream` says, as over gRPC.
     """
 
     model: str
@@ -123,6 +124,7 @@ class Generation:
     num_prompt_logprobs: int | None = None
     return_token_ids: bool = False
     stream: bool = False
+    in_pieces: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
     include_obfuscation: bool = False

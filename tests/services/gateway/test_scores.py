@@ -8,6 +8,8 @@ import openai
 import pytest
 
 from tests.services.gateway.conftest import MODEL_NAME, MakeBench
+from tests.services.gateway.test_grpc import stub_of
+from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_services.gateway.mesh import scores
 
 ASKED: dict[str, Any] = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "hello"}]}
@@ -42,4 +44,10 @@ async def test_what_is_streamed_or_has_no_logprobs_is_not_bound(bench: MakeBench
         async for _ in stream:
             pass
         await b.client.chat.completions.create(**ASKED, max_tokens=200)
-        assert [start.sampling.max_tokens for start in b.decode.started] == [200, 200]
+        async with stub_of(b) as stub:
+            options = pb.GenerationOptions(num_logprobs=5, max_tokens=200)
+            chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="hello")], options=options)
+            for call in stub.Generate(pb.GenerateRequest(text="x", options=options)), stub.Chat(chat):
+                async for _ in call:
+                    pass
+        assert [start.sampling.max_tokens for start in b.decode.started] == [200] * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import orjson
@@ -26,13 +27,15 @@ MessageT = TypeVar("MessageT", bound=Message)
 def read_generate(models: Catalog, raw: bytes) -> Generation:
     """Generate. Raises InvalidRequest, NotFound."""
     request = _read(pb.GenerateRequest, raw)
-    return parse_completion(orjson.dumps(_generate_fields(request, models.meant(request.model).name)))
+    fields = _generate_fields(request, models.meant(request.model).name)
+    return replace(parse_completion(orjson.dumps(fields)), in_pieces=True)
 
 
 def read_chat(models: Catalog, raw: bytes) -> Generation:
     """Chat. Raises InvalidRequest, NotFound."""
     request = _read(pb.ChatRequest, raw)
-    return parse_chat(orjson.dumps(_chat_fields(request, models.meant(request.model).name)))
+    fields = _chat_fields(request, models.meant(request.model).name)
+    return replace(parse_chat(orjson.dumps(fields)), in_pieces=True)
 
 
 def read_embed(models: Catalog, raw: bytes) -> Embedding:

@@ -26,7 +26,7 @@ def check_prompt_scores(generation: Generation, num_tokens: int) -> None:
 
 def most_scored_tokens(generation: Generation, num_sequences: int) -> int:
     """To how many tokens each of so many answers is bound by it."""
-    if generation.stream or generation.num_logprobs is None:
+    if generation.stream or generation.in_pieces or generation.num_logprobs is None:
         return sys.maxsize
     return MAX_ANSWER_SCORES // (num_sequences * (1 + generation.num_logprobs))
 
