@@ -86,6 +86,7 @@ def completion(**fields: Any) -> Generation:
         ({"logit_bias": {"1": 10**400}}, "logit_bias"),
         ({"logit_bias": {"1": float("nan")}}, "logit_bias"),
         ({"logit_bias": {"one": 5}}, "logit_bias"),
+        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
         ({"logit_bias": {"1": True}}, "logit_bias"),
         ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
         ({"presence_penalty": 2.5}, "presence_penalty"),

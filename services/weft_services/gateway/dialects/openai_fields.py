@@ -149,7 +149,10 @@ def check_logit_bias(value: Any) -> Any:
         raise ValueError("expected an object of token ids and numbers")
     if len(value) > MAX_BIASES:
         raise ValueError(f"{len(value)} entries, at most {MAX_BIASES}")
-    return tuple(_check_bias(token, bias) for token, bias in value.items())
+    biases = tuple(_check_bias(token, bias) for token, bias in value.items())
+    if len(dict(biases)) < len(biases):
+        raise ValueError("a token is named twice")
+    return biases
 
 
 def _check_bias(token: Any, bias: Any) -> tuple[int, float]:
