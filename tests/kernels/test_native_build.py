@@ -143,3 +143,17 @@ def test_an_image_has_what_any_machine_runs_and_a_machine_what_it_runs_itself(mo
     assert program.wanted("here") == program.wanted("best") == []
     with pytest.raises(SystemExit, match="expected all, here or best"):
         program.wanted("some")
+
+
+@pytest.mark.parametrize(
+    ("features", "lacking"),
+    [("avx2 fma", "avx512bw, avx512dq, avx512f, avx512vl"), ("avx512f avx512bw avx512dq avx512vl", "avx2, fma")],
+)
+def test_kernels_that_the_processor_cannot_run_are_not_taken(
+    features: str, lacking: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiler: Path
+) -> None:
+    """As WEFT_CPU_KERNELS asks for them on one machine of several: the first one called would end the process."""
+    monkeypatch.setattr(native, "processor_features", lambda: frozenset(features.split()))
+    assert native.load.__wrapped__("avx512") is None
+    assert f"avx512 cannot be had: the processor lacks {lacking}" in caplog.text
+    assert num_builds(compiler) == 0

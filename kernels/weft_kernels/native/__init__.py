@@ -120,6 +120,15 @@ def most_isa() -> str:
     return most
 
 
+def _lacking(isa: str) -> set[str]:
+    """What the processor has not of all that is needed: its code would end the process at the first instruction. Where
+    the system does not tell what it has, nothing."""
+    sets = list(NEEDED.values())
+    needed = set[str]().union(*sets[: list(NEEDED).index(isa) + 1])
+    features = processor_features()
+    return needed - features if features else set()
+
+
 def _may_use_tiles() -> bool:
     """Ask Linux for the matrix unit's registers, which are large and for those who ask. All threads of the process
     have them from then on (the kernel's Documentation/arch/x86/xstate.rst)."""
@@ -161,6 +170,8 @@ def load(isa: str) -> ctypes.CDLL | None:
     if isa not in FLAGS:
         raise ValueError(f"{CHOICE}: expected one of {', '.join((*FLAGS, 'torch'))}, found {isa!r}")
     try:
+        if lacking := _lacking(isa):
+            raise OSError(f"the processor lacks {', '.join(sorted(lacking))}")
         if isa == "amx" and not _may_use_tiles():
             raise OSError("the system does not give the matrix unit's registers")
         library = _opened(cached_library(isa))
