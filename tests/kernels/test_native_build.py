@@ -4,7 +4,10 @@ built again: damaged, or once a compiler can do more than the one that built the
 from __future__ import annotations
 
 import os
+import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +17,11 @@ from weft_kernels import native
 from weft_kernels.native import __main__ as program
 from weft_kernels.native import build
 
-# notes how it is called, knows no OpenMP without a file that says so, and is killed while there is another
+# notes how it is called, knows no OpenMP without a file that says so, is killed while there is another, and ends who
+# calls it while there is a third
 COMPILER = """#!/bin/sh
 echo "$@" >> {place}/calls
+test ! -e {place}/all-killed || kill -9 $PPID
 case "$*" in *-fopenmp*) test -e {place}/openmp || {{ echo no OpenMP >&2; exit 1; }};; esac
 case "$*" in *" -c "*) test ! -e {place}/killed || exit 1;; esac
 while test "$1" != -o; do shift; done
@@ -120,6 +125,15 @@ def test_a_compiler_that_was_killed_leaves_nothing_less_behind(tmp_path: Path, c
         build.cached_library("avx2")
     (tmp_path / "killed").unlink()
     assert "makeshift" not in build.cached_library("avx2").name
+
+
+def test_a_build_that_was_killed_leaves_nothing_once_another_is_done(tmp_path: Path, compiler: Path) -> None:
+    (tmp_path / "all-killed").touch()
+    program = "from weft_kernels.native.build import cached_library; cached_library('avx2')"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
+    (tmp_path / "all-killed").unlink()
+    library = build.cached_library("avx2")
+    assert {each.name for each in library.parent.iterdir()} == {"lock", library.name}
 
 
 def test_a_library_without_openmp_is_kept_where_no_compiler_is(

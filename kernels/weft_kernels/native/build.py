@@ -95,6 +95,7 @@ extern "C" void probe_tiles() { _tile_release(); }
 BUILD_SECONDS = 120  # of one source
 MAX_COMPILERS = 4  # at once: each takes 200 to 400 MB
 SEAL_BYTES = 20
+UNFINISHED = "unfinished-"
 
 
 class BuildFailed(Exception):
@@ -202,6 +203,8 @@ def _build_once(isa: str, path: Path) -> None:
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with open(path.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # many workers may start at once; the first one builds
+        for left in path.parent.glob(f"{UNFINISHED}*"):  # by one that was killed: nobody else builds now
+            shutil.rmtree(left, ignore_errors=True)
         if not is_whole(path) and not _stands(_makeshift(path)):
             _build(isa, path)
 
@@ -209,7 +212,7 @@ def _build_once(isa: str, path: Path) -> None:
 def _build(isa: str, path: Path) -> None:
     if (compiler := _compiler()) is None:
         raise BuildFailed("no C++ compiler found (c++, g++, clang++ or $CXX)")
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=path.parent) as scratch:
         made = Path(scratch) / path.name
         logger.info("CPU kernels: %s is being compiled, once, which takes a minute or less", isa)
         flags = (*FLAGS[isa], "-fopenmp")
