@@ -149,3 +149,16 @@ def test_it_may_open_as_many_connections_as_the_system_lets_it(gateway: Gateway)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_figure_that_there_is_not_is_null_in_the_file_which_stays_json(gateway: Gateway, tmp_path: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    one_piece = [{"choices": [{"delta": {"content": "Hi"}, "finish_reason": "stop"}]}, "[DONE]"]
+    gateway.scripts = [one_piece, one_piece]
+    raw = tmp_path / "raw.json"
+    code, output = run(gateway, "--requests", "1", "--output-tokens", "1", "--raw", str(raw))
+    assert code == 0, output
+    latencies = json.loads(raw.read_text(), parse_constant=refuse)["figures"]["latencies"]
+    assert latencies["between pieces"] == {"mean": None, "percentiles": [None, None, None]}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -61,13 +63,22 @@ def run_bench(options: BenchOptions) -> int:
     for table in tables(figures):
         console.print(table)
     if options.raw is not None:
-        whole = {"figures": asdict(figures), "records": [asdict(record) for record in records]}
-        options.raw.write_text(json.dumps(whole), encoding="utf-8")
+        whole = {"figures": _without_nan(asdict(figures)), "records": [asdict(record) for record in records]}
+        options.raw.write_text(json.dumps(whole, allow_nan=False), encoding="utf-8")
     if options.report is not None:
         title = f"{options.url}, {time.strftime('%Y-%m-%d %H:%M')}"
         options.report.write_text(page(title, options.shown, figures, records), encoding="utf-8")
         console.print(f"report: {options.report}")
     return 0 if figures.answered else 1
+
+
+def _without_nan(value: Any) -> Any:
+    """The same with null for figures of which there are none: JSON has no word for what is not a number."""
+    if isinstance(value, dict):
+        return {name: _without_nan(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _measured(options: BenchOptions) -> list[Record]:
