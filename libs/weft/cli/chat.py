@@ -72,7 +72,8 @@ def _converse(runner: asyncio.Runner, client: httpx.AsyncClient, chat: Chat, con
     is_terminal = sys.stdin.isatty()
     chat.model = chat.model or runner.run(served_model(client))
     if is_terminal:
-        console.print(f"[bold]{chat.model}[/] at {chat.url}\n[dim]{HELP}[/]\n")
+        heading = ((chat.model, "bold"), f" at {chat.url}\n", (f"{HELP}\n", "dim"))
+        console.print(Text.assemble(*heading))
     while (line := _read_line(is_terminal)) is not None:
         match line.strip():
             case "":

@@ -53,6 +53,7 @@ def list_keys(keys: Keys = "keys.json") -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from weft.cli.key_store import read_keys
 
@@ -65,7 +66,7 @@ def list_keys(keys: Keys = "keys.json") -> None:
         limits = (str(limit or "-") for limit in (key.requests_per_minute, key.tokens_per_minute))
         models = ", ".join(key.models) or "all"
         flag = "yes" if key.operator else "-"
-        table.add_row(key.name, key.owner, models, str(key.priority), *limits, flag, key.digest[:12])
+        table.add_row(key.name, key.owner, Text(models), str(key.priority), *limits, flag, key.digest[:12])
     Console(soft_wrap=True).print(table)
 
 

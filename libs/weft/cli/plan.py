@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from weft.capacity.footprint import ITEM_BYTES, Kind
 from weft.capacity.gpus import GPUS
@@ -49,7 +50,8 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> int:
         demand = _demand(options, config)
         plans = [make_plan(config, layout, demand) for layout in _layouts(options, config)]
     except (BadCheckpoint, BadPlan, Unreadable) as error:
-        Console(stderr=True).print(f"weft plan: {error}", style="red", highlight=False, soft_wrap=True)
+        said = Text(f"weft plan: {error}", style="red")  # as it is: brackets in a path are no markup
+        Console(stderr=True).print(said, soft_wrap=True)
         return 2
     best = _best(plans)
     console.print(_heading(config, demand, best), highlight=False)

@@ -162,3 +162,16 @@ def test_a_figure_that_there_is_not_is_null_in_the_file_which_stays_json(gateway
     assert code == 0, output
     latencies = json.loads(raw.read_text(), parse_constant=refuse)["figures"]["latencies"]
     assert latencies["between pieces"] == {"mean": None, "percentiles": [None, None, None]}
+
+
+def test_brackets_in_what_a_server_says_are_no_markup_and_cost_no_figures(gateway: Gateway, tmp_path: Path) -> None:
+    broken = [{"error": {"message": "unbalanced [/INST] after [type=user]"}}]
+    gateway.scripts = [list(HELLO), list(HELLO), broken, list(HELLO)]
+    raw, report = tmp_path / "raw.json", tmp_path / "[run]" / "page.html"
+    report.parent.mkdir()
+    options = ["--requests", "2", "--concurrency", "1", "--raw", str(raw), "--report", str(report)]
+    code, output = run(gateway, *options)
+    assert code == 0, output
+    assert "1 x unbalanced [/INST] after [type=user]" in output
+    assert json.loads(raw.read_text())["figures"]["answered"] == 1
+    assert str(report) in output

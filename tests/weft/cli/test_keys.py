@@ -63,6 +63,12 @@ def test_a_key_is_shown_though_its_user_may_not_ask_how_valkey_evicts(valkey: Va
     assert runner.invoke(app, ["keys", "revoke", "bob", "--keys", where]).exit_code == 0
 
 
+def test_a_models_name_in_brackets_is_listed_as_it_is(tmp_path: Path) -> None:
+    where = str(tmp_path / "keys.json")
+    assert runner.invoke(app, ["keys", "add", "alice", "--model", "[/b]", "--keys", where]).exit_code == 0
+    assert "[/b]" in runner.invoke(app, ["keys", "list", "--keys", where]).stdout
+
+
 def test_an_address_that_is_none_is_told_in_one_line() -> None:
     added = runner.invoke(app, ["keys", "add", "bob", "--keys", "redis://me:secret@HOST:PORT/DB"])
     assert (added.exit_code, added.stdout) == (1, "")

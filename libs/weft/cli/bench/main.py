@@ -68,7 +68,7 @@ def run_bench(options: BenchOptions) -> int:
     if options.report is not None:
         title = f"{options.url}, {time.strftime('%Y-%m-%d %H:%M')}"
         options.report.write_text(page(title, options.shown, figures, records), encoding="utf-8")
-        console.print(f"report: {options.report}")
+        console.print(f"report: {options.report}", markup=False)
     return 0 if figures.answered else 1
 
 

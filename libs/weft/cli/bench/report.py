@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from rich.table import Table
+from rich.text import Text
 
 from weft.cli.bench.figures import PERCENTILES, Figures, gaps
 from weft.cli.bench.load import Record
@@ -57,7 +58,7 @@ def tables(figures: Figures) -> tuple[Table, Table]:
     """For the terminal."""
     counts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in rows(figures):
-        counts.add_row(name, value)
+        counts.add_row(name, Text(value))  # in which a server may have said something in brackets
     times = Table("milliseconds", box=None, padding=(0, 2, 0, 0))
     for heading in ("mean", *(f"p{each}" for each in PERCENTILES)):
         times.add_column(heading, justify="right")
