@@ -22,6 +22,8 @@ MIN_RATE_SECONDS = 0.02
 DONE = "[DONE]"
 # where a delta keeps what a model thinks before it answers; vLLM says the second
 THOUGHTS = ("reasoning_content", "reasoning")
+# what reading an answer raises that is shaped otherwise, such as `"data": null` where a server has no model
+NOT_OPENAIS = (LookupError, ValueError, TypeError, AttributeError)
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -107,6 +109,8 @@ async def stream_text(
         raise _unreached(client, error) from error
     except httpx.HTTPError as error:
         raise MeshError(f"the connection to {client.base_url} broke: {error or type(error).__name__}") from error
+    except NOT_OPENAIS as error:
+        raise _no_mesh(client, error) from error
 
 
 async def served_model(client: httpx.AsyncClient) -> str:
@@ -117,8 +121,12 @@ async def served_model(client: httpx.AsyncClient) -> str:
         return str(response.json()["data"][0]["id"])
     except httpx.ConnectError as error:
         raise _unreached(client, error) from error
-    except (httpx.HTTPError, LookupError, ValueError) as error:
-        raise MeshError(f"{client.base_url} does not answer like a mesh: {error!r}") from error
+    except (httpx.HTTPError, *NOT_OPENAIS) as error:
+        raise _no_mesh(client, error) from error
+
+
+def _no_mesh(client: httpx.AsyncClient, error: Exception) -> MeshError:
+    return MeshError(f"{client.base_url} does not answer like a mesh: {error!r}")
 
 
 def _unreached(client: httpx.AsyncClient, error: httpx.ConnectError) -> MeshError:

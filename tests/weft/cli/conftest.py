@@ -28,6 +28,7 @@ class Gateway:
     def __init__(self) -> None:
         self.scripts: list[list[Any]] = []
         self.status = 200
+        self.models = json.dumps({"data": [{"id": "tiny"}]})
         self.unknown_fields: set[str] = set()
         self.released = threading.Event()
         self.asked: list[tuple[str, dict[str, Any], str | None]] = []
@@ -35,7 +36,7 @@ class Gateway:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self._send(200, json.dumps({"data": [{"id": "tiny"}]}))
+                self._send(200, gateway.models)
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))

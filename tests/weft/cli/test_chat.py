@@ -123,6 +123,26 @@ def test_a_refusal_is_shown_in_the_gateways_words(gateway: Gateway) -> None:
     assert "refused (404): model: no such model" in result.stderr
 
 
+@pytest.mark.parametrize("models", ['{"data": null}', "[]", '{"data": ["tiny"]}', "<html>"])
+def test_a_server_that_lists_its_models_otherwise_is_told_in_one_line(gateway: Gateway, models: str) -> None:
+    gateway.models = models
+    result = runner.invoke(app, ["generate", "hi", "--url", gateway.url])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"weft generate: {gateway.url} does not answer like a mesh")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "event", ["not JSON", "[]", {"choices": [], "usage": {"total_tokens": 1}}, {"choices": [{"delta": None}]}]
+)
+def test_an_answer_that_is_not_openais_is_told_in_one_line(gateway: Gateway, event: Any) -> None:
+    gateway.scripts = [[event, "[DONE]"]]
+    result = runner.invoke(app, ["generate", "hi", "--url", gateway.url])
+    assert result.exit_code == 1
+    assert "does not answer like a mesh" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 def test_figures_count_the_rate_after_the_first_token() -> None:
     figures = Figures(prompt_tokens=8, completion_tokens=11, first_token_seconds=0.05, total_seconds=1.05)
     assert str(figures) == "first token 50 ms · 10 tokens/s · 11 tokens · 0/8 prompt tokens cached"
