@@ -16,7 +16,7 @@ import httpx
 from rich.console import Console
 from rich.text import Text
 
-from weft.cli.stream import Figures, MeshError, open_client, printable, served_model, stream_text
+from weft.cli.stream import Figures, MeshError, open_client, printable, read_input, served_model, stream_text
 
 HELP = "/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer"
 
@@ -90,9 +90,9 @@ def _converse(runner: asyncio.Runner, client: httpx.AsyncClient, chat: Chat, con
 
 
 def _read_line(is_terminal: bool) -> str | None:
-    """The next message; None at the end of input."""
+    """The next message; None at the end of input. Raises MeshError."""
     try:
-        return input("> " if is_terminal else "")
+        return read_input(lambda: input("> " if is_terminal else ""))
     except (EOFError, KeyboardInterrupt):
         if is_terminal:
             print()

@@ -6,15 +6,15 @@ import asyncio
 import sys
 from typing import Any
 
-from weft.cli.stream import Figures, MeshError, open_client, printable, served_model, stream_text
+from weft.cli.stream import Figures, MeshError, open_client, printable, read_input, served_model, stream_text
 
 
 def run_generate(url: str, api_key: str, prompt: str, options: dict[str, Any], is_raw: bool) -> int:
     """Print the answer; returns the exit status."""
-    if prompt == "-":
-        prompt = sys.stdin.read()
-    question = {"prompt": prompt} if is_raw else {"messages": [{"role": "user", "content": prompt}]}
     try:
+        if prompt == "-":
+            prompt = read_input(sys.stdin.read)
+        question = {"prompt": prompt} if is_raw else {"messages": [{"role": "user", "content": prompt}]}
         asyncio.run(_generate(url, api_key, {**question, **options}))
     except MeshError as error:
         print(f"weft generate: {error}", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,9 @@ DONE = "[DONE]"
 THOUGHTS = ("reasoning_content", "reasoning")
 # what reading an answer raises that is shaped otherwise, such as `"data": null` where a server has no model
 NOT_OPENAIS = (LookupError, ValueError, TypeError, AttributeError)
+NO_TEXT = "what is to be sent is no UTF-8 text"
+# what can stand behind "Bearer"
+_KEY = re.compile(r"[!-~]+", re.ASCII)
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -65,6 +68,8 @@ def open_client(url: str, api_key: str = "", limits: httpx.Limits | None = None)
     timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
     # a proxy named in the environment does not lead back to this machine
     trust_env = parsed.host not in LOOPBACK_HOSTS
+    if api_key and not _KEY.fullmatch(api_key):
+        raise MeshError("the API key (--api-key, WEFT_API_KEY) has spaces, line ends or letters that no key has")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     limits = limits or httpx.Limits()
     try:
@@ -93,10 +98,12 @@ async def stream_text(
     """POST a chat (`messages`) or completion (`prompt`) and yield its text; fills the figures. Raises MeshError."""
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    headers = {"x-session-affinity": session} if session else {}
+    headers = {"x-session-affinity": _sendable(session)} if session else {}
+    content = _sendable(json.dumps(body, ensure_ascii=False))
+    headers["content-type"] = b"application/json"
     began = time.monotonic()
     try:
-        async with client.stream("POST", path, json=body, headers=headers) as response:
+        async with client.stream("POST", path, content=content, headers=headers) as response:
             await _check(response)
             async for event in _events(response):
                 text, has_token = _read(event, figures)
@@ -111,6 +118,22 @@ async def stream_text(
         raise MeshError(f"the connection to {client.base_url} broke: {error or type(error).__name__}") from error
     except NOT_OPENAIS as error:
         raise _no_mesh(client, error) from error
+
+
+def read_input(read: Callable[[], str]) -> str:
+    """What somebody says. Raises MeshError where it is no text."""
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise MeshError(NO_TEXT) from error
+
+
+def _sendable(text: str) -> bytes:
+    """Raises MeshError for what was no text where it came from: Python keeps such bytes as halves of characters."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise MeshError(NO_TEXT) from error
 
 
 async def served_model(client: httpx.AsyncClient) -> str:

@@ -143,6 +143,35 @@ def test_an_answer_that_is_not_openais_is_told_in_one_line(gateway: Gateway, eve
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", [["chat"], ["generate", "-"]])
+def test_input_that_is_no_text_is_told_in_one_line(gateway: Gateway, command: list[str]) -> None:
+    result = runner.invoke(app, [*command, "--url", gateway.url], input=b"caf\xe9\n")
+    assert result.exit_code == 1
+    assert "no UTF-8 text" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_argument_that_is_no_text_is_told_in_one_line(gateway: Gateway) -> None:
+    prompt = b"caf\xe9".decode(errors="surrogateescape")  # as Python takes it from the command line
+    result = runner.invoke(app, ["generate", prompt, "--url", gateway.url])
+    assert result.exit_code == 1
+    assert result.stderr == "weft generate: what is to be sent is no UTF-8 text\n"
+    assert gateway.asked == []
+
+
+@pytest.mark.parametrize("key", ["clé", "sk-weft-secret\r"])
+def test_a_key_that_no_header_can_carry_is_told_and_not_shown(gateway: Gateway, key: str) -> None:
+    result = runner.invoke(app, ["generate", "hi", "--url", gateway.url], env={"WEFT_API_KEY": key})
+    assert result.exit_code == 1
+    assert "WEFT_API_KEY" in result.stderr
+    assert key.strip() not in result.stderr
+
+
+def test_a_session_may_have_any_letters(gateway: Gateway) -> None:
+    gateway.scripts = [HELLO]
+    assert runner.invoke(app, ["chat", "--url", gateway.url, "--session", "Zoë"], input="hi\n").exit_code == 0
+
+
 def test_figures_count_the_rate_after_the_first_token() -> None:
     figures = Figures(prompt_tokens=8, completion_tokens=11, first_token_seconds=0.05, total_seconds=1.05)
     assert str(figures) == "first token 50 ms · 10 tokens/s · 11 tokens · 0/8 prompt tokens cached"
