@@ -108,10 +108,16 @@ def _name(host: str) -> x509.GeneralName:
 
 
 def _load(cert: Path, key: Path) -> Pair:
-    loaded = serialization.load_pem_private_key(key.read_bytes(), None)
+    try:
+        loaded = serialization.load_pem_private_key(key.read_bytes(), None)
+    except TypeError as error:  # it has a password
+        raise ValueError(f"{key}: {error}: decrypt it first, openssl ec -in FILE -out FILE does that") from error
     if not isinstance(loaded, ec.EllipticCurvePrivateKey):
         raise ValueError(f"{key}: expected an elliptic curve key, as `weft certs` makes them")
-    return x509.load_pem_x509_certificate(cert.read_bytes()), loaded
+    authority = x509.load_pem_x509_certificate(cert.read_bytes())
+    if authority.public_key() != loaded.public_key():  # what it signs, no peer would believe
+        raise ValueError(f"{key} is not the key of {cert.name}, but another authority's: put its own back")
+    return authority, loaded
 
 
 def _save(pair: Pair, cert: Path, key: Path) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
@@ -111,6 +112,25 @@ def test_half_an_authority_is_not_replaced_by_another(folder: Path, kept_elsewhe
     with pytest.raises(ValueError, match=f"lacks {kept_elsewhere}.*put it back"):
         make_certs(folder, [])
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_the_key_of_another_authority_makes_no_certificate(folder: Path, tmp_path: Path) -> None:
+    make_certs(tmp_path / "other", [])
+    (tmp_path / "other" / "ca-key.pem").replace(folder / "ca-key.pem")
+    before = (folder / "cert.pem").read_bytes()
+    with pytest.raises(ValueError, match=r"ca-key\.pem is not the key of ca\.pem"):
+        make_certs(folder, [])
+    assert (folder / "cert.pem").read_bytes() == before
+
+
+def test_an_authoritys_key_with_a_password_is_told(folder: Path) -> None:
+    path = folder / "ca-key.pem"
+    kind, locked = serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"secret")
+    key = serialization.load_pem_private_key(path.read_bytes(), None)
+    path.write_bytes(key.private_bytes(serialization.Encoding.PEM, kind, locked))
+    result = CliRunner().invoke(app, ["certs", str(folder)])
+    assert result.exit_code == 1
+    assert "decrypt it first" in result.stderr
 
 
 def test_private_keys_are_for_their_owner_and_the_authority_stays(folder: Path) -> None:
