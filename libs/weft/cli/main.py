@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import os
 import sys
 from enum import StrEnum
@@ -273,6 +274,9 @@ def main() -> None:
     """Entry point of the `weft` script."""
     # read when grpc is imported: its own lines about peers that leave would end up between ours
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # an answer, or a line of a service, may have what this terminal has no letters for: no reason to end
+        sys.stdout.reconfigure(errors="replace")
     try:
         app()
     except ConfigError as error:  # of what every command reads, such as WEFT_TLS_DIR

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pty
 import signal
 import ssl
@@ -170,6 +171,14 @@ def test_a_key_that_no_header_can_carry_is_told_and_not_shown(gateway: Gateway, 
 def test_a_session_may_have_any_letters(gateway: Gateway) -> None:
     gateway.scripts = [HELLO]
     assert runner.invoke(app, ["chat", "--url", gateway.url, "--session", "Zoë"], input="hi\n").exit_code == 0
+
+
+def test_a_terminal_without_a_letter_shows_the_rest_of_the_answer(gateway: Gateway) -> None:
+    gateway.scripts = [[{"choices": [{"delta": {"content": text}}]} for text in ("déjà", " vu")] + ["[DONE]"]]
+    command = [sys.executable, "-m", "weft.cli.main", "generate", "hi", "--url", gateway.url]
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    run = subprocess.run(command, env=environ, capture_output=True, timeout=30, check=False)
+    assert (run.returncode, run.stdout) == (0, b"d?j? vu\n"), run.stderr
 
 
 def test_figures_count_the_rate_after_the_first_token() -> None:
