@@ -1,6 +1,6 @@
 """`weft chat`: a conversation in the terminal, streamed, with what each answer cost.
 
-On a terminal Ctrl-C stops the current answer and Ctrl-D leaves; from a pipe each line is one message.
+On a terminal Ctrl-C stops the current answer and Ctrl-D leaves; from a pipe each line is a message, and Ctrl-C ends it.
 """
 
 from __future__ import annotations
@@ -113,6 +113,8 @@ def _answer(runner: asyncio.Runner, client: httpx.AsyncClient, chat: Chat, text:
     try:
         runner.run(receive())
     except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise  # lines of a file, each of which would have to be stopped
         ended = " [stopped]"
     except MeshError as error:
         chat.messages.pop()

@@ -189,19 +189,42 @@ def test_figures_count_the_rate_after_the_first_token() -> None:
 def test_ctrl_c_stops_the_answer_and_not_the_conversation(gateway: Gateway) -> None:
     gateway.scripts = [[HELLO[1], HOLD], HELLO]
     command = [sys.executable, "-m", "weft.cli.main", "chat", "--url", gateway.url]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    keyboard, terminal = pty.openpty()
+    with subprocess.Popen(command, stdin=terminal, stdout=subprocess.PIPE) as process, open(keyboard, "wb") as typed:
+        os.close(terminal)
+        assert process.stdout is not None
+        said = b""
+        typed.write(b"one\n")
+        typed.flush()
+        while b"Hel" not in said.partition(b"> ")[2]:
+            said += process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        while b"[stopped]" not in said:
+            said += process.stdout.read(1)
+        typed.write(b"two\n/quit\n")
+        typed.flush()
+        process.communicate(timeout=30)
+        gateway.released.set()
+    assert process.returncode == 0
+    assert [message["content"] for message in gateway.asked[1][1]["messages"]] == ["one", "Hel", "two"]
+
+
+def test_ctrl_c_ends_a_chat_whose_lines_come_from_a_pipe(gateway: Gateway) -> None:
+    gateway.scripts = [[HELLO[1], HOLD], HELLO]
+    command = [sys.executable, "-m", "weft.cli.main", "chat", "--url", gateway.url]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(b"one\n")
+        process.stdin.write(b"one\ntwo\n")
         process.stdin.flush()
         said = process.stdout.read(3)
         process.send_signal(signal.SIGINT)
-        rest, _ = process.communicate(b"two\n", timeout=30)
+        _, complaint = process.communicate(timeout=30)
         gateway.released.set()
     assert said == b"Hel"
-    assert rest.startswith(b" [stopped]\n")
-    assert process.returncode == 0
-    assert [message["content"] for message in gateway.asked[1][1]["messages"]] == ["one", "Hel", "two"]
+    assert process.returncode != 0
+    assert b"Traceback" not in complaint
+    assert len(gateway.asked) == 1
 
 
 def test_a_thought_is_a_first_token_too(gateway: Gateway) -> None:
