@@ -147,6 +147,17 @@ def test_private_keys_are_for_their_owner_and_the_authority_stays(folder: Path) 
     assert ipaddress.ip_address("10.0.0.7") in names.get_values_for_type(x509.IPAddress)
 
 
+def test_what_a_broken_off_renewal_has_left_is_no_hindrance(folder: Path) -> None:
+    before = (folder / "key.pem").read_bytes()
+    left = folder / f".key.pem.{os.getpid()}"
+    left.write_bytes(b"half a key")
+    left.chmod(0o644)
+    make_certs(folder, [])
+    assert (folder / "key.pem").read_bytes() != before
+    assert (folder / "key.pem").stat().st_mode & 0o777 == 0o600
+    assert not left.exists()
+
+
 def test_a_renewed_key_belongs_to_whom_the_old_one_did(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container's user reads it, whom the operator has given it to."""
     given: list[tuple[int, int]] = []
