@@ -98,9 +98,9 @@ async def stream_text(
     """POST a chat (`messages`) or completion (`prompt`) and yield its text; fills the figures. Raises MeshError."""
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    headers = {"x-session-affinity": _sendable(session)} if session else {}
+    headers = {b"x-session-affinity": _sendable(session)} if session else {}
     content = _sendable(json.dumps(body, ensure_ascii=False))
-    headers["content-type"] = b"application/json"
+    headers[b"content-type"] = b"application/json"
     began = time.monotonic()
     try:
         async with client.stream("POST", path, content=content, headers=headers) as response:
