@@ -69,8 +69,10 @@ class Room:
             self._next_number += 1
         newest = self.segments[-1]
         # also for one that was begun before, if others could not make way then
-        while self.used_bytes - newest.size_bytes + self.segment_bytes > self._limits.max_bytes:
-            if len(self.segments) == 1:
+        while len(self.segments) > 1:
+            # large blocks make it longer than usual, where it took in what moved there before its own
+            newest_bytes = max(self.segment_bytes, newest.size_bytes + record_bytes)
+            if self.used_bytes - newest.size_bytes + newest_bytes <= self._limits.max_bytes:
                 break
             await self._make_way(newest)
             await self.in_writer(until_closed)  # else what is written next may still find no room

@@ -241,3 +241,15 @@ async def test_a_block_larger_than_a_segment_is_counted_as_lost_and_told_once(
         f"disk: blocks of {SIZE} bytes are not written: WEFT_DISK_BYTES={16 * RECORD - 1} takes up to {SIZE - 1}"
     ]
     disk.close()
+
+
+async def test_what_moved_into_a_new_file_before_its_own_block_counts(tmp_path: Path) -> None:
+    """Blocks of nearly three quarters of a file: what is left of another one moves there, and both are more than one
+    file is to take."""
+    max_bytes = 16 * RECORD * 100 // 74
+    disk = await opened(tmp_path, max_bytes=max_bytes)
+    for number in range(40):
+        await written(disk, [number])
+        assert sum(file.stat().st_size for file in files(tmp_path)) == disk.used_bytes <= max_bytes
+        assert await read(disk, [number]) == 1
+    disk.close()
