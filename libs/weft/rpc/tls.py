@@ -70,11 +70,11 @@ def reloaded(paths: list[Path], configuration: Configuration, wants_client: bool
             now = _signature(paths)
             if now == seen:
                 return None
-            seen = now
             found = configuration()
         except (ConfigError, OSError) as error:
             logger.error("certificates cannot be read, the last ones stay: %s", error)
             return None
+        seen = now  # not before: what could not be read for a moment is tried again
         logger.info("certificates are read anew from=%s", paths[0].parent)
         return found
 

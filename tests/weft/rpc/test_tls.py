@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import os
 import re
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,7 +26,8 @@ from weft.cli.certs import make_certs
 from weft.cli.health import grpc_serves
 from weft.cli.main import app
 from weft.config import ConfigError
-from weft.rpc.tls import channel_credentials
+from weft.rpc.server import RpcServer
+from weft.rpc.tls import channel_credentials, reloaded
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +106,30 @@ async def test_a_peer_is_called_with_the_last_certificate_while_another_is_put_t
         assert await grpc_serves(address)
         (folder / "key.pem").write_text("")
         assert await grpc_serves(address)
+
+
+async def test_a_new_certificate_that_could_not_be_read_for_a_moment_is_read_at_the_next_handshake(
+    folder: Path,
+) -> None:
+    num_failures = 0
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        nonlocal num_failures
+        if num_failures:
+            num_failures -= 1
+            raise ConfigError("Too many open files")
+        return grpc.ssl_server_certificate_configuration([_pair(folder)])
+
+    rpc = RpcServer([])
+    paths = [folder / "cert.pem", folder / "key.pem"]
+    address = await rpc.start("127.0.0.1", 0, lambda: reloaded(paths, configuration, wants_client=False))
+    where = "127.0.0.1", int(address.rpartition(":")[2])
+    before = (folder / "cert.pem").read_text()
+    make_certs(folder, [])
+    num_failures = 1
+    shown = [await asyncio.to_thread(ssl.get_server_certificate, where) for _ in range(2)]
+    assert [each.strip() for each in shown] == [before.strip(), (folder / "cert.pem").read_text().strip()]
+    await rpc.stop(0)
 
 
 @pytest.mark.parametrize("kept_elsewhere", ["ca-key.pem", "ca.pem"])
