@@ -5,6 +5,7 @@ A grpc.aio stream that is merely dropped keeps running on the server, so every s
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import time
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import grpc
 
 from weft.config import ConfigError
+from weft.errors import EngineFailed
 from weft.rpc.status import raise_as_weft
 from weft.rpc.tls import MESH_NAME, channel_credentials
 
@@ -98,6 +100,20 @@ async def owned(call: CallT) -> AsyncIterator[CallT]:
         # when the other side has ended the call first, cancel() leaves the task that reads our request iterator waiting
         if (reader := getattr(handle, "_async_request_poller", None)) is not None:
             reader.cancel()
+
+
+@contextmanager
+def own_fault_told(what: str) -> Iterator[None]:
+    """gRPC cancels a call whose next message cannot be made, and whoever reads it. Nobody cancelled that task, and it
+    must not end as if somebody had: without a word. Raises EngineFailed."""
+    task = asyncio.current_task()
+    assert task is not None
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        if task.cancelling():
+            raise
+        raise EngineFailed(f"{what} was broken off by a fault of our own") from error
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from weft.engine.messages import EngineLoad
 from weft.errors import WeftError
 from weft.request import ModelFingerprint, WorkerAddress, WorkerRole
-from weft.rpc.client import open_channel, owned
+from weft.rpc.client import open_channel, own_fault_told, owned
 from weft.rpc.wire import (
     address_to_wire,
     fingerprint_to_wire,
@@ -125,10 +125,11 @@ class Membership:
             while True:
                 try:
                     stub = scheduler_service_pb2_grpc.FleetServiceStub(channel)
-                    async with owned(stub.Join(self._messages(link))) as stream:
-                        async for response in stream:
-                            self._on_response(link, response)
-                            backoff = MIN_BACKOFF_SECONDS
+                    with own_fault_told("what we say to it"):
+                        async with owned(stub.Join(self._messages(link))) as stream:
+                            async for response in stream:
+                                self._on_response(link, response)
+                                backoff = MIN_BACKOFF_SECONDS
                     logger.warning("the scheduler at %s ended our membership; joining again", link.address)
                 except WeftError as error:
                     if backoff == MIN_BACKOFF_SECONDS:

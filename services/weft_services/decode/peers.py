@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 from weft import trace
-from weft.errors import EngineFailed, PeerLost
+from weft.errors import PeerLost
 from weft.kv.handoff import SIGNS_A_LEASE, PrefillEvent, PrefillOrder
 from weft.request import WorkerAddress
-from weft.rpc.client import ChannelPool, owned, translated
+from weft.rpc.client import ChannelPool, own_fault_told, owned, translated
 from weft.rpc.handoff import event_from_wire, order_to_wire
 from weft_mesh.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 
@@ -78,21 +78,7 @@ class PrefillPeers:
         async with self._channels.lend(worker.address) as channel:
             stub = prefill_service_pb2_grpc.PrefillServiceStub(channel)
             prefill = stub.Prefill(call.requests(), timeout=timeout_seconds, metadata=trace.outgoing())
-            with _own_fault_told():
+            with own_fault_told("the call to prefill"):
                 async with owned(prefill) as stream:
                     call.responses = aiter(stream)
                     yield call
-
-
-@contextmanager
-def _own_fault_told() -> Iterator[None]:
-    """gRPC cancels a call whose next message cannot be made, and whoever reads it. Nobody cancelled that task, and it
-    must not end as if somebody had: without a word."""
-    task = asyncio.current_task()
-    assert task is not None
-    try:
-        yield
-    except asyncio.CancelledError as error:
-        if task.cancelling():
-            raise
-        raise EngineFailed("the call to prefill was broken off by a fault of our own") from error

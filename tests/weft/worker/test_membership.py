@@ -141,6 +141,17 @@ async def test_a_scheduler_that_comes_back_is_joined_again() -> None:
             await second.next("report")
 
 
+async def test_a_report_that_cannot_be_made_costs_the_stream_and_not_the_membership() -> None:
+    async with start_fleet() as (fleet, address), background() as tasks:
+        loads = [LOAD, replace(LOAD, num_running=-1)]  # no number that the wire has
+        membership = Membership(address, INTRODUCTION, lambda: loads.pop() if loads else LOAD, lambda: True)
+        keeping = tasks.create_task(membership.keep())
+        for _ in range(2):
+            await fleet.next("hello")
+        assert (await fleet.next("report")).ready
+        assert not keeping.done()
+
+
 async def test_two_schedulers_hear_the_same_and_draining_on_one_is_told_to_both() -> None:
     async with start_fleet() as (one, first), start_fleet() as (two, second), background() as tasks:
         membership = Membership(f"{first},{second}", INTRODUCTION, lambda: LOAD, lambda: True)
