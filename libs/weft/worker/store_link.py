@@ -24,6 +24,7 @@ from weft_mesh.v1 import kvstore_service_pb2_grpc as pb2_grpc
 logger = logging.getLogger(__name__)
 DESCRIBE_SECONDS = 1.0
 MATCH_SECONDS = 0.5
+MAX_MATCH_KEYS = 65_536  # kvstore refuses more
 PUBLISH_SECONDS = 2.0
 TIERS = {pb2.STORE_TIER_UNSPECIFIED: Tier.DRAM, pb2.STORE_TIER_DRAM: Tier.DRAM, pb2.STORE_TIER_NVME: Tier.NVME}
 WATCH_INTERVAL_SECONDS = 1.0
@@ -150,7 +151,7 @@ class StoreLink:
         Raises WeftError.
         """
         with translated():
-            request = pb2.MatchRequest(fingerprint=fingerprint, keys=keys)
+            request = pb2.MatchRequest(fingerprint=fingerprint, keys=keys[:MAX_MATCH_KEYS])
             response = await self._stub.Match(request, timeout=MATCH_SECONDS, metadata=trace.outgoing())
         # a kvstore that names no tiers has only one
         tiers = response.tiers or [pb2.STORE_TIER_DRAM] * len(response.checksums)

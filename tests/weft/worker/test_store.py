@@ -75,6 +75,16 @@ async def found(worker: Worker, numbers: list[int]) -> int:
     return (await worker.store.fetch(Wanted([key(number) for number in numbers], numbers), FETCH_SECONDS)).num_blocks
 
 
+async def test_more_blocks_than_one_look_up_may_name_are_no_reason_to_leave_the_store_alone(
+    shared: KvStoreProcess,
+) -> None:
+    async with working(Worker(shared.address, "long")) as worker:
+        num_keys = 65_537
+        wanted = Wanted([key(number) for number in range(num_keys)], [0] * num_keys)
+        assert (await worker.store.fetch(wanted, FETCH_SECONDS)).num_blocks == 0
+        assert worker.store.is_connected
+
+
 @pytest.mark.usefixtures("patient")
 async def test_blocks_of_one_worker_are_fetched_by_another_up_to_the_first_gap(shared: KvStoreProcess) -> None:
     async with working(Worker(shared.address, "gap")) as one, working(Worker(shared.address, "gap")) as other:
