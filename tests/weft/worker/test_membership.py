@@ -143,11 +143,15 @@ async def test_a_scheduler_that_comes_back_is_joined_again() -> None:
 
 async def test_a_report_that_cannot_be_made_costs_the_stream_and_not_the_membership() -> None:
     async with start_fleet() as (fleet, address), background() as tasks:
-        loads = [LOAD, replace(LOAD, num_running=-1)]  # no number that the wire has
-        membership = Membership(address, INTRODUCTION, lambda: loads.pop() if loads else LOAD, lambda: True)
+        bad = list[EngineLoad]()
+        membership = Membership(address, INTRODUCTION, lambda: bad.pop() if bad else LOAD, lambda: True)
         keeping = tasks.create_task(membership.keep())
-        for _ in range(2):
-            await fleet.next("hello")
+        await fleet.next("hello")
+        await fleet.next("report")
+        bad.append(replace(LOAD, num_running=-1))  # no number that the wire has
+        async with asyncio.timeout(20):
+            while (await fleet.said.get()).WhichOneof("message") != "hello":
+                pass
         assert (await fleet.next("report")).ready
         assert not keeping.done()
 
