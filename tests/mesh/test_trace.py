@@ -40,6 +40,9 @@ def test_a_request_is_one_trace_over_five_services(traced: Mesh, collector: Coll
     assert answer.status_code == 200
     trace_id = bytes.fromhex(TRACE_ID)
     wait_until("all services have told", lambda: collector.services(trace_id) >= SERVICES)
+    # and of each the span that ends last: what is under it may have come in a batch before
+    last = (("gateway", "chat weft-nano"), ("scheduler", "route"), ("decode", "decode"), ("prefill", "prefill"))
+    wait_until("all spans are there", lambda: all(collector.spans(*each) for each in (*last, ("kvstore", "match"))))
     root = collector.span("gateway", "chat weft-nano")
     assert collector.attributes(root)["gen_ai.usage.input_tokens"] == answer.json()["usage"]["prompt_tokens"]
     route, decode = collector.span("scheduler", "route"), collector.span("decode", "decode")
