@@ -78,8 +78,6 @@ def completion(**fields: Any) -> Generation:
         ({"logprobs": 2}, "logprobs"),
         ({"tools": [{"type": "retrieval"}]}, "tools.0"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0"),
-        ({"tools": [{"type": "function", "function": {"name": 'get "weather"'}}]}, "tools.0"),
-        ({"tools": [{"type": "function", "function": {"name": "a>b"}}]}, "tools.0"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
