@@ -164,7 +164,7 @@ def state_of(report: pb.WorkerReport) -> Text:
     return Text("draining", style="yellow") if report.draining else Text("not ready", style="red")
 
 
-def loading(arrival: pb.WorkerArrival) -> Text:
+def _loading(arrival: pb.WorkerArrival) -> Text:
     """What it is busy with, how far, and for how long."""
     share = f" {arrival.done_bytes / arrival.total_bytes:.0%}" if arrival.total_bytes else ""
     return Text(f"{arrival.phase}{share}, {arrival.since_ms / 1000:.0f} s", style="cyan")
@@ -175,7 +175,7 @@ def _arrival_row(arrival: pb.WorkerArrival) -> dict[str, Text]:
         "worker": Text(arrival.worker_id, style="bold"),
         "role": Text(role_from_wire(arrival.role).value),
         "model": Text(arrival.model),
-        "state": loading(arrival),
+        "state": _loading(arrival),
     }
 
 

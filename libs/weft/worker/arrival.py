@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from weft.errors import WeftError
 from weft.request import WorkerRole
-from weft.rpc.client import open_channel, owned
+from weft.rpc.client import open_channel, own_fault_told, owned
 from weft.rpc.wire import role_to_wire
 from weft_mesh.v1 import scheduler_service_pb2, scheduler_service_pb2_grpc
 
@@ -50,7 +50,9 @@ async def announced(schedulers: str, arrival: Arrival) -> AsyncIterator[None]:
     finally:
         for task in telling:
             task.cancel()
-        await asyncio.gather(*telling, return_exceptions=True)
+        for outcome in await asyncio.gather(*telling, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                logger.error("a scheduler was not told that this worker comes", exc_info=outcome)
 
 
 async def _announce(address: str, arrival: Arrival) -> None:
@@ -58,8 +60,9 @@ async def _announce(address: str, arrival: Arrival) -> None:
         stub = scheduler_service_pb2_grpc.FleetServiceStub(channel)
         while not arrival.is_over:
             try:
-                async with owned(stub.Announce(_messages(arrival))) as call:
-                    await call
+                with own_fault_told("our announcement"):
+                    async with owned(stub.Announce(_messages(arrival))) as call:
+                        await call
             except WeftError as error:
                 logger.debug("not announced at %s: %s", address, error)
             await asyncio.sleep(RETRY_SECONDS)

@@ -82,3 +82,23 @@ async def test_it_ends_by_itself_once_the_worker_has_joined(monkeypatch: Any) ->
         async with asyncio.timeout(20):
             while await listed(scheduler.fleet):
                 pass
+
+
+async def test_what_cannot_be_said_is_tried_again_and_a_bug_is_told(monkeypatch: Any, caplog: Any) -> None:
+    caplog.set_level("DEBUG")
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.01)
+    arrival = Arrival("decode-3", WorkerRole.DECODE, "nano", done_bytes=-1)  # no number that the wire has
+    async with serving(Affinity("", 60)) as scheduler, asyncio.timeout(20):
+        async with announced(scheduler.address, arrival):
+            while "broken off by a fault of our own" not in caplog.text:
+                await listed(scheduler.fleet)
+            arrival.progress(1, 7)
+            assert (await until(scheduler.fleet, "starting")).done_bytes == 1
+
+        def broken(address: str) -> Any:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(module, "open_channel", broken)
+        async with announced(scheduler.address, arrival):
+            await asyncio.sleep(0)
+        assert "a scheduler was not told" in caplog.text
