@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr int MOST = 2;  // chunks at a time: enough for one's steps to fill the time that the other's wait
+constexpr int MOST = 4;  // chunks at a time: enough for one's steps to fill the time that the others' wait
 
 template <int N>
 long permuted(Stream* streams, long from, long count) {
@@ -13,16 +13,31 @@ long permuted(Stream* streams, long from, long count) {
     return is_bf16 ? permuted_turns<N, 5>(streams, from, count) : permuted_turns<N, 8>(streams, from, count);
 }
 
+// Side by side as far as all of them go, where they are of one kind.
+long permuted_together(Stream* streams, int num_streams) {
+    long count = streams->size();
+    for (int n = 1; n < num_streams; n++) {
+        if (streams[n].chunk->is_bf16 != streams->chunk->is_bf16) return 0;
+        count = std::min(count, streams[n].size());
+    }
+    switch (num_streams) {
+        case 2: return permuted<2>(streams, 0, count);
+        case 3: return permuted<3>(streams, 0, count);
+        case 4: return permuted<4>(streams, 0, count);
+        default: return 0;
+    }
+}
+
 long shuffled(Stream& stream, long count) {
     return stream.chunk->is_bf16 ? shuffled_turns<5>(stream, 0, count) : shuffled_turns<8>(stream, 0, count);
 }
 
+static_assert(MOST == 4, "as many are decoded together as there are cases above");
+
 // One stretch of each chunk, `num_streams` of them.
 void advance(Stream* streams, int num_streams, bool is_plain) {
-    long common = 0;
     for (int n = 0; n < num_streams; n++) streams[n].look_ahead();
-    bool are_alike = num_streams == MOST && streams[0].chunk->is_bf16 == streams[1].chunk->is_bf16;
-    if (!is_plain && are_alike) common = permuted<MOST>(streams, 0, std::min(streams[0].size(), streams[1].size()));
+    long common = is_plain ? 0 : permuted_together(streams, num_streams);
     for (int n = 0; n < num_streams; n++) {
         Stream& stream = streams[n];
         long turned = is_plain ? shuffled(stream, stream.size()) : permuted<1>(&stream, common, stream.size());

@@ -47,6 +47,12 @@ struct Permuting {
         for (int i = 0; i < 2; i++) store(stream->low + 32 * i, low[i]), store(stream->high + 32 * i, high[i]);
     }
 
+    template <int Low>
+    WEFT_PERMUTING WEFT_INLINE void fetch(long at) const { fetch_ahead<Low>(out + at, group_at<Low>(at), next); }
+
+    template <int Low>
+    WEFT_PERMUTING WEFT_INLINE const uint8_t* group_at(long at) const { return rest + at / GROUP * Half<Low>::GROUP_BYTES; }
+
     // A turn in steps, so that another stream's step fills the time that one of this stream waits. First: in which buckets
     // the slots lie, and whether they are the other owner's.
     WEFT_PERMUTING WEFT_INLINE void find(long at) {
@@ -90,7 +96,7 @@ struct Permuting {
     // Symbols with what was not coded.
     template <int Low>
     WEFT_PERMUTING WEFT_INLINE void join(long at) {
-        const uint8_t* group = rest + at / GROUP * Half<Low>::GROUP_BYTES;
+        const uint8_t* group = group_at<Low>(at);
         __m512i packed = Low == 5 ? _mm512_maskz_loadu_epi8((1ull << Half<5>::GROUP_BYTES) - 1, group) : load<__m512i>(group);
         uint64_t signs = Low == 5 ? 0 : load<uint64_t>(group + GROUP);
         for (int i = 0; i < 2; i++) {
@@ -113,7 +119,7 @@ struct Permuting {
     }
 };
 
-// One stream's turn in the time that the other's waits; returns where they ended.
+// One stream's turn in the time that the others' wait; returns where they ended.
 template <int N, int Low>
 WEFT_PERMUTING long permuted_turns(Stream* streams, long from, long count) {
     Permuting at_work[N];
@@ -122,6 +128,7 @@ WEFT_PERMUTING long permuted_turns(Stream* streams, long from, long count) {
         bool has_words = true;
         for (int n = 0; n < N; n++) has_words &= streams[n].end - at_work[n].next >= LANES;
         if (!has_words) break;
+        for (Permuting& each : at_work) each.template fetch<Low>(from);
         for (Permuting& each : at_work) each.find(from);
         for (Permuting& each : at_work) each.place_slots();
         for (Permuting& each : at_work) each.find_shares();

@@ -152,6 +152,7 @@ struct Shuffling {
     // `found`: of the first lanes, then of the next turn's. Each step waits for what it loads: those of three parts go on
     // side by side, as far as processors look ahead.
     WEFT_INLINE void turn(long at, Found& found) {
+        fetch_ahead<Low>(out, group, next);
         Moved before;
 #pragma GCC unroll 4
         for (int lane = 0; lane < LANES; lane += PART) {

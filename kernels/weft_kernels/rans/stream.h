@@ -47,6 +47,17 @@ struct Chunk {
     }
 };
 
+// Has the memory fetched that a turn reads and writes some turns after the one that is at these places: what processors
+// fetch by themselves comes too late, as each chunk is four runs of memory of its own. Asked for once a turn, as a burst of
+// such requests is waited for. A word stands for some three elements and a half.
+template <int Low>
+WEFT_INLINE void fetch_ahead(const uint16_t* out, const uint8_t* group, const uint16_t* words) {
+    constexpr long AHEAD = 512, REST = AHEAD / GROUP * Half<Low>::GROUP_BYTES;
+    for (long line = 0; line < 2 * GROUP; line += LINE) __builtin_prefetch((const char*)(out + AHEAD) + line, 1);
+    for (long line = 0; line < Half<Low>::GROUP_BYTES; line += LINE) __builtin_prefetch(group + REST + line);
+    __builtin_prefetch(words + AHEAD * 2 / 7);
+}
+
 struct Stream {
     alignas(LINE) uint8_t classes[TURNS + LANES];    // where the tables of each element's class begin; turns look one ahead
     alignas(LINE) int16_t before[TURNS];             // what each element's context and the base add to its key
@@ -89,10 +100,8 @@ struct Stream {
         return chunk->rest() + (done + from) / GROUP * chunk->group_bytes();
     }
 
-    // Works out the contexts of what is decoded next, and has the memory fetched that it is joined from and goes to.
+    // Works out the contexts of what is decoded next.
     void look_ahead() {
-        for (long i = 0; i < size(); i += LINE / 2) __builtin_prefetch(chunk->out + done + i, 1);
-        for (const uint8_t *line = rest(0), *end = line + size() * 9 / 8; line < end; line += LINE) __builtin_prefetch(line);
         if (!shape.class_bits) return;
         const int base = 4 * shape.base, mask = 0xFF & -shape.symbols();
         for (long at = 0; at < size();) {
