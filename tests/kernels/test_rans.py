@@ -48,7 +48,9 @@ def encoded(coding: rans.Coding, values: Words, first: int) -> rans.Chunk:
 def piece_of(decoder: rans.Decoder, first: int, chunk: rans.Chunk, out: Words) -> rans.Piece:
     """As it is stored."""
     body = np.frombuffer(b"".join(part.tobytes() for part in chunk.parts), np.uint8)
-    return rans.Piece(decoder, first, len(chunk.words), len(chunk.escape_places), body, out)
+    stored, to = rans.Memory.of(body), rans.Memory.of(out.view(np.uint8))
+    counts = len(out), len(chunk.words), len(chunk.escape_places)
+    return rans.Piece(decoder, first, *counts, stored, 0, len(body), to, 0)
 
 
 def round_trip(values: Words, is_bf16: bool = True, chunk: int = 1 << 18) -> tuple[Words, int]:
@@ -207,16 +209,16 @@ def test_what_cannot_be_of_that_many_elements_is_not_whole(isa: str, what: str) 
     decoder = rans.Decoder(rans.measure(values, True).coding)
     chunk = encoded(decoder.coding, values.reshape(-1), 0)
     memory = np.full(values.size + 1, 7, np.uint16)
-    good = piece_of(decoder, 0, chunk, np.empty(values.size, np.uint16))
-    bad = replace(good, out=memory[:-1])
+    good = piece_of(decoder, 0, chunk, out := np.empty(values.size, np.uint16))
+    bad = piece_of(decoder, 0, chunk, memory[:-1])
     if what == "no body":
-        bad = replace(bad, body=bad.body[:0])
+        bad = bad._replace(body_bytes=0)
     elif what == "a byte less":
-        bad = replace(bad, body=bad.body[:-1])
+        bad = bad._replace(body_bytes=bad.body_bytes - 1)
     elif what == "more words":
-        bad = replace(bad, num_words=(1 << 32) - 1)
+        bad = bad._replace(num_words=(1 << 32) - 1)
     elif what == "more escapes":
-        bad = replace(bad, num_escapes=(1 << 32) - 1)
+        bad = bad._replace(num_escapes=(1 << 32) - 1)
     else:
         beyond = np.array([values.size], np.uint32)
         chunk = replace(chunk, escape_places=beyond, escape_values=np.array([9], np.uint16))
@@ -224,7 +226,7 @@ def test_what_cannot_be_of_that_many_elements_is_not_whole(isa: str, what: str) 
     assert rans.decode([bad]) == [False]
     assert rans.decode([good, bad, bad, good]) == [True, False, False, True]
     assert memory[-1] == 7
-    assert (good.out == values.reshape(-1)).all()
+    assert (out == values.reshape(-1)).all()
 
 
 @pytest.mark.parametrize("num_symbols", [64, 256])
@@ -277,3 +279,20 @@ def test_turns_without_permutations_give_the_same(is_bf16: bool) -> None:
         pieces = [piece_of(decoder, first, chunk, out[first : first + 30_000]) for first, chunk in chunks]
         assert all(rans.decode(pieces, is_plain))
         assert (out == flat).all()
+
+
+@pytest.mark.parametrize("kinds", ["BBBBBBB", "FFF", "BFBFBBFF", "BBFB"])
+def test_several_of_any_kinds_and_lengths_are_decoded_at_once(isa: str, kinds: str) -> None:
+    """One that ends, or has few words left, while others go on; and two formats side by side."""
+    values = {"B": channels(150, 333), "F": channels(150, 333, 0.5)}
+    decoders = {kind: rans.Decoder(rans.measure(each, kind == "B").coding) for kind, each in values.items()}
+    for count in range(1, len(kinds) + 1):
+        wanted, pieces, outs = [], [], []
+        for number, kind in enumerate(kinds[:count]):
+            first, size = 64 * number, (7_000, 64, 20_001, 1_024, 5)[(number + count) % 5]
+            wanted.append(part := values[kind].reshape(-1)[first : first + size])
+            outs.append(np.zeros_like(part))
+            coded = encoded(decoders[kind].coding, part, first)
+            pieces.append(piece_of(decoders[kind], first, coded, outs[-1]))
+        assert all(rans.decode(pieces))
+        assert all((out == part).all() for out, part in zip(outs, wanted, strict=True))

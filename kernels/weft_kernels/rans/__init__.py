@@ -10,7 +10,7 @@ from __future__ import annotations
 from weft_kernels.rans.choosing import Measured, measure
 from weft_kernels.rans.chunk import Chunk, rest_bytes
 from weft_kernels.rans.coding import Coding, entropy_bits, entropy_of
-from weft_kernels.rans.decoding import Decoder, Piece, decode
+from weft_kernels.rans.decoding import Decoder, Memory, Piece, decode
 from weft_kernels.rans.encoding import Encoder, EncodingMemory
 from weft_kernels.rans.reference import LANES
 
@@ -22,6 +22,7 @@ __all__ = [
     "Encoder",
     "EncodingMemory",
     "Measured",
+    "Memory",
     "Piece",
     "decode",
     "entropy_bits",

@@ -64,7 +64,10 @@ WEFT_EXPORT void weft_rans_decode(void* first_of_chunks, long num_chunks, int is
     for (long begun = 0; begun < num_chunks || num_streams;) {
         for (; begun < num_chunks && num_streams < MOST; begun++) {
             Chunk* chunk = (Chunk*)first_of_chunks + begun;
-            if (chunk->has_all()) streams[num_streams++].begin(chunk);
+            if (!chunk->has_all()) continue;
+            streams[num_streams].begin(chunk);
+            if (is_plain) streams[num_streams].fill_buckets();
+            num_streams++;
         }
         if (!num_streams) break;
         advance(streams, num_streams, is_plain);

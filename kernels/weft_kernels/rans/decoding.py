@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,6 @@ from weft_kernels.native import native
 from weft_kernels.rans import reference
 from weft_kernels.rans.chunk import aligned_bytes, chunk_in
 from weft_kernels.rans.coding import SYMBOLS, Coding
-from weft_kernels.rans.reference import Words
 
 TABLE_BYTES = 6 * SYMBOLS
 
@@ -33,39 +33,64 @@ class Decoder:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A coded run that begins at element `first` of its tensor, and where it goes; `body`: its parts as of `Chunk`."""
+class Memory:
+    """Bytes, and where they lie: numpy takes longer to say so than a piece may cost."""
+
+    data: NDArray[np.uint8]
+    address: int
+
+    @classmethod
+    def of(cls, data: NDArray[np.uint8]) -> Self:
+        """`data` in one piece."""
+        return cls(data, data.ctypes.data)
+
+
+class Piece(NamedTuple):
+    """A coded run: `num_elements` from element `first` of its tensor on.
+
+    Its body, whose parts are those of `Chunk`, is `body_bytes` of `stored` from byte `body` on. What it stands for goes
+    to `out`, from byte `place` on, where memory's addresses are even.
+    """
 
     decoder: Decoder
     first: int
+    num_elements: int
     num_words: int
     num_escapes: int
-    body: NDArray[np.uint8]
-    out: Words
+    stored: Memory
+    body: int
+    body_bytes: int
+    out: Memory
+    place: int
 
 
 def decode(pieces: Sequence[Piece], is_plain: bool = False) -> list[bool]:
-    """Fill each one's `out`; False where a run is not what was coded. Several at once are quicker than one by one.
+    """Fill each one's place; False where a run is not what was coded. Several at once are quicker than one by one.
 
     `is_plain`: as processors do it that cannot permute bytes.
     """
+    if not pieces:
+        return []
     if (library := native()) is None:
         return [_decode_slowly(piece) for piece in pieces]
     rows = [
         (
-            *piece.decoder.fields, piece.first, len(piece.out), piece.body.ctypes.data, len(piece.body),
-            piece.num_words, piece.num_escapes, piece.out.ctypes.data, 0,
+            *decoder.fields, first, count, stored.address + body, body_bytes, num_words, num_escapes,
+            out.address + place, 0,
         )
-        for piece in pieces
+        for decoder, first, count, num_words, num_escapes, stored, body, body_bytes, out, place in pieces
     ]  # fmt: skip
     chunks = np.array(rows, np.int64)
     library.weft_rans_decode(chunks.ctypes.data, len(chunks), is_plain)
-    return [bool(row[-1]) for row in chunks]
+    are_whole: list[bool] = (chunks[:, -1] != 0).tolist()
+    return are_whole
 
 
 def _decode_slowly(piece: Piece) -> bool:
-    coding, out = piece.decoder.coding, piece.out
-    chunk = chunk_in(piece.body, piece.num_words, piece.num_escapes, coding.is_bf16, len(out))
+    coding = piece.decoder.coding
+    body = piece.stored.data[piece.body : piece.body + piece.body_bytes]
+    out = piece.out.data[piece.place : piece.place + 2 * piece.num_elements].view(np.uint16)
+    chunk = chunk_in(body, piece.num_words, piece.num_escapes, coding.is_bf16, piece.num_elements)
     if chunk is None:
         return False
     is_whole = reference.decode(coding, piece.first, out, chunk.states, chunk.words, chunk.rest)

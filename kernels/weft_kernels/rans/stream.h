@@ -77,12 +77,12 @@ struct Stream {
         shape = {of->first, of->count, of->num_columns, int(of->base), int(of->class_bits)};
         next = of->words(), end = next + of->num_words;
         done = 0, is_short = false;
-        fill_buckets();
         if (shape.class_bits) return;
         std::fill(classes, classes + TURNS + LANES, uint8_t(0));
         std::fill(before, before + TURNS, int16_t(4 * shape.base));
     }
 
+    // For turns that load; begin() comes first.
     void fill_buckets() {
         const Tables& tables = *chunk->tables;
         auto share = [&](int place) { return uint16_t(tables.share_low[place] | tables.share_high[place] << 8); };

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.weights.bundle.layout import CHUNK_BYTES, CHUNK_HEAD, PackedTensor
 from weft_kernels import rans
+from weft_kernels.rans import Decoder, Memory, Piece
 
 Bytes = NDArray[np.uint8]
 
@@ -23,7 +25,7 @@ class Opened:
     ends: NDArray[np.int64]
     begin: int
     """Of the first chunk in the file."""
-    decoder: rans.Decoder | None
+    decoder: Decoder | None
     """None: they are stored as they are."""
 
 
@@ -55,40 +57,60 @@ class Stretch:
         """Of the last one."""
         return self.edges[-1]
 
-    def chunks(self, stored: Bytes) -> Iterator[StoredChunk]:
-        """One after another; `stored` is what lies between begin and end."""
-        first, out, whole_size = self.wanted.first, self.wanted.out, self.opened.tensor.original_bytes
-        heads = stored.data
+    def chunks(self, read: Memory, read_begin: int) -> Iterator[StoredChunk]:
+        """One after another; `read` is what the file holds from byte `read_begin` on, as far as the last one's end."""
+        first, wanted_size, whole_size = self.wanted.first, len(self.wanted.out), self.opened.tensor.original_bytes
+        is_coded, out = self.opened.decoder is not None, Memory.of(self.wanted.out)
+        heads = read.data.data
         for number, (begin, end) in enumerate(itertools.pairwise(self.edges), self.number):
             place = number * CHUNK_BYTES
             size = min(CHUNK_BYTES, whole_size - place)
-            low, high = max(first, place), min(first + len(out), place + size)
-            part = out[low - first : high - first]
-            whole: Bytes = part if high - low == size else np.empty(size, np.uint8)
-            head: tuple[int, int, int] = CHUNK_HEAD.unpack_from(heads, begin - self.begin)
-            body = stored[begin - self.begin + CHUNK_HEAD.size : end - self.begin]
-            yield StoredChunk(self.opened, number, *head, body, whole, part, low - place)
+            is_whole = first <= place and place + size <= first + wanted_size
+            words, escapes, checksum = CHUNK_HEAD.unpack_from(heads, begin - read_begin)
+            body, body_bytes = begin - read_begin + CHUNK_HEAD.size, end - begin - CHUNK_HEAD.size
+            if is_whole and not (is_coded and (out.address + place - first) % 2):
+                target, to = out, place - first
+            else:  # it goes through memory of its own: part of it is wanted, or halves would lie at odd places
+                target, to = Memory.of(np.empty(size, np.uint8)), 0
+            yield StoredChunk(self, number, words, escapes, checksum, read, body, body_bytes, target, to, size)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
-    """A chunk as it is stored: its head, the checksum being of what it decodes to, and its body; where all of it goes,
-    and which part of that is wanted."""
+class StoredChunk(NamedTuple):
+    """A chunk as it is stored: its head, the checksum being of what it decodes to; its body, which is `body_bytes` of
+    `read` from byte `body` on; and where it goes: `size` bytes of `out` from byte `place` on."""
 
-    opened: Opened
+    stretch: Stretch
     number: int
     num_words: int
     num_escapes: int
     checksum: int
-    body: Bytes
-    out: Bytes
-    part: Bytes
-    part_first: int
+    read: Memory
+    body: int
+    body_bytes: int
+    out: Memory
+    place: int
+    size: int
+
+    def decoded(self) -> memoryview:
+        """What is, or will be, in its place."""
+        return self.out.data.data[self.place : self.place + self.size]
+
+    def piece(self, decoder: Decoder) -> Piece:
+        """To be decoded."""
+        first = self.number * CHUNK_BYTES // 2
+        words, escapes = self.num_words, self.num_escapes
+        return Piece(
+            decoder, first, self.size // 2, words, escapes, self.read, self.body, self.body_bytes, self.out, self.place
+        )
 
     def hand_over(self) -> None:
-        """After `out` was found right."""
-        if len(self.part) != len(self.out):
-            self.part[:] = self.out[self.part_first : self.part_first + len(self.part)]
+        """After it was found right: what is wanted of it lies where it is wanted."""
+        wanted = self.stretch.wanted
+        if self.out.data is wanted.out:
+            return
+        begin = self.number * CHUNK_BYTES
+        low, high = max(wanted.first, begin), min(wanted.first + len(wanted.out), begin + self.size)
+        wanted.out[low - wanted.first : high - wanted.first] = self.out.data[low - begin : high - begin]
 
 
 def are_ends(ends: NDArray[np.int64], size: int, tensor: PackedTensor) -> bool:
@@ -96,10 +118,17 @@ def are_ends(ends: NDArray[np.int64], size: int, tensor: PackedTensor) -> bool:
 
     So what a reader makes room for is no more than a few times what is stored.
     """
-    edges, whole = [0, *ends.tolist()], tensor.original_bytes  # Python's numbers: those near 2^63 do not wrap around
-    least = (_least_bytes(tensor, min(CHUNK_BYTES, whole - first)) for first in range(0, whole, CHUNK_BYTES))
-    have_room = all(end - begin >= each for (begin, end), each in zip(itertools.pairwise(edges), least, strict=True))
-    return have_room and not any(edge % 8 for edge in edges) and (not len(ends) or edges[-1] == size)
+    if not len(ends):
+        return True
+    others: list[int] = ends.tolist()  # Python's numbers: those near 2^63 do not wrap around
+    last = others.pop()
+    least, begin = _least_bytes(tensor, CHUNK_BYTES), 0
+    for end in others:
+        if end - begin < least or end % 8:
+            return False
+        begin = end
+    least = _least_bytes(tensor, tensor.original_bytes - len(others) * CHUNK_BYTES)
+    return last - begin >= least and last == size and not size % 8
 
 
 def _least_bytes(tensor: PackedTensor, size: int) -> int:

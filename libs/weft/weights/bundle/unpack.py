@@ -97,9 +97,9 @@ class BundleFile:
             return
         stretches = [self._stretch(each, scratch) for each in runs]
         begin, end = min(each.begin for each in stretches), max(each.end for each in stretches)
-        stored: Bytes = np.frombuffer(self._blob.read(begin, end - begin, scratch), np.uint8)
+        read = rans.Memory.of(np.frombuffer(self._blob.read(begin, end - begin, scratch), np.uint8))
         on_read()
-        parts = (each.chunks(stored[each.begin - begin : each.end - begin]) for each in stretches)
+        parts = (each.chunks(read, begin) for each in stretches)
         chunks = itertools.chain.from_iterable(parts)
         while several := list(itertools.islice(chunks, CHUNKS_AT_ONCE)):
             self._decode(several)
@@ -167,32 +167,27 @@ class BundleFile:
 
     def _decode(self, chunks: Sequence[StoredChunk]) -> None:
         """Raises BadCheckpoint naming the first chunk that is not what was coded."""
-        coded = [(each, piece) for each in chunks if (piece := self._piece(each)) is not None]
-        are_whole = rans.decode([piece for _, piece in coded])
-        for (chunk, piece), is_whole in zip(coded, are_whole, strict=True):
+        coded, pieces = [], []
+        for chunk in chunks:
+            if (decoder := chunk.stretch.opened.decoder) is not None:
+                coded.append(chunk)
+                pieces.append(chunk.piece(decoder))
+            else:
+                self._copy(chunk)
+        for chunk, is_whole in zip(coded, rans.decode(pieces), strict=True):
             if not is_whole:
                 raise self._damaged(chunk)
-            if piece.out.flags.owndata:  # it is not a view of chunk.out
-                chunk.out[:] = piece.out.view(np.uint8)
         for chunk in chunks:
-            if xxhash.xxh3_64_intdigest(chunk.out.data) != chunk.checksum:
+            if xxhash.xxh3_64_intdigest(chunk.decoded()) != chunk.checksum:
                 raise self._damaged(chunk)
             chunk.hand_over()
 
-    def _piece(self, chunk: StoredChunk) -> rans.Piece | None:
-        """What there is to decode; a chunk that is stored as it is has been copied instead."""
-        out, body = chunk.out, chunk.body
-        if chunk.opened.decoder is None:
-            if len(body) < len(out):
-                raise self._damaged(chunk)
-            out[:] = body[: len(out)]
-            return None
-        words = out.view(np.uint16)
-        if not words.flags.aligned:  # it goes through memory that is
-            words = np.empty(len(words), np.uint16)
-        first = chunk.number * CHUNK_BYTES // 2
-        return rans.Piece(chunk.opened.decoder, first, chunk.num_words, chunk.num_escapes, body, words)
+    def _copy(self, chunk: StoredChunk) -> None:
+        """One that is stored as it is."""
+        if chunk.body_bytes < chunk.size:
+            raise self._damaged(chunk)
+        chunk.decoded()[:] = chunk.read.data.data[chunk.body : chunk.body + chunk.size]
 
     def _damaged(self, chunk: StoredChunk) -> BadCheckpoint:
-        where = f"{self.path}: tensor {chunk.opened.tensor.name}: chunk {chunk.number}"
+        where = f"{self.path}: tensor {chunk.stretch.opened.tensor.name}: chunk {chunk.number}"
         return BadCheckpoint(f"{where} is damaged: what it decodes to has another checksum")
