@@ -1,12 +1,15 @@
 """How fast a checkpoint comes into shared memory, beside what its disk gives and what other loaders take, in one run.
 
-`python -m loadtest.weights.loader [--gigabytes 1] [--threads 8] [--peers PYTHON] [--directory DIR] [--huge-pages]`
+`python -m loadtest.weights.loader [--gigabytes 1] [--threads 8] [--peers PYTHON] [--directory DIR] [--huge-pages]`,
+`[--hold-memory]`
 
 The page cache is dropped before every load, file by file. `--peers` names the Python of another environment, with
 torch and any of safetensors, fastsafetensors and runai-model-streamer. `--huge-pages` (root): with a /dev/shm of the
 run's own whose pages are large, as `mount -o remount,huge=within_size /dev/shm` makes a machine's. The checkpoint is
 made for the run and removed; that takes 1.7 times its size on disk and at most twice its size of memory. Memory is
 touched before every load: the host of a virtual machine may have taken back what is free, and be slow to give it again.
+What it takes back within a second is still slow: with `--hold-memory` a load gets memory that was in use a moment ago,
+which takes all that is free.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +35,7 @@ from types import TracebackType
 from typing import NoReturn, Self
 
 from loadtest.weights.checkpoints import make_checkpoint
+from loadtest.weights.held import HeldMemory
 from weft.weights.blobs import FileBlob
 from weft.weights.bundle import convert
 from weft.weights.checkpoint import read_checkpoint
@@ -43,7 +48,7 @@ PEERS = Path(__file__).with_name("peers.py")
 PEER_SECONDS = 600
 SAMPLE_SECONDS = 0.01
 TOUCHED_BYTES = 4 << 20
-IN_LARGE_PAGES = 'mount -t tmpfs -o huge=within_size weft /dev/shm && exec "$0" "$@"'
+IN_LARGE_PAGES = 'mount -t tmpfs -o huge=within_size,size=200% weft /dev/shm && exec "$0" "$@"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path.cwd(), help="on the disk to be measured")
     parser.add_argument("--peers", type=Path, help="Python of an environment with the peers")
     parser.add_argument("--huge-pages", action="store_true", help="/dev/shm in large pages, for this run only")
+    parser.add_argument("--hold-memory", action="store_true", help="take what is free, and give it as it is asked for")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.huge_pages:
@@ -102,8 +108,7 @@ def measure(model: Path, bundle: Path, options: argparse.Namespace) -> list[Rate
         for what in random.sample(list(ways), len(ways)):
             drop_cache(model)
             drop_cache(bundle)
-            touch_memory(size)
-            with PeakMemory() as memory:
+            with ready_memory(size, options.hold_memory), PeakMemory() as memory:
                 took = ways[what]()
             if took is None:
                 continue  # it failed, and was not slow
@@ -115,7 +120,10 @@ def measure(model: Path, bundle: Path, options: argparse.Namespace) -> list[Rate
         with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as memory_disk:
             copy = Path(memory_disk) / "model"
             subprocess.run(["cp", "-r", directory, copy], check=True)
-            seconds[what] = [ours(copy, options.threads) for _ in range(options.rounds)]
+            seconds[what] = []
+            for _ in range(options.rounds):
+                with ready_memory(size, options.hold_memory):
+                    seconds[what].append(ours(copy, options.threads))
     return [
         Rate(what, size / 1e9 / statistics.median(times), size / 1e9 / min(times), extra.get(what, 0) / 1e6)
         for what, times in seconds.items()
@@ -130,6 +138,14 @@ def drop_cache(directory: Path) -> None:
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
+
+
+def ready_memory(size_bytes: int, is_held: bool) -> AbstractContextManager[object]:
+    """Within it a load of this size finds memory."""
+    if is_held:
+        return HeldMemory()
+    touch_memory(size_bytes)
+    return nullcontext()
 
 
 def touch_memory(size_bytes: int) -> None:

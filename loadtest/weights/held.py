@@ -1,0 +1,65 @@
+"""All of a machine's free memory, held, and given to whoever is measured in the measure in which it is taken.
+
+The host of a virtual machine takes back what is free there, and is slow to give it again, at about 1 GB/s on some; on
+hardware of one's own there is no such host. To touch memory before a load and give it back all at once keeps none of
+it. So little is free at any time, and all of that was somebody's a moment ago.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from types import TracebackType
+from typing import IO, Self
+
+from weft.weights.image import SHARED_MEMORY
+
+BLOCK_BYTES = 4 << 20
+FREE_BYTES = 640 << 20
+"""Less than hosts take, and more than anybody takes between two looks."""
+LOOK_SECONDS = 0.001
+
+
+class HeldMemory:
+    """Held in shared memory while this is open, but for what others take: in large pages where it has them."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._giver = threading.Thread(target=self._give, daemon=True)
+        self._held = 0
+
+    def __enter__(self) -> Self:
+        self._file: IO[bytes] = tempfile.TemporaryFile(dir=SHARED_MEMORY)
+        fd, block = self._file.fileno(), bytes(BLOCK_BYTES)
+        # as large as it may get from the start: else there would be no large pages
+        os.ftruncate(fd, max(0, free_bytes() - FREE_BYTES) // BLOCK_BYTES * BLOCK_BYTES)
+        while free_bytes() > FREE_BYTES + BLOCK_BYTES:
+            os.pwrite(fd, block, self._held)
+            self._held += BLOCK_BYTES
+        self._giver.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._giver.join()
+        self._file.close()
+
+    def _give(self) -> None:
+        while self._held and not self._over.is_set():
+            missing = FREE_BYTES - free_bytes()
+            if missing > 0:  # whole blocks, so that no large page is divided
+                self._held = max(0, self._held - missing) // BLOCK_BYTES * BLOCK_BYTES
+                os.ftruncate(self._file.fileno(), self._held)
+            self._over.wait(LOOK_SECONDS)
+
+
+def free_bytes() -> int:
+    """Of the machine's memory, as its kernel counts it."""
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemFree:"):
+                return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo does not say how much memory is free")
