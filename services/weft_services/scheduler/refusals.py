@@ -23,25 +23,35 @@ class NobodyReady(PeerLost):
 
 
 def refusal(served: Served, query: RouteQuery, role: WorkerRole, kinds: Set[ModelFingerprint] | None) -> WeftError:
-    """Gone, starting or draining, too long for everyone, of another kind than its partners, or full: in this order."""
+    """Too long for everyone, gone, starting or draining, of another kind than its partners, or full: in this order.
+
+    Who is away counts only if the prompt fits there. While nobody is ready no prompt is too long: a larger worker may
+    still come.
+    """
     live = served.decodes if role is WorkerRole.DECODE else served.prefills
-    tried = [worker for worker in live if not query.excludes(worker)]
-    ready = [worker for worker in tried if worker.report.ready and not (worker.drain_wish or worker.park_wish)]
+    able = [worker for worker in live if query.prompt_tokens <= worker.longest_prompt]
+    if not able and any(map(_is_ready, live)):
+        message = f"the prompt has {query.prompt_tokens} tokens; at most {max(w.longest_prompt for w in live)} fit"
+        return InvalidRequest(message, "prompt", "context_length_exceeded")
+    able = able or live
+    tried = [worker for worker in able if not query.excludes(worker)]
+    ready = [worker for worker in tried if _is_ready(worker)]
+    who = f"{role} worker" if len(able) == len(live) else f"{role} worker that has room for the prompt"
     if not ready:
         if any(worker.report.is_full for worker in tried):
-            return Overloaded(f"every {role} worker's pool is full", retry_after(tried))
-        message = f"no {role} worker of {query.model!r} is {'ready' if live else 'live'}"
+            return Overloaded(f"the pool of every {who} is full", retry_after(tried))
+        message = f"no {who} of {query.model!r} is {'ready' if live else 'live'}"
         # who passes over a live one does not wait for that one
-        return PeerLost(message) if len(tried) < len(live) else NobodyReady(message, role)
-    longest = max(worker.longest_prompt for worker in ready)
-    if query.prompt_tokens > longest:
-        message = f"the prompt has {query.prompt_tokens} tokens; at most {longest} fit"
-        return InvalidRequest(message, "prompt", "context_length_exceeded")
+        return PeerLost(message) if len(tried) < len(able) else NobodyReady(message, role)
     if kinds is not None and not any(worker.info.fingerprint in kinds for worker in ready):
         if role is WorkerRole.DECODE and not served.prefills:
             return NobodyReady(f"no prefill worker of {query.model!r} is live", WorkerRole.PREFILL)
         return PeerLost("no prefill worker runs what the decode workers run")
-    return Overloaded(f"every {role} worker is full", retry_after(ready))
+    return Overloaded(f"every {who} is full", retry_after(ready))
+
+
+def _is_ready(worker: Worker) -> bool:
+    return worker.report.ready and not (worker.drain_wish or worker.park_wish)
 
 
 def retry_after(workers: Iterable[Worker]) -> float:

@@ -148,6 +148,29 @@ def test_a_prompt_longer_than_any_worker_takes_is_the_callers_fault() -> None:
     assert place(pair(), query(999)) == ("p0", "d0")
 
 
+def test_a_prompt_that_fits_only_where_nobody_is_ready_may_come_again() -> None:
+    """A client takes an answer that its prompt is too long for the last word."""
+    small = ready_worker("d1", DECODE, max_context_tokens=200)
+    workers = [*pair(), small]
+    workers[1].report = WorkerReport(ready=False, active_blocks=100)
+    error = refusal(workers, query(500))
+    assert isinstance(error, Overloaded)
+    assert "has room for the prompt" in str(error)
+    assert place(workers, query(150))[1] == "d1"
+    workers[1].report = WorkerReport(ready=False, active_blocks=100, full=False)
+    assert isinstance(refusal(workers, query(500)), NobodyReady)
+    workers[1].report = WorkerReport(ready=True)
+    workers[1].drain_wish = True
+    assert isinstance(refusal(workers, query(500)), NobodyReady)
+    workers[1].drain_wish = False
+    error = refusal(workers, query(500, excluded=("d0",)))
+    assert isinstance(error, PeerLost)
+    assert not isinstance(error, NobodyReady)
+    error = refusal(workers, query(1000))
+    assert isinstance(error, InvalidRequest)
+    assert "at most 999 fit" in str(error)
+
+
 def test_a_long_prompt_goes_to_the_worker_that_can_hold_it() -> None:
     small = ready_worker("d1", DECODE, max_context_tokens=200)
     workers = [*pair(), small]
