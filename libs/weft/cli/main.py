@@ -228,6 +228,8 @@ def bench(
         raise typer.BadParameter("prompts have fewer tokens in common than they are long", param_hint="--shared-tokens")
     if not requests and trace is None:
         raise typer.BadParameter("0 takes all of a trace, and there is none", param_hint="--requests")
+    if rate and trace is not None:
+        raise typer.BadParameter("a trace says itself when requests come; --speed has it faster", param_hint="--rate")
     recipe = Recipe(
         requests=requests,
         prompt_tokens=prompt_tokens,

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import typer
@@ -62,13 +62,23 @@ async def _watch(address: str, as_json: bool) -> None:
     async with open_channel(address) as channel:
         fleet = await _list(channel)
         if as_json:
-            while True:
-                print(json.dumps(as_dict(fleet)), flush=True)
-                await asyncio.sleep(REFRESH_SECONDS)
-                fleet = await _list(channel)
+            await _print_for_ever(channel, address, fleet)
         screen = console()
         first = render(fleet, screen.width)
         await show_for_ever(screen, first, lambda: _refreshed(channel, address, screen.width))
+
+
+async def _print_for_ever(channel: grpc.aio.Channel, address: str, fleet: pb.ListWorkersResponse) -> NoReturn:
+    """A line every second, but for those seconds in which it cannot be seen: then why, on stderr."""
+    while True:
+        print(json.dumps(as_dict(fleet)), flush=True)
+        is_new = False
+        while not is_new:
+            await asyncio.sleep(REFRESH_SECONDS)
+            try:
+                fleet, is_new = await _list(channel), True
+            except grpc.aio.AioRpcError as error:
+                typer.secho(f"weft status: {explain(address, error)}", fg="red", err=True)
 
 
 async def show_for_ever(

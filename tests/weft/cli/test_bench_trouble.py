@@ -70,6 +70,15 @@ def test_prompts_cannot_share_more_than_they_are_long(gateway: Gateway) -> None:
     assert "--shared-tokens" in output
 
 
+def test_a_trace_has_its_own_times(gateway: Gateway, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(LINE)
+    code, output = run(gateway, "--rate", "3", "--trace", str(trace))
+    assert code == 2
+    assert "--rate" in output
+    assert gateway.asked == []
+
+
 def test_what_a_chat_template_adds_does_not_shorten_prompts(gateway: Gateway, tmp_path: Path) -> None:
     def answer(prompt_tokens: int) -> list[object]:
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": 1}
