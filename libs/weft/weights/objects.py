@@ -184,7 +184,8 @@ class ObjectOrigin(Origin):
             with _said(self._url):
                 found = list_with_delimiter(self._store)["objects"]
             for meta in found:
-                self._files[meta["path"]] = ObjectFile(self._store, self._url, meta)
+                if meta["path"]:  # the folder itself, where a console or a file system has made it, has no name
+                    self._files[meta["path"]] = ObjectFile(self._store, self._url, meta)
         if not self._files:
             raise BadCheckpoint(f"{self._url}: there is nothing at this URL")
         return list(self._files.values())

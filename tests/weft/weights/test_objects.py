@@ -175,6 +175,17 @@ def test_an_empty_object_is_as_wrong_as_an_empty_file(store: str, tmp_path: Path
         read_checkpoint(directory)
 
 
+def test_a_folder_that_is_an_object_itself_is_no_file(store: str, tmp_path: Path) -> None:
+    """As consoles make them, and what mounts a bucket."""
+    make_checkpoint(tmp_path / "model")
+    url = upload(tmp_path / "model", "made")
+    httpx.put(f"{store}/{BUCKET}/made/", trust_env=False).raise_for_status()
+    assert read_checkpoint(local_model(url)).tensors
+    httpx.put(f"{store}/{BUCKET}/bare/", trust_env=False).raise_for_status()
+    with pytest.raises(BadCheckpoint, match="s3://models/bare: there is nothing at this URL"):
+        local_model(f"s3://{BUCKET}/bare")
+
+
 def test_what_is_too_large_is_left_there_unless_it_is_needed(
     store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
