@@ -161,19 +161,22 @@ class ObjectOrigin(Origin):
     """The objects directly below a URL. Credentials and endpoint come from the environment, AWS_* and so on."""
 
     def __init__(self, url: str) -> None:
-        """Raises BadCheckpoint."""
+        """Raises BadCheckpoint, also for settings that no store can be asked with: nothing is asked of one yet."""
         try:
+            from obstore.exceptions import BaseError
             from obstore.store import from_url
         except ImportError:
             raise BadCheckpoint(f"{url}: object stores need another library: pip install 'weft[objects]'") from None
         self._url = url.rstrip("/")
         is_plain = any(os.environ.get(name, "").startswith("http://") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
-        with _said(url):
+        try:
             self._store = from_url(
                 self._url,
                 client_options={"timeout": REQUEST_SECONDS, "allow_http": is_plain},
                 retry_config={"max_retries": STORE_RETRIES, "retry_timeout": STORE_PATIENCE},
             )
+        except (BaseError, ValueError, OSError) as error:
+            raise BadCheckpoint(f"{url}: {_line(error)}") from error
         self._files: dict[str, ObjectFile] = {}
 
     def files(self) -> list[ObjectFile]:
@@ -269,11 +272,15 @@ def _said(where: str, is_listed: bool = False) -> Iterator[None]:
     try:
         yield
     except (BaseError, ValueError, OSError) as error:
-        line = str(error).strip().partition("\n")[0]
+        line = _line(error)
         is_changed = is_listed and isinstance(error, (PreconditionError, NotFoundError, FileNotFoundError))
         if is_changed:
             raise Unreadable(f"{where}: was written anew, or removed, since it was listed: {line}") from error
         raise _kind(error)(f"{where}: {line}") from error
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _kind(error: Exception) -> type[WeftError]:
