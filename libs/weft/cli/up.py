@@ -72,8 +72,9 @@ def find_models(given: Sequence[str], name: str = "") -> dict[str, Path]:
 def _usual_models(name: str) -> dict[str, Path]:
     if setting := os.environ.get("WEFT_MODEL"):
         try:
-            setting = with_local_model({"WEFT_MODEL": setting})["WEFT_MODEL"]
-            models = read_models(setting, name or os.environ.get("WEFT_MODEL_NAME", ""))
+            name = name or os.environ.get("WEFT_MODEL_NAME", "")
+            settings = with_local_model({"WEFT_MODEL": setting, "WEFT_MODEL_NAME": name})
+            models = read_models(settings["WEFT_MODEL"], settings["WEFT_MODEL_NAME"])
         except (ConfigError, BadCheckpoint, Unreadable) as error:
             raise UsageError(str(error)) from error
         return {served: _checked(str(path), f"WEFT_MODEL={path}") for served, path in models.items()}

@@ -56,9 +56,12 @@ def with_local_model(environ: Mapping[str, str] = os.environ) -> Mapping[str, st
     if "://" not in setting:
         return environ
     if is_url(setting):
-        return {**environ, "WEFT_MODEL": str(local_model(setting))}
+        directory = local_model(setting)
+        # without a name, a directory called `version=3` would be taken for NAME=DIR
+        name = environ.get("WEFT_MODEL_NAME") or directory.name
+        return {**environ, "WEFT_MODEL": str(directory), "WEFT_MODEL_NAME": name}
     parts = [part.partition("=") for part in setting.split(",")]
-    places = [f"{name}={local_model(place) if is_url(place) else place}" for name, _, place in parts]
+    places = [f"{name}{equals}{local_model(place) if is_url(place) else place}" for name, equals, place in parts]
     return {**environ, "WEFT_MODEL": ",".join(places)}
 
 

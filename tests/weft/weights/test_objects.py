@@ -20,6 +20,8 @@ from obstore.store import from_url
 
 from tests.weft.weights.checkpoints import make_checkpoint, write_config
 from weft.cli.ports import free_ports
+from weft.cli.up import find_models
+from weft.config import read_models
 from weft.errors import BadCheckpoint, Unreadable
 from weft.weights import load, objects
 from weft.weights.blobs import stamp_of
@@ -234,8 +236,23 @@ def test_settings_with_urls_become_settings_with_directories(store: str, tmp_pat
     assert Path(alone["WEFT_MODEL"], "config.json").exists()
     several = with_local_model({"WEFT_MODEL": f"a={url},b=/somewhere"})["WEFT_MODEL"]
     assert several == f"a={alone['WEFT_MODEL']},b=/somewhere"
+    unknown = {"WEFT_MODEL": "https://somewhere/model"}
+    assert with_local_model(unknown) == unknown
     untouched = {"WEFT_MODEL": "/somewhere"}
     assert with_local_model(untouched) is untouched
+
+
+def test_a_url_may_end_in_what_looks_like_a_name_for_something(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path / "model")
+    url = upload(tmp_path / "model", "tiny/version=3")
+    for name, served in (("", "version=3"), ("tiny", "tiny")):
+        settings = with_local_model({"WEFT_MODEL": url, "WEFT_MODEL_NAME": name})
+        models = read_models(settings["WEFT_MODEL"], settings["WEFT_MODEL_NAME"])
+        assert models == {served: local_model(url)}
+        monkeypatch.setenv("WEFT_MODEL", url)
+        assert find_models([], name) == models
 
 
 def test_a_store_that_does_not_answer_says_nothing_of_the_checkpoint(
