@@ -276,6 +276,8 @@ def main() -> None:
     """Entry point of the `weft` script."""
     # read when grpc is imported: its own lines about peers that leave would end up between ours
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    # of all that this process starts, or becomes: with -m, Python looks for modules in the current directory first
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     if isinstance(sys.stdout, io.TextIOWrapper):
         # an answer, or a line of a service, may have what this terminal has no letters for: no reason to end
         sys.stdout.reconfigure(errors="replace")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from weft.errors import Unreadable
 from weft.weights.bundle import __main__ as program
 from weft.weights.bundle import convert
 
+PATIENCE_SECONDS = 25.0
 Program = Callable[..., tuple[int | str | None, str, str]]
 
 
@@ -31,6 +34,12 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return status, *capsys.readouterr()
 
     return run
+
+
+def weft(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command, as its script runs it."""
+    command = [sys.executable, "-P", "-c", "from weft.cli.main import main; main()", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False, **options)
 
 
 def unreadable(*_: object) -> None:
@@ -51,6 +60,13 @@ def test_the_programs_say_how_it_went(bundle: Path, run: Program) -> None:
     status, said, wrong = run("verify", bundle)
     assert (status, said) == (2, "")
     assert wrong.splitlines()[-1].endswith("is in it")
+
+
+def test_no_code_of_the_current_directory_is_run(bundle: Path, tmp_path: Path) -> None:
+    """It may be a model's, with files that are called as modules are."""
+    (tmp_path / "rich.py").write_text("raise SystemExit('code of the directory')")
+    ended = weft("verify", bundle, cwd=tmp_path)
+    assert (ended.returncode, "all as they were" in ended.stdout) == (0, True)
 
 
 def test_names_are_said_as_they_are(tmp_path: Path, run: Program) -> None:
