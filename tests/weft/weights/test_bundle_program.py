@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -78,6 +79,11 @@ def test_names_are_said_as_they_are(tmp_path: Path, run: Program) -> None:
     assert (status, "bundle [red]: 1 files" in said) == (0, True)
     status, said, _ = run("inspect", bundle)
     assert (status, "[bold]w[/red]" in said, r"':key:\n'" in said) == (0, True, True)
+
+
+def test_a_terminal_without_a_letter_is_told_the_rest(bundle: Path) -> None:
+    ended = weft("verify", bundle.rename(bundle.with_name("bündel")), env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (ended.returncode, "/b?ndel: 2 files" in ended.stdout) == (0, True)
 
 
 LONG_NAMES = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
@@ -124,6 +125,9 @@ def _mb(num_bytes: int) -> str:
 
 def main() -> int:
     """Errors of the user's are one line, status 2; so are the disk's, status 1: they say nothing of the files."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # a name may have what this terminal has no letters for: no reason to end, with all of the work done
+        sys.stdout.reconfigure(errors="replace")
     try:
         app(standalone_mode=True, prog_name="weft")  # whose commands these are
     except Unreadable as error:
