@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -84,6 +85,13 @@ def test_names_are_said_as_they_are(tmp_path: Path, run: Program) -> None:
 def test_a_terminal_without_a_letter_is_told_the_rest(bundle: Path) -> None:
     ended = weft("verify", bundle.rename(bundle.with_name("bündel")), env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert (ended.returncode, "/b?ndel: 2 files" in ended.stdout) == (0, True)
+
+
+@pytest.mark.parametrize("name", [b"in no encoding \xff", b"a bell \a"])
+def test_a_picture_of_a_bundle_of_any_name_is_one(bundle: Path, tmp_path: Path, run: Program, name: bytes) -> None:
+    bundle = bundle.rename(tmp_path / os.fsdecode(name))
+    status, _, _ = run("inspect", bundle, "--plot", tmp_path / "plot.svg")
+    assert (status, ElementTree.parse(tmp_path / "plot.svg").getroot().tag[-3:]) == (0, "svg")
 
 
 LONG_NAMES = [

@@ -36,11 +36,15 @@ class Row:
     @property
     def label(self) -> str:
         """Its name on one line, whatever is in it."""
-        return self.name if self.name.isprintable() else repr(self.name)
+        return _printable(self.name)
 
     @property
     def share(self) -> float:
         return self.stored_bytes / max(1, self.original_bytes)
+
+
+def _printable(name: str) -> str:
+    return name if name.isprintable() else repr(name)
 
 
 def rows_of(directory: Path, report: Report) -> Iterator[Row]:
@@ -85,7 +89,7 @@ def picture(title: str, rows: list[Row]) -> str:
         'font-family="sans-serif" font-size="11">',
         "<style>text{fill:#222}.all{fill:#e4e7ec}.kept{fill:#3f6fb5}.bound{stroke:#d1495b;stroke-width:2}"
         "@media(prefers-color-scheme:dark){text{fill:#ddd}.all{fill:#333a45}}</style>",
-        f'<text x="8" y="16" font-size="14">{html.escape(title)}</text>',
+        f'<text x="8" y="16" font-size="14">{html.escape(_printable(title))}</text>',
         '<text x="8" y="32">filled: stored, of BF16 = 1; red: entropy of the weights</text>',
     ]
     for number, row in enumerate(rows):
