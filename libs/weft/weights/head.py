@@ -31,8 +31,8 @@ def with_own_head(checkpoint: Checkpoint, num_threads: int) -> Checkpoint:
     head = checkpoint.second_head
     if head is None:
         return checkpoint
-    own = _untied(checkpoint, head)
-    for each in (checkpoint, own):
+    _, own = both = candidates(checkpoint)
+    for each in both:
         if (image := find_image(each)) is not None:  # whoever wrote it has looked
             image.leave()
             return each
@@ -45,6 +45,13 @@ def with_own_head(checkpoint: Checkpoint, num_threads: int) -> Checkpoint:
         return checkpoint
     logger.warning("%s is used: it is not the embedding, to which config.json ties it", head.entry.name)
     return own
+
+
+def candidates(checkpoint: Checkpoint) -> tuple[Checkpoint, ...]:
+    """What an image of these files may be of: as config.json says, or with that matrix. Raises BadCheckpoint,
+    Unreadable."""
+    head = checkpoint.second_head
+    return (checkpoint,) if head is None else (checkpoint, _untied(checkpoint, head))
 
 
 def _untied(checkpoint: Checkpoint, head: TensorSource) -> Checkpoint:

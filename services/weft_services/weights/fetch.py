@@ -12,7 +12,7 @@ from pathlib import Path
 from weft.errors import BadCheckpoint, Cancelled, Incompatible, PeerLost, Unreadable, WeftError
 from weft.storage import telling, told
 from weft.weights.checkpoint import Checkpoint, files_state, read_checkpoint
-from weft.weights.head import with_own_head
+from weft.weights.head import candidates, with_own_head
 from weft.weights.image import Around, Image, find_image, remove_stale, write_image
 from weft.weights.layout import image_layout
 from weft.weights.load import PeerFirst, RunReader, check_samples
@@ -138,7 +138,14 @@ class WeightLoader:
         """Is there room, without another model's image going. Raises BadCheckpoint, Unreadable."""
         with telling(f"{self._directory}"):
             checkpoint = await asyncio.to_thread(self._described)
-            return await self._room.fits(image_layout(checkpoint).size_bytes)
+            known_by = await asyncio.to_thread(candidates, checkpoint)
+            found = next(filter(None, map(find_image, known_by)), None)
+            if found is None:
+                return await self._room.fits(image_layout(checkpoint).size_bytes)
+            try:  # held meanwhile: it must not go to make room for itself
+                return await self._room.fits(found.size_bytes, is_there=True)
+            finally:
+                found.leave()
 
     async def _fetch(self) -> Loaded | WeftError:
         """An error is handed to those who wait; in the task group it would end the process."""

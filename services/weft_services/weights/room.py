@@ -62,16 +62,18 @@ class Room:
         """Its image has been asked for."""
         self._asked_at[holder] = self._clock()
 
-    async def fits(self, size: int) -> bool:
-        """As it is, without what no service holds. Raises Overloaded for what is more than the limit by itself."""
+    async def fits(self, size: int, is_there: bool = False) -> bool:
+        """As it is, without what no service holds; `is_there`: it takes its memory already. Raises Overloaded for what
+        is more than the limit by itself."""
         if 0 < self._limit < size:
             raise Overloaded(f"an image of {size} bytes is by itself larger than WEFT_WEIGHTS_BYTES={self._limit}")
         while True:
             held, promised = sum(image.size_bytes for _, image in self._held()), sum(self._promised.values())
             if self._limit and held + promised + size > self._limit:
                 return False
+            needed = 0 if is_there else size
             # what others have read of theirs is not free any more
-            if _free_bytes() >= size + sum(max(0, own - each.read_bytes) for each, own in self._promised.items()):
+            if _free_bytes() >= needed + sum(max(0, own - each.read_bytes) for each, own in self._promised.items()):
                 return True
             if not (name := await asyncio.to_thread(remove_abandoned)):
                 return False

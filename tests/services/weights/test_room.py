@@ -138,6 +138,25 @@ async def test_what_a_killed_service_left_goes_when_memory_is_short(
         assert there(models) == {"a", "b"}
 
 
+async def test_what_a_killed_service_left_does_not_go_to_make_room_for_itself(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = write_image(read_checkpoint(models["a"]), lambda size, file: None, 1)
+    left.leave()
+    monkeypatch.setattr(room, "remove_abandoned", lambda: remove_abandoned(left.name[:30]))
+    monkeypatch.setattr(room, "free_bytes", lambda directory: 1 << 40 if not left.path.exists() else 0)
+    async with asyncio.TaskGroup() as tasks:
+        shared = room.Room(2 * left.size_bytes - 1)
+        first, second = (WeightLoader(models[name], 1, tasks, room=shared) for name in ("a", "b"))
+        assert await first.fits()
+        assert left.path.exists()
+        events = [event async for event in first.load(is_ahead=True)]
+        assert isinstance(events[-1], fetch.Loaded)
+        assert events[-1].source == fetch.MEMORY
+        assert not await second.fits()
+        first.release()
+
+
 async def test_shared_memory_without_memory_behind_it_is_no_room(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
