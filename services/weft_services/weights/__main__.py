@@ -40,8 +40,8 @@ async def serve(config: Config) -> None:
             await asyncio.Event().wait()
         finally:
             await rpc.stop(grace_seconds=0.5)
-            for loader in loaders.values():
-                await loader.close()
+            # at once: one may wait long for a read to end, and whoever stops us does not wait so long
+            await asyncio.gather(*(loader.close() for loader in loaders.values()))
             for peer in peers.values():
                 await peer.close()
 

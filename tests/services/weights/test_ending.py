@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.services.weights.service import MODEL, PATIENCE_SECONDS
+from tests.services.weights.service import MODEL, PATIENCE_SECONDS, load
 from tests.weft.weights.checkpoints import make_checkpoint
+from weft.cli.ports import free_ports
 from weft.errors import NotFound
+from weft.rpc.client import open_channel
 from weft.rpc.server import RpcServer
 from weft.weights import image as image_module
 from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.header import TensorEntry
-from weft.weights.image import Around, Image, image_content, write_image
+from weft.weights.image import Around, Image, image_content, image_name, write_image
 from weft.weights.load import Report
 from weft_services.weights import fetch, lending, peers
 from weft_services.weights.__main__ import serve
@@ -87,3 +90,35 @@ async def test_weights_that_are_whole_when_the_service_ends_go_with_it(
     service.cancel()
     await asyncio.wait({service})
     assert service.cancelled()
+
+
+async def test_a_read_that_does_not_end_keeps_no_other_image(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever stops the service kills it after some seconds, and what it holds by then stays in shared memory."""
+    shutil.copytree(directory, tmp_path / "other")
+    held = image_module.SHARED_MEMORY / image_name(read_checkpoint(tmp_path / "other"))
+    (port,), may_end, is_stuck = free_ports(1), threading.Event(), threading.Event()
+
+    def stuck(checkpoint: Checkpoint, report: Report, num_threads: int, around: Around | None) -> Image:
+        is_stuck.set()
+        assert may_end.wait(PATIENCE_SECONDS)
+        return write_image(checkpoint, report, num_threads)
+
+    models = f"{MODEL}={directory},other={tmp_path / 'other'}"
+    service = asyncio.create_task(serve(Config(models, port=port)))
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        await load(channel, "other")
+        (image_module.SHARED_MEMORY / (await load(channel))[-1].ready.shm_name).unlink()
+        monkeypatch.setattr(fetch, "write_image", stuck)
+        asked = asyncio.create_task(load(channel))
+        assert await asyncio.to_thread(is_stuck.wait, PATIENCE_SECONDS)
+        service.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS / 2):
+                while held.exists():  # noqa: ASYNC110 (the service beside this brings it about)
+                    await asyncio.sleep(0.01)
+        finally:
+            may_end.set()
+            await asyncio.wait({service})
