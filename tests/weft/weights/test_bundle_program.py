@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from xml.etree import ElementTree
 
 import pytest
@@ -62,6 +63,32 @@ def test_the_programs_say_how_it_went(bundle: Path, run: Program) -> None:
     status, said, wrong = run("verify", bundle)
     assert (status, said) == (2, "")
     assert wrong.splitlines()[-1].endswith("is in it")
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "says"), [(errno.EACCES, 2, "Permission denied"), (errno.EIO, 1, "Input/output error")]
+)
+def test_a_directory_that_cannot_be_looked_into_is_not_said_to_be_empty(
+    bundle: Path, run: Program, monkeypatch: pytest.MonkeyPatch, number: int, status: int, says: str
+) -> None:
+    def refuse(path: Path) -> NoReturn:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    monkeypatch.setattr(os, "listdir", refuse)
+    ended, _, wrong = run("verify", bundle)
+    assert (ended, wrong) == (status, f"weft: {bundle}: {says}\n")
+
+
+def test_a_disk_that_fails_while_it_is_written_to_says_nothing_of_the_files(
+    checkpoint: Path, tmp_path: Path, run: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> NoReturn:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(convert, "on_disk", refuse)
+    status, _, wrong = run("compress", checkpoint, tmp_path / "bundle", "--threads", "1")
+    assert (status, "Input/output error" in wrong.splitlines()[-1]) == (1, True)
 
 
 def test_no_code_of_the_current_directory_is_run(bundle: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Column, Table
 
 from weft.errors import Unreadable, WeftError
+from weft.storage import TRANSIENT
 from weft.weights.bundle import convert
 from weft.weights.bundle.inspection import Row, picture, rows_of, total_entropy
 from weft.weights.bundle.layout import SUFFIX, read_bundle_header
@@ -135,7 +136,7 @@ def main() -> int:
         return 1
     except (WeftError, OSError) as error:
         print(f"weft: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, OSError) and error.errno in TRANSIENT else 2
     return 0
 
 

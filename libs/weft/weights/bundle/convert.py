@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from weft.errors import BadCheckpoint
-from weft.storage import on_disk
+from weft.storage import on_disk, telling
 from weft.weights.ahead import ahead
 from weft.weights.blobs import stamp_of
 from weft.weights.bundle.chunks import Bytes
@@ -48,10 +48,12 @@ class Outcome:
 
 
 def weight_files(directory: Path, suffix: str) -> list[Path]:
-    """Raises BadCheckpoint when there are none."""
-    if not directory.is_dir():
-        raise BadCheckpoint(f"{directory}: no such directory")
-    if not (files := sorted(directory.glob(f"*{suffix}"))):
+    """Raises BadCheckpoint when there are none, Unreadable."""
+    with telling(f"{directory}"):
+        if not directory.is_dir():
+            raise BadCheckpoint(f"{directory}: no such directory")
+        files = sorted(path for path in directory.iterdir() if path.name.endswith(suffix))
+    if not files:
         raise BadCheckpoint(f"{directory}: there is no {suffix} file in it")
     return files
 
