@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence, Set
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,8 +118,12 @@ def files_state(directory: Path) -> str:
 
     Raises BadCheckpoint, Unreadable.
     """
-    origin = origin_of(directory)
-    return _digest([part for name in sorted(origin.names()) for part in (name, *origin.file(name).stamp())])
+    parts, origin = list[str](), origin_of(directory)
+    for name in sorted(origin.names()):
+        parts.append(name)
+        with suppress(BadCheckpoint, Unreadable):  # a link to nothing says nothing of the others
+            parts += origin.file(name).stamp()
+    return _digest(parts)
 
 
 def _find_tensors(directory: Path, origin: Origin) -> dict[str, TensorSource]:

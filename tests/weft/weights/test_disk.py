@@ -156,11 +156,14 @@ def test_nor_does_it_hold_the_service_up(tmp_path: Path) -> None:
         read_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("beside", ["", "link to nothing"])
 async def test_files_that_are_being_written_are_waited_for(
-    tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch, beside: str
 ) -> None:
     """A large one that is copied over another takes longer than the pause before it is read again."""
     make_checkpoint(tmp_path / "model")
+    if beside:
+        (tmp_path / "model" / beside).symlink_to("nothing")
     file = tmp_path / "model" / "model.safetensors"
     whole = file.read_bytes()
 
