@@ -42,7 +42,8 @@ REQUEST_SECONDS = "60s"
 STORE_RETRIES = 4
 STORE_PATIENCE = timedelta(seconds=20)
 """Of the client itself, over broken connections and a store's own trouble; then our callers may try again."""
-_REFUSED = re.compile(r"status code: 4(?!08|29)\d\d")  # neither "timeout" nor "slow down"
+# neither "timeout" nor "slow down"; a bucket of another region leads elsewhere without saying where
+_REFUSED = re.compile(r"status code: 4(?!08|29)\d\d|redirect without LOCATION")
 
 
 def is_url(model: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -268,16 +267,6 @@ def test_a_store_that_does_not_answer_says_nothing_of_the_checkpoint(
             local_model(f"s3://{BUCKET}/away")
         with pytest.raises(Unreadable, match="s3://models/away: "):
             read_checkpoint(before.directory)
-
-
-@pytest.mark.parametrize("url", ["s3://", "az://container/model", "gs://models/x"])
-def test_settings_that_no_store_can_be_asked_with_are_final(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To ask again, as of a store that does not answer, would be of no use."""
-    for name in [name for name in os.environ if name.startswith("AZURE_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere.json")
-    with pytest.raises(BadCheckpoint, match=f"^{url}: "):
-        local_model(url)
 
 
 def test_what_is_not_there_is_said(store: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,43 @@
+"""Settings with which no object store can be asked: to try again, as with one that does not answer, is of no use."""
+
+from __future__ import annotations
+
+import os
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from weft.errors import BadCheckpoint
+from weft.weights.objects import local_model
+
+
+@pytest.mark.parametrize("url", ["s3://", "az://container/model", "gs://models/x"])
+def test_settings_that_no_store_can_be_asked_with_are_final(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere.json")
+    with pytest.raises(BadCheckpoint, match=f"^{url}: "):
+        local_model(url)
+
+
+class Elsewhere(BaseHTTPRequestHandler):
+    """As S3 answers for a bucket of another region."""
+
+    def do_GET(self) -> None:
+        self.send_response(301)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+def test_a_bucket_of_another_region_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
+    with HTTPServer(("127.0.0.1", 0), Elsewhere) as region:
+        threading.Thread(target=region.serve_forever, daemon=True).start()
+        settings = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{region.server_port}", "AWS_ACCESS_KEY_ID": "a"}
+        for name, value in {**settings, "AWS_SECRET_ACCESS_KEY": "b", "NO_PROXY": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, value)
+        try:
+            with pytest.raises(BadCheckpoint, match=r"s3://models/x: .* incorrectly configured region"):
+                local_model("s3://models/x")
+        finally:
+            region.shutdown()
