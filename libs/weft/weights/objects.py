@@ -74,7 +74,11 @@ def local_model(url: str, cache: Path | None = None) -> Path:
     """
     origin = ObjectOrigin(url)
     name = url.rstrip("/").rpartition("/")[2]
-    directory = (cache or MODEL_CACHE).expanduser() / blake2b(url.encode(), digest_size=8).hexdigest() / name
+    try:
+        kept = (cache or MODEL_CACHE).expanduser()
+    except RuntimeError as error:  # a user without a directory, as some containers have them
+        raise BadCheckpoint(f"{url}: nowhere to keep its small files: HOME is not set") from error
+    directory = kept / blake2b(url.encode(), digest_size=8).hexdigest() / name
     with _kept(directory):
         directory.mkdir(parents=True, exist_ok=True)
     _copy_small_files(origin, url, directory)

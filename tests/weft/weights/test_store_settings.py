@@ -41,3 +41,10 @@ def test_a_bucket_of_another_region_is_final(monkeypatch: pytest.MonkeyPatch) ->
                 local_model("s3://models/x")
         finally:
             region.shutdown()
+
+
+def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 123456789)
+    with pytest.raises(BadCheckpoint, match=r"^s3://models/x: nowhere to keep .*: HOME is not set$"):
+        local_model("s3://models/x")
