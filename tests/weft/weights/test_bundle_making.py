@@ -146,6 +146,15 @@ def test_a_link_to_nothing_is_named_before_the_work(checkpoint: Path, tmp_path: 
     assert not (tmp_path / "bundle.partial").exists()
 
 
+def test_a_file_that_may_not_be_copied_is_named_before_the_work(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "tokenizer.json")  # root may read all
+    with pytest.raises(BadCheckpoint, match=r"model/tokenizer\.json: cannot be copied, it is not readable"):
+        convert.compress(checkpoint, tmp_path / "bundle", 1, nothing)
+    assert not (tmp_path / "bundle.partial").exists()
+
+
 def test_a_file_that_goes_while_it_is_compressed_is_named(checkpoint: Path, tmp_path: Path) -> None:
     file = min(checkpoint.glob("*.safetensors"))
     with pytest.raises(FileNotFoundError, match=rf"No such file or directory: '{file}'"):

@@ -81,6 +81,9 @@ def _check_copies(source: Path, made: Mapping[Path, str], before: Stamps) -> Non
         if path.is_symlink() and not path.exists():
             raise BadCheckpoint(f"{path}: is a link to {path.readlink()}, which is not there")
     others = _others(made, before)
+    for name in sorted(others):
+        if not os.access(source / name, os.R_OK):
+            raise BadCheckpoint(f"{source / name}: cannot be copied, it is not readable for this user")
     for file, name in made.items():
         if name in others:
             where = source / name
