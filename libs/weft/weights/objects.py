@@ -112,13 +112,15 @@ def origin_of(directory: Path) -> Origin:
     if not is_remote(directory):
         return LocalOrigin(directory)
     try:
-        url = json.loads(read_small(directory / ORIGIN_FILE))["url"]
+        url = str(json.loads(read_small(directory / ORIGIN_FILE))["url"])
+        if not is_url(url):  # files of this machine, or whatever else whoever made that file would like to have read
+            raise ValueError(f"{url!r} is no object store's")
     except OSError as error:
         raise told(error, f"{directory / ORIGIN_FILE}: not readable") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadCheckpoint(f"{directory / ORIGIN_FILE}: no URL can be read: {error}") from error
-    origin = ObjectOrigin(str(url))
-    _copy_small_files(origin, str(url), directory)
+    origin = ObjectOrigin(url)
+    _copy_small_files(origin, url, directory)
     return origin
 
 
@@ -171,20 +173,20 @@ class ObjectOrigin(Origin):
     def __init__(self, url: str) -> None:
         """Raises BadCheckpoint, also for settings that no store can be asked with: nothing is asked of one yet."""
         try:
-            from obstore.exceptions import BaseError
             from obstore.store import from_url
         except ImportError:
             raise BadCheckpoint(f"{url}: object stores need another library: pip install 'weft[objects]'") from None
         self._url = url.rstrip("/")
         is_plain = any(os.environ.get(name, "").startswith("http://") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
         try:
-            self._store = from_url(
-                self._url,
-                client_options={"timeout": REQUEST_SECONDS, "allow_http": is_plain},
-                retry_config={"max_retries": STORE_RETRIES, "retry_timeout": STORE_PATIENCE},
-            )
-        except (BaseError, ValueError, OSError) as error:
-            raise BadCheckpoint(f"{url}: {_line(error)}") from error
+            with _said(url):
+                self._store = from_url(
+                    self._url,
+                    client_options={"timeout": REQUEST_SECONDS, "allow_http": is_plain},
+                    retry_config={"max_retries": STORE_RETRIES, "retry_timeout": STORE_PATIENCE},
+                )
+        except Unreadable as error:
+            raise BadCheckpoint(str(error)) from error
         self._files: dict[str, ObjectFile] = {}
 
     def files(self) -> list[ObjectFile]:
@@ -280,15 +282,11 @@ def _said(where: str, is_listed: bool = False) -> Iterator[None]:
     try:
         yield
     except (BaseError, ValueError, OSError) as error:
-        line = _line(error)
+        line = str(error).strip().partition("\n")[0]
         is_changed = is_listed and isinstance(error, (PreconditionError, NotFoundError, FileNotFoundError))
         if is_changed:
             raise Unreadable(f"{where}: was written anew, or removed, since it was listed: {line}") from error
         raise _kind(error)(f"{where}: {line}") from error
-
-
-def _line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _kind(error: Exception) -> type[WeftError]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
+from tests.weft.weights.checkpoints import make_checkpoint
 from weft.errors import BadCheckpoint
-from weft.weights.objects import local_model
+from weft.weights.checkpoint import read_checkpoint
+from weft.weights.objects import ORIGIN_FILE, local_model
 
 
 @pytest.mark.parametrize("url", ["s3://", "az://container/model", "gs://models/x"])
@@ -48,3 +52,15 @@ def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 123456789)
     with pytest.raises(BadCheckpoint, match=r"^s3://models/x: nowhere to keep .*: HOME is not set$"):
         local_model("s3://models/x")
+
+
+def test_a_checkpoint_that_says_where_its_weights_are_says_a_store(tmp_path: Path) -> None:
+    """Whoever made it would have files of this machine read, or its neighbours asked."""
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "letter.txt").write_text("x")
+    make_checkpoint(model := tmp_path / "model")
+    for url in (f"file://{tmp_path}/private", "http://127.0.0.1:1/x", "memory:///"):
+        (model / ORIGIN_FILE).write_text(json.dumps({"url": url, "files": {}}))
+        with pytest.raises(BadCheckpoint, match=rf"{ORIGIN_FILE}: no URL can be read: '{url}' is no object store's"):
+            read_checkpoint(model)
+    assert not (model / "letter.txt").exists()
