@@ -6,6 +6,7 @@ import logging
 from weft import log, metrics
 from weft.config import ConfigError, describe, read_config
 from weft.errors import Overloaded, Unreadable
+from weft.files import allow_files
 from weft.rpc.server import RpcServer, run, until_signal
 from weft.weights.objects import with_local_model
 from weft_mesh.v1 import weights_service_pb2_grpc as pb2_grpc
@@ -77,6 +78,7 @@ async def _load(name: str, loader: WeightLoader) -> None:
 
 async def main() -> None:
     """Until SIGTERM or SIGINT."""
+    allow_files()  # a load has all files of its model open, and several models may be loaded at once
     config = read_config(Config, with_local_model())
     logging.info(describe(config))
     log.mark("imports")
