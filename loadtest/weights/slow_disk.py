@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 BLKIO = Path("/sys/fs/cgroup/blkio")
@@ -26,6 +26,8 @@ def slow_disk(directory: Path, bytes_per_second: int) -> Iterator[None]:
         (group / "blkio.throttle.read_bps_device").write_text(f"{device} {bytes_per_second}")
         (group / "cgroup.procs").write_text(str(os.getpid()))
     except OSError as error:
+        with suppress(OSError):
+            group.rmdir()
         raise NoThrottle(f"{group}: {error}; it takes root and the blkio controller") from error
     try:
         yield

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
+from loadtest.weights import slow_disk as disks
 from loadtest.weights.crossover import Speed, report
 from loadtest.weights.slow_disk import NoThrottle, disk_of, slow_disk
 
@@ -22,3 +24,16 @@ def test_memory_is_no_disk() -> None:
         disk_of(Path("/dev/shm"))
     with pytest.raises(NoThrottle, match="lies on no disk"), slow_disk(Path("/dev/shm"), 1 << 20):
         pass
+
+
+def test_a_disk_that_cannot_be_slowed_down_leaves_no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, text: str) -> int:
+        raise OSError(errno.ENODEV, "No such device")
+
+    monkeypatch.setattr(disks, "BLKIO", tmp_path)
+    monkeypatch.setattr(disks, "disk_of", lambda directory: "7:0")
+    monkeypatch.setattr(disks, "_own_group", lambda: tmp_path)
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(NoThrottle, match="No such device"), disks.slow_disk(tmp_path, 1 << 20):
+        pass
+    assert list(tmp_path.iterdir()) == []
