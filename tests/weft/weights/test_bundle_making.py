@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
@@ -153,6 +154,21 @@ def test_a_file_that_may_not_be_copied_is_named_before_the_work(
     with pytest.raises(BadCheckpoint, match=r"model/tokenizer\.json: cannot be copied, it is not readable"):
         convert.compress(checkpoint, tmp_path / "bundle", 1, nothing)
     assert not (tmp_path / "bundle.partial").exists()
+
+
+def modes_of(directory: Path) -> list[int]:
+    return [stat.S_IMODE(path.stat().st_mode) for path in (directory, *sorted(directory.iterdir()))]
+
+
+def test_what_nobody_else_may_read_stays_so(checkpoint: Path, tmp_path: Path) -> None:
+    for path, mode in zip((checkpoint, *sorted(checkpoint.iterdir())), (0o750, 0o644, 0o600, 0o400), strict=False):
+        path.chmod(mode)
+    with suppress(KeyboardInterrupt), making_of(checkpoint, tmp_path / "bundle") as place:
+        assert modes_of(place)[0] == 0o700
+        raise KeyboardInterrupt
+    convert.compress(checkpoint, tmp_path / "bundle", 1, nothing)
+    convert.decompress(tmp_path / "bundle", tmp_path / "again", 1, nothing)
+    assert modes_of(tmp_path / "bundle") == modes_of(tmp_path / "again") == modes_of(checkpoint)
 
 
 def test_a_file_that_goes_while_it_is_compressed_is_named(checkpoint: Path, tmp_path: Path) -> None:

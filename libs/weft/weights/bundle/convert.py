@@ -6,6 +6,7 @@ Work goes on in a directory of its own, which takes the target's name when all o
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -96,7 +97,7 @@ def compress(source: Path, target: Path, num_threads: int, report: Report) -> Ou
                 report(file.name, file.stat().st_size)
                 kept += 1
             else:
-                with _whole(made) as part:
+                with _whole(made, file) as part:
                     header = pack_file(file, part, threads if num_threads > 1 else None, partial(report, file.name))
                     _check_same(file, before.get(file.name))
             headers.append(header)
@@ -123,7 +124,7 @@ def decompress(source: Path, target: Path, num_threads: int, report: Report) -> 
                     report(file.name, bundle.header.original.size_bytes)
                     kept += 1
                 else:
-                    with _whole(made) as part:
+                    with _whole(made, file) as part:
                         unpack_file(bundle, part, threads, report)
     return Outcome(original_bytes, sum(file.stat().st_size for file in files), len(files), kept)
 
@@ -181,11 +182,13 @@ def _pieces(bundle: BundleFile, threads: ThreadPoolExecutor, report: Report) -> 
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """Where to write; the file takes its name when all of it is on disk, and a failure leaves nothing."""
+def _whole(path: Path, source: Path) -> Iterator[Path]:
+    """Where to write what `source` becomes, which is for the same eyes; the file takes its name when all of it is on
+    disk, and a failure leaves nothing."""
     part = path.with_name(path.name + ".part")
     try:
         yield part
+        shutil.copymode(source, part)
         on_disk(part)
         os.replace(part, path)
     except OSError as error:

@@ -38,7 +38,7 @@ def making(made: Mapping[Path, str], target: Path, before: Stamps) -> Iterator[P
     source = next(iter(made)).parent
     place = _place_for(target, source.resolve())
     _check_copies(source, made, before)
-    place.mkdir(parents=True, exist_ok=True)
+    place.mkdir(0o700, parents=True, exist_ok=True)  # whoever may read the source may read it when it is whole
     lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -54,6 +54,7 @@ def making(made: Mapping[Path, str], target: Path, before: Stamps) -> Iterator[P
         on_disk(place)
         os.replace(place, target)
         (target / NOTE).unlink()
+        shutil.copymode(source, target)
         on_disk(target)
         on_disk(target.parent)
     finally:
