@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
+from weft_kernels.caches import cache_folder
+
 logger = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[1]
 SOURCES = (
@@ -142,7 +144,7 @@ def cache_dir() -> Path:
     """Where built libraries are kept: with the user, or where an image has them ($WEFT_KERNEL_CACHE)."""
     if chosen := os.environ.get("WEFT_KERNEL_CACHE"):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / "native"
+    return cache_folder() / "native"
 
 
 @cache

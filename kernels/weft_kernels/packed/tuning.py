@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from weft_kernels.caches import cache_folder
 from weft_kernels.packed.sizes import next_power_of_2
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ def directory() -> Path:
     """With the user, or where several machines share it ($WEFT_TUNING_CACHE)."""
     if chosen := os.environ.get(DIRECTORY):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / "tuning"
+    return cache_folder() / "tuning"
 
 
 def candidates(form: str, num_rows: int) -> list[Tiles]:

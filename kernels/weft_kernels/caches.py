@@ -1,0 +1,33 @@
+"""Where a user's caches are."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """Weft's: in $XDG_CACHE_HOME, else with the user, else, as containers have users without a home, with temporary
+    files."""
+    if chosen := os.environ.get("XDG_CACHE_HOME"):
+        return Path(chosen) / "weft"
+    try:
+        return Path.home() / ".cache" / "weft"
+    except RuntimeError:
+        return _homeless()
+
+
+@cache
+def _homeless() -> Path:
+    """A folder that is the user's alone, as what lies there is run: the same for all processes, or one for this process
+    where somebody else has taken its name."""
+    folder = Path(tempfile.gettempdir()) / f"weft-{os.geteuid()}"
+    with suppress(FileExistsError):  # a link, or a file
+        folder.mkdir(mode=0o700, exist_ok=True)
+    about = folder.lstat()
+    is_own = stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o022
+    return folder if is_own else Path(tempfile.mkdtemp(prefix="weft-"))

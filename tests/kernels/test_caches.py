@@ -1,0 +1,53 @@
+"""Caches of users whom nobody has given a home, as containers run them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from weft_kernels import caches
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where such a user's caches are to be: not made yet."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    caches._homeless.cache_clear()
+    return tmp_path / f"weft-{os.geteuid()}"
+
+
+def test_a_user_without_a_home_has_a_folder_of_its_own(homeless: Path) -> None:
+    assert caches.cache_folder() == homeless
+    assert homeless.stat().st_mode & 0o777 == 0o700
+    caches._homeless.cache_clear()
+    assert caches.cache_folder() == homeless
+
+
+@pytest.mark.parametrize("taken", ["a link", "a file", "open to all"])
+def test_a_folder_that_others_can_write_is_not_used(homeless: Path, taken: str) -> None:
+    """What lies in it is loaded and run."""
+    if taken == "a link":
+        (homeless.parent / "theirs").mkdir()
+        homeless.symlink_to(homeless.parent / "theirs")
+    elif taken == "a file":
+        homeless.write_text("")
+    else:
+        homeless.mkdir()
+        homeless.chmod(0o777)
+    found = caches.cache_folder()
+    assert found not in (homeless, homeless.parent / "theirs")
+    assert found.stat().st_mode & 0o777 == 0o700
+    assert caches.cache_folder() == found
+
+
+def test_what_is_named_comes_first(homeless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/named")
+    assert caches.cache_folder() == Path("/named/weft")
