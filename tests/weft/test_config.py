@@ -23,6 +23,13 @@ def test_models_are_read_by_name(text: str, name: str, expected: dict[str, str])
     assert read_models(text, name) == {served: Path(path) for served, path in expected.items()}
 
 
+def test_a_directory_may_have_a_sign_of_equality_in_its_path(tmp_path: Path) -> None:
+    """As tools that keep runs apart name them."""
+    (model := tmp_path / "run=3" / "model").mkdir(parents=True)
+    assert read_models(str(model)) == {"model": model}
+    assert read_models(f"mine={model}") == {"mine": model}
+
+
 @pytest.mark.parametrize("text", ["a=/m/a,/m/b", "a=/m/a,a=/m/b", "=/m/a", "a=", "a=/m/a,"])
 def test_lists_that_name_no_model_are_refused_with_the_variable(text: str) -> None:
     with pytest.raises(ConfigError, match="WEFT_MODEL"):
