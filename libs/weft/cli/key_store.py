@@ -40,7 +40,8 @@ def read_keys(where: str) -> dict[str, Key]:
 def change_keys(where: str, change: Change) -> str:
     """All of it or nothing, one change at a time; returns a warning or nothing. Raises BadKeys or OSError."""
     if not where.startswith(VALKEY_SCHEMES):
-        _change_file(Path(where), change)
+        # behind a link: to revoke a key there is to revoke it for the gateway, which may know the file by another name
+        _change_file(Path(os.path.realpath(where)), change)
         return ""
     with _opened(where) as server:
         _change_valkey(server, change)

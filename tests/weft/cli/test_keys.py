@@ -82,6 +82,15 @@ def test_a_file_that_is_not_there_is_named_with_what_makes_it(tmp_path: Path) ->
     assert f"{tmp_path / 'keys.json'}: no such file; `weft keys add NAME` makes it" in listed.stderr
 
 
+def test_a_key_that_is_revoked_by_a_link_is_gone_from_the_file_that_it_leads_to(tmp_path: Path) -> None:
+    kept, link = tmp_path / "etc" / "keys.json", tmp_path / "keys.json"
+    assert runner.invoke(app, ["keys", "add", "alice", "--keys", str(kept)]).exit_code == 0
+    link.symlink_to(Path("etc") / "keys.json")
+    assert runner.invoke(app, ["keys", "revoke", "alice", "--keys", str(link)]).exit_code == 0
+    assert read_keys(str(kept)) == {}
+    assert link.is_symlink()
+
+
 def test_two_keys_are_never_the_same(where: str) -> None:
     first, second = (runner.invoke(app, ["keys", "add", name, "--keys", where]).stdout for name in ("one", "two"))
     assert len(first.strip()) > 40
