@@ -73,7 +73,22 @@ def test_a_trace_keeps_its_times_lengths_and_shared_blocks(tmp_path: Path) -> No
     assert len(list(from_trace(path, 2, 1.0))) == 2
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"timestamp": 1}', '{"timestamp": "x", "input_length": 1}'])
+def test_a_trace_that_was_written_as_requests_ended_is_replayed_in_the_order_of_their_times(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": at, "input_length": at, "output_length": 1} for at in (1000, 500, 3000, 2000)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    jobs = list(from_trace(path, 3, 1.0))
+    assert [(job.at, job.pieces[0][1]) for job in jobs] == [(0.0, 500), (0.5, 1000), (2.5, 3000)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("{", "[]", '{"timestamp": 1}', '{"timestamp": "x", "input_length": 1}'),
+        '{"timestamp": NaN, "input_length": 1, "output_length": 1}',
+        '{"timestamp": 1, "input_length": 1e999, "output_length": 1}',
+    ],
+)
 def test_a_trace_that_is_none_is_refused_by_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1}\n' + line)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 WORDS = (
@@ -76,25 +78,30 @@ def from_recipe(recipe: Recipe) -> Iterator[Job]:
 
 
 def from_trace(path: Path, requests: int, speed: float) -> Iterator[Job]:
-    """Lines as in Mooncake's traces: timestamp (milliseconds), input_length, output_length, and hash_ids if known.
+    """Lines as in Mooncake's traces: timestamp (milliseconds), input_length, output_length, and hash_ids if known; in
+    any order, as of a log that was written when requests ended.
 
-    `speed` 2 replays it twice as fast; `requests` 0 takes all. Raises BadTrace, at the latest at the line at fault.
+    `speed` 2 replays it twice as fast; `requests` 0 takes all. Raises BadTrace before the first.
     """
-    start: float | None = None
     with path.open("rb") as lines:
-        for number, line in enumerate(lines):
-            if requests and number >= requests:
-                return
-            try:
-                row = json.loads(line)
-                at, size, output = float(row["timestamp"]) / 1000, int(row["input_length"]), int(row["output_length"])
-                hashes = [int(each) for each in row.get("hash_ids", ())]
-            except KeyError as error:
-                raise BadTrace(f"{path}, line {number + 1}: {error.args[0]} is missing") from error
-            except (ValueError, TypeError, AttributeError) as error:
-                raise BadTrace(f"{path}, line {number + 1}: {error}") from error
-            start = at if start is None else start
-            yield Job((at - start) / speed, tuple(_pieces(number, size, hashes)), max(output, 1))
+        rows = [_row(path, number, line) for number, line in enumerate(islice(lines, requests or None))]
+    rows.sort()
+    for at, number, size, output, hashes in rows:
+        yield Job((at - rows[0][0]) / speed, tuple(_pieces(number, size, hashes)), max(output, 1))
+
+
+def _row(path: Path, number: int, line: bytes) -> tuple[float, int, int, int, list[int]]:
+    """When, which, how long prompt and answer are, and the prompt's hashes. Raises BadTrace."""
+    try:
+        row = json.loads(line)
+        at, size, output = float(row["timestamp"]) / 1000, int(row["input_length"]), int(row["output_length"])
+        if not math.isfinite(at):
+            raise ValueError(f"timestamp: {row['timestamp']} is no time")
+        return at, number, size, output, [int(each) for each in row.get("hash_ids", ())]
+    except KeyError as error:
+        raise BadTrace(f"{path}, line {number + 1}: {error.args[0]} is missing") from error
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise BadTrace(f"{path}, line {number + 1}: {error}") from error
 
 
 def _pieces(number: int, size: int, hashes: list[int]) -> Iterator[tuple[str, int]]:
