@@ -64,6 +64,16 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_sent(
     assert gateway.asked == []
 
 
+def test_a_full_disk_is_told_in_one_line_and_costs_no_other_file(gateway: Gateway, tmp_path: Path) -> None:
+    gateway.scripts = [list(HELLO) for _ in range(3)]
+    report = tmp_path / "page.html"
+    code, output = run(gateway, "--requests", "1", "--raw", "/dev/full", "--report", str(report))
+    assert code == 1
+    assert "1 of 1 answered" in output
+    assert "weft bench: /dev/full: No space left on device" in output
+    assert report.read_text().endswith("</html>")
+
+
 def test_prompts_cannot_share_more_than_they_are_long(gateway: Gateway) -> None:
     code, output = run(gateway, "--shared-tokens", "256", "--prompt-tokens", "256")
     assert code == 2

@@ -50,7 +50,7 @@ class BenchOptions:
 
 
 def run_bench(options: BenchOptions) -> int:
-    """The exit status: 1 when nothing was answered."""
+    """The exit status: 1 when nothing was answered, or a file could not be written."""
     try:
         for path in filter(None, (options.raw, options.report)):
             path.open("a").close()  # told before the load is sent, and not after
@@ -62,14 +62,27 @@ def run_bench(options: BenchOptions) -> int:
     console = Console(soft_wrap=True)
     for table in tables(figures):
         console.print(table)
+    is_kept = True
     if options.raw is not None:
         whole = {"figures": _without_nan(asdict(figures)), "records": [asdict(record) for record in records]}
-        options.raw.write_text(json.dumps(whole, allow_nan=False), encoding="utf-8")
+        is_kept = _write(options.raw, json.dumps(whole, allow_nan=False))
     if options.report is not None:
         title = f"{options.url}, {time.strftime('%Y-%m-%d %H:%M')}"
-        options.report.write_text(page(title, options.shown, figures, records), encoding="utf-8")
-        console.print(f"report: {options.report}", markup=False)
-    return 0 if figures.answered else 1
+        if _write(options.report, page(title, options.shown, figures, records)):
+            console.print(f"report: {options.report}", markup=False)
+        else:
+            is_kept = False
+    return 0 if figures.answered and is_kept else 1
+
+
+def _write(path: Path, text: str) -> bool:
+    """Or say why not: the other file is still to be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(f"weft bench: {path}: {error.strerror}", file=sys.stderr)
+        return False
+    return True
 
 
 def _without_nan(value: Any) -> Any:
