@@ -177,6 +177,11 @@ def message_of(response: httpx.Response, body: bytes) -> str:
         return body.decode(errors="replace")[:500] or response.reason_phrase
 
 
+def told(error: Any) -> str:
+    """What an event's `error` says: OpenAI's object has a message, others' may be the text itself."""
+    return str((error.get("message") or error.get("code") or error) if isinstance(error, dict) else error)
+
+
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     """The data of each server-sent event until [DONE]. Raises MeshError when the stream stops before."""
     async for line in response.aiter_lines():
@@ -186,8 +191,8 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
         if data == DONE:
             return
         event = json.loads(data)
-        if "error" in event:
-            raise MeshError(f"failed: {event['error'].get('message', event['error'])}")
+        if error := event.get("error"):
+            raise MeshError(f"failed: {told(error)}")
         yield event
     raise MeshError("the answer broke off: the stream ended before its last event")
 

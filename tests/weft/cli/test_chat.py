@@ -73,6 +73,8 @@ def test_reset_forgets_and_quit_leaves(gateway: Gateway) -> None:
     ("script", "reason"),
     [
         ([HELLO[1], {"error": {"message": "worker lost"}}, "[DONE]"], "worker lost"),
+        ([{"error": "model is overloaded"}], "failed: model is overloaded"),
+        ([{"error": None, "choices": []}], "broke off"),
         ([HELLO[1]], "broke off"),
     ],
 )
