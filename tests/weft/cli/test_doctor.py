@@ -218,6 +218,8 @@ def test_without_mooncake_the_transport_says_why(monkeypatch: pytest.MonkeyPatch
 def test_keys_and_certificates_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = check_keys(Subject(MODELS, host="0.0.0.0"))
     assert finding.level is Level.FAILURE
+    monkeypatch.setenv("WEFT_OPEN", "true")  # as the gateway reads it
+    assert next(check_keys(Subject(MODELS, host="0.0.0.0"))).level is Level.OK
     monkeypatch.setenv("WEFT_KEYS", str(tmp_path / "keys.json"))
     assert next(check_keys(Subject(MODELS))).level is Level.FAILURE
     assert runner.invoke(app, ["keys", "add", "me"]).exit_code == 0
