@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 from collections.abc import Collection
@@ -17,7 +18,7 @@ class PortTaken(Exception):
     """A port that the user asked for is in use."""
 
 
-def check_port(host: str, port: int, flag: str) -> None:
+def check_port(host: str, port: int, flag: str, host_flag: str = "--host") -> None:
     """Raises PortTaken, saying which flag chooses another, unless the port can be listened on."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -26,6 +27,8 @@ def check_port(host: str, port: int, flag: str) -> None:
             probe.listen()
         except OSError as error:
             reason = error.strerror or str(error)
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                flag = host_flag  # it is no host's, or another one's: no port helps
             raise PortTaken(f"cannot listen on {host}:{port} ({reason}); choose another with {flag}") from error
 
 
@@ -56,7 +59,7 @@ def check_listen_address(listen: str, flag: str) -> str:
     if not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
         raise PortTaken(f"{flag} {listen}: expected HOST:PORT, and a port of 1 to {MAX_PORT}")
     bare = bare_host(host)
-    check_port(bare, int(port), flag)
+    check_port(bare, int(port), flag, host_flag=flag)
     return f"{reachable(bare)}:{port}"
 
 

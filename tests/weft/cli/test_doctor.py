@@ -152,6 +152,7 @@ def test_a_taken_port_is_a_failure_that_names_its_flag() -> None:
         port = taken.getsockname()[1]
         (first, _) = machine.check_ports(Subject(MODELS, port=port, grpc_port=next(free_ports())))
     assert first.level is Level.FAILURE
+    assert f"cannot listen on 127.0.0.1:{port} (" in first.says
     assert "--port" in first.advice
 
 

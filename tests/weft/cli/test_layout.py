@@ -62,6 +62,14 @@ def test_a_taken_port_is_refused() -> None:
             check_port("127.0.0.1", taken.getsockname()[1], "--port")
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "[::1]"])
+def test_a_host_that_is_not_this_machines_is_no_fault_of_the_port(host: str) -> None:
+    with pytest.raises(PortTaken, match="choose another with --host"):
+        check_port(host, 8000, "--port")
+    with pytest.raises(PortTaken, match="choose another with --weights-listen"):
+        check_listen_address("192.0.2.1:8000", "--weights-listen")
+
+
 def test_the_port_of_the_lender_of_weights_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, lender = free_ports(3)
     options = MeshOptions(ONE, port=first, grpc_port=second, weights_listen=f"127.0.0.1:{lender}")

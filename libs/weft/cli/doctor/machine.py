@@ -160,6 +160,7 @@ def check_ports(subject: Subject) -> Iterator[Finding]:
                     "ports", Level.OK, f"{port} is in use by the mesh that runs on this machine (`weft status`)"
                 )
             else:
-                yield Finding("ports", Level.FAILURE, f"{port} is taken", str(error))
+                says, _, advice = str(error).partition("; ")
+                yield Finding("ports", Level.FAILURE, says, advice)
         else:
             yield Finding("ports", Level.OK, f"{subject.host}:{port} is free")
