@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,14 @@ def test_every_expression_parses_and_asks_for_what_there_is(text: str) -> None:
     for part in found:
         if isinstance(part, promql_parser.AggregateExpr) and part.modifier is not None:
             assert set(part.modifier.labels) <= labels, text
+
+
+def test_an_alert_for_what_is_absent_says_so_without_labels_which_it_has_not_got() -> None:
+    groups = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]
+    rules = [rule for group in groups for rule in group["rules"] if "absent(" in rule["expr"]]
+    assert rules
+    for text in (text for rule in rules for text in rule["annotations"].values()):
+        assert "$labels" not in re.sub(r"\{\{ with .*?\{\{ end \}\}", "", text)
 
 
 def test_what_was_thrown_away_counts_leases_that_ended_badly_and_no_client_that_left() -> None:
