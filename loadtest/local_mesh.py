@@ -74,9 +74,11 @@ class LocalMesh:
     def __enter__(self) -> Self:
         deadline = time.monotonic() + START_SECONDS
         while not self._is_ready():
-            if time.monotonic() > deadline or not self._up.is_running():
+            # asked of itself: to psutil a process runs for as long as nobody has heard of its end
+            if time.monotonic() > deadline or self._up.poll() is not None:
+                trouble = MeshTrouble(f"the mesh does not start:\n{self.log()[-4000:]}")
                 self.__exit__(None, None, None)
-                raise MeshTrouble(f"the mesh does not start:\n{self.log()[-4000:]}")
+                raise trouble
             time.sleep(0.2)
         return self
 
@@ -85,11 +87,12 @@ class LocalMesh:
     ) -> None:
         for process in self._hit:
             _signal(process, signal.SIGCONT)
-        self._up.send_signal(signal.SIGINT)
+        _signal(self._up, signal.SIGINT)
         try:
             self._up.wait(20)
         except psutil.TimeoutExpired:
             self._up.kill()
+        self._log.close()
 
     def log(self) -> str:
         """All that was written so far. The children's place in it stays where it is."""
