@@ -198,9 +198,11 @@ def main() -> None:
     began = time.monotonic()
     try:
         with LocalMesh(options.model, environment={"WEFT_LEASE_SECONDS": str(LEASE_SECONDS)}) as mesh:
-            tally, missing = asyncio.run(run(mesh, options))
-            if options.log:
-                Path(options.log).write_text(mesh.log())
+            try:
+                tally, missing = asyncio.run(run(mesh, options))
+            finally:  # it is wanted most where something went wrong
+                if options.log:
+                    Path(options.log).write_text(mesh.log())
     except MeshTrouble as error:
         sys.exit(f"chaos: {error}")
     Console(width=None if sys.stdout.isatty() else 160).print(render(tally, missing, time.monotonic() - began))

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from loadtest import chaos
 from loadtest.chaos import Tally, is_sound
+from loadtest.local_mesh import MeshTrouble
 from loadtest.soak import Samples, troubles
 
 MISSING = {"decode-0": 1}
@@ -33,6 +40,24 @@ def test_a_wrong_or_a_hung_request_is_never_sound() -> None:
     ends = Counter({"right": 10_000})
     assert not is_sound(Tally(ends=ends, wrong=["one"]), {})
     assert not is_sound(Tally(ends=ends, hung=["one"]), {})
+
+
+def test_chaos_keeps_what_the_mesh_said_most_of_all_where_it_does_not_come_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    @contextlib.contextmanager
+    def mesh(*_: object, **__: object) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(log=lambda: "why")
+
+    async def run(*_: object) -> None:
+        raise MeshTrouble("a worker does not come back")
+
+    monkeypatch.setattr(chaos, "LocalMesh", mesh)
+    monkeypatch.setattr(chaos, "run", run)
+    monkeypatch.setattr(sys, "argv", ["chaos", "--log", str(tmp_path / "log")])
+    with pytest.raises(SystemExit, match="a worker does not come back"):
+        chaos.main()
+    assert (tmp_path / "log").read_text() == "why"
 
 
 def grown(mib_an_hour: float, num_samples: int = 100) -> Samples:
