@@ -26,8 +26,9 @@ for level in "$kind" dev; do
 done
 
 pick_python() {
-    local candidate
-    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.14 python}; do
+    local candidate candidates=(python3 python3.13 python3.12 python3.11 python3.14 python)
+    if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi
+    for candidate in "${candidates[@]}"; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
             echo "$candidate"
             return
@@ -99,7 +100,7 @@ unless_stopped() {
 
 # a virtual environment that was moved or copied is another folder's
 if [ -e "$at_work" ]; then note "an earlier installation was stopped half-way: beginning anew; what was downloaded is kept"; fi
-if [ -e "$at_work" ] || [ ! -x "$venv/bin/python" ] || ! grep -qs -e "$PWD/$venv" "$venv/bin/pip" || ! "$venv/bin/python" -c 'import pip' >/dev/null 2>&1; then
+if [ -e "$at_work" ] || [ ! -x "$venv/bin/python" ] || ! grep -qsF -e "$PWD/$venv" "$venv/bin/pip" || ! "$venv/bin/python" -c 'import pip' >/dev/null 2>&1; then
     python="$(pick_python)"
     make_venv "$python"
 fi

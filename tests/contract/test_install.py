@@ -87,6 +87,14 @@ def test_an_installation_that_was_stopped_half_way_begins_anew(pip: str, begins_
     assert ("beginning anew" in ended.stdout) == begins_anew
 
 
+def test_folder_and_python_may_have_any_names(tmp_path: Path) -> None:
+    (place := tmp_path / "my [weft] & more").mkdir()
+    assert "torch could not be installed" in install(place, "exit 1").stderr
+    (left := place / ".venv/left").touch()
+    install(place, "exit 1")
+    assert left.exists(), "the environment is this folder's"
+
+
 def test_an_installation_keeps_off_one_that_is_under_way(tmp_path: Path) -> None:
     (tmp_path / ".venv").mkdir()
     (marker := tmp_path / ".venv/.at-work").write_text(f"{os.getpid()}\n")
