@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import io
 import os
@@ -286,6 +287,13 @@ def main() -> None:
     except ConfigError as error:  # of what every command reads, such as WEFT_TLS_DIR
         typer.secho(f"weft: {error}", fg="red", err=True)
         sys.exit(2)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        typer.secho(f"weft: {error.strerror}", fg="red", err=True)
+        # what is still buffered would fail once more at this process' end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 if __name__ == "__main__":

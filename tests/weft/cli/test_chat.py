@@ -183,6 +183,14 @@ def test_a_terminal_without_a_letter_shows_the_rest_of_the_answer(gateway: Gatew
     assert (run.returncode, run.stdout) == (0, b"d?j? vu\n"), run.stderr
 
 
+def test_an_answer_that_its_file_has_no_room_for_is_told_in_one_line(gateway: Gateway) -> None:
+    gateway.scripts = [list(HELLO)]
+    command = [sys.executable, "-m", "weft.cli.main", "generate", "hi", "--url", gateway.url]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "weft: No space left on device\n")
+
+
 def test_figures_count_the_rate_after_the_first_token() -> None:
     figures = Figures(prompt_tokens=8, completion_tokens=11, first_token_seconds=0.05, total_seconds=1.05)
     assert str(figures) == "first token 50 ms · 10 tokens/s · 11 tokens · 0/8 prompt tokens cached"
