@@ -129,10 +129,13 @@ def _save(pair: Pair, cert: Path, key: Path) -> list[str]:
     for path, content, mode in ((key, private, 0o600), (cert, pair[0].public_bytes(pem), 0o644)):
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         partial.unlink(missing_ok=True)  # of one that was broken off and had our number, as all have in a container
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(content)
-            left += _take_over(file.fileno(), path)
-        partial.replace(path)
+        try:
+            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+                file.write(content)
+                left += _take_over(file.fileno(), path)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
     return left
 
 

@@ -75,9 +75,12 @@ def _change_file(path: Path, change: Change) -> None:
         fcntl.flock(folder, fcntl.LOCK_EX)
         changed = change(_read_file(path) if path.exists() else {})
         partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_text(dump_keys(changed.values()))
-        partial.chmod(0o644)
-        partial.replace(path)
+        try:
+            partial.write_text(dump_keys(changed.values()))
+            partial.chmod(0o644)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
     finally:
         os.close(folder)
 

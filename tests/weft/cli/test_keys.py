@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,6 +90,22 @@ def test_a_key_that_is_revoked_by_a_link_is_gone_from_the_file_that_it_leads_to(
     assert runner.invoke(app, ["keys", "revoke", "alice", "--keys", str(link)]).exit_code == 0
     assert read_keys(str(kept)) == {}
     assert link.is_symlink()
+
+
+@pytest.mark.parametrize("command", [["keys", "add", "alice", "--keys", "keys.json"], ["certs", "."]])
+def test_what_could_not_be_written_whole_is_taken_away(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        result = runner.invoke(app, command)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_two_keys_are_never_the_same(where: str) -> None:
