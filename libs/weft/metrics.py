@@ -159,7 +159,7 @@ EXPOSED_SECONDS = Histogram(
     registry=REGISTRY,
 )
 FALLBACK_TOKENS = Gauge(
-    "weft_fallback_prompt_tokens", "Prompt tokens computed by decode because a hand-off failed", registry=REGISTRY
+    "weft_fallback_prompt_tokens", "Prompt tokens that decode computes now, as a hand-off failed", registry=REGISTRY
 )
 STORE_BLOCKS = Counter(
     "weft_kv_store_blocks", "Blocks by outcome: put, got, failed, skipped", ["outcome"], registry=REGISTRY
