@@ -214,9 +214,11 @@ def main() -> None:
     )
     parts = (options.batches, options.contexts, options.prompts, options.mixed)
     sweep = Sweep(shape, settings, gpu, Grid(*parts, options.steps, options.point_seconds))
-    sweep.run(results)
-    sweep.close()
-    write_report(results, options.out)
+    try:
+        sweep.run(results)
+    finally:  # what was measured until then is told all the same
+        sweep.close()
+        write_report(results, options.out)
 
 
 if __name__ == "__main__":

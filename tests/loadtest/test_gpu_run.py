@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from loadtest.engine import sweep
 from loadtest.engine.drive import Bench
 from loadtest.engine.gpu import TINY, run_shape, settings_for
 from loadtest.engine.results import Point, Results
@@ -39,6 +41,34 @@ def test_a_point_that_fails_is_named_and_the_next_shape_is_measured(monkeypatch:
     }
     assert "; ended at " in results.facts["8B"]
     assert "ended" not in results.facts["Scout"]
+
+
+def test_a_sweep_whose_point_fails_tells_what_it_has_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("CUDA error: no kernel image")
+
+    monkeypatch.setattr(Bench, "prefill", fails)
+    monkeypatch.setattr(sweep, "measure", lambda *_: Gpu("this one", 1.0, 0.01, 0.1, 0.1))
+    options = [
+        "--shape",
+        "213M",
+        "--tiny",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--kv-gib",
+        "0.1",
+        "--chunk-tokens",
+        "64",
+    ]
+    options += ["--batches", "1", "--contexts", "128", "--prompts", "64", "--mixed", ""]
+    monkeypatch.setattr(sys, "argv", ["sweep", *options])
+    with pytest.raises(sweep.ShapeFailed):
+        sweep.main()
+    assert "## weft, 213M: decode" in capsys.readouterr().out
 
 
 def test_a_shape_whose_engine_does_not_come_up_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
