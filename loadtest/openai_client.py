@@ -117,8 +117,8 @@ async def _measure(response: httpx.Response, sample: Sample, began: float) -> No
 
 def _read(event: Any, sample: Sample) -> bool:
     """Take what an event says into the sample; does it carry text."""
-    if "error" in event:
-        sample.error = str(event["error"].get("code") or event["error"].get("message"))
+    if error := event.get("error"):  # OpenAI's object, or, by others, a text
+        sample.error = str(error.get("code") or error.get("message") if isinstance(error, dict) else error)
     if usage := event.get("usage"):
         sample.prompt_tokens, sample.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
