@@ -97,8 +97,9 @@ def describe(config: Any) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Can this host be reached from this machine alone. A name other than localhost may mean any address."""
+    """Can this host be reached from this machine alone. A name other than localhost may mean any address. One of IPv6
+    may stand in brackets, as compose wants it before a port."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:
         return host == "localhost"

@@ -37,6 +37,7 @@ def test_keys_that_cross_a_network_in_the_clear_are_known(model_dir: Path, tmp_p
     assert shows(keys="k", host="10.0.0.5")
     assert shows(keys="k", host="0.0.0.0", publish_host="10.0.0.5")
     assert not shows(keys="k", host="0.0.0.0", publish_host="127.0.0.1"), "a container's ports"
+    assert not shows(keys="k", host="0.0.0.0", publish_host="[::1]"), "as compose wants it"
     assert not shows(keys="k")
     assert not shows(host="10.0.0.5", open=True), "no keys"
     assert not shows(keys="k", host="10.0.0.5", tls_cert=tmp_path, tls_key=tmp_path)
