@@ -108,8 +108,9 @@ def check_gpu(subject: Subject) -> Iterator[Finding]:
 def check_transport(subject: Subject) -> Iterator[Finding]:
     """What KV blocks would move through, in a mesh that is started now."""
     if trouble := mooncake_trouble():
-        says = f"gRPC, and no shared store: {trouble.partition(':')[0]}"
-        yield Finding("transport", Level.WARNING, says, trouble.rpartition(": ")[2])
+        says, _, advice = trouble.rpartition(": ")  # the reason has colons of its own
+        told = f"gRPC, and no shared store: {says or trouble}"
+        yield Finding("transport", Level.WARNING, told, advice if says else "")
         return
     devices = sorted(path.name for path in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
     if not devices:
