@@ -198,6 +198,8 @@ def test_memory_is_added_up_by_the_settings_that_workers_will_have(monkeypatch: 
 def test_a_gpu_that_torch_cannot_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card("NVIDIA H200", 140 << 30, 139 << 30, "570.1")
     monkeypatch.setattr(machine, "cards", lambda: [card])
+    monkeypatch.setattr(machine, "CHILD_SECONDS", 0.0)
+    assert next(machine.check_gpu(Subject(MODELS))).says.endswith("torch is not loaded within 0 s")
     for answer, level in (("12.8 True", Level.OK), ("None False", Level.WARNING), ("12.8 False", Level.FAILURE)):
         ended = subprocess.CompletedProcess([], 0, stdout=f"{answer}\n", stderr="")
         monkeypatch.setattr(subprocess, "run", lambda *_, ended=ended, **__: ended)

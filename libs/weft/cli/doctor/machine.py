@@ -90,11 +90,12 @@ def check_gpu(subject: Subject) -> Iterator[Finding]:
         f"{card.name} ({card.free_bytes >> 20:,} of {card.total_bytes >> 20:,} MiB free)" for card in found
     )
     command = [sys.executable, "-c", "import torch; print(torch.version.cuda, torch.cuda.is_available())"]
+    trouble = "torch cannot use it"
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_SECONDS, check=False)
         cuda, _, is_usable = ended.stdout.strip().partition(" ")
     except subprocess.TimeoutExpired:
-        cuda, is_usable = "", "it takes too long to load"
+        cuda, is_usable, trouble = "", "", f"torch is not loaded within {CHILD_SECONDS:.0f} s"
     if is_usable == "True":
         yield Finding("gpu", Level.OK, f"{says}; driver {found[0].driver}, torch for CUDA {cuda}")
     elif cuda == "None":
@@ -102,7 +103,7 @@ def check_gpu(subject: Subject) -> Iterator[Finding]:
         yield Finding("gpu", Level.WARNING, f"{says}; this torch is for CPUs only", advice)
     else:
         advice = "compare the driver with the CUDA of torch: python -c 'import torch; torch.cuda.init()' says more"
-        yield Finding("gpu", Level.FAILURE, f"{says}; driver {found[0].driver}, torch cannot use it", advice)
+        yield Finding("gpu", Level.FAILURE, f"{says}; driver {found[0].driver}, {trouble}", advice)
 
 
 def check_transport(subject: Subject) -> Iterator[Finding]:
