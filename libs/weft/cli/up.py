@@ -57,7 +57,7 @@ def find_models(given: Sequence[str], name: str = "") -> dict[str, Path]:
     models: dict[str, Path] = {}
     for text in given:
         served, equals, directory = text.partition("=")
-        if not equals or is_url(text) or Path(text).is_dir():
+        if not equals or is_url(text) or os.path.isdir(text):
             served, directory = "", text
         path = _checked(directory, f"--model {text}")
         served = name or served or path.name
@@ -88,10 +88,12 @@ def _usual_models(name: str) -> dict[str, Path]:
 def _checked(place: str, given: str) -> Path:
     try:
         path = local_model(place) if is_url(place) else Path(place)
+        if (path / "config.json").is_file():
+            return path.resolve()
     except (BadCheckpoint, Unreadable) as error:
         raise UsageError(str(error)) from error
-    if (path / "config.json").is_file():
-        return path.resolve()
+    except OSError as error:  # one may not look into a folder, for one
+        raise UsageError(f"{given}: {error.strerror}") from error
     what = "has no config.json" if path.is_dir() else "is no directory"
     raise UsageError(f"{given} {what}; it must be a checkpoint as Hugging Face ships them")
 

@@ -154,6 +154,8 @@ def test_models_come_from_the_environment_where_none_is_named(tmp_path: Path, mo
         (["{0}", "{1}"], "x", "--name names one model"),
         (["{0}", "x,y={1}"], "", "comma"),
         (["{0}", "b={1}/nothing"], "", "no directory"),
+        (["x" * 300], "", "File name too long"),
+        (["b=" + "x" * 300], "", "File name too long"),
     ],
 )
 def test_models_that_cannot_be_told_apart_are_refused(tmp_path: Path, given: list[str], name: str, reason: str) -> None:

@@ -69,10 +69,14 @@ def check_model(subject: Subject) -> Iterator[Finding]:
 
 
 def _has_template(model: Path) -> bool:
+    """As far as can be told: of settings that cannot be read that has been said."""
     settings = model / SETTINGS
-    return (model / "chat_template.jinja").is_file() or (
-        settings.is_file() and '"chat_template"' in settings.read_text(errors="replace")
-    )
+    try:
+        return (model / "chat_template.jinja").is_file() or (
+            settings.is_file() and '"chat_template"' in settings.read_text(errors="replace")
+        )
+    except OSError:
+        return True
 
 
 def _trouble(path: Path) -> str:
