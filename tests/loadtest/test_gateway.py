@@ -12,7 +12,8 @@ from loadtest.gateway.stacks import weft
 
 
 def test_a_gateway_is_measured_in_front_of_a_worker_without_a_model() -> None:
-    row, sizes = Row(), Sizes(requests=16, paced_tokens=0, full_tokens=40, full_requests=32)
+    # what a process has used is counted in hundredths of a second
+    row, sizes = Row(), Sizes(requests=64, paced_tokens=0, full_tokens=40, full_requests=32)
     with Processes() as processes:
         stack = weft(1)(processes, 0.0)
         measure_instant(stack, row, sizes)

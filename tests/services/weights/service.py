@@ -6,7 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -63,10 +63,10 @@ async def load(
     return responses
 
 
-def start(directory: Path, **settings: str) -> subprocess.Popen[str]:
-    """The process."""
+def start(directory: Path, begun_by: Sequence[str] = (), **settings: str) -> subprocess.Popen[str]:
+    """The process; `begun_by`: a command that becomes it."""
     own = {"WEFT_MODEL": str(directory), "WEFT_MODEL_NAME": MODEL, "WEFT_THREADS": "1"}
-    command = [sys.executable, "-m", "weft_services.weights"]
+    command = [*begun_by, sys.executable, "-m", "weft_services.weights"]
     return subprocess.Popen(command, env={**os.environ, **own, **settings}, stderr=subprocess.PIPE, text=True)
 
 

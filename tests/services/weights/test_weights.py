@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -214,13 +213,7 @@ def test_a_killed_service_finds_its_image_again_and_a_stopped_one_leaves_nothing
 
 def test_a_model_may_have_more_files_than_a_process_begins_with(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", 21)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (32, hard))
-    try:
-        process = start(tmp_path / "model")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    with process:
+    with start(tmp_path / "model", ("sh", "-c", 'ulimit -Sn 32; exec "$@"', "sh")) as process:
         line = next(line for line in process.stderr or () if "weights from files" in line or "anew" in line)
         process.terminate()
         assert process.wait(PATIENCE_SECONDS) == 0
