@@ -74,7 +74,7 @@ def read_models(text: str, name: str = "") -> dict[str, Path]:
 
     One directory is called `name`, else as it is called itself; with a `name` it may have any characters.
     """
-    if name or "=" not in text or Path(text).is_dir():
+    if name or "=" not in text or os.path.isdir(text):  # which has no errors, as with a list too long for a path
         return {name or Path(text).resolve().name: Path(text)}
     models: dict[str, Path] = {}
     for part in text.split(","):

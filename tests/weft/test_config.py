@@ -30,6 +30,11 @@ def test_a_directory_may_have_a_sign_of_equality_in_its_path(tmp_path: Path) -> 
     assert read_models(f"mine={model}") == {"mine": model}
 
 
+def test_a_list_may_be_longer_than_a_path() -> None:
+    places = {f"model-{number}": Path("/models") / f"snapshot-{number}" for number in range(300)}
+    assert read_models(",".join(f"{served}={path}" for served, path in places.items())) == places
+
+
 @pytest.mark.parametrize("text", ["a=/m/a,/m/b", "a=/m/a,a=/m/b", "=/m/a", "a=", "a=/m/a,"])
 def test_lists_that_name_no_model_are_refused_with_the_variable(text: str) -> None:
     with pytest.raises(ConfigError, match="WEFT_MODEL"):
