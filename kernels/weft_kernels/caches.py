@@ -9,10 +9,13 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+NOWHERE = Path(os.devnull) / "weft"
+"""To read or write there is an OSError, as with any folder that cannot be had."""
+
 
 def cache_folder() -> Path:
     """Weft's: in $XDG_CACHE_HOME, else with the user, else, as containers have users without a home, with temporary
-    files."""
+    files. Where there is no place for those either, as on a full disk, it is NOWHERE."""
     if chosen := os.environ.get("XDG_CACHE_HOME"):
         return Path(chosen) / "weft"
     try:
@@ -23,8 +26,15 @@ def cache_folder() -> Path:
 
 @cache
 def _homeless() -> Path:
-    """A folder that is the user's alone, as what lies there is run: the same for all processes, or one for this process
-    where somebody else has taken its name."""
+    try:
+        return _own_folder()
+    except OSError:
+        return NOWHERE
+
+
+def _own_folder() -> Path:
+    """One that is the user's alone, as what lies there is run: the same for all processes, or one for this process
+    where somebody else has taken its name. Raises OSError."""
     folder = Path(tempfile.gettempdir()) / f"weft-{os.geteuid()}"
     with suppress(FileExistsError):  # a link, or a file
         folder.mkdir(mode=0o700, exist_ok=True)

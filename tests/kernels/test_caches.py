@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from weft.cli.record import running_meshes
+from weft.worker.peak import remembered
 from weft_kernels import caches
 
 
@@ -51,3 +53,18 @@ def test_a_folder_that_others_can_write_is_not_used(homeless: Path, taken: str) 
 def test_what_is_named_comes_first(homeless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/named")
     assert caches.cache_folder() == Path("/named/weft")
+
+
+def test_where_nothing_can_be_written_caches_are_missing_and_that_is_all(
+    homeless: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that may be read only, and on a full disk."""
+
+    def no_place() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", no_place)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert running_meshes() == []
+    assert remembered({"model": "a"}, lambda: 7) == 7
+    assert not homeless.exists()
