@@ -135,6 +135,20 @@ def test_a_flipped_bit_names_tensor_and_chunk_and_leaves_nothing(bundle: Path, t
         write_image(read_checkpoint(bundle), lambda size, file: None, 2)
 
 
+def test_of_several_chunks_that_are_damaged_the_first_is_named(tmp_path: Path) -> None:
+    """They are decoded side by side, where words may tell of damage; to other bits only the checksum does."""
+    (tmp_path / "model").mkdir()
+    save_file({"w": torch.randn(1024, 768).bfloat16()}, tmp_path / "model/model.safetensors")
+    convert.compress(tmp_path / "model", tmp_path / "bundle", 1, nothing)
+    path = tmp_path / "bundle/model.weft"
+    with closing(BundleFile.open(path)) as bundle:
+        opened = bundle._open("w", Scratch())
+    flip(path, opened.begin + int(opened.ends[0]) - 16)
+    flip(path, opened.begin + int(opened.ends[0]) + layout.CHUNK_HEAD.size)
+    with pytest.raises(BadCheckpoint, match="tensor w: chunk 0 is damaged"):
+        convert.verify(tmp_path / "bundle", 1, nothing)
+
+
 def test_damage_to_a_file_that_is_being_written_anew_is_not_final(bundle: Path) -> None:
     """A bundle that is copied over while it is loaded: chunks of two models, and well when it is read again."""
     path = next(bundle.glob("*-00001-*"))

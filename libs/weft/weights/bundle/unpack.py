@@ -167,18 +167,16 @@ class BundleFile:
 
     def _decode(self, chunks: Sequence[StoredChunk]) -> None:
         """Raises BadCheckpoint naming the first chunk that is not what was coded."""
-        coded, pieces = [], []
+        pieces = []
         for chunk in chunks:
             if (decoder := chunk.stretch.opened.decoder) is not None:
-                coded.append(chunk)
                 pieces.append(chunk.piece(decoder))
             else:
                 self._copy(chunk)
-        for chunk, is_whole in zip(coded, rans.decode(pieces), strict=True):
-            if not is_whole:
-                raise self._damaged(chunk)
+        are_whole = iter(rans.decode(pieces))
         for chunk in chunks:
-            if xxhash.xxh3_64_intdigest(chunk.decoded()) != chunk.checksum:
+            is_whole = chunk.stretch.opened.decoder is None or next(are_whole)
+            if not is_whole or xxhash.xxh3_64_intdigest(chunk.decoded()) != chunk.checksum:
                 raise self._damaged(chunk)
             chunk.hand_over()
 
