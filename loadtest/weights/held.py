@@ -56,6 +56,12 @@ class HeldMemory:
             self._over.wait(LOOK_SECONDS)
 
 
+def can_hold() -> bool:
+    """May shared memory take all memory: usually it may take half, and whoever is measured would find it full."""
+    room = os.statvfs(SHARED_MEMORY)
+    return room.f_blocks * room.f_frsize >= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def free_bytes() -> int:
     """Of the machine's memory, as its kernel counts it."""
     with open("/proc/meminfo") as file:

@@ -9,7 +9,7 @@ run's own whose pages are large, as `mount -o remount,huge=within_size /dev/shm`
 made for the run and removed; that takes 1.7 times its size on disk and at most twice its size of memory. Memory is
 touched before every load: the host of a virtual machine may have taken back what is free, and be slow to give it again.
 What it takes back within a second is still slow: with `--hold-memory` a load gets memory that was in use a moment ago,
-which takes all that is free.
+which takes all that is free, and a /dev/shm that is as large as memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from types import TracebackType
 from typing import NoReturn, Self
 
 from loadtest.weights.checkpoints import make_checkpoint
-from loadtest.weights.held import HeldMemory
+from loadtest.weights.held import HeldMemory, can_hold
 from weft.weights.blobs import FileBlob
 from weft.weights.bundle import convert
 from weft.weights.checkpoint import read_checkpoint
@@ -74,6 +74,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.huge_pages:
         begin_in_large_pages("loadtest.weights.loader")
+    if options.hold_memory and not can_hold():
+        parser.error(f"--hold-memory: {SHARED_MEMORY} is smaller than memory; with --huge-pages it is not")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # nothing of this size may stay
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
         model, bundle = Path(scratch) / "model", Path(scratch) / "bundle"

@@ -1,0 +1,46 @@
+"""Memory that is held for loads that are measured."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from loadtest.weights import held, loader
+
+PATIENCE_SECONDS = 10.0
+
+
+def test_what_is_missing_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(held, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(held, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(held, "FREE_BYTES", 40_960)
+    memory, taken, is_given = held.HeldMemory(), 0, threading.Event()
+
+    def free_bytes() -> int:
+        free = 409_600 - memory._held - taken
+        if taken and free >= held.FREE_BYTES:
+            is_given.set()
+        return free
+
+    monkeypatch.setattr(held, "free_bytes", free_bytes)
+    with memory:
+        assert os.fstat(memory._file.fileno()).st_size == 409_600 - 40_960
+        taken = 100_000
+        assert is_given.wait(PATIENCE_SECONDS)
+        assert os.fstat(memory._file.fileno()).st_size == memory._held <= 409_600 - 40_960 - 100_000
+
+
+def test_memory_is_not_held_where_shared_memory_may_not_have_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It would be full before a load begins."""
+    half = os.sysconf("SC_PHYS_PAGES") // 2
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=half, f_frsize=os.sysconf("SC_PAGE_SIZE")))
+    monkeypatch.setattr("sys.argv", ["loader", "--hold-memory", "--directory", str(tmp_path)])
+    monkeypatch.setattr(loader, "make_checkpoint", lambda *_: pytest.fail("it has begun"))
+    with pytest.raises(SystemExit):
+        loader.main()
+    assert "/dev/shm is smaller than memory; with --huge-pages it is not" in capsys.readouterr().err
