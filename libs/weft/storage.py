@@ -1,5 +1,5 @@
 """Disks: what their errors say of the files on them, which is nothing where these may be read the next time; and when
-something is kept. Knows no format."""
+something is kept, and for whom. Knows no format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from weft.errors import BadCheckpoint, Unreadable
@@ -80,3 +80,17 @@ def on_disk(path: Path) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def share_alike(source: Path, made: Path) -> None:
+    """Owner, group and mode of `source`, so that it is for the same eyes. Who may not give it away keeps it, and its
+    own group may then do what all may. Raises OSError."""
+    wanted = source.stat()
+    mode = stat.S_IMODE(wanted.st_mode)
+    with suppress(OSError):
+        os.chown(made, -1, wanted.st_gid)
+    if made.stat().st_gid != wanted.st_gid:
+        mode = mode & ~0o070 | (mode & 0o007) << 3
+    made.chmod(mode)
+    with suppress(OSError):
+        os.chown(made, wanted.st_uid, -1)

@@ -171,6 +171,16 @@ def test_what_nobody_else_may_read_stays_so(checkpoint: Path, tmp_path: Path) ->
     assert modes_of(tmp_path / "bundle") == modes_of(tmp_path / "again") == modes_of(checkpoint)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_what_root_makes_of_a_users_files_is_that_users(checkpoint: Path, tmp_path: Path) -> None:
+    for path in (checkpoint, *checkpoint.iterdir()):
+        path.chmod(0o700 if path == checkpoint else 0o600)
+        os.chown(path, 1234, 5678)
+    convert.compress(checkpoint, tmp_path / "bundle", 1, nothing)
+    convert.decompress(tmp_path / "bundle", again := tmp_path / "again", 1, nothing)
+    assert {path.stat()[4:6] for path in (again, *again.iterdir())} == {(1234, 5678)}
+
+
 def test_a_file_that_goes_while_it_is_compressed_is_named(checkpoint: Path, tmp_path: Path) -> None:
     file = min(checkpoint.glob("*.safetensors"))
     with pytest.raises(FileNotFoundError, match=rf"No such file or directory: '{file}'"):

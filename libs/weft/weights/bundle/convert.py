@@ -6,7 +6,6 @@ Work goes on in a directory of its own, which takes the target's name when all o
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -18,7 +17,7 @@ import numpy as np
 import xxhash
 
 from weft.errors import BadCheckpoint
-from weft.storage import on_disk, telling
+from weft.storage import on_disk, share_alike, telling
 from weft.weights.ahead import ahead
 from weft.weights.blobs import stamp_of
 from weft.weights.bundle.chunks import Bytes
@@ -188,7 +187,7 @@ def _whole(path: Path, source: Path) -> Iterator[Path]:
     part = path.with_name(path.name + ".part")
     try:
         yield part
-        shutil.copymode(source, part)
+        share_alike(source, part)
         on_disk(part)
         os.replace(part, path)
     except OSError as error:

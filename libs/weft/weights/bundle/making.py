@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
-from weft.storage import on_disk
+from weft.storage import on_disk, share_alike
 from weft.weights.blobs import stamp_of
 
 NOTE = ".weft-made-of.json"
@@ -54,7 +54,7 @@ def making(made: Mapping[Path, str], target: Path, before: Stamps) -> Iterator[P
         on_disk(place)
         os.replace(place, target)
         (target / NOTE).unlink()
-        shutil.copymode(source, target)
+        share_alike(source, target)
         on_disk(target)
         on_disk(target.parent)
     finally:
@@ -98,6 +98,7 @@ def _copy_others(source: Path, place: Path, made: Mapping[Path, str], before: St
             path.unlink()
     for name in sorted(_others(made, before)):
         shutil.copy2(source / name, place / name)
+        share_alike(source / name, place / name)
         on_disk(place / name)
 
 
