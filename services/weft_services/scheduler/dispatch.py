@@ -22,7 +22,7 @@ from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.bookings import Booking
 from weft_services.scheduler.lines import Waiter
 from weft_services.scheduler.pace import Pace
-from weft_services.scheduler.refusals import NobodyReady
+from weft_services.scheduler.refusals import Apart, NobodyReady
 from weft_services.scheduler.router import Progress, Router
 from weft_services.scheduler.state import (
     INFINITE,
@@ -192,7 +192,7 @@ class Dispatcher:
         if room is None or room.goes_first(query):
             try:
                 return self._placed(query, preference, now)
-            except TooLate:
+            except (TooLate, Apart):
                 raise
             except Overloaded as error:
                 busy = error
@@ -246,7 +246,7 @@ class Dispatcher:
         try:
             placement = self._router.place(query, preference, now)
         except WeftError as error:
-            is_busy = isinstance(error, Overloaded) and not isinstance(error, TooLate)
+            is_busy = isinstance(error, Overloaded) and not isinstance(error, (TooLate, Apart))
             if is_busy and not self._router.passes_over(query):
                 return False
             if not place.done():

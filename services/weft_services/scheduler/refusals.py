@@ -22,6 +22,11 @@ class NobodyReady(PeerLost):
         self.role = role
 
 
+class Apart(Overloaded):
+    """So long a prompt fits only on workers that are full, while smaller ones take requests: who waited for those would
+    keep the others from these."""
+
+
 def refusal(served: Served, query: RouteQuery, role: WorkerRole, kinds: Set[ModelFingerprint] | None) -> WeftError:
     """Too long for everyone, gone, starting or draining, of another kind than its partners, or full: in this order.
 
@@ -39,7 +44,8 @@ def refusal(served: Served, query: RouteQuery, role: WorkerRole, kinds: Set[Mode
     who = f"{role} worker" if len(able) == len(live) else f"{role} worker that has room for the prompt"
     if not ready:
         if any(worker.report.is_full for worker in tried):
-            return Overloaded(f"the pool of every {who} is full", retry_after(tried))
+            kind = Apart if any(map(_is_ready, live)) and len(able) < len(live) else Overloaded
+            return kind(f"the pool of every {who} is full", retry_after(tried))
         message = f"no {who} of {query.model!r} is {'ready' if live else 'live'}"
         # who passes over a live one does not wait for that one
         return PeerLost(message) if len(tried) < len(able) else NobodyReady(message, role)

@@ -113,6 +113,19 @@ async def test_who_passes_over_the_worker_that_has_room_keeps_nobody_from_it() -
     assert full.dispatcher.num_waiting == 0
 
 
+async def test_a_prompt_that_waits_for_a_larger_worker_keeps_nobody_from_a_smaller_one() -> None:
+    full = Full(max_waiting=4)
+    large = full.dispatcher.join(worker_info("large", WorkerRole.BOTH, model="idle", num_blocks=10 * SEATS))
+    full.dispatcher.report(large, WorkerReport(ready=False, full=True))
+    query = RouteQuery(RequestKey("long"), "idle", prompt_tokens=100, max_tokens=1)
+    long = asyncio.create_task(full.dispatcher.route(query))
+    await asyncio.sleep(0)
+    short = full.ask("short", "idle")
+    assert (await asyncio.wait_for(short, 10)).decode.worker_id == "idle-0"
+    with pytest.raises(Overloaded, match="that has room for the prompt is full"):
+        await asyncio.wait_for(long, 10)
+
+
 async def test_a_place_that_comes_in_the_moment_the_wait_is_over_is_taken() -> None:
     full = Full(max_waiting=1, max_seconds=0.0)
     for number in range(SEATS):
