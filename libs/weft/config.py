@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import math
 import os
 import re
 import types
@@ -63,9 +64,12 @@ def _parse(name: str, raw: str, kind: Any) -> Any:
             raise ConfigError(f"{name}={raw!r}: expected one of {', '.join(kind)}") from None
     if kind in (str, int, float, Path):
         try:
-            return kind(raw)
+            value = kind(raw)
         except ValueError:
             raise ConfigError(f"{name}={raw!r}: expected {kind.__name__}") from None
+        if kind is float and not math.isfinite(value):  # no comparison finds fault with NaN, and no wait is for ever
+            raise ConfigError(f"{name}={raw!r}: expected a number")
+        return value
     raise TypeError(f"{name}: fields of type {kind} are not supported")
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from weft.config import ConfigError, read_models
+from weft.config import ConfigError, read_config, read_models
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,18 @@ def test_a_list_may_be_longer_than_a_path() -> None:
 def test_lists_that_name_no_model_are_refused_with_the_variable(text: str) -> None:
     with pytest.raises(ConfigError, match="WEFT_MODEL"):
         read_models(text)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Settings of a service."""
+
+    wait_seconds: float = 1.0
+
+
+@pytest.mark.parametrize("raw", ["nan", "inf", "-inf", "soon"])
+def test_a_number_of_no_size_is_refused_by_the_name_of_its_variable(raw: str) -> None:
+    """A service would compare with it, and find all well."""
+    with pytest.raises(ConfigError, match=f"WEFT_WAIT_SECONDS='{raw}'"):
+        read_config(Patience, {"WEFT_WAIT_SECONDS": raw})
+    assert read_config(Patience, {"WEFT_WAIT_SECONDS": "2.5"}) == Patience(2.5)
