@@ -62,6 +62,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("Llama", {**ODD, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {**HEADS, "head_dim": 10, "sliding_window": None}),
     "mistral-window": ("Mistral", {**HEADS, **WHOLE, "sliding_window": 8}),
+    "ministral": (
+        "Ministral",
+        {
+            **HEADS,
+            "head_dim": 10,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     "qwen2": ("Qwen2", {**HEADS, **WHOLE, "tie_word_embeddings": True}),
     "qwen2-window": (
         "Qwen2",

@@ -21,6 +21,7 @@ from weft.storage import is_there
 FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "LlamaForCausalLM": llama.read,
     "MistralForCausalLM": mistral.read,
+    "MinistralForCausalLM": mistral.read,
     "Qwen2ForCausalLM": qwen.read_qwen2,
     "Qwen3ForCausalLM": qwen.read_qwen3,
     "MixtralForCausalLM": mixtral.read,

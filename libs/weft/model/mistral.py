@@ -1,4 +1,4 @@
-"""Mistral: a Llama whose queries may see a window of the last keys only. No torch."""
+"""Mistral, Ministral: Llamas whose queries may see a window of the last keys only, in all layers or some. No torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from weft.model.fields import Fields
 from weft.model.spec import Layer, ModelConfig
 
 DEFAULT_WINDOW = 4096
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read(fields: Fields) -> ModelConfig:
     """See `weft.model.config.read_config`."""
     config = read_common(fields)
-    return replace(config, layers=(Layer(window=read_window(fields, DEFAULT_WINDOW)),) * config.num_layers)
+    # Ministral 8B was published as a Mistral that says in `layer_types` which layers have the window
+    layers = read_layers(fields, read_window(fields, DEFAULT_WINDOW), [SLIDING] * config.num_layers)
+    return replace(config, layers=layers)
 
 
 def read_window(fields: Fields, default: int) -> int:
@@ -22,3 +25,11 @@ def read_window(fields: Fields, default: int) -> int:
     if fields.values.get("sliding_window", default) in (None, 0):
         return 0
     return fields.whole("sliding_window", default)
+
+
+def read_layers(fields: Fields, window: int, default: list[str]) -> tuple[Layer, ...]:
+    """A layer for each word of `layer_types`, or of the default where it is not written out."""
+    kinds = fields.words("layer_types") or default
+    if len(kinds) != len(default) or not set(kinds) <= {FULL, SLIDING}:
+        raise fields.fail("layer_types", f"expected {FULL} or {SLIDING} a layer, found {kinds!r}")
+    return tuple(Layer(window=window if kind == SLIDING else 0) for kind in kinds)

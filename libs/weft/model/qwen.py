@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from weft.model.common import read_common
 from weft.model.fields import Fields
-from weft.model.mistral import read_window
+from weft.model.mistral import FULL, SLIDING, read_layers, read_window
 from weft.model.spec import Experts, HeadNorm, Layer, ModelConfig
 
 DEFAULT_WINDOW = 4096
@@ -48,10 +48,5 @@ def read_qwen3_moe(fields: Fields) -> ModelConfig:
 def _windows(fields: Fields, num_layers: int) -> tuple[Layer, ...]:
     """`layer_types` where it is written out; otherwise the layers from max_window_layers on, if asked for at all."""
     window = read_window(fields, DEFAULT_WINDOW) if fields.flag("use_sliding_window") else 0
-    kinds = fields.words("layer_types")
-    if not kinds:
-        first = fields.whole("max_window_layers", 28, least=0)
-        kinds = ["sliding_attention" if window and index >= first else "full_attention" for index in range(num_layers)]
-    if len(kinds) != num_layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
-        raise fields.fail("layer_types", f"expected full_attention or sliding_attention a layer, found {kinds!r}")
-    return tuple(Layer(window=window if kind == "sliding_attention" else 0) for kind in kinds)
+    first = fields.whole("max_window_layers", 28, least=0)
+    return read_layers(fields, window, [FULL if index < first else SLIDING for index in range(num_layers)])

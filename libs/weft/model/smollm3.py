@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from weft.model.common import read_common
 from weft.model.fields import Fields
-from weft.model.mistral import read_window
-from weft.model.spec import Layer, ModelConfig
+from weft.model.mistral import FULL, SLIDING, read_layers, read_window
+from weft.model.spec import ModelConfig
 
 DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True}  # transformers' class
 
@@ -21,12 +21,6 @@ def read(fields: Fields) -> ModelConfig:
     if len(rotated) < count:
         raise fields.fail("no_rope_layers", f"expected {count} entries, found {len(rotated)}")
     window = read_window(fields, 0) if fields.flag("use_sliding_window") else 0
-    default = ["full_attention" if each else "sliding_attention" for each in rotated]
-    kinds = fields.words("layer_types") or default
-    if len(kinds) < count or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise fields.fail("layer_types", f"expected full_attention or sliding_attention a layer, found {kinds!r}")
-    layers = (
-        Layer(window=window if kind == "sliding_attention" else 0, is_rotated=bool(is_rotated))
-        for kind, is_rotated in zip(kinds[:count], rotated[:count], strict=True)
-    )
+    kinds = read_layers(fields, window, [FULL if each else SLIDING for each in rotated[:count]])
+    layers = (replace(layer, is_rotated=bool(each)) for layer, each in zip(kinds, rotated[:count], strict=True))
     return replace(config, layers=tuple(layers))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.weft.model.test_published import DEEPSEEK_V3, KIMI_K25, MIXTRAL_8X7B, SCOUT, read
+from tests.weft.model.test_published import DEEPSEEK_V3, KIMI_K25, MISTRAL_7B, MIXTRAL_8X7B, SCOUT, read
 from weft.errors import BadCheckpoint
 from weft.model.config import expected_tensors
 from weft.model.spec import Layer
@@ -43,3 +43,13 @@ def test_absent_fields_are_those_of_the_family(tmp_path: Path) -> None:
     absent = ("rope_theta", "rms_norm_eps", "max_position_embeddings")
     config = read({name: value for name, value in MIXTRAL_8X7B.items() if name not in absent}, tmp_path)
     assert (config.rope.theta, config.rms_norm_eps, config.max_positions) == (1e6, 1e-5, 131_072)
+
+
+@pytest.mark.parametrize("architecture", ["MistralForCausalLM", "MinistralForCausalLM"])
+def test_a_mistral_has_its_window_in_the_layers_that_say_so(architecture: str, tmp_path: Path) -> None:
+    """As Ministral 8B, whose class transformers chooses by `layer_types` alone."""
+    kinds = ["full_attention", *["sliding_attention"] * 3] * 8
+    config = read({**MISTRAL_7B, "architectures": [architecture], "layer_types": kinds}, tmp_path)
+    assert config.layers == (Layer(), *[Layer(window=4096)] * 3) * 8
+    with pytest.raises(BadCheckpoint, match="layer_types"):
+        read({**MISTRAL_7B, "architectures": [architecture], "layer_types": kinds[1:]}, tmp_path)
