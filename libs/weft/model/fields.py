@@ -14,6 +14,8 @@ from weft.json_file import read_object
 # What the outer object of a wrapped model says for its text model too.
 INHERITED = ("architectures", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
 MAX_COUNT = 10_000
+MAX_WHOLE = 1 << 53
+FLOATS = 2.0**-126, 2.0**126  # JSON as Python reads it has NaN and Infinity as well
 
 
 class Fields:
@@ -31,7 +33,7 @@ class Fields:
     def whole(self, field: str, default: int | None = None, least: int = 1) -> int:
         """A whole number, `least` or above."""
         value = default if (said := self.values.get(field)) is None else said
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_WHOLE:
             raise self.fail(field, f"expected a whole number above {least - 1}, found {value!r}")
         return value
 
@@ -42,9 +44,9 @@ class Fields:
         return value
 
     def number(self, field: str, default: float | None = None) -> float:
-        """A number above 0."""
+        """A number above 0 that float32 can hold, and one divided by it."""
         value = default if (said := self.values.get(field)) is None else said
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not FLOATS[0] <= value <= FLOATS[1]:
             raise self.fail(field, f"expected a number above 0, found {value!r}")
         return float(value)
 
