@@ -17,7 +17,7 @@ def read(fields: Fields) -> ModelConfig:
     num_dense = fields.whole("first_k_dense_replace", 3, least=0)
     # layers past the last one predict further tokens; they are not part of the model. Unsaid it is one, as ever
     names = ("num_nextn_predict_layers", "num_mtp_layers")
-    counts = [fields.whole(name, least=0) for name in names if fields.values.get(name) is not None]
+    counts = [fields.count(name, least=0) for name in names if fields.values.get(name) is not None]
     extra = tuple(f"model.layers.{config.num_layers + i}." for i in range(max(counts, default=1)))
     return replace(
         config,

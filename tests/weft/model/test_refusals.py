@@ -43,6 +43,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek", {"topk_group": 1}, "num_experts_per_tok"),
     ("deepseek", {"qk_rope_head_dim": 5}, "head_dim"),
     ("deepseek", {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+    ("deepseek", {"num_nextn_predict_layers": 10**6}, "num_nextn_predict_layers: expected at most 10000"),
 ]
 
 
