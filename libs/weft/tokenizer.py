@@ -33,10 +33,11 @@ PATTERN = "|".join(
 )
 # special tokens behind the ranks, most of them without a name
 NUM_RESERVED = 256
+MAX_ADDED = 100_000
 
 
 def read_tokenizer(directory: Path) -> bytes:
-    """The content of tokenizer.json. Raises BadCheckpoint naming the file at fault."""
+    """The content of tokenizer.json. Raises BadCheckpoint naming the file at fault, Unreadable."""
     _check_there(directory)
     path = directory / TOKENIZER
     try:
@@ -44,7 +45,7 @@ def read_tokenizer(directory: Path) -> bytes:
             return path.read_bytes()
         ranks = _read_ranks(directory / RANKS)
         settings = directory / SETTINGS
-        named = json.loads(settings.read_bytes()).get("added_tokens_decoder", {}) if settings.is_file() else {}
+        named = read_object(settings).get("added_tokens_decoder", {}) if settings.is_file() else {}
         return json.dumps(_converted(ranks, {int(number): token for number, token in named.items()})).encode()
     except (OSError, ValueError, AttributeError) as error:
         raise BadCheckpoint(f"{directory}: {TOKENIZER} cannot be read, nor made from {RANKS}: {error}") from error
@@ -118,6 +119,8 @@ def _added(num_base: int, named: Mapping[int, Mapping[str, Any]]) -> list[dict[s
     """Without gaps: the library gives out ids by counting."""
     flags = ("single_word", "lstrip", "rstrip", "normalized")
     end = max(num_base + NUM_RESERVED, *(number + 1 for number in named), 0)
+    if end - num_base > MAX_ADDED:
+        raise ValueError(f"added_tokens_decoder: {end - 1} is too far behind the last of {num_base} ranks")
     added = []
     for number in range(num_base, end):
         token = named.get(number, {})

@@ -106,6 +106,19 @@ def test_what_was_published_goes_before_what_could_be_made(published: Path, tmp_
 
 @pytest.mark.parametrize(
     ("content", "reason"),
+    [("[" * 100_000, "JSON"), ('{"added_tokens_decoder": {"3000000": {}}}', "3000000 is too far"), ("[]", "list")],
+)
+def test_names_that_cannot_be_read_are_told_with_their_file(
+    published: Path, tmp_path: Path, content: str, reason: str
+) -> None:
+    (tmp_path / "tiktoken.model").write_bytes((published / "tiktoken.model").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(BadCheckpoint, match=reason):
+        read_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
     [(b"YQ== 0\nYg== 2\n", "ranks are not 0 to 1"), (b"? 0\n", "tiktoken.model"), (b"YQ==\n", "tiktoken.model")],
 )
 def test_ranks_that_cannot_be_read_are_told_with_their_file(tmp_path: Path, content: bytes, reason: str) -> None:
