@@ -276,8 +276,8 @@ def _load_defaults(directory: Path) -> SamplingDefaults:
     """What generation_config.json says; a model that does not sample by default is greedy."""
     path = directory / "generation_config.json"
     settings = _read_json(path)
-    if settings.get("do_sample") is False:
-        return SamplingDefaults(temperature=0.0)
+    if settings.get("do_sample") is False:  # this leaves no choice between tokens, but a penalty says which one it is
+        settings = {"temperature": 0.0, "repetition_penalty": settings.get("repetition_penalty")}
     known: dict[str, Any] = {}
     for key, is_usable in _USABLE_DEFAULTS.items():
         value = settings.get(key)

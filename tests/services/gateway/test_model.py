@@ -34,6 +34,8 @@ def defaults(model_dir: Path, tmp_path: Path, **settings: Any) -> SamplingDefaul
 def test_generation_defaults_are_the_models_own(model_dir: Path, tmp_path: Path) -> None:
     assert defaults(model_dir, tmp_path, temperature=1, top_k=50, top_p=None) == SamplingDefaults(1.0, 1.0, 50, 0.0)
     assert defaults(model_dir, tmp_path, do_sample=False, temperature=0.7).temperature == 0.0
+    greedy = defaults(model_dir, tmp_path, do_sample=False, temperature=0.7, top_p="all", repetition_penalty=1.1)
+    assert greedy == SamplingDefaults(0.0, repetition_penalty=1.1)
     # as some checkpoints and vLLM spell "no limit"
     assert defaults(model_dir, tmp_path, top_k=-1).top_k == 0
 
