@@ -59,7 +59,7 @@ class Fields:
 
     def one_of(self, field: str, supported: tuple[str, ...], default: str) -> str:
         """One of the supported words."""
-        value = self.values.get(field, default)
+        value = default if (said := self.values.get(field)) is None else said
         if value not in supported:
             raise self.fail(field, f"{value!r} is not supported; supported: {', '.join(supported)}")
         return str(value)

@@ -53,3 +53,9 @@ def test_a_mistral_has_its_window_in_the_layers_that_say_so(architecture: str, t
     assert config.layers == (Layer(), *[Layer(window=4096)] * 3) * 8
     with pytest.raises(BadCheckpoint, match="layer_types"):
         read({**MISTRAL_7B, "architectures": [architecture], "layer_types": kinds[1:]}, tmp_path)
+
+
+def test_null_is_absent_where_a_word_is_expected(tmp_path: Path) -> None:
+    fields = json.loads(json.dumps(DEEPSEEK_V3)) | {"scoring_func": None, "topk_method": None}
+    fields["quantization_config"]["fmt"] = None
+    assert read(fields, tmp_path) == read(DEEPSEEK_V3, tmp_path)
