@@ -35,7 +35,8 @@ def refusal(served: Served, query: RouteQuery, role: WorkerRole, kinds: Set[Mode
     """
     live = served.decodes if role is WorkerRole.DECODE else served.prefills
     able = [worker for worker in live if query.prompt_tokens <= worker.longest_prompt]
-    if not able and any(map(_is_ready, live)):
+    is_apart = any(_is_ready(worker) and query.prompt_tokens > worker.longest_prompt for worker in live)
+    if not able and is_apart:
         message = f"the prompt has {query.prompt_tokens} tokens; at most {max(w.longest_prompt for w in live)} fit"
         return InvalidRequest(message, "prompt", "context_length_exceeded")
     able = able or live
@@ -44,11 +45,12 @@ def refusal(served: Served, query: RouteQuery, role: WorkerRole, kinds: Set[Mode
     who = f"{role} worker" if len(able) == len(live) else f"{role} worker that has room for the prompt"
     if not ready:
         if any(worker.report.is_full for worker in tried):
-            kind = Apart if any(map(_is_ready, live)) and len(able) < len(live) else Overloaded
+            kind = Apart if is_apart else Overloaded
             return kind(f"the pool of every {who} is full", retry_after(tried))
         message = f"no {who} of {query.model!r} is {'ready' if live else 'live'}"
-        # who passes over a live one does not wait for that one
-        return PeerLost(message) if len(tried) < len(able) else NobodyReady(message, role)
+        # who passes over a live one does not wait for that one; who needs a larger one would be woken by every report
+        # of a smaller one
+        return PeerLost(message) if is_apart or len(tried) < len(able) else NobodyReady(message, role)
     if kinds is not None and not any(worker.info.fingerprint in kinds for worker in ready):
         if role is WorkerRole.DECODE and not served.prefills:
             return NobodyReady(f"no prefill worker of {query.model!r} is live", WorkerRole.PREFILL)
