@@ -65,6 +65,12 @@ def test_the_programs_say_how_it_went(bundle: Path, run: Program) -> None:
     assert wrong.splitlines()[-1].endswith("is in it")
 
 
+def test_what_is_done_is_shown_as_done(checkpoint: Path, tmp_path: Path, run: Program) -> None:
+    for words in (("compress", checkpoint, tmp_path / "made"), ("verify", tmp_path / "made")):
+        _, _, progress = run(*words, "--threads", "1")
+        assert ("╸" not in progress, "0:00:00" in progress) == (True, True), progress
+
+
 @pytest.mark.parametrize(
     ("number", "status", "says"), [(errno.EACCES, 2, "Permission denied"), (errno.EIO, 1, "Input/output error")]
 )

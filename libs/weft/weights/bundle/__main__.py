@@ -86,6 +86,7 @@ def _progress(directory: Path, suffix: str) -> Iterator[convert.Report]:
                 progress.update(task, advance=num_bytes, description=name)
 
         yield report
+        progress.update(task, completed=total)  # headers are counted in, and no tensor's
 
 
 def _original_size(path: Path) -> int:
