@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,12 @@ def test_every_other_command_is_accounted_for() -> None:
     programs = {words[0] for page in PAGES for words in commands(page) if (ROOT / words[0]).is_file()}
     scripts = {program for program in programs if program.endswith(".sh")}
     assert scripts <= set(OTHERS)
+
+
+def test_settings_that_are_there_are_added_to() -> None:
+    """An installation has others in its .env by then, or keys that it would lose."""
+    for page in PAGES:
+        assert not [words for words in commands(page) if (">", ".env") in pairwise(words)], page
 
 
 BENCHMARKS = sorted({words[1] for _, words in named("python") if words[1].startswith("loadtest")})
