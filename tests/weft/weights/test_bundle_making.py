@@ -272,3 +272,24 @@ def test_all_of_it_is_on_disk_before_it_has_its_name(
     files = {f"{path.name}.part" if path.suffix == ".weft" else path.name for path in (tmp_path / "bundle").iterdir()}
     assert seen[0] >= {*files, "bundle.partial"}
     assert tmp_path in synced
+
+
+def test_what_it_is_made_of_is_on_disk_before_anything_is_made_of_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power failure may leave files without a note, or beside that of another source."""
+    place, note = tmp_path / "bundle.partial", tmp_path / "bundle.partial" / NOTE
+    with suppress(KeyboardInterrupt), making_of(checkpoint, tmp_path / "bundle"):
+        (place / "model.weft").write_text("of another source")
+        raise KeyboardInterrupt
+    other = checkpoint.rename(tmp_path / "other")
+    states: list[tuple[str, bool, bool]] = []
+
+    def fsync(fd: int) -> None:
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
+        states.append((name, (place / "model.weft").exists(), str(other) in note.read_text()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with suppress(KeyboardInterrupt), making_of(other, tmp_path / "bundle"):
+        raise KeyboardInterrupt
+    assert states == [(f"{NOTE}.part", False, False), (place.name, False, False), (place.name, False, True)]

@@ -131,7 +131,11 @@ def _begin(place: Path, files: Sequence[Path], before: Stamps) -> None:
             path.unlink()
         part = place / f"{NOTE}.part"
         part.write_text(json.dumps(note))
+        # whatever a power failure leaves: a note that can be read, beside files of no other source than it names
+        on_disk(part)
+        on_disk(place)
         os.replace(part, place / NOTE)
+        on_disk(place)
 
 
 def _read(note: Path) -> Any:
