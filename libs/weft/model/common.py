@@ -10,8 +10,11 @@ from weft.model.spec import Layer, ModelConfig
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def read_common(fields: Fields) -> ModelConfig:
-    """A plain Llama of these fields. Raises BadCheckpoint naming file and field."""
+def read_common(fields: Fields, **defaults: float) -> ModelConfig:
+    """A plain Llama of these fields; absent ones are `defaults`, or else a Llama's. Raises BadCheckpoint."""
+    # null is as good as absent, but for the key-value heads: then each query head has one of its own
+    said = {name for name, value in fields.values.items() if value is not None or name == "num_key_value_heads"}
+    fields.values = {**fields.values, **{name: value for name, value in defaults.items() if name not in said}}
     num_heads, hidden_size = fields.whole("num_attention_heads"), fields.whole("hidden_size")
     config = ModelConfig(
         architecture=str(fields.words("architectures")[0]),
@@ -27,7 +30,7 @@ def read_common(fields: Fields) -> ModelConfig:
         max_positions=read_context(fields),
         is_tied=fields.flag("tie_word_embeddings"),
         eos_token_ids=read_eos(fields) or (),
-        dtype=_dtype(fields),
+        dtype=fields.one_of("dtype", DTYPES, fields.values.get("torch_dtype") or "float32"),
         quantization=read_quantization(fields),
     )
     _check(fields, config)
@@ -55,10 +58,3 @@ def _check(fields: Fields, config: ModelConfig) -> None:
     for name in ("attention_bias", "mlp_bias"):
         if fields.flag(name):
             raise fields.fail(name, "biases are not supported")
-
-
-def _dtype(fields: Fields) -> str:
-    name = fields.values.get("dtype") or fields.values.get("torch_dtype") or "float32"
-    if name not in DTYPES:
-        raise fields.fail("dtype", f"{name!r} is not supported; supported: {', '.join(DTYPES)}")
-    return str(name)

@@ -12,7 +12,7 @@ from weft.model.spec import Experts, Latent, Layer, ModelConfig, Scoring
 
 def read(fields: Fields) -> ModelConfig:
     """See `weft.model.config.read_config`."""
-    config = read_common(fields)
+    config = read_common(fields, max_position_embeddings=4096)
     latent = _latent(fields, config)
     num_dense = fields.whole("first_k_dense_replace", 3, least=0)
     # layers past the last one predict further tokens; they are not part of the model. Unsaid it is one, as ever

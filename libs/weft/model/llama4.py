@@ -13,8 +13,7 @@ DEFAULTS = {"rope_theta": 500_000.0, "rms_norm_eps": 1e-5, "max_position_embeddi
 
 def read(fields: Fields) -> ModelConfig:
     """See `weft.model.config.read_config`."""
-    fields.values = {**DEFAULTS, **fields.values}
-    config = read_common(fields)
+    config = read_common(fields, num_key_value_heads=8, head_dim=128, **DEFAULTS)
     layers = _layers(fields, config.num_layers)
     experts = Experts(
         num_experts=fields.count("num_local_experts", 16, least=0),

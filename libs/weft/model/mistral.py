@@ -14,7 +14,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 def read(fields: Fields) -> ModelConfig:
     """See `weft.model.config.read_config`."""
-    config = read_common(fields)
+    config = read_common(fields, max_position_embeddings=131_072, num_key_value_heads=8)
     # Ministral 8B was published as a Mistral that says in `layer_types` which layers have the window
     layers = read_layers(fields, read_window(fields, DEFAULT_WINDOW), [SLIDING] * config.num_layers)
     return replace(config, layers=layers)

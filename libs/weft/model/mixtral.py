@@ -14,8 +14,7 @@ DEFAULTS = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "max_position_embed
 
 def read(fields: Fields) -> ModelConfig:
     """See `weft.model.config.read_config`."""
-    fields.values = {**DEFAULTS, **fields.values}
-    config = read_common(fields)
+    config = read_common(fields, num_key_value_heads=8, **DEFAULTS)
     experts = Experts(
         num_experts=fields.count("num_local_experts", 8),
         top_k=fields.whole("num_experts_per_tok", 2),

@@ -6,30 +6,25 @@ from dataclasses import replace
 
 from weft.model.common import read_common
 from weft.model.fields import Fields
-from weft.model.mistral import FULL, SLIDING, read_layers, read_window
+from weft.model.mistral import DEFAULT_WINDOW, FULL, SLIDING, read_layers, read_window
 from weft.model.spec import Experts, HeadNorm, Layer, ModelConfig
-
-DEFAULT_WINDOW = 4096
 
 
 def read_qwen2(fields: Fields) -> ModelConfig:
     """See `weft.model.config.read_config`."""
-    config = read_common(fields)
+    config = read_common(fields, max_position_embeddings=32_768, num_key_value_heads=32)
     return replace(config, has_qkv_bias=True, layers=_windows(fields, config.num_layers))
 
 
 def read_qwen3(fields: Fields) -> ModelConfig:
     """See `weft.model.config.read_config`."""
-    config = read_common(fields)
-    # transformers' default, and not hidden_size / heads
-    head_dim = fields.whole("head_dim", 128)
-    layers = _windows(fields, config.num_layers)
-    return replace(config, head_norm=HeadNorm.WEIGHTED, head_dim=head_dim, layers=layers)
+    config = read_common(fields, max_position_embeddings=32_768, num_key_value_heads=32, head_dim=128)
+    return replace(config, head_norm=HeadNorm.WEIGHTED, layers=_windows(fields, config.num_layers))
 
 
 def read_qwen3_moe(fields: Fields) -> ModelConfig:
     """See `weft.model.config.read_config`."""
-    config = read_common(fields)
+    config = read_common(fields, max_position_embeddings=32_768, num_key_value_heads=4)
     experts = Experts(
         num_experts=fields.count("num_experts", fields.whole("num_local_experts", 128)),  # transformers 5's name
         top_k=fields.whole("num_experts_per_tok", 8),

@@ -14,8 +14,7 @@ DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embed
 
 def read(fields: Fields) -> ModelConfig:
     """See `weft.model.config.read_config`."""
-    fields.values = {**DEFAULTS, **fields.values}
-    config = read_common(fields)
+    config = read_common(fields, max_position_embeddings=32_768, **DEFAULTS)
     count, interval = config.num_layers, fields.whole("no_rope_layer_interval", 4)
     rotated = fields.wholes("no_rope_layers", []) or [int((index + 1) % interval != 0) for index in range(count)]
     if len(rotated) < count:

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders
 
 from weft.errors import BadCheckpoint
 from weft.grammar import Grammars
-from weft.model.fields import Fields, read_json
-from weft.model.rope_fields import read_context
+from weft.model.config import read_config
+from weft.model.fields import read_json
 from weft.storage import read_small, told
 from weft.tokenizer import SETTINGS, TOKENIZER, byte_letters, read_tokenizer
 from weft_services.gateway.generation import SamplingDefaults
@@ -201,7 +201,6 @@ def load_model(directory: Path, name: str, tool_format: str = "auto") -> ServedM
     except Exception as error:  # the library raises bare Exception
         raise BadCheckpoint(f"{directory / TOKENIZER}: {error}") from error
     vocabulary_size = _positive_int(text_config, "vocab_size", directory)
-    _positive_int(text_config, "max_position_embeddings", directory)  # families differ in what they take it for
     template = _load_template(directory)
     source = template.all_sources if template else ""
     chosen = choose_format(tool_format, source)
@@ -214,7 +213,7 @@ def load_model(directory: Path, name: str, tool_format: str = "auto") -> ServedM
         template=template,
         defaults=_load_defaults(directory),
         vocabulary_size=vocabulary_size,
-        max_context_tokens=read_context(Fields(directory / "config.json", text_config)),
+        max_context_tokens=read_config(directory).max_positions,
         grammars=Grammars(content, vocabulary_size, _end_tokens(text_config)),
         chat_codec=codec.speaking(marks.values()),
         chats=codec.segmented(source),

@@ -28,6 +28,14 @@ from weft_services.gateway.process import Gateway, running
 MODEL_NAME = "tiny"
 CONTEXT = 512
 VOCABULARY = 320
+SIZES = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 END = 2  # <|im_end|>
 TEMPLATE = (
     "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -65,7 +73,7 @@ def write_model(parent: Path, tokenizer: Tokenizer, template: str, context: int 
     path = parent / MODEL_NAME
     path.mkdir()
     tokenizer.save(str(path / "tokenizer.json"))
-    (path / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY, "max_position_embeddings": context}))
+    (path / "config.json").write_text(json.dumps({**SIZES, "max_position_embeddings": context}))
     (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|bos|>", "eos_token": "<|im_end|>"}))
     (path / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.7, "top_p": 0.9}))
     (path / "chat_template.jinja").write_text(template)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from tests.services.gateway.conftest import MODEL_NAME
+from tests.services.gateway.conftest import MODEL_NAME, SIZES
 from weft.errors import BadCheckpoint
 from weft_services.gateway.dialects.openai_requests import parse_chat, parse_completion
 from weft_services.gateway.generation import Conversation, SamplingDefaults
@@ -196,3 +196,11 @@ def test_conversations_with_tools_have_a_template_of_their_own(
     user = {"role": "user", "content": "hi"}
     assert model.template.render(Conversation((user,), (tool,))) == "with now <tool_call>"
     assert model.template.render(Conversation((user,))) == "without"
+
+
+def test_a_context_that_is_not_named_is_the_familys(model_dir: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model_dir, tmp_path / "copy"))
+    for family, positions in (("Llama", 2048), ("Qwen2", 32_768), ("Mistral", 131_072)):
+        written = {**SIZES, "architectures": [f"{family}ForCausalLM"], "num_key_value_heads": 2}
+        (folder / "config.json").write_text(json.dumps(written))
+        assert load_model(folder, "m").max_context_tokens == positions

@@ -148,7 +148,7 @@ def damaged(model_dir: Path, copy: Path, file: str, content: str | None) -> Path
     [
         ("config.json", None, "config.json: no such file"),
         ("config.json", "{", "config.json"),
-        ("config.json", json.dumps({"vocab_size": 320}), "max_position_embeddings"),
+        ("config.json", json.dumps({"vocab_size": 320}), "architectures"),
         ("tokenizer.json", "{}", "tokenizer.json"),
         ("chat_template.jinja", "{% if %}", "chat template"),
     ],

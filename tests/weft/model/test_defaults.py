@@ -1,0 +1,47 @@
+"""What config.json leaves out is what transformers' config class of the family says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from tests.weft.tiny_families import CLASSES, FAMILIES
+from weft.model.config import config_of
+from weft.model.fields import Fields
+
+NEEDED = {"vocab_size": 100, "hidden_size": 2048, "intermediate_size": 64, "num_hidden_layers": 4}
+HEADS = {"num_attention_heads": 128}  # as many as all numbers of key-value heads divide
+ABSENT: list[dict[str, Any]] = [{}, {"num_key_value_heads": 2}, {"head_dim": 32}, {"max_position_embeddings": 1000}]
+
+
+@pytest.mark.parametrize("given", ABSENT, ids=lambda given: next(iter(given), "nothing"))
+@pytest.mark.parametrize("family", sorted({family for family, _ in FAMILIES.values()}))
+def test_what_is_absent_is_as_transformers_has_it(family: str, given: dict[str, Any]) -> None:
+    values = {**NEEDED, **HEADS, **given}
+    oracle = getattr(transformers, CLASSES.get(family, family) + "Config")(**values)
+    config = config_of(Fields(Path("config.json"), {"architectures": [family + "ForCausalLM"], **values}))
+    found = [config.max_positions, config.rms_norm_eps, config.rope.theta, config.is_tied]
+    expected = [oracle.max_position_embeddings, oracle.rms_norm_eps, oracle.rope_parameters["rope_theta"]]
+    assert found == [*expected, oracle.tie_word_embeddings]
+    if config.latent is None:  # which keeps one vector for all heads
+        head_dim = getattr(oracle, "head_dim", None) or 2048 // 128
+        assert (config.num_kv_heads, config.head_dim) == (oracle.num_key_value_heads, head_dim)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "SmolLM3"])
+def test_null_means_a_key_for_each_query_head(family: str) -> None:
+    """Where transformers' class takes it."""
+    values: dict[str, Any] = {**NEEDED, **HEADS, "num_key_value_heads": None}
+    assert getattr(transformers, family + "Config")(**values).num_key_value_heads == 128
+    values = {"architectures": [family + "ForCausalLM"], **values}
+    assert config_of(Fields(Path("config.json"), values)).num_kv_heads == 128
+
+
+def test_any_other_null_is_as_good_as_absent() -> None:
+    nulls = {"head_dim": None, "max_position_embeddings": None, "rms_norm_eps": None, "rope_theta": None}
+    for family in ("Llama4", "Mistral", "Mixtral", "Qwen3", "SmolLM3"):
+        values: dict[str, Any] = {"architectures": [family + "ForCausalLM"], **NEEDED, **HEADS}
+        assert config_of(Fields(Path("config.json"), values | nulls)) == config_of(Fields(Path("config.json"), values))
