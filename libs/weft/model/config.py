@@ -33,6 +33,7 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "KimiK25ForConditionalGeneration": deepseek.read_wrapped,
     "Kimi_K25ForConditionalGeneration": deepseek.read_wrapped,
 }
+MAX_EXPERTS = 100_000  # of all layers; each has tensors of its own
 
 
 def read_config(model_dir: Path) -> ModelConfig:
@@ -51,8 +52,12 @@ def config_of(fields: Fields, eos: tuple[int, ...] | None = None) -> ModelConfig
     config = FAMILIES[_architecture(fields)](fields)
     if config.rotated_dim % 2:
         raise fields.fail("head_dim", f"must be even for rotary embeddings, found {config.rotated_dim}")
-    if config.experts and config.experts.top_k > config.experts.num_experts:
-        raise fields.fail("num_experts_per_tok", f"{config.experts.top_k} of {config.experts.num_experts} experts")
+    if experts := config.experts:
+        if experts.top_k > experts.num_experts:
+            raise fields.fail("num_experts_per_tok", f"{experts.top_k} of {experts.num_experts} experts")
+        number = experts.num_experts * sum(layer.has_experts for layer in config.layers)
+        if number > MAX_EXPERTS:
+            raise fields.fail("num_hidden_layers", f"expected at most {MAX_EXPERTS} experts in all, found {number}")
     known = range(config.vocab_size)
     return replace(config, eos_token_ids=tuple(each for each in eos or config.eos_token_ids if each in known))
 

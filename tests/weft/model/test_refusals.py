@@ -29,6 +29,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"attention_bias": True}, "attention_bias"),
     ("qwen3-yarn", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters.rope_type"),
     ("qwen3-moe", {"mlp_only_layers": [-1]}, "mlp_only_layers"),
+    ("qwen3-moe", {"num_hidden_layers": 10**4, "num_experts": 10**4}, "num_hidden_layers: expected at most 100000"),
     ("qwen3-moe", {"num_experts_per_tok": 7}, "num_experts_per_tok: 7 of 6"),
     ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers: expected 4 entries, found 2"),
     ("smollm3", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
