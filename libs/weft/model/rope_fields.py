@@ -41,6 +41,8 @@ def read_rope(fields: Fields) -> Rope:
     if (original := fields.values.get(ORIGINAL)) is not None:  # beside the object: it wins, as in transformers
         rope.values = {**rope.values, ORIGINAL: original}
     positions = fields.whole("max_position_embeddings", 2048)
+    if kind == "yarn" and theta == 1:
+        raise fields.fail("rope_theta", "yarn cannot stretch with 1, which turns all pairs alike")
     return _llama3(rope, theta) if kind == "llama3" else _yarn(rope, theta, positions)
 
 

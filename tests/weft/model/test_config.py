@@ -126,6 +126,8 @@ def test_end_tokens_are_those_of_the_generation_config_that_the_vocabulary_has(
         ({"mlp_bias": "no"}, ["mlp_bias"]),
         ({"rms_norm_eps": -1}, ["rms_norm_eps"]),
         ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "nan"]),
+        ({"rope_theta": 1, "rope_scaling": YARN}, ["rope_theta", "yarn"]),
+        ({"rope_parameters": {**YARN, "rope_type": "yarn", "rope_theta": 1.0}}, ["rope_theta", "yarn"]),
         ({"rope_theta": 10**400}, ["rope_theta", "1000"]),
         ({"rope_scaling": {**YARN, "factor": float("inf")}}, ["rope_scaling.factor", "inf"]),
         ({"rope_scaling": {**YARN, "factor": 1e-320}}, ["rope_scaling.factor", "1e-320"]),
