@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,9 +70,10 @@ def _best(plans: list[Plan]) -> Plan:
 
 
 def _read(model: Path) -> ModelConfig:
-    if model.is_file() and model.name != "config.json":
+    is_file = os.path.isfile(model)  # which has no errors: what cannot be looked at is told by who reads it
+    if is_file and model.name != "config.json":
         raise BadCheckpoint(f"{model}: expected a checkpoint directory or its config.json")
-    return read_config(model.parent if model.is_file() else model)
+    return read_config(model.parent if is_file else model)
 
 
 def _demand(options: PlanOptions, config: ModelConfig) -> Demand:

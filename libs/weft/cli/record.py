@@ -101,8 +101,10 @@ def recorded(record: MeshRecord, complain: Callable[[str], None] = lambda why: N
 
 
 def running_meshes() -> list[MeshRecord]:
-    """Meshes of this user that are alive, the latest first; notes of dead ones are ignored."""
-    records = [record for note in runtime_folder().glob("up-*.json") if (record := _read(note)) is not None]
+    """Meshes of this user that are alive, the latest first; notes of dead ones are ignored, and what cannot be read."""
+    records: list[MeshRecord] = []
+    with suppress(OSError):  # of a folder that may not be looked into, as where sudo has kept another user's home
+        records = [record for note in runtime_folder().glob("up-*.json") if (record := _read(note)) is not None]
     return sorted((record for record in records if record.is_alive), key=lambda record: -record.started)
 
 

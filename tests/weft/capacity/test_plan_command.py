@@ -83,6 +83,15 @@ def test_bad_configs_are_named_by_file_and_field(tmp_path: Path) -> None:
     assert "config.json: hidden_size: expected a whole number above 0" in weft(str(tmp_path)).stderr
 
 
+@pytest.mark.parametrize("place", ["x" * 300, "x" * 300 + "/config.json"])
+def test_a_model_that_cannot_be_looked_at_is_told_in_one_line(place: str) -> None:
+    """As one in a folder that may not be entered, which root may always."""
+    run = weft(place)
+    assert run.returncode == 2
+    assert run.stderr.startswith("weft plan: ")
+    assert run.stderr.endswith("not readable: File name too long\n")
+
+
 def test_planning_needs_no_torch() -> None:
     code = "import sys, weft.cli.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -96,3 +96,10 @@ def test_a_runtime_folder_that_is_not_ours_is_left_alone(tmp_path: Path, monkeyp
     with recorded(NOTE) as note:
         assert note.parent == tmp_path / "weft"
         assert running_meshes() == [NOTE]
+
+
+def test_a_folder_that_cannot_be_looked_into_has_no_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a home that may not be entered, which root may always."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/" + "x" * 300)
+    assert running_meshes() == []
