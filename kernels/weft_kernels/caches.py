@@ -19,9 +19,11 @@ def cache_folder() -> Path:
     if chosen := os.environ.get("XDG_CACHE_HOME"):
         return Path(chosen) / "weft"
     try:
-        return Path.home() / ".cache" / "weft"
+        home = Path.home()
     except RuntimeError:
         return _homeless()
+    # "/" is what Docker has for a user that is in no passwd, and who may not write there
+    return _homeless() if home == Path("/") else home / ".cache" / "weft"
 
 
 @cache

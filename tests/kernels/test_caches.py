@@ -33,6 +33,16 @@ def test_a_user_without_a_home_has_a_folder_of_its_own(homeless: Path) -> None:
     assert caches.cache_folder() == homeless
 
 
+@pytest.mark.parametrize("home", ["/", ""])
+def test_the_root_is_nobodys_home(homeless: Path, monkeypatch: pytest.MonkeyPatch, home: str) -> None:
+    """Docker says so of a user that is in no passwd; an empty one means it."""
+    monkeypatch.setattr(Path, "home", lambda: Path(os.path.expanduser("~")))
+    monkeypatch.setenv("HOME", home)
+    assert caches.cache_folder() == homeless
+    monkeypatch.setenv("HOME", "/home/user")
+    assert caches.cache_folder() == Path("/home/user/.cache/weft")
+
+
 @pytest.mark.parametrize("taken", ["a link", "a file", "open to all"])
 def test_a_folder_that_others_can_write_is_not_used(homeless: Path, taken: str) -> None:
     """What lies in it is loaded and run."""
