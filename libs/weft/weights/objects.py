@@ -22,6 +22,7 @@ from weft.errors import BadCheckpoint, Unreadable, WeftError
 from weft.storage import MAX_SMALL_BYTES, is_there, on_disk, read_small, told
 from weft.weights.blobs import Blob, Scratch, WeightsFile
 from weft.weights.origin import LocalOrigin, Origin
+from weft_kernels.caches import cache_folder
 
 if TYPE_CHECKING:
     from obstore import GetOptions, ObjectMeta
@@ -31,7 +32,6 @@ logger = logging.getLogger(__name__)
 ORIGIN_FILE = "weft-origin.json"
 """In a directory that was made from a store: its URL, and the stamps of the files that were copied."""
 SCHEMES = ("s3://", "gs://", "az://")
-MODEL_CACHE = Path("~/.cache/weft/models")
 WEIGHTS_SUFFIXES = (".safetensors", ".weft", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 NEEDED = (
     *("config.json", "generation_config.json", "model.safetensors.index.json", "chat_template.jinja"),
@@ -74,11 +74,7 @@ def local_model(url: str, cache: Path | None = None) -> Path:
     """
     origin = ObjectOrigin(url)
     name = url.rstrip("/").rpartition("/")[2]
-    try:
-        kept = (cache or MODEL_CACHE).expanduser()
-    except RuntimeError as error:  # a user without a directory, as some containers have them
-        raise BadCheckpoint(f"{url}: nowhere to keep its small files: HOME is not set") from error
-    directory = kept / blake2b(url.encode(), digest_size=8).hexdigest() / name
+    directory = (cache or cache_folder() / "models") / blake2b(url.encode(), digest_size=8).hexdigest() / name
     with _kept(directory):
         directory.mkdir(parents=True, exist_ok=True)
     _copy_small_files(origin, url, directory)

@@ -61,7 +61,7 @@ def store(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     settings = {"AWS_ENDPOINT_URL": server, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
     for name, value in {**settings, "AWS_REGION": "us-east-1", "NO_PROXY": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(objects, "MODEL_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     return server
 
 
@@ -93,6 +93,12 @@ def test_weights_come_from_the_store_and_only_small_files_are_copied(
     for name, (_, _, data) in tensors.items():
         assert opened[name].contiguous().view(torch.uint8).numpy().tobytes() == data
     assert set(opened) == set(tensors)
+
+
+def test_copies_lie_with_the_users_other_caches(store: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    directory = local_model(upload(tmp_path / "model", "cached"))
+    assert directory.is_relative_to(tmp_path / "caches" / "weft" / "models")
 
 
 def test_what_changes_in_the_store_changes_here(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,10 @@ import pytest
 
 from tests.weft.weights.checkpoints import make_checkpoint
 from weft.errors import BadCheckpoint
+from weft.weights import objects
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.objects import ORIGIN_FILE, local_model
+from weft_kernels.caches import NOWHERE
 
 
 @pytest.mark.parametrize("url", ["s3://", "az://container/model", "gs://models/x"])
@@ -47,10 +49,9 @@ def test_a_bucket_of_another_region_is_final(monkeypatch: pytest.MonkeyPatch) ->
             region.shutdown()
 
 
-def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr(os, "getuid", lambda: 123456789)
-    with pytest.raises(BadCheckpoint, match=r"^s3://models/x: nowhere to keep .*: HOME is not set$"):
+def test_a_user_who_has_no_place_for_caches_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "cache_folder", lambda: NOWHERE)
+    with pytest.raises(BadCheckpoint, match=rf"^{NOWHERE}/models/.*/x: cannot be kept here: Not a directory$"):
         local_model("s3://models/x")
 
 
