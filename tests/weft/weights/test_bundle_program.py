@@ -104,6 +104,11 @@ def test_no_code_of_the_current_directory_is_run(bundle: Path, tmp_path: Path) -
     assert (ended.returncode, "all as they were" in ended.stdout) == (0, True)
 
 
+def test_behind_two_dashes_names_may_begin_with_one(bundle: Path) -> None:
+    ended = weft("verify", "--threads", "1", "--", "-b", cwd=bundle.rename(bundle.with_name("-b")).parent)
+    assert (ended.returncode, ended.stdout[:12]) == (0, "-b: 2 files,")
+
+
 def test_names_are_said_as_they_are(tmp_path: Path, run: Program) -> None:
     """Brackets in them are no orders to the printer, which would end the program on some, and colons no pictures."""
     model, bundle = tmp_path / "model [red]", tmp_path / "bundle [red]"
