@@ -1,6 +1,7 @@
 """Writes constraints.txt: the exact version of everything that Weft's extras pull in, as installed in this environment.
 
-What some other machine needs and this one has not got keeps the pin that the file has.
+What some other machine needs and this one has not got keeps the pin that the file has. So does all else that is not
+installed here: what those need in turn only they can say. What nothing needs any more goes where it is installed.
 """
 
 from __future__ import annotations
@@ -57,10 +58,23 @@ def is_wanted(requirement: Requirement, extra: str) -> bool:
     return marker is None or any(marker.evaluate({**machine, "extra": extra}) for machine in MACHINES)
 
 
+def is_installed(name: str) -> bool:
+    """In this environment."""
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
 def main() -> None:
     """Rewrite the file; what is needed but not installed here keeps its pin."""
     old = dict(line.split("==") for line in CONSTRAINTS.read_text().splitlines() if "==" in line)
     pins = {name: version or old.get(name) for name, version in closure(wanted())}
+    kept = [name for name in old if name not in pins and not is_installed(name)]
+    pins |= {name: old[name] for name in kept}
+    if kept:
+        print(f"not installed here, and pinned as before for what may need them elsewhere: {', '.join(kept)}")
     lines = [f"{name}=={pins[name]}\n" for name in sorted(pins) if pins[name]]
     CONSTRAINTS.write_text(HEADER + "".join(lines))
 
