@@ -7,9 +7,9 @@ Labels never carry users, sessions, request ids or a client's own strings.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -29,6 +29,13 @@ LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 def labelled(metric: MetricT, *labels: str) -> MetricT:
     """Of these labels; the library looks for it under a lock, and writes each label anew."""
     return metric.labels(*labels)
+
+
+def from_zero(metric: Counter | Histogram, *values: Iterable[str]) -> None:
+    """Have its series from the process's start on, one for each choice of a value of every label. Of a series that
+    begins with its first event no rate tells that one: there is nothing earlier to compare."""
+    for labels in product(*values):
+        metric.labels(*labels)
 
 
 class LoopSeries:

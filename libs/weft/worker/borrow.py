@@ -63,6 +63,9 @@ class Borrower:
         self._tasks = tasks
         self.quarantine = quarantine
         self._clock = clock
+        names = [transport.name for transport in transports]
+        metrics.from_zero(metrics.TRANSFER_BYTES, names)
+        metrics.from_zero(metrics.TRANSFER_SECONDS, names)
         self._avoided: dict[tuple[str, Endpoint], float] = {}  # transport and whom it reached -> until when
 
     def borrow(self, lender: Lender) -> Borrowing:

@@ -14,6 +14,7 @@ from weft.tally import NO_WORK
 
 Consumer = Callable[[StepOutput], None]
 ComputeListener = Callable[[int, float], None]
+metrics.from_zero(metrics.ENGINE_TOKENS, ("prompt", "generated"))
 
 
 class EngineFeed:

@@ -28,6 +28,7 @@ CONNECT_SECONDS = 2.0
 STAGING_BYTES = 16 * 1024 * 1024  # each for reading and for writing
 MAX_SLOTS = 32
 MAX_FIND_KEYS = 16_384
+metrics.from_zero(metrics.STORE_BLOCKS, ("put", "got", "failed", "skipped"))
 
 
 class StoreClient:

@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 # Mooncake's codes from here down: transfers or the master have failed; above: this object is not to be had
 TROUBLE_CODE = -800
 PROMOTE_SECONDS = 2.0
+STORED = (Tier.DRAM, Tier.NVME)
+metrics.from_zero(metrics.TIER_FETCH_BYTES, STORED)
+metrics.from_zero(metrics.TIER_FETCH_SECONDS, STORED)
+metrics.from_zero(metrics.TIER_DECISIONS, STORED, ("fetch", "compute"))
 
 
 @dataclass(slots=True)
@@ -227,7 +231,7 @@ class StoreReader:
         metrics.TIER_FETCH_SECONDS.labels(tier).observe(seconds)
 
     def _tell_decisions(self, matches: Sequence[Match], fetched: Fetched) -> None:
-        for tier in (Tier.DRAM, Tier.NVME):
+        for tier in STORED:
             num_taken = fetched.by_tier.get(tier, 0)
             metrics.TIER_DECISIONS.labels(tier, "fetch").inc(num_taken)
             num_found = sum(match.tier is tier for match in matches)

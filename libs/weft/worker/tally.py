@@ -11,6 +11,7 @@ from weft.tally import HandOffTally, PrefixTally, Tallies
 
 # lenders that come and go under new names must not make reports grow
 MAX_LENDERS = 256
+metrics.from_zero(metrics.PREFIX_HITS, Tier)
 
 
 class Tally:
@@ -23,9 +24,8 @@ class Tally:
         self._hand_offs: dict[str, HandOffTally] = {}
 
     def expect_failures(self, reasons: Iterable[str]) -> None:
-        """So that the first of each can be seen: of a series that begins with it no increase is told."""
-        for reason in reasons:
-            metrics.TRANSFER_FAILURES.labels(reason)
+        """So that the first of each can be seen."""
+        metrics.from_zero(metrics.TRANSFER_FAILURES, reasons)
 
     def looked_up(self, num_tokens: int, found: Mapping[Tier, int]) -> None:
         """A prompt of so many tokens, and how many of them lay where."""

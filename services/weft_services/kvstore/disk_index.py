@@ -17,6 +17,7 @@ from weft_services.kvstore.record import FINGERPRINT_BYTES, HEADER_BYTES, Record
 from weft_services.kvstore.segment import Segment
 
 SWEEP_BLOCKS = 4096
+metrics.from_zero(metrics.TIER_EVICTIONS, ("nvme",), ("room", "expired", "quota", "damaged", "replaced"))
 
 
 @dataclass(frozen=True, slots=True)

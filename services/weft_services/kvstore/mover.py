@@ -33,6 +33,7 @@ MAX_PROMOTIONS = 16
 STUCK_SECONDS = 10.0  # nothing waits for a disk on which a batch takes longer
 NEWEST_SHARE = 0.2  # of a measurement, in what is expected
 NO_SPACE_PAUSES = (0.02, 0.05, *(0.1,) * 8)  # Mooncake evicts in the background, when it is asked for room
+metrics.from_zero(metrics.TIER_MOVES, ("spilled", "promoted", "lost"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ from weft.worker.borrow import block_checksums
 from weft.worker.grammars import GrammarDesk
 from weft.worker.store_prefix import StorePrefix
 
+metrics.from_zero(metrics.LEASES, ("returned", "cancelled", "expired", "broken", "stalled"))
+
 
 class Lease:
     """One prompt: how far it is computed, and which of its blocks have been announced."""

@@ -43,13 +43,14 @@ OTHERS_WAIT = "others wait for room already"
 # looked up once
 _BY_SESSION, _BY_LOAD = ROUTES.labels("session"), ROUTES.labels("load")
 # the first that fits
-_OUTCOMES: tuple[tuple[type[WeftError], str], ...] = (
-    (TooLate, "late"),
-    (Overloaded, "overloaded"),
-    (PeerLost, "unavailable"),
-    (NotFound, "unknown_model"),
-    (InvalidRequest, "invalid"),
-    (Cancelled, "cancelled"),
+_REFUSED = (
+    (TooLate, ROUTES.labels("late")),
+    (Overloaded, ROUTES.labels("overloaded")),
+    (PeerLost, ROUTES.labels("unavailable")),
+    (NotFound, ROUTES.labels("unknown_model")),
+    (InvalidRequest, ROUTES.labels("invalid")),
+    (Cancelled, ROUTES.labels("cancelled")),
+    (WeftError, ROUTES.labels("failed")),
 )
 
 
@@ -133,7 +134,7 @@ class Dispatcher:
             placement = await self._place_in_time(query, preference)
         except WeftError as error:
             self._router.refuse(query)
-            ROUTES.labels(next((outcome for kind, outcome in _OUTCOMES if isinstance(error, kind)), "failed")).inc()
+            next(counter for kind, counter in _REFUSED if isinstance(error, kind)).inc()
             raise
         (_BY_SESSION if placement.by_session else _BY_LOAD).inc()
         return placement

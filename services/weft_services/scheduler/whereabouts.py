@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from weft.errors import PeerLost, WeftError
-from weft.metrics import LOCATES
+from weft.metrics import LOCATES, from_zero
 from weft_services.scheduler.located import Located
 from weft_services.scheduler.router import Router
 from weft_services.scheduler.state import RouteQuery
@@ -28,6 +28,7 @@ MAX_ASKED = 32
 MAX_ASKED_ASIDE = 4
 # of longer prompts the beginning
 MAX_KEYS = 8192
+from_zero(LOCATES, ("answered", "late", "failed"))
 
 
 class Whereabouts:

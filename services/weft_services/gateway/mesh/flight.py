@@ -41,6 +41,7 @@ MAX_EXCLUDED = 64
 MAX_BLOCK_KEYS = 65_536
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5
 _CAUSES: dict[type[WeftError], str] = {PeerLost: "lost", Overloaded: "full", EngineFailed: "failed"}
+metrics.from_zero(metrics.MOVES, _CAUSES.values())
 
 
 @dataclass(frozen=True, slots=True)

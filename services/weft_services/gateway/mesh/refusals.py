@@ -18,6 +18,7 @@ from weft_services.gateway.mesh.placement import RouteQuery
 
 # there may be as many tenants as clients make up
 MAX_REMEMBERED = 4096
+metrics.from_zero(metrics.ROUTES, ("overloaded",))
 
 
 @dataclass(frozen=True, slots=True)
