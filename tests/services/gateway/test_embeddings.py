@@ -182,7 +182,7 @@ async def test_another_worker_does_what_one_cannot(
         with pytest.raises(APIStatusError) as failure:
             await b.client.embeddings.create(model=MODEL_NAME, input="hello")
         assert failure.value.status_code in (429, 500, 503)
-        assert "10.1.2.3" not in str(failure.value) or failure.value.status_code == 429
+        assert "10.1.2.3" not in str(failure.value)
         tried = {request.key.request_id: request.key.generation for worker in workers for request in worker.asked}
         assert max(tried.values()) == 1
         assert not any(record.exc_info for record in caplog.records), "a worker that fails is no bug of the gateway"

@@ -102,7 +102,7 @@ async def test_a_stream_is_a_numbered_sequence_of_items_that_open_grow_and_close
             assert {getattr(event, "item_id", item.id) for event in mine} == {item.id}
             joined = "".join(event.delta for event in mine if event.type.endswith(".delta"))
             done = next(event for event in mine if event.type.endswith(("text.done", "arguments.done")))
-            assert joined == getattr(done, "text", None) or getattr(done, "arguments", None)
+            assert joined == (done.text if hasattr(done, "text") else done.arguments)
         assert final.output[0].content[0].text == "Let me\nsee."
         assert final.output_text == "Hm."
         assert [(call.name, json.loads(call.arguments)) for call in final.output[2:]] == [

@@ -120,7 +120,7 @@ def test_every_family_has_a_largest_step(
         return launch(self, works)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ModelRunner, "launch", watched)
-    assert measure_peak(model, replace(limits_of(tiny.config), decode_graphs=True, max_pinned=0), "float32", CPU) >= 0
+    measure_peak(model, replace(limits_of(tiny.config), decode_graphs=True, max_pinned=0), "float32", CPU)
     assert launched == [[(0, 1)] * 6, [(tiny.config.max_positions - 64, 64), *[(0, 1)] * 5]]
 
 
