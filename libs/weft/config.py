@@ -1,6 +1,6 @@
 """Environment -> frozen dataclass: each field `foo_bar` is read from WEFT_FOO_BAR, loudly.
 
-Fields may be str, int, float, bool, Path, a StrEnum, or any of these `| None`.
+Fields may be str, int, float, bool, Path, a StrEnum, or any of these `| None`. One that is called a port is one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,22 @@ from typing import Any, TypeVar
 ConfigT = TypeVar("ConfigT")
 # to listen on, never to be called by
 WILDCARD_HOSTS = ("0.0.0.0", "::")
+MAX_PORT = 65_535
 
 
 class ConfigError(ValueError):
     """A setting that cannot be used; the message names the variable."""
+
+
+class CpuKernels(StrEnum):
+    """Those of a process. `weft_kernels.native` reads the variable by itself, but late: it stands among the settings of
+    who loads kernels so that a wrong word is told like any other's."""
+
+    AMX = "amx"
+    AVX512_BF16 = "avx512_bf16"
+    AVX512 = "avx512"
+    AVX2 = "avx2"
+    TORCH = "torch"
 
 
 class CannotListen(OSError):
@@ -63,14 +75,20 @@ def _parse(name: str, raw: str, kind: Any) -> Any:
         except ValueError:
             raise ConfigError(f"{name}={raw!r}: expected one of {', '.join(kind)}") from None
     if kind in (str, int, float, Path):
-        try:
-            value = kind(raw)
-        except ValueError:
-            raise ConfigError(f"{name}={raw!r}: expected {kind.__name__}") from None
-        if kind is float and not math.isfinite(value):  # no comparison finds fault with NaN, and no wait is for ever
-            raise ConfigError(f"{name}={raw!r}: expected a number")
-        return value
+        return _parse_plain(name, raw, kind)
     raise TypeError(f"{name}: fields of type {kind} are not supported")
+
+
+def _parse_plain(name: str, raw: str, kind: Any) -> Any:
+    try:
+        value = kind(raw)
+    except ValueError:
+        raise ConfigError(f"{name}={raw!r}: expected {kind.__name__}") from None
+    if kind is float and not math.isfinite(value):  # no comparison finds fault with NaN, and no wait is for ever
+        raise ConfigError(f"{name}={raw!r}: expected a number")
+    if kind is int and name.endswith("_PORT") and not 0 <= value <= MAX_PORT:  # gRPC takes the lower half of any number
+        raise ConfigError(f"{name}={raw!r}: expected 0 to {MAX_PORT}")
+    return value
 
 
 def read_models(text: str, name: str = "") -> dict[str, Path]:

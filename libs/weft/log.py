@@ -20,6 +20,7 @@ ASLEEP, JOINING = "asleep", "joining"
 """Phases of a parked worker: until it is woken, after which it starts anew, and the last one of a start."""
 PROGRESS = re.compile(r"progress (?P<what>.+): (?P<done>\d+) of (?P<total>\d+) MiB")
 """What `progress` writes."""
+USUAL_LEVEL = "INFO"
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
@@ -37,14 +38,20 @@ class _Formatter(logging.Formatter):
 
 def setup(service: str) -> None:
     """Send records to stderr. `service` is the process' name in the merged log, e.g. decode-0, and on Linux for `ps -o
-    comm` and `top`: command lines do not tell which worker a process became."""
+    comm` and `top`: command lines do not tell which worker a process became. Ends the process for a level that there is
+    not."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(service)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter(service))
-    logging.basicConfig(level=os.environ.get("WEFT_LOG_LEVEL", "INFO").upper(), handlers=[handler], force=True)
+    level = os.environ.get("WEFT_LOG_LEVEL", "").upper() or USUAL_LEVEL
+    is_known = level in logging.getLevelNamesMapping()
+    logging.basicConfig(level=level if is_known else USUAL_LEVEL, handlers=[handler], force=True)
     for chatty in ("httpx", "uvicorn.access", "uvicorn.error", "httpcore"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    if not is_known:
+        logger.error("cannot start: WEFT_LOG_LEVEL=%r: expected DEBUG, INFO, WARNING or ERROR", level)
+        sys.exit(2)  # as `weft.rpc.server.run` does with settings that are read later
 
 
 def mark(phase: str) -> None:

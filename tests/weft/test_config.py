@@ -1,13 +1,19 @@
-"""WEFT_MODEL: one model, or several by name."""
+"""Settings of all services: models by name, numbers and ports that cannot be, levels of the log."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from weft.config import ConfigError, read_config, read_models
+from weft.config import ConfigError, CpuKernels, read_config, read_models
+from weft.worker.config import WorkerConfig
+from weft_kernels.native.build import FLAGS
+from weft_services.weights.config import Config as WeightsConfig
 
 
 @pytest.mark.parametrize(
@@ -55,3 +61,41 @@ def test_a_number_of_no_size_is_refused_by_the_name_of_its_variable(raw: str) ->
     with pytest.raises(ConfigError, match=f"WEFT_WAIT_SECONDS='{raw}'"):
         read_config(Patience, {"WEFT_WAIT_SECONDS": raw})
     assert read_config(Patience, {"WEFT_WAIT_SECONDS": "2.5"}) == Patience(2.5)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a service listens."""
+
+    port: int = 0
+    private_port: int | None = None
+    num_ports: int = 0
+
+
+@pytest.mark.parametrize("name", ["WEFT_PORT", "WEFT_PRIVATE_PORT"])
+@pytest.mark.parametrize("raw", ["-1", "65536", "70000"])
+def test_a_port_that_there_is_not_is_refused_by_the_name_of_its_variable(name: str, raw: str) -> None:
+    """gRPC would listen on another one, and say nothing."""
+    with pytest.raises(ConfigError, match=f"{name}='{raw}'"):
+        read_config(Place, {name: raw})
+    assert read_config(Place, {"WEFT_PORT": "65535", "WEFT_NUM_PORTS": "70000"}) == Place(65535, None, 70000)
+
+
+@pytest.mark.parametrize(("level", "status"), [("loud", 2), ("debug", 0), ("", 0)])
+def test_a_level_that_the_log_has_not_ends_a_service_with_status_2_and_one_line(level: str, status: int) -> None:
+    """It is read before all else, to tell of what is wrong with the rest."""
+    start = [sys.executable, "-c", "from weft import log; log.setup('decode')"]
+    environ = {**os.environ, "WEFT_LOG_LEVEL": level}
+    ended = subprocess.run(start, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == status
+    assert [("WEFT_LOG_LEVEL='LOUD'" in line) for line in ended.stderr.splitlines()] == [True] * bool(status)
+
+
+@pytest.mark.parametrize("config", [WorkerConfig, WeightsConfig])
+def test_kernels_that_there_are_not_are_refused_before_a_model_is_loaded(config: type) -> None:
+    needed = {f"WEFT_{name}": "x" for name in ("MODEL", "MODEL_NAME", "WORKER_ID", "SCHEDULER_ADDR", "WEIGHTS_ADDR")}
+    with pytest.raises(ConfigError, match="WEFT_CPU_KERNELS='sse': expected one of"):
+        read_config(config, {**needed, "WEFT_CPU_KERNELS": "sse"})
+    for isa in (*FLAGS, "torch"):
+        assert read_config(config, {**needed, "WEFT_CPU_KERNELS": isa}).cpu_kernels == isa
+    assert len(CpuKernels) == len(FLAGS) + 1

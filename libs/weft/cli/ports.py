@@ -7,11 +7,12 @@ import random
 import socket
 from collections.abc import Collection
 
+from weft.config import MAX_PORT
+
 LOOPBACK = "127.0.0.1"
 # below the range that the kernel hands out to connections, so that a restarted child finds its port free;
 # above the one that Mooncake picks from
 INTERNAL_PORTS = range(18_000, 32_000)
-MAX_PORT = 65_535
 
 
 class PortTaken(Exception):

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
-from weft.cli.ports import MAX_PORT
 from weft.cli.record import DEFAULT_URL
+from weft.config import MAX_PORT
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 CONNECT_SECONDS = 5.0

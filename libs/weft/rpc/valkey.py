@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -14,6 +15,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as LateError
+
+from weft.config import ConfigError
 
 logger = logging.getLogger(__name__)
 DEADLINE_SECONDS = 0.05
@@ -42,6 +45,7 @@ class Valkey:
         turn_seconds: float | None = None,
         at_once: int = MAX_CONNECTIONS,
     ) -> None:
+        """Raises ConfigError for a URL that is none."""
         self.redis = _connect(url, deadline_seconds)
         self._found = found
         self._lost = lost
@@ -108,12 +112,23 @@ class Valkey:
 
 
 def _connect(url: str, deadline_seconds: float) -> Redis:
-    pool = BlockingConnectionPool.from_url(
-        url,
-        max_connections=MAX_CONNECTIONS,
-        timeout=deadline_seconds,
-        socket_timeout=deadline_seconds,
-        socket_connect_timeout=deadline_seconds,
-        retry=Retry(NoBackoff(), 0),
-    )
+    with named("WEFT_REDIS_URL", url):
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=deadline_seconds,
+            socket_timeout=deadline_seconds,
+            socket_connect_timeout=deadline_seconds,
+            retry=Retry(NoBackoff(), 0),
+        )
     return Redis.from_pool(pool)
+
+
+@contextmanager
+def named(variable: str, url: str) -> Iterator[None]:
+    """What the library cannot read of a URL is a setting's fault. Raises ConfigError, without credentials."""
+    try:
+        yield
+    except ValueError as error:
+        told = url.rpartition("@")[2]
+        raise ConfigError(f"{variable}={told!r}: expected redis://HOST:PORT/DB: {error}") from error

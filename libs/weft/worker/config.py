@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from weft.capacity.sizes import Wanted
-from weft.config import WILDCARD_HOSTS, ConfigError
+from weft.config import WILDCARD_HOSTS, ConfigError, CpuKernels
 from weft.engine.manners import CPU_NICENESS, MAX_NICENESS
 from weft.kv.handoff import LEASE_SECONDS
 from weft.request import WorkerRole
@@ -109,11 +109,11 @@ class WorkerConfig:
     niceness: int = CPU_NICENESS
     grace_seconds: float = 30.0
     role: WorkerRole = WorkerRole.BOTH
+    cpu_kernels: CpuKernels | None = None
 
     def __post_init__(self) -> None:
-        for name in ("port", "metrics_port", "threads"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name)}: expected 0 or more")
+        if self.threads < 0:
+            raise ConfigError(f"WEFT_THREADS={self.threads}: expected 0 or more")
         self._check_seconds()
         _ = self.wanted
         if self.cpus:

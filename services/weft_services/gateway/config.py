@@ -47,9 +47,6 @@ class Config:
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("WEFT_TLS_CERT and WEFT_TLS_KEY: one without the other")
-        for name in ("http_port", "grpc_port", "private_port"):
-            if not 0 <= (getattr(self, name) or 0) <= 65535:
-                raise ConfigError(f"WEFT_{name.upper()}={getattr(self, name)}: expected 0 to 65535")
         if self.share_ports and not (self.http_port and self.grpc_port):
             raise ConfigError("WEFT_SHARE_PORTS=1 needs WEFT_HTTP_PORT and WEFT_GRPC_PORT other than 0")
         if self.max_requests < 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.config import ConfigError, read_models
+from weft.config import ConfigError, CpuKernels, read_models
 from weft.weights.objects import is_remote
 
 REMOTE_READERS = 24  # an object store answers each request late, and many at a time
@@ -29,6 +29,7 @@ class Config:
     threads: int = 0
     weights_from: str = ""
     weights_bytes: int = 0
+    cpu_kernels: CpuKernels | None = None
 
     def __post_init__(self) -> None:
         if self.threads < 0:

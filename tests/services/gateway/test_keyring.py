@@ -51,3 +51,8 @@ async def test_a_file_that_holds_no_keys_is_named_with_what_makes_one(
     with pytest.raises(ConfigError, match=rf"{file}: not JSON.*; `weft keys add NAME --keys FILE` makes"):
         await Keyring(str(file)).open()
     assert "there are none yet" in caplog.text
+
+
+def test_a_valkey_that_cannot_be_named_is_a_setting_to_correct() -> None:
+    with pytest.raises(ConfigError, match="WEFT_KEYS='valkey:first/0'"):
+        Keyring("redis://me:secret@valkey:first/0")

@@ -9,6 +9,7 @@ import pytest
 from redis.exceptions import ConnectionError as Refused
 from redis.exceptions import TimeoutError as LateError
 
+from weft.config import ConfigError
 from weft.rpc.valkey import MAX_CONNECTIONS, MAX_LATE, Valkey
 
 URL = "redis://127.0.0.1:1/0"
@@ -96,3 +97,10 @@ async def test_a_late_answer_now_and_then_is_no_failure(late: Exception) -> None
             assert not valkey.is_resting
         assert await valkey.ask(answers) is True
     await valkey.close()
+
+
+@pytest.mark.parametrize("url", ["valkey:6379", "redis://me:secret@valkey:first/0"])
+def test_a_url_that_is_none_is_a_setting_to_correct(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"WEFT_REDIS_URL='valkey:\w+(/0)?'") as refused:
+        Valkey(url, "found", "lost")
+    assert "secret" not in str(refused.value)

@@ -27,6 +27,7 @@ from weft.keys import (
     load_key,
     load_keys,
 )
+from weft.rpc.valkey import named
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
@@ -79,7 +80,9 @@ class ValkeySource:
 
     def __init__(self, url: str) -> None:
         once = Retry(NoBackoff(), 0)  # it is asked again soon anyway
-        self._redis = Redis.from_url(url, socket_timeout=READ_SECONDS, socket_connect_timeout=READ_SECONDS, retry=once)
+        wait = READ_SECONDS
+        with named("WEFT_KEYS", url):
+            self._redis = Redis.from_url(url, socket_timeout=wait, socket_connect_timeout=wait, retry=once)
         self._seen: bytes | str | None = None
 
     async def changed(self) -> dict[str, Key] | None:
