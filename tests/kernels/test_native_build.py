@@ -3,6 +3,7 @@ built again: damaged, or once a compiler can do more than the one that built the
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import stat
@@ -171,3 +172,19 @@ def test_kernels_that_the_processor_cannot_run_are_not_taken(
     assert native.load.__wrapped__("avx512") is None
     assert f"avx512 cannot be had: the processor lacks {lacking}" in caplog.text
     assert num_builds(compiler) == 0
+
+
+def test_without_torch_a_library_that_lacks_openmp_is_not_had(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiler: Path
+) -> None:
+    """As for a weights service by itself: torch, which would bring the runtime, is no help there."""
+
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(native, "processor_features", lambda: frozenset({"avx2", "fma"}))
+    monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert native.load.__wrapped__("avx2") is None
+    assert "avx2 cannot be had" in caplog.text

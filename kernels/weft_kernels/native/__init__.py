@@ -6,7 +6,7 @@ Knows no torch: services that only decode weights start two seconds sooner witho
 from __future__ import annotations
 
 import ctypes
-import importlib
+import importlib.util
 import logging
 import os
 import subprocess
@@ -155,7 +155,7 @@ def _opened(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError:
-        if "torch" in sys.modules:
+        if "torch" in sys.modules or importlib.util.find_spec("torch") is None:
             raise
         importlib.import_module("torch")
         return ctypes.CDLL(str(path))

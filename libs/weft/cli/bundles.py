@@ -47,9 +47,4 @@ def inspect(context: typer.Context) -> None:
 
 def _bundle_tool(context: typer.Context) -> NoReturn:
     """Becomes the program that works on weights: the command line itself starts without numpy and the kernels."""
-    from importlib.util import find_spec
-
-    if find_spec("torch") is None:
-        typer.secho("weft: this needs the engine's libraries: pip install 'weft[engine]'", fg="red", err=True)
-        raise typer.Exit(2)
     os.execv(sys.executable, [sys.executable, "-m", "weft.weights.bundle", str(context.info_name), *context.args])

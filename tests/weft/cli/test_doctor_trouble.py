@@ -1,14 +1,22 @@
-"""`weft doctor` where a file is there and cannot be read."""
+"""`weft doctor` where a file is there and cannot be read, or a library is not there."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import shutil
+import tomllib
 from pathlib import Path
 
+import pytest
+from packaging.requirements import Requirement
+
+from weft.cli.doctor import machine
 from weft.cli.doctor.finding import Level, Subject
 from weft.cli.doctor.model import check_model
 
-SHIPPED = Path(__file__).parents[3] / "models" / "weft-nano"
+ROOT = Path(__file__).parents[3]
+SHIPPED = ROOT / "models" / "weft-nano"
 
 
 def test_settings_that_cannot_be_read_are_told_once_and_end_nothing(tmp_path: Path) -> None:
@@ -19,3 +27,19 @@ def test_settings_that_cannot_be_read_are_told_once_and_end_nothing(tmp_path: Pa
     bad = [each for each in check_model(Subject({"broken": broken})) if each.level is not Level.OK]
     assert [each.check for each in bad] == ["settings"]
     assert "Input/output error" in bad[0].says
+
+
+def test_of_the_services_only_workers_are_said_to_need_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else name)
+    (found,) = (each for each in machine.check_versions(Subject({})) if each.check == "engine")
+    assert found.level is Level.WARNING
+    assert found.says == "no torch: all services but workers run here"
+
+
+def test_what_workers_are_said_to_need_is_imported_by_them() -> None:
+    """Else an installation is called broken for want of what nobody misses."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = {Requirement(line).name for line in project["optional-dependencies"]["engine"]}
+    code = "".join(path.read_text() for top in ("libs", "kernels") for path in (ROOT / top).rglob("*.py"))
+    for name in {*machine.ENGINE, *extra}:
+        assert re.search(rf"^(import|from) {name}\b", code, re.MULTILINE), name

@@ -24,7 +24,7 @@ CHILD_SECONDS = 60.0
 INFINIBAND = Path("/sys/class/infiniband")
 # struct timex of Linux, which is larger than this nowhere; all zero asks and changes nothing
 TIMEX_BYTES, CLOCK_IS_WRONG = 512, 5
-ENGINE = ("torch", "numpy", "safetensors")
+ENGINE = ("torch", "numpy")
 
 
 def check_versions(subject: Subject) -> Iterator[Finding]:
@@ -40,7 +40,7 @@ def check_versions(subject: Subject) -> Iterator[Finding]:
         yield Finding("libraries", Level.OK, f"{len(wanted)} as asked for; {told}")
     missing = [name for name in ENGINE if importlib.util.find_spec(name) is None]
     if missing:
-        says = f"no {', '.join(missing)}: gateway, scheduler and kvstore run here, workers do not"
+        says = f"no {', '.join(missing)}: all services but workers run here"
         yield Finding("engine", Level.WARNING, says, "pip install 'weft[engine]'")
     else:
         yield Finding("engine", Level.OK, ", ".join(f"{name} {_version(name)}" for name in ENGINE))
