@@ -19,6 +19,8 @@ from weft.metrics import REGISTRY
 from weft.weights.bundle.__main__ import app as bundle_program
 from weft.worker.config import WorkerConfig
 from weft_services.gateway.config import Config as GatewayConfig
+from weft_services.gateway.dialects.answer_format import GUIDED
+from weft_services.gateway.mesh.urgency import CLASSES
 from weft_services.kvstore.config import Config as KvStoreConfig
 from weft_services.scheduler.config import Config as SchedulerConfig
 from weft_services.weights.config import Config as WeightsConfig
@@ -28,6 +30,8 @@ LINK_TEXT = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 OTHERS_PAGES = {"https://github.com/kvcache-ai/Mooncake"}
 CONFIGS = (GatewayConfig, SchedulerConfig, WorkerConfig, KvStoreConfig, WeightsConfig)
 SETTING = re.compile(r"\bWEFT_[A-Z0-9_]+\b")
+READ = re.compile(r'environ(?:\.get\(|\[)"([A-Z_]+)"')
+OTHERS_OWN = {"PATH", "GRPC_VERBOSITY", "OTEL_SDK_DISABLED"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -104,6 +108,22 @@ def test_every_setting_is_read_somewhere() -> None:
     for page in PAGES:
         unknown = {name for name in SETTING.findall(page.read_text()) if not name.endswith("_")} - known
         assert not unknown, f"{page.relative_to(ROOT)}: {unknown}"
+
+
+def test_every_variable_that_is_read_is_explained() -> None:
+    """Where no configuration has it as a field."""
+    code = [path.read_text() for top in ("libs", "kernels", "services") for path in (ROOT / top).rglob("*.py")]
+    read = set(READ.findall("".join(code)))
+    explained = set(re.findall(r"`([A-Z_]+)`", (ROOT / "docs" / "architecture.md").read_text()))
+    assert {"WEFT_MODEL", "XDG_CACHE_HOME"} < read
+    assert not read - explained - OTHERS_OWN
+
+
+def test_every_name_of_an_answer_format_and_of_an_urgency_is_told() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert set(GUIDED) <= set(re.findall(r"`(\w+)`", page))
+    (row,) = (line for line in page.splitlines() if line.startswith("| priorities |"))
+    assert set(CLASSES) <= set(re.findall(r"\w+", row))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__module__)
