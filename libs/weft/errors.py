@@ -9,6 +9,7 @@ WeftError
   Unreadable         storage did not answer, or not well: the same may work later
   Incompatible       two peers do not run the same model, layout or boot
   Overloaded         no room now, try later; `retry_after_seconds`
+    RoomClosed       so many wait that others like it need not ask for `hold_seconds`
     RateLimited      this caller has had its share; `kind` says of what
   PeerLost           another service is gone, silent or broke its word; `worker_id` names it
     ModelLoading     no worker yet: one is loading the model
