@@ -156,3 +156,13 @@ def test_names_are_whole_in_a_pipe_and_on_a_narrow_terminal(
     assert max(map(len, lines)) <= 80
     names = "".join(line.split("│")[1].strip() for line in lines)
     assert names == "".join([*LONG_NAMES, "all"])
+
+
+def test_kernels_that_there_are_not_are_a_line(run: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    save_file({"weight": torch.zeros(64, 64, dtype=torch.bfloat16)}, tmp_path / "model" / "model.safetensors")
+    monkeypatch.setenv("WEFT_CPU_KERNELS", "sse")
+    status, out, told = run("compress", tmp_path / "model", tmp_path / "bundle")
+    assert (status, out) == (2, "")
+    assert re.fullmatch(r"weft: WEFT_CPU_KERNELS='sse': expected one of amx, .*\n", told)
+    assert not (tmp_path / "bundle").exists()

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column, Table
 
+from weft.config import ConfigError, CpuKernels, read_config
 from weft.errors import Unreadable, WeftError
 from weft.storage import TRANSIENT
 from weft.weights.bundle import convert
@@ -28,6 +30,13 @@ PIPE_COLUMNS = 1 << 20
 AS_IT_IS: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # a path may be called [red], or :key:
 console = Console(soft_wrap=True, **AS_IT_IS)
 Threads = Annotated[int, typer.Option(min=0, help="0: all cores.")]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of what is read from the environment, what may be wrong; the kernels read it by themselves."""
+
+    cpu_kernels: CpuKernels | None = None
 
 
 @app.command()
@@ -131,11 +140,12 @@ def main() -> int:
         # a name may have what this terminal has no letters for: no reason to end, with all of the work done
         sys.stdout.reconfigure(errors="replace")
     try:
+        read_config(Settings)
         app(standalone_mode=True, prog_name="weft")  # whose commands these are
     except Unreadable as error:
         print(f"weft: {error}", file=sys.stderr)
         return 1
-    except (WeftError, OSError) as error:
+    except (WeftError, ConfigError, OSError) as error:
         print(f"weft: {error}", file=sys.stderr)
         return 1 if isinstance(error, OSError) and error.errno in TRANSIENT else 2
     return 0
