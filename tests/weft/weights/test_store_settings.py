@@ -18,6 +18,13 @@ from weft.weights.objects import ORIGIN_FILE, local_model
 from weft_kernels.caches import NOWHERE
 
 
+@pytest.fixture(autouse=True)
+def caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A test leaves nothing in those of whoever runs it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    return tmp_path / "caches"
+
+
 @pytest.mark.parametrize("url", ["s3://", "az://container/model", "gs://models/x"])
 def test_settings_that_no_store_can_be_asked_with_are_final(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("AZURE_")]:
@@ -36,7 +43,7 @@ class Elsewhere(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-def test_a_bucket_of_another_region_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_of_another_region_is_final(monkeypatch: pytest.MonkeyPatch, caches: Path) -> None:
     with HTTPServer(("127.0.0.1", 0), Elsewhere) as region:
         threading.Thread(target=region.serve_forever, daemon=True).start()
         settings = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{region.server_port}", "AWS_ACCESS_KEY_ID": "a"}
@@ -47,6 +54,7 @@ def test_a_bucket_of_another_region_is_final(monkeypatch: pytest.MonkeyPatch) ->
                 local_model("s3://models/x")
         finally:
             region.shutdown()
+    assert [path.name for path in caches.glob("weft/models/*/*")] == ["x"]
 
 
 def test_a_user_who_has_no_place_for_caches_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
