@@ -22,7 +22,8 @@ from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.bookings import Booking
 from weft_services.scheduler.lines import Waiter
 from weft_services.scheduler.pace import Pace
-from weft_services.scheduler.refusals import Apart, NobodyReady
+from weft_services.scheduler.passing import FREE, Passage
+from weft_services.scheduler.refusals import Full, NobodyReady
 from weft_services.scheduler.router import Progress, Router
 from weft_services.scheduler.state import (
     INFINITE,
@@ -143,7 +144,7 @@ class Dispatcher:
         """Nobody is asked about a request that would have to wait too long behind others: while a fleet is full that is
         most of them, and their clients shall know at once."""
         now, room = self._clock(), self._rooms.get(query.model)
-        if room is not None and not room.goes_first(query):
+        if room is not None and room.passage_for(query) is None:
             room.check(query, now, Overloaded(OTHERS_WAIT))
 
     async def _place_in_time(self, query: RouteQuery, preference: Preference) -> Placement:
@@ -189,20 +190,17 @@ class Dispatcher:
 
     async def _place(self, query: RouteQuery, preference: Preference, until: float) -> Placement:
         """Now, or after a wait for room, which is over by then: a worker has been waited for already, perhaps."""
-        now, room = self._clock(), self._rooms.get(query.model)
-        if room is None or room.goes_first(query):
+        now, room, busy = self._clock(), self._rooms.get(query.model), Overloaded(OTHERS_WAIT)
+        passage = FREE if room is None else room.passage_for(query)
+        if passage is not None:
             try:
-                return self._placed(query, preference, now)
-            except (TooLate, Apart):
-                raise
-            except Overloaded as error:
-                busy = error
-        else:
-            busy = Overloaded(OTHERS_WAIT)
+                return self._placed(query, preference, now, passage)
+            except Full as error:
+                busy, passage = error, self._router.past(query, error, passage)
         if self._router.passes_over(query):
             raise busy  # others would wait behind it, for a worker that has room for them
         room = self._rooms[query.model]
-        waiter = room.enter(query, now, busy)
+        waiter = room.enter(query, now, busy, passage)
         place: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
         self._places[waiter] = preference, place
         WAITING.inc()
@@ -218,8 +216,8 @@ class Dispatcher:
             del self._places[waiter]
             self._seat()  # there may have been room all the time for who comes next
 
-    def _placed(self, query: RouteQuery, preference: Preference, now: float) -> Placement:
-        placement = self._router.place(query, preference, now)
+    def _placed(self, query: RouteQuery, preference: Preference, now: float, passage: Passage) -> Placement:
+        placement = self._router.place(query, preference, now, passage)
         self._rooms[query.model].placed(query, now)
         return placement
 
@@ -230,25 +228,28 @@ class Dispatcher:
             self._seating.ask()
 
     def _seat_all(self) -> None:
-        """Place those who wait, in their order, until there is no room for the next of any model."""
+        """Place those who wait, in their order, until there is no room for any who is next."""
         now = self._clock()
         for room in self._rooms.values():
             self._seat_from(room, now)
 
     def _seat_from(self, room: WaitingRoom, now: float) -> None:
-        while any(self._seated(room, waiter, priority, now) for waiter, priority in room.candidates(now)):
-            pass
+        passage: Passage | None = FREE
+        while passage is not None and (candidates := room.candidates(now, passage.longest)):
+            if not any(self._seated(room, *candidate, passage, now) for candidate in candidates):
+                passage = candidates[-1][0].passage
+        room.passage = passage
 
-    def _seated(self, room: WaitingRoom, waiter: Waiter, priority: Priority, now: float) -> bool:
+    def _seated(self, room: WaitingRoom, waiter: Waiter, priority: Priority, passage: Passage, now: float) -> bool:
         """It waits no more: it has its place, or will never have one. False while there is no room for it."""
         preference, place = self._places[waiter]
         left = waiter.query.remaining_seconds - (now - waiter.since)
         query = replace(waiter.query, remaining_seconds=left, priority=priority)
         try:
-            placement = self._router.place(query, preference, now)
+            placement = self._router.place(query, preference, now, passage)
         except WeftError as error:
-            is_busy = isinstance(error, Overloaded) and not isinstance(error, (TooLate, Apart))
-            if is_busy and not self._router.passes_over(query):
+            if isinstance(error, Full) and not self._router.passes_over(query):
+                waiter.passage = self._router.past(query, error, passage)
                 return False
             if not place.done():
                 place.set_exception(error)

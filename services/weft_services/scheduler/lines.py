@@ -10,13 +10,17 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from itertools import islice
 
-from weft_services.scheduler.state import RouteQuery
+from weft_services.scheduler.passing import Passage
+from weft_services.scheduler.state import INFINITE, RouteQuery
 
 # of an answer: more is not taken for certain
 MAX_ANSWER_TOKENS = 256
 # tenants whose virtual time is remembered
 MAX_TENANTS = 4096
+# of each tenant's line, for one that may go past those before it
+MAX_LOOKED_AT = 64
 
 
 def cost_of(query: RouteQuery) -> int:
@@ -26,11 +30,17 @@ def cost_of(query: RouteQuery) -> int:
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A request that waits. `give_up_at`: then nobody wants it any more."""
+    """A request that waits. `give_up_at`: then nobody wants it any more. `passage`: what those behind it may take while
+    it waits for a larger worker; with that it stays the first of its line."""
 
     query: RouteQuery
     since: float
     give_up_at: float
+    passage: Passage | None = None
+
+    def lets_by(self, query: RouteQuery) -> bool:
+        """The other need not wait behind it."""
+        return self.passage is not None and query.prompt_tokens <= self.passage.longest
 
 
 @dataclass(slots=True)
@@ -39,6 +49,13 @@ class _Line:
 
     waiters: deque[Waiter] = field(default_factory=deque)
     tokens: int = 0
+
+    def first(self, longest: float) -> Waiter | None:
+        """The first with so short a prompt, as far as is looked."""
+        if (head := self.waiters[0]).query.prompt_tokens <= longest:
+            return head
+        behind = islice(self.waiters, 1, MAX_LOOKED_AT)
+        return next((waiter for waiter in behind if waiter.query.prompt_tokens <= longest), None)
 
 
 class Lines:
@@ -78,10 +95,13 @@ class Lines:
             del self._lines[tenant]
         return True
 
-    def first(self) -> Waiter:
-        """Who is next; somebody must wait."""
-        heads = (line.waiters[0] for line in self._lines.values())
-        return min(heads, key=lambda waiter: (self._start(waiter.query.tenant), waiter.since))
+    def first(self, longest: float = INFINITE) -> Waiter | None:
+        """Who is next, of those whose prompts are no longer than that."""
+        heads = filter(None, (line.first(longest) for line in self._lines.values()))
+        return min(heads, key=self._turn, default=None)
+
+    def _turn(self, waiter: Waiter) -> tuple[bool, float, float]:
+        return waiter.passage is None, self._start(waiter.query.tenant), waiter.since
 
     def since(self) -> float:
         """When who has waited longest came; somebody must wait."""
@@ -97,6 +117,11 @@ class Lines:
             if line is not own and (ahead := turn - self._start(other)) >= 0:
                 before += min(line.tokens, int(ahead) + cost_of(line.waiters[0].query))
         return before
+
+    def tokens_passed(self, query: RouteQuery) -> int:
+        """Of those who let it by."""
+        heads = (line.waiters[0] for line in self._lines.values())
+        return sum(cost_of(head.query) for head in heads if head.lets_by(query))
 
     def charge(self, tenant: bytes, tokens: int) -> None:
         """A request of this tenant got its place, with or without waiting."""

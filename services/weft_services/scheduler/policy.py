@@ -19,6 +19,7 @@ import numpy as np
 
 from weft.errors import NotFound
 from weft.request import ModelFingerprint, WorkerRole
+from weft_services.scheduler.passing import FREE, Passage
 from weft_services.scheduler.refusals import refusal
 from weft_services.scheduler.served import Row, Served
 from weft_services.scheduler.state import INFINITE, Demand, Placement, Worker
@@ -48,8 +49,9 @@ MAX_DECODE_POOLS = 2
 MAX_PREFILL_POOLS = 4
 
 
-def choose(models: Mapping[str, Served], demand: Demand, now: float) -> Placement:
-    """Where the request goes. `models`: every model ever served and its live workers.
+def choose(models: Mapping[str, Served], demand: Demand, now: float, passage: Passage = FREE) -> Placement:
+    """Where the request goes. `models`: every model ever served and its live workers; `passage`: which of them it may
+    take, where it goes past others.
 
     Raises PeerLost, Overloaded, NotFound or InvalidRequest, having changed nothing.
     """
@@ -57,7 +59,7 @@ def choose(models: Mapping[str, Served], demand: Demand, now: float) -> Placemen
     if models and model not in models:
         raise NotFound(f"no worker serves the model {model!r}")
     served = models.get(model) or Served()
-    return _View(served, demand, now, care_at(served.utilization)).choose()
+    return _View(served, demand, now, care_at(served.utilization), passage).choose()
 
 
 def care_at(utilization: float) -> float:
@@ -114,6 +116,7 @@ class _View:
     demand: Demand
     now: float
     care: float
+    passage: Passage
 
     def choose(self) -> Placement:
         """Decode first: it must have room for the answer. Then who computes the prompt, and whether they are one."""
@@ -207,7 +210,8 @@ class _View:
 
     def _pick(self, role: WorkerRole, costs: Row, kinds: Set[ModelFingerprint] | None) -> _Pick:
         if (pick := self._best(role, costs, kinds)) is None:
-            raise refusal(self.served, self.demand.query, role, kinds)
+            # who goes past others may have found no partner because of them
+            raise refusal(self.served, self.demand.query, role, kinds if self.passage is FREE else None)
         return pick
 
     def _best(self, role: WorkerRole, costs: Row, kinds: Set[ModelFingerprint] | None) -> _Pick | None:
@@ -252,7 +256,7 @@ class _View:
             return False
         if kinds is not None and worker.info.fingerprint not in kinds:
             return False
-        return has_room(worker, role, self.demand)
+        return self.passage.admits(worker, role) and has_room(worker, role, self.demand)
 
     def _placed(self, decode: Worker, prefill: Worker) -> Placement:
         demand, preference = self.demand, self.demand.preference

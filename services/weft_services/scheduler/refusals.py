@@ -22,9 +22,12 @@ class NobodyReady(PeerLost):
         self.role = role
 
 
-class Apart(Overloaded):
-    """So long a prompt fits only on workers that are full, while smaller ones take requests: who waited for those would
-    keep the others from these."""
+class Full(Overloaded):
+    """No worker of a role has room now: it may be waited for."""
+
+    def __init__(self, message: str, retry_after_seconds: float, role: WorkerRole) -> None:
+        super().__init__(message, retry_after_seconds)
+        self.role = role
 
 
 def refusal(served: Served, query: RouteQuery, role: WorkerRole, kinds: Set[ModelFingerprint] | None) -> WeftError:
@@ -35,18 +38,17 @@ def refusal(served: Served, query: RouteQuery, role: WorkerRole, kinds: Set[Mode
     """
     live = served.decodes if role is WorkerRole.DECODE else served.prefills
     able = [worker for worker in live if query.prompt_tokens <= worker.longest_prompt]
-    is_apart = any(_is_ready(worker) and query.prompt_tokens > worker.longest_prompt for worker in live)
+    is_apart = any(is_ready(worker) and query.prompt_tokens > worker.longest_prompt for worker in live)
     if not able and is_apart:
         message = f"the prompt has {query.prompt_tokens} tokens; at most {max(w.longest_prompt for w in live)} fit"
         return InvalidRequest(message, "prompt", "context_length_exceeded")
     able = able or live
     tried = [worker for worker in able if not query.excludes(worker)]
-    ready = [worker for worker in tried if _is_ready(worker)]
+    ready = [worker for worker in tried if is_ready(worker)]
     who = f"{role} worker" if len(able) == len(live) else f"{role} worker that has room for the prompt"
     if not ready:
         if any(worker.report.is_full for worker in tried):
-            kind = Apart if is_apart else Overloaded
-            return kind(f"the pool of every {who} is full", retry_after(tried))
+            return Full(f"the pool of every {who} is full", retry_after(tried), role)
         message = f"no {who} of {query.model!r} is {'ready' if live else 'live'}"
         # who passes over a live one does not wait for that one; who needs a larger one would be woken by every report
         # of a smaller one
@@ -55,10 +57,11 @@ def refusal(served: Served, query: RouteQuery, role: WorkerRole, kinds: Set[Mode
         if role is WorkerRole.DECODE and not served.prefills:
             return NobodyReady(f"no prefill worker of {query.model!r} is live", WorkerRole.PREFILL)
         return PeerLost("no prefill worker runs what the decode workers run")
-    return Overloaded(f"every {who} is full", retry_after(ready))
+    return Full(f"every {who} is full", retry_after(ready), role)
 
 
-def _is_ready(worker: Worker) -> bool:
+def is_ready(worker: Worker) -> bool:
+    """It takes requests."""
     return worker.report.ready and not (worker.drain_wish or worker.park_wish)
 
 

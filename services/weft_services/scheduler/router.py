@@ -18,9 +18,11 @@ from weft_services.scheduler.fleet import Fleet, serves
 from weft_services.scheduler.gateways import Gateways
 from weft_services.scheduler.lengths import OutputLengths
 from weft_services.scheduler.located import Located
+from weft_services.scheduler.passing import FREE, Passage, past
 from weft_services.scheduler.planner import RolePlanner
 from weft_services.scheduler.policy import choose
 from weft_services.scheduler.prefixes import MAX_KEYS, PrefixIndex
+from weft_services.scheduler.refusals import Full
 from weft_services.scheduler.served import Served
 from weft_services.scheduler.speed import USUAL_CREDIT
 from weft_services.scheduler.state import (
@@ -102,12 +104,12 @@ class Router:
         self._bookings.drop_worker(worker)
         self.prefixes.forget(worker)
 
-    def place(self, query: RouteQuery, preference: Preference, now: float) -> Placement:
+    def place(self, query: RouteQuery, preference: Preference, now: float, passage: Passage = FREE) -> Placement:
         """Choose workers and book the request's tokens on them. Raises the policy's refusals, having booked nothing."""
         self._bookings.admit(query.key)
         # looked at now and not when the session was looked up: its request may have waited for that very worker
         demand = self.demand(query, self.still(preference))
-        placement = choose(self.fleet.models, demand, now)
+        placement = choose(self.fleet.models, demand, now, passage)
         # who lost its place goes before all who wait: were it to wait for a fleet that is half empty, so would they
         priority = Priority.DEFAULT if query.key.generation > 0 else query.priority
         self._targets.check(query.model, priority, placement)
@@ -130,6 +132,10 @@ class Router:
         if (prefill_id, decode_id) == (preference.prefill_id, preference.decode_id):
             return preference
         return replace(preference, prefill_id=prefill_id, decode_id=decode_id)
+
+    def past(self, query: RouteQuery, full: Full, passage: Passage) -> Passage | None:
+        """What is left to those behind it, while it waits for what is full."""
+        return past(self.fleet.models.get(query.model) or Served(), query, full.role, passage)
 
     def passes_over(self, query: RouteQuery) -> bool:
         """It excludes a worker that takes requests, as after an attempt that has just failed there."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from weft.config import ConfigError
 from weft.errors import Overloaded
-from weft_services.scheduler.refusals import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS
+from weft.request import WorkerRole
+from weft_services.scheduler.refusals import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, Full
 from weft_services.scheduler.state import Placement, Priority, RouteQuery
 
 # work that nobody waits for leaves this share of the promised time to the others
@@ -30,7 +31,7 @@ class Targets:
     by_model: Mapping[str, Target] = field(default_factory=dict)
 
     def check(self, model: str, priority: Priority, placement: Placement) -> None:
-        """Raises Overloaded when the request would wait too long there, or make all others there too slow.
+        """Raises Full when the request would wait too long there, or make all others there too slow.
 
         What computing the prompt itself takes is not counted: a long prompt is no reason to refuse it, also not when
         idle.
@@ -39,10 +40,10 @@ class Targets:
         share = BATCH_SHARE if priority is Priority.BATCH else 1.0
         late = placement.wait_seconds - share * target.wait_seconds
         if target.wait_seconds and late > 0:
-            raise Overloaded("too many prompts wait already", late)
+            raise Full("too many prompts wait already", late, WorkerRole.PREFILL)
         is_shared = placement.decode.booked.requests > 0
         if target.itl_seconds and is_shared and placement.itl_seconds > share * target.itl_seconds:
-            raise Overloaded("too many answers are being generated already")
+            raise Full("too many answers are being generated already", MIN_RETRY_SECONDS, WorkerRole.DECODE)
 
 
 NO_TARGETS = Targets()

@@ -8,6 +8,8 @@ requests fills its own line, and those who ask for less than their share are let
 Who lost its place with a worker is let in and placed before all others: it was let in before, and its client may be
 reading its answer already.
 
+Who waits for a larger worker keeps its place for that one, and lets by whoever has room elsewhere (passing.py).
+
 Nobody starves: while higher priorities wait, each lower one still has turns, a TURN_SHARE of the tokens. A turn is paid
 for afterwards, so that long prompts have theirs as well; one request takes it, whoever is next of that priority then.
 """
@@ -15,12 +17,12 @@ for afterwards, so that long prompts have theirs as well; one request takes it, 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from weft.errors import Overloaded, RoomClosed
 from weft_services.scheduler.lines import Lines, Waiter, cost_of
+from weft_services.scheduler.passing import FREE, Passage
 from weft_services.scheduler.refusals import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS
-from weft_services.scheduler.state import Priority, RouteQuery
+from weft_services.scheduler.state import INFINITE, Priority, RouteQuery
 
 # of the tokens placed, what each lower priority gets while higher ones wait
 TURN_SHARE = 0.1
@@ -54,15 +56,20 @@ class WaitingRoom:
         self._busy_tokens = 0.0
         self._busy_seconds = 0.0
         self._looked_at = 0.0
+        # for who has just come: what those leave who wait for larger workers, where nobody else that this would let by
+        # waits; None where somebody does
+        self.passage: Passage | None = None
 
     def __len__(self) -> int:
         return self._num
 
-    def enter(self, query: RouteQuery, now: float, busy: Overloaded) -> Waiter:
-        """Wait. Raises what `check` raises."""
+    def enter(self, query: RouteQuery, now: float, busy: Overloaded, passage: Passage | None = None) -> Waiter:
+        """Wait; `passage` is what is left to those behind it, were it next. Raises what `check` raises."""
         self.check(query, now, busy)
         self._look(now)
-        waiter = Waiter(query, now, now + self.longest(query))
+        if self.passage_for(query) is not None:
+            self.passage = passage
+        waiter = Waiter(query, now, now + self.longest(query), passage)
         self._lines[rank_of(query)].append(waiter)
         self._num += 1
         return waiter
@@ -73,7 +80,7 @@ class WaitingRoom:
         expected = self.expected_seconds(query, now)
         again = _later(expected, busy.retry_after_seconds)
         if self._is_full_for(query) or self._is_hopeless(query, expected, self._max_seconds):
-            before = self.expected_seconds(replace(query, prompt_tokens=0, max_tokens=0), now)
+            before = self.expected_seconds(query, now, 0)
             raise RoomClosed(str(busy), again, min(HOLD_SHARE * before, MAX_HOLD_SECONDS))
         if query.reject_if_busy or self._is_hopeless(query, expected, self.longest(query)):
             raise Overloaded(str(busy), again)
@@ -93,20 +100,27 @@ class WaitingRoom:
         if self._lines[rank_of(waiter.query)].remove(waiter):
             self._num -= 1
 
-    def candidates(self, now: float) -> list[tuple[Waiter, Priority]]:
-        """Who is next, and with which priority it is placed. Before whom it would be usually a lower priority may have
-        its turn, which then counts as the usual one; should there be no room for that, there may be for the other."""
-        waiting = [rank for rank, lines in self._lines.items() if lines]
-        # but nobody's turn comes before those who lost their place
-        in_turn = [rank for rank in waiting[1:] if MOVED not in waiting and self._has_turn(rank, now)][:1]
-        return [
-            (waiter := self._lines[rank].first(), Priority.DEFAULT if rank in in_turn else waiter.query.priority)
-            for rank in (*in_turn, *waiting[:1])
-        ]
+    def candidates(self, now: float, longest: float = INFINITE) -> list[tuple[Waiter, Priority]]:
+        """Who is next of those whose prompts are no longer than that, and with which priority it is placed. Before whom
+        it would be usually a lower priority may have its turn, which then counts as the usual one; should there be no
+        room for that, there may be for the other."""
+        found: list[Waiter] = []
+        for rank, lines in self._lines.items():
+            # nobody's turn comes before those who lost their place
+            if lines and (not found or (rank_of(found[0].query) != MOVED and self._has_turn(rank, now))):
+                found += filter(None, [lines.first(longest)])
+        in_turn = [(waiter, Priority.DEFAULT) for waiter in found[1:2]]
+        return in_turn + [(waiter, waiter.query.priority) for waiter in found[:1]]
 
     def goes_first(self, query: RouteQuery) -> bool:
         """May a request that has just come be placed before all who wait."""
         return not self._num or all(rank_of(query) < rank for rank, lines in self._lines.items() if lines)
+
+    def passage_for(self, query: RouteQuery) -> Passage | None:
+        """What a request that has just come may take before those who wait. None: it waits behind them."""
+        if self.goes_first(query):
+            return FREE
+        return self.passage if self.passage is not None and query.prompt_tokens <= self.passage.longest else None
 
     def placed(self, query: RouteQuery, now: float) -> None:
         """A request got its place, with or without waiting: its tenant pays for it. Call `leave` afterwards."""
@@ -117,21 +131,22 @@ class WaitingRoom:
         self._turn_at[rank] = self._placed_tokens + tokens / TURN_SHARE
         self._placed_tokens += tokens
 
-    def expected_seconds(self, query: RouteQuery, now: float) -> float:
+    def expected_seconds(self, query: RouteQuery, now: float, tokens: int | None = None) -> float:
         """How long until it has its place, if that goes as fast as it last went; 0 when nothing is known, and for who
-        would be the first."""
-        own = rank_of(query)
-        above = sum(lines.tokens for rank, lines in self._lines.items() if rank < own)
-        level = self._lines[own].tokens_before(query.tenant)
+        would be the first. `tokens`: as if it cost so many."""
+        own, cost = rank_of(query), cost_of(query) if tokens is None else tokens
+        above = sum(lines.tokens - lines.tokens_passed(query) for rank, lines in self._lines.items() if rank < own)
+        level = max(self._lines[own].tokens_before(query.tenant) - self._lines[own].tokens_passed(query), 0)
         self._look(now)
-        if not above + level or self._busy_seconds < MIN_BUSY_SECONDS:
+        is_next = not above + level or self.passage_for(query) is not None
+        if is_next or self._busy_seconds < MIN_BUSY_SECONDS:
             return 0.0
         rate = self._rate(now)
-        in_line = (above + level + cost_of(query)) / rate
+        in_line = (above + level + cost) / rate
         if not above:
             return in_line
         until_turn = max(self._turn_at[own] - self._placed_tokens, 0.0) + level / TURN_SHARE
-        return min(in_line, max((until_turn + cost_of(query)) / rate, TURN_WAIT_SHARE * self._max_seconds))
+        return min(in_line, max((until_turn + cost) / rate, TURN_WAIT_SHARE * self._max_seconds))
 
     def _rate(self, now: float) -> float:
         """Tokens a second that get their places while somebody waits: else they get them as fast as they come, which

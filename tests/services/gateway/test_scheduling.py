@@ -29,7 +29,7 @@ from weft_services.gateway.process import running
 from weft_services.scheduler import service
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.router import Router
-from weft_services.scheduler.state import NEVER, NO_PREFERENCE, Placement, Preference, Priority, RouteQuery
+from weft_services.scheduler.state import NEVER, NO_PREFERENCE, Placement, Priority, RouteQuery
 from weft_services.scheduler.waiting import WaitingRoom
 
 FULL = {"ready": False, "free_blocks": 0, "active_blocks": 100, "num_running": 1}
@@ -67,10 +67,10 @@ async def meshed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     queries: list[RouteQuery] = []
     place = Router.place
 
-    def noted(router: Router, query: RouteQuery, preference: Preference, now: float) -> Placement:
+    def noted(router: Router, query: RouteQuery, *more: Any) -> Placement:
         routers.append(router)
         queries.append(query)
-        return place(router, query, preference, now)
+        return place(router, query, *more)
 
     monkeypatch.setattr(Router, "place", noted)
     decode = FakeDecode("both-0")
