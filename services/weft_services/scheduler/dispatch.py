@@ -227,11 +227,15 @@ class Dispatcher:
         if self._places:
             self._seating.ask()
 
-    def _seat_all(self) -> None:
-        """Place those who wait, in their order, until there is no room for any who is next."""
-        now = self._clock()
-        for room in self._rooms.values():
+    def _seat_all(self) -> float:
+        """Place those who wait, in their order, until there is no room for any who is next: a look in vain for each of
+        these models. Returns their share."""
+        now, rooms = self._clock(), self._rooms.values()
+        num_before = sum(map(len, rooms))
+        for room in rooms:
             self._seat_from(room, now)
+        num_placed, num_vain = num_before - sum(map(len, rooms)), sum(map(bool, rooms))
+        return num_vain / max(num_placed + num_vain, 1)
 
     def _seat_from(self, room: WaitingRoom, now: float) -> None:
         passage: Passage | None = FREE
@@ -261,9 +265,7 @@ class Dispatcher:
         return True
 
     def settle(self, news: Iterable[Progress]) -> None:
-        """Booked requests have come this far. Late, repeated and unknown ones change nothing.
-
-        Who waits is looked at once for all."""
+        """Booked requests have come this far. Late, repeated and unknown ones change nothing."""
         for progress in news:
             booking = self._router.settle(progress, self._clock())
             if booking is not None:

@@ -7,14 +7,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-# for so many times as long as it took the work rests
+# for so many times as long as it took in vain the work rests
 REST_SHARE = 9
 
 
 class Pace:
-    """Does `work` soon after every `ask`, for a tenth of the time at most. Belongs to one event loop."""
+    """Does `work` soon after every `ask`, in vain for a tenth of the time at most: it says for which share of its own
+    time it was. Belongs to one event loop."""
 
-    def __init__(self, work: Callable[[], None], clock: Callable[[], float]) -> None:
+    def __init__(self, work: Callable[[], float], clock: Callable[[], float]) -> None:
         self._work = work
         self._clock = clock
         self._not_before = 0.0
@@ -33,6 +34,6 @@ class Pace:
 
     def _do(self) -> None:
         began, self._is_due = self._clock(), False
-        self._work()
+        share = self._work()
         ended = self._clock()
-        self._not_before = ended + REST_SHARE * (ended - began)
+        self._not_before = ended + REST_SHARE * share * (ended - began)

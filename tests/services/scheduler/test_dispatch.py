@@ -260,6 +260,23 @@ async def test_a_fleet_that_takes_long_to_look_at_is_not_looked_at_for_every_rep
     assert looks.number == 2
 
 
+async def test_only_a_look_in_vain_is_rested_from_however_many_were_placed_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    full = Full(max_waiting=8, clock=clock)
+    waiting = [await full.fill(), full.ask("next"), full.ask("last")]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    Looks(monkeypatch, clock, seconds=0.004)
+    full.dispatcher.settle(settled(Stage.CANCELLED))
+    clock.now += 0.04
+    full.dispatcher.settle([Progress(RequestKey("waiting"), Stage.CANCELLED)])
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert [asked.done() for asked in waiting] == [True, True, True]
+
+
 async def test_batch_work_that_lost_its_place_holds_up_nobody_until_the_fleet_is_half_empty() -> None:
     dispatcher = Dispatcher(Router(100.0, Targets(Target(wait_seconds=1.0))), Asked(), lambda: WaitingRoom(8, 20.0))
     worker = dispatcher.join(worker_info("both-0", WorkerRole.BOTH, num_blocks=1000, max_context_tokens=10_000))
