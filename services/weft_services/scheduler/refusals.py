@@ -7,6 +7,7 @@ from collections.abc import Iterable, Set
 
 from weft.errors import InvalidRequest, Overloaded, PeerLost, WeftError
 from weft.request import ModelFingerprint, WorkerRole
+from weft_services.scheduler.fleet import serves
 from weft_services.scheduler.served import Served
 from weft_services.scheduler.state import RouteQuery, Worker
 
@@ -47,7 +48,7 @@ def refusal(served: Served, query: RouteQuery, role: WorkerRole, kinds: Set[Mode
     ready = [worker for worker in tried if is_ready(worker)]
     who = f"{role} worker" if len(able) == len(live) else f"{role} worker that has room for the prompt"
     if not ready:
-        if any(worker.report.is_full for worker in tried):
+        if any(map(serves, tried)):
             return Full(f"the pool of every {who} is full", retry_after(tried), role)
         message = f"no {who} of {query.model!r} is {'ready' if live else 'live'}"
         # who passes over a live one does not wait for that one; who needs a larger one would be woken by every report

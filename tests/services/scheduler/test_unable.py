@@ -92,6 +92,14 @@ def test_the_last_worker_that_is_asked_to_drain_counts_as_gone_at_once() -> None
     assert isinstance(refusal(workers, query()), NobodyReady)
 
 
+def test_a_full_worker_that_is_asked_to_leave_is_not_waited_for() -> None:
+    workers = pair()
+    workers[1].report = WorkerReport(ready=False, full=True)
+    assert isinstance(refusal(workers, query()), Overloaded)
+    workers[1].drain_wish = True
+    assert isinstance(refusal(workers, query()), NobodyReady)
+
+
 def refusal(workers: list[Worker], asked: RouteQuery) -> WeftError:
     with pytest.raises(WeftError) as caught:
         decide(workers, asked)
