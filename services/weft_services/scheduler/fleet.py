@@ -79,13 +79,19 @@ class Fleet:
         self._models[info.model] = served.of([*served.workers, worker])
         rate(self._models[info.model])
         if len(self._models) > MAX_MODELS:
-            self._models = {model: served for model, served in self._models.items() if served.workers}
-            self._ready_at = {key: at for key, at in self._ready_at.items() if key[0] in self._models}
+            self._forget_models()
         WORKERS.labels(info.role).inc()
         logger.info(
             "worker joined id=%s role=%s model=%s at=%s", worker.worker_id, info.role, info.model, info.address.address
         )
         return worker, replaced
+
+    def _forget_models(self) -> None:
+        for model in [model for model, served in self._models.items() if not served.workers]:
+            del self._models[model]
+            for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
+                self._ready_at.pop((model, role), None)
+                _tell_nothing(model, role)
 
     def leave(self, worker: Worker, why: str) -> bool:
         """The worker is gone; False when it was already. A successor of the same id is not touched. Should the same
@@ -158,8 +164,7 @@ class Fleet:
                 if served.workers or now - self._ready_at.get((model, role), NEVER) < MISSED_SECONDS:
                     READY_WORKERS.labels(model, role).set(sum(each.can(role) for each in ready))
                 else:
-                    with suppress(KeyError):
-                        READY_WORKERS.remove(model, role)
+                    _tell_nothing(model, role)
 
     def suspect(self, worker_id: str, now: float) -> None:
         """A request has failed on it: others go elsewhere for a while, for longer each time in a row. What fails while
@@ -237,6 +242,11 @@ class Fleet:
     def silent(self, now: float) -> list[Worker]:
         """Workers that have not reported for too long."""
         return [worker for worker in self._workers.values() if now - worker.reported_at > self._silence_seconds]
+
+
+def _tell_nothing(model: str, role: WorkerRole) -> None:
+    with suppress(KeyError):
+        READY_WORKERS.remove(model, role)
 
 
 def _start_of(info: WorkerInfo) -> tuple[str, str]:

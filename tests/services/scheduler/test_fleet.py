@@ -6,7 +6,7 @@ import pytest
 
 from tests.services.scheduler.fakes import MODEL, worker_info
 from weft.errors import Incompatible
-from weft.metrics import REGISTRY
+from weft.metrics import READY_WORKERS, REGISTRY
 from weft.request import WorkerAddress, WorkerRole
 from weft.tally import PrefixTally, Tallies, WorkTally
 from weft_services.scheduler.fleet import MAX_MODELS, MISSED_SECONDS, Fleet
@@ -51,6 +51,18 @@ def test_the_memory_of_models_is_bounded() -> None:
         fleet.join(worker_info("d0", WorkerRole.DECODE, model=f"m{number}"), 0.0)
     assert len(fleet.models) <= MAX_MODELS
     assert f"m{MAX_MODELS + 9}" in fleet.models
+
+
+def test_nobody_is_told_any_more_how_many_workers_a_forgotten_model_has() -> None:
+    fleet = Fleet(5.0)
+    worker, _ = fleet.join(worker_info("d0", WorkerRole.DECODE, model="forgotten"), 0.0)
+    fleet.report(worker, WorkerReport(ready=True), 0.0)
+    fleet.refresh(0.0)
+    for number in range(MAX_MODELS):
+        fleet.join(worker_info("d0", WorkerRole.DECODE, model=f"m{number}"), 1.0)
+    fleet.refresh(1.0)
+    told = {sample.labels["model"] for metric in READY_WORKERS.collect() for sample in metric.samples}
+    assert "forgotten" not in told
 
 
 def test_a_worker_is_silent_when_no_report_came_for_too_long() -> None:
