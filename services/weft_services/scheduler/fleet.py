@@ -28,7 +28,7 @@ WISH_SECONDS = 30.0
 MAX_WISHES = 1024
 # that a model has no worker is told for so long after it had one: then it is not missed any more
 MISSED_SECONDS = 3600.0
-# a role that had a ready worker within this time is expected to have one again in a moment
+# a role that had a ready worker within this time is expected to have one again in a moment, and so is a size
 RETURN_SECONDS = 10.0
 # kept a second: what was dispatched counts for some minutes, how busy the fleet was for some seconds
 KEPT_SHARE = 0.995
@@ -44,6 +44,7 @@ class Fleet:
         self._models: dict[str, Served] = {}
         self._wishes: dict[tuple[str, str], tuple[bool, float]] = {}  # to drain or not; when such a start last reported
         self._ready_at: dict[tuple[str, WorkerRole], float] = {}  # when a worker of the role last said so, or was full
+        self._left: dict[str, tuple[int, float]] = {}  # the longest prompt of who left of late, and its last report
 
     @property
     def models(self) -> Mapping[str, Served]:
@@ -89,6 +90,7 @@ class Fleet:
     def _forget_models(self) -> None:
         for model in [model for model, served in self._models.items() if not served.workers]:
             del self._models[model]
+            self._left.pop(model, None)
             for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
                 self._ready_at.pop((model, role), None)
                 _tell_nothing(model, role)
@@ -104,6 +106,8 @@ class Fleet:
             if len(self._wishes) > MAX_WISHES:
                 self._wishes.pop(next(iter(self._wishes)))
         del self._workers[worker.worker_id]
+        if not self.has_lost(worker.info.model, worker.longest_prompt, worker.reported_at):
+            self._left[worker.info.model] = worker.longest_prompt, worker.reported_at
         served = self._models[worker.info.model]
         remaining = [other for other in served.workers if other is not worker]
         self._models[worker.info.model] = served.of(remaining)
@@ -145,6 +149,11 @@ class Fleet:
     def was_ready(self, model: str, role: WorkerRole, now: float) -> bool:
         """Had the role a ready worker a moment ago."""
         return now - self._ready_at.get((model, role), NEVER) < RETURN_SECONDS
+
+    def has_lost(self, model: str, prompt_tokens: int, now: float) -> bool:
+        """Has a worker that takes so long a prompt left a moment ago: it may be back soon, started anew."""
+        longest, reported_at = self._left.get(model, (0, NEVER))
+        return prompt_tokens <= longest and now - reported_at < RETURN_SECONDS
 
     def refresh(self, now: float) -> None:
         """What the policy and operators know of the fleet as a whole; to be called once a second."""

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from weft.errors import InvalidRequest
+from weft.errors import InvalidRequest, PeerLost
 from weft.kv.tiers import Tier
 from weft.lifetime import Stage
 from weft.request import RequestKey
@@ -109,7 +109,7 @@ class Router:
         self._bookings.admit(query.key)
         # looked at now and not when the session was looked up: its request may have waited for that very worker
         demand = self.demand(query, self.still(preference))
-        placement = choose(self.fleet.models, demand, now, passage)
+        placement = self._choose(demand, now, passage)
         # who lost its place goes before all who wait: were it to wait for a fleet that is half empty, so would they
         priority = Priority.DEFAULT if query.key.generation > 0 else query.priority
         self._targets.check(query.model, priority, placement)
@@ -121,6 +121,16 @@ class Router:
             self.prefixes.add(worker, query.block_keys, held, worker.info.num_blocks)
             self.fleet.probe(worker, now)
         return placement
+
+    def _choose(self, demand: Demand, now: float, passage: Passage) -> Placement:
+        query = demand.query
+        try:
+            return choose(self.fleet.models, demand, now, passage)
+        except InvalidRequest as error:  # the last word, to clients and gateways
+            # who had its place fits where that was
+            if query.key.generation > 0 or self.fleet.has_lost(query.model, query.prompt_tokens, now):
+                raise PeerLost(f"{error}, and where it would nobody is live") from error
+            raise
 
     def still(self, preference: Preference) -> Preference:
         """Of a session's workers those that have not been started anew since: then their caches are empty."""

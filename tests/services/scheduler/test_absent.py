@@ -7,11 +7,12 @@ import asyncio
 import pytest
 
 from tests.services.scheduler.fakes import MODEL, Clock, worker_info
-from weft.errors import Overloaded, PeerLost
+from weft.errors import InvalidRequest, Overloaded, PeerLost
 from weft.metrics import REGISTRY
 from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.dispatch import Dispatcher
+from weft_services.scheduler.fleet import RETURN_SECONDS
 from weft_services.scheduler.router import Router
 from weft_services.scheduler.state import Placement, Priority, RouteQuery, Worker, WorkerReport
 from weft_services.scheduler.waiting import WaitingRoom
@@ -138,3 +139,17 @@ async def test_refusals_are_counted_by_their_kind() -> None:
 
 def num_unavailable() -> float:
     return REGISTRY.get_sample_value("weft_routes_total", {"outcome": "unavailable"}) or 0.0
+
+
+async def test_a_prompt_is_not_too_long_while_the_worker_that_took_it_may_be_back_in_a_moment() -> None:
+    """A client takes an answer that its prompt is too long for the last word, and so does a gateway."""
+    lonely = Lonely(queue_seconds=0.0)
+    lonely.start("decode-1", WorkerRole.DECODE, num_blocks=2)
+    for prompt_tokens, kind in ((100, PeerLost), (2000, InvalidRequest)):
+        with pytest.raises(kind):
+            await (await lonely.ask("new", prompt_tokens=prompt_tokens))
+    lonely.clock.now += RETURN_SECONDS
+    with pytest.raises(InvalidRequest):
+        await (await lonely.ask("later", prompt_tokens=100))
+    with pytest.raises(PeerLost):
+        await (await lonely.ask("moved", generation=1, prompt_tokens=100))
