@@ -33,7 +33,7 @@ class TextLogprobs:
         self._codec = codec
         self._detokenizer = codec.detokenizer()
         self._num_ahead = 0  # letters of tokens that have come, and whose text has not
-        self._waiting: list[tuple[PositionLogprobs, int]] = []  # each with its letters
+        self._waiting: list[tuple[PositionLogprobs, str]] = []  # each with what it spells
 
     def one_by_one(self, piece: Piece) -> Iterator[Piece]:
         """The same in pieces of a token each, so that what is found in one is of that token and those before it."""
@@ -42,34 +42,49 @@ class TextLogprobs:
             return
         rest = piece.text
         for token_id, position in zip(piece.token_ids, piece.logprobs, strict=True):
-            num_letters = len(self._detokenizer.push((token_id,)))
-            if not self._codec.is_special(token_id):
-                self._waiting.append((position, num_letters))
-            self._num_ahead += num_letters
+            spelled = self._detokenizer.push((token_id,))
+            if spelled or not self._codec.is_special(token_id):
+                self._waiting.append((position, spelled))
+            self._num_ahead += len(spelled)
             text, rest = rest[: self._num_ahead], rest[self._num_ahead :]
             self._num_ahead -= len(text)
             yield Piece(piece.index, text, (token_id,), (), None)
         if rest or piece.finish_reason is not None:
             yield Piece(piece.index, rest, (), (), piece.finish_reason, piece.stop)
 
-    def take(self, num_letters: int, num_held: int) -> list[PositionLogprobs]:
-        """Of the tokens that so many letters are of, behind which `num_held` more have come that nobody has been told
+    def take(self, text: str, num_held: int) -> list[PositionLogprobs]:
+        """Of the tokens that this text is of, behind which `num_held` more letters have come that nobody has been told
         of. What was before them was no text."""
+        before, num_shared = self._before(num_held)
         taken: list[PositionLogprobs] = []
-        held = []
-        num_held += self._num_ahead
-        for position, own in reversed(self._waiting):
-            if not taken and own <= num_held:
-                held.append((position, own))
-                num_held -= own
-            elif num_letters > 0 or not own:
-                taken.append(position)
-                num_letters -= own - num_held
-                num_held = 0
-            else:
+        for position, spelled in reversed(before):
+            if spelled and not text:
                 break
-        self._waiting = held[::-1]
+            if self._codec.is_special(position.chosen.token_id) and not text.endswith(spelled):
+                # a mark, of what is no text after all or might still be some
+                self._waiting[:0] = [] if taken else [(position, spelled)]
+                continue
+            taken.append(position)
+            text = text[: max(0, len(text) - len(spelled) + num_shared)]
+            num_shared = 0
         return taken[::-1]
+
+    def skip(self, num_held: int) -> None:
+        """What has come is no text, but for `num_held` letters that might be: a token with some of both waits on."""
+        before, num_shared = self._before(num_held)
+        if num_shared and before:
+            position, spelled = before[-1]
+            self._waiting.insert(0, (position, spelled[-num_shared:]))
+
+    def _before(self, num_held: int) -> tuple[list[tuple[PositionLogprobs, str]], int]:
+        """What waits before the tokens of these letters, which wait on; and how many of them its last token has."""
+        num_held += self._num_ahead
+        place = len(self._waiting)
+        while place and len(self._waiting[place - 1][1]) <= num_held:
+            place -= 1
+            num_held -= len(self._waiting[place][1])
+        before, self._waiting = self._waiting[:place], self._waiting[place:]
+        return before, num_held
 
 
 class CompletionLogprobs:

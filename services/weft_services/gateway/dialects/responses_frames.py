@@ -109,10 +109,12 @@ class ResponseFrames:
         if part.kind is PartKind.CALL:
             return out
         item, fields = self._items[-1], {}
-        positions = self._logprobs.take(len(part.text), num_behind)
         if item.kind is PartKind.TEXT:
+            positions = self._logprobs.take(part.text, num_behind)
             fields["logprobs"] = chat_logprobs(positions, self._codec)["content"]
             item.logprobs += fields["logprobs"]
+        else:
+            self._logprobs.skip(num_behind)
         item.add(part.text)
         return out + self._event(f"{item.event}.delta", **self._place(), delta=part.text, **fields)
 
