@@ -237,6 +237,9 @@ async def test_openais_sdk_reads_the_limits_and_raises_429(bench: MakeBench, key
         assert 0 < int(headers["retry-after-ms"]) <= 30_000
         assert int(headers["retry-after"]) == math.ceil(int(headers["retry-after-ms"]) / 1000)
         assert len(b.scheduler.routed) == 1
+        closed = await b.http.get("/weft/fleet/events", headers={"authorization": f"Bearer {SECRET}"})
+        told = closed.headers.get("x-ratelimit-remaining-requests")
+        assert (closed.status_code, told) == (403, "0"), "a path that is an operator's"
 
 
 async def test_anthropics_sdk_reads_its_own_headers_and_raises_429(bench: MakeBench, keys: str) -> None:

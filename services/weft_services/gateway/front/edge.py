@@ -88,6 +88,8 @@ class Doorkeeper:
         speaks_anthropic = is_anthropic(path)
         try:
             found = self._door.enter(scope["headers"])
+            if found.has_limits:
+                send = _with_limits(send, found, speaks_anthropic)
             if not (path.startswith(API) or found.is_operator):
                 raise Forbidden("this path is for an operator's key")
         except WeftError as error:
@@ -95,7 +97,7 @@ class Doorkeeper:
             return
         visitor.set(found)
         note({"key": found.name})
-        await self._app(scope, receive, _with_limits(send, found, speaks_anthropic) if found.has_limits else send)
+        await self._app(scope, receive, send)
 
 
 def _is_worth_a_line(path: str, status: int) -> bool:
