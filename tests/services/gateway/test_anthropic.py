@@ -77,6 +77,20 @@ async def test_the_sdks_accumulator_joins_text_and_tool_use(bench: MakeBench) ->
         assert "<|im_start|>tool\nnoon<|im_end|>" in prompt
 
 
+FAILED: Any = {"type": "tool_result", "tool_use_id": "toolu_1", "is_error": True}
+
+
+async def test_the_model_is_told_that_a_tool_failed(bench: MakeBench) -> None:
+    async with bench() as b, client(b) as sdk:
+        contents: list[Any] = [{"content": "no such file"}, {"content": [{"type": "text", "text": "error: none"}]}, {}]
+        results: Any = [*({**FAILED, **each} for each in contents), {**FAILED, "is_error": False, "content": "noon"}]
+        asked: Any = [USER, {"role": "user", "content": results}]
+        await sdk.messages.create(model=MODEL_NAME, max_tokens=9, messages=asked)
+        prompt = b.tokenizer.decode(list(b.decode.started[0].token_ids), skip_special_tokens=False)
+        told = [turn.partition("<|im_end|>")[0] for turn in prompt.split("<|im_start|>tool\n")[1:]]
+        assert told == ["Error: no such file", "error: none", "Error: ", "noon"]
+
+
 @pytest.mark.parametrize(
     ("choice", "is_forced"),
     [({"type": "any"}, True), ({"type": "tool", "name": "now"}, True), ({"type": "auto"}, False)],
@@ -246,6 +260,7 @@ async def test_errors_have_anthropics_names_whole_and_in_a_stream(
         ({"compaction": {}}, "compaction"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits.0"),
         ({"mcp_servers": [{"type": "url", "url": "https://x", "name": "y"}]}, "mcp_servers"),
+        ({"messages": [{"role": "user", "content": [{**FAILED, "is_error": "yes"}]}]}, "messages.0.content.0.is_error"),
         ({"output_config": []}, "output_config"),
         ({"output_config": {"effort": 5}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),

@@ -210,7 +210,11 @@ def _message(role: str, content: Any, path: str) -> Iterator[Fields]:
 
 
 def _result(block: Fields, path: str) -> Fields:
-    content = _text(block.get("content") or "", f"{path}.content")
+    content, is_error = _text(block.get("content") or "", f"{path}.content"), block.get("is_error")
+    if not isinstance(is_error, bool | None):
+        raise InvalidRequest(f"{path}.is_error: expected true or false", f"{path}.is_error")
+    if is_error and not content.lower().startswith("error"):
+        content = f"Error: {content}"  # templates have no other place for it
     return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
 
 
