@@ -143,3 +143,19 @@ async def test_a_body_that_breaks_off_in_nonsense_is_told_so(bench: MakeBench) -
         writer.write(CHUNKED % b"/v1/completions" + b"nonsense\r\n")
         assert (await reader.read()).startswith(b"HTTP/1.1 400")
         writer.close()
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "unstreamed"])
+async def test_http_1_0_is_answered_without_chunks(bench: MakeBench, stream: bool) -> None:
+    async with bench() as b, asyncio.timeout(10):
+        b.decode.script = speaking([*b.ids("hello world"), END])
+        reader, writer = await connect(b)
+        writer.write(request_bytes(stream).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        assert b"transfer-encoding" not in head
+        events = body.removesuffix(b"data: [DONE]\n\n").split(b"\n\n")[:-1] if stream else [b"data: " + body]
+        assert body.endswith(b"data: [DONE]\n\n") == stream
+        told = [json.loads(event.removeprefix(b"data: "))["choices"][0]["text"] for event in events]
+        assert "".join(told) == "hello world"
+        writer.close()

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from weft.config import CannotListen
 from weft_services.gateway.front.cork import Cork
+from weft_services.gateway.front.unframed import Unframed
 
 MAX_HEADERS = 64
 MAX_HEAD_BYTES = 64 * 1024
@@ -89,6 +90,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._moves()
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.transport = Unframed(self.transport)
         self.cycle.transport = Cork(self.cycle, self.loop)
         self._cycles.append(self.cycle)
         if len(self.pipeline) > MAX_PIPELINED:
