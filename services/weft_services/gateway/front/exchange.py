@@ -45,6 +45,8 @@ async def _bounded(scope: Scope, receive: Receive) -> bytes:
     content_type = header(scope, b"content-type").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise HttpError(415, "the content type must be application/json", "unsupported_media_type")
+    if header(scope, b"content-encoding").strip().lower() not in ("", "identity"):
+        raise HttpError(415, "the body must not be compressed", "unsupported_media_type")
     declared = header(scope, b"content-length")
     if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
         raise _too_large()
