@@ -32,6 +32,10 @@ class FleetEvents:
         """One listener, until it or the gateway goes."""
         reply = Reply(send)
         async with failures_told(reply):
+            if scope["method"] == "HEAD":
+                await reply.begin_stream(_failure)
+                await reply.end_stream(b"")
+                return
             with self._pipeline.news.subscribed() as news:
                 await unless_disconnected(receive, self._tell(reply, news, is_operator(scope)))
 
