@@ -17,6 +17,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"conversation": "conv_1"}, "conversation"),
     ({"truncation": "auto"}, "truncation"),
     ({"prompt": {"id": "p"}}, "prompt"),
+    ({"moderation": {"model": "omni-moderation-latest"}}, "moderation"),
+    ({"prompt_cache_options": {"mode": "explicit", "prewarm": True}}, "prompt_cache_options.prewarm"),
     ({"input": []}, "input"),
     ({"input": 5}, "input"),
     ({"input": None}, "input"),

@@ -48,6 +48,7 @@ def completion(**fields: Any) -> Generation:
         ({"messages": [{"role": "assistant", "content": None}]}, "messages.0"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages.0.tool_calls.0"),
+        ({"moderation": {"model": "omni-moderation-latest"}}, "moderation"),
         ({"model": 3}, "model"),
         ({"model": ""}, "model"),
         ({"max_tokens": 0}, "max_tokens"),

@@ -45,6 +45,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "modalities": (["text"],),
+    "moderation": (),
     "prompt_embeds": (),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),

@@ -34,7 +34,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "context_management": ([],),
     "conversation": (),
     "max_tokens": (),
-    "moderation": (),
     "prompt": (),
     "truncation": ("disabled",),
 }
@@ -47,6 +46,8 @@ RENAMED_PATHS = (
     ("response_format", "text.format"),
     ("reasoning_effort", "reasoning.effort"),
 )
+# one of them asks for no answer, the others change none
+CACHE_OPTIONS = "prompt_cache_options"
 LOGPROBS = "message.output_text.logprobs"
 # of whom and of what, as the client has it; the answer repeats them
 NAMES = ("prompt_cache_key", "safety_identifier", "user")
@@ -68,6 +69,9 @@ def parse_responses(body: bytes, earlier: Earlier | None = None) -> Generation:
     answers is refused. Raises InvalidRequest naming the field."""
     fields = read_object(body)
     if (field := unsupported_field(fields, WITHOUT_STORE if earlier is None else NEUTRAL_VALUES)) is not None:
+        raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
+    if object_of(fields, CACHE_OPTIONS).get("prewarm"):
+        field = f"{CACHE_OPTIONS}.prewarm"
         raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
     before = earlier or Earlier()
     if fields.get("previous_response_id") != before.id:
