@@ -112,6 +112,18 @@ async def test_vectors_have_length_1_in_the_order_of_the_inputs(bench: MakeBench
         assert not b.decode.started
 
 
+async def test_what_would_make_other_vectors_is_refused(bench: MakeBench) -> None:
+    usual: dict[str, Any] = {"add_special_tokens": True, "normalize": None, "embed_dtype": "float32"}
+    asked: dict[str, Any] = {"cache_salt": "mine", "truncate_prompt_tokens": 5, "dimensions": 2, "endianness": "big"}
+    asked |= {"embed_dtype": "float16", "add_special_tokens": False, "normalize": False, "use_activation": False}
+    async with bench() as b, with_prefill(b):
+        for name, value in asked.items():
+            status, error = await b.refused("/v1/embeddings", input="x", **{**usual, name: value})
+            assert (status, error["param"], error["code"]) == (400, name, "unsupported_parameter")
+        answer = await b.http.post("/v1/embeddings", json={"model": MODEL_NAME, "input": "x", **usual})
+        assert answer.status_code == 200
+
+
 @pytest.mark.parametrize("encoding", ["float", "base64"])
 @pytest.mark.parametrize("size", [3, 50_000])
 async def test_many_numbers_are_not_written_on_the_loop(

@@ -12,12 +12,22 @@ import orjson
 from pydantic import BeforeValidator, Field
 
 from weft.errors import InvalidRequest
-from weft_services.gateway.dialects.openai_fields import check_prompt, session_hint
+from weft_services.gateway.dialects.openai_fields import check_prompt, session_hint, unsupported_field
 from weft_services.gateway.dialects.openai_requests import Lenient, parse_body
 from weft_services.gateway.generation import Embedding
 from weft_services.gateway.mesh.urgency import MAX_PRIORITY
 
 MAX_INPUTS = 2048
+# vLLM's, by which vectors would be others, or written in another way: any value but these is refused
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (True,),
+    "cache_salt": (),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "normalize": (True,),
+    "truncate_prompt_tokens": (),
+    "use_activation": (True,),
+}
 
 
 class EmbeddingBody(Lenient):
@@ -35,6 +45,8 @@ class EmbeddingBody(Lenient):
             message = "dimensions: a mean of hidden states cannot be shortened"
             raise InvalidRequest(message, "dimensions", "unsupported_parameter")
         extra = self.model_extra or {}
+        if (field := unsupported_field(extra, NEUTRAL_VALUES)) is not None:
+            raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
         session = session_hint(extra.get("prompt_cache_key"), extra.get("session_id"), extra.get("user"))
         as_base64 = self.encoding_format == "base64"
         return Embedding(self.model, tuple(self.input), as_base64, session, self.priority)
