@@ -101,7 +101,7 @@ async def test_without_include_usage_no_chunk_speaks_of_it(bench: MakeBench) -> 
     async with bench() as b:
         body = {"model": MODEL_NAME, "messages": [USER], "stream": True}
         response = await b.http.post("/v1/chat/completions", json=body)
-        assert response.headers["content-type"] == "text/event-stream"
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert "usage" not in response.text
         assert response.text.endswith("data: [DONE]\n\n")
 

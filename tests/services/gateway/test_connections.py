@@ -164,5 +164,5 @@ async def test_http_1_0_is_answered_without_chunks(bench: MakeBench, stream: boo
 async def test_the_head_of_a_stream_without_end_is_all_that_is_sent_of_it(bench: MakeBench) -> None:
     async with bench() as b, asyncio.timeout(10):
         head = await b.http.head("/weft/fleet/events")
-        assert (head.status_code, head.headers["content-type"]) == (200, "text/event-stream")
+        assert (head.status_code, head.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
         assert (await b.http.get("/health")).status_code == 200, "on the same connection"

@@ -23,7 +23,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 ErrorWords = Callable[[WeftError], bytes]
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 STREAM_HEADERS = (
-    (b"content-type", b"text/event-stream"),
+    # with its charset, as OpenAI and Anthropic have it: Python's requests takes text without one for Latin-1
+    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
