@@ -11,6 +11,8 @@ from tokenizers import AddedToken
 from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench, tiny_tokenizer, write_model
 from tests.services.gateway.fakes import speaking
 from tests.services.gateway.test_anthropic import TOOLS, USER, client
+from weft_services.gateway.dialects.anthropic_requests import parse_messages
+from weft_services.gateway.generation import Conversation
 
 
 async def test_arguments_stay_as_they_were_written(bench: MakeBench) -> None:
@@ -38,6 +40,31 @@ async def test_a_call_that_is_sent_back_is_shown_as_it_was_written(bench: MakeBe
         assert (await b.http.post("/v1/messages", json=body)).status_code == 200
         shown = b.tokenizer.decode(list(b.decode.started[0].token_ids), skip_special_tokens=False)
         assert '{"wei": 25000000000000000001, "rate": 1e-07}' in shown
+
+
+def conversation(turns: list[list[Any]]) -> Conversation:
+    """What becomes of the contents of a user's messages, an assistant's, and a user's again."""
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": each} for role, turn in zip(roles, turns, strict=True) for each in turn]
+    (prompt,) = parse_messages(json.dumps({"model": "m", "max_tokens": 1, "messages": messages}).encode()).prompts
+    assert isinstance(prompt, Conversation)
+    return prompt
+
+
+def test_messages_of_one_role_in_a_row_are_one_turn() -> None:
+    """As Anthropic's document has it; many a template refuses them otherwise."""
+    thought = {"type": "thinking", "thinking": "hm", "signature": ""}
+    used = {"type": "tool_use", "id": "a", "name": "now", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "noon"}
+    apart = conversation([["a", [text("b")]], [[text("c")], [thought], "d", [used]], [[result], "e", "", "f"]])
+    joined = conversation([["a\n\nb"], [[thought, text("c\n\nd"), used]], [[result, text("e\n\nf")]]])
+    assert apart == joined
+    assert [message["role"] for message in apart.messages] == ["user", "assistant", "tool", "user"]
+
+
+def text(said: str) -> dict[str, str]:
+    """A block of it."""
+    return {"type": "text", "text": said}
 
 
 async def test_thoughts_in_a_stream_are_signed_as_whole_ones_are(bench: MakeBench, tmp_path: Path) -> None:

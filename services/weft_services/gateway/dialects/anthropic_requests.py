@@ -169,9 +169,24 @@ def _messages(fields: Fields) -> tuple[list[Fields], list[str]]:
         if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
             raise InvalidRequest(f"{path}.role: expected user, assistant or system", f"{path}.role")
         made = list(_message(message["role"], message.get("content"), f"{path}.content"))
+        if out and made and _is_one_turn(out[-1], made[0]):
+            out[-1] = _one_turn(out[-1], made.pop(0))
         out += made
         sources += [path] * len(made)
     return out, sources
+
+
+def _is_one_turn(before: Fields, message: Fields) -> bool:
+    """Users, and assistants that have called nothing yet, may go on in another message; most templates take no two."""
+    return before["role"] == message["role"] in ("user", "assistant") and not before.get("tool_calls")
+
+
+def _one_turn(before: Fields, message: Fields) -> Fields:
+    joined = {**before, **message}
+    for name in ("reasoning_content", "content"):
+        if texts := [each[name] for each in (before, message) if each.get(name)]:
+            joined[name] = "\n\n".join(texts)
+    return joined
 
 
 def _is_begun(last: Fields) -> bool:
