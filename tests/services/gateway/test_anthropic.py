@@ -253,6 +253,8 @@ async def test_errors_have_anthropics_names_whole_and_in_a_stream(
         ({"system": 5}, "system"),
         ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
         ({"tools": [{"type": "bash"}]}, "tools.0"),
+        ({"tools": [{"input_schema": {}}]}, "tools.0: name must be"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages.0: name must be"),
         ({"tools": TOOLS, "tool_choice": {"type": "all"}}, "tool_choice.type"),
         ({"tools": [{**TOOLS[0], "input_schema": [5]}]}, "tools.0.input_schema"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),

@@ -37,7 +37,9 @@ def check_chat(chat: Fields, own_path: Callable[[str], str]) -> Generation:
         if error.param is None:
             raise
         path = own_path(error.param)
-        raise InvalidRequest(str(error).replace(error.param, path, 1), path, error.reason) from error
+        # what a chat completion has in a function within, they have at once
+        told = str(error).replace(error.param, path, 1).replace(": function.", ": ", 1)
+        raise InvalidRequest(told, path, error.reason) from error
 
 
 def place_of(path: str, name: str) -> int | None:
