@@ -30,7 +30,7 @@ class Answer:
         """What the next piece adds. Calls that were written to their end are the reason why it stopped."""
         if self._reader.is_plain and piece.finish_reason is None:
             return self._reader.push(piece.text)
-        was_thinking = self._reader.is_thinking
+        was_thinking, had_thought = self._reader.is_thinking, self._reader.has_thought
         parts = self._reader.push(piece.text)
         is_thinking = self._reader.is_thinking
         if piece.finish_reason is not None:
@@ -38,11 +38,11 @@ class Answer:
             is_cut = piece.stop is not None and self._reader.is_in_call
             is_call = piece.finish_reason is FinishReason.STOP and self._reader.num_calls and not is_cut
             self.finish_reason = FinishReason.TOOL_CALLS if is_call else piece.finish_reason
-        thoughts = [part for part in parts if part.kind is PartKind.REASONING]
         if is_thinking:
             self.num_reasoning_tokens += len(piece.token_ids)
-        elif was_thinking or thoughts:
-            self.num_reasoning_tokens += self._count(piece, sum(len(part.text) for part in thoughts))
+        elif was_thinking or self._reader.has_thought is not had_thought:
+            num_letters = sum(len(part.text) for part in parts if part.kind is PartKind.REASONING)
+            self.num_reasoning_tokens += self._count(piece, num_letters)
         return parts
 
     def _count(self, piece: Piece, num_letters: int) -> int:

@@ -25,7 +25,7 @@ class AnswerReader:
         self, parser: Parser, parts: Parts, thinks: bool, is_thinking: bool = False, ends_thoughts: Iterable[str] = ()
     ) -> None:
         """`ends_thoughts`: what a call begins with, where models go from thoughts to it without a word."""
-        self.is_thinking = is_thinking
+        self.is_thinking = self.has_thought = is_thinking
         self.is_plain = False  # there is nothing to look for any more
         self._feed = Feed()
         self._parts = parts
@@ -66,7 +66,7 @@ class AnswerReader:
 
     def _read(self, parser: Parser, thinks: bool) -> Reading[None]:
         if thinks and not self.is_thinking:
-            self.is_thinking = yield from begins_with(self._feed, THINK)
+            self.is_thinking = self.has_thought = yield from begins_with(self._feed, THINK)
         if self.is_thinking:
             yield from begins_with(self._feed, THINK)
             mark = yield from copy_until(self._feed, self._ends_thoughts, self._parts.reasoning)
