@@ -80,6 +80,10 @@ async def test_thoughts_in_a_stream_are_signed_as_whole_ones_are(bench: MakeBenc
             streamed = await stream.get_final_message()
         assert [block.type for block in whole.content] == ["thinking", "text"]
         assert streamed.content[0] == whole.content[0]
+        thought = len(tokenizer.encode("<think>hello</think>").ids)
+        for usage in (whole.usage, streamed.usage):
+            assert usage.output_tokens_details is not None
+            assert usage.output_tokens_details.thinking_tokens == thought
         assert list(dict.fromkeys(deltas)) == ["thinking_delta", "signature_delta", "text_delta"]
 
 

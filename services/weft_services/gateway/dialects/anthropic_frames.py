@@ -82,6 +82,7 @@ class MessageFrames:
         """The end of the last block, why it ended, and what it cost."""
         out = self._close()
         reason, stop = self._reason()
+        usage.reasoning_tokens = self._answers.num_reasoning_tokens
         out += event("message_delta", delta={"stop_reason": reason, "stop_sequence": stop}, usage=usage_of(usage))
         return out + event("message_stop")
 
@@ -95,6 +96,7 @@ class MessageFrames:
         self._stop = piece.stop
         content = blocks_of(self._answer.take(piece))
         reason, stop = self._reason()
+        usage.reasoning_tokens = self._answers.num_reasoning_tokens
         ends = {"stop_reason": reason, "stop_sequence": stop, "usage": usage_of(usage)}
         return orjson.dumps({**self._message, "content": content, **ends})
 
@@ -137,6 +139,7 @@ def usage_of(usage: Usage) -> dict[str, Any]:
         "cache_read_input_tokens": usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
     }
 
 
