@@ -114,7 +114,7 @@ def describe(config: Any) -> str:
         value = getattr(config, field.name)
         # a number or a file of that name tells nothing
         is_secret = isinstance(value, str) and field.name.endswith(("_key", "_keys", "_token", "_password"))
-        pairs.append(f"{field.name}={'***' if is_secret else re.sub(r'//[^/@]*@', '//***@', str(value))}")
+        pairs.append(f"{field.name}={'***' if is_secret else re.sub(r'//.*@', '//***@', str(value))}")
     return " ".join(pairs)
 
 

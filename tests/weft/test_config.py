@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.config import ConfigError, CpuKernels, read_config, read_models
+from weft.config import ConfigError, CpuKernels, describe, read_config, read_models
 from weft.worker.config import WorkerConfig
 from weft_kernels.native.build import FLAGS
 from weft_services.weights.config import Config as WeightsConfig
@@ -99,3 +99,18 @@ def test_kernels_that_there_are_not_are_refused_before_a_model_is_loaded(config:
     for isa in (*FLAGS, "torch"):
         assert read_config(config, {**needed, "WEFT_CPU_KERNELS": isa}).cpu_kernels == isa
     assert len(CpuKernels) == len(FLAGS) + 1
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where it lies, and what opens it."""
+
+    redis_url: str = ""
+    api_key: str = ""
+
+
+@pytest.mark.parametrize("password", ["secret", "sec@ret", "secret@", "sec/ret"])
+def test_the_log_has_no_password_whatever_it_is_made_of(password: str) -> None:
+    """Clients take what stands before the last @ for it."""
+    told = describe(Store(f"redis://me:{password}@valkey:6379/0", "secret"))
+    assert told == "redis_url=redis://***@valkey:6379/0 api_key=***"
