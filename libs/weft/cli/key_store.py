@@ -11,6 +11,7 @@ from typing import Any
 
 import redis
 
+from weft.config import ConfigError
 from weft.keys import (
     VALKEY_KEYS,
     VALKEY_SCHEMES,
@@ -23,6 +24,7 @@ from weft.keys import (
     load_key,
     load_keys,
 )
+from weft.rpc.valkey import checked_url
 
 SECONDS = 5.0
 FORGETFUL = "this Valkey forgets what it likes when it is full (maxmemory-policy); keys want one with noeviction"
@@ -88,11 +90,11 @@ def _change_file(path: Path, change: Change) -> None:
 @contextmanager
 def _opened(url: str) -> Iterator[redis.Redis]:
     try:
-        opened = redis.Redis.from_url(url, socket_timeout=SECONDS, socket_connect_timeout=SECONDS)
-    except ValueError as error:
-        raise OSError(f"{url.rpartition('@')[2]} is no address of a Valkey, redis://HOST:PORT/DB: {error}") from error
+        checked_url(url, "--keys")
+    except ConfigError as error:
+        raise OSError(str(error)) from error
     try:
-        with opened as server:
+        with redis.Redis.from_url(url, socket_timeout=SECONDS, socket_connect_timeout=SECONDS) as server:
             yield server
     except redis.RedisError as error:
         raise OSError(f"Valkey: {error}") from error

@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from redis import ConnectionPool
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -45,8 +45,7 @@ class Valkey:
         turn_seconds: float | None = None,
         at_once: int = MAX_CONNECTIONS,
     ) -> None:
-        """Raises ConfigError for a URL that is none."""
-        self.redis = _connect(url, deadline_seconds)
+        self.redis = _connect(checked_url(url, "WEFT_REDIS_URL"), deadline_seconds)
         self._found = found
         self._lost = lost
         self._clock = clock
@@ -111,24 +110,23 @@ class Valkey:
                 logger.warning("%s: %s", self._lost, why)
 
 
-def _connect(url: str, deadline_seconds: float) -> Redis:
-    with named("WEFT_REDIS_URL", url):
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=MAX_CONNECTIONS,
-            timeout=deadline_seconds,
-            socket_timeout=deadline_seconds,
-            socket_connect_timeout=deadline_seconds,
-            retry=Retry(NoBackoff(), 0),
-        )
-    return Redis.from_pool(pool)
-
-
-@contextmanager
-def named(variable: str, url: str) -> Iterator[None]:
-    """What the library cannot read of a URL is a setting's fault. Raises ConfigError, without credentials."""
+def checked_url(url: str, variable: str) -> str:
+    """The same. Raises ConfigError where nobody could connect to it, which has nothing of a password."""
     try:
-        yield
-    except ValueError as error:
-        told = url.rpartition("@")[2]
-        raise ConfigError(f"{variable}={told!r}: expected redis://HOST:PORT/DB: {error}") from error
+        ConnectionPool.from_url(url).connection_kwargs.get("host", "").encode("idna")
+    except ValueError:  # UnicodeError is one; what it says may be part of a password that had to be quoted
+        advice = "expected redis://HOST:PORT/DB or redis://:PASSWORD@HOST:PORT/DB, its / # ? as %2F %23 %3F"
+        raise ConfigError(f"{variable}: {url.rpartition('@')[2]} is no address of a Valkey; {advice}") from None
+    return url
+
+
+def _connect(url: str, deadline_seconds: float) -> Redis:
+    pool = BlockingConnectionPool.from_url(
+        url,
+        max_connections=MAX_CONNECTIONS,
+        timeout=deadline_seconds,
+        socket_timeout=deadline_seconds,
+        socket_connect_timeout=deadline_seconds,
+        retry=Retry(NoBackoff(), 0),
+    )
+    return Redis.from_pool(pool)

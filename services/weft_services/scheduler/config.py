@@ -37,8 +37,6 @@ class Config:
     prefix_keys: int = 1_000_000
 
     def __post_init__(self) -> None:
-        if self.redis_url and not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
-            raise ConfigError(f"WEFT_REDIS_URL={self.redis_url!r}: expected redis://host:port/0")
         if self.affinity_ttl_seconds < 1:
             raise ConfigError(f"WEFT_AFFINITY_TTL_SECONDS={self.affinity_ttl_seconds}: expected at least 1")
         if not 50 <= self.report_interval_ms <= 10_000:

@@ -53,6 +53,6 @@ async def test_a_file_that_holds_no_keys_is_named_with_what_makes_one(
     assert "there are none yet" in caplog.text
 
 
-def test_a_valkey_that_cannot_be_named_is_a_setting_to_correct() -> None:
-    with pytest.raises(ConfigError, match="WEFT_KEYS='valkey:first/0'"):
-        Keyring("redis://me:secret@valkey:first/0")
+def test_an_address_that_is_none_is_refused_by_the_variable_that_has_it() -> None:
+    with pytest.raises(ConfigError, match="WEFT_KEYS: valkey:port is no address of a Valkey"):
+        Keyring("redis://me:secret@valkey:port")

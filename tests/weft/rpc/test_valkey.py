@@ -15,6 +15,29 @@ from weft.rpc.valkey import MAX_CONNECTIONS, MAX_LATE, Valkey
 URL = "redis://127.0.0.1:1/0"
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://me:secret@valkey:port/0",
+        "redis://me:secret@valkey..internal:6379/0",
+        "valkey://me:secret@valkey:6379/0",
+        "redis://:secret/of@valkey:6379/0",
+        "valkey:6379",
+    ],
+)
+def test_an_address_that_is_none_is_refused_by_its_variable_and_without_its_password(url: str) -> None:
+    """Of the second each question would fail, for as long as the process lives."""
+    with pytest.raises(ConfigError, match=r"WEFT_REDIS_URL: valkey\S* is no address of a Valkey") as refused:
+        Valkey(url, "found", "lost")
+    assert "secret" not in str(refused.value)
+    assert refused.value.__suppress_context__
+
+
+@pytest.mark.parametrize("url", ["redis://[::1]:6379", "unix:///run/valkey.sock?db=1", "rediss://me:p%40@valkey/0"])
+async def test_an_address_may_be_written_in_every_way_that_clients_know(url: str) -> None:
+    await Valkey(url, "found", "lost").close()
+
+
 async def test_what_is_asked_at_once_never_waits_for_a_connection_within_its_deadline() -> None:
     valkey = Valkey(URL, "found", "lost", deadline_seconds=20, at_once=10 * MAX_CONNECTIONS)
     num_asked = num_most = 0

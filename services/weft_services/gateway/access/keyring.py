@@ -27,7 +27,7 @@ from weft.keys import (
     load_key,
     load_keys,
 )
-from weft.rpc.valkey import named
+from weft.rpc.valkey import checked_url
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
@@ -79,10 +79,10 @@ class ValkeySource:
     """A hash of entries by name, and a number that grows with every change."""
 
     def __init__(self, url: str) -> None:
+        """Raises ConfigError."""
         once = Retry(NoBackoff(), 0)  # it is asked again soon anyway
-        wait = READ_SECONDS
-        with named("WEFT_KEYS", url):
-            self._redis = Redis.from_url(url, socket_timeout=wait, socket_connect_timeout=wait, retry=once)
+        url = checked_url(url, "WEFT_KEYS")
+        self._redis = Redis.from_url(url, socket_timeout=READ_SECONDS, socket_connect_timeout=READ_SECONDS, retry=once)
         self._seen: bytes | str | None = None
 
     async def changed(self) -> dict[str, Key] | None:
