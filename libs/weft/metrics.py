@@ -214,8 +214,7 @@ def expose(host: str, port: int) -> int:
     """Serve /metrics from a thread of its own; returns the port (0 asks for a free one). Raises CannotListen."""
     try:
         server, _ = start_http_server(port, host, registry=REGISTRY)
-    except OSError as error:
-        raise CannotListen(
-            f"cannot listen on {host}:{port} for metrics (WEFT_METRICS_PORT): {error.strerror}"
-        ) from error
+    except (OSError, UnicodeError) as error:  # the latter of what cannot be a name
+        why = getattr(error, "strerror", None) or error
+        raise CannotListen(f"cannot listen on {host}:{port} for metrics (WEFT_METRICS_PORT): {why}") from error
     return int(server.server_port)

@@ -73,7 +73,7 @@ def _one_target(addresses: str) -> str:
         host, _, port = address.strip().rpartition(":")
         try:
             infos = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter of what cannot be a name
             # known again later, perhaps: the others are what several are for
             logger.warning("passed over, cannot be looked up: %s (%s)", address, error)
             continue

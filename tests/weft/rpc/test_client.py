@@ -81,6 +81,13 @@ async def test_a_name_that_nobody_knows_is_passed_over_while_another_is_known(mo
         open_channel("b.one:1,b.two:1")
 
 
+async def test_what_cannot_be_a_name_is_passed_over_like_a_name_that_nobody_knows() -> None:
+    async with open_channel("a..b:1,127.0.0.1:1"):
+        pass
+    with pytest.raises(ConfigError, match=r"a\.\.b:1,c\.\.d:1"):
+        open_channel("a..b:1,c..d:1")
+
+
 async def test_a_pool_closes_what_nobody_has_used_for_long_and_nothing_that_is_in_use() -> None:
     clock, rpc = Clock(), RpcServer([])
     address = await rpc.start("127.0.0.1", 0)
