@@ -121,20 +121,23 @@ def _load(cert: Path, key: Path) -> Pair:
 
 
 def _save(pair: Pair, cert: Path, key: Path) -> list[str]:
-    """The key first and for its owner alone; each file is replaced in one step, and belongs to whom it did. Returns
-    what has to be done for that where it is not permitted."""
+    """The key for its owner alone; each file is replaced in one step, and belongs to whom it did. Both are written
+    before the first is: a key without its certificate is of no use. Returns what is left to do, not permitted here."""
     left: list[str] = []
     pem = serialization.Encoding.PEM
     private = pair[1].private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    for path, content, mode in ((key, private, 0o600), (cert, pair[0].public_bytes(pem), 0o644)):
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.unlink(missing_ok=True)  # of one that was broken off and had our number, as all have in a container
-        try:
-            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+    partials = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in (key, cert)}
+    try:
+        for path, content, mode in ((key, private, 0o600), (cert, pair[0].public_bytes(pem), 0o644)):
+            # there is one of a try that was broken off and had our number, as all have in a container
+            partials[path].unlink(missing_ok=True)
+            with os.fdopen(os.open(partials[path], os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
                 file.write(content)
                 left += _take_over(file.fileno(), path)
+        for path, partial in partials.items():
             partial.replace(path)
-        finally:
+    finally:
+        for partial in partials.values():
             partial.unlink(missing_ok=True)
     return left
 

@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import os
 import re
+import resource
 import ssl
 import subprocess
 import sys
@@ -148,6 +149,22 @@ def test_the_key_of_another_authority_makes_no_certificate(folder: Path, tmp_pat
     with pytest.raises(ValueError, match=r"ca-key\.pem is not the key of ca\.pem"):
         make_certs(folder, [])
     assert (folder / "cert.pem").read_bytes() == before
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_key_is_not_replaced_where_there_is_no_room_for_its_certificate(folder: Path, is_there: bool) -> None:
+    """A key is the smaller file. Listeners would read it with the old certificate, which it does not belong to."""
+    for path in () if is_there else list(folder.iterdir()):
+        path.unlink()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            make_certs(folder, [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_an_authoritys_key_with_a_password_is_told(folder: Path) -> None:
