@@ -117,6 +117,9 @@ def _load(cert: Path, key: Path) -> Pair:
     authority = x509.load_pem_x509_certificate(cert.read_bytes())
     if authority.public_key() != loaded.public_key():  # what it signs, no peer would believe
         raise ValueError(f"{key} is not the key of {cert.name}, but another authority's: put its own back")
+    if authority.not_valid_after_utc < datetime.datetime.now(datetime.UTC):  # nor that
+        ended = f"{authority.not_valid_after_utc:%Y-%m-%d}"
+        raise ValueError(f"{cert} ended on {ended}, and with it all that it signs: name a new folder")
     return authority, loaded
 
 

@@ -1,4 +1,4 @@
-"""`weft doctor` where a file is there and cannot be read, or a library is not there."""
+"""`weft doctor` where a file is there and cannot be used, or a library is not there."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from weft.cli import certs
 from weft.cli.doctor import machine
 from weft.cli.doctor.finding import Level, Subject
 from weft.cli.doctor.model import check_model
+from weft.cli.doctor.secrets import check_certificates
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = ROOT / "models" / "weft-nano"
@@ -43,3 +45,15 @@ def test_what_workers_are_said_to_need_is_imported_by_them() -> None:
     code = "".join(path.read_text() for top in ("libs", "kernels") for path in (ROOT / top).rglob("*.py"))
     for name in {*machine.ENGINE, *extra}:
         assert re.search(rf"^(import|from) {name}\b", code, re.MULTILINE), name
+
+
+def test_an_authority_that_has_ended_wants_another_and_no_new_certificate_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certs, "CA_DAYS", -1e-3)
+    certs.make_certs(tmp_path, [])
+    monkeypatch.setenv("WEFT_TLS_DIR", str(tmp_path))
+    authority, certificate = check_certificates(Subject({}))
+    assert authority.says.startswith("ca.pem ended on")
+    assert "new folder" in authority.advice
+    assert certificate.level is Level.OK

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives import serialization
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
-from weft.cli import health
+from weft.cli import certs, health
 from weft.cli.certs import make_certs
 from weft.cli.health import grpc_serves
 from weft.cli.main import app
@@ -149,6 +149,16 @@ def test_the_key_of_another_authority_makes_no_certificate(folder: Path, tmp_pat
     with pytest.raises(ValueError, match=r"ca-key\.pem is not the key of ca\.pem"):
         make_certs(folder, [])
     assert (folder / "cert.pem").read_bytes() == before
+
+
+def test_an_authority_that_has_ended_makes_no_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would believe it, and nobody would say why."""
+    monkeypatch.setattr(certs, "CA_DAYS", -1e-3)
+    make_certs(tmp_path, [])
+    before = (tmp_path / "cert.pem").read_bytes()
+    with pytest.raises(ValueError, match=r"ca\.pem ended on \d{4}-\d\d-\d\d.*name a new folder"):
+        make_certs(tmp_path, [])
+    assert (tmp_path / "cert.pem").read_bytes() == before
 
 
 @pytest.mark.parametrize("is_there", [True, False])

@@ -120,10 +120,3 @@ async def test_a_late_answer_now_and_then_is_no_failure(late: Exception) -> None
             assert not valkey.is_resting
         assert await valkey.ask(answers) is True
     await valkey.close()
-
-
-@pytest.mark.parametrize("url", ["valkey:6379", "redis://me:secret@valkey:first/0"])
-def test_a_url_that_is_none_is_a_setting_to_correct(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"WEFT_REDIS_URL='valkey:\w+(/0)?'") as refused:
-        Valkey(url, "found", "lost")
-    assert "secret" not in str(refused.value)

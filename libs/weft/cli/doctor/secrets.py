@@ -15,7 +15,7 @@ from weft.config import ConfigError, is_loopback
 from weft.keys import BadKeys
 from weft.rpc.tls import FILES, VARIABLE, read_pem
 
-RENEW = "weft certs FOLDER makes a new one"
+RENEW, BEGIN_ANEW = "weft certs FOLDER makes a new one", "weft certs makes another authority in a new folder"
 SOON = datetime.timedelta(days=30)
 
 
@@ -56,11 +56,12 @@ def _certificate(variable: str, path: Path) -> Finding:
         found = x509.load_pem_x509_certificate(read_pem(path, variable))
     except (ConfigError, ValueError) as error:
         return Finding("certificates", Level.FAILURE, str(error), "weft certs FOLDER makes new ones")
+    advice = BEGIN_ANEW if path.name == "ca.pem" else RENEW
     left = found.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
     says = f"{path.name} is valid until {found.not_valid_after_utc:%Y-%m-%d}"
     if left < datetime.timedelta():
         says = f"{path.name} ended on {found.not_valid_after_utc:%Y-%m-%d}"
-        return Finding("certificates", Level.FAILURE, says, RENEW)
+        return Finding("certificates", Level.FAILURE, says, advice)
     return (
-        Finding("certificates", Level.WARNING, says, RENEW) if left < SOON else Finding("certificates", Level.OK, says)
+        Finding("certificates", Level.WARNING, says, advice) if left < SOON else Finding("certificates", Level.OK, says)
     )
