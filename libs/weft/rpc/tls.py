@@ -26,14 +26,14 @@ _last_read: dict[str, list[bytes]] = {}  # by folder, what channels have opened 
 def channel_credentials() -> grpc.ChannelCredentials | None:
     """For calls to peers; None where the mesh has no certificates.
 
-    Raises ConfigError naming a file that cannot be read; where all could be before, those stay: files are replaced one
-    after the other, and a process that opens a channel meanwhile shall not end of it.
+    Raises ConfigError naming a file that cannot be used; where all could be before, those stay: files are replaced one
+    after the other, and a process that opens a channel meanwhile shall not end of it, nor the channel be of no use.
     """
     folder = os.environ.get(VARIABLE)
     if not folder:
         return None
     try:
-        _last_read[folder] = [read_pem(Path(folder) / name, VARIABLE) for name in FILES]
+        _last_read[folder] = read_folder(Path(folder))
     except ConfigError as error:
         if folder not in _last_read:
             raise
@@ -50,7 +50,7 @@ def peer_credentials() -> grpc.ServerCredentials | None:
     paths = [Path(folder) / name for name in FILES]
 
     def configuration() -> grpc.ServerCertificateConfiguration:
-        ca, cert, key = (read_pem(path, VARIABLE) for path in paths)
+        ca, cert, key = read_folder(Path(folder))
         return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
 
     return reloaded(paths, configuration, wants_client=True)
@@ -80,6 +80,23 @@ def reloaded(paths: list[Path], configuration: Configuration, wants_client: bool
 
     # the stubs do not know that None means that nothing has changed
     return grpc.dynamic_ssl_server_credentials(first, fetch, wants_client)  # type: ignore[arg-type]
+
+
+def read_folder(folder: Path) -> list[bytes]:
+    """Authority, certificate and key. Raises ConfigError naming the file that cannot be used."""
+    from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    ca, cert, key = (read_pem(folder / name, VARIABLE) for name in FILES)
+    try:
+        owner = load_pem_private_key(key, None, unsafe_skip_rsa_key_validation=True).public_key()
+        is_pair = x509.load_pem_x509_certificate(cert).public_key() == owner
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # the second of a key with a password
+        raise ConfigError(f"{VARIABLE}: {folder}: cert.pem or key.pem cannot be used: {error}") from error
+    if not is_pair:  # all that gRPC would say is that it cannot listen
+        raise ConfigError(f"{VARIABLE}: {folder / 'key.pem'} is not the key of cert.pem")
+    return [ca, cert, key]
 
 
 def read_pem(path: Path, variable: str) -> bytes:

@@ -57,3 +57,17 @@ def test_an_authority_that_has_ended_wants_another_and_no_new_certificate_by_it(
     assert authority.says.startswith("ca.pem ended on")
     assert "new folder" in authority.advice
     assert certificate.level is Level.OK
+
+
+def test_a_key_that_is_not_there_or_not_the_certificates_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("mesh", "other"):
+        certs.make_certs(tmp_path / folder, [])
+    monkeypatch.setenv("WEFT_TLS_DIR", str(tmp_path / "mesh"))
+    (tmp_path / "other" / "key.pem").replace(tmp_path / "mesh" / "key.pem")
+    *_, told = check_certificates(Subject({}))
+    assert (told.level, "key.pem is not the key of cert.pem" in told.says) == (Level.FAILURE, True)
+    (tmp_path / "mesh" / "key.pem").unlink()
+    *_, told = check_certificates(Subject({}))
+    assert (told.level, "key.pem: No such file" in told.says) == (Level.FAILURE, True)

@@ -28,7 +28,7 @@ from weft.cli.health import grpc_serves
 from weft.cli.main import app
 from weft.config import ConfigError
 from weft.rpc.server import RpcServer
-from weft.rpc.tls import channel_credentials, reloaded
+from weft.rpc.tls import channel_credentials, peer_credentials, reloaded
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +107,36 @@ async def test_a_peer_is_called_with_the_last_certificate_while_another_is_put_t
         assert await grpc_serves(address)
         (folder / "key.pem").write_text("")
         assert await grpc_serves(address)
+
+
+async def test_a_peer_is_called_with_the_last_certificate_between_the_replacing_of_key_and_certificate(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The channel would keep both, and reach nobody for as long as it lives."""
+    make_certs(tmp_path / "next", [])
+    with scheduler(folder) as address:
+        monkeypatch.setenv("WEFT_TLS_DIR", str(folder))
+        assert await grpc_serves(address)
+        (tmp_path / "next" / "key.pem").replace(folder / "key.pem")
+        assert await grpc_serves(address)
+
+
+OTHERS_AND_LOCKED = ("key.pem", "is not the key of cert.pem"), ("ca-key.pem", "cannot be used")
+
+
+@pytest.mark.parametrize(("name", "says"), OTHERS_AND_LOCKED)
+def test_a_key_that_is_not_the_certificates_is_named_before_a_port_is_said_to_be_taken(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    make_certs(tmp_path / "other", [])
+    kind, locked = serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"secret")
+    key = serialization.load_pem_private_key((folder / "key.pem").read_bytes(), None)
+    (tmp_path / "other" / "ca-key.pem").write_bytes(key.private_bytes(serialization.Encoding.PEM, kind, locked))
+    (tmp_path / "other" / name).replace(folder / "key.pem")
+    monkeypatch.setenv("WEFT_TLS_DIR", str(folder))
+    for credentials in (channel_credentials, peer_credentials):
+        with pytest.raises(ConfigError, match=rf"WEFT_TLS_DIR: .*key\.pem {says}"):
+            credentials()
 
 
 async def test_a_new_certificate_that_could_not_be_read_for_a_moment_is_read_at_the_next_handshake(

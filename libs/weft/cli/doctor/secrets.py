@@ -13,7 +13,7 @@ from weft.cli.doctor.finding import Finding, Level, Subject
 from weft.cli.key_store import read_keys
 from weft.config import ConfigError, is_loopback
 from weft.keys import BadKeys
-from weft.rpc.tls import FILES, VARIABLE, read_pem
+from weft.rpc.tls import FILES, VARIABLE, read_folder, read_pem
 
 RENEW, BEGIN_ANEW = "weft certs FOLDER makes a new one", "weft certs makes another authority in a new folder"
 SOON = datetime.timedelta(days=30)
@@ -44,11 +44,22 @@ def check_certificates(subject: Subject) -> Iterator[Finding]:
     """Those of the mesh and of the public listeners."""
     folder, public = os.environ.get(VARIABLE), os.environ.get("WEFT_TLS_CERT")
     if folder:
-        yield from (_certificate(VARIABLE, Path(folder) / name) for name in FILES if name != "key.pem")
+        found = [_certificate(VARIABLE, Path(folder) / name) for name in FILES if name != "key.pem"]
+        yield from found
+        if all(finding.level is not Level.FAILURE for finding in found):
+            yield from _key(Path(folder))
     else:
         yield Finding("certificates", Level.OK, f"no {VARIABLE}: services talk to each other in the clear")
     if public:
         yield _certificate("WEFT_TLS_CERT", Path(public))
+
+
+def _key(folder: Path) -> Iterator[Finding]:
+    """Nothing where it is the certificate's."""
+    try:
+        read_folder(folder)
+    except ConfigError as error:
+        yield Finding("certificates", Level.FAILURE, str(error), RENEW)
 
 
 def _certificate(variable: str, path: Path) -> Finding:
