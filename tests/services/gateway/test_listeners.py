@@ -82,6 +82,33 @@ async def test_a_certificate_whose_key_is_not_there_yet_changes_nothing(
                 await asyncio.sleep(0.1)
 
 
+async def test_a_certificate_that_could_not_be_read_for_a_moment_is_read_a_second_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would end with the one before it, and nobody would be served over HTTP any more."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr("weft_services.gateway.front.certificate.POLL_SECONDS", 0.01)
+    make_certs(tmp_path, [])
+    certificate = Certificate(tmp_path / "cert.pem", tmp_path / "key.pem")
+    make_certs(tmp_path, [])
+    load, failures = ssl.SSLContext.load_cert_chain, [OSError("Too many open files")] * 3
+
+    def sometimes(context: ssl.SSLContext, *files: Any) -> None:
+        if failures:
+            raise failures.pop()
+        load(context, *files)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", sometimes)
+    noticing = asyncio.create_task(certificate.run())
+    try:
+        async with asyncio.timeout(15):
+            while "is read anew" not in caplog.text:  # noqa: ASYNC110 (files are read)
+                await asyncio.sleep(0.01)
+    finally:
+        noticing.cancel()
+    assert caplog.text.count("the last one stays") == 1, "told once"
+
+
 def test_who_may_read_a_file_is_a_change_of_it(tmp_path: Path) -> None:
     make_certs(tmp_path, [])
     paths = tmp_path / "cert.pem", tmp_path / "key.pem"

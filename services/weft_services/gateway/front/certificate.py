@@ -35,19 +35,23 @@ class Certificate:
         return reloaded([self._cert, self._key], self._configuration, wants_client=False)
 
     async def run(self) -> None:
-        """Notice new files, until cancelled."""
+        """Notice new files, until cancelled. What could not be read for a moment is tried again."""
+        trouble = ""
         while True:
             await asyncio.sleep(POLL_SECONDS)
             try:
                 now = self._signature()
                 if now != self._seen:
-                    self._seen = now
                     # what fails here would leave a context with a new certificate and no key
                     ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self._cert, self._key)
                     self.context.load_cert_chain(self._cert, self._key)
+                    self._seen = now
                     logger.info("certificate is read anew from=%s", self._cert)
+                trouble = ""
             except (ConfigError, OSError) as error:  # ssl.SSLError is an OSError
-                logger.error("certificate cannot be read, the last one stays: %s", error)
+                if str(error) != trouble:
+                    logger.error("certificate cannot be read, the last one stays: %s", error)
+                trouble = str(error)
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
         pair = (read_pem(self._key, "WEFT_TLS_KEY"), read_pem(self._cert, "WEFT_TLS_CERT"))
