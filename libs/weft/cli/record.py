@@ -82,10 +82,10 @@ def recorded(record: MeshRecord, complain: Callable[[str], None] = lambda why: N
     folder = runtime_folder()
     # two may have one port, of different addresses
     path = folder / f"up-{record.port}-{record.pid}.json"
+    partial = path.with_suffix(f".{record.pid}")
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _remove_stale(folder)
-        partial = path.with_suffix(f".{record.pid}")
         partial.write_text(json.dumps(dataclasses.asdict(record), indent=1))
         partial.replace(path)
     except OSError as error:
@@ -96,8 +96,9 @@ def recorded(record: MeshRecord, complain: Callable[[str], None] = lambda why: N
     try:
         yield path
     finally:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
+        for note in (partial, path):
+            with suppress(OSError):
+                note.unlink(missing_ok=True)
 
 
 def running_meshes() -> list[MeshRecord]:

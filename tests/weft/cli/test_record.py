@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,20 @@ def test_a_mesh_whose_note_cannot_be_written_runs_all_the_same(
     (why,) = said
     assert f"--scheduler {NOTE.scheduler}" in why
     assert f"--url {NOTE.url}" in why
+
+
+def test_a_note_that_could_not_be_written_whole_is_taken_away() -> None:
+    """As on a full disk, where each start would leave another one."""
+    said: list[str] = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with recorded(NOTE, said.append):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(said) == 1
+    assert list(runtime_folder().iterdir()) == []
 
 
 def test_a_runtime_folder_that_is_not_ours_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
