@@ -74,11 +74,12 @@ def wake(scheduler: str, worker_id: str) -> None:
 
 
 async def _woken(fleet: Any, request: pb.ParkRequest) -> bool:
-    """Had it been parked, or is about to be."""
+    """Had it been parked, or is about to be. One that drains or is full takes as little, and has its model."""
     await _patiently(fleet.Park, request)
     workers = (await fleet.ListWorkers(pb.ListWorkersRequest(), timeout=DEADLINE_SECONDS)).workers
     own = [each.report for each in workers if each.hello.worker.worker_id == request.worker_id]
-    return any(report.parked or not report.ready for report in own) or not own
+    is_loaded = [report.ready or report.full or report.draining for report in own]
+    return not all(is_loaded) or any(report.parked for report in own) or not own
 
 
 def set_role(scheduler: str, worker_id: str, role: str) -> None:
