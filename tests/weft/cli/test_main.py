@@ -236,3 +236,11 @@ def test_one_port_cannot_serve_http_and_grpc(checkpoint: Path, monkeypatch: pyte
     result = runner.invoke(app, ["up", "--model", str(checkpoint), "--port", port, "--grpc-port", port])
     assert result.exit_code == 2
     assert "--grpc-port" in result.stderr
+
+
+def test_commands_with_a_long_path_stand_apart_from_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(sys, "executable", str(Path.cwd() / "a-checkout-of-weft/.venv/bin/python"))
+    shown = up._banner(MeshOptions(models={"m": Path("m")}), "http://127.0.0.1:8000").plain
+    assert "a-checkout-of-weft/.venv/bin/weft chat  talk" in shown
+    assert "a-checkout-of-weft/.venv/bin/weft status  look" in shown
