@@ -11,13 +11,14 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weft.cli.child_spec import ChildSpec
 from weft.cli.health import grpc_serves, http_answers, redis_answers
 from weft.cli.layout import Addresses, MeshOptions
 from weft.cli.ports import LOOPBACK, bare_host, reachable
+from weft.config import read_config
 
 # imports what both kinds of workers need, and forks them
 STANDBY_COMMAND = (
@@ -31,7 +32,7 @@ WORKER_START_SECONDS, BLIND_START_SECONDS = 900.0, 4 * 3600.0
 
 
 def mesh_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
-    """The children of `weft up`, in the order in which people think of them."""
+    """The children of `weft up`, in the order in which people think of them. Raises ConfigError."""
     stores = [_valkey(at), _service("scheduler", at.scheduler, _common(options, at))]
     if options.has_store:
         own = {**_common(options, at), **_disk(options), "WEFT_MASTER_PORT": str(at.master_port)}
@@ -140,6 +141,13 @@ def _worker(options: MeshOptions, at: Addresses, name: str, model: str, share: M
     return _patient(options, spec)
 
 
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """By the user. 0: any that is free."""
+
+    private_port: int | None = None
+
+
 def _gateway(options: MeshOptions, at: Addresses, name: str) -> ChildSpec:
     own = {
         "WEFT_HOST": options.host,
@@ -150,9 +158,9 @@ def _gateway(options: MeshOptions, at: Addresses, name: str) -> ChildSpec:
     }
     probed = f"{reachable(options.host)}:{options.port}"
     # the user's own serves one gateway, and a Prometheus that has been told of it
-    said = os.environ.get("WEFT_PRIVATE_PORT", "") if len(at.gateways) == 1 else ""
-    if said or options.keys or options.has_tls or len(at.gateways) > 1:
-        own["WEFT_PRIVATE_PORT"] = said or str(at.gateways[name])
+    said = read_config(_Said).private_port if len(at.gateways) == 1 else None
+    if said is not None or options.keys or options.has_tls or len(at.gateways) > 1:
+        own["WEFT_PRIVATE_PORT"] = str(said or at.gateways[name])
         probed = f"{reachable(os.environ.get('WEFT_PRIVATE_HOST', LOOPBACK))}:{own['WEFT_PRIVATE_PORT']}"
     if len(at.gateways) > 1:
         own["WEFT_SHARE_PORTS"] = "1"

@@ -14,7 +14,7 @@ from weft.cli.gpus import usable_gpus
 from weft.cli.layout import Addresses, MeshOptions
 from weft.cli.mesh import mesh_specs
 from weft.cli.up import ending_signals
-from weft.config import read_config, read_models
+from weft.config import ConfigError, read_config, read_models
 from weft.worker.config import WeightsForm, WorkerConfig
 from weft_services.kvstore.config import Config
 
@@ -145,6 +145,17 @@ def test_a_port_for_those_who_look_after_the_only_gateway_is_the_users_own(monke
     options = MeshOptions(ONE, num_gateways=2)
     at = dataclasses.replace(AT, gateways=dict(zip(options.gateways, (9, 10), strict=True)))
     assert [spec.environ["WEFT_PRIVATE_PORT"] for spec in mesh_specs(options, at)[-2:]] == ["9", "10"]
+
+
+def test_a_port_for_those_who_look_after_the_gateway_that_cannot_be_asked_is_not_left_to_the_probe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WEFT_PRIVATE_PORT", "0")  # any that is free, and this one is known to be
+    assert mesh_specs(MeshOptions(ONE), AT)[-1].environ["WEFT_PRIVATE_PORT"] == "9"
+    for wrong in ("soon", "70000"):
+        monkeypatch.setenv("WEFT_PRIVATE_PORT", wrong)
+        with pytest.raises(ConfigError, match="WEFT_PRIVATE_PORT"):
+            mesh_specs(MeshOptions(ONE), AT)
 
 
 def test_several_gateways_share_their_ports_and_are_looked_after_one_by_one() -> None:
