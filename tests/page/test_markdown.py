@@ -59,3 +59,18 @@ async def test_every_beginning_of_an_answer_shows_without_an_end(browser: Any, s
     }"""
     async with visit(browser, shown) as page:
         assert await page.evaluate(count, text) == [len(text), 1]
+
+
+async def test_an_answer_that_repeats_a_mark_for_ever_is_shown_and_at_once(browser: Any, shown: Scene) -> None:
+    """Such is what models write that have lost their way; each quote within a quote took a place on the stack."""
+    texts = [">" * 20_000, "> " * 20_000, "\n".join(" " * 2 * depth + "- x" for depth in range(200))]
+    texts.append(f"|a|b|\n|{'-' * 200_000}x|")  # of which each dash was taken for the one that a table's line needs
+    look = """async (texts) => {
+      const { render } = await import("/weft/page/markdown.js");
+      const began = performance.now();
+      return [texts.map((text) => render(text).length), performance.now() - began];
+    }"""
+    async with visit(browser, shown) as page:
+        blocks, milliseconds = await page.evaluate(look, texts)
+    assert blocks == [1, 1, 1, 1]
+    assert milliseconds < 1000

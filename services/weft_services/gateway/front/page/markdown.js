@@ -8,14 +8,15 @@ const HEADING = /^(#{1,6})\s+(.*)$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const QUOTE = /^>\s?/;
 const RULE = /^\s*(-{3,}|\*{3,}|_{3,})\s*$/;
-const DASHES = /^[\s|:-]*-[\s|:-]*$/;
+const DASHES = /^[\s|:]*-[\s|:-]*$/;
+const MAX_DEPTH = 20; // a model that repeats one > for ever is in no quote of a thousand
 const INLINE = /`([^`]+)`|\*\*([^*]+)\*\*|\*([^*\s][^*]*)\*|\[([^\][]+)\]\((https?:[^\s()]+)\)/g;
 
-export function render(text) {
+export function render(text, depth = 0) {
   const lines = text.split("\n");
   const blocks = [];
   for (let at = 0; at < lines.length;) {
-    const [block, next] = take(lines, at);
+    const [block, next] = take(lines, at, depth);
     if (block) blocks.push(block);
     at = next;
   }
@@ -23,15 +24,15 @@ export function render(text) {
 }
 
 // The block that begins there, and where the next one does.
-function take(lines, at) {
+function take(lines, at, depth) {
   const line = lines[at];
   if (!line.trim()) return [null, at + 1];
   if (FENCE.test(line)) return code(lines, at);
   if (RULE.test(line)) return [element("hr"), at + 1];
   const heading = HEADING.exec(line);
   if (heading) return [element(`h${Math.min(heading[1].length + 2, 6)}`, {}, ...inline(heading[2])), at + 1];
-  if (QUOTE.test(line)) return quote(lines, at);
-  if (ITEM.test(line)) return list(lines, at);
+  if (QUOTE.test(line) && depth < MAX_DEPTH) return quote(lines, at, depth);
+  if (ITEM.test(line) && depth < MAX_DEPTH) return list(lines, at, depth);
   if (isTable(lines, at)) return table(lines, at);
   let end = at + 1;
   while (end < lines.length && lines[end].trim() && !begins(lines, end)) end += 1;
@@ -50,14 +51,14 @@ function code(lines, at) {
   return [element("div", { class: "code" }, element("header", {}, language || "text", copier(() => text)), element("pre", {}, element("code", {}, text))), end + 1];
 }
 
-function quote(lines, at) {
+function quote(lines, at, depth) {
   let end = at;
   while (end < lines.length && QUOTE.test(lines[end])) end += 1;
-  return [element("blockquote", {}, ...render(lines.slice(at, end).map((line) => line.replace(QUOTE, "")).join("\n"))), end];
+  return [element("blockquote", {}, ...render(lines.slice(at, end).map((line) => line.replace(QUOTE, "")).join("\n"), depth + 1)), end];
 }
 
 // Items of one depth; what is indented further belongs to the item before it.
-function list(lines, at) {
+function list(lines, at, depth) {
   const [, margin, mark] = ITEM.exec(lines[at]);
   const isOrdered = /\d/.test(mark);
   const made = element(isOrdered ? "ol" : "ul", isOrdered ? { start: parseInt(mark, 10) } : {});
@@ -66,9 +67,9 @@ function list(lines, at) {
     const item = ITEM.exec(lines[end]);
     if (!item || item[1].length > margin.length + 1 || /\d/.test(item[2]) !== isOrdered) break;
     const inner = [];
-    const depth = item[1].length + item[2].length + 1; // where its text begins
-    for (end += 1; end < lines.length && isWithin(lines, end, margin.length); end += 1) inner.push(lines[end].slice(Math.min(depth, indent(lines[end]))));
-    made.append(element("li", {}, ...inline(item[3]), ...render(inner.join("\n"))));
+    const start = item[1].length + item[2].length + 1; // where its text begins
+    for (end += 1; end < lines.length && isWithin(lines, end, margin.length); end += 1) inner.push(lines[end].slice(Math.min(start, indent(lines[end]))));
+    made.append(element("li", {}, ...inline(item[3]), ...render(inner.join("\n"), depth + 1)));
   }
   return [made, Math.max(end, at + 1)];
 }
