@@ -94,7 +94,7 @@ def load_keys(text: str | bytes) -> dict[str, Key]:
     """Keys by digest. Raises BadKeys."""
     try:
         parsed = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadKeys(f"not JSON: {error}") from error
     entries = parsed.get("keys") if isinstance(parsed, dict) else None
     if not isinstance(entries, list):
@@ -106,7 +106,7 @@ def load_key(text: str | bytes) -> Key:
     """One entry. Raises BadKeys."""
     try:
         return _parse("key", json.loads(text))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise error if isinstance(error, BadKeys) else BadKeys(f"not JSON: {error}") from error
 
 

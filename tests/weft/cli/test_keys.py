@@ -119,6 +119,7 @@ def test_two_keys_are_never_the_same(where: str) -> None:
     ("text", "message"),
     [
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("[]", 'expected {"keys"'),
         ('{"keys": [1]}', "keys.0: expected an object"),
         ('{"keys": [{"name": "a"}]}', "keys.0.digest is missing"),
