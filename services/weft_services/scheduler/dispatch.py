@@ -41,10 +41,8 @@ from weft_services.scheduler.whereabouts import Whereabouts
 
 SWEEP_SECONDS = 1.0
 OTHERS_WAIT = "others wait for room already"
-# looked up once
 _BY_SESSION, _BY_LOAD = ROUTES.labels("session"), ROUTES.labels("load")
-# the first that fits
-_REFUSED = (
+_REFUSED = (  # the first that fits
     (TooLate, ROUTES.labels("late")),
     (Overloaded, ROUTES.labels("overloaded")),
     (PeerLost, ROUTES.labels("unavailable")),
