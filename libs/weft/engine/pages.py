@@ -111,9 +111,10 @@ class Pages:
         sequence.runs[group] = self._extended(kept, min(max(0, wanted), self._pool.num_available))
 
     def _sight(self, sequence: Sequence, group: int) -> int:
-        """In its text, and where it was found to begin later than that, what the next token looks at."""
+        """In its text, and where it was found to begin later than that, what the next token looks at. Of one that was
+        preempted, more than a token of its text may be left at its prompt's end: it needs the room for them."""
         sight = self._paging.sight(sequence.num_computed, sequence.num_prompt)
-        is_in_prompt = sequence.num_computed <= sequence.num_prompt
+        is_in_prompt = sequence.num_computed + sequence.is_in_its_prompt <= sequence.num_prompt
         has_them = self._paging.first(group, sight) >= sequence.runs[group].first
         return sight if is_in_prompt and has_them else sequence.num_computed
 

@@ -10,6 +10,7 @@ from weft.engine.loop import Loop
 from weft.engine.messages import SequenceMode, SequenceSpec, StepOutput
 from weft.engine.sequence import Sequence
 from weft.engine.waiting import LEVEL_SECONDS
+from weft.kv.groups import Reach
 from weft.request import RequestKey, SamplingParams
 
 
@@ -175,3 +176,14 @@ def test_the_block_that_others_may_grow_into_is_no_room(steps_ahead: int) -> Non
     played.submit("urgent", 1, prompt=20)
     played.run()
     assert played.ended[0] == "batch"
+
+
+def test_a_windowed_text_that_made_way_goes_on_where_steps_are_no_longer_than_a_block(steps_ahead: int) -> None:
+    """What a prompt of whole blocks keeps at its end, for whoever asks for it again, took the room of its text."""
+    played = Played(steps_ahead, num_blocks=5, chunk_tokens=4 // (1 + steps_ahead), reaches=(Reach(window=6),))
+    played.submit("text", 0, num_tokens=8, prompt=16)
+    while played.loop._settler.num_generated_tokens < 5:
+        played.turn()
+    played.submit("urgent", 1, num_tokens=8, prompt=16)
+    played.run()
+    assert played.ended == ["urgent", "text"]
