@@ -120,12 +120,12 @@ class Planner:
         if not is_settled and any(each.num_expected and each.is_shaped_by_its_text for each in self.running):
             return None
         num_running = len(self.running)
-        self._catch_up()
         for sequence in list(self.running):
             # An earlier turn of this loop may have preempted it.
             is_next = sequence.state is State.RUNNING and sequence.is_in_its_text
             if is_next and not self._grow(sequence, is_settled):
                 return None
+        self._catch_up()
         # with somebody preempted, there is no room for others
         has_room = len(self.running) == num_running or not self.running
         if has_room and not self._admit(events, now, is_settled):

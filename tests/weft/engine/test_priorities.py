@@ -187,3 +187,18 @@ def test_a_windowed_text_that_made_way_goes_on_where_steps_are_no_longer_than_a_
     played.submit("urgent", 1, num_tokens=8, prompt=16)
     played.run()
     assert played.ended == ["urgent", "text"]
+
+
+def test_a_text_that_makes_way_itself_leaves_its_pages_to_a_prompt_that_stands_still(
+    steps_ahead: int,
+) -> None:
+    """It held pages that the prompt had given back, and nothing else would have made the loop go on."""
+    limits: dict[str, Any] = {"num_blocks": 5, "chunk_tokens": 4 // (1 + steps_ahead), "reaches": (Reach(window=6),)}
+    played = Played(steps_ahead, **limits)
+    played.submit("prompt", 0, prompt=14, mode=SequenceMode.PREFILL, cache_salt=b"")
+    played.submit("text", 0, num_tokens=12, prompt=12, cache_salt=b"")
+    played.run()
+    assert "prompt" in played.begun
+    played.loop.cancel(RequestKey("prompt"))
+    played.run()
+    assert played.ended == ["text"]
