@@ -130,6 +130,7 @@ class Planner:
         has_room = len(self.running) == num_running or not self.running
         if has_room and not self._admit(events, now, is_settled):
             return None
+        self._catch_up()  # those who made way may have left more than was wanted
         return self._works(now)
 
     @property
@@ -181,8 +182,7 @@ class Planner:
         while self.waiting:
             sequence = self.waiting.first
             while not self._seat(sequence):
-                victim = self._yielding(sequence)
-                if victim is None:
+                if (victim := self._yielding(sequence)) is None:
                     return True
                 if not is_settled:
                     return False

@@ -202,3 +202,18 @@ def test_a_text_that_makes_way_itself_leaves_its_pages_to_a_prompt_that_stands_s
     played.loop.cancel(RequestKey("prompt"))
     played.run()
     assert played.ended == ["text"]
+
+
+def test_what_those_who_made_way_leave_over_goes_to_a_prompt_that_stands_still() -> None:
+    """Whom they made way for waits for its KV: until that comes nothing else makes the loop go on."""
+    played = Played(0, num_blocks=8, chunk_tokens=4, reaches=(Reach(window=6),))
+    played.submit("other", 0, num_tokens=3, prompt=10)
+    played.turn()
+    played.submit("text", 0, num_tokens=3, prompt=10, cache_salt=b"")
+    played.turn()
+    played.submit("prompt", 1, prompt=17, cache_salt=b"", mode=SequenceMode.PREFILL)
+    played.turn(4)
+    played.submit("lent", 1, num_tokens=3, prompt=12, cache_salt=b"", wait_for_kv=True)
+    played.run()
+    assert "prompt" in played.begun
+    assert not played.ended
