@@ -206,8 +206,7 @@ class Dispatcher:
             await asyncio.wait({place}, timeout=min(waiter.give_up_at, until) - now)
             if place.done():
                 return place.result()
-            again = room.retry_after(query, self._clock(), busy.retry_after_seconds)
-            raise Overloaded(str(busy), again)
+            raise Overloaded(str(busy), room.retry_after(query, self._clock(), busy.retry_after_seconds))
         finally:
             WAITING.dec()
             room.leave(waiter, self._clock())
@@ -226,21 +225,20 @@ class Dispatcher:
             self._seating.ask()
 
     def _seat_all(self) -> float:
-        """Place those who wait, in their order, until there is no room for any who is next: a look in vain for each of
-        these models. Returns their share."""
-        now, rooms = self._clock(), self._rooms.values()
-        num_before = sum(map(len, rooms))
-        for room in rooms:
-            self._seat_from(room, now)
-        num_placed, num_vain = num_before - sum(map(len, rooms)), sum(map(bool, rooms))
-        return num_vain / max(num_placed + num_vain, 1)
+        """Place those who wait, in their order, until there is no room for any who is next. Returns for how many
+        seconds it looked in vain: that takes many times as long as to find a place."""
+        return sum(self._seat_from(room, self._clock()) for room in self._rooms.values())
 
-    def _seat_from(self, room: WaitingRoom, now: float) -> None:
+    def _seat_from(self, room: WaitingRoom, now: float) -> float:
         passage: Passage | None = FREE
+        vain_seconds = 0.0
         while passage is not None and (candidates := room.candidates(now, passage.longest)):
+            began = self._clock()
             if not any(self._seated(room, *candidate, passage, now) for candidate in candidates):
                 passage = candidates[-1][0].passage
+                vain_seconds += self._clock() - began
         room.passage = passage
+        return vain_seconds
 
     def _seated(self, room: WaitingRoom, waiter: Waiter, priority: Priority, passage: Passage, now: float) -> bool:
         """It waits no more: it has its place, or will never have one. False while there is no room for it."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-# for so many times as long as it took in vain the work rests
+# for so many times as long as it was done in vain the work rests
 REST_SHARE = 9
 
 
 class Pace:
-    """Does `work` soon after every `ask`, in vain for a tenth of the time at most: it says for which share of its own
-    time it was. Belongs to one event loop."""
+    """Does `work` soon after every `ask`, in vain for a tenth of the time at most: it says for how many seconds it was.
+    Belongs to one event loop."""
 
     def __init__(self, work: Callable[[], float], clock: Callable[[], float]) -> None:
         self._work = work
@@ -33,7 +33,6 @@ class Pace:
             asyncio.get_running_loop().call_later(rest, self._do)
 
     def _do(self) -> None:
-        began, self._is_due = self._clock(), False
-        share = self._work()
-        ended = self._clock()
-        self._not_before = ended + REST_SHARE * share * (ended - began)
+        self._is_due = False
+        vain_seconds = self._work()
+        self._not_before = self._clock() + REST_SHARE * vain_seconds
