@@ -68,7 +68,9 @@ class WaitingRoom:
         self.check(query, now, busy)
         self._look(now)
         if self.passage_for(query) is not None:
-            self.passage = passage
+            # it may have gone before some who would take what it leaves
+            is_left = passage is not None and not self.candidates(now, passage.longest)
+            self.passage = passage if is_left else None
         waiter = Waiter(query, now, now + self.longest(query), passage)
         self._lines[rank_of(query)].append(waiter)
         self._num += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -214,3 +215,12 @@ def test_who_is_let_by_need_not_expect_to_wait_for_who_lets_it_by() -> None:
     room.enter(query("behind", 50), 1.5, busy)
     with pytest.raises(Overloaded):
         room.enter(query("long too", 150), 1.5, busy)
+
+
+@pytest.mark.parametrize(("waiting_tokens", "lets_by"), [(SHORT, False), (LONG, True)])
+def test_who_has_gone_before_others_lets_nobody_by_whom_those_are_before(waiting_tokens: int, lets_by: bool) -> None:
+    """Until the next look: seats that became free since the last one are theirs."""
+    room, busy, passage = WaitingRoom(100, 2.0), Overloaded("full"), Passage({}, SHORT)
+    room.enter(query("first", waiting_tokens), 0.0, busy)
+    room.enter(replace(query("urgent", LONG), priority=Priority.INTERACTIVE), 0.0, busy, passage)
+    assert room.passage_for(query("late", SHORT)) == (passage if lets_by else None)
