@@ -38,10 +38,6 @@ class Waiter:
     give_up_at: float
     passage: Passage | None = None
 
-    def lets_by(self, query: RouteQuery) -> bool:
-        """The other need not wait behind it."""
-        return self.passage is not None and query.prompt_tokens <= self.passage.longest
-
 
 @dataclass(slots=True)
 class _Line:
@@ -57,12 +53,17 @@ class _Line:
         behind = islice(self.waiters, 1, MAX_LOOKED_AT)
         return next((waiter for waiter in behind if waiter.query.prompt_tokens <= longest), None)
 
+    def tokens_within(self, longest: float) -> int:
+        """Of those with so short a prompt."""
+        if longest == INFINITE:
+            return self.tokens
+        return sum(cost_of(waiter.query) for waiter in self.waiters if waiter.query.prompt_tokens <= longest)
+
 
 class Lines:
     """Bounded by who asks; tenants are forgotten when more than MAX_TENANTS have been served."""
 
     def __init__(self) -> None:
-        self.tokens = 0
         self._lines: dict[bytes, _Line] = {}
         self._virtual: OrderedDict[bytes, float] = OrderedDict()
         self._time = 0.0
@@ -80,7 +81,6 @@ class Lines:
         line = self._lines.setdefault(waiter.query.tenant, _Line())
         line.waiters.append(waiter)
         line.tokens += cost_of(waiter.query)
-        self.tokens += cost_of(waiter.query)
 
     def remove(self, waiter: Waiter) -> bool:
         """False when it does not wait here."""
@@ -90,7 +90,6 @@ class Lines:
             return False
         line.waiters.remove(waiter)
         line.tokens -= cost_of(waiter.query)
-        self.tokens -= cost_of(waiter.query)
         if not line.waiters:
             del self._lines[tenant]
         return True
@@ -107,21 +106,21 @@ class Lines:
         """When who has waited longest came; somebody must wait."""
         return min(line.waiters[0].since for line in self._lines.values())
 
-    def tokens_before(self, tenant: bytes) -> int:
+    def tokens_within(self, longest: float) -> int:
+        """Of those whose prompts are no longer than that."""
+        return sum(line.tokens_within(longest) for line in self._lines.values())
+
+    def tokens_before(self, tenant: bytes, longest: float = INFINITE) -> int:
         """What is served before the next request of this tenant: all of its own, and of others no more than keeps them
-        level with it."""
+        level with it. Only those count whose prompts are no longer than that."""
         own = self._lines.get(tenant)
-        before = own.tokens if own is not None else 0
+        before = own.tokens_within(longest) if own is not None else 0
         turn = self._start(tenant) + before
         for other, line in self._lines.items():
-            if line is not own and (ahead := turn - self._start(other)) >= 0:
-                before += min(line.tokens, int(ahead) + cost_of(line.waiters[0].query))
+            if line is own or (ahead := turn - self._start(other)) < 0 or (head := line.first(longest)) is None:
+                continue
+            before += min(line.tokens_within(longest), int(ahead) + cost_of(head.query))
         return before
-
-    def tokens_passed(self, query: RouteQuery) -> int:
-        """Of those who let it by."""
-        heads = (line.waiters[0] for line in self._lines.values())
-        return sum(cost_of(head.query) for head in heads if head.lets_by(query))
 
     def charge(self, tenant: bytes, tokens: int) -> None:
         """A request of this tenant got its place, with or without waiting."""

@@ -137,24 +137,35 @@ class WaitingRoom:
         """How long until it has its place, if that goes as fast as it last went; 0 when nothing is known, and for who
         would be the first. `tokens`: as if it cost so many."""
         own, cost = rank_of(query), cost_of(query) if tokens is None else tokens
-        above = sum(lines.tokens - lines.tokens_passed(query) for rank, lines in self._lines.items() if rank < own)
-        level = max(self._lines[own].tokens_before(query.tenant) - self._lines[own].tokens_passed(query), 0)
         self._look(now)
-        is_next = not above + level or self.passage_for(query) is not None
-        if is_next or self._busy_seconds < MIN_BUSY_SECONDS:
+        if self.passage_for(query) is not None or self._busy_seconds < MIN_BUSY_SECONDS:
             return 0.0
-        rate = self._rate(now)
+        first, _ = self.candidates(now)[-1]
+        longest = self._longest_before(query, first, now)
+        above = sum(lines.tokens_within(longest) for rank, lines in self._lines.items() if rank < own)
+        level = self._lines[own].tokens_before(query.tenant, longest)
+        if not above + level:
+            return 0.0
+        rate = self._rate(first, now)
         in_line = (above + level + cost) / rate
         if not above:
             return in_line
         until_turn = max(self._turn_at[own] - self._placed_tokens, 0.0) + level / TURN_SHARE
         return min(in_line, max((until_turn + cost) / rate, TURN_WAIT_SHARE * self._max_seconds))
 
-    def _rate(self, now: float) -> float:
+    def _longest_before(self, query: RouteQuery, first: Waiter, now: float) -> float:
+        """How long the prompts are behind which it waits: longer ones let it by, or wait behind who does."""
+        longest, passage = INFINITE, first.passage
+        while passage is not None and query.prompt_tokens <= passage.longest:
+            longest = passage.longest
+            found = self.candidates(now, longest)
+            passage = found[-1][0].passage if found else None
+        return longest
+
+    def _rate(self, first: Waiter, now: float) -> float:
         """Tokens a second that get their places while somebody waits: else they get them as fast as they come, which
         says nothing. Where there are few places and long answers none may have been given of late, and of whoever is
         next it is supposed that it has half of its wait behind it."""
-        first, _ = self.candidates(now)[-1]
         waited = max(self._busy_seconds, now - first.since)
         return max(self._busy_tokens / self._busy_seconds, max(cost_of(first.query), 1) / waited)
 

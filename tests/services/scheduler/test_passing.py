@@ -224,3 +224,20 @@ def test_who_has_gone_before_others_lets_nobody_by_whom_those_are_before(waiting
     room.enter(query("first", waiting_tokens), 0.0, busy)
     room.enter(replace(query("urgent", LONG), priority=Priority.INTERACTIVE), 0.0, busy, passage)
     assert room.passage_for(query("late", SHORT)) == (passage if lets_by else None)
+
+
+def test_who_lets_others_by_takes_nothing_off_what_those_have_to_wait_for() -> None:
+    room, busy = WaitingRoom(100, 2.0), Overloaded("full")
+    room.placed(query("before", 1_000_000, b"greedy"), 0.0)  # so that its turn comes after all of the other's
+    room.enter(query("long", 10_000, b"greedy"), 0.0, busy, Passage({}, 100))
+    for number in range(20):
+        room.enter(query(f"{number}", 100), 0.0, busy)
+    assert room.expected_seconds(query("last", 100), 1.0) == pytest.approx(21 * 100 / 10_000)
+
+
+def test_nor_has_anybody_to_wait_for_those_who_wait_behind_who_lets_it_by() -> None:
+    room, busy = WaitingRoom(100, 2.0), Overloaded("full")
+    for number in range(10):
+        room.enter(query(f"{number}", 10_000), 0.0, busy, Passage({}, 100) if number == 0 else None)
+    room.enter(query("first", 100), 0.0, busy)
+    assert room.expected_seconds(query("last", 100), 1.0) == pytest.approx(2 * 100 / 10_000)
