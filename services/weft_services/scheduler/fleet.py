@@ -44,7 +44,8 @@ class Fleet:
         self._models: dict[str, Served] = {}
         self._wishes: dict[tuple[str, str], tuple[bool, float]] = {}  # to drain or not; when such a start last reported
         self._ready_at: dict[tuple[str, WorkerRole], float] = {}  # when a worker of the role last said so, or was full
-        self._left: dict[str, tuple[int, float]] = {}  # the longest prompt of who left of late, and its last report
+        # by model the longest prompts of those who left of late, and when they last reported
+        self._left: dict[str, list[tuple[int, float]]] = {}
 
     @property
     def models(self) -> Mapping[str, Served]:
@@ -106,8 +107,8 @@ class Fleet:
             if len(self._wishes) > MAX_WISHES:
                 self._wishes.pop(next(iter(self._wishes)))
         del self._workers[worker.worker_id]
-        if not self.has_lost(worker.info.model, worker.longest_prompt, worker.reported_at):
-            self._left[worker.info.model] = worker.longest_prompt, worker.reported_at
+        left = [each for each in self._left.get(worker.info.model, ()) if _is_recent(each[1], worker.reported_at)]
+        self._left[worker.info.model] = [*left, (worker.longest_prompt, worker.reported_at)]
         served = self._models[worker.info.model]
         remaining = [other for other in served.workers if other is not worker]
         self._models[worker.info.model] = served.of(remaining)
@@ -148,12 +149,12 @@ class Fleet:
 
     def was_ready(self, model: str, role: WorkerRole, now: float) -> bool:
         """Had the role a ready worker a moment ago."""
-        return now - self._ready_at.get((model, role), NEVER) < RETURN_SECONDS
+        return _is_recent(self._ready_at.get((model, role), NEVER), now)
 
     def has_lost(self, model: str, prompt_tokens: int, now: float) -> bool:
         """Has a worker that takes so long a prompt left a moment ago: it may be back soon, started anew."""
-        longest, reported_at = self._left.get(model, (0, NEVER))
-        return prompt_tokens <= longest and now - reported_at < RETURN_SECONDS
+        left = self._left.get(model, ())
+        return any(prompt_tokens <= longest and _is_recent(reported_at, now) for longest, reported_at in left)
 
     def refresh(self, now: float) -> None:
         """What the policy and operators know of the fleet as a whole; to be called once a second."""
@@ -260,6 +261,10 @@ def _tell_nothing(model: str, role: WorkerRole) -> None:
 
 def _start_of(info: WorkerInfo) -> tuple[str, str]:
     return info.address.worker_id, info.address.boot_id
+
+
+def _is_recent(then: float, now: float) -> bool:
+    return now - then < RETURN_SECONDS
 
 
 def _pause(num_faults: int) -> float:

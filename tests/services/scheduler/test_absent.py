@@ -153,3 +153,15 @@ async def test_a_prompt_is_not_too_long_while_the_worker_that_took_it_may_be_bac
         await (await lonely.ask("later", prompt_tokens=100))
     with pytest.raises(PeerLost):
         await (await lonely.ask("moved", generation=1, prompt_tokens=100))
+
+
+@pytest.mark.parametrize("first_blocks", [100, 1000], ids=["like it", "larger"])
+async def test_each_worker_that_left_may_be_back_whoever_left_before_it(first_blocks: int) -> None:
+    lonely = Lonely(queue_seconds=0.0)
+    lonely.start("decode-1", WorkerRole.DECODE, num_blocks=2)
+    lonely.dispatcher.leave(lonely.start("decode-0", WorkerRole.DECODE, num_blocks=first_blocks), "killed")
+    lonely.clock.now += 0.8 * RETURN_SECONDS
+    lonely.dispatcher.leave(lonely.start("decode-2", WorkerRole.DECODE), "killed")
+    lonely.clock.now += 0.8 * RETURN_SECONDS
+    with pytest.raises(PeerLost):
+        await (await lonely.ask("new", prompt_tokens=100))
