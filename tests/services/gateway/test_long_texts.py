@@ -9,8 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from tests.services.gateway.test_tool_parsers import calls, read, said
+from weft_services.gateway.dialects.openai_requests import ChatBody
 from weft_services.gateway.dialects.responses_requests import parse_responses
-from weft_services.gateway.dialects.tokenize_requests import DetokenizeBody
+from weft_services.gateway.dialects.tokenize_requests import DetokenizeBody, TokenizeBody
 from weft_services.gateway.generation import Conversation
 from weft_services.gateway.text.feed import MAX_SPACE
 from weft_services.gateway.text.parts import PartKind
@@ -58,3 +59,11 @@ def test_of_a_million_wrong_token_ids_one_is_complained_of() -> None:
     with pytest.raises(ValidationError) as complaint:
         DetokenizeBody.model_validate_json(b'{"tokens":[' + b"-1," * 1000 + b"-1]}")
     assert complaint.value.error_count() == 1
+
+
+@pytest.mark.parametrize("kind", [ChatBody, TokenizeBody])
+def test_of_messages_full_of_wrong_calls_one_is_complained_of(kind: type[ChatBody] | type[TokenizeBody]) -> None:
+    message = {"role": "assistant", "content": "x", "tool_calls": [1] * 1024}
+    with pytest.raises(ValidationError) as complaint:
+        kind.model_validate_json(json.dumps({"model": "m", "messages": [message] * 100}))
+    assert complaint.value.error_count() <= 1024

@@ -13,7 +13,8 @@ from pydantic import BeforeValidator, Field
 
 from weft.errors import InvalidRequest
 from weft_services.gateway.dialects.openai_fields import check_prompt, session_hint, unsupported_field
-from weft_services.gateway.dialects.openai_requests import Lenient, parse_body
+from weft_services.gateway.dialects.openai_messages import Lenient
+from weft_services.gateway.dialects.openai_requests import parse_body
 from weft_services.gateway.generation import Embedding
 from weft_services.gateway.mesh.urgency import MAX_PRIORITY
 

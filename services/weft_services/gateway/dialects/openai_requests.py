@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from weft.errors import InvalidRequest
 from weft.request import KEEP, Retention
@@ -19,12 +18,10 @@ from weft_services.gateway.dialects.openai_fields import (
     check_prompt,
     check_template_kwargs,
     check_tool,
-    check_tool_call,
-    flatten_content,
     session_hint,
-    templated_call,
     unsupported_field,
 )
+from weft_services.gateway.dialects.openai_messages import CHECKED, Lenient, Message, for_template
 from weft_services.gateway.dialects.tool_choice import read_tool_use
 from weft_services.gateway.generation import Conversation, Generation, Prompt
 from weft_services.gateway.mesh.urgency import MAX_PRIORITY
@@ -43,19 +40,11 @@ RETENTIONS = {None: KEEP, "in_memory": IN_MEMORY, "in-memory": IN_MEMORY, "24h":
 Whole = Annotated[int, BeforeValidator(as_whole)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Tool = Annotated[dict[str, Any], AfterValidator(check_tool)]
-ToolCall = Annotated[dict[str, Any], AfterValidator(check_tool_call)]
 Bias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(check_logit_bias)]
 TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(check_template_kwargs)]
-Content = Annotated[str | None, BeforeValidator(flatten_content)]
 
 
 BodyT = TypeVar("BodyT", bound="Lenient")
-
-
-class Lenient(BaseModel):
-    """Exact types, unknown fields let through."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
 class StreamOptions(Lenient):
@@ -64,53 +53,6 @@ class StreamOptions(Lenient):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's
     include_obfuscation: bool | None = None  # off where nothing is said
-
-
-class Message(Lenient):
-    """One message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content = None
-    name: str | None = None
-    tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_TOOLS)] = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    refusal: str | None = None
-    reasoning: str | None = None  # the same in the words of newer vLLMs and of OpenRouter
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Self:
-        says_otherwise = self.tool_calls or self.reasoning_content or self.reasoning or self.refusal
-        if self.content is None and not (self.role == "assistant" and says_otherwise):
-            raise ValueError("content is required; only an assistant's tool calls, thoughts and refusals go without")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """Role and content are always there, the rest only where it was given. Content is None beside calls that came
-        without."""
-        thoughts = self.reasoning if self.reasoning_content is None else self.reasoning_content
-        calls = None if self.tool_calls is None else [templated_call(call) for call in self.tool_calls]
-        rest = {
-            "name": self.name,
-            "tool_calls": calls,
-            "tool_call_id": self.tool_call_id,
-            "reasoning_content": thoughts,
-        }
-        given = {name: value for name, value in rest.items() if value is not None}
-        says_nothing = self.content is None and not self.refusal and calls
-        return {"role": self.role, "content": None if says_nothing else self.content or self.refusal or "", **given}
-
-    @property
-    def argument_texts(self) -> list[str]:
-        """JSON within JSON."""
-        arguments = [call["function"].get("arguments") for call in self.tool_calls or ()]
-        return [each for each in arguments if isinstance(each, str)]
-
-
-def for_template(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
-    """As chat templates take them. Raises InvalidRequest for calls whose arguments hold too much together."""
-    check_body(*(text.encode(errors="replace") for message in messages for text in message.argument_texts))
-    return tuple(message.for_template() for message in messages)
 
 
 class _Body(Lenient):
@@ -186,7 +128,7 @@ class _Body(Lenient):
 class ChatBody(_Body):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], *CHECKED]
     max_completion_tokens: Annotated[Whole | None, Field(ge=1)] = None
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: Any = None

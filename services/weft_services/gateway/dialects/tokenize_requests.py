@@ -8,14 +8,8 @@ from pydantic import FailFast, Field
 
 from weft.errors import InvalidRequest
 from weft_services.gateway.dialects.openai_fields import MAX_TOOLS, unsupported_field
-from weft_services.gateway.dialects.openai_requests import (
-    Lenient,
-    Message,
-    TemplateKwargs,
-    Tool,
-    for_template,
-    parse_body,
-)
+from weft_services.gateway.dialects.openai_messages import CHECKED, Lenient, Message, for_template
+from weft_services.gateway.dialects.openai_requests import TemplateKwargs, Tool, parse_body
 from weft_services.gateway.generation import Conversation, Prompt, Tokenizing
 
 MAX_TOKENS = 1_000_000
@@ -29,7 +23,7 @@ class TokenizeBody(Lenient):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message] | None, Field(min_length=1, max_length=4096)] = None
+    messages: Annotated[list[Message] | None, *CHECKED] = None
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
     add_generation_prompt: bool = True

@@ -1,0 +1,69 @@
+"""The messages of OpenAI's requests: what each may hold, and how templates take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+
+from weft_services.gateway.dialects.body_limits import check_body
+from weft_services.gateway.dialects.openai_fields import MAX_TOOLS, check_tool_call, flatten_content, templated_call
+
+ToolCall = Annotated[dict[str, Any], AfterValidator(check_tool_call)]
+Content = Annotated[str | None, BeforeValidator(flatten_content)]
+# of a list of messages. A complaint takes a kilobyte, and one is told: four million calls that are none took 4 GB
+CHECKED = (Field(min_length=1, max_length=4096), FailFast())
+
+
+class Lenient(BaseModel):
+    """Exact types, unknown fields let through."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class Message(Lenient):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    reasoning: str | None = None  # the same in the words of newer vLLMs and of OpenRouter
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        says_otherwise = self.tool_calls or self.reasoning_content or self.reasoning or self.refusal
+        if self.content is None and not (self.role == "assistant" and says_otherwise):
+            raise ValueError("content is required; only an assistant's tool calls, thoughts and refusals go without")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Role and content are always there, the rest only where it was given. Content is None beside calls that came
+        without."""
+        thoughts = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        calls = None if self.tool_calls is None else [templated_call(call) for call in self.tool_calls]
+        rest = {
+            "name": self.name,
+            "tool_calls": calls,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": thoughts,
+        }
+        given = {name: value for name, value in rest.items() if value is not None}
+        says_nothing = self.content is None and not self.refusal and calls
+        return {"role": self.role, "content": None if says_nothing else self.content or self.refusal or "", **given}
+
+    @property
+    def argument_texts(self) -> list[str]:
+        """JSON within JSON."""
+        arguments = [call["function"].get("arguments") for call in self.tool_calls or ()]
+        return [each for each in arguments if isinstance(each, str)]
+
+
+def for_template(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
+    """As chat templates take them. Raises InvalidRequest for calls whose arguments hold too much together."""
+    check_body(*(text.encode(errors="replace") for message in messages for text in message.argument_texts))
+    return tuple(message.for_template() for message in messages)
