@@ -4,15 +4,23 @@ something could still begin. Each of these would take minutes if it were copied 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from tests.services.gateway.conftest import MODEL_NAME
 from tests.services.gateway.test_tool_parsers import calls, read, said
+from weft.request import FinishReason, PositionLogprobs, TokenLogprob
+from weft_services.gateway.dialects.frames import Choice, Usage
 from weft_services.gateway.dialects.openai_requests import ChatBody
+from weft_services.gateway.dialects.responses_frames import ResponseFrames
 from weft_services.gateway.dialects.responses_requests import parse_responses
 from weft_services.gateway.dialects.tokenize_requests import DetokenizeBody, TokenizeBody
 from weft_services.gateway.generation import Conversation
+from weft_services.gateway.mesh.prepare import prepare
+from weft_services.gateway.mesh.sequence import Piece
+from weft_services.gateway.model import load_model
 from weft_services.gateway.text.feed import MAX_SPACE
 from weft_services.gateway.text.parts import PartKind
 from weft_services.gateway.text.tool_formats import FORMATS
@@ -53,6 +61,18 @@ def test_what_many_systems_say_first_is_put_together_once() -> None:
     assert isinstance(prompt, Conversation)
     assert [message["role"] for message in prompt.messages] == ["developer", "user"]
     assert prompt.messages[0]["content"] == "\n\n".join(each["content"] for each in said_first)
+
+
+def test_a_whole_answer_with_logprobs_may_have_any_number_of_tokens(model_dir: Path) -> None:
+    model = load_model(model_dir, MODEL_NAME)
+    body = {"model": MODEL_NAME, "input": "x", "include": ["message.output_text.logprobs"]}
+    prepared = prepare(parse_responses(json.dumps(body).encode()), model, None, model.max_context_tokens)
+    token_ids = model.chat_codec.encode("hello", add_special_tokens=False) * 60_000
+    positions = tuple(PositionLogprobs(TokenLogprob(token, -1.0), ()) for token in token_ids)
+    choice = Choice(0)
+    choice.add(Piece(0, "hello" * 60_000, token_ids, positions, FinishReason.STOP))
+    answer = json.loads(ResponseFrames(prepared, None).body([choice], Usage(1, len(token_ids), 0)))
+    assert len(answer["output"][0]["content"][0]["logprobs"]) == len(token_ids)
 
 
 def test_of_a_million_wrong_token_ids_one_is_complained_of() -> None:

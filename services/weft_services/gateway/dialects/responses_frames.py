@@ -55,15 +55,15 @@ class ResponseFrames:
 
     def frames(self, piece: Piece) -> bytes:
         """What is new, as events of the item that is open; another one opens where one is due."""
-        out = self._begin()
+        out = [self._begin()]  # of a whole answer with logprobs there are as many as tokens
         for each in self._logprobs.one_by_one(piece):
             parts = joined(self._answer.take(each))
             # while white space gathers, of which there may be very much, nothing comes out
             num_behind = self._answer.num_held + sum(len(part.text) for part in parts) if parts else 0
             for part in parts:
                 num_behind -= len(part.text)
-                out += self._grow(part, num_behind)
-        return out
+                out.append(self._grow(part, num_behind))
+        return b"".join(out)
 
     @property
     def finish_reasons(self) -> Sequence[str]:
