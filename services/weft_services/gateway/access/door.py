@@ -39,4 +39,4 @@ class Door:
         """Who shows these headers. Raises Unauthenticated, or PeerLost where keys could not be read yet."""
         if self._keyring is None:
             return Visitor(is_sent=self._is_open)
-        return Visitor(self._keyring.find(headers), self._limiter, self._keyring.has_tenants)
+        return Visitor(self._keyring.find(headers), self._limiter, self._keyring.has_tenants, knows=self._keyring.knows)

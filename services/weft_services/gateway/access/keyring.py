@@ -144,6 +144,10 @@ class Keyring:
             raise Unauthenticated(UNKNOWN)
         return found
 
+    def knows(self, key: Key) -> bool:
+        """Does it count as it did when it was found: neither revoked nor changed."""
+        return self._keys is not None and self._keys.get(key.digest) == key
+
     async def _read(self) -> None:
         try:
             changed = await self._source.changed()

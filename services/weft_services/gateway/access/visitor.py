@@ -5,9 +5,11 @@ A context variable, so that no endpoint has to pass it on and none can forget to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from weft.errors import Unauthenticated
 from weft.keys import MOST_URGENT, Key
 from weft_services.gateway.access.limiter import Level, Limiter
 
@@ -15,12 +17,14 @@ from weft_services.gateway.access.limiter import Level, Limiter
 @dataclass(frozen=True, slots=True)
 class Visitor:
     """A client with its key, or without one where the mesh asks for none. `is_among_others`: it has to leave them
-    room. `is_sent`: by a proxy that checks who may come, so that where it comes from says where the proxy is."""
+    room. `is_sent`: by a proxy that checks who may come, so that where it comes from says where the proxy is. `knows`:
+    does a key still count as it did."""
 
     key: Key | None = None
     limiter: Limiter | None = None
     is_among_others: bool = False
     is_sent: bool = False
+    knows: Callable[[Key], bool] = lambda key: True
 
     @property
     def name(self) -> str:
@@ -69,6 +73,11 @@ class Visitor:
         """A request with a prompt of so many tokens. Raises RateLimited; it counts as a request all the same."""
         if self.key and self.limiter:
             await self.limiter.take(self.key, tokens)
+
+    def check_key(self) -> None:
+        """For what goes on without end after the key was shown. Raises Unauthenticated where it counts no more."""
+        if self.key is not None and not self.knows(self.key):
+            raise Unauthenticated("this API key was revoked or changed")
 
     def charge(self, requests: int = 0, tokens: int = 0) -> None:
         """What was used without asking: generated tokens, and requests that were refused."""

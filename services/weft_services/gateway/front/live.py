@@ -11,6 +11,7 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import WeftError
+from weft_services.gateway.access.visitor import visitor
 from weft_services.gateway.error_body import error_fields
 from weft_services.gateway.front.exchange import Reply, failures_told, unless_disconnected
 from weft_services.gateway.front.operator import is_operator
@@ -44,6 +45,7 @@ class FleetEvents:
         await reply.stream(_event("hello", {"is_operator": may_operate}))
         await reply.stream(self._frame(await self._pipeline.picture()))
         while (item := await news.next()) is not None:
+            visitor.get().check_key()
             await reply.stream(self._frame(item))
         await reply.end_stream(b"")
 
