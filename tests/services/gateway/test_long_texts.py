@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from tests.services.gateway.conftest import MODEL_NAME
 from tests.services.gateway.test_tool_parsers import calls, read, said
 from weft.request import FinishReason, PositionLogprobs, TokenLogprob
+from weft_services.gateway.dialects.anthropic_requests import parse_count
 from weft_services.gateway.dialects.frames import Choice, Usage
 from weft_services.gateway.dialects.openai_requests import ChatBody
 from weft_services.gateway.dialects.responses_frames import ResponseFrames
@@ -61,6 +62,15 @@ def test_what_many_systems_say_first_is_put_together_once() -> None:
     assert isinstance(prompt, Conversation)
     assert [message["role"] for message in prompt.messages] == ["developer", "user"]
     assert prompt.messages[0]["content"] == "\n\n".join(each["content"] for each in said_first)
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_what_is_said_in_very_many_messages_in_a_row_is_put_together_once(role: str) -> None:
+    said_in_a_row = [{"role": role, "content": f"{number:0500}"} for number in range(60_000)]
+    prompt = parse_count(json.dumps({"model": "m", "messages": said_in_a_row}).encode()).prompts[0]
+    assert isinstance(prompt, Conversation)
+    (message,) = prompt.messages
+    assert message["content"] == "\n\n".join(each["content"] for each in said_in_a_row)
 
 
 def test_a_whole_answer_with_logprobs_may_have_any_number_of_tokens(model_dir: Path) -> None:

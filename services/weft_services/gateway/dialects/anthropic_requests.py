@@ -156,10 +156,10 @@ def _own_path(path: str, sources: list[str]) -> str:
 
 def _messages(fields: Fields) -> tuple[list[Fields], list[str]]:
     """OpenAI's messages, and for each the path of what it came from."""
-    out: list[Fields] = []
+    turns: list[list[Fields]] = []
     sources: list[str] = []
     if fields.get("system"):
-        out.append({"role": "system", "content": _text(fields["system"], "system")})
+        turns.append([{"role": "system", "content": _text(fields["system"], "system")}])
         sources.append("system")
     given = fields.get("messages")
     if not isinstance(given, list) or not given:
@@ -168,12 +168,13 @@ def _messages(fields: Fields) -> tuple[list[Fields], list[str]]:
         path = f"messages.{place}"
         if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
             raise InvalidRequest(f"{path}.role: expected user, assistant or system", f"{path}.role")
-        made = list(_message(message["role"], message.get("content"), f"{path}.content"))
-        if out and made and _is_one_turn(out[-1], made[0]):
-            out[-1] = _one_turn(out[-1], made.pop(0))
-        out += made
-        sources += [path] * len(made)
-    return out, sources
+        for made in _message(message["role"], message.get("content"), f"{path}.content"):
+            if turns and _is_one_turn(turns[-1][-1], made):
+                turns[-1].append(made)
+            else:
+                turns.append([made])
+                sources.append(path)
+    return list(map(_one_turn, turns)), sources
 
 
 def _is_one_turn(before: Fields, message: Fields) -> bool:
@@ -181,10 +182,12 @@ def _is_one_turn(before: Fields, message: Fields) -> bool:
     return before["role"] == message["role"] in ("user", "assistant") and not before.get("tool_calls")
 
 
-def _one_turn(before: Fields, message: Fields) -> Fields:
-    joined = {**before, **message}
+def _one_turn(messages: list[Fields]) -> Fields:
+    joined: Fields = {}
+    for message in messages:
+        joined |= message
     for name in ("reasoning_content", "content"):
-        if texts := [each[name] for each in (before, message) if each.get(name)]:
+        if texts := [each[name] for each in messages if each.get(name)]:
             joined[name] = "\n\n".join(texts)
     return joined
 
