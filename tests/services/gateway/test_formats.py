@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,7 @@ async def test_without_a_format_no_grammar_is_sent(bench: MakeBench) -> None:
     ("fields", "good", "bad"),
     [
         ({"guided_regex": "a/b[0-9]"}, "a/b7", "a/c"),
+        ({"guided_regex": re.escape("a\n/b")}, "a\n/b", "a\\n/b"),
         ({"guided_regex": "(?i)" + "[a-z]" * 40}, "Ab" * 20, "a0"),
         ({"guided_regex": f"[!-{LAST}]" * 40}, "Ab" * 20, "a "),
         ({"guided_regex": f"(?i)[b-{LAST}]" * 4}, "Bcde", "a0"),
@@ -150,7 +152,7 @@ async def test_without_a_format_no_grammar_is_sent(bench: MakeBench) -> None:
         ),
     ],
     ids=[
-        *("regex", "no case", "wide", "wide without case", "choice", "grammar", "Lark", "SGLang's grammar"),
+        *("regex", "escaped", "no case", "wide", "wide without case", "choice", "grammar", "Lark", "SGLang's grammar"),
         *("SGLang's regex", "llama.cpp's schema", "object", "tags"),
     ],
 )

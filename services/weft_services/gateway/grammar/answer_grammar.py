@@ -73,10 +73,11 @@ def quote(text: str) -> str:
 
 
 def _escape_slashes(regex: str) -> str:
-    """A slash ends a regex in Lark unless it is escaped."""
+    """A slash or the end of a line ends a regex in Lark. Either may be escaped already, as by Python's re.escape."""
     out, is_escaped = [], False
     for letter in regex:
-        out.append("\\/" if letter == "/" and not is_escaped else letter.replace("\n", "\\n"))
+        written = {"/": "\\/", "\n": "\\n"}.get(letter, letter)
+        out.append(written[-1] if is_escaped else written)
         is_escaped = letter == "\\" and not is_escaped
     return "".join(out)
 
