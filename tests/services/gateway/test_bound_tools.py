@@ -26,6 +26,8 @@ SCHEMA = {
         "height": {"$ref": "#/properties/width"},
         "node": {"type": "object", "properties": {"under": {"$ref": "#/$defs/node"}}},
         "other": {"$ref": "#"},
+        "kind": {"const": "fast"},
+        "version": {"const": 2},
     },
     "required": [],
     "$defs": {"node": {"type": "object", "properties": {"height": {"$ref": "#/properties/height"}}}},
@@ -69,6 +71,9 @@ WRITTEN = [
     ("llama", '{"na":', False),
     ("qwen-xml", f"Hm. {XML}<parameter=mode>\nnull\n</parameter>\n{END_XML}", True),
     ("qwen-xml", f"{XML}<parameter=mode>\nx", False),
+    ("qwen-xml", f"{XML}<parameter=kind>\nfast\n</parameter>\n<parameter=version>\n2\n</parameter>\n{END_XML}", True),
+    ("qwen-xml", f"{XML}<parameter=kind>\nslow", False),
+    ("qwen-xml", f"{XML}<parameter=version>\n3", False),
     ("qwen-xml", f"{XML}<parameter=height>\n7\n</parameter>\n{END_XML}", True),
     ("qwen-xml", f'{XML}<parameter=height>\n"', False),
     ("qwen-xml", f'{XML}<parameter=node>\n{{"under": {{"height": 7}}}}\n</parameter>\n{END_XML}', True),
@@ -121,9 +126,12 @@ def read(family: str, schemas: dict[str, dict[str, Any]], text: str) -> list[tup
         ({"type": "string", "nullable": True}, "null", "null"),
         ({"type": "string"}, "null", '"null"'),
         ({"type": "integer"}, "null", "null"),
+        ({"const": None}, "null", "null"),
+        ({"const": 2}, "2", "2"),
+        ({"const": "2"}, "2", '"2"'),
     ],
 )
-def test_null_is_null_where_it_may_be(schema: Any, written: str, arguments: str) -> None:
+def test_values_are_what_the_schema_says(schema: Any, written: str, arguments: str) -> None:
     text = f"{XML}<parameter=mode>\n{written}\n</parameter>\n{END_XML}"
     said = read("qwen-xml", {"go-there": {"properties": {"mode": schema}}}, text)
     assert said == [("CALL", "go-there"), ("ARGUMENTS", f'{{"mode": {arguments}}}')]

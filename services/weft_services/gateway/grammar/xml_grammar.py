@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from weft_services.gateway.grammar.answer_grammar import TEXT, Part, lark_part, quote, schema_part
-from weft_services.gateway.text.xml_calls import END_PARAMETER, PARAMETER, is_text, resolved
+from weft_services.gateway.text.xml_calls import END_PARAMETER, PARAMETER, is_text, named_values, resolved
 
 END = f"\n{END_PARAMETER}\n"
 ROOT = "arguments"
 
 
 def xml_parts(schema: dict[str, Any], name: str, is_lenient: bool) -> list[Part]:
-    """In the order of the schema's properties, those that are required always. A text is any text, or one of an enum;
+    """In the order of the schema's properties, those that are required always. A text is any, or one that is named;
     other values are JSON by their schemas."""
     whole = resolved(schema, schema)
     properties, required = (whole.get(name) if isinstance(whole, dict) else None for name in ("properties", "required"))
@@ -55,7 +55,7 @@ def _moved(value: Any) -> Any:
 
 
 def _texts(schema: Any) -> list[str]:
-    values = schema.get("enum") if isinstance(schema, dict) else None
+    values = named_values(schema) if isinstance(schema, dict) else None
     if not isinstance(values, list) or not all(isinstance(value, str | None) for value in values):
         return []
     return ["null" if value is None else value for value in values]

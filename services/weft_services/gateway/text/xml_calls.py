@@ -19,7 +19,7 @@ PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 NEXT_TAGS = (f"\n{PARAMETER}", f"\n{END_FUNCTION}", "\n</tool_call>")
 LITERALS = {"None": "null"}
 # with these a schema says itself what it is of, whatever it refers to
-TELLING = frozenset(("type", "properties", "enum", "anyOf", "oneOf", "allOf"))
+TELLING = frozenset(("type", "properties", "enum", "const", "anyOf", "oneOf", "allOf"))
 MAX_HOPS = 8
 
 Schemas = Mapping[str, dict[str, Any]]
@@ -124,6 +124,11 @@ def _at(path: str, root: dict[str, Any]) -> Any:
     return found
 
 
+def named_values(schema: dict[str, Any]) -> Any:
+    """Those that a value must be one of, where the schema says so."""
+    return [schema["const"]] if "const" in schema else schema.get("enum")
+
+
 def is_text(schema: Any) -> bool:
     """May the value be a string; where nobody says, it is one."""
     if not isinstance(schema, dict):
@@ -131,7 +136,7 @@ def is_text(schema: Any) -> bool:
     kind = schema.get("type")
     if kind is not None:
         return isinstance(kind, str | list) and "string" in kind
-    if isinstance(values := schema.get("enum"), list):
+    if isinstance(values := named_values(schema), list):
         return any(isinstance(value, str) for value in values)
     options = schema.get("anyOf") or schema.get("oneOf")
     if isinstance(options, list):
@@ -147,7 +152,7 @@ def is_nullable(schema: Any) -> bool:
     if "type" in schema:
         kind = schema["type"]
         return (isinstance(kind, list) and "null" in kind) or schema.get("nullable") is True
-    if isinstance(values := schema.get("enum"), list):
+    if isinstance(values := named_values(schema), list):
         return None in values
     options = schema.get("anyOf") or schema.get("oneOf")
     return isinstance(options, list) and any(isinstance(each, dict) and each.get("type") == "null" for each in options)
