@@ -195,6 +195,12 @@ def test_jinjas_ways_are_kept_where_minijinja_has_its_own(name: str, messages: l
     assert ChatTemplate(source, SPECIAL).render(Conversation(tuple(messages), tuple(tools))) == rendered[0][0]
 
 
+def test_documents_are_none_where_there_are_none() -> None:
+    source = "{% if documents is not none %}{{ documents }}{% endif %}{{ documents is defined }}"
+    expected = render_jinja_template(conversations=[[USER]], chat_template=source)
+    assert ChatTemplate(source, {}).render(Conversation((USER,))) == expected[0][0] == "True"
+
+
 def test_tags_around_what_a_model_is_trained_to_say_write_nothing() -> None:
     source = (
         "{%- for message in messages -%}\n  {% if message.role == 'user' %}\n<{{ message.content }}>\n  {% else %}\n"

@@ -155,6 +155,7 @@ class ChatTemplate:
                 "tool_use" if conversation.tools else "chat",
                 messages=messages,
                 tools=_with_floats(list(conversation.tools)) or None,
+                documents=None,  # as transformers gives it: templates ask whether it is none
                 add_generation_prompt=conversation.is_open and not conversation.is_continued,
                 **{**conversation.kwargs, **self._special_tokens},
             )
