@@ -87,6 +87,21 @@ def test_no_text_is_cut_before_a_token_that_takes_from_its_left_or_that_others_r
     assert message_marks(nested, TEMPLATE) == []
 
 
+@pytest.mark.parametrize(
+    ("looking", "text"),
+    [
+        (AddedToken("<a>", single_word=True, normalized=False), "<a>END"),
+        (AddedToken("END!", single_word=True, normalized=False), "aEND!"),
+        (AddedToken("END!", lstrip=True, normalized=False), "a  END!"),
+    ],
+)
+def test_no_text_is_cut_where_a_token_looks_at_the_other_side(looking: AddedToken, text: str) -> None:
+    tokenizer = trained(pre_tokenizers.ByteLevel(), normalized=False)
+    tokenizer.add_special_tokens([AddedToken("END", normalized=False), looking])
+    encoder = SegmentedEncoder(lambda text: ids_of(tokenizer, text), message_marks(tokenizer, "END"), min_chars=0)
+    assert encoder.encode(text, b"") == tuple(ids_of(tokenizer, text))
+
+
 class Counting:
     """Counts what is tokenized."""
 

@@ -6,16 +6,18 @@ that is cut before one of them has the ids that the whole has. Knows no model an
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from threading import Lock
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 # Shorter texts are tokenized in less time than they are cut and looked up.
 MIN_CHARS = 4096
 MAX_BYTES = 64 << 20
+WORD = re.compile(r"\w")
 # of a piece, beside its text and ids: key, table, array
 OVERHEAD_BYTES = 400
 
@@ -25,13 +27,12 @@ Key = tuple[bytes, str]
 def message_marks(tokenizer: Tokenizer, template: str) -> list[str]:
     """The tokens that the template writes and before which any text can be cut."""
     added = list(tokenizer.get_added_tokens_decoder().values())
-    contents = [token.content for token in added]
     return [
         token.content
         for token in added
         if token.content in template
         and not (token.normalized or token.single_word or token.lstrip)
-        and not any(_overlaps(other, token.content) for other in contents)
+        and not any(_overlaps(other.content, token.content) or _looks(other, token.content) for other in added)
     ]
 
 
@@ -40,6 +41,14 @@ def _overlaps(other: str, mark: str) -> bool:
     if other.find(mark, 1) > 0:
         return True
     return any(mark.startswith(other[start:]) for start in range(1, len(other)))
+
+
+def _looks(other: AddedToken, mark: str) -> bool:
+    """Does a token look at what is on the other side of the cut: beyond its end, or, where it begins as the mark does,
+    before it."""
+    if other.content.startswith(mark):
+        return other.single_word or other.lstrip
+    return other.single_word and WORD.match(mark) is not None
 
 
 class SegmentedEncoder:
