@@ -22,7 +22,7 @@ from weft.storage import read_small, told
 from weft.tokenizer import SETTINGS, TOKENIZER, byte_letters, read_tokenizer
 from weft_services.gateway.generation import SamplingDefaults
 from weft_services.gateway.text.assistant import END_THINK, THINK
-from weft_services.gateway.text.chat_template import ChatTemplate
+from weft_services.gateway.text.chat_template import SPECIAL_TOKENS, ChatTemplate
 from weft_services.gateway.text.detokenizer import (
     ByteDetokenizer,
     Detokenizer,
@@ -260,7 +260,7 @@ def _load_template(directory: Path) -> ChatTemplate | None:
     if source is None:
         return None
     special = {}
-    for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
+    for key in SPECIAL_TOKENS:
         token = settings.get(key)
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):

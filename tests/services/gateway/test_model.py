@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tests.services.gateway.conftest import MODEL_NAME, SIZES
 from weft.errors import BadCheckpoint
@@ -82,6 +83,16 @@ def test_a_template_reads_variables_of_its_own_and_keeps_those_of_the_gateway() 
     template = ChatTemplate("{{ mood }}{{ bos_token }}{{ effort is defined }}", {"bos_token": "<s>"})
     conversation = Conversation(({"role": "user", "content": "x"},), kwargs={"mood": "calm", "bos_token": "no"})
     assert template.render(conversation) == "calm<s>False"
+
+
+def test_a_template_gets_every_special_token_that_the_tokenizer_has(model_dir: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model_dir, tmp_path / "copy"))
+    tokens = {name: f"<{name}>" for name in PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
+    (folder / "chat_template.jinja").write_text("".join(f"{{{{ {name} }}}}" for name in tokens))
+    template = load_model(folder, "m").template
+    assert template is not None
+    assert template.render(Conversation(({"role": "user", "content": "x"},))) == "".join(tokens.values())
 
 
 def test_encoding_a_long_text_leaves_the_interpreter_to_others(model_dir: Path) -> None:

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from weft_services.gateway.dialects.body_limits import MAX_LEVELS, depth_of, may_be_deep
+from weft_services.gateway.text.chat_template import SPECIAL_TOKENS
 
 MAX_PROMPTS = 64
 # both hold their text under their own name; a refusal is what an assistant once said
@@ -20,9 +21,9 @@ MAX_TEMPLATE_KWARGS = 32
 MAX_TEMPLATE_TEXT = 4096
 TEMPLATE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}", re.ASCII)
 # what the gateway itself gives to templates
-RESERVED_KWARGS = frozenset(
-    "messages tools documents add_generation_prompt bos_token eos_token pad_token unk_token "
-    "raise_exception strftime_now chat_template tokenize continue_final_message".split()
+RESERVED_KWARGS = frozenset(SPECIAL_TOKENS).union(
+    "messages tools documents add_generation_prompt raise_exception strftime_now chat_template tokenize "
+    "continue_final_message".split()
 )
 
 # Fields that change the answer and that Weft does not implement: any value but these is refused, not ignored.
