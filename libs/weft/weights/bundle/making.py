@@ -35,21 +35,25 @@ def making(made: Mapping[Path, str], target: Path, before: Stamps) -> Iterator[P
     `before` is what the source was when it was first looked at. Raises BadCheckpoint, naming the file where one is
     another by the end: what was made may be half of an old checkpoint and half of a new one. OSError.
     """
-    source = next(iter(made)).parent
+    source, note = next(iter(made)).parent, _note_of(list(made), before)
+    _take_back(target, note)
     place = _place_for(target, source.resolve())
     _check_copies(source, made, before)
-    place.mkdir(0o700, parents=True, exist_ok=True)  # whoever may read the source may read it when it is whole
+    place.mkdir(0o700, parents=True, exist_ok=True)
     lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BadCheckpoint(f"{place}: another process is at work there") from None
-        _begin(place, list(made), before)
+        _begin(place, note)
+        place.chmod(0o700)  # whoever may read the source may read it when it is whole
         yield place
         _check_same(source, before)
         _copy_others(source, place, made, before)
         _check_same(source, before)
+        share_alike(source, place)
+        place.chmod(place.stat().st_mode | 0o700)  # as long as the note has to go
         # a name that outlives a power failure must not stand for files that do not
         on_disk(place)
         os.replace(place, target)
@@ -61,6 +65,16 @@ def making(made: Mapping[Path, str], target: Path, before: Stamps) -> Iterator[P
         os.close(lock)
 
 
+def _take_back(target: Path, note: Any) -> None:
+    """A run of the same source that was broken off between its target's name and its end goes on too."""
+    if _read(target / NOTE) == note and not target.is_symlink() and not os.path.lexists(place := _partial(target)):
+        os.replace(target, place)
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(target.name + ".partial")
+
+
 def _place_for(target: Path, source: Path) -> Path:
     """Where the work goes on. Before there is any to lose: the target's name is free, and nothing is read there."""
     # a link to what is not there has its name too; `..` has one only once what is before it is there
@@ -68,7 +82,7 @@ def _place_for(target: Path, source: Path) -> Path:
         raise BadCheckpoint(f"{target}: is there already; choose another place or remove it")
     if source in target.resolve().parents:
         raise BadCheckpoint(f"{target}: lies inside {source}")
-    place = target.with_name(target.name + ".partial")
+    place = _partial(target)
     if place.resolve() in (source, *source.parents):
         raise BadCheckpoint(f"{target}: is made in {place}, and {source} lies there; choose another place")
     return place
@@ -114,12 +128,15 @@ def _check_same(source: Path, before: Stamps) -> None:
             raise BadCheckpoint(f"{source / name}: {what} while the files beside it were read")
 
 
-def _begin(place: Path, files: Sequence[Path], before: Stamps) -> None:
-    """Keep what an earlier run made of these very files; what one made of others goes."""
-    note = {
+def _note_of(files: Sequence[Path], before: Stamps) -> Any:
+    return {
         "source": str(files[0].parent.resolve()),
         "files": [[path.name, *before.get(path.name, ())] for path in files],
     }
+
+
+def _begin(place: Path, note: Any) -> None:
+    """Keep what an earlier run made of these very files; what one made of others goes."""
     found = [path for path in place.iterdir() if not path.name.startswith(NOTE)]
     before = _read(place / NOTE)
     if found and before is None:
