@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER = "weft-retry-after"
 # trailing metadata with a google.rpc.Status, as gRPC's clients know it
 DETAILS = "grpc-status-details-bin"
+MAX_WORDS_BYTES = 1024
+"""Of an error. gRPC takes 8 KiB of trailing metadata for sure, where they are twice, and a byte beyond ASCII is three;
+of more than 16 KiB the caller hears nothing but RESOURCE_EXHAUSTED."""
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -169,8 +172,11 @@ async def _abort(error: Exception, context: Any) -> None:
 
 
 def _words(error: WeftError) -> str:
-    """As the wire can carry them: the names of files are bytes, in no encoding."""
-    return str(error).encode(errors="backslashreplace").decode()
+    """As the wire can carry them: the names of files are bytes, in no encoding, and those of tensors of any length."""
+    words, half = str(error).encode(errors="backslashreplace"), MAX_WORDS_BYTES // 2
+    if len(words) > MAX_WORDS_BYTES:  # where it is comes first, what is wrong with it last
+        words = words[:half] + b" ... " + words[-half:]
+    return words.decode(errors="ignore")
 
 
 def _let_go(error: BaseException) -> None:

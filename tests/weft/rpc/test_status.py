@@ -81,6 +81,15 @@ async def test_an_error_may_name_a_file_whose_name_is_in_no_encoding() -> None:
             await drain(stub, "ReadBlocks")
 
 
+@pytest.mark.parametrize("name", ["x" * 100_000, "\u00e4" * 50_000])
+@pytest.mark.parametrize("error", [NotFound, Overloaded])
+async def test_an_error_may_name_what_has_a_very_long_name(error: type[WeftError], name: str) -> None:
+    """gRPC does not carry it, and the caller heard of an overload."""
+    async with start(error(f"a file: tensor {name} is not there")) as (_, stub):
+        with pytest.raises(error, match=r"^a file: tensor .{200,600} \.\.\. .{200,600} is not there$"):
+            await drain(stub, "Prefill")
+
+
 @pytest.mark.parametrize("method", ["Prefill", "ReadBlocks"])
 async def test_an_unknown_error_says_nothing_of_itself(method: str) -> None:
     async with start(ValueError("a secret")) as (_, stub):
