@@ -38,6 +38,16 @@ def telling(what: str) -> Iterator[None]:
         raise told(error, f"{error.filename or what}") from error
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A write and a sync do not say which file they were of; their errors do then. Raises OSError."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def is_there(path: Path) -> bool:
     """Is there anything of this name. `Path.exists` has errors of its own for some disks and hides those of others.
 
@@ -74,7 +84,8 @@ def on_disk(path: Path) -> None:
     """Wait until what was written to a file, or which names a directory has, is kept."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        with naming(path):
+            os.fsync(fd)
     except OSError as error:
         if error.errno != errno.EINVAL or not path.is_dir():  # some file systems on a network keep names by themselves
             raise

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from weft.errors import Unreadable
 from weft.weights.bundle import __main__ as program
 from weft.weights.bundle import convert
+from weft.weights.bundle.making import NOTE
 
 PATIENCE_SECONDS = 25.0
 Program = Callable[..., tuple[int | str | None, str, str]]
@@ -95,6 +96,21 @@ def test_a_disk_that_fails_while_it_is_written_to_says_nothing_of_the_files(
     monkeypatch.setattr(convert, "on_disk", refuse)
     status, _, wrong = run("compress", checkpoint, tmp_path / "bundle", "--threads", "1")
     assert (status, "Input/output error" in wrong.splitlines()[-1]) == (1, True)
+
+
+def test_a_full_disk_is_told_by_the_file_that_it_has_no_room_for(
+    checkpoint: Path, bundle: Path, tmp_path: Path, run: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    compress = "compress", checkpoint, tmp_path / "made", "--threads", "1"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        assert run(*compress)[2].endswith(f"No space left on device: '{tmp_path}/made.partial/{NOTE}.part'\n")
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert run(*compress)[2].endswith(f"No space left on device: '{tmp_path}/made.partial/{NOTE}.part'\n")
+    assert run("inspect", bundle, "--plot", tmp_path / "a.svg")[2].endswith(f"device: '{tmp_path}/a.svg'\n")
 
 
 def test_no_code_of_the_current_directory_is_run(bundle: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from rich.table import Column, Table
 
 from weft.config import ConfigError, CpuKernels, read_config
 from weft.errors import Unreadable, WeftError
-from weft.storage import TRANSIENT
+from weft.storage import TRANSIENT, naming
 from weft.weights.bundle import convert
 from weft.weights.bundle.inspection import Row, picture, rows_of, total_entropy
 from weft.weights.bundle.layout import SUFFIX, read_bundle_header
@@ -71,7 +71,8 @@ def inspect(
     screen = console if sys.stdout.isatty() else Console(width=PIPE_COLUMNS, **AS_IT_IS)
     screen.print(_table(rows), soft_wrap=False)
     if plot:
-        plot.write_text(picture(str(bundle), rows), encoding="utf-8")
+        with naming(plot):
+            plot.write_text(picture(str(bundle), rows), encoding="utf-8")
         console.print(f"plot: {plot}")
 
 

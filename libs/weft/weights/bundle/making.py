@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
-from weft.storage import on_disk, share_alike
+from weft.storage import naming, on_disk, share_alike
 from weft.weights.blobs import stamp_of
 
 NOTE = ".weft-made-of.json"
@@ -147,7 +147,8 @@ def _begin(place: Path, note: Any) -> None:
         for path in found:
             path.unlink()
         part = place / f"{NOTE}.part"
-        part.write_text(json.dumps(note))
+        with naming(part):
+            part.write_text(json.dumps(note))
         # whatever a power failure leaves: a note that can be read, beside files of no other source than it names
         on_disk(part)
         on_disk(place)
