@@ -155,10 +155,10 @@ class WeightLoader:
             for name in await asyncio.to_thread(remove_stale, checkpoint):
                 logger.info("removed a stale image %s", name)
             found = find_image(checkpoint)
+            self.release()  # of an earlier state of the files
             if found:
-                image, source = found, MEMORY
+                image, source = await self._admitted(found), MEMORY
             else:
-                self.release()  # of an earlier state of the files
                 async with self._room.promised(self, image_layout(checkpoint).size_bytes):
                     image, source = await self._read(checkpoint)
         except WeftError as error:
@@ -167,7 +167,6 @@ class WeightLoader:
             return error
         except OSError as error:
             return told(error, error.filename or f"{self._directory}")
-        self.release()
         self._state = None
         self._loaded = Loaded(image, checkpoint.config_json, source)
         if self._is_wanted:
@@ -177,6 +176,14 @@ class WeightLoader:
             *(source, image.name, image.size_bytes, image.weights_hash),
         )
         return self._loaded
+
+    async def _admitted(self, found: Image) -> Image:
+        try:  # held meanwhile: it must not go to make room for itself
+            await self._room.admit(found.size_bytes)
+        except BaseException:
+            found.leave()
+            raise
+        return found
 
     def _described(self) -> Checkpoint:
         """Raises Unreadable also for files that are wrong and not what they were when they could not be read: they are

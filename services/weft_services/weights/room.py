@@ -71,13 +71,19 @@ class Room:
             held, promised = sum(image.size_bytes for _, image in self._held()), sum(self._promised.values())
             if self._limit and held + promised + size > self._limit:
                 return False
-            needed = 0 if is_there else size
             # what others have read of theirs is not free any more
-            if _free_bytes() >= needed + sum(max(0, own - each.read_bytes) for each, own in self._promised.items()):
+            unread = sum(max(0, own - each.read_bytes) for each, own in self._promised.items())
+            if is_there or _free_bytes() >= size + unread:
                 return True
             if not (name := await asyncio.to_thread(remove_abandoned)):
                 return False
             logger.info("making room: %s goes, which no service holds", name)
+
+    async def admit(self, size: int) -> None:
+        """An image that is there already and nobody's: what may go for it goes, where it is too much with the others.
+        Raises Overloaded for what is more than the limit by itself."""
+        while not await self.fits(size, is_there=True) and await self._evict():
+            pass
 
     @asynccontextmanager
     async def promised(self, holder: Holder, size: int) -> AsyncIterator[None]:

@@ -138,6 +138,14 @@ async def test_what_a_killed_service_left_goes_when_memory_is_short(
         assert there(models) == {"a", "b"}
 
 
+async def test_what_a_killed_service_left_counts_as_soon_as_it_is_held(models: dict[str, Path]) -> None:
+    write_image(read_checkpoint(models["b"]), lambda size, file: None, 1).leave()
+    async with serving(models, size_of(models["a"])) as channel:
+        await load(channel, "a")
+        assert not (await load(channel, "b"))[-1].ready.read_from_disk
+        assert there(models) == {"b"}
+
+
 async def test_what_a_killed_service_left_does_not_go_to_make_room_for_itself(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
