@@ -27,6 +27,8 @@ DTYPE_BYTES = {
     "BF16": 2,
     "F8_E4M3": 1,
     "F8_E5M2": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1,
     "F8_E8M0": 1,
     "C64": 8,
     "I64": 8,

@@ -47,10 +47,20 @@ def test_a_tensor_that_is_not_like_its_sample_stays_as_it_is(tmp_path: Path, kin
 
 def test_tensors_of_every_dtype_are_kept(tmp_path: Path) -> None:
     assert {"U16": 2, "U32": 4, "U64": 8, "F8_E8M0": 1, "C64": 8}.items() < DTYPE_BYTES.items()
+    assert {"F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1}.items() < DTYPE_BYTES.items()
     tensors: Tensors = {dtype: (dtype, (3, 5), os.urandom(15 * size)) for dtype, size in DTYPE_BYTES.items()}
     (tmp_path / "model").mkdir()
     (tmp_path / "model/model.safetensors").write_bytes(safetensors_bytes(tensors))
     convert.compress(tmp_path / "model", tmp_path / "bundle", 1, nothing)
     convert.verify(tmp_path / "bundle", 1, nothing)
+    convert.decompress(tmp_path / "bundle", tmp_path / "again", 1, nothing)
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "model/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+def test_what_safetensors_writes_for_amds_gpus_is_kept(tmp_path: Path, dtype: torch.dtype) -> None:
+    (tmp_path / "model").mkdir()
+    save_file({"a": normal(3, 5).to(dtype)}, tmp_path / "model/model.safetensors")
+    convert.compress(tmp_path / "model", tmp_path / "bundle", 1, nothing)
     convert.decompress(tmp_path / "bundle", tmp_path / "again", 1, nothing)
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "model/model.safetensors").read_bytes()
