@@ -15,10 +15,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.weft.weights.checkpoints import make_checkpoint, replace_with_another
+from tests.weft.weights.checkpoints import (
+    make_checkpoint,
+    nothing,
+    random_tensors,
+    replace_with_another,
+    safetensors_bytes,
+    write_config,
+)
 from weft.errors import BadCheckpoint, Overloaded, Unreadable
 from weft.weights import shared
 from weft.weights.blobs import LocalFile, stamp_of
+from weft.weights.bundle import convert
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.image import image_name, write_image
 from weft.weights.origin import LocalOrigin
@@ -109,6 +117,20 @@ def test_a_checkpoint_that_is_written_anew_while_it_is_read_is_not_published(tmp
     with pytest.raises(Unreadable, match=r"model: files were written anew while they were read"):
         write_image(checkpoint, when_first_called(lambda: os.utime(file, (1, 1))), 1)
     write_image(read_checkpoint(tmp_path / "model"), lambda *_: None, 1).release()
+
+
+def test_a_bundle_of_smaller_tensors_in_the_place_of_one_that_was_looked_at_is_not_published(tmp_path: Path) -> None:
+    """Whoever asks for chunks that it has not ended the service."""
+    for name, vocabulary in (("model", 60_000), ("other", 64)):
+        make_checkpoint(tmp_path / f"{name} itself")
+        write_config(tmp_path / f"{name} itself", vocab_size=vocabulary)
+        content = safetensors_bytes(random_tensors(tmp_path / f"{name} itself"))
+        (tmp_path / f"{name} itself" / "model.safetensors").write_bytes(content)
+        convert.compress(tmp_path / f"{name} itself", tmp_path / name, 1, nothing)
+    checkpoint = read_checkpoint(tmp_path / "model")
+    (tmp_path / "other/model.weft").replace(tmp_path / "model/model.weft")
+    with pytest.raises(Unreadable, match=r"written anew while they were read: .*: tensor .* ends before byte "):
+        write_image(checkpoint, lambda *_: None, 1)
 
 
 def test_a_config_that_asks_for_other_tensors_has_an_image_of_its_own(tmp_path: Path) -> None:

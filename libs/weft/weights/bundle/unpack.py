@@ -111,8 +111,10 @@ class BundleFile:
         return scratch
 
     def _stretch(self, wanted: Wanted, scratch: Scratch) -> Stretch:
-        opened = self._open(wanted.name, scratch)
-        number, end = wanted.first // CHUNK_BYTES, -(-(wanted.first + len(wanted.out)) // CHUNK_BYTES)
+        opened, last = self._open(wanted.name, scratch), wanted.first + len(wanted.out)
+        if last > opened.tensor.original_bytes:  # the file is another one than whoever asks has looked at
+            raise BadCheckpoint(f"{self.path}: tensor {wanted.name} ends before byte {last}")
+        number, end = wanted.first // CHUNK_BYTES, -(-last // CHUNK_BYTES)
         edges = [opened.begin + int(opened.ends[number - 1]) if number else opened.begin]
         edges += [opened.begin + int(each) for each in opened.ends[number:end]]
         return Stretch(opened, wanted, number, tuple(edges))
