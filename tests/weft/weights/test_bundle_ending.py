@@ -46,6 +46,28 @@ def test_a_run_that_is_broken_off_after_the_last_name_goes_on(source: Path, tmp_
     assert not target.with_name("bundle.partial").exists()
 
 
+def test_a_run_that_is_about_to_end_keeps_what_it_made(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another of the same source comes between the target's name and the end."""
+    target, others = tmp_path / "bundle", []
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path == target / NOTE:
+            monkeypatch.undo()
+            with pytest.raises(BadCheckpoint) as refused:
+                convert.compress(source, target, 1, nothing)
+            others.append(str(refused.value))
+        real(path, missing_ok)
+
+    real = Path.unlink
+    monkeypatch.setattr(Path, "unlink", unlink)
+    convert.compress(source, target, 1, nothing)
+    assert others == [f"{target}: another process is at work there"]
+    assert target.exists()
+    assert not (target / NOTE).exists()
+
+
 def test_of_another_source_nothing_that_has_a_name_is_touched(source: Path, tmp_path: Path) -> None:
     break_off_at_the_name(source, target := tmp_path / "bundle")
     before = sorted(target.iterdir())

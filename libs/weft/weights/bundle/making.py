@@ -40,12 +40,7 @@ def making(made: Mapping[Path, str], target: Path, before: Stamps) -> Iterator[P
     place = _place_for(target, source.resolve())
     _check_copies(source, made, before)
     place.mkdir(0o700, parents=True, exist_ok=True)
-    lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BadCheckpoint(f"{place}: another process is at work there") from None
+    with _alone(place):
         _begin(place, note)
         place.chmod(0o700)  # whoever may read the source may read it when it is whole
         yield place
@@ -61,14 +56,29 @@ def making(made: Mapping[Path, str], target: Path, before: Stamps) -> Iterator[P
         share_alike(source, target)
         on_disk(target)
         on_disk(target.parent)
+
+
+@contextmanager
+def _alone(place: Path) -> Iterator[None]:
+    """Whatever name it gets meanwhile. Raises BadCheckpoint, OSError."""
+    lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadCheckpoint(f"{place}: another process is at work there") from None
+        yield
     finally:
         os.close(lock)
 
 
 def _take_back(target: Path, note: Any) -> None:
     """A run of the same source that was broken off between its target's name and its end goes on too."""
-    if _read(target / NOTE) == note and not target.is_symlink() and not os.path.lexists(place := _partial(target)):
-        os.replace(target, place)
+    if _read(target / NOTE) != note or target.is_symlink():
+        return
+    with _alone(target):  # one that is about to end has it still
+        if _read(target / NOTE) == note and not os.path.lexists(place := _partial(target)):
+            os.replace(target, place)
 
 
 def _partial(target: Path) -> Path:
