@@ -114,8 +114,13 @@ def describe(config: Any) -> str:
         value = getattr(config, field.name)
         # a number or a file of that name tells nothing
         is_secret = isinstance(value, str) and field.name.endswith(("_key", "_keys", "_token", "_password"))
-        pairs.append(f"{field.name}={'***' if is_secret else re.sub(r'//.*@', '//***@', str(value))}")
+        pairs.append(f"{field.name}={'***' if is_secret else masked(str(value))}")
     return " ".join(pairs)
+
+
+def masked(url: str) -> str:
+    """Without its credentials, which clients of a Valkey take from behind a ? as well."""
+    return re.sub(r"//.*@", "//***@", re.sub(r"([?&](?:username|password)=)[^&]*", r"\1***", url))
 
 
 def is_loopback(host: str) -> bool:

@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as LateError
 
-from weft.config import ConfigError
+from weft.config import ConfigError, masked
 
 logger = logging.getLogger(__name__)
 DEADLINE_SECONDS = 0.05
@@ -116,7 +116,7 @@ def checked_url(url: str, variable: str) -> str:
         ConnectionPool.from_url(url).connection_kwargs.get("host", "").encode("idna")
     except ValueError:  # UnicodeError is one; what it says may be part of a password that had to be quoted
         advice = "expected redis://HOST:PORT/DB or redis://:PASSWORD@HOST:PORT/DB, its / # ? as %2F %23 %3F"
-        raise ConfigError(f"{variable}: {url.rpartition('@')[2]} is no address of a Valkey; {advice}") from None
+        raise ConfigError(f"{variable}: {masked(url).rpartition('@')[2]} is no address of a Valkey; {advice}") from None
     return url
 
 

@@ -22,6 +22,7 @@ URL = "redis://127.0.0.1:1/0"
         "redis://me:secret@valkey..internal:6379/0",
         "valkey://me:secret@valkey:6379/0",
         "redis://:secret/of@valkey:6379/0",
+        "valkey:6379?password=secret",
         "valkey:6379",
     ],
 )
