@@ -171,9 +171,10 @@ async def _abort(error: Exception, context: Any) -> None:
     await context.abort(_CODES[mapped.code], _words(mapped), _trailers(mapped))
 
 
-def _words(error: WeftError) -> str:
-    """As the wire can carry them: the names of files are bytes, in no encoding, and those of tensors of any length."""
-    words, half = str(error).encode(errors="backslashreplace"), MAX_WORDS_BYTES // 2
+def _words(said: WeftError | str) -> str:
+    """As the wire can carry them: the names of files are bytes, in no encoding, and those of tensors and of a client's
+    own fields of any length."""
+    words, half = str(said).encode(errors="backslashreplace"), MAX_WORDS_BYTES // 2
     if len(words) > MAX_WORDS_BYTES:  # where it is comes first, what is wrong with it last
         words = words[:half] + b" ... " + words[-half:]
     return words.decode(errors="ignore")
@@ -193,7 +194,7 @@ def _let_go(error: BaseException) -> None:
 def _trailers(error: WeftError) -> tuple[tuple[str, str | bytes], ...]:
     """Which field is wrong, or when to try again: for ourselves, and for everybody else's clients."""
     if isinstance(error, InvalidRequest) and error.param is not None:
-        field = error_details_pb2.BadRequest.FieldViolation(field=error.param, description=_words(error))
+        field = error_details_pb2.BadRequest.FieldViolation(field=_words(error.param), description=_words(error))
         return (_details(error, error_details_pb2.BadRequest(field_violations=[field])),)
     if isinstance(error, Overloaded):
         delay = duration_pb2.Duration()

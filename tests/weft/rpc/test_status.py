@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from weft.errors import EngineFailed, NotFound, Overloaded, WeftError
+from weft.errors import EngineFailed, InvalidRequest, NotFound, Overloaded, WeftError
 from weft.rpc.client import open_channel, owned
 from weft.rpc.server import RpcServer
 from weft.rpc.status import as_weft_error
@@ -87,6 +87,14 @@ async def test_an_error_may_name_what_has_a_very_long_name(error: type[WeftError
     """gRPC does not carry it, and the caller heard of an overload."""
     async with start(error(f"a file: tensor {name} is not there")) as (_, stub):
         with pytest.raises(error, match=r"^a file: tensor .{200,600} \.\.\. .{200,600} is not there$"):
+            await drain(stub, "Prefill")
+
+
+@pytest.mark.parametrize("name", ["x" * 100_000, "\u00e4" * 50_000])
+async def test_an_error_may_be_of_a_field_with_a_very_long_name(name: str) -> None:
+    """A client's own, such as of structured_outputs: the client was told to come again."""
+    async with start(InvalidRequest(f"{name} is not supported here", name)) as (_, stub):
+        with pytest.raises(InvalidRequest, match=r"is not supported here$"):
             await drain(stub, "Prefill")
 
 
