@@ -97,3 +97,10 @@ def test_of_messages_full_of_wrong_calls_one_is_complained_of(kind: type[ChatBod
     with pytest.raises(ValidationError) as complaint:
         kind.model_validate_json(json.dumps({"model": "m", "messages": [message] * 100}))
     assert complaint.value.error_count() <= 1024
+
+
+def test_of_very_many_wrong_stops_one_is_complained_of() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stop": [1] * 1000}
+    with pytest.raises(ValidationError) as complaint:
+        ChatBody.model_validate_json(json.dumps(body))
+    assert complaint.value.error_count() == 1

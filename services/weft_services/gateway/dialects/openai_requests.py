@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationError
 
 from weft.errors import InvalidRequest
 from weft.request import KEEP, Retention
@@ -39,6 +39,7 @@ RETENTIONS = {None: KEEP, "in_memory": IN_MEMORY, "in-memory": IN_MEMORY, "24h":
 # 1.0 is an integer to JSON Schema, and to clients whose language has one kind of number
 Whole = Annotated[int, BeforeValidator(as_whole)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
+Stops = Annotated[list[StopText], Field(max_length=MAX_STOPS), FailFast()]
 Tool = Annotated[dict[str, Any], AfterValidator(check_tool)]
 Bias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(check_logit_bias)]
 TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(check_template_kwargs)]
@@ -72,7 +73,7 @@ class _Body(Lenient):
     min_tokens: Annotated[Whole | None, Field(ge=0)] = None
     response_format: Any = None
     n: Annotated[Whole | None, Field(ge=1, le=16)] = None
-    stop: Annotated[list[StopText], BeforeValidator(as_stop_list), Field(max_length=MAX_STOPS, default_factory=list)]
+    stop: Annotated[Stops, BeforeValidator(as_stop_list), Field(default_factory=list)]
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]] | None, Field(max_length=64)] = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
