@@ -28,6 +28,7 @@ SCHEMA = {
         "other": {"$ref": "#"},
         "kind": {"const": "fast"},
         "version": {"const": 2},
+        "pace": {"anyOf": [{"type": "string", "enum": ["slow", "fast"]}, {"const": "full"}, {"type": "null"}]},
     },
     "required": [],
     "$defs": {"node": {"type": "object", "properties": {"height": {"$ref": "#/properties/height"}}}},
@@ -74,6 +75,10 @@ WRITTEN = [
     ("qwen-xml", f"{XML}<parameter=kind>\nfast\n</parameter>\n<parameter=version>\n2\n</parameter>\n{END_XML}", True),
     ("qwen-xml", f"{XML}<parameter=kind>\nslow", False),
     ("qwen-xml", f"{XML}<parameter=version>\n3", False),
+    ("qwen-xml", f"{XML}<parameter=pace>\nslow\n</parameter>\n{END_XML}", True),
+    ("qwen-xml", f"{XML}<parameter=pace>\nfull\n</parameter>\n{END_XML}", True),
+    ("qwen-xml", f"{XML}<parameter=pace>\nnull\n</parameter>\n{END_XML}", True),
+    ("qwen-xml", f"{XML}<parameter=pace>\nx", False),
     ("qwen-xml", f"{XML}<parameter=height>\n7\n</parameter>\n{END_XML}", True),
     ("qwen-xml", f'{XML}<parameter=height>\n"', False),
     ("qwen-xml", f'{XML}<parameter=node>\n{{"under": {{"height": 7}}}}\n</parameter>\n{END_XML}', True),
@@ -129,6 +134,9 @@ def read(family: str, schemas: dict[str, dict[str, Any]], text: str) -> list[tup
         ({"const": None}, "null", "null"),
         ({"const": 2}, "2", "2"),
         ({"const": "2"}, "2", '"2"'),
+        ({"anyOf": [{"enum": ["a"]}, {"type": "null"}]}, "null", "null"),
+        ({"anyOf": [{"type": "string"}, {"enum": [2]}]}, "2", '"2"'),
+        ({"oneOf": [{"const": 1}, {"const": 2}]}, "2", "2"),
     ],
 )
 def test_values_are_what_the_schema_says(schema: Any, written: str, arguments: str) -> None:

@@ -55,7 +55,7 @@ def _moved(value: Any) -> Any:
 
 
 def _texts(schema: Any) -> list[str]:
-    values = named_values(schema) if isinstance(schema, dict) else None
-    if not isinstance(values, list) or not all(isinstance(value, str | None) for value in values):
+    values = named_values(schema) or []
+    if not all(isinstance(value, str | None) for value in values):
         return []
     return ["null" if value is None else value for value in values]

@@ -124,9 +124,21 @@ def _at(path: str, root: dict[str, Any]) -> Any:
     return found
 
 
-def named_values(schema: dict[str, Any]) -> Any:
-    """Those that a value must be one of, where the schema says so."""
-    return [schema["const"]] if "const" in schema else schema.get("enum")
+def named_values(schema: Any) -> list[Any] | None:
+    """Those that a value must be one of, where the schema says so; as Optional[Literal[...]] is, of several schemas."""
+    if not isinstance(schema, dict):
+        return None
+    if "const" in schema or schema.get("type") == "null":
+        return [schema.get("const")]
+    if isinstance(values := schema.get("enum"), list):
+        return values
+    found: list[Any] = []
+    options = schema.get("anyOf") or schema.get("oneOf")
+    for each in options if isinstance(options, list) else ():
+        if (values := named_values(each)) is None:
+            return None
+        found += values
+    return found or None
 
 
 def is_text(schema: Any) -> bool:
@@ -136,7 +148,7 @@ def is_text(schema: Any) -> bool:
     kind = schema.get("type")
     if kind is not None:
         return isinstance(kind, str | list) and "string" in kind
-    if isinstance(values := named_values(schema), list):
+    if (values := named_values(schema)) is not None:
         return any(isinstance(value, str) for value in values)
     options = schema.get("anyOf") or schema.get("oneOf")
     if isinstance(options, list):
@@ -152,7 +164,7 @@ def is_nullable(schema: Any) -> bool:
     if "type" in schema:
         kind = schema["type"]
         return (isinstance(kind, list) and "null" in kind) or schema.get("nullable") is True
-    if isinstance(values := named_values(schema), list):
+    if (values := named_values(schema)) is not None:
         return None in values
     options = schema.get("anyOf") or schema.get("oneOf")
     return isinstance(options, list) and any(isinstance(each, dict) and each.get("type") == "null" for each in options)
