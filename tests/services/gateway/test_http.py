@@ -72,9 +72,10 @@ async def test_wrong_routes_and_methods_have_openais_error_body(
         (b"{}", {"content-type": "text/plain"}, 415),
         (b"{}", {}, 415),
         (gzip.compress(b"{}"), JSON | {"content-encoding": "gzip"}, 415),
+        (b"{}", JSON | {"content-encoding": "UTF-8"}, 400),
         (b"x" * (MAX_BODY_BYTES + 1), JSON, 413),
     ],
-    ids=["broken", "plain text", "no type", "compressed", "too large"],
+    ids=["broken", "plain text", "no type", "compressed", "charset for encoding", "too large"],
 )
 async def test_bodies_that_cannot_be_read_are_refused(
     bench: MakeBench, content: bytes, headers: dict[str, str], status: int

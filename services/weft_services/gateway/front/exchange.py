@@ -22,6 +22,7 @@ BODY_SECONDS = 30.0
 Headers = Iterable[tuple[bytes, bytes]]
 ErrorWords = Callable[[WeftError], bytes]
 JSON_HEADERS = ((b"content-type", b"application/json"),)
+NOT_COMPRESSED = ("", "identity", "utf-8", "utf8")  # some clients name the charset there
 STREAM_HEADERS = (
     # with its charset, as OpenAI and Anthropic have it: Python's requests takes text without one for Latin-1
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -46,7 +47,7 @@ async def _bounded(scope: Scope, receive: Receive) -> bytes:
     content_type = header(scope, b"content-type").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise HttpError(415, "the content type must be application/json", "unsupported_media_type")
-    if header(scope, b"content-encoding").strip().lower() not in ("", "identity"):
+    if header(scope, b"content-encoding").strip().lower() not in NOT_COMPRESSED:
         raise HttpError(415, "the body must not be compressed", "unsupported_media_type")
     declared = header(scope, b"content-length")
     if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
