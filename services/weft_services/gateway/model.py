@@ -193,14 +193,11 @@ def load_model(directory: Path, name: str, tool_format: str = "auto") -> ServedM
 
     Raises BadCheckpoint naming the file or setting at fault, Unreadable.
     """
-    config = read_json(directory / "config.json")
-    text_config = config.inner("text_config").values or config.values
-    content = read_tokenizer(directory)
+    config, content = read_config(directory), read_tokenizer(directory)
     try:
         codec = Codec(Tokenizer.from_buffer(content))
     except Exception as error:  # the library raises bare Exception
         raise BadCheckpoint(f"{directory / TOKENIZER}: {error}") from error
-    vocabulary_size = _positive_int(text_config, "vocab_size", directory)
     template = _load_template(directory)
     source = template.all_sources if template else ""
     chosen = choose_format(tool_format, source)
@@ -212,9 +209,9 @@ def load_model(directory: Path, name: str, tool_format: str = "auto") -> ServedM
         codec=codec,
         template=template,
         defaults=_load_defaults(directory),
-        vocabulary_size=vocabulary_size,
-        max_context_tokens=read_config(directory).max_positions,
-        grammars=Grammars(content, vocabulary_size, _end_tokens(text_config)),
+        vocabulary_size=config.vocab_size,
+        max_context_tokens=config.max_positions,
+        grammars=Grammars(content, config.vocab_size, config.eos_token_ids),
         chat_codec=codec.speaking(marks.values()),
         chats=codec.segmented(source),
         tool_format=chosen,
@@ -234,19 +231,6 @@ def _read_text(path: Path) -> str:
         raise told(error, f"{path}: not readable") from error
     except UnicodeDecodeError as error:
         raise BadCheckpoint(f"{path}: not readable as text: {error}") from error
-
-
-def _positive_int(config: dict[str, Any], key: str, directory: Path) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise BadCheckpoint(f"{directory / 'config.json'}: {key} is {value!r}, expected a positive integer")
-    return value
-
-
-def _end_tokens(config: dict[str, Any]) -> list[int]:
-    """For checking grammars only; what ends an answer is the workers' to say."""
-    value = config.get("eos_token_id")
-    return [value] if isinstance(value, int) else [each for each in value or () if isinstance(each, int)]
 
 
 def _load_template(directory: Path) -> ChatTemplate | None:

@@ -55,7 +55,11 @@ def test_generation_defaults_that_no_request_could_use_are_refused_at_the_start(
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("config.json", '{"text_config": "abc"}', "text_config: expected an object"),
+        (
+            "config.json",
+            '{"architectures": ["Llama4ForConditionalGeneration"], "text_config": "abc"}',
+            "text_config: expected an object",
+        ),
         ("generation_config.json", "[" * 100_000, "not readable as JSON"),
     ],
 )
