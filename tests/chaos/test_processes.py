@@ -31,6 +31,9 @@ STATES = {"finished": (150, 6), "decoding": (150, 600), "prefilling": (1900, 6),
 STORED = "in the store"
 NUM_STORED_TOKENS, NUM_KEPT, NUM_TRIES, BLOCK_TOKENS = 320, 12, 5, 16
 BESIDE = (200, 300)
+# where its tokens must come from two workers: the answer is longer by what a quick processor may decode on the way of
+# a signal
+NUM_TO_GO = 300
 NUM_SALTS = 1600
 _numbers = itertools.count()
 
@@ -100,12 +103,14 @@ class Shelf:
 class Scene:
     """A request in each state, of one session, and one beside them. `decode_id`: where the one that decodes does so.
 
-    `stored`: the prompt of one that has just been asked, if there is to be such.
+    `stored`: the prompt of one that has just been asked, if there is to be such. `num_to_go`: tokens that the one that
+    decodes has still before it.
     """
 
     mesh: Mesh
     threads: ThreadPoolExecutor
     stored: list[int] = field(default_factory=list)
+    num_to_go: int = 0
     victims: dict[str, Stream] = field(default_factory=dict)
     readings: list[Future[None]] = field(default_factory=list)
     decode_id: str = ""
@@ -114,6 +119,7 @@ class Scene:
         """Reach every state, the longest one first."""
         session = f"session-{next(_numbers)}"
         for state, (num_prompt, num_tokens) in STATES.items():
+            num_tokens += self.num_to_go if state == "decoding" else 0
             self.victims[state] = Stream(self.mesh, fresh_prompt(num_prompt), num_tokens, session)
         self.beside = Stream(self.mesh, fresh_prompt(BESIDE[0]), BESIDE[1])
         self._read(self.victims["finished"]).result(PATIENCE_SECONDS)
@@ -135,6 +141,8 @@ class Scene:
         """Who has come further than is asked for."""
         begun = [state for state in ("prefilling", "queued") if self.victims[state].tokens]
         ended = [name for name, it in (("decoding", self.victims["decoding"]), ("beside", self.beside)) if it.ends]
+        if not ended and len(self.victims["decoding"].tokens) > STATES["decoding"][1]:
+            ended.append("decoding, nearly")
         return begun + ended + ([] if self.decode_id else ["placed"])
 
     def leave(self) -> None:
@@ -217,7 +225,7 @@ def test_processes(chaos_mesh: Mesh, shelf: Shelf, strike: str) -> None:
     boots = mesh.boots()
     with witnessed(mesh) as streams:
         with ThreadPoolExecutor(len(states(strike)) + 1) as threads:
-            scene = _staged(mesh, threads, shelf if STORED in states(strike) else None)
+            scene = _staged(mesh, threads, strike, shelf)
             streams |= {**scene.victims, "beside": scene.beside}
             FAULTS[strike](scene)
             scene.end()
@@ -238,11 +246,12 @@ def _expect_right(scene: Scene, strike: str) -> None:
     assert scene.victims["decoding"].num_attempts > 1 or strike not in MOVING
 
 
-def _staged(mesh: Mesh, threads: ThreadPoolExecutor, shelf: Shelf | None) -> Scene:
+def _staged(mesh: Mesh, threads: ThreadPoolExecutor, strike: str, shelf: Shelf) -> Scene:
     """Requests come further while the next ones are placed; where one has come too far, all begin anew."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
-        scene = Scene(mesh, threads, shelf.take() if shelf is not None else [])
+        stored = shelf.take() if STORED in states(strike) else []
+        scene = Scene(mesh, threads, stored, NUM_TO_GO if strike in MOVING else 0)
         scene.begin()
         if not (too_far := scene.too_far()):
             return scene
