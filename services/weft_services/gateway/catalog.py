@@ -51,6 +51,7 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def load_catalog(directories: Mapping[str, Path], tool_formats: Mapping[str, str]) -> Catalog:
-    """Read what the gateway needs of each checkpoint. Raises BadCheckpoint naming the file or setting at fault."""
-    return Catalog(load_model(path, name, tool_formats[name]) for name, path in directories.items())
+def load_catalog(directories: Mapping[str, Path], tool_formats: Mapping[str, str], are_sealed: bool = False) -> Catalog:
+    """Read what the gateway needs of each checkpoint. `are_sealed`: special tokens in messages are text. Raises
+    BadCheckpoint naming the file or setting at fault."""
+    return Catalog(load_model(path, name, tool_formats[name], are_sealed) for name, path in directories.items())

@@ -8,6 +8,8 @@ from pathlib import Path
 from weft.config import ConfigError, is_loopback, read_models
 
 MAX_RESPONSES_SECONDS = 30 * 24 * 3600
+# of special tokens in a chat's prompt
+WRITERS = ("anyone", "template")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,7 @@ class Config:
     scheduler_addr: str
     model_name: str = ""
     tool_format: str = "auto"
+    special_tokens: str = "anyone"
     host: str = "127.0.0.1"
     publish_host: str = ""
     keys: str = ""
@@ -51,7 +54,14 @@ class Config:
             raise ConfigError("WEFT_SHARE_PORTS=1 needs WEFT_HTTP_PORT and WEFT_GRPC_PORT other than 0")
         if self.max_requests < 1:
             raise ConfigError(f"WEFT_MAX_REQUESTS={self.max_requests}: expected at least 1")
+        if self.special_tokens not in WRITERS:
+            raise ConfigError(f"WEFT_SPECIAL_TOKENS={self.special_tokens!r}: expected one of {', '.join(WRITERS)}")
         self._check_seconds()
+
+    @property
+    def are_sealed(self) -> bool:
+        """Does the chat template alone write special tokens."""
+        return self.special_tokens == "template"
 
     @property
     def shows_keys(self) -> bool:

@@ -72,7 +72,7 @@ def _return_memory() -> None:
 @asynccontextmanager
 async def running(config: Config) -> AsyncIterator[Gateway]:
     """A gateway that listens inside the block and has drained behind it. Raises BadCheckpoint, CannotListen."""
-    models = await asyncio.to_thread(load_catalog, config.models, config.tool_formats)
+    models = await asyncio.to_thread(load_catalog, config.models, config.tool_formats, config.are_sealed)
     expect(models.names)
     for model in models:
         logger.info("model=%s context=%d defaults=%s", model.name, model.max_context_tokens, model.defaults)

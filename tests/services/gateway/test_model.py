@@ -19,8 +19,9 @@ from weft.errors import BadCheckpoint
 from weft_services.gateway.dialects.openai_requests import parse_chat, parse_completion
 from weft_services.gateway.generation import Conversation, SamplingDefaults
 from weft_services.gateway.mesh.prepare import prepare
-from weft_services.gateway.model import Codec, load_model
+from weft_services.gateway.model import load_model
 from weft_services.gateway.text.chat_template import ChatTemplate
+from weft_services.gateway.text.codec import Codec
 from weft_services.gateway.text.detokenizer import MAX_WINDOW
 
 

@@ -15,8 +15,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from tests.services.gateway.conftest import END, TEMPLATE, tiny_tokenizer
 from weft.errors import BadCheckpoint, InvalidRequest
 from weft_services.gateway.generation import Conversation
-from weft_services.gateway.model import Codec
 from weft_services.gateway.text.chat_template import ChatTemplate
+from weft_services.gateway.text.codec import Codec
 from weft_services.gateway.text.detokenizer import MAX_WINDOW, Detokenizer, WindowDetokenizer
 from weft_services.gateway.text.stopping import StopScanner
 

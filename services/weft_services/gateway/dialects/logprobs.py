@@ -9,7 +9,7 @@ import orjson
 
 from weft.request import PositionLogprobs, PromptLogprobs, TokenLogprob
 from weft_services.gateway.mesh.sequence import Piece
-from weft_services.gateway.model import Codec
+from weft_services.gateway.text.codec import Codec
 
 LOWEST = -9999.0  # JSON has no -inf
 Alternatives = Iterable[tuple[int, float]]

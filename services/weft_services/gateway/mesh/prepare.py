@@ -162,7 +162,8 @@ def _filled(token_ids: tuple[int, ...], field: str) -> tuple[int, ...]:
 
 def tokenize(asked: Tokenizing, model: ServedModel, limit: int) -> tuple[int, ...]:
     """The ids that a prompt would have, also of one that is longer than the context. Raises what `prepare` raises."""
-    encode = partial(model.codec.encode, add_special_tokens=asked.add_special_tokens)
+    codec = model.written if isinstance(asked.prompt, Conversation) else model.codec
+    encode = partial(codec.encode, add_special_tokens=asked.add_special_tokens)
     return _counted(_text(asked.prompt, asked.field, model), asked.field, model, limit, encode)
 
 

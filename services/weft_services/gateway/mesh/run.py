@@ -20,7 +20,7 @@ from weft_services.gateway.mesh.placement import Forecast
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece, Sequence
 from weft_services.gateway.mesh.sessions import Standing
-from weft_services.gateway.model import Codec
+from weft_services.gateway.text.codec import Codec
 
 
 class Run:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weft.request import FinishReason, PositionLogprobs, PromptLogprobs
 from weft_services.gateway.mesh.inbox import Delta
-from weft_services.gateway.model import Codec
+from weft_services.gateway.text.codec import Codec
 from weft_services.gateway.text.stopping import StopScanner
 
 

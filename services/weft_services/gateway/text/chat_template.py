@@ -15,6 +15,7 @@ import minijinja
 
 from weft.errors import BadCheckpoint, InvalidRequest
 from weft_services.gateway.generation import Conversation
+from weft_services.gateway.text.seal import Seal
 
 # A 4096-message conversation needs well under a tenth of this; a loop bomb is stopped after some 100 ms.
 FUEL = 10_000_000
@@ -102,8 +103,19 @@ _TESTS: dict[str, Callable[[Any], bool]] = {
 class ChatTemplate:
     """One compiled template. `special_tokens` are bos_token, eos_token and the like, as text."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
-        """`tool_source`: another template, for conversations that have tools."""
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        tool_source: str | None = None,
+        seal: Seal | None = None,
+    ) -> None:
+        """`tool_source`: another template, for conversations that have tools. `seal`: is on the special tokens of what
+        is rendered, but on nobody else's."""
+        self._opened = seal.opened if seal else str
+        if seal:
+            source, tool_source = seal.closed(source), seal.closed(tool_source or "")
+            special_tokens = {name: seal.closed(token) for name, token in special_tokens.items()}
         self.all_sources = f"{source}\n{tool_source}" if tool_source else source
         sources = {"chat": source, "tool_use": tool_source or source}
         self._knows_developers = "developer" in self.all_sources
@@ -124,7 +136,8 @@ class ChatTemplate:
             for name, text in sources.items():
                 self._environment.add_template(name, TRAINED.sub(r"{%\1 \2with \3%}", text))
         except minijinja.TemplateError as error:
-            raise BadCheckpoint(f"chat template does not compile: {error.message}") from error
+            told = self._opened(str(error.message))
+            raise BadCheckpoint(f"chat template does not compile: {told}") from error
 
     def render(self, conversation: Conversation, field: str = "messages") -> str:
         """The prompt text, up to where the assistant begins to speak, or goes on. Raises InvalidRequest naming the
@@ -162,9 +175,10 @@ class ChatTemplate:
                 **{**conversation.kwargs, **self._special_tokens},
             )
         except _Refused as error:
-            raise InvalidRequest(str(error), field) from error
+            raise InvalidRequest(self._opened(str(error)), field) from error
         except minijinja.TemplateError as error:
-            raise InvalidRequest(f"the chat template cannot render these messages: {error.message}", field) from error
+            told = self._opened(str(error.message))
+            raise InvalidRequest(f"the chat template cannot render these messages: {told}", field) from error
         except BaseException as error:
             # of our own filters, as for arguments that are no object; or a fault of the library's, such as [][::-1],
             # which is no Exception and would pass by everybody
