@@ -22,7 +22,6 @@ from weft_services.gateway.generation import Conversation
 # the last plane of private characters, of which neither case nor JSON makes others; 64 bits are not guessed
 FIRST, NUM_CHOICES, NUM_CHARACTERS = 0x100000, 0xFFFE, 4
 
-
 _ASKS, _SAYS = {"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}
 _RULES = {"role": "system", "content": "Be brief."}
 _CALL = {"id": "123456789", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
