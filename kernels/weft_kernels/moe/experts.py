@@ -43,7 +43,9 @@ def pack_experts(
         downs.append(down)
     if not on_device:
         return PackedExperts(tuple(gate_ups), tuple(downs))
-    stacks = [held(_in_dtype(stack(each), dtype), dtype, is_resident) for each in zip(*on_device, strict=True)]
+    stacks = [
+        held(_in_dtype(stack(each, dtype=dtype), dtype), dtype, is_resident) for each in zip(*on_device, strict=True)
+    ]
     return PackedExperts((), (), (stacks[0], stacks[1]))
 
 

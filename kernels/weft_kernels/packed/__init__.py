@@ -24,13 +24,15 @@ Stored = Tensor | Fp8 | Int4
 Matrix = Stored | F12
 
 
-def stack(parts: Sequence[Stored], order: Tensor | None = None) -> Stored:
-    """One below the other, their rows in another `order`: packed as the parts are, if they all are alike."""
+def stack(parts: Sequence[Stored], order: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Stored:
+    """One below the other, their rows in another `order`: packed as the parts are, if they all are alike.
+
+    Packed ones beside plain ones are unpacked to `dtype`; the whole has the widest dtype of all.
+    """
     if all(isinstance(each, Fp8) for each in parts):
         return stack_fp8([each for each in parts if isinstance(each, Fp8)], order)
     if all(isinstance(each, Int4) for each in parts):
         return stack_int4([each for each in parts if isinstance(each, Int4)], order)
-    dtype = next(each.dtype for each in parts if isinstance(each, Tensor))
     whole = [plain(each, dtype) for each in parts]
     matrix = whole[0] if len(whole) == 1 else torch.cat(whole)
     return matrix if order is None else matrix[order.to(matrix.device)]

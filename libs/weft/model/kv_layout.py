@@ -14,7 +14,7 @@ from weft.model.spec import ModelConfig
 # heads. Latent attention keeps one vector for both: one head, and k only.
 KV_LAYOUT = "bhlktd-v2"
 # raised by every correction after which the same weights, config and tokens have other KV, as disks keep the old one
-KV_NUMERICS = 1
+KV_NUMERICS = 2
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 

@@ -77,7 +77,8 @@ class Loader:
 
     def linear(self, *names: str, order: Tensor | None = None) -> PackedWeight:
         """Linear modules as one, their outputs one after the other, or in another `order`."""
-        return self.pack(held(stack([self.stored(name) for name in names], order), self.dtype, self.is_resident))
+        whole = stack([self.stored(name) for name in names], order, self.dtype)
+        return self.pack(held(whole, self.dtype, self.is_resident))
 
     def pack(self, weight: Matrix) -> PackedWeight:
         """For a linear layer."""

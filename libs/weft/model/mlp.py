@@ -62,4 +62,5 @@ def _each_expert(experts: Experts, root: str, loader: Loader) -> Iterator[tuple[
     gate, up, out = experts.projections
     for index in range(experts.num_experts):
         each = f"{root}{index}."
-        yield stack([loader.stored(each + gate), loader.stored(each + up)]), loader.stored(each + out)
+        both = [loader.stored(each + gate), loader.stored(each + up)]
+        yield stack(both, dtype=loader.dtype), loader.stored(each + out)

@@ -126,6 +126,21 @@ def test_packed_checkpoints_give_the_logits_of_what_they_stand_for(
         )
 
 
+@pytest.mark.parametrize("name", ["llama2", "qwen3-moe"])
+def test_packed_weights_lose_nothing_beside_bfloat16_ones(name: str, family_of: Family, tmp_path: Path) -> None:
+    """Queries are packed and keys are not, gates are and what they multiply is not: of what is one matrix here."""
+    fields = FP8 | {"modules_to_not_convert": ["k_proj", "up_proj"]}
+    tiny = quantized(family_of(name), fields, tmp_path / "packed")
+    plain = ("k_proj.weight", "up_proj.weight")
+    halves = {name: each.bfloat16() if name.endswith(plain) else each for name, each in tiny.weights.items()}
+    wide = {name: each.float() if name.endswith(plain) else each for name, each in halves.items()}
+    found = []
+    for weights in (halves, wide):
+        save_file(weights, tiny.directory / "model.safetensors")
+        found.append(logits_in_chunks(tiny, NUM_TOKENS))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4 * float(found[1].std()))
+
+
 @pytest.mark.parametrize(
     ("name", "architecture"),
     [("llama4", "Llama4ForConditionalGeneration"), ("kimi-k2", "KimiK25ForConditionalGeneration")],
