@@ -81,14 +81,15 @@ def _demand(options: PlanOptions, config: ModelConfig) -> Demand:
         raise BadPlan(f"--gpu: {options.gpu!r} is not known; known: {', '.join(GPUS)}")
     if options.context > config.max_positions:
         raise BadPlan(f"--context: {options.context} is more than the model's {config.max_positions} positions")
+    dtype = config.dtype if options.dtype == "auto" else options.dtype
     return Demand(
         gpu=GPUS[options.gpu],
         num_gpus=options.gpus,
         context=options.context or min(DEFAULT_CONTEXT, config.max_positions),
-        dtype=config.dtype if options.dtype == "auto" else options.dtype,
+        dtype=dtype,
         chunk_tokens=options.chunk_tokens,
         batch=options.batch,
-        is_resident=options.weights == "resident",
+        is_resident=options.weights == "resident" and dtype == "bfloat16",  # no other is packed
     )
 
 

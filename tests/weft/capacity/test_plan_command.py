@@ -26,6 +26,16 @@ def test_the_command_plans_resident_weights(monkeypatch: pytest.MonkeyPatch) -> 
     assert "11.29 GiB as bfloat16, matrices as F12" in run.stdout
 
 
+def test_what_is_not_bfloat16_is_planned_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F12 is a form of bfloat16: otherwise nothing is packed, and no room is kept to unpack it in."""
+    monkeypatch.setenv("COLUMNS", "160")
+    plain, resident = (
+        weft(str(CONFIGS / "llama3-8b"), "--dtype", "float32", "--weights", each) for each in ("plain", "resident")
+    )
+    assert "29.92 GiB as float32, KV" in plain.stdout
+    assert resident.stdout == plain.stdout
+
+
 def test_the_command_shows_its_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     run = weft(str(CONFIGS / "llama4-scout"), "--gpu", "h200", "--gpus", "2")
