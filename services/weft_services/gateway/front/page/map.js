@@ -10,7 +10,9 @@ const cards = new Map(); // worker id -> its elements
 export function draw(fleet, steer) {
   totals(fleet);
   spine(fleet);
+  const focused = document.activeElement;
   for (const role of ["prefill", "decode"]) side(fleet, role, steer);
+  if (focused?.isConnected && document.activeElement !== focused) focused.focus(); // its card has changed sides
   store(fleet.now.store, fleet.found);
 }
 
@@ -53,7 +55,13 @@ function side(fleet, role, steer) {
     return card.root;
   });
   shown.push(...coming.map(arriving));
-  if (shown.length !== place.children.length || shown.some((root, at) => place.children[at] !== root)) place.replaceChildren(...shown);
+  arrange(place, shown);
+}
+
+// What is there already is not touched: a card that is taken out and put back has lost the focus, and closed its list of roles.
+function arrange(place, shown) {
+  for (const old of [...place.children]) if (!shown.includes(old)) old.remove();
+  for (const [at, root] of shown.entries()) if (place.children[at] !== root) place.insertBefore(root, place.children[at] ?? null);
 }
 
 // A worker that loads its model: what it is busy with, and how far that is where it is counted.

@@ -1,0 +1,48 @@
+"""The page for those who come by keyboard, by ear or on a small screen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.page.scene import Scene, tick
+from tests.page.test_page import WAIT_MS, visit
+from tests.services.gateway.conftest import MODEL_NAME
+from weft_mesh.v1 import common_pb2
+from weft_mesh.v1 import scheduler_service_pb2 as pb
+
+pytestmark = pytest.mark.timeout(240)
+FOCUS = "[document.activeElement.className, document.activeElement.closest('.worker')?.dataset.worker]"
+
+
+async def look(page: Any, shown: Scene, second: int) -> None:
+    """A picture of the mesh reaches the page."""
+    tick(shown.scheduler, second)
+    before = await page.inner_text("#totals")
+    await shown.gateway.watch.poll()
+    await page.wait_for_function("before => document.getElementById('totals').innerText !== before", arg=before)
+
+
+async def test_the_focus_stays_on_a_button_while_another_worker_loads(browser: Any, shown: Scene) -> None:
+    loading = pb.WorkerArrival(worker_id="decode-7", role=common_pb2.WORKER_ROLE_DECODE, model=MODEL_NAME)
+    async with visit(browser, shown) as page:
+        await page.focus("[data-worker=decode-1] .drain")
+        for second in range(3):
+            loading.phase, loading.since_ms = "reading weights", 1000 * second
+            shown.scheduler.arrivals = [loading]
+            await look(page, shown, second)
+            assert await page.evaluate(FOCUS) == ["drain", "decode-1"]
+        shown.scheduler.arrivals = []
+        await look(page, shown, 3)
+        await page.wait_for_selector("[data-worker=decode-7]", state="detached", timeout=WAIT_MS)
+        assert await page.evaluate(FOCUS) == ["drain", "decode-1"]
+
+
+async def test_the_focus_goes_with_a_worker_to_its_other_side(browser: Any, shown: Scene) -> None:
+    async with visit(browser, shown) as page:
+        for side in ("prefill", "decode"):
+            await page.focus("[data-worker=decode-1] .role")
+            await page.keyboard.type(side)
+            await page.wait_for_selector(f"#{side} [data-worker=decode-1]", timeout=WAIT_MS)
+            assert await page.evaluate(FOCUS) == ["role", "decode-1"]
