@@ -46,3 +46,22 @@ async def test_the_focus_goes_with_a_worker_to_its_other_side(browser: Any, show
             await page.keyboard.type(side)
             await page.wait_for_selector(f"#{side} [data-worker=decode-1]", timeout=WAIT_MS)
             assert await page.evaluate(FOCUS) == ["role", "decode-1"]
+
+
+async def test_the_state_is_told_when_it_changes_and_not_with_every_picture(browser: Any, shown: Scene) -> None:
+    watch = """() => {
+      const told = (window.told = []);
+      const state = document.getElementById("state");
+      const tell = () => told.push(state.textContent.trim());
+      new MutationObserver(tell).observe(state, { childList: true, subtree: true });
+    }"""
+    async with visit(browser, shown) as page:
+        await page.evaluate(watch)
+        for second in range(3):
+            await look(page, shown, second)
+        assert await page.evaluate("window.told") == []
+        await shown.scheduler.kill()
+        for _ in range(2):
+            await shown.gateway.watch.poll()
+        await page.wait_for_selector(".state.bad", timeout=WAIT_MS)
+        assert len(await page.evaluate("window.told")) == 1

@@ -41,8 +41,10 @@ function named() {
 byId("model").addEventListener("change", named);
 new ResizeObserver(() => weave(fleet)).observe(byId("map"));
 
+// A screen reader says it when it is written: only where it is another one, as pictures come once a second.
 function state(kind, text) {
   byId("state").className = `state ${kind}`;
+  if (byId("state").title === text) return;
   byId("state").lastElementChild.textContent = text;
   byId("state").title = text;
 }
