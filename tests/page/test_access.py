@@ -65,3 +65,17 @@ async def test_the_state_is_told_when_it_changes_and_not_with_every_picture(brow
             await shown.gateway.watch.poll()
         await page.wait_for_selector(".state.bad", timeout=WAIT_MS)
         assert len(await page.evaluate("window.told")) == 1
+
+
+@pytest.mark.parametrize("width", [320, 390, 1024])
+async def test_every_figure_of_the_mesh_is_whole_on_a_phone_and_a_tablet(
+    browser: Any, shown: Scene, width: int
+) -> None:
+    cut = "all => all.filter(it => it.scrollWidth > it.clientWidth).map(it => it.textContent)"
+    async with visit(browser, shown, viewport={"width": width, "height": 768}) as page:
+        if await page.is_visible("[data-show=mesh]"):
+            await page.click("[data-show=mesh]")
+        for second in range(2):
+            await look(page, shown, second)
+        assert await page.locator(".lines dt, .lines dd").evaluate_all(cut) == []
+        assert await page.locator(".totals > div, .totals dd, .mesh").evaluate_all(cut) == []

@@ -26,7 +26,7 @@ function totals(fleet) {
     ["hand-offs", fleet.handOffsPerSecond.toFixed(fleet.handOffsPerSecond < 10 ? 1 : 0), `/s, ${bytes(fleet.bytesPerSecond)}/s`],
   ];
   byId("totals").replaceChildren(...rows.map(([name, value, unit]) =>
-    element("div", {}, element("dt", {}, name), element("dd", {}, value, element("small", {}, ` ${unit}`)))));
+    element("div", {}, element("dt", {}, name), element("dd", {}, value, " ", element("small", {}, unit)))));
 }
 
 function spine({ now }) {
