@@ -79,3 +79,42 @@ async def test_every_figure_of_the_mesh_is_whole_on_a_phone_and_a_tablet(
             await look(page, shown, second)
         assert await page.locator(".lines dt, .lines dd").evaluate_all(cut) == []
         assert await page.locator(".totals > div, .totals dd, .mesh").evaluate_all(cut) == []
+
+
+async def test_who_comes_by_keyboard_sees_where_they_are(browser: Any, shown: Scene) -> None:
+    async with visit(browser, shown) as page:
+        unseen, places = [], set()
+        for _ in range(30):
+            await page.keyboard.press("Tab")
+            place, outline = await page.evaluate(
+                "(e => [e.id || e.className, getComputedStyle(e).outlineStyle])(document.activeElement)"
+            )
+            places.add(place)
+            if outline == "none" and place:
+                unseen.append(place)
+        assert {"scroll", "prompt", "drain"} <= places
+        assert unseen == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_what_is_written_on_a_timeline_can_be_read(browser: Any, shown: Scene, scheme: str) -> None:
+    """As WCAG has it: 4.5 to 1 for small text."""
+    contrast = """() => {
+      const light = (colour) => {
+        const linear = (n) => (n <= 0.03928 ? n / 12.92 : ((n + 0.055) / 1.055) ** 2.4);
+        const [r, g, b] = colour.match(/[\\d.]+/g).map((n) => linear(n / 255));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+      };
+      return ["front", "wait", "prefill", "decode"].map((kind) => {
+        const bar = document.querySelector(".track").appendChild(document.createElement("span"));
+        bar.className = `bar ${kind}`;
+        const style = getComputedStyle(bar);
+        const [dim, bright] = [light(style.color), light(style.backgroundColor)].sort((a, b) => a - b);
+        return (bright + 0.05) / (dim + 0.05);
+      });
+    }"""
+    async with visit(browser, shown, color_scheme=scheme) as page:
+        await page.fill("#prompt", "hello world")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector(".account", timeout=WAIT_MS)
+        assert min(await page.evaluate(contrast)) >= 4.5
