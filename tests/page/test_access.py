@@ -1,4 +1,4 @@
-"""The page for those who come by keyboard, by ear or on a small screen."""
+"""The page for those who come by keyboard, by ear, on a small screen or over a bad line."""
 
 from __future__ import annotations
 
@@ -118,3 +118,18 @@ async def test_what_is_written_on_a_timeline_can_be_read(browser: Any, shown: Sc
         await page.keyboard.press("Enter")
         await page.wait_for_selector(".account", timeout=WAIT_MS)
         assert min(await page.evaluate(contrast)) >= 4.5
+
+
+async def test_a_gateway_that_is_away_is_called_that(browser: Any, shown: Scene) -> None:
+    page = await browser.new_page()  # whose console complains, too
+    await page.goto(shown.url)
+    await page.wait_for_selector(".state.ready", timeout=WAIT_MS)
+    await page.route("**/v1/chat/completions", lambda route: route.abort("connectionrefused"))
+    await page.route("**/weft/workers/**", lambda route: route.abort("connectionrefused"))
+    await page.fill("#prompt", "hello")
+    await page.keyboard.press("Enter")
+    await page.wait_for_selector("#trouble:has-text('is the mesh running?')", timeout=WAIT_MS)
+    assert await page.input_value("#prompt") == "hello"
+    await page.click("[data-worker=decode-1] .drain")
+    await page.wait_for_selector("#mesh-trouble:has-text('is the mesh running?')", timeout=WAIT_MS)
+    await page.close()

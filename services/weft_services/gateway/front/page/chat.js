@@ -2,7 +2,7 @@
 
 import { byId, element } from "./format.js";
 import { copier, render } from "./markdown.js";
-import { events, headers, refusal } from "./sse.js";
+import { events, headers, refusal, why } from "./sse.js";
 import { account, fit } from "./timeline.js";
 
 const IDEAS = [
@@ -177,7 +177,7 @@ async function answer(modelName) {
     }
     if (!isWhole) throw new Error("The answer broke off: the connection ended before it did.");
   } catch (error) {
-    if (error.name !== "AbortError") complain(error.message);
+    if (error.name !== "AbortError") complain(why(error));
   }
   if (running === mine) run(null);
   // a conversation that was cleared meanwhile is another one now

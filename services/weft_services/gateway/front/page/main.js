@@ -4,7 +4,7 @@ import { start } from "./chat.js";
 import { Fleet, watch } from "./fleet.js";
 import { byId, count, element } from "./format.js";
 import { draw } from "./map.js";
-import { headers, refusal } from "./sse.js";
+import { headers, refusal, why } from "./sse.js";
 import { light, weave } from "./threads.js";
 
 const fleet = new Fleet();
@@ -63,7 +63,7 @@ async function ask(id, verb, body) {
     if (!response.ok) throw new Error(await refusal(response));
     return true;
   } catch (error) {
-    complain(error.message);
+    complain(why(error));
     return false;
   }
 }

@@ -15,6 +15,10 @@ export async function refusal(response) {
   }
 }
 
+// Of a connection that there is not, or no longer, browsers say "Failed to fetch" and the like.
+export const why = (error) =>
+  error instanceof TypeError ? `The gateway cannot be reached: is the mesh running? (${error.message})` : error.message;
+
 // Yields {event, data} until the stream ends; comments are passed over.
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
