@@ -76,7 +76,10 @@ def list_keys(keys: Keys = "keys.json") -> None:
 @app.command()
 def revoke(name: Name, keys: Keys = "keys.json") -> None:
     """Gateways that are running refuse it a second later."""
+    from weft.cli.key_store import read_keys
+
     with _told():
+        read_keys(keys)  # of a file that is not there that is to be said, and no folder is to be made for it
         _change(keys, lambda found: _without(found, name))
 
 

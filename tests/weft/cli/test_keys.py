@@ -137,6 +137,13 @@ def test_a_list_of_keys_has_the_whole_of_every_name(tmp_path: Path, monkeypatch:
     assert max(map(len, screen.getvalue().splitlines())) == 80
 
 
+def test_a_key_is_not_revoked_where_there_are_none(tmp_path: Path) -> None:
+    """In another folder than the keys', say: that no key has this name would be believed."""
+    gone = runner.invoke(app, ["keys", "revoke", "alice", "--keys", str(tmp_path / "folder" / "keys.json")])
+    assert (gone.exit_code, "keys.json: no such file" in gone.stderr) == (1, True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_two_keys_are_never_the_same(where: str) -> None:
     first, second = (runner.invoke(app, ["keys", "add", name, "--keys", where]).stdout for name in ("one", "two"))
     assert len(first.strip()) > 40
