@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import re
 import shlex
 import stat
 from pathlib import Path
@@ -18,6 +19,9 @@ from weft.rpc.tls import MESH_NAME
 
 CA_DAYS, CERT_DAYS = 3650, 365
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+# as it stands in a certificate; the first part may be a * for all
+LABEL = "[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
+DNS_NAME = re.compile(rf"(\*\.)?{LABEL}(\.{LABEL})*", re.IGNORECASE | re.ASCII)
 Pair = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
 
 
@@ -25,6 +29,7 @@ def make_certs(folder: Path, hosts: list[str]) -> list[str]:
     """ca.pem and ca-key.pem unless they are there; cert.pem and key.pem, new, by them. Returns commands that are left
     to somebody who may give files away. Raises OSError, ValueError: also where one of the first two is missing, since a
     new authority would part this folder from all others."""
+    names = [_name(host) for host in dict.fromkeys((MESH_NAME, *LOCAL_NAMES, *hosts))]
     folder.mkdir(parents=True, exist_ok=True)
     ca_files = (folder / "ca.pem", folder / "ca-key.pem")
     missing = [path.name for path in ca_files if not path.exists()]
@@ -36,7 +41,7 @@ def make_certs(folder: Path, hosts: list[str]) -> list[str]:
         _save(ca, *ca_files)
     else:
         ca = _load(*ca_files)
-    return _save(_make_member(ca, hosts), folder / "cert.pem", folder / "key.pem")
+    return _save(_make_member(ca, names), folder / "cert.pem", folder / "key.pem")
 
 
 def _make_ca() -> Pair:
@@ -52,18 +57,17 @@ def _make_ca() -> Pair:
     return builder.sign(key, hashes.SHA256()), key
 
 
-def _make_member(ca: Pair, hosts: list[str]) -> Pair:
+def _make_member(ca: Pair, names: list[x509.GeneralName]) -> Pair:
     authority, authority_key = ca
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, MESH_NAME)])
-    names = x509.SubjectAlternativeName([_name(host) for host in dict.fromkeys((MESH_NAME, *LOCAL_NAMES, *hosts))])
     both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
     issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
     builder = (
         _builder(name, authority.subject, key, CERT_DAYS)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs_certificates=False), critical=True)
-        .add_extension(names, critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(both, critical=False)
         .add_extension(issuer_key, critical=False)
     )
@@ -104,7 +108,10 @@ def _name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
-        return x509.DNSName(host)
+        if DNS_NAME.fullmatch(host):
+            return x509.DNSName(host)
+    what = "expected a name, such as weft.example.com, or an address, without scheme and port"
+    raise ValueError(f"--host {host}: {what}; letters of other scripts as in xn--mnchen-3ya.example")
 
 
 def _load(cert: Path, key: Path) -> Pair:

@@ -217,6 +217,13 @@ def test_an_authoritys_key_with_a_password_is_told(folder: Path) -> None:
     assert "decrypt it first" in result.stderr
 
 
+@pytest.mark.parametrize("host", ["https://a.example", "a.example:8000", "10.0.0.1/24", "", "a b", "m\u00fcn.example"])
+def test_a_host_that_no_client_can_ask_for_is_named_and_nothing_made(tmp_path: Path, host: str) -> None:
+    result = CliRunner().invoke(app, ["certs", str(tmp_path / "mesh"), "--host", "*.a-b.example", "--host", host])
+    assert (result.exit_code, list(tmp_path.iterdir())) == (1, [])
+    assert f"--host {host}: expected a name" in result.stderr
+
+
 def test_private_keys_are_for_their_owner_and_the_authority_stays(folder: Path) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert set(before) == {"ca.pem", "ca-key.pem", "cert.pem", "key.pem"}
