@@ -16,6 +16,8 @@ from weft.cli.doctor import machine
 from weft.cli.doctor.finding import Level, Subject
 from weft.cli.doctor.model import check_model
 from weft.cli.doctor.secrets import check_certificates
+from weft.cli.ports import free_ports
+from weft.cli.record import MeshRecord, recorded
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = ROOT / "models" / "weft-nano"
@@ -45,6 +47,23 @@ def test_what_workers_are_said_to_need_is_imported_by_them() -> None:
     code = "".join(path.read_text() for top in ("libs", "kernels") for path in (ROOT / top).rglob("*.py"))
     for name in {*machine.ENGINE, *extra}:
         assert re.search(rf"^(import|from) {name}\b", code, re.MULTILINE), name
+
+
+def test_a_host_of_another_machine_is_told_though_a_mesh_of_ours_has_that_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    note = MeshRecord.of_this_process(8000, "http://127.0.0.1:8000", "127.0.0.1:1", {"gateway": "127.0.0.1:9000"})
+    with recorded(note):
+        found = list(machine.check_ports(Subject({}, host="192.0.2.1")))
+    assert [each.level for each in found] == [Level.FAILURE] * 2
+    assert {each.advice for each in found} == {"choose another with --host"}
+
+
+def test_one_port_for_http_and_grpc_is_told_as_by_up() -> None:
+    (port,) = free_ports(1)
+    found = [each for each in machine.check_ports(Subject({}, port=port, grpc_port=port)) if each.level is not Level.OK]
+    assert [(each.level, each.advice) for each in found] == [(Level.FAILURE, "choose another with --grpc-port")]
 
 
 def test_an_authority_that_has_ended_wants_another_and_no_new_certificate_by_it(

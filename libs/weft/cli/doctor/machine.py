@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib.metadata
 import importlib.util
 import os
@@ -157,7 +158,9 @@ def check_ports(subject: Subject) -> Iterator[Finding]:
         try:
             check_port(subject.host, port, flag)
         except PortTaken as error:
-            if port in ours:
+            # of another host's address no port is ours
+            is_in_use = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+            if is_in_use and port in ours:
                 yield Finding(
                     "ports", Level.OK, f"{port} is in use by the mesh that runs on this machine (`weft status`)"
                 )
@@ -166,3 +169,6 @@ def check_ports(subject: Subject) -> Iterator[Finding]:
                 yield Finding("ports", Level.FAILURE, says, advice)
         else:
             yield Finding("ports", Level.OK, f"{subject.host}:{port} is free")
+    if subject.port == subject.grpc_port:
+        says = f"--port and --grpc-port are both {subject.port}"
+        yield Finding("ports", Level.FAILURE, says, "choose another with --grpc-port")
