@@ -158,6 +158,7 @@ def test_a_taken_port_is_a_failure_that_names_its_flag() -> None:
 
 def test_too_little_memory_is_told_with_the_figures_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "cards", list)
+    monkeypatch.setattr(model, "held_bytes", lambda: 0)
     levels = []
     for free in (1 << 20, 100 << 20, 64 << 30):
         monkeypatch.setattr(model, "available_bytes", lambda free=free: free)
