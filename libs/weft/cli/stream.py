@@ -149,7 +149,9 @@ async def served_model(client: httpx.AsyncClient) -> str:
 
 
 def _no_mesh(client: httpx.AsyncClient, error: Exception) -> MeshError:
-    return MeshError(f"{client.base_url} does not answer like a mesh: {error!r}")
+    is_other = client.base_url.scheme == "http" and isinstance(error, httpx.ReadError | httpx.RemoteProtocolError)
+    advice = "; a gateway with a certificate wants https:// in --url, and no --url its gRPC port" if is_other else ""
+    return MeshError(f"{client.base_url} does not answer like a mesh: {error!r}{advice}")
 
 
 def _unreached(client: httpx.AsyncClient, error: httpx.ConnectError) -> MeshError:
@@ -158,6 +160,8 @@ def _unreached(client: httpx.AsyncClient, error: httpx.ConnectError) -> MeshErro
             "SSL_CERT_FILE names the authority (`weft certs` leaves its in ca.pem), --url a host of the certificate's"
         )
         return MeshError(f"the certificate of {client.base_url} is not accepted ({error}): {advice}")
+    if "SSL" in str(error):
+        return MeshError(f"{client.base_url} speaks no TLS ({error}): say http:// in --url")
     return MeshError(f"no mesh answers at {client.base_url}: start one with `weft up`, or say --url")
 
 

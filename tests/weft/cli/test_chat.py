@@ -257,9 +257,19 @@ def test_an_authority_of_ones_own_is_believed_where_the_environment_names_it(
     assert refused.exit_code == 1
     assert "is not accepted" in refused.stderr
     assert "SSL_CERT_FILE" in refused.stderr
+    assert "wants https:// in --url" in runner.invoke(app, ["generate", "hi", "--url", gateway.url]).stderr
     gateway.scripts = [HELLO]
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
     result = runner.invoke(app, ["generate", "hi", "--url", url])
     assert "Hello" in result.stdout, result.stderr
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "nowhere.pem"))
     assert "SSL_CERT_FILE: No such file" in runner.invoke(app, ["generate", "hi", "--url", url]).stderr
+
+
+@pytest.mark.parametrize("command", [["chat"], ["generate", "hi"], ["bench"]])
+def test_a_gateway_without_tls_is_not_called_away(gateway: Gateway, command: list[str]) -> None:
+    url = gateway.url.replace("http:", "https:")
+    result = runner.invoke(app, [*command, "--url", url])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"weft {command[0]}: {url} speaks no TLS")
+    assert "say http://" in result.stderr
