@@ -162,6 +162,8 @@ def _check_options(options: MeshOptions, picture: Path | None) -> None:
         raise UsageError(f"--timeline is drawn from lines that --log-level {options.log_level} leaves out")
     if picture is not None and not picture.absolute().parent.is_dir():
         raise UsageError(f"--timeline {picture}: there is no folder {picture.absolute().parent}")
+    if picture is not None and picture.is_dir():
+        raise UsageError(f"--timeline {picture}: this is a folder; name a file, {picture / 'start.svg'} say")
     if not (options.keys or options.is_open or is_loopback(options.host)):
         what = f"--host {options.host}: whoever reaches it could use the model"
         raise UsageError(f"{what}; name API keys with --keys (`weft keys add NAME` makes one), or say --open")

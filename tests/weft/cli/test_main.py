@@ -105,6 +105,8 @@ def test_a_timeline_that_cannot_be_written_is_refused_before_anything_starts(tmp
         2,
         True,
     )
+    result = runner.invoke(app, ["up", "--model", str(SHIPPED), "--timeline", str(tmp_path)])
+    assert (result.exit_code, f"--timeline {tmp_path}: this is a folder" in result.stderr) == (2, True)
 
 
 def test_no_requests_at_all_are_not_one() -> None:
