@@ -31,6 +31,7 @@ OTHERS_PAGES = {"https://github.com/kvcache-ai/Mooncake"}
 CONFIGS = (GatewayConfig, SchedulerConfig, WorkerConfig, KvStoreConfig, WeightsConfig)
 SETTING = re.compile(r"\bWEFT_[A-Z0-9_]+\b")
 READ = re.compile(r'environ(?:\.get\(|\[)"([A-Z_]+)"')
+OPTION = re.compile(r'envvar=("\w+"|\[[^]]*\])')
 OTHERS_OWN = {"PATH", "GRPC_VERBOSITY", "OTEL_SDK_DISABLED"}
 
 
@@ -114,6 +115,8 @@ def test_every_variable_that_is_read_is_explained() -> None:
     """Where no configuration has it as a field."""
     code = [path.read_text() for top in ("libs", "kernels", "services") for path in (ROOT / top).rglob("*.py")]
     read = set(READ.findall("".join(code)))
+    read |= {name for names in OPTION.findall("".join(code)) for name in re.findall(r"\w+", names)}
+    read |= {name for path in _files(ROOT / "scripts") for name in SETTING.findall(path.read_text())}
     explained = set(re.findall(r"`([A-Z_]+)`", (ROOT / "docs" / "architecture.md").read_text()))
     assert {"WEFT_MODEL", "XDG_CACHE_HOME"} < read
     assert not read - explained - OTHERS_OWN
