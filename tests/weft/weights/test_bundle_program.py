@@ -113,6 +113,15 @@ def test_a_full_disk_is_told_by_the_file_that_it_has_no_room_for(
     assert run("inspect", bundle, "--plot", tmp_path / "a.svg")[2].endswith(f"device: '{tmp_path}/a.svg'\n")
 
 
+@pytest.mark.parametrize("place", [".", "nowhere/plot.svg"])
+def test_a_picture_that_cannot_be_written_is_told_before_the_bundle_is_read(
+    bundle: Path, tmp_path: Path, run: Program, place: str
+) -> None:
+    status, said, wrong = run("inspect", bundle, "--plot", tmp_path / place)
+    assert (status, said) == (2, "")
+    assert wrong.endswith(f"directory: '{tmp_path / place}'\n")
+
+
 def test_no_code_of_the_current_directory_is_run(bundle: Path, tmp_path: Path) -> None:
     """It may be a model's, with files that are called as modules are."""
     (tmp_path / "rich.py").write_text("raise SystemExit('code of the directory')")

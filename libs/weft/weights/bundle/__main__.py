@@ -66,6 +66,9 @@ def inspect(
     bundle: Path, plot: Annotated[Path | None, typer.Option(help="Write a picture (SVG) here.")] = None
 ) -> None:
     """Show what every tensor takes, beside the entropy of its weights."""
+    if plot:
+        with naming(plot):
+            plot.open("a").close()  # told before the bundle is read, and not after
     with _progress(bundle, SUFFIX) as report:
         rows = list(rows_of(bundle, report))
     screen = console if sys.stdout.isatty() else Console(width=PIPE_COLUMNS, **AS_IT_IS)
