@@ -85,8 +85,8 @@ def tick(scheduler: FakeScheduler, seconds: int) -> None:
 
 
 @asynccontextmanager
-async def scene(folder: Path, port: int = 0) -> AsyncIterator[Scene]:
-    """Two decode workers and a prefill worker."""
+async def scene(folder: Path, port: int = 0, keys: str = "") -> AsyncIterator[Scene]:
+    """Two decode workers and a prefill worker; `keys` is the file of those that are asked for."""
     async with AsyncExitStack() as stack:
         decoders = [FakeDecode(f"decode-{i}", f"boot-{i}") for i in range(2)]
         for decoder in decoders:
@@ -99,7 +99,7 @@ async def scene(folder: Path, port: int = 0) -> AsyncIterator[Scene]:
         await scheduler.open()
         stack.push_async_callback(scheduler.kill)
         model = str(write_model(folder, TOKENIZER, TEMPLATE))
-        config = Config(model, scheduler.address, http_port=port, grpc_port=0, grace_seconds=1)
+        config = Config(model, scheduler.address, http_port=port, grpc_port=0, grace_seconds=1, keys=keys)
         gateway = await stack.enter_async_context(running(config))
         await gateway.watch.poll()
         yield Scene(gateway, scheduler)

@@ -100,24 +100,30 @@ export class Fleet {
   }
 }
 
-// For ever: connects, tells `on`, connects again; not while nobody looks. `on` has hello, picture, handOff, lost, and
-// refused, with whether the key is known: another one is needed.
+// For ever: connects, tells `on`, connects again, with another key at once; not while nobody looks. `on` has hello,
+// picture, handOff, lost, and refused, with whether the key is known: another one is needed.
 export async function watch(fleet, on) {
+  const key = document.getElementById("key");
   for (let tries = 0; ; tries += 1) {
     await visible();
     const call = new AbortController();
     const hide = () => { if (document.hidden) call.abort(); };
     document.addEventListener("visibilitychange", hide);
+    let isOther = false;
+    const changed = new Promise((resolve) => key.addEventListener("change", resolve, { once: true, signal: call.signal }));
+    changed.then(() => { isOther = true; call.abort(); });
     try {
       const status = await listen(fleet, on, call, () => { tries = 0; });
-      if (status) await new Promise((resolve) => document.getElementById("key").addEventListener("change", resolve, { once: true }));
+      if (status) await changed;
       else on.lost("the gateway has closed the connection");
     } catch (error) {
-      if (!document.hidden) on.lost(error.message);
+      if (!document.hidden && !isOther) on.lost(error.message);
     } finally {
       document.removeEventListener("visibilitychange", hide);
+      call.abort();
     }
-    if (!document.hidden) await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(tries, RETRY_MS.length - 1)]));
+    if (isOther) tries = -1;
+    else if (!document.hidden) await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(tries, RETRY_MS.length - 1)]));
   }
 }
 
