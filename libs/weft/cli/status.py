@@ -29,7 +29,10 @@ BAR_CELLS = 8
 PIPE_COLUMNS = 180
 ON_THE_LEFT = ("worker", "role", "model", "state", "KV in use", "transport")
 # what a narrow terminal does without, in this order
-FIRST_TO_GO = ("transport", "blocks free/cached/active/quarantined", "model", "age", "role")
+FIRST_TO_GO = (
+    *("transport", "blocks free/cached/active/quarantined", "model", "age", "role"),
+    *("tokens booked", "waiting", "running"),
+)
 # a report this old is worth a colour
 STALE_MS = 3000
 

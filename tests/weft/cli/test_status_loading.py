@@ -32,6 +32,17 @@ def test_a_worker_that_loads_has_a_row_too(workers: list[pb.WorkerStatus], width
     assert max(map(len, lines)) <= width
 
 
+@pytest.mark.parametrize(("width", "since_ms"), [(80, 120_000), (60, 2900)])
+def test_nothing_is_cut_beside_a_worker_that_loads(width: int, since_ms: int) -> None:
+    loading = pb.WorkerArrival()
+    loading.CopyFrom(LOADING)
+    loading.since_ms = since_ms
+    said = shown([worker("decode-0")], width, [loading])
+    assert f"reading weights 43%, {since_ms / 1000:.0f} s" in said
+    assert "…" not in said
+    assert max(map(len, said.splitlines())) <= width
+
+
 def test_what_is_not_counted_has_no_share_and_json_has_all() -> None:
     arrival = pb.WorkerArrival(role=common_pb2.WORKER_ROLE_DECODE, phase="tuning kernels", since_ms=12_000)
     assert "tuning kernels, 12 s" in shown([], arrivals=[arrival])
