@@ -194,3 +194,10 @@ def test_brackets_in_what_a_server_says_are_no_markup_and_cost_no_figures(gatewa
     assert "1 x unbalanced [/INST] after [type=user]" in output
     assert json.loads(raw.read_text())["figures"]["answered"] == 1
     assert str(report) in output
+
+
+def test_one_file_for_figures_and_report_is_refused_before_the_load(gateway: Gateway, tmp_path: Path) -> None:
+    both = ["--raw", str(tmp_path / "run"), "--report", str(tmp_path / "run")]
+    result = runner.invoke(app, ["bench", "--url", gateway.url, *both])
+    assert (result.exit_code, "--raw and --report are both" in result.stderr) == (2, True)
+    assert gateway.asked == []

@@ -50,7 +50,10 @@ class BenchOptions:
 
 
 def run_bench(options: BenchOptions) -> int:
-    """The exit status: 1 when nothing was answered, or a file could not be written."""
+    """The exit status: 1 when nothing was answered, or a file could not be written, 2 when it cannot be asked."""
+    if options.raw is not None and options.raw == options.report:
+        print(f"weft bench: --raw and --report are both {options.raw}", file=sys.stderr)
+        return 2
     try:
         for path in filter(None, (options.raw, options.report)):
             path.open("a").close()  # told before the load is sent, and not after
