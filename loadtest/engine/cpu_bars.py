@@ -51,7 +51,8 @@ def bars(ours: str, results: Mapping[str, Figures], least_step_ms: float) -> Ite
 
 def _ratio(key: str, mine: Figures, results: Mapping[str, Figures], peer: str) -> float | None:
     """Of the best of a peer's dtypes, or of all peers."""
-    theirs = [figures[key] for name, figures in results.items() if name.startswith(peer) and not name.startswith(OURS)]
+    peers = [figures for name, figures in results.items() if name.startswith(peer) and not name.startswith(OURS)]
+    theirs = [figures[key] for figures in peers if key in figures]
     if key not in mine or not theirs:
         return None
     return mine[key] / min(theirs)

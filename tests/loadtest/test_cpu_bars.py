@@ -46,6 +46,13 @@ def test_a_batch_that_was_left_out_is_not_measured() -> None:
     assert found["step at batch 32, of vLLM's"] == "met"
 
 
+def test_batches_that_nobody_was_asked_for_are_not_measured() -> None:
+    ours, theirs = ({name: of[name] for name in of if "batch" not in name} for of in (OURS, times(2)))
+    found = {bar.name: bar.verdict for bar in bars("weft fp32", {"weft fp32": ours, "vLLM bf16": theirs}, 14.0)}
+    assert {found[name] for name in found if "batch" in name} == {"not measured"}
+    assert found["prefill, of the quickest peer's rate"] == "met"
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_a_dtype_is_left_only_if_it_is_behind_in_everything(name: str) -> None:
     assert is_behind(times(1.2), OURS)
