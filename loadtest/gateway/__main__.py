@@ -112,7 +112,7 @@ def measure(starter: Starter, sizes: Sizes) -> Row:
 
 def median_of(rows: Sequence[Row]) -> Row:
     """Of each figure, over the runs that have it."""
-    middle = Row(trouble="; ".join(dict.fromkeys(row.trouble for row in rows if row.trouble)))
+    middle = Row(trouble="; ".join(dict.fromkeys(row.trouble.partition("\n")[0] for row in rows if row.trouble)))
     for name in FIGURES:
         known = [value for row in rows if (value := getattr(row, name)) is not None]
         setattr(middle, name, statistics.median(known) if known else None)
@@ -120,7 +120,7 @@ def median_of(rows: Sequence[Row]) -> Row:
 
 
 def table(rows: dict[str, Row | None]) -> str:
-    """In Markdown."""
+    """In Markdown; below it, what went wrong in some run."""
     lines = [
         "| | request, p50 | short requests/s | CPU a short request | derived: of these on two cores of its own/s |"
         " CPU a token, paced | CPU a token, full | tokens/s, full | tokens a frame, full | tokens an event, full |",
@@ -142,7 +142,8 @@ def table(rows: dict[str, Row | None]) -> str:
             _cell(row.full_tokens_per_event, "{:.1f}"),
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    troubles = [f"- {name}: {row.trouble}" for name, row in rows.items() if row and row.trouble]
+    return "\n".join([*lines, *([""] if troubles else []), *troubles])
 
 
 def verdict(runs: Sequence[Row]) -> str:
@@ -156,6 +157,7 @@ def verdict(runs: Sequence[Row]) -> str:
     lines = []
     for name, figure, bar, unit in bars:
         if not (known := [value for row in runs if (value := getattr(row, figure)) is not None]):
+            lines.append(f"- {name}: not measured, bar {bar:,.1f} {unit}: MISSED")
             continue
         middle, outcome = statistics.median(known), "met" if statistics.median(known) <= bar else "MISSED"
         lines.append(

@@ -40,4 +40,11 @@ def test_of_several_runs_the_medians_count() -> None:
     assert median_of(runs) == Row(1.4, full_cpu_us=15.0, trouble="did not start")
     lines = kept_to([*runs, Row(9.9, full_cpu_us=17.0)]).splitlines()
     assert lines[0] == "- request, p50: 1.50 (1.20 to 9.90), bar 1.5 ms: met"
-    assert lines[1] == "- CPU a token, full: 16.00 (14.00 to 17.00), bar 15.0 us: MISSED"
+    assert lines[2] == "- CPU a token, full: 16.00 (14.00 to 17.00), bar 15.0 us: MISSED"
+
+
+def test_what_failed_is_told_and_keeps_no_bar() -> None:
+    runs = [Row(1.4, trouble="32 requests failed: HTTP 500"), Row(1.4, trouble="weft: not there\nits log")]
+    lines = table({"weft": median_of(runs)}).splitlines()
+    assert lines[-1] == "- weft: 32 requests failed: HTTP 500; weft: not there"
+    assert "- CPU a token, paced: not measured, bar 60.0 us: MISSED" in kept_to(runs).splitlines()
