@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import re
 import signal
@@ -36,6 +37,7 @@ PARTS = ("undisturbed", "killed", "after it", "frozen", "after that")
 LOOK_SECONDS = 0.5
 # affinity is back when placements by session are this share of what they were
 BACK_SHARE = 0.9
+NOT_BACK = "MISSED: sessions did not decide again after Valkey was killed"
 TURNS, WORDS_A_TURN, ANSWER_TOKENS = 8, 24, 12
 
 
@@ -117,16 +119,16 @@ async def measure(mesh: LocalMesh, conversations: int, seconds: float, seed: int
 
 
 async def until_back(watch: Watch, client: httpx.AsyncClient, usual: float, most: float) -> float:
-    """Seconds until sessions decide again as often as they did; `most` when they do not."""
+    """Seconds until sessions decide again as often as they did; endless where they do not within `most`."""
     began, before = time.perf_counter(), await watch.look(client)
-    while (passed := time.perf_counter() - began) < most:
+    while time.perf_counter() - began < most:
         await asyncio.sleep(LOOK_SECONDS)
         after = await watch.look(client)
         by_session, by_load = (later - earlier for later, earlier in zip(after, before, strict=True))
         before = after
         if by_session >= BACK_SHARE * usual * (by_session + by_load) > 0:
             return time.perf_counter() - began
-    return passed
+    return math.inf
 
 
 def render(parts: Sequence[Part], conversations: int) -> Table:
@@ -145,7 +147,7 @@ def render(parts: Sequence[Part], conversations: int) -> Table:
 
 
 def main() -> None:
-    """Measure and print; status 1 when a request has failed."""
+    """Measure and print; status 1 when a request has failed, or affinity did not come back."""
     parser = argparse.ArgumentParser(description="Kill Valkey under conversations.")
     parser.add_argument("--conversations", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each of the five parts")
@@ -154,11 +156,12 @@ def main() -> None:
     with LocalMesh(num_prefill=4, num_decode=4) as mesh:
         parts, back_after = asyncio.run(measure(mesh, options.conversations, options.seconds, options.seed))
     Console(width=None if sys.stdout.isatty() else 120).print(render(parts, options.conversations))
-    print(f"sessions decided again {back_after:.1f} s after Valkey was killed")
+    is_back = back_after < math.inf
+    print(f"sessions decided again {back_after:.1f} s after Valkey was killed" if is_back else NOT_BACK)
     failed = [sample.error for part in parts for sample in part.samples if sample.error]
     for error in failed[:20]:
         print(error)
-    sys.exit(bool(failed))
+    sys.exit(bool(failed) or not is_back)
 
 
 if __name__ == "__main__":
