@@ -88,8 +88,9 @@ def main() -> None:
 
 
 def begin_in_large_pages(module: str) -> NoReturn:
-    """The same program anew, with a /dev/shm of its own."""
-    again = [sys.executable, "-m", module, *(each for each in sys.argv[1:] if each != "--huge-pages")]
+    """The same program anew, with a /dev/shm of its own, and without the option that asked for it."""
+    rest = [each for each in sys.argv[1:] if not each.startswith("--hu")]  # argparse takes it cut short as well
+    again = [sys.executable, "-m", module, *rest]
     os.execvp("unshare", ["unshare", "--mount", "sh", "-c", IN_LARGE_PAGES, *again])
 
 

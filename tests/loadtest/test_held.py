@@ -45,3 +45,18 @@ def test_memory_is_not_held_where_shared_memory_may_not_have_it(
     with pytest.raises(SystemExit):
         loader.main()
     assert "/dev/shm is smaller than memory; with --huge-pages it is not" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--huge-pages", "--huge", "--hu"])
+def test_who_asks_for_large_pages_begins_anew_only_once(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    begun: list[list[str]] = []
+
+    def begin(program: str, words: list[str]) -> None:
+        begun.append(words)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "execvp", begin)
+    monkeypatch.setattr("sys.argv", ["loader", option, "--rounds", "1"])
+    with pytest.raises(SystemExit):
+        loader.main()
+    assert begun[0][-4:] == ["-m", "loadtest.weights.loader", "--rounds", "1"]
