@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -78,8 +79,7 @@ class Engine:
             )
             figures = json.loads(done.stdout.strip().splitlines()[-1])
         except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-            words = getattr(error, "stderr", "") or str(error)
-            self.error = words.strip().splitlines()[-1][:120]
+            self.error = why(error)
             return
         figures["first_token_seconds"] = figures["first_token_at"] - started
         self.rounds.append(figures)
@@ -97,6 +97,18 @@ class Engine:
         first, *rest = path.split(".")
         values = [figures[first][rest[0]] if rest else figures[first] for figures in self.rounds]
         return float(statistics.median(values))
+
+
+def why(error: Exception) -> str:
+    """A round has no figures. What a process said last is the reason only where it ended by itself."""
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"it did not end within {ROUND_SECONDS} s"
+    if isinstance(error, subprocess.CalledProcessError):
+        if error.returncode < 0:
+            return f"it was ended by {signal.Signals(-error.returncode).name}"
+        words = error.stderr.split("\n")
+        return next((line.strip()[:120] for line in reversed(words) if line.strip()), f"status {error.returncode}")
+    return str(error)[:120]
 
 
 def compare(engines: list[Engine], task: Task, rounds: int) -> float:
