@@ -26,7 +26,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -129,12 +129,18 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 def median_cell(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Figure by figure the median over the rounds; errors are added up."""
+    """Figure by figure the median over the rounds that have it; errors are added up."""
     errors: Counter[str] = Counter()
     for cell in rounds:
         errors.update(cell["errors"])
-    medians = {key: statistics.median(cell[key] for cell in rounds) for key in rounds[0] if key != "errors"}
+    medians = {key: middle(cell[key] for cell in rounds) for key in rounds[0] if key != "errors"}
     return {**medians, "errors": dict(errors)}
+
+
+def middle(values: Iterable[float]) -> float:
+    """The median of those that are numbers: a round in which nothing was answered has no latencies."""
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.median(known) if known else math.nan
 
 
 async def measure(servers: Sequence[Server], text: str, options: Options) -> dict[str, list[list[dict[str, Any]]]]:
