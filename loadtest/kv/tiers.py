@@ -164,14 +164,13 @@ def main() -> None:
     """Run, print, keep as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model and the results")
-    parser.add_argument(
-        "--disk", type=Path, help="where the disk tier's files lie; default: the system's temporary folder"
-    )
+    # not the system's temporary folder: that is memory on many machines
+    parser.add_argument("--disk", type=Path, help="where the disk tier's files lie; default: in --out")
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lengths", type=lambda text: [int(each) for each in text.split(",")], default=LENGTHS)
     options = parser.parse_args()
-    options.model = options.out / "llama-213m"
+    options.model, options.disk = options.out / "llama-213m", options.disk or options.out
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     result = asyncio.run(measure(options))
