@@ -90,13 +90,16 @@ def main() -> None:
     """All of it, in the order of what is wanted most."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="", help="default: a GPU; of tiny models the CPU where there is none")
     parser.add_argument("--shapes", default="8B,Kimi,Scout,70B")
     parser.add_argument("--weights", default="plain", choices=("plain", "resident"))
     parser.add_argument("--limit-seconds", type=float, default=560.0)
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same architectures")
     parser.add_argument("--quick", action="store_true", help="one context, two prompts")
     options = parser.parse_args()
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu" if options.tiny else "")
+    if not options.device:
+        parser.error("no GPU here: --tiny is for any machine, --device cpu for one with all that memory")
     options.out.mkdir(parents=True, exist_ok=True)
     results = Results.open(options.out / "results.json", options.limit_seconds)
     settings = replace(settings_for(options.device, options.tiny), is_resident=options.weights == "resident")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from loadtest.engine import sweep
+from loadtest.engine import gpu, sweep
 from loadtest.engine.drive import Bench
 from loadtest.engine.gpu import TINY, run_shape, settings_for
 from loadtest.engine.results import Point, Results
@@ -20,7 +21,7 @@ GRID = replace(TINY, batches=(1, 2), contexts=(128,), prompts=(64,), mixed=())
 
 def test_a_point_that_fails_is_named_and_the_next_shape_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = replace(settings_for("cpu", is_tiny=True), chunk_tokens=64)
-    results, gpu = Results(None, float("inf")), Gpu("this one", 1.0, 0.01, 0.1, 0.1)
+    results, device = Results(None, float("inf")), Gpu("this one", 1.0, 0.01, 0.1, 0.1)
     decode = Bench.decode
 
     def fails_for_two(bench: Bench, batch: int, *others: Any) -> Any:
@@ -30,7 +31,7 @@ def test_a_point_that_fails_is_named_and_the_next_shape_is_measured(monkeypatch:
 
     monkeypatch.setattr(Bench, "decode", fails_for_two)
     for name in ("8B", "Scout"):
-        run_shape(SHAPES[name].tiny(), settings, gpu, GRID, results)
+        run_shape(SHAPES[name].tiny(), settings, device, GRID, results)
     rows = {key: row.get("note", "measured") for key, row in results.points.items()}
     assert rows == {
         "weft/8B/decode/1/128/0": "measured",
@@ -91,3 +92,23 @@ def test_results_of_other_conditions_are_not_gone_on_with() -> None:
     results.under({"dtype": "bfloat16", "tiny": False, "tflops": 2.0})
     with pytest.raises(SystemExit, match="measured with tiny False, and this is True: name another --out"):
         results.under({"dtype": "bfloat16", "tiny": True, "tflops": 2.0})
+
+
+def test_the_large_models_do_not_begin_by_themselves_where_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Their weights and contexts are sized for one."""
+    begun: list[str] = []
+
+    def begin(device: str) -> Gpu:
+        begun.append(device)
+        raise SystemExit
+
+    monkeypatch.setattr(gpu, "measure", begin)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for words in ([], ["--tiny"], ["--device", "cpu"]):
+        monkeypatch.setattr(sys, "argv", ["gpu", "--out", str(tmp_path), *words])
+        with pytest.raises(SystemExit):
+            gpu.main()
+    assert begun == ["cpu", "cpu"]
+    assert "no GPU here: --tiny is for any machine" in capsys.readouterr().err
