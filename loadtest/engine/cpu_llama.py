@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 
 from loadtest.engine.cpu_task import VOCAB_SIZE, Report, Task, read_task
 
-MOST_ROWS = 2048  # of one call
+LEAST_ROWS = 2048  # that a call takes, llama.cpp's default; more where a prompt is longer
 NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -96,13 +97,13 @@ class Llama:
     each; which is quicker depends on the batch.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, path: Path) -> None:
         self.clock = task.clock
         self.threads = task.threads
+        self.most_rows = max(LEAST_ROWS, task.prompt_tokens, task.prefill_tokens, *task.batches)
         llama_cpp.llama_backend_init()
-        path = str(convert(task.model, task.dtype)).encode()
-        self.model = llama_cpp.llama_model_load_from_file(path, llama_cpp.llama_model_default_params())
-        self.batch = llama_cpp.llama_batch_init(MOST_ROWS, 0, 1)
+        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        self.batch = llama_cpp.llama_batch_init(self.most_rows, 0, 1)
         self.context: Any = None
 
     def open(self, sequences: int, tokens: int, *, is_unified: bool) -> None:
@@ -112,7 +113,7 @@ class Llama:
         params = llama_cpp.llama_context_default_params()
         params.n_seq_max = sequences
         params.n_ctx = sequences * -(-tokens // 256) * 256  # whole steps of its own for each
-        params.n_batch, params.n_ubatch = MOST_ROWS, 512
+        params.n_batch, params.n_ubatch = self.most_rows, 512
         params.n_threads = params.n_threads_batch = self.threads
         params.kv_unified = is_unified
         self.context = llama_cpp.llama_init_from_model(self.model, params)
@@ -160,7 +161,10 @@ def decode(llama: Llama, task: Task, batch: int) -> tuple[list[float], list[int]
 def main() -> None:
     """All of the task; figures on standard output."""
     task, report = read_task(), Report()
-    llama = Llama(task)
+    began = time.perf_counter()
+    path = convert(task.model, task.dtype)
+    report.making_seconds = time.perf_counter() - began
+    llama = Llama(task, path)
     llama.open(1, task.prompt_tokens + task.new_tokens, is_unified=True)
     llama.generate(task.prompts(1), 1)
     report.saw_first_token()

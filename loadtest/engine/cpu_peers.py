@@ -81,7 +81,7 @@ class Engine:
         except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
             self.error = why(error)
             return
-        figures["first_token_seconds"] = figures["first_token_at"] - started
+        figures["first_token_seconds"] = figures["first_token_at"] - started - figures["making_seconds"]
         self.rounds.append(figures)
 
     def figures(self, task: Task) -> dict[str, float]:

@@ -84,6 +84,8 @@ class Report:
 
     def __init__(self) -> None:
         self.first_token_at = 0.0
+        # spent before that on a file that later rounds find
+        self.making_seconds = 0.0
         self.decode_ms: dict[int, float] = {}
         self.prefill_seconds = 0.0
         self.tokens: list[int] = []
