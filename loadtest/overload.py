@@ -187,8 +187,8 @@ async def measure(url: str, options: Options) -> tuple[list[Step], Step]:
 
 def verdicts(ramp: Sequence[Figures], flood: Figures, deadline: float) -> dict[str, bool]:
     """What the figures say, in words, and whether that is what was promised."""
-    best = max(figures.goodput for figures in ramp)
-    capacity = max(figures.answered for figures in ramp)
+    best = max(figures.goodput for figures in ramp) or math.nan  # whose shares are nan as well, and keep no bar
+    capacity = max(figures.answered for figures in ramp) or math.nan
     kept, quick = flood.goodput >= LEAST_GOODPUT * best, flood.refusal_p99 <= MOST_REFUSAL_MS
     return {
         f"capacity {capacity:.2f} requests/s, best goodput {best:.2f}/s": True,

@@ -33,3 +33,9 @@ def test_every_bar_is_told_and_counts() -> None:
             line for line, is_met in said.items() if not is_met
         ]
         assert list(said.values()).count(False) == 1
+
+
+def test_a_mesh_of_which_nothing_was_good_keeps_no_bar_of_its_best() -> None:
+    nothing = Figures(8.0, 0.0, 0.0, 100, 0, 1.0, 2.0, 3.0, 5.0, 40.0, 60.0)
+    said = verdicts([nothing], nothing, 20.0)
+    assert [line.split(";")[1].strip() for line, is_met in said.items() if not is_met] == ["bar 90%: SHORT"]
