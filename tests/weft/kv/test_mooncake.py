@@ -31,23 +31,34 @@ class Side:
     """A transport and its registered memory."""
 
     def __init__(self, size: int, fill: int) -> None:
-        self.memory = (ctypes.c_ubyte * size)(*[fill] * 0)
-        ctypes.memset(self.memory, fill, size)
+        self.memory = (ctypes.c_ubyte * size)()
         self.address = ctypes.addressof(self.memory)
+        self.fill(fill)
         self.transport = MooncakeTransport("127.0.0.1")
         self.transport.register(self.address, size)
+
+    def fill(self, value: int) -> None:
+        ctypes.memset(self.memory, value, len(self.memory))
 
     def lender(self) -> Lender:
         return Lender(self.transport.endpoint(), "127.0.0.1:1", RequestKey("r"))
 
 
-@pytest.fixture
-def sides() -> Iterator[tuple[Side, Side]]:
-    """Lender (full of 7s) and borrower (full of 1s), 8 MiB each."""
+@pytest.fixture(scope="module")
+def both() -> Iterator[tuple[Side, Side]]:
+    """Lender and borrower, 8 MiB each. The end of each takes a second of the library's."""
     lender, borrower = Side(8 * MIB, 7), Side(8 * MIB, 1)
     yield lender, borrower
     asyncio.run(borrower.transport.close())
     asyncio.run(lender.transport.close())
+
+
+@pytest.fixture
+def sides(both: tuple[Side, Side]) -> tuple[Side, Side]:
+    """The lender full of 7s, the borrower full of 1s."""
+    for side, fill in zip(both, (7, 1), strict=True):
+        side.fill(fill)
+    return both
 
 
 async def test_a_closed_transport_leaves_nothing_for_the_garbage_collector() -> None:
