@@ -206,6 +206,20 @@ def _info(hello: pb.WorkerHello) -> WorkerInfo:
     )
 
 
+def _info_to_wire(info: WorkerInfo) -> pb.WorkerHello:
+    return pb.WorkerHello(
+        worker=address_to_wire(info.address),
+        role=role_to_wire(info.role),
+        model=info.model,
+        fingerprint=fingerprint_to_wire(info.fingerprint),
+        num_blocks=info.num_blocks,
+        max_context_tokens=info.max_context_tokens,
+        transport=info.transport,
+        metrics_address=info.metrics_address,
+        can_change_role=info.can_change_role,
+    )
+
+
 def _report(report: pb.WorkerReport) -> WorkerReport:
     return WorkerReport(
         num_running=report.num_running,
@@ -228,42 +242,35 @@ def _report(report: pb.WorkerReport) -> WorkerReport:
     )
 
 
+def _report_to_wire(report: WorkerReport, with_hand_offs: bool) -> pb.WorkerReport:
+    return pb.WorkerReport(
+        num_running=report.num_running,
+        num_waiting=report.num_waiting,
+        queued_prefill_tokens=report.queued_prefill_tokens,
+        active_tokens=report.active_tokens,
+        free_blocks=report.free_blocks,
+        cached_blocks=report.cached_blocks,
+        active_blocks=report.active_blocks,
+        quarantined_blocks=report.quarantined_blocks,
+        ready=report.ready,
+        generated_tokens=report.generated_tokens,
+        computed_prompt_tokens=report.computed_prompt_tokens,
+        generating_steps=report.tallies.work.generating_steps,
+        generating_seconds=report.tallies.work.generating_seconds,
+        computing_seconds=report.tallies.work.computing_seconds,
+        draining=report.is_draining,
+        parked=report.is_parked,
+        full=report.full,
+        prefix=prefix_to_wire(report.tallies.prefix),
+        hand_offs=report.hand_offs if with_hand_offs else (),
+        role=role_to_wire(report.role) if report.role else common_pb2.WORKER_ROLE_UNSPECIFIED,
+    )
+
+
 def _status(worker: Worker, age_seconds: float, with_hand_offs: bool) -> pb.WorkerStatus:
-    info, report = worker.info, worker.report
     return pb.WorkerStatus(
-        hello=pb.WorkerHello(
-            worker=address_to_wire(info.address),
-            role=role_to_wire(info.role),
-            model=info.model,
-            fingerprint=fingerprint_to_wire(info.fingerprint),
-            num_blocks=info.num_blocks,
-            max_context_tokens=info.max_context_tokens,
-            transport=info.transport,
-            metrics_address=info.metrics_address,
-            can_change_role=info.can_change_role,
-        ),
-        report=pb.WorkerReport(
-            num_running=report.num_running,
-            num_waiting=report.num_waiting,
-            queued_prefill_tokens=report.queued_prefill_tokens,
-            active_tokens=report.active_tokens,
-            free_blocks=report.free_blocks,
-            cached_blocks=report.cached_blocks,
-            active_blocks=report.active_blocks,
-            quarantined_blocks=report.quarantined_blocks,
-            ready=report.ready,
-            generated_tokens=report.generated_tokens,
-            computed_prompt_tokens=report.computed_prompt_tokens,
-            generating_steps=report.tallies.work.generating_steps,
-            generating_seconds=report.tallies.work.generating_seconds,
-            computing_seconds=report.tallies.work.computing_seconds,
-            draining=report.is_draining,
-            parked=report.is_parked,
-            full=report.full,
-            prefix=prefix_to_wire(report.tallies.prefix),
-            hand_offs=report.hand_offs if with_hand_offs else (),
-            role=role_to_wire(report.role) if report.role else common_pb2.WORKER_ROLE_UNSPECIFIED,
-        ),
+        hello=_info_to_wire(worker.info),
+        report=_report_to_wire(worker.report, with_hand_offs),
         booked_prefill_tokens=worker.booked.prefill_tokens,
         booked_decode_tokens=worker.booked.decode_tokens,
         booked_requests=worker.booked.requests,
