@@ -10,10 +10,10 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -159,16 +159,8 @@ async def _serve(
     keeping = tasks.create_task(membership.keep())
     try:
         watches = _arrive(config, membership, health, arrival), _watch(engine, health), feed.until_broken()
-        is_ending = await until_signal(*watches, or_when=membership.until_park_changes)
         drain = partial(_drain, desks=desks, membership=membership, rpc=rpc)
-        if not is_ending:
-            # a signal meanwhile counts for more than the wish to park
-            grace = max(PARK_GRACE_SECONDS, config.grace_seconds)
-            is_ending = await until_signal(or_when=partial(drain, grace))
-        if is_ending:
-            await drain(config.grace_seconds)
-            return None
-        return Parked(membership.introduction, membership.is_parked)
+        return await _until_drained(config, membership, drain, watches)
     finally:
         keeping.cancel()
         await rpc.stop(CUT_OFF_SECONDS)
@@ -246,6 +238,24 @@ async def _arrive(config: WorkerConfig, membership: Membership, health: Health, 
     about = {str(config.model / name) for name in ("config.json", "generation_config.json")} if config.model else set()
     if (num_bytes := await asyncio.to_thread(keep, about)) > 0:
         logger.info("kept in memory for the next start: %d MiB of libraries and modules", num_bytes >> 20)
+
+
+async def _until_drained(
+    config: WorkerConfig,
+    membership: Membership,
+    drain: Callable[[float], Awaitable[None]],
+    watches: Sequence[Coroutine[Any, Any, None]],
+) -> Parked | None:
+    """Work on until a signal, or the scheduler's wish to park; what lives has come to its end then."""
+    is_ending = await until_signal(*watches, or_when=membership.until_park_changes)
+    if not is_ending:
+        # a signal meanwhile counts for more than the wish to park
+        grace = max(PARK_GRACE_SECONDS, config.grace_seconds)
+        is_ending = await until_signal(or_when=partial(drain, grace))
+    if is_ending:
+        await drain(config.grace_seconds)
+        return None
+    return Parked(membership.introduction, membership.is_parked)
 
 
 async def _watch(engine: Engine, health: Health) -> None:
