@@ -157,23 +157,7 @@ def _build(
     decoder = Decoder(model, image, DTYPES[machine.dtype], device, machine.is_resident)
     log.mark("copying and packing" if machine.is_resident else "copying")
     if machine.device == "cuda":
-        if config.tune_seconds and decoder.packed:
-            arrival.turn_to("tuning kernels")
-            tune_tiles(decoder, graph_sizes(limits.max_num_seqs), config.tune_seconds)
-            log.mark("tuning")
-        arrival.turn_to("measuring the largest step")
-        free = free_bytes(decoder.device)  # which gives back what packing and tuning left, before it counts as held
-        held = torch.cuda.memory_reserved(decoder.device) + RUNTIME_BYTES  # and what libraries have beside torch
-        free = own_bytes(free, _total_bytes(), config.gpu_share, held)
-        identity = identity_of(ready.weights_hash, limits, machine.dtype, decoder.device)
-        # the same weights take more of a step where more experts are asked
-        identity |= {"form": config.weights, "layout": layout_name(model)}
-        peak = remembered(identity, lambda: measure_peak(decoder, limits, machine.dtype, decoder.device))
-        log.mark("largest step")
-        arrival.turn_to("compiling kernels")
-        compile_sampling(model.vocab_size, decoder.device)
-        log.mark("sampling")
-        logger.info("engine: the largest step takes %d MiB", peak >> 20)
+        free, peak = _try_out(config, decoder, limits, machine.dtype, ready.weights_hash, arrival)
         room = measured_room(room, free, peak + static_bytes(limits, size))
         room.check(*sizes.least(model))
     least = sizes.least(model)[0] // size
@@ -186,6 +170,31 @@ def _build(
     )
     fingerprint = ModelFingerprint(ready.weights_hash, machine.dtype, machine.block_tokens, size, layout_name(model))
     return Booted(engine, machine.device, fingerprint, engine_config)
+
+
+def _try_out(
+    config: WorkerConfig, decoder: Decoder, limits: EngineConfig, dtype: str, weights_hash: str, arrival: Arrival
+) -> tuple[int, int]:
+    """Tune and compile kernels; returns the GPU's free bytes, and those that the largest step takes of them."""
+    device, model = decoder.device, decoder.config
+    if config.tune_seconds and decoder.packed:
+        arrival.turn_to("tuning kernels")
+        tune_tiles(decoder, graph_sizes(limits.max_num_seqs), config.tune_seconds)
+        log.mark("tuning")
+    arrival.turn_to("measuring the largest step")
+    free = free_bytes(device)  # which gives back what packing and tuning left, before it counts as held
+    held = torch.cuda.memory_reserved(device) + RUNTIME_BYTES  # and what libraries have beside torch
+    free = own_bytes(free, _total_bytes(), config.gpu_share, held)
+    identity = identity_of(weights_hash, limits, dtype, device)
+    # the same weights take more of a step where more experts are asked
+    identity |= {"form": config.weights, "layout": layout_name(model)}
+    peak = remembered(identity, lambda: measure_peak(decoder, limits, dtype, device))
+    log.mark("largest step")
+    arrival.turn_to("compiling kernels")
+    compile_sampling(model.vocab_size, device)
+    log.mark("sampling")
+    logger.info("engine: the largest step takes %d MiB", peak >> 20)
+    return free, peak
 
 
 def _tell_dtype(config: WorkerConfig, sizes: Sizes, model: ModelConfig) -> None:
