@@ -185,6 +185,24 @@ def print_agreement(engines: list[Engine]) -> None:
             print(f"{engine.full_name}: the first {same} of {len(tokens)} tokens are the same")
 
 
+def contestants(options: argparse.Namespace) -> list[Engine]:
+    """Those whose names have one of the words of `--only`."""
+    llama, vllm = options.llama_python or "python with llama_cpp", options.vllm_python or "python with vllm"
+    known = (
+        (OURS, sys.executable, "cpu_ours", ("fp32", "bf16")),
+        ("llama.cpp", llama, "cpu_llama", ("f16", "bf16")),
+        ("transformers", sys.executable, "cpu_transformers", ("fp32", "bf16")),
+        ("vLLM", vllm, "cpu_vllm", ("fp32", "bf16")),
+    )
+    engines = [
+        Engine(name, python, f"loadtest.engine.{module}", dtype)
+        for name, python, module, dtypes in known
+        for dtype in dtypes
+    ]
+    words = options.only.split(",")
+    return [each for each in engines if any(word in each.full_name for word in words)]
+
+
 def main() -> None:
     """Compare and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -198,20 +216,7 @@ def main() -> None:
     options = parser.parse_args()
     task = to_task(options, options.model)
     num_parameters = make_model(options.model)
-    llama, vllm = options.llama_python or "python with llama_cpp", options.vllm_python or "python with vllm"
-    contestants = (
-        (OURS, sys.executable, "cpu_ours", ("fp32", "bf16")),
-        ("llama.cpp", llama, "cpu_llama", ("f16", "bf16")),
-        ("transformers", sys.executable, "cpu_transformers", ("fp32", "bf16")),
-        ("vLLM", vllm, "cpu_vllm", ("fp32", "bf16")),
-    )
-    engines = [
-        Engine(name, python, f"loadtest.engine.{module}", dtype)
-        for name, python, module, dtypes in contestants
-        for dtype in dtypes
-    ]
-    words = options.only.split(",")
-    engines = [each for each in engines if any(word in each.full_name for word in words)]
+    engines = contestants(options)
     torch.set_num_threads(task.threads)
     bandwidth = compare(engines, task, options.rounds)
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
