@@ -44,6 +44,24 @@ LOOK_SECONDS = 0.001
 LATE_FAMILIES = ["llama2", "mistral-window"]  # pages that are kept, and pages that go back in the midst of a text
 
 
+def crowded(tiny: Tiny) -> EngineConfig:
+    """Room for fewer sequences than there are."""
+    reaches = kv_groups(tiny.config).reaches
+    return EngineConfig(
+        num_blocks=NUM_BLOCKS * len(reaches),
+        reaches=reaches,
+        block_tokens=BLOCK_TOKENS,
+        vocab_size=tiny.config.vocab_size,
+        max_context_tokens=tiny.config.max_positions,
+        chunk_tokens=11,
+        max_num_seqs=7,
+        steps_ahead=Driver.steps_ahead,
+        decode_graphs=vars(build)["ModelRunner"] is LateRunner,  # and all else as on a GPU
+        pin_sealed=True,
+        max_pinned=3,
+    )
+
+
 class Chaos:
     """Asks for everything that an engine can be asked for, at random, and checks what it says."""
 
@@ -57,28 +75,14 @@ class Chaos:
         self.counts: Counter[str] = Counter()
         self.errors: list[str] = []
         self.is_over = threading.Event()
-        reaches = kv_groups(tiny.config).reaches
         self.vocab_size = tiny.config.vocab_size
-        config = EngineConfig(
-            num_blocks=NUM_BLOCKS * len(reaches),
-            reaches=reaches,
-            block_tokens=BLOCK_TOKENS,
-            vocab_size=tiny.config.vocab_size,
-            max_context_tokens=tiny.config.max_positions,
-            chunk_tokens=11,
-            max_num_seqs=7,
-            steps_ahead=Driver.steps_ahead,
-            decode_graphs=vars(build)["ModelRunner"] is LateRunner,  # and all else as on a GPU
-            pin_sealed=True,
-            max_pinned=3,
-        )
         looks = count()
         self.engine = build_engine(
             tiny.config,
             tiny.weights,
             dtype="float32",
             device="cpu",
-            engine_config=config,
+            engine_config=crowded(tiny),
             listener=self.hear,
             clock=lambda: LOOK_SECONDS * next(looks),
         )
