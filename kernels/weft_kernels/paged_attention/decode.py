@@ -11,7 +11,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from weft_kernels.following import following
 from weft_kernels.paged_attention.shape import LOG2_E, Shape, check
 from weft_kernels.paged_attention.tensors import MAX_DECODE_ROWS, PagedTensors
-from weft_kernels.paged_attention.tile import first_visible, fold_tile, load_rows
+from weft_kernels.paged_attention.tile import (
+    first_visible,
+    fold_tile,
+    keys_of_tile,
+    load_queries,
+    nothing_seen,
+    put_rows,
+)
 
 MAX_SPLITS = 32
 
@@ -131,58 +138,34 @@ def _decode(
         m_m = o_m < num_rows * GROUP
         b_position = context - num_rows + o_m // GROUP
         b_first = first_visible(b_position, WINDOW, CHUNK)
-        begin = first_visible(context - num_rows + i_m * BLOCK_M // GROUP, WINDOW, CHUNK)
-        end = tl.minimum(context, context - num_rows + (i_m * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
+        _, begin, end = keys_of_tile(context, num_rows, i_m, GROUP, WINDOW, CHUNK, BLOCK_M)
         i_first = begin // BLOCK_N
         i_end = tl.cdiv(end, BLOCK_N)
         num_tiles = tl.cdiv(tl.maximum(i_end - i_first, 0), SPLITS)
         i_from = i_first + i_split * num_tiles
         # [BLOCK_M]
         o_out = (start + o_m // GROUP).to(tl.int64) * (KV_HEADS * GROUP) + i_head * GROUP + o_m % GROUP
-        b_q = load_rows(p_q + o_out * DIM, m_m, 0, DIM, BLOCK_D)
-        b_q_tail = b_q
-        if BLOCK_TAIL > 0:
-            b_q_tail = load_rows(p_q + o_out * DIM, m_m, BLOCK_D, DIM, BLOCK_TAIL)
-        b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        b_sum = tl.zeros([BLOCK_M], tl.float32)
-        b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        b_q, b_q_tail = load_queries(p_q + o_out * DIM, m_m, DIM, BLOCK_D, BLOCK_TAIL)
+        rows = (b_q, b_q_tail, b_first, b_position)
+        b_max, b_sum, b_acc = nothing_seen(BLOCK_M, BLOCK_V)
         for i_tile in range(i_from, tl.minimum(i_from + num_tiles, i_end)):
-            b_acc, b_max, b_sum = fold_tile(
-                b_acc,
-                b_max,
-                b_sum,
-                b_q,
-                b_q_tail,
-                b_first,
-                b_position,
-                i_tile,
-                begin,
-                end,
+            keys = (
                 p_keys + i_head * stride_head,
                 p_values + i_head * stride_head,
                 p_tables + i_seq * stride_table,
                 stride_block,
                 stride_token,
-                scale,
-                True,
-                BLOCK_TOKENS,
-                DIM,
-                VALUE_DIM,
-                BLOCK_N,
-                BLOCK_D,
-                BLOCK_TAIL,
-                BLOCK_V,
-                VALUE_IS_KEY,
+            )
+            b_acc, b_max, b_sum = fold_tile(
+                *(b_acc, b_max, b_sum, rows, keys, i_tile, begin, end, scale, True),
+                *(BLOCK_TOKENS, DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V, VALUE_IS_KEY),
             )
         b_acc = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
         o_part = o_out
         if SPLITS > 1:
             o_row = i_seq * max_rows + o_m // GROUP
             o_part = (o_row * (KV_HEADS * GROUP) + i_head * GROUP + o_m % GROUP) * SPLITS + i_split
-        o_v = tl.arange(0, BLOCK_V)
-        m_part = m_m[:, None] & (o_v < VALUE_DIM)[None, :]
-        p_part = p_parts + o_part[:, None] * VALUE_DIM + o_v[None, :]
-        tl.store(p_part, b_acc.to(p_parts.dtype.element_ty), mask=m_part)
+        put_rows(p_parts, b_acc, o_part, m_m, VALUE_DIM, BLOCK_V)
         if SPLITS > 1:
             tl.store(p_logs + o_part, b_max + tl.log2(tl.where(b_sum == 0.0, 1.0, b_sum)), mask=m_m)
 

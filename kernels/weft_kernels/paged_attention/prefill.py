@@ -8,7 +8,14 @@ from torch import Tensor
 
 from weft_kernels.paged_attention.shape import LOG2_E, Shape, check
 from weft_kernels.paged_attention.tensors import PagedTensors
-from weft_kernels.paged_attention.tile import first_visible, fold_tile, load_rows
+from weft_kernels.paged_attention.tile import (
+    first_visible,
+    fold_tile,
+    keys_of_tile,
+    load_queries,
+    nothing_seen,
+    put_rows,
+)
 
 
 def paged_attention_prefill(
@@ -84,9 +91,7 @@ def _prefill(
         m_m = o_m < num_rows * GROUP
         b_position = context - num_rows + o_m // GROUP
         b_first = first_visible(b_position, WINDOW, CHUNK)
-        position = context - num_rows + i_m * BLOCK_M // GROUP
-        begin = first_visible(position, WINDOW, CHUNK)
-        end = tl.minimum(context, context - num_rows + (i_m * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
+        position, begin, end = keys_of_tile(context, num_rows, i_m, GROUP, WINDOW, CHUNK, BLOCK_M)
         i_first = begin // BLOCK_N
         i_end = tl.cdiv(end, BLOCK_N)
         # Between these two every row sees every key, and nothing needs a mask.
@@ -94,13 +99,9 @@ def _prefill(
         i_edge = tl.maximum(tl.minimum((position + 1) // BLOCK_N, i_end), i_full)
         # [BLOCK_M]
         o_out = (start + o_m // GROUP).to(tl.int64) * (KV_HEADS * GROUP) + i_head * GROUP + o_m % GROUP
-        b_q = load_rows(p_q + o_out * DIM, m_m, 0, DIM, BLOCK_D)
-        b_q_tail = b_q
-        if BLOCK_TAIL > 0:
-            b_q_tail = load_rows(p_q + o_out * DIM, m_m, BLOCK_D, DIM, BLOCK_TAIL)
-        b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        b_sum = tl.zeros([BLOCK_M], tl.float32)
-        b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        b_q, b_q_tail = load_queries(p_q + o_out * DIM, m_m, DIM, BLOCK_D, BLOCK_TAIL)
+        rows = (b_q, b_q_tail, b_first, b_position)
+        b_max, b_sum, b_acc = nothing_seen(BLOCK_M, BLOCK_V)
         for SPAN in tl.static_range(3):
             if SPAN == 0:
                 i_from, i_to = i_first, i_full
@@ -109,34 +110,16 @@ def _prefill(
             else:
                 i_from, i_to = i_edge, i_end
             for i_tile in range(i_from, i_to):
-                b_acc, b_max, b_sum = fold_tile(
-                    b_acc,
-                    b_max,
-                    b_sum,
-                    b_q,
-                    b_q_tail,
-                    b_first,
-                    b_position,
-                    i_tile,
-                    begin,
-                    end,
+                keys = (
                     p_keys + i_head * stride_head,
                     p_values + i_head * stride_head,
                     p_tables + i_seq * stride_table,
                     stride_block,
                     stride_token,
-                    scale,
-                    SPAN != 1,
-                    BLOCK_TOKENS,
-                    DIM,
-                    VALUE_DIM,
-                    BLOCK_N,
-                    BLOCK_D,
-                    BLOCK_TAIL,
-                    BLOCK_V,
-                    VALUE_IS_KEY,
                 )
-        o_v = tl.arange(0, BLOCK_V)
-        m_out = m_m[:, None] & (o_v < VALUE_DIM)[None, :]
+                b_acc, b_max, b_sum = fold_tile(
+                    *(b_acc, b_max, b_sum, rows, keys, i_tile, begin, end, scale, SPAN != 1),
+                    *(BLOCK_TOKENS, DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V, VALUE_IS_KEY),
+                )
         b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
-        tl.store(p_out + o_out[:, None] * VALUE_DIM + o_v[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
+        put_rows(p_out, b_out, o_out, m_m, VALUE_DIM, BLOCK_V)

@@ -30,22 +30,51 @@ def load_rows(
 
 
 @triton.jit
+def keys_of_tile(
+    context: tl.tensor,
+    num_rows: tl.tensor,
+    i_m: tl.tensor,
+    GROUP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The position of a tile's first row, and the keys begin .. end that its rows see, of a sequence's last rows."""
+    position = context - num_rows + i_m * BLOCK_M // GROUP
+    begin = first_visible(position, WINDOW, CHUNK)
+    return position, begin, tl.minimum(context, context - num_rows + (i_m * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
+
+
+@triton.jit
+def load_queries(
+    p_rows: tl.tensor, m_row: tl.tensor, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """[rows, BLOCK_D], and [rows, BLOCK_TAIL] of the columns behind, where there are such."""
+    b_q = load_rows(p_rows, m_row, 0, DIM, BLOCK_D)
+    b_q_tail = b_q
+    if BLOCK_TAIL > 0:
+        b_q_tail = load_rows(p_rows, m_row, BLOCK_D, DIM, BLOCK_TAIL)
+    return b_q, b_q_tail
+
+
+@triton.jit
+def nothing_seen(BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Largest scores, sums of weights and sums of values, before a key is folded in."""
+    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_M], tl.float32)
+    return b_max, b_sum, tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+
+
+@triton.jit
 def fold_tile(
     b_acc: tl.tensor,
     b_max: tl.tensor,
     b_sum: tl.tensor,
-    b_q: tl.tensor,
-    b_q_tail: tl.tensor,
-    b_first: tl.tensor,
-    b_position: tl.tensor,
+    rows: tl.tuple,
+    keys: tl.tuple,
     i_tile: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
-    p_keys: tl.tensor,
-    p_values: tl.tensor,
-    p_table: tl.tensor,
-    stride_block: tl.tensor,
-    stride_token: tl.tensor,
     scale: tl.tensor,
     MASKED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -56,20 +85,18 @@ def fold_tile(
     BLOCK_TAIL: tl.constexpr,
     BLOCK_V: tl.constexpr,
     VALUE_IS_KEY: tl.constexpr,
-) -> tl.tensor:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Online softmax over the keys i_tile * BLOCK_N ..; scale is that of the scores times log2 e.
 
-    Keys outside begin .. end are never read: their blocks may be somebody else's, or nobody's.
+    rows: queries and their tails, the first key that each sees, and the last. keys: a head's keys, its values, the
+    sequence's blocks, and strides of a block and of a token. Keys outside begin .. end are never read: their blocks may
+    be somebody else's, or nobody's.
     """
+    b_q, b_q_tail, b_first, b_position = rows
+    p_keys, p_values, p_table, stride_block, stride_token = keys
     o_key = i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m_key = (o_key >= begin) & (o_key < end) if MASKED else tl.full([BLOCK_N], True, tl.int1)
-    if BLOCK_TOKENS % BLOCK_N == 0:
-        # A tile lies in one block: one look-up, and the addresses of a tile are one run.
-        i_block = tl.load(p_table + i_tile * BLOCK_N // BLOCK_TOKENS).to(tl.int64)
-        o_row = i_block * stride_block + (o_key % BLOCK_TOKENS) * stride_token
-    else:
-        b_block = tl.load(p_table + o_key // BLOCK_TOKENS, mask=m_key, other=0).to(tl.int64)
-        o_row = b_block * stride_block + (o_key % BLOCK_TOKENS) * stride_token
+    o_row = _places_of(p_table, i_tile, o_key, m_key, stride_block, stride_token, BLOCK_TOKENS, BLOCK_N)
     # [BLOCK_N, BLOCK_D], [BLOCK_M, BLOCK_N]
     b_key = load_rows(p_keys + o_row, m_key, 0, DIM, BLOCK_D)
     b_score = tl.dot(b_q, tl.trans(b_key), input_precision="ieee")
@@ -88,3 +115,39 @@ def fold_tile(
     b_value = b_key if VALUE_IS_KEY else load_rows(p_values + o_row, m_key, 0, VALUE_DIM, BLOCK_V)
     b_acc = tl.dot(b_weight.to(b_value.dtype), b_value, b_acc * b_shrink[:, None], input_precision="ieee")
     return b_acc, b_top, b_sum * b_shrink + tl.sum(b_weight, 1)
+
+
+@triton.jit
+def put_rows(
+    p_rows: tl.tensor,
+    b_rows: tl.tensor,
+    o_row: tl.tensor,
+    m_row: tl.tensor,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    """Rows of VALUE_DIM items to where the o_row-th ones lie."""
+    o_v = tl.arange(0, BLOCK_V)
+    m_item = m_row[:, None] & (o_v < VALUE_DIM)[None, :]
+    p_item = p_rows + o_row[:, None] * VALUE_DIM + o_v[None, :]
+    tl.store(p_item, b_rows.to(p_rows.dtype.element_ty), mask=m_item)
+
+
+@triton.jit
+def _places_of(
+    p_table: tl.tensor,
+    i_tile: tl.tensor,
+    o_key: tl.tensor,
+    m_key: tl.tensor,
+    stride_block: tl.tensor,
+    stride_token: tl.tensor,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    """[BLOCK_N]: where a tile's keys begin."""
+    if BLOCK_TOKENS % BLOCK_N == 0:
+        # A tile lies in one block: one look-up, and the addresses of a tile are one run.
+        b_block = tl.load(p_table + i_tile * BLOCK_N // BLOCK_TOKENS).to(tl.int64)
+    else:
+        b_block = tl.load(p_table + o_key // BLOCK_TOKENS, mask=m_key, other=0).to(tl.int64)
+    return b_block * stride_block + (o_key % BLOCK_TOKENS) * stride_token
