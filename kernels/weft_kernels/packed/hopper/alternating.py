@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from weft_kernels.packed.hopper.multiplying import fourth, multiply_escapes, words_layout, words_of
 from weft_kernels.packed.hopper.sharing import add_up, keep
-from weft_kernels.packed.hopper.splitting import escapes_of, segment_at
+from weft_kernels.packed.hopper.splitting import part_at
 
 
 @gluon.jit
@@ -45,15 +45,13 @@ def multiply_by_turns(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     layout: gl.constexpr = words_layout(ROWS, words.shape[2])
-    _, _, _, _, _, _, count, _, tiles_m, _, num_n = work
+    _, _, _, _, _, _, count, _, _, _, num_n = work
     o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     chunk = 0
     i = 0
     gdc_wait()
     while i < count:
-        i_tile, begin, end = segment_at(i, work)
-        n = i_tile // tiles_m * BLOCK_N + PART * ROWS
-        first_e, end_e = escapes_of(p_starts, n, begin, end, work, ROWS)
+        i_tile, begin, end, n, first_e, end_e = part_at(i, p_starts, work, PART, BLOCK_N, ROWS)
         b_base = gl.load(p_bases + (n + o_row) // 64, mask=n + o_row < num_n, other=0)
         b_factor = ((b_base + 127) * 0x00800080)[:, None]
         acc = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=mma)
@@ -69,7 +67,7 @@ def multiply_by_turns(
                     b_words = words_of(words, w_stage, PART, ROWS, layout)
                     acc = _take_turn(acc, b_words, b_factor, xs, x_full, turns, turn, TURN, PART, FOURTHS, left)
                     mbarrier.arrive(x_empty.index(x_stage), count=1)
-                # only now have words surely come to registers, see `multiply`
+                # only now have words surely come to registers, see `multiplying.py`
                 mbarrier.arrive(w_empty.index(w_stage), count=1)
             if piece + 1 < pieces:
                 acc = multiply_escapes(acc, escape_ring, chunk, PART, 2, ROWS, left)

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_wait
 
 from weft_kernels.packed.f12_tiles import f12_column, f12_row
-from weft_kernels.packed.hopper.splitting import escapes_of, segment_at, step_at
+from weft_kernels.packed.hopper.splitting import part_at, step_at
 
 # older versions of Triton have them by other names
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -90,9 +90,7 @@ def fetch_escapes(
     _, _, _, _, _, _, count, _, tiles_m, num_m, _ = work
     chunk = 0
     i = 0
-    i_tile, begin, end = segment_at(i, work)
-    n = i_tile // tiles_m * BLOCK_N + PART * ROWS
-    first_e, end_e = escapes_of(p_starts, n, begin, end, work, ROWS)
+    i_tile, begin, end, n, first_e, end_e = part_at(i, p_starts, work, PART, BLOCK_N, ROWS)
     gdc_wait()
     while i < count:
         first_m = i_tile % tiles_m * BLOCK_M
@@ -112,9 +110,7 @@ def fetch_escapes(
             mbarrier.arrive(full.index(slot), count=1)
             chunk += 1
         i += end - begin
-        i_tile, begin, end = segment_at(i, work)
-        n = i_tile // tiles_m * BLOCK_N + PART * ROWS
-        first_e, end_e = escapes_of(p_starts, n, begin, end, work, ROWS)
+        i_tile, begin, end, n, first_e, end_e = part_at(i, p_starts, work, PART, BLOCK_N, ROWS)
 
 
 @gluon.jit

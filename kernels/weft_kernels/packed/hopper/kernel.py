@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from weft_kernels.packed.hopper.alternating import multiply_by_turns
 from weft_kernels.packed.hopper.fetching import fetch_escapes, fetch_rows, fetch_words
 from weft_kernels.packed.hopper.multiplying import multiply
-from weft_kernels.packed.hopper.splitting import first_step, in_order
+from weft_kernels.packed.hopper.splitting import work_of
 
 # registers of a thread that only starts copies
 _COPY_REGS = gl.constexpr(24)
@@ -27,6 +27,19 @@ def _ring(
         mbarrier.init(full.index(SLOT), count=1)
         mbarrier.init(empty.index(SLOT), count=arrivals)
     return full, empty
+
+
+@gluon.jit
+def _escape_slots(
+    num_slots: gl.constexpr, ESCAPES: gl.constexpr, BLOCK_M: gl.constexpr
+) -> tuple[gl.shared_memory_descriptor, gl.shared_memory_descriptor, gl.shared_memory_descriptor]:
+    """Of chunks of escapes: their columns of left rows, rows and values."""
+    f_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ESCAPES, BLOCK_M], gl.bfloat16)
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    far = gl.allocate_shared_memory(gl.bfloat16, [num_slots, ESCAPES, BLOCK_M], f_layout)
+    far_rows = gl.allocate_shared_memory(gl.int32, [num_slots, ESCAPES], line)
+    far_values = gl.allocate_shared_memory(gl.bfloat16, [num_slots, ESCAPES], line)
+    return far, far_rows, far_values
 
 
 _NOT_SPECIALIZED = ("num_m", "num_n", "tiles_m", "split_tiles", "own_tiles", "programs", "sharers", "steps", "size")
@@ -79,26 +92,47 @@ def f12_gemm(
     gl.static_assert(PARTS == 2 if BY_TURNS else FOURTHS == 4, "parts take turns, or all of a step at once")
     words = gl.allocate_shared_memory(gl.int32, [3 * W_STAGES, BLOCK_N, BLOCK_J], d_words.layout)
     xs = gl.allocate_shared_memory(gl.bfloat16, [FOURTHS * X_STAGES, BLOCK_M, 2 * BLOCK_J], d_x.layout)
-    f_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ESCAPES, BLOCK_M], gl.bfloat16)
-    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    far = gl.allocate_shared_memory(gl.bfloat16, [PARTS * RING, ESCAPES, BLOCK_M], f_layout)
-    far_rows = gl.allocate_shared_memory(gl.int32, [PARTS * RING, ESCAPES], line)
-    far_values = gl.allocate_shared_memory(gl.bfloat16, [PARTS * RING, ESCAPES], line)
+    far, far_rows, far_values = _escape_slots(PARTS * RING, ESCAPES, BLOCK_M)
     w_full, w_empty = _ring(W_STAGES, PARTS)
     x_full, x_empty = _ring(X_STAGES, PARTS)
     f_full, f_empty = _ring(PARTS * RING, 1)
     gdc_launch_dependents()
-    pid = gl.program_id(0)
-    first = first_step(pid, sharers, split_tiles * steps)
-    num_first, num_last = in_order(first, first_step(pid + 1, sharers, split_tiles * steps), steps, BY_TURNS)
-    count = num_first + own_tiles * steps + num_last
-    work = (programs, first, num_first, num_last, split_tiles, sharers, count, steps, tiles_m, num_m, num_n)
+    work = work_of(programs, split_tiles, sharers, own_tiles, steps, tiles_m, num_m, num_n, BY_TURNS)
     word_ring = (words, w_full, w_empty)
     row_ring = (xs, x_full, x_empty)
     escape_ring = (far, far_rows, far_values, f_full, f_empty)
     listed = (p_starts, p_places, p_values)
     lefts = (p_x, p_turned, stride_turned, size)
     outputs = (p_bias, p_parts, p_arrived, p_out, patience)
+    _start_warps(
+        *(d_words, d_x, word_ring, row_ring, escape_ring, lefts, listed, p_bases, outputs, work),
+        *(HAS_BIAS, IS_TURNED, BLOCK_N, PARTS, BY_TURNS, FOURTHS, REGS, FAR_REGS),
+    )
+
+
+@gluon.jit
+def _start_warps(
+    d_words: tma.tensor_descriptor,
+    d_x: tma.tensor_descriptor,
+    word_ring: gl.tuple,
+    row_ring: gl.tuple,
+    escape_ring: gl.tuple,
+    lefts: gl.tuple,
+    listed: gl.tuple,
+    p_bases: gl.tensor,
+    outputs: gl.tuple,
+    work: gl.tuple,
+    HAS_BIAS: gl.constexpr,
+    IS_TURNED: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    PARTS: gl.constexpr,
+    BY_TURNS: gl.constexpr,
+    FOURTHS: gl.constexpr,
+    REGS: gl.constexpr,
+    FAR_REGS: gl.constexpr,
+) -> None:
+    """Which warps do what, and with how many registers a thread; those of the first line are there already."""
+    p_starts, _, _ = listed
     if BY_TURNS:
         turns, _ = _ring(2, 1)
         rings = (word_ring, row_ring, escape_ring, turns)

@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from weft_kernels.packed.f12_tiles import f12_pair
 from weft_kernels.packed.hopper.ends import keep
-from weft_kernels.packed.hopper.splitting import escapes_of, segment_at
+from weft_kernels.packed.hopper.splitting import part_at
 
 
 @gluon.constexpr_function
@@ -66,34 +66,30 @@ def multiply(
     HAS_BIAS: gl.constexpr,
 ) -> None:
     """One part of a program's rows of weights, tile after tile. Escapes are further columns; they come in between."""
-    words, w_full, w_empty = word_ring
-    xs, x_full, x_empty = row_ring
-    W_STAGES: gl.constexpr = words.shape[0] // 3
+    words, w_full, _ = word_ring
     BLOCK_N: gl.constexpr = words.shape[1]
-    X_STAGES: gl.constexpr = xs.shape[0] // 4
-    BLOCK_M: gl.constexpr = xs.shape[1]
+    BLOCK_M: gl.constexpr = row_ring[0].shape[1]
     ESCAPES: gl.constexpr = escape_ring[0].shape[1]
     ROWS: gl.constexpr = BLOCK_N // PARTS
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     layout: gl.constexpr = words_layout(ROWS, words.shape[2])
-    _, _, _, _, _, _, count, _, tiles_m, _, num_n = work
+    _, _, _, _, _, _, count, _, _, _, num_n = work
     o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     chunk = 0
     i = 0
-    i_tile, begin, end = segment_at(i, work)
-    n = i_tile // tiles_m * BLOCK_N + PART * ROWS
-    first_e, end_e = escapes_of(p_starts, n, begin, end, work, ROWS)
+    part = part_at(i, p_starts, work, PART, BLOCK_N, ROWS)
+    _, _, _, n, _, _ = part
     b_base = gl.load(p_bases + (n + o_row) // 64, mask=n + o_row < num_n, other=0)
     mbarrier.wait(w_full.index(0), 0)
-    b_0, b_1, b_2 = words_of(words, 0, PART, ROWS, layout)
+    b_words = words_of(words, 0, PART, ROWS, layout)
     gdc_wait()
     while i < count:
         # what is to be known of the next tile is under way while this one is multiplied
+        i_tile, begin, end, _, first_e, end_e = part
         next_i = i + end - begin
-        next_tile, next_begin, next_end = segment_at(next_i, work)
-        next_n = next_tile // tiles_m * BLOCK_N + PART * ROWS
-        next_first_e, next_end_e = escapes_of(p_starts, next_n, next_begin, next_end, work, ROWS)
+        next_part = part_at(next_i, p_starts, work, PART, BLOCK_N, ROWS)
+        _, _, _, next_n, _, _ = next_part
         next_base = gl.load(p_bases + (next_n + o_row) // 64, mask=next_n + o_row < num_n, other=0)
         b_factor = ((b_base + 127) * 0x00800080)[:, None]
         acc = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=mma)
@@ -102,40 +98,61 @@ def multiply(
         for piece in range(pieces):
             first_here = i + (end - begin) * piece // pieces
             for here in range(first_here, i + (end - begin) * (piece + 1) // pieces):
-                w_stage = here % W_STAGES
-                x_stage = here % X_STAGES
-                mbarrier.wait(x_full.index(x_stage), (here // X_STAGES) & 1)
-                a_3 = fourth(b_0, b_1, b_2, b_factor, 3, left)
-                acc = warpgroup_mma(a_3, xs.index(4 * x_stage).permute((1, 0)), acc, is_async=True)
-                a_0 = fourth(b_0, b_1, b_2, b_factor, 0, left)
-                acc = warpgroup_mma(a_0, xs.index(4 * x_stage + 1).permute((1, 0)), acc, is_async=True)
-                acc, a_3 = warpgroup_mma_wait(1, deps=[acc, a_3])
-                # That fourth took all three words, so they have come, and their place is free. A barrier alone does not
-                # say so: loads may still be under way when warps come to it, and the next words overtake them.
-                mbarrier.arrive(w_empty.index(w_stage), count=1)
-                a_1 = fourth(b_0, b_1, b_2, b_factor, 1, left)
-                acc = warpgroup_mma(a_1, xs.index(4 * x_stage + 2).permute((1, 0)), acc, is_async=True)
-                acc, a_0 = warpgroup_mma_wait(1, deps=[acc, a_0])
-                a_2 = fourth(b_0, b_1, b_2, b_factor, 2, left)
-                acc = warpgroup_mma(a_2, xs.index(4 * x_stage + 3).permute((1, 0)), acc, is_async=True)
-                # the next step's words, while this one is multiplied
-                w_next = (here + 1) % W_STAGES
-                mbarrier.wait(w_full.index(w_next), ((here + 1) // W_STAGES) & 1, pred=here + 1 < count)
-                b_0, b_1, b_2 = words_of(words, w_next, PART, ROWS, layout)
-                acc, a_1, a_2 = warpgroup_mma_wait(0, deps=[acc, a_1, a_2])
-                mbarrier.arrive(x_empty.index(x_stage), count=1)
+                acc, b_words = _multiply_step(
+                    acc, b_words, b_factor, word_ring, row_ring, here, count, PART, ROWS, left
+                )
             if chunks > 0:
                 acc = multiply_escapes(acc, escape_ring, chunk, PART, PARTS, ROWS, left)
                 chunk += 1
         keep(acc, outputs, i_tile, begin, end, work, PART, PARTS, ROWS, BLOCK_M, HAS_BIAS)
         i = next_i
-        i_tile = next_tile
-        begin = next_begin
-        end = next_end
-        n = next_n
-        first_e = next_first_e
-        end_e = next_end_e
+        part = next_part
         b_base = next_base
+
+
+@gluon.jit
+def _multiply_step(
+    acc: gl.tensor,
+    b_words: gl.tuple,
+    b_factor: gl.tensor,
+    word_ring: gl.tuple,
+    row_ring: gl.tuple,
+    here: gl.tensor,
+    count: gl.tensor,
+    PART: gl.constexpr,
+    ROWS: gl.constexpr,
+    left: gl.constexpr,
+) -> tuple[gl.tensor, gl.tuple]:
+    """Each fourth becomes weights while the one before is multiplied. Returns the sums and the next step's words."""
+    words, w_full, w_empty = word_ring
+    xs, x_full, x_empty = row_ring
+    W_STAGES: gl.constexpr = words.shape[0] // 3
+    X_STAGES: gl.constexpr = xs.shape[0] // 4
+    layout: gl.constexpr = words_layout(ROWS, words.shape[2])
+    b_0, b_1, b_2 = b_words
+    w_stage = here % W_STAGES
+    x_stage = here % X_STAGES
+    mbarrier.wait(x_full.index(x_stage), (here // X_STAGES) & 1)
+    a_3 = fourth(b_0, b_1, b_2, b_factor, 3, left)
+    acc = warpgroup_mma(a_3, xs.index(4 * x_stage).permute((1, 0)), acc, is_async=True)
+    a_0 = fourth(b_0, b_1, b_2, b_factor, 0, left)
+    acc = warpgroup_mma(a_0, xs.index(4 * x_stage + 1).permute((1, 0)), acc, is_async=True)
+    acc, a_3 = warpgroup_mma_wait(1, deps=[acc, a_3])
+    # That fourth took all three words, so they have come, and their place is free. A barrier alone does not
+    # say so: loads may still be under way when warps come to it, and the next words overtake them.
+    mbarrier.arrive(w_empty.index(w_stage), count=1)
+    a_1 = fourth(b_0, b_1, b_2, b_factor, 1, left)
+    acc = warpgroup_mma(a_1, xs.index(4 * x_stage + 2).permute((1, 0)), acc, is_async=True)
+    acc, a_0 = warpgroup_mma_wait(1, deps=[acc, a_0])
+    a_2 = fourth(b_0, b_1, b_2, b_factor, 2, left)
+    acc = warpgroup_mma(a_2, xs.index(4 * x_stage + 3).permute((1, 0)), acc, is_async=True)
+    # the next step's words, while this one is multiplied
+    w_next = (here + 1) % W_STAGES
+    mbarrier.wait(w_full.index(w_next), ((here + 1) // W_STAGES) & 1, pred=here + 1 < count)
+    b_words = words_of(words, w_next, PART, ROWS, layout)
+    acc, a_1, a_2 = warpgroup_mma_wait(0, deps=[acc, a_1, a_2])
+    mbarrier.arrive(x_empty.index(x_stage), count=1)
+    return acc, b_words
 
 
 @gluon.jit

@@ -40,6 +40,26 @@ def in_order(
 
 
 @gluon.jit
+def work_of(
+    programs: gl.tensor,
+    split_tiles: gl.tensor,
+    sharers: gl.tensor,
+    own_tiles: gl.tensor,
+    steps: gl.tensor,
+    tiles_m: gl.tensor,
+    num_m: gl.tensor,
+    num_n: gl.tensor,
+    ALL_FIRST: gl.constexpr,
+) -> gl.tuple:
+    """This program's `work`, with own_tiles besides its share of the others."""
+    pid = gl.program_id(0)
+    first = first_step(pid, sharers, split_tiles * steps)
+    num_first, num_last = in_order(first, first_step(pid + 1, sharers, split_tiles * steps), steps, ALL_FIRST)
+    count = num_first + own_tiles * steps + num_last
+    return programs, first, num_first, num_last, split_tiles, sharers, count, steps, tiles_m, num_m, num_n
+
+
+@gluon.jit
 def step_at(i: gl.tensor, work: gl.tuple) -> gl.tensor:
     """The i-th step of a program."""
     programs, first, num_first, num_last, split_tiles, _, count, steps, _, _, _ = work
@@ -59,7 +79,25 @@ def segment_at(i: gl.tensor, work: gl.tuple) -> tuple[gl.tensor, gl.tensor, gl.t
 
 
 @gluon.jit
-def escapes_of(
+def part_at(
+    i: gl.tensor,
+    p_starts: gl.tensor,
+    work: gl.tuple,
+    PART: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    ROWS: gl.constexpr,
+) -> gl.tuple:
+    """What a part multiplies from its i-th step on without leaving the tile: tile, first and last step in it, the
+    part's first row of weights, and its escapes there, the first and the one behind the last."""
+    _, _, _, _, _, _, _, _, tiles_m, _, _ = work
+    i_tile, begin, end = segment_at(i, work)
+    n = i_tile // tiles_m * BLOCK_N + PART * ROWS
+    first_e, end_e = _escapes_of(p_starts, n, begin, end, work, ROWS)
+    return i_tile, begin, end, n, first_e, end_e
+
+
+@gluon.jit
+def _escapes_of(
     p_starts: gl.tensor, n: gl.tensor, begin: gl.tensor, end: gl.tensor, work: gl.tuple, ROWS: gl.constexpr
 ) -> tuple[gl.tensor, gl.tensor]:
     """Which escapes of some rows of weights go with these of their steps: the first, and the one behind the last."""
