@@ -51,7 +51,6 @@ def product_f12(
     """
     tl.static_assert(BLOCK_K == 256 or BLOCK_K == 128, "a step takes a block of columns, or half the words of one")
     WORDS: tl.constexpr = (SIZE + 7) // 8
-    FULL: tl.constexpr = SIZE // 256 * 32
     EVEN: tl.constexpr = SIZE % 256 == 0
     BLOCK_J: tl.constexpr = BLOCK_K // 8
     STEPS: tl.constexpr = (WORDS + BLOCK_J - 1) // BLOCK_J
@@ -66,8 +65,7 @@ def product_f12(
     first_e = start + num_escapes * first_step // STEPS
     end_e = start + num_escapes * last_step // STEPS
     o_e = first_e + tl.arange(0, ESCAPES)
-    b_place = tl.load(p_places + o_e, mask=o_e < end_e, other=0)
-    b_value = tl.load(p_values + o_e, mask=o_e < end_e, other=0.0)
+    b_place, b_value = _escapes_at(p_places, p_values, o_e, end_e)
     b_row = _row_of(p_starts, b_place, o_e, first_row, end_tile, BLOCK_N)
     if FOLLOWS:
         gdc_wait()
@@ -77,21 +75,15 @@ def product_f12(
     p_row = p_words + o_row.to(tl.int64)[:, None] * WORDS
     b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in range(first_step, last_step):
-        first_j = step * BLOCK_J
-        o_j = first_j + tl.arange(0, BLOCK_J)
+        o_j = step * BLOCK_J + tl.arange(0, BLOCK_J)
         m_word = m_row[:, None] if EVEN else m_row[:, None] & (o_j < WORDS)[None, :]
         # [BLOCK_N, BLOCK_J] each
         b_0 = tl.load(p_row + o_j[None, :], mask=m_word, other=0)
         b_1 = tl.load(p_row + plane + o_j[None, :], mask=m_word, other=0)
         b_2 = tl.load(p_row + 2 * plane + o_j[None, :], mask=m_word, other=0)
         for HALF in tl.static_range(2):
-            # two fourths of the block, of each the columns of these words
-            o_in = tl.arange(0, 4 * BLOCK_J)
-            o_column = step % (256 // BLOCK_K) * (2 * BLOCK_J) + o_in % (2 * BLOCK_J)
-            # in a short last block a fourth has fewer
-            width = 64 if EVEN else tl.where(first_j < FULL, 64, 2 * (WORDS - FULL))
-            o_k = step // (256 // BLOCK_K) * 256 + (2 * HALF + o_in // (2 * BLOCK_J)) * width + o_column
-            b_left = left_tile(p_left, m_left, b_scale, o_k, (o_column < width) & (o_k < SIZE), SCALED, EVEN)
+            o_k, m_k = _columns_of(step, HALF, SIZE, BLOCK_K)
+            b_left = left_tile(p_left, m_left, b_scale, o_k, m_k, SCALED, EVEN)
             b_acc = tl.dot(_half(b_0, b_1, b_2, HALF, b_left.dtype), b_left, b_acc, input_precision="ieee")
     b_base = tl.load(p_bases + o_row // _BLOCK_ROWS, mask=m_row, other=0)
     b_acc *= f12_scale(b_base, _LIFT)[:, None]
@@ -103,11 +95,35 @@ def product_f12(
         b_hot = tl.where(m_here, b_value.to(tl.float32)[None, :], 0.0).to(b_far.dtype)
         b_acc = tl.dot(b_hot, b_far, b_acc, input_precision="ieee")
         o_e += ESCAPES
-        b_place = tl.load(p_places + o_e, mask=o_e < end_e, other=0)
-        b_value = tl.load(p_values + o_e, mask=o_e < end_e, other=0.0)
+        b_place, b_value = _escapes_at(p_places, p_values, o_e, end_e)
         b_far = left_tile(p_turned, m_left, b_scale, f12_column(b_place) * stride_turned, o_e < end_e, SCALED)
         b_row = _row_of(p_starts, b_place, o_e, first_row, end_tile, BLOCK_N)
     return tl.trans(b_acc)
+
+
+@triton.jit
+def _columns_of(
+    step: tl.tensor, HALF: tl.constexpr, SIZE: tl.constexpr, BLOCK_K: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Two fourths of a block, of each the columns of a step's words, and which of them there are."""
+    WORDS: tl.constexpr = (SIZE + 7) // 8
+    FULL: tl.constexpr = SIZE // 256 * 32
+    BLOCK_J: tl.constexpr = BLOCK_K // 8
+    o_in = tl.arange(0, 4 * BLOCK_J)
+    o_column = step % (256 // BLOCK_K) * (2 * BLOCK_J) + o_in % (2 * BLOCK_J)
+    # in a short last block a fourth has fewer
+    width = 64 if SIZE % 256 == 0 else tl.where(step * BLOCK_J < FULL, 64, 2 * (WORDS - FULL))
+    o_k = step // (256 // BLOCK_K) * 256 + (2 * HALF + o_in // (2 * BLOCK_J)) * width + o_column
+    return o_k, (o_column < width) & (o_k < SIZE)
+
+
+@triton.jit
+def _escapes_at(
+    p_places: tl.tensor, p_values: tl.tensor, o_e: tl.tensor, end_e: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """The places and values of some escapes."""
+    m_e = o_e < end_e
+    return tl.load(p_places + o_e, mask=m_e, other=0), tl.load(p_values + o_e, mask=m_e, other=0.0)
 
 
 @triton.jit
