@@ -100,6 +100,38 @@ def _normed(
     return (b_first * b_scale).to(ITEM).to(tl.float32), (b_second * b_scale).to(ITEM).to(tl.float32)
 
 
+@triton.jit
+def _weighed(
+    b_left: tl.tensor,
+    b_right: tl.tensor,
+    p_q_norm: tl.tensor,
+    p_k_norm: tl.tensor,
+    is_query: tl.tensor,
+    HALF: tl.constexpr,
+    ITEM: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Heads times the weights of their norm, queries' or keys', rounded."""
+    o_pair = tl.arange(0, BLOCK_I)
+    m_pair = o_pair < HALF
+    b_q_left = tl.load(p_q_norm + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
+    b_k_left = tl.load(p_k_norm + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
+    b_q_right = tl.load(p_q_norm + HALF + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
+    b_k_right = tl.load(p_k_norm + HALF + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
+    b_left = (b_left * tl.where(is_query, b_q_left, b_k_left)).to(ITEM).to(tl.float32)
+    b_right = (b_right * tl.where(is_query, b_q_right, b_k_right)).to(ITEM).to(tl.float32)
+    return b_left, b_right
+
+
+@triton.jit
+def _turned(
+    b_left: tl.tensor, b_right: tl.tensor, b_cos: tl.tensor, b_sin: tl.tensor, ITEM: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Heads by the angles of their token, rounded."""
+    b_turned = (b_left * b_cos - b_right * b_sin).to(ITEM).to(tl.float32)
+    return b_turned, (b_right * b_cos + b_left * b_sin).to(ITEM).to(tl.float32)
+
+
 # slots of a group of layers may begin anywhere
 @triton.jit(do_not_specialize_on_alignment=["p_slots"])
 def _rope_kv(
@@ -153,16 +185,9 @@ def _rope_kv(
     b_left, b_right = b_first, b_second
     if HAS_NORMS:
         b_left, b_right = _normed(b_left, b_right, eps, HALF, ITEM)
-        b_q_left = tl.load(p_q_norm + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
-        b_k_left = tl.load(p_k_norm + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
-        b_q_right = tl.load(p_q_norm + HALF + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
-        b_k_right = tl.load(p_k_norm + HALF + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
-        b_left = (b_left * tl.where(is_query, b_q_left, b_k_left)).to(ITEM).to(tl.float32)
-        b_right = (b_right * tl.where(is_query, b_q_right, b_k_right)).to(ITEM).to(tl.float32)
+        b_left, b_right = _weighed(b_left, b_right, p_q_norm, p_k_norm, is_query, HALF, ITEM, BLOCK_I)
     if ROTATED:
-        b_turned = (b_left * b_cos - b_right * b_sin).to(ITEM).to(tl.float32)
-        b_right = (b_right * b_cos + b_left * b_sin).to(ITEM).to(tl.float32)
-        b_left = b_turned
+        b_left, b_right = _turned(b_left, b_right, b_cos, b_sin, ITEM)
     if NORMED_LAST:
         b_left, b_right = _normed(b_left, b_right, eps, HALF, ITEM)
     if HAS_TEMPERATURE:
