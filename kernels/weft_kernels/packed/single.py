@@ -60,7 +60,6 @@ def _gemv(
 
     With FOLLOWS, the launch before may still run when this one begins.
     """
-    PAIRED: tl.constexpr = p_x.dtype.element_ty == tl.int32
     WORDS: tl.constexpr = (SIZE + 7) // 8
     EVEN: tl.constexpr = SIZE % 256 == 0 and WORDS % BLOCK_J == 0
     ESCAPES: tl.constexpr = 32
@@ -87,17 +86,7 @@ def _gemv(
         next_0, next_1, next_2 = _words_of(p_row, plane, m_n, first_j + BLOCK_J, WORDS, BLOCK_J, False)
         o_j = first_j + tl.arange(0, BLOCK_J)
         for FOURTH in tl.static_range(4):
-            o_pair = f12_place(o_j, FOURTH, SIZE)
-            if PAIRED:
-                b_x = tl.load(p_x + o_pair) if EVEN else tl.load(p_x + o_pair, mask=o_j < WORDS, other=0)
-                b_low = (b_x << 16).to(tl.float32, bitcast=True)
-                b_high = (b_x & -65536).to(tl.float32, bitcast=True)
-            else:
-                o_k = 2 * o_pair
-                b_low = tl.load(p_x + o_k, mask=(o_j < WORDS) & (o_k < SIZE), other=0.0).to(tl.float32)
-                b_high = tl.load(p_x + o_k + 1, mask=(o_j < WORDS) & (o_k + 1 < SIZE), other=0.0).to(tl.float32)
-            b_low *= LEFT_SCALE
-            b_high *= LEFT_SCALE
+            b_low, b_high = _fourth_of_row(p_x, o_j, FOURTH, SIZE, EVEN)
             b_pair = f12_pair(b_0, b_1, b_2, 2 * FOURTH)
             b_acc += (b_pair << 16).to(tl.float32, bitcast=True) * b_low[None, :]
             b_acc += (b_pair & -65536).to(tl.float32, bitcast=True) * b_high[None, :]
@@ -115,6 +104,24 @@ def _gemv(
     if HAS_BIAS:
         b_out += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)
     tl.store(p_out + o_n, b_out.to(p_out.dtype.element_ty), mask=m_n)
+
+
+@triton.jit
+def _fourth_of_row(
+    p_x: tl.tensor, o_j: tl.tensor, FOURTH: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The numbers that the lower and upper halves of words are multiplied with, as fp32 and enlarged."""
+    WORDS: tl.constexpr = (SIZE + 7) // 8
+    o_pair = f12_place(o_j, FOURTH, SIZE)
+    if p_x.dtype.element_ty == tl.int32:
+        b_x = tl.load(p_x + o_pair) if EVEN else tl.load(p_x + o_pair, mask=o_j < WORDS, other=0)
+        b_low = (b_x << 16).to(tl.float32, bitcast=True)
+        b_high = (b_x & -65536).to(tl.float32, bitcast=True)
+    else:
+        o_k = 2 * o_pair
+        b_low = tl.load(p_x + o_k, mask=(o_j < WORDS) & (o_k < SIZE), other=0.0).to(tl.float32)
+        b_high = tl.load(p_x + o_k + 1, mask=(o_j < WORDS) & (o_k + 1 < SIZE), other=0.0).to(tl.float32)
+    return b_low * LEFT_SCALE, b_high * LEFT_SCALE
 
 
 @triton.jit
