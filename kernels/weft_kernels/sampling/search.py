@@ -153,15 +153,8 @@ def _digit(
                 target = wanted * row_sum(p_sums, i_row, num_slices, BLOCK_SLICES)
             else:
                 target = tl.minimum(wanted, num_items).to(tl.float64)
-            o_bin, o_slice = tl.arange(0, 16), tl.arange(0, BLOCK_SLICES)
-            p_row = p_bins + (i_row * 2 + (i_digit + 1) % 2) * num_slices * 16
-            p_bin = p_row + o_slice[:, None] * 16 + o_bin[None, :]
-            b_bins = tl.sum(tl.load(p_bin, mask=(o_slice < num_slices)[:, None], other=0.0), 0)
-            found = tl.load(p_found + o_state - 1)
-            reached = tl.load(p_reached + o_state - 1)
-            digit = tl.minimum(tl.sum((reached + tl.cumsum(b_bins, 0) < target).to(tl.int32), 0), 15)
-            reached += tl.sum(tl.where(o_bin < digit, b_bins, 0.0), 0)
-            found = found * 16 + digit
+            b_bins = _bins_before(p_bins, i_row, i_digit, num_slices, BLOCK_SLICES)
+            found, reached = _with_digit(p_found, p_reached, o_state, b_bins, target)
         if LAST:
             # sums round: where all together stay below the target, digits of 15 end beyond the limit or 31 bits
             tl.store(p_limits_next + i_row, tl.where(found < 0, limit, tl.minimum(found, limit)))
@@ -190,6 +183,29 @@ def _digit(
             tl.store(p_next + tl.arange(0, 16), b_sums)
     elif LAST:
         tl.store(p_limits_next + i_row, limit)
+
+
+@triton.jit
+def _bins_before(
+    p_bins: tl.tensor, i_row: tl.tensor, i_digit: tl.tensor, num_slices: tl.tensor, BLOCK_SLICES: tl.constexpr
+) -> tl.tensor:
+    """[16] of a row: what has which of the digits before this one, in all slices."""
+    o_bin, o_slice = tl.arange(0, 16), tl.arange(0, BLOCK_SLICES)
+    p_row = p_bins + (i_row * 2 + (i_digit + 1) % 2) * num_slices * 16
+    p_bin = p_row + o_slice[:, None] * 16 + o_bin[None, :]
+    return tl.sum(tl.load(p_bin, mask=(o_slice < num_slices)[:, None], other=0.0), 0)
+
+
+@triton.jit
+def _with_digit(
+    p_found: tl.tensor, p_reached: tl.tensor, o_state: tl.tensor, b_bins: tl.tensor, target: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """A threshold with the digit at which the target is reached, and what there is before that digit."""
+    found = tl.load(p_found + o_state - 1)
+    reached = tl.load(p_reached + o_state - 1)
+    digit = tl.minimum(tl.sum((reached + tl.cumsum(b_bins, 0) < target).to(tl.int32), 0), 15)
+    reached += tl.sum(tl.where(tl.arange(0, 16) < digit, b_bins, 0.0), 0)
+    return found * 16 + digit, reached
 
 
 @triton.jit
