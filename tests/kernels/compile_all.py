@@ -37,6 +37,9 @@ from weft_kernels.rope_kv import ROTATED, HeadRule
 from weft_kernels.sampling.rows import SamplingRows
 
 BF16 = torch.bfloat16
+SLOTS = torch.tensor([3, 70])
+Launches = dict[str, tuple[Any, str, Callable[[], Any]]]
+"""By name: module, kernel name and a call of its launcher."""
 
 
 def empty_f12(rows: int, columns: int) -> F12:
@@ -63,11 +66,11 @@ def slices_of(num_items: int) -> search.Slices:
     return search.Slices(torch.empty(2, num_items), torch.empty(2, num_slices), torch.ones(2), limits)
 
 
-def hopper_launches(x: torch.Tensor, classes: list[int]) -> dict[str, tuple[Any, str, Callable[[], Any]]]:
+def hopper_launches(x: torch.Tensor, classes: list[int]) -> Launches:
     """The kernel that only a Hopper can run, in all its tiles for so many left rows. What is named last is how many
     programs share a multiprocessor."""
     setattr(hopper, "_num_multiprocessors", lambda device: 132)  # noqa: B010
-    found: dict[str, tuple[Any, str, Callable[[], Any]]] = {}
+    found: Launches = {}
     for num_rows in classes:
         rows, f12 = x[:1].repeat(num_rows, 1), empty_f12(6144, 4096)
         for index, tiles in enumerate(each for each in hopper.candidates(num_rows) if each["EVEN"]):
@@ -76,67 +79,40 @@ def hopper_launches(x: torch.Tensor, classes: list[int]) -> dict[str, tuple[Any,
     return found
 
 
-def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
-    """Module, kernel name and a call of its launcher, on shapes of an 8B model."""
+def row_launches() -> Launches:
+    """Norms, rotations, cache writes and all else that takes rows as they come."""
     x, weight = torch.empty(2, 4096, dtype=BF16), torch.empty(4096, dtype=BF16)
     pool = torch.empty(4, 8, 2, 2, 64, 128, dtype=BF16)
     qkv, angles = torch.empty(2, 48, 128, dtype=BF16), torch.empty(2, 128, dtype=BF16)
-    slots = torch.tensor([3, 70])
-    heads, wide = (qkv, angles, angles, pool, 0, slots), angles.float()
-    wide_heads = qkv, wide, wide, pool, 0, slots
+    heads, wide = (qkv, angles, angles, pool, 0, SLOTS), angles.float()
+    wide_heads = qkv, wide, wide, pool, 0, SLOTS
     normed, normed_last = HeadRule((angles[0], angles[1]), eps=1e-6), HeadRule(is_normed_last=True, eps=1e-5)
     unrotated = HeadRule(is_rotated=False)
-    q = torch.empty(2, 32, 128, dtype=BF16)
-    keys, values = pool[:, :, 0, 0], pool[:, :, 0, 1]
-    batch = plan_launches([0, 1, 2], [70, 3], [[1, 2], [0]], torch.device("cpu")).decode
-    long = plan_launches([0, 64], [70], [[1, 2]], torch.device("cpu")).prefill
-    long_q = torch.empty(64, 32, 128, dtype=BF16)
-    assert batch is not None
-    assert long is not None
-    few = long.slice(0, 1, 2)
-    shape, windowed = Shape(0.1, num_splits=8), Shape(0.1, window=4096, num_splits=8)
-    split = Shape(0.1, num_splits=32)
-    latent = torch.empty(4, 1, 2, 1, 64, 576, dtype=BF16)[:, :, 0, 0]
     turns, vectors = torch.empty(2, 64, dtype=BF16), torch.empty(4, 1, 2, 1, 64, 576, dtype=BF16)
     rotated = torch.empty(2, 64, 192, dtype=BF16)[..., 128:]
-    latents = torch.empty(2, 576, dtype=BF16), rotated, weight[:512], 1e-6, (turns, turns), vectors, 0, slots
-    latent_q, latent_out = torch.empty(2, 64, 576, dtype=BF16), torch.empty(2, 64, 512, dtype=BF16)
-    made = torch.empty(4, 8, 1, 2, 64, 192, dtype=BF16)[:, :, 0]  # MLA's keys of 128 + 64 and values, for a long chunk
-    made_q, made_out = torch.empty(2, 64, 8, 192, dtype=BF16)
+    latents = torch.empty(2, 576, dtype=BF16), rotated, weight[:512], 1e-6, (turns, turns), vectors, 0, SLOTS
+    return {
+        "rms_norm": (rms_norm, "_rms_norm", lambda: rms_norm.rms_norm_kernel(x, weight, 1e-5)),
+        "add_rms_norm": (rms_norm, "_rms_norm", lambda: rms_norm.add_rms_norm_kernel(x, x, weight, 1e-5)),
+        "silu_mul": (silu_mul, "_silu_mul", lambda: silu_mul.silu_mul_kernel(x)),
+        "gather": (block_copy, "_copy", lambda: block_copy.gather_blocks_kernel(pool, SLOTS)),
+        "rope": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(*heads, ROTATED, None)),
+        "rope, normed": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(*heads, normed, None)),
+        "rope, normed last": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(*wide_heads, normed_last, None)),
+        "no rope": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(*heads, unrotated, torch.ones(2, 1, 1))),
+        "latent": (latent_kv, "_latent_kv", lambda: latent_kv.latent_kv_kernel(*latents)),
+    }
+
+
+def sampling_launches() -> Launches:
+    """Of both searches, over few slices and many."""
     f32, f64, i64 = torch.float32, torch.float64, torch.int64
     names = {"temperature": f32, "top_k": i64, "top_p": f64, "min_p": f32, "seeds": i64, "positions": i64}
     columns = {name: torch.ones(2, dtype=dtype) for name, dtype in names.items()}
     rows = SamplingRows(**columns, has_top_k=False, has_top_p=False)
     logits = torch.empty(2, 128_256)
     slices = slices_of(128_256)
-    scored, bias, grouped = torch.empty(2, 256), torch.empty(256), Rule(8, False, True, 8, 4, 2.5)
-    rows_in, gates, downs = (torch.empty(shape, dtype=BF16) for shape in ((2, 2048), (8, 1536, 2048), (8, 2048, 768)))
-    few_rows = rows_in, torch.zeros(2, 4, dtype=i64), torch.ones(2, 4), gates, downs, False
-    many_rows = rows_in.repeat(128, 1), torch.zeros(256, 4, dtype=i64), torch.ones(256, 4), gates, downs, True
-    f12 = empty_f12(6144, 4096)
-    fp8, int4 = empty_fp8(6144, 4096), empty_int4(6144, 4096)
-    int4_rows = *few_rows[:3], empty_int4(8 * 1536, 2048), empty_int4(8 * 2048, 768), False
-    int4_many = *many_rows[:3], *int4_rows[3:]
-    one_expert = (
-        rows_in,
-        torch.zeros(2, 1, dtype=i64),
-        torch.ones(2, 1),
-        empty_f12(1536, 2048),
-        empty_f12(2048, 768),
-        False,
-    )
-    fp8_rows = *few_rows[:3], empty_fp8(8 * 1536, 2048), empty_fp8(8 * 2048, 768), False
-    f12_rows = *few_rows[:3], empty_f12(8 * 1536, 2048), empty_f12(8 * 2048, 768), False
     return {
-        "rms_norm": (rms_norm, "_rms_norm", lambda: rms_norm.rms_norm_kernel(x, weight, 1e-5)),
-        "add_rms_norm": (rms_norm, "_rms_norm", lambda: rms_norm.add_rms_norm_kernel(x, x, weight, 1e-5)),
-        "silu_mul": (silu_mul, "_silu_mul", lambda: silu_mul.silu_mul_kernel(x)),
-        "gather": (block_copy, "_copy", lambda: block_copy.gather_blocks_kernel(pool, slots)),
-        "rope": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(*heads, ROTATED, None)),
-        "rope, normed": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(*heads, normed, None)),
-        "rope, normed last": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(*wide_heads, normed_last, None)),
-        "no rope": (rope_kv, "_rope_kv", lambda: rope_kv.rope_kv_kernel(*heads, unrotated, torch.ones(2, 1, 1))),
-        "latent": (latent_kv, "_latent_kv", lambda: latent_kv.latent_kv_kernel(*latents)),
         "sampling": (sampling, "_draw", lambda: sampling.sample_kernel(logits, rows)),
         "sampling, best": (sampling, "_tops", lambda: sampling.sample_kernel(logits, rows)),
         "sampling, sums": (sampling, "_sums", lambda: sampling.sample_kernel(logits, rows)),
@@ -146,6 +122,23 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
         "sampling, 65 slices": (search, "_digit", lambda: search.cut(slices_of(262_208), rows.top_k, None)),
         "sampling, top-k": (search, "_digit", lambda: search.cut(slices, rows.top_k, None)),
         "sampling, top-p": (search, "_digit", lambda: search.cut(slices, rows.top_p, torch.empty(2, 32, dtype=f64))),
+    }
+
+
+def expert_launches() -> Launches:
+    """Routing, and experts of every form."""
+    i64 = torch.int64
+    scored, bias, grouped = torch.empty(2, 256), torch.empty(256), Rule(8, False, True, 8, 4, 2.5)
+    rows_in, gates, downs = (torch.empty(shape, dtype=BF16) for shape in ((2, 2048), (8, 1536, 2048), (8, 2048, 768)))
+    few_rows = rows_in, torch.zeros(2, 4, dtype=i64), torch.ones(2, 4), gates, downs, False
+    many_rows = rows_in.repeat(128, 1), torch.zeros(256, 4, dtype=i64), torch.ones(256, 4), gates, downs, True
+    int4_rows = *few_rows[:3], empty_int4(8 * 1536, 2048), empty_int4(8 * 2048, 768), False
+    int4_many = *many_rows[:3], *int4_rows[3:]
+    one_chosen = rows_in, torch.zeros(2, 1, dtype=i64), torch.ones(2, 1)
+    one_expert = *one_chosen, empty_f12(1536, 2048), empty_f12(2048, 768), False
+    fp8_rows = *few_rows[:3], empty_fp8(8 * 1536, 2048), empty_fp8(8 * 2048, 768), False
+    f12_rows = *few_rows[:3], empty_f12(8 * 1536, 2048), empty_f12(8 * 2048, 768), False
+    return {
         "routing": (moe_routing, "_route", lambda: moe_routing.route_kernel(scored, None, Rule(8, True))),
         "routing, groups": (moe_routing, "_route", lambda: moe_routing.route_kernel(scored, bias, grouped)),
         "experts": (moe, "_gate_up", lambda: moe.moe_kernel(*few_rows)),
@@ -156,17 +149,39 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
         "experts, INT4": (moe, "_gate_up", lambda: moe.moe_kernel(*int4_rows)),
         "experts, INT4, prompt": (moe, "_gate_up", lambda: moe.moe_kernel(*int4_many)),
         "experts down, FP8": (moe, "_down", lambda: moe.moe_kernel(*fp8_rows)),
+        "expert, F12": (moe, "_down", lambda: moe.moe_kernel(*one_expert)),
+    }
+
+
+def packed_launches() -> Launches:
+    """Products with packed weights, and these unpacked."""
+    x = torch.empty(2, 4096, dtype=BF16)
+    f12, fp8, int4 = empty_f12(6144, 4096), empty_fp8(6144, 4096), empty_int4(6144, 4096)
+    return {
         "FP8, a prompt": (packed, "_gemm", lambda: packed.linear_packed(x.repeat(2048, 1), fp8)),
         "INT4, few rows": (packed, "_gemm", lambda: packed.linear_packed(x, int4)),
         "FP8, one row": (packed, "_gemm", lambda: packed.linear_packed(x[:1], fp8)),
-        "expert, F12": (moe, "_down", lambda: moe.moe_kernel(*one_expert)),
         "F12, one row": (single, "_gemv", lambda: packed.linear_packed(x[:1], empty_f12(1, 4096))),
         "F12, few rows": (packed, "_gemm", lambda: packed.linear_packed(x, f12)),
         "F12, rows turned": (scratch, "_turn", lambda: packed.gemm(x.repeat(32, 1), f12)),
         "F12, a batch": (packed, "_gemm", lambda: packed.gemm(x.repeat(32, 1), f12)),
         "F12, a prompt": (packed, "_gemm", lambda: packed.gemm(x.repeat(256, 1), f12)),
         "F12, unpacked": (unpack, "_unpack", lambda: unpack.unpack_rows(empty_f12(1, 4096))),
-        "F12, looked up": (unpack, "_unpack", lambda: unpack.unpack_rows(f12, slots)),
+        "F12, looked up": (unpack, "_unpack", lambda: unpack.unpack_rows(f12, SLOTS)),
+    }
+
+
+def decode_launches() -> Launches:
+    """Of heads and of latents, whose parts are joined."""
+    q, pool = torch.empty(2, 32, 128, dtype=BF16), torch.empty(4, 8, 2, 2, 64, 128, dtype=BF16)
+    keys, values = pool[:, :, 0, 0], pool[:, :, 0, 1]
+    batch = plan_launches([0, 1, 2], [70, 3], [[1, 2], [0]], torch.device("cpu")).decode
+    assert batch is not None
+    shape, windowed = Shape(0.1, num_splits=8), Shape(0.1, window=4096, num_splits=8)
+    split = Shape(0.1, num_splits=32)
+    latent = torch.empty(4, 1, 2, 1, 64, 576, dtype=BF16)[:, :, 0, 0]
+    latent_q, latent_out = torch.empty(2, 64, 576, dtype=BF16), torch.empty(2, 64, 512, dtype=BF16)
+    return {
         "decode": (decode, "_decode", lambda: decode.paged_attention_decode(q, keys, values, batch, shape, q)),
         "join": (decode, "_join", lambda: decode.paged_attention_decode(q, keys, values, batch, shape, q)),
         "join, latent": (
@@ -184,15 +199,31 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
             "_decode",
             lambda: decode.paged_attention_decode(latent_q, latent, latent[..., :512], batch, shape, latent_out),
         ),
+    }
+
+
+def prefill_launches() -> Launches:
+    """Of heads, of latents, and of heads that are made of latents."""
+    q, pool = torch.empty(64, 32, 128, dtype=BF16), torch.empty(4, 8, 2, 2, 64, 128, dtype=BF16)
+    keys, values = pool[:, :, 0, 0], pool[:, :, 0, 1]
+    long = plan_launches([0, 64], [70], [[1, 2]], torch.device("cpu")).prefill
+    assert long is not None
+    few = long.slice(0, 1, 2)
+    shape, windowed = Shape(0.1, num_splits=8), Shape(0.1, window=4096, num_splits=8)
+    latent = torch.empty(4, 1, 2, 1, 64, 576, dtype=BF16)[:, :, 0, 0]
+    latent_q, latent_out = torch.empty(2, 64, 576, dtype=BF16), torch.empty(2, 64, 512, dtype=BF16)
+    made = torch.empty(4, 8, 1, 2, 64, 192, dtype=BF16)[:, :, 0]  # MLA's keys of 128 + 64 and values, for a long chunk
+    made_q, made_out = torch.empty(2, 64, 8, 192, dtype=BF16)
+    return {
         "prefill": (
             prefill,
             "_prefill",
-            lambda: prefill.paged_attention_prefill(long_q, keys, values, long, shape, long_q),
+            lambda: prefill.paged_attention_prefill(q, keys, values, long, shape, q),
         ),
         "prefill, window": (
             prefill,
             "_prefill",
-            lambda: prefill.paged_attention_prefill(long_q, keys, values, long, windowed, long_q),
+            lambda: prefill.paged_attention_prefill(q, keys, values, long, windowed, q),
         ),
         "prefill, made keys": (
             prefill,
@@ -204,6 +235,18 @@ def launches() -> dict[str, tuple[Any, str, Callable[[], Any]]]:
             "_prefill",
             lambda: prefill.paged_attention_prefill(latent_q, latent, latent[..., :512], few, shape, latent_out),
         ),
+    }
+
+
+def launches() -> Launches:
+    """On shapes of an 8B model."""
+    return {
+        **row_launches(),
+        **sampling_launches(),
+        **expert_launches(),
+        **packed_launches(),
+        **decode_launches(),
+        **prefill_launches(),
     }
 
 
