@@ -81,16 +81,7 @@ def _route(
         b_biased = b_score + tl.load(p_bias + o_expert, mask=m_expert, other=0.0)
         b_candidate = tl.where(m_expert, b_biased, nothing)
         if TOP_GROUPS < NUM_GROUPS:
-            # [BLOCK_G]: the best two of each group; of equals, both count
-            b_best = tl.max(b_candidate, 1)
-            b_at = tl.min(tl.where(b_candidate == b_best[:, None], o_expert, NUM_GROUPS * SIZE), 1)
-            b_group = b_best + tl.max(tl.where(o_expert == b_at[:, None], nothing, b_candidate), 1)
-            m_in = o_group < 0
-            for _ in tl.static_range(TOP_GROUPS):
-                i_best = tl.min(tl.where(b_group == tl.max(b_group, 0), o_group, NUM_GROUPS), 0)
-                m_in = m_in | (o_group == i_best)
-                b_group = tl.where(o_group == i_best, nothing, b_group)
-            b_candidate = tl.where(m_in[:, None], b_candidate, nothing)
+            b_candidate = _in_best_groups(b_candidate, o_group, o_expert, TOP_GROUPS, NUM_GROUPS, SIZE)
     b_chosen = tl.zeros([BLOCK_K], tl.int32)
     b_weight = tl.zeros([BLOCK_K], tl.float32)
     for k in tl.static_range(TOP_K):
@@ -107,3 +98,26 @@ def _route(
     m_k = o_k < TOP_K
     tl.store(p_chosen + i_row * TOP_K + o_k, b_chosen.to(tl.int64), mask=m_k)
     tl.store(p_weights + i_row * TOP_K + o_k, b_weight * factor, mask=m_k)
+
+
+@triton.jit
+def _in_best_groups(
+    b_candidate: tl.tensor,
+    o_group: tl.tensor,
+    o_expert: tl.tensor,
+    TOP_GROUPS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> tl.tensor:
+    """[BLOCK_G, BLOCK_E]: -inf for experts outside the best TOP_GROUPS groups."""
+    nothing = float("-inf")
+    # [BLOCK_G]: the best two of each group; of equals, both count
+    b_best = tl.max(b_candidate, 1)
+    b_at = tl.min(tl.where(b_candidate == b_best[:, None], o_expert, NUM_GROUPS * SIZE), 1)
+    b_group = b_best + tl.max(tl.where(o_expert == b_at[:, None], nothing, b_candidate), 1)
+    m_in = o_group < 0
+    for _ in tl.static_range(TOP_GROUPS):
+        i_best = tl.min(tl.where(b_group == tl.max(b_group, 0), o_group, NUM_GROUPS), 0)
+        m_in = m_in | (o_group == i_best)
+        b_group = tl.where(o_group == i_best, nothing, b_group)
+    return tl.where(m_in[:, None], b_candidate, nothing)
