@@ -68,3 +68,23 @@ async def test_with_another_key_the_page_shows_what_that_one_may_see(browser: An
     await give(page, USER)
     await is_refused(page, "the map is for operators", "operator")
     await page.close()
+
+
+# as if the visitor were in another tab, and back
+AWAY = """
+(isAway) => {
+  Object.defineProperty(document, "hidden", { value: isAway, configurable: true });
+  document.dispatchEvent(new Event("visibilitychange"));
+}
+"""
+
+
+async def test_a_key_that_is_fetched_from_another_tab_counts(browser: Any, keyed: Scene) -> None:
+    page = await browser.new_page()
+    await page.goto(keyed.url)
+    await is_refused(page, "a key is asked for", "no API key")
+    for is_away in (True, False):
+        await page.evaluate(AWAY, is_away)
+    await give(page, OPERATOR)
+    await page.wait_for_selector(".state.ready", timeout=WAIT_MS)
+    await page.close()

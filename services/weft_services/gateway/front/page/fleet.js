@@ -113,13 +113,13 @@ export async function watch(fleet, on) {
     const changed = new Promise((resolve) => key.addEventListener("change", resolve, { once: true, signal: call.signal }));
     changed.then(() => { isOther = true; call.abort(); });
     try {
-      const status = await listen(fleet, on, call, () => { tries = 0; });
+      // whoever is asked for a key may fetch it from another tab
+      const status = await listen(fleet, on, call, () => { tries = 0; }).finally(() => document.removeEventListener("visibilitychange", hide));
       if (status) await changed;
       else on.lost("the gateway has closed the connection");
     } catch (error) {
       if (!document.hidden && !isOther) on.lost(error.message);
     } finally {
-      document.removeEventListener("visibilitychange", hide);
       call.abort();
     }
     if (isOther) tries = -1;
