@@ -145,6 +145,20 @@ async def test_what_goes_wrong_gives_the_thread_back() -> None:
     workshop.close()
 
 
+async def test_a_thread_that_could_not_be_started_is_no_turn_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    workshop = Workshop()
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", fails)
+        for _ in range(NUM_HANDED_OUT):
+            with pytest.raises(RuntimeError, match="new thread"):
+                await workshop.do(lambda: None)
+    assert await asyncio.wait_for(workshop.do(lambda: "done"), 10) == "done"
+    workshop.close()
+
+
 async def test_whoever_waits_when_the_workshop_closes_is_told() -> None:
     async with shop() as it:
         waits = it.ask("a")

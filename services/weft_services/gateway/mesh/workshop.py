@@ -31,7 +31,11 @@ class Workshop:
     async def do(self, work: Callable[[], ResultT]) -> ResultT:
         """Run in a thread, for the same visitor. Work whose caller is cancelled ends by itself; it is bounded."""
         await self._turn(visitor.get().tenant)
-        job = self._pool.submit(copy_context().run, work)
+        try:
+            job = self._pool.submit(copy_context().run, work)
+        except RuntimeError:  # the system has no thread for it, now
+            self._call_next()
+            raise
         try:
             return await asyncio.wrap_future(job)
         finally:
