@@ -148,6 +148,12 @@ def test_a_template_that_makes_tokens_of_parts_is_refused_at_the_start(tmp_path:
         load_model(directory, MODEL_NAME, is_sealed=True)
 
 
+def test_a_template_that_refuses_a_seal_is_told_at_the_start(tmp_path: Path) -> None:
+    picky = "{% if '<|im_start|>' | length > 12 %}{{ raise_exception('too long') }}{% endif %}" + TEMPLATE
+    with pytest.raises(BadCheckpoint, match=r"refuses.*too long.*WEFT_SPECIAL_TOKENS=anyone"):
+        load_model(write_model(tmp_path, tiny_tokenizer(), picky), MODEL_NAME, is_sealed=True)
+
+
 def unigram() -> Tokenizer:
     """Its vocabulary has the special tokens as words like any other."""
     letters: list[tuple[str, float]] = [(letter, -3.0) for letter in "abcdehimnrstu<>/|_ ▁"]

@@ -126,5 +126,9 @@ def try_out(plain: Ids, sealed: Ids) -> None:
             expected = plain(sample)
         except InvalidRequest:  # not all templates know tools, or the system
             continue
-        if sealed(sample) != expected:
+        try:
+            found = sealed(sample)
+        except InvalidRequest as error:
+            raise CannotSeal(f"the template refuses what it takes without: {error}") from error
+        if found != expected:
             raise CannotSeal("the template makes them of parts")
