@@ -3,7 +3,7 @@
 A tokenizer finds its special tokens wherever they stand, in what a user says too, who can so end a turn and begin one
 of the system's. Here each of them begins with a secret: in the template's source, in the values that it is given, and
 in a second tokenizer, whose ids are the first one's. Without the secret they are text like any other, also where a
-template puts two texts of a user together. Knows no model directory and no request.
+template puts two texts of a user together. Knows conversations to try it out on, and no model directory.
 """
 
 from __future__ import annotations
