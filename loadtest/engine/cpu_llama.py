@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,12 @@ def read_bfloat16(path: Path) -> Iterator[tuple[str, Any]]:
             yield name, (halves.astype(np.uint32) << 16).view(np.float32).reshape(entry["shape"])
 
 
-def convert(folder: Path, dtype: str) -> Path:
-    """The checkpoint as GGUF, made once."""
+def _no_tokenizer(writer: Any) -> None:
+    writer.add_tokenizer_model("none")
+
+
+def convert(folder: Path, dtype: str, add_tokenizer: Callable[[Any], None] = _no_tokenizer) -> Path:
+    """The checkpoint as GGUF, made once; `add_tokenizer` writes one into it."""
     path = folder / f"model-{dtype}.gguf"
     if path.exists():
         return path
@@ -63,7 +67,7 @@ def convert(folder: Path, dtype: str) -> Path:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_tokenizer_model("none")
+    add_tokenizer(writer)
     for name, tensor in read_bfloat16(folder / "model.safetensors"):
         name, tensor = _to_gguf(name, tensor, config["head_dim"])
         if tensor.ndim == 1:  # norms stay float32

@@ -14,23 +14,26 @@ from typing import Any
 
 from loadtest.engine.cpu_task import Report, Task, read_task
 
-PRELOADED = (f"{sys.prefix}/lib/libiomp5.so", "/usr/lib/*/libtcmalloc_minimal.so.4")
+PRELOADED = ("{prefix}/lib/libiomp5.so", "/usr/lib/*/libtcmalloc_minimal.so.4")
 MARK = "WEFT_BENCH_VLLM_IS_PRELOADED"
 
 
-def start_again(threads: int) -> None:
-    """The same process with the libraries and settings that vLLM's manual asks for, on as many cores as the others."""
-    libraries = [path for pattern in PRELOADED for path in glob.glob(pattern)]
-    settings = {
-        MARK: "1",
+def environment(prefix: str, threads: int) -> dict[str, str]:
+    """The libraries, of an environment at `prefix`, and settings that vLLM's manual asks for, on so many cores."""
+    libraries = [path for pattern in PRELOADED for path in glob.glob(pattern.format(prefix=prefix))]
+    return {
         "LD_PRELOAD": ":".join(libraries),
         "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
+
+
+def start_again(threads: int) -> None:
+    """The same process with what vLLM needs around it, its engine in this process."""
+    settings = {**environment(sys.prefix, threads), MARK: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     os.execve(sys.executable, [sys.executable, "-m", "loadtest.engine.cpu_vllm", *sys.argv[1:]], os.environ | settings)
 
 

@@ -60,9 +60,9 @@ class Processes:
         self._all.append(process)
         return process
 
-    def wait(self, what: str, is_there: Callable[[], bool]) -> None:
-        """Until it is. Raises NoStart after the deadline, or when one of the processes has ended."""
-        deadline = time.monotonic() + START_SECONDS
+    def wait(self, what: str, is_there: Callable[[], bool], seconds: float = START_SECONDS) -> None:
+        """Until it is. Raises NoStart after so many seconds, or when one of the processes has ended."""
+        deadline = time.monotonic() + seconds
         while not is_there():
             ended = [process for process in self._all if not _is_running(process)]
             if ended or time.monotonic() > deadline:

@@ -1,0 +1,102 @@
+"""Weft's mesh and other people's servers: how each is started here with the same checkpoint, and when it answers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+
+from loadtest.engine.cpu_vllm import environment
+from loadtest.gateway.processes import NoStart, Processes, answers
+from weft.cli.ports import free_ports
+
+ROOT = Path(__file__).resolve().parents[2]
+# compiling counts in vLLM's first start
+START_SECONDS = 600.0
+MAX_TOKENS, MAX_SEQUENCES = 2048, 64
+MESH = "Weft"
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A server by name: its command and environment for a port, and the path that answers 200 once it serves."""
+
+    name: str
+    command: Callable[[int], list[str]]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ready: str = "/health"
+
+    @property
+    def is_ours(self) -> bool:
+        """A mesh of Weft's, in one arrangement or another."""
+        return self.name.startswith(MESH)
+
+    def start(self, processes: Processes) -> tuple[str, psutil.Process, float]:
+        """Until it has answered a prompt: its address, its process, and the seconds that took. Raises NoStart."""
+        (port,) = free_ports(1)
+        began, url = time.perf_counter(), f"http://127.0.0.1:{port}"
+        process = processes.start(self.command(port), self.environment)
+        processes.wait(self.name, answers(port, self.ready), START_SECONDS)
+        model = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
+        body = {"model": model, "prompt": "Hello", "max_tokens": 1}
+        first = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+        if first.status_code != httpx.codes.OK:
+            raise NoStart(f"{self.name}: HTTP {first.status_code}: {first.text[:300]}")
+        return url, process, time.perf_counter() - began
+
+
+def weft(model: Path, dtype: str, workers: Mapping[str, int], name: str) -> Contestant:
+    """`weft up` with so many workers of each role, as many threads each as it chooses itself."""
+
+    def command(port: int) -> list[str]:
+        (grpc_port,) = free_ports(1)
+        told = ["--model", str(model), "--dtype", dtype, "--port", str(port), "--grpc-port", str(grpc_port)]
+        roles = [word for role, count in workers.items() for word in (f"--{role}", str(count))]
+        return [sys.executable, "-m", "weft.cli.main", "up", *told, *roles, "--log-level", "warning"]
+
+    return Contestant(name, command, {}, "/ready")
+
+
+def vllm(python: Path, model: Path, dtype: str, threads: int) -> Contestant:
+    """Its OpenAI server, with what its manual asks for on a CPU."""
+
+    def command(port: int) -> list[str]:
+        told = ["--model", str(model), "--dtype", dtype, "--host", "127.0.0.1", "--port", str(port)]
+        bounds = ["--max-model-len", str(MAX_TOKENS), "--max-num-seqs", str(MAX_SEQUENCES)]
+        return [str(python), "-m", "vllm.entrypoints.openai.api_server", *told, *bounds]
+
+    return Contestant("vLLM", command, environment(str(python.parent.parent), threads))
+
+
+def llama(python: Path, model: Path, dtype: str, threads: int) -> Contestant:
+    """llama.cpp's own server, which lies beside `python`, a slot for each client; the checkpoint becomes GGUF first."""
+    made = subprocess.run(
+        [str(python), "-m", "loadtest.servers.to_gguf", str(model), dtype],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=START_SECONDS,
+    )
+    if made.returncode:
+        raise NoStart(f"llama.cpp: no GGUF was made\n{made.stderr[-1000:]}")
+    path = made.stdout.strip().splitlines()[-1]
+
+    def command(port: int) -> list[str]:
+        told = ["--model", path, "--host", "127.0.0.1", "--port", str(port)]
+        bounds = ["--threads", str(threads), "--parallel", str(MAX_SEQUENCES), "--kv-unified"]
+        return [str(python.parent / "llama-server"), *told, *bounds, "--ctx-size", str(MAX_SEQUENCES * MAX_TOKENS // 4)]
+
+    return Contestant("llama.cpp", command)
+
+
+def ours(model: Path, dtype: str) -> Iterable[Contestant]:
+    """The mesh with one worker that does both, and with two as `weft up` has them when it is told nothing."""
+    yield weft(model, dtype, {"both": 1}, MESH)
+    yield weft(model, dtype, {"prefill": 1, "decode": 1}, f"{MESH}, prefill and decode apart")
