@@ -11,6 +11,8 @@ import time
 from contextvars import ContextVar
 from pathlib import Path
 
+from weft.streams import open_streams
+
 logger = logging.getLogger(__name__)
 # `weft.cli.display` reads it
 FORMAT = "%(asctime)s %(levelname).1s %(service)s %(message)s%(request)s"
@@ -40,6 +42,7 @@ def setup(service: str) -> None:
     """Send records to stderr. `service` is the process' name in the merged log, e.g. decode-0, and on Linux for `ps -o
     comm` and `top`: command lines do not tell which worker a process became. Ends the process for a level that there is
     not."""
+    open_streams()
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(service)
     handler = logging.StreamHandler(sys.stderr)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.metadata
-import io
 import os
 import sys
 from enum import StrEnum
@@ -18,6 +16,7 @@ from weft.cli.keys import app as keys_app
 from weft.cli.machine import app as machine_app
 from weft.cli.up_command import DType, Weights, up
 from weft.config import ConfigError
+from weft.streams import open_streams, written_out
 
 app = typer.Typer(
     name="weft",
@@ -279,21 +278,13 @@ def main() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # of all that this process starts, or becomes: with -m, Python looks for modules in the current directory first
     os.environ.setdefault("PYTHONSAFEPATH", "1")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # an answer, or a line of a service, may have what this terminal has no letters for: no reason to end
-        sys.stdout.reconfigure(errors="replace")
-    try:
-        app()
-    except ConfigError as error:  # of what every command reads, such as WEFT_TLS_DIR
-        typer.secho(f"weft: {error}", fg="red", err=True)
-        sys.exit(2)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        typer.secho(f"weft: {error.strerror}", fg="red", err=True)
-        # what is still buffered would fail once more at this process' end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+    open_streams()
+    with written_out():
+        try:
+            app()
+        except ConfigError as error:  # of what every command reads, such as WEFT_TLS_DIR
+            typer.secho(f"weft: {error}", fg="red", err=True)
+            sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def status(scheduler: str, watch: bool, as_json: bool) -> None:
     except grpc.aio.AioRpcError as error:
         typer.secho(f"weft status: {explain(scheduler, error)}", fg="red", err=True)
         raise typer.Exit(1) from None
-    except (KeyboardInterrupt, BrokenPipeError):
+    except KeyboardInterrupt:
         return
 
 

@@ -45,7 +45,7 @@ def top(scheduler: str, once: bool) -> None:
     except grpc.aio.AioRpcError as error:
         typer.secho(f"weft top: {explain(scheduler, error)}", fg="red", err=True)
         raise typer.Exit(1) from None
-    except (KeyboardInterrupt, BrokenPipeError):
+    except KeyboardInterrupt:
         return
 
 

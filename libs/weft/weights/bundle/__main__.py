@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 import threading
@@ -20,6 +19,7 @@ from rich.table import Column, Table
 from weft.config import ConfigError, CpuKernels, read_config
 from weft.errors import Unreadable, WeftError
 from weft.storage import TRANSIENT, naming
+from weft.streams import open_streams, written_out
 from weft.weights.bundle import convert
 from weft.weights.bundle.inspection import Row, picture, rows_of, total_entropy
 from weft.weights.bundle.layout import SUFFIX, read_bundle_header
@@ -140,12 +140,11 @@ def _mb(num_bytes: int) -> str:
 
 def main() -> int:
     """Errors of the user's are one line, status 2; so are the disk's, status 1: they say nothing of the files."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # a name may have what this terminal has no letters for: no reason to end, with all of the work done
-        sys.stdout.reconfigure(errors="replace")
+    open_streams()
     try:
         read_config(Settings)
-        app(standalone_mode=True, prog_name="weft")  # whose commands these are
+        with written_out():
+            app(standalone_mode=True, prog_name="weft")  # whose commands these are
     except Unreadable as error:
         print(f"weft: {error}", file=sys.stderr)
         return 1
