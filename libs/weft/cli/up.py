@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from weft.cli.child_spec import ChildFailed
+from weft.cli.child_spec import ChildFailed, ChildSpec
 from weft.cli.display import Display
 from weft.cli.fit import check_fit
 from weft.cli.gpus import usable_gpus
@@ -25,6 +25,7 @@ from weft.cli.layout import Addresses, MeshOptions, pick_addresses
 from weft.cli.mesh import HARMLESS, STANDBY_COMMAND, mesh_specs
 from weft.cli.ports import PortTaken, reachable
 from weft.cli.record import MeshRecord, recorded
+from weft.cli.settings import check_settings
 from weft.cli.supervisor import Supervisor
 from weft.cli.timeline import Timeline
 from weft.config import ConfigError, is_loopback, read_models
@@ -109,6 +110,16 @@ def _check_models(options: MeshOptions) -> None:
         raise UsageError(str(error)) from error
 
 
+def _checked_specs(options: MeshOptions, at: Addresses) -> list[ChildSpec]:
+    """What is to be started, none of which would end at once for what a variable says."""
+    try:
+        specs = mesh_specs(options, at)
+        check_settings(specs)
+    except (BadCheckpoint, ConfigError) as error:
+        raise UsageError(str(error)) from error
+    return specs
+
+
 def mooncake_trouble() -> str:
     """Why Mooncake cannot be used here; empty when it can. Asked of a child: a library that fails to load may crash."""
     check = [sys.executable, "-m", "weft.kv.mooncake_loading"]
@@ -133,8 +144,8 @@ def up(options: MeshOptions, picture: Path | None = None) -> int:
     except PortTaken as error:
         raise UsageError(str(error)) from error
     _check_models(options)
+    specs = _checked_specs(options, at)
     console = Console(soft_wrap=True)
-    specs = mesh_specs(options, at)
     display = Display(console, [spec.name for spec in specs], _title(options), HARMLESS)
     if trouble:
         display.say(f"{trouble}; KV blocks move over gRPC, and there is no shared store")

@@ -1,0 +1,52 @@
+"""Would each process of a mesh take its settings: asked of its own class for them, before any of them is started.
+
+Knows the services by name, as `mesh.py` does, and where their settings are.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+from weft.cli.child_spec import ChildSpec
+from weft.cli.key_store import read_keys
+from weft.config import ConfigError, read_config
+from weft.keys import VALKEY_SCHEMES, BadKeys
+
+# the scheduler's takes ten times as long to import as the others together, and it is the first to start: it tells itself
+CLASSES = {
+    "weft_services.kvstore": ("weft_services.kvstore.config", "Config"),
+    "weft_services.weights": ("weft_services.weights.config", "Config"),
+    "weft_services.worker": ("weft.worker.config", "WorkerConfig"),
+    "weft_services.gateway": ("weft_services.gateway.config", "Config"),
+}
+
+
+def check_settings(specs: Iterable[ChildSpec]) -> None:
+    """Raises ConfigError naming the variable, BadCheckpoint for a tool format that there is not."""
+    for spec in specs:
+        module = spec.command[-1]
+        if module in CLASSES:
+            config = read_config(_load(*CLASSES[module]), spec.environ)
+            if module == "weft_services.gateway":
+                _check_gateway(config)
+
+
+def _check_gateway(gateway: Any) -> None:
+    """What it finds out as it starts: certificate, keys, and names of tool formats. What a Valkey has it waits for."""
+    if gateway.tool_format != "auto":
+        choose = _load("weft_services.gateway.text.tool_formats", "choose_format")
+        for chosen in gateway.tool_formats.values():
+            choose(chosen, "")
+    if gateway.tls_cert is not None:
+        _load("weft_services.gateway.front.certificate", "Certificate")(gateway.tls_cert, gateway.tls_key)
+    if gateway.keys and not gateway.keys.startswith(VALKEY_SCHEMES):
+        try:
+            read_keys(gateway.keys)
+        except (BadKeys, OSError) as error:
+            raise ConfigError(f"WEFT_KEYS: {error}") from error
+
+
+def _load(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,73 @@
+"""`weft up` refuses what a service of its mesh would end for, before it starts anything, in that service's words."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from weft.cli import up
+from weft.cli.layout import Addresses, MeshOptions
+from weft.cli.main import app
+from weft.cli.mesh import mesh_specs
+from weft.cli.settings import check_settings
+from weft.config import ConfigError
+from weft.errors import BadCheckpoint
+
+SHIPPED = Path(__file__).parents[3] / "models" / "weft-nano"
+OPTIONS = MeshOptions({"nano": SHIPPED})
+ADDRESSES = {name: f"127.0.0.1:{number}" for number, name in enumerate(("prefill-0", "decode-0"), 10)}
+AT = Addresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:4", ADDRESSES, 5, {"gateway": 6})
+FALSE_FILES = {"WEFT_TLS_CERT": "/nowhere/cert.pem", "WEFT_TLS_KEY": "/nowhere/key.pem"}
+
+
+def check(options: MeshOptions = OPTIONS) -> None:
+    check_settings(mesh_specs(options, AT))
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({"WEFT_MAX_REQUESTS": "0"}, "WEFT_MAX_REQUESTS=0: expected at least 1"),
+        ({"WEFT_PRIVATE_PORT": "70000"}, "WEFT_PRIVATE_PORT='70000': expected 0 to 65535"),
+        ({"WEFT_SPECIAL_TOKENS": "some"}, "WEFT_SPECIAL_TOKENS='some': expected one of"),
+        ({"WEFT_TOOL_FORMAT": "other=hermes"}, "no model is called 'other'"),
+        ({"WEFT_TLS_CERT": "cert.pem"}, "WEFT_TLS_CERT and WEFT_TLS_KEY: one without the other"),
+        (FALSE_FILES, "/nowhere/cert.pem: No such file"),
+        ({"WEFT_LEASE_SECONDS": "0"}, "WEFT_LEASE_SECONDS=0: expected 1 to 3600"),
+        ({"WEFT_DISK_BYTES": "1"}, "WEFT_DISK_BYTES=1: expected at least"),
+        ({"WEFT_WEIGHTS_BYTES": "-1"}, "WEFT_WEIGHTS_BYTES=-1: expected 0 or more"),
+    ],
+)
+def test_a_setting_that_a_service_would_end_for_is_told(
+    environ: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check()
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=says):
+        check()
+
+
+def test_a_tool_format_that_there_is_not_and_keys_that_cannot_be_read_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keys.json").write_text("{")
+    for keys in ("keys.json", "others.json"):
+        with pytest.raises(ConfigError, match=f"WEFT_KEYS: {tmp_path / keys}"):
+            check(dataclasses.replace(OPTIONS, keys=str(tmp_path / keys)))
+    check(dataclasses.replace(OPTIONS, keys="redis://127.0.0.1:1/0"))
+    monkeypatch.setenv("WEFT_TOOL_FORMAT", "hermess")
+    with pytest.raises(BadCheckpoint, match="WEFT_TOOL_FORMAT is 'hermess', known are auto"):
+        check()
+
+
+def test_up_tells_it_before_it_starts_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "mooncake_trouble", lambda: "")
+    monkeypatch.setattr(up, "check_fit", lambda *_: None)
+    monkeypatch.setattr(up, "pick_addresses", lambda _: AT)
+    monkeypatch.setenv("WEFT_MAX_REQUESTS", "0")
+    result = CliRunner().invoke(app, ["up", "--model", str(SHIPPED)])
+    assert (result.exit_code, result.output) == (2, "weft up: WEFT_MAX_REQUESTS=0: expected at least 1\n")
