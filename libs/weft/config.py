@@ -21,6 +21,10 @@ ConfigT = TypeVar("ConfigT")
 # to listen on, never to be called by
 WILDCARD_HOSTS = ("0.0.0.0", "::")
 MAX_PORT = 65_535
+# of torch or of readers: more than any machine has cores, fewer than a process may have threads
+MAX_THREADS = 1024
+# what messages between services hold
+INT64 = range(-(2**63), 2**63)
 
 
 class ConfigError(ValueError):
@@ -88,7 +92,20 @@ def _parse_plain(name: str, raw: str, kind: Any) -> Any:
         raise ConfigError(f"{name}={raw!r}: expected a number")
     if kind is int and name.endswith("_PORT") and not 0 <= value <= MAX_PORT:  # gRPC takes the lower half of any number
         raise ConfigError(f"{name}={raw!r}: expected 0 to {MAX_PORT}")
+    if kind is int and value not in INT64:
+        raise ConfigError(f"{name}={raw!r}: expected a number of 64 bits")
+    if name.endswith(("_ADDR", "_FROM")):
+        check_addresses(name, raw)
     return value
+
+
+def check_addresses(name: str, addresses: str) -> None:
+    """Of peers, several by commas. Raises ConfigError for a port that there is not: gRPC would take the lower half of
+    it, and ask whoever listens there."""
+    for address in addresses.split(","):
+        _, colon, port = address.strip().rpartition(":")
+        if colon and port.isdecimal() and not 0 < float(port) <= MAX_PORT:
+            raise ConfigError(f"{name}={address.strip()!r}: expected a port of 1 to {MAX_PORT}")
 
 
 def read_models(text: str, name: str = "") -> dict[str, Path]:

@@ -81,6 +81,40 @@ def test_a_port_that_there_is_not_is_refused_by_the_name_of_its_variable(name: s
     assert read_config(Place, {"WEFT_PORT": "65535", "WEFT_NUM_PORTS": "70000"}) == Place(65535, None, 70000)
 
 
+@dataclass(frozen=True)
+class Peers:
+    """Who is called, and how much there is of something."""
+
+    scheduler_addr: str = ""
+    weights_from: str = ""
+    num_blocks: int = 0
+
+
+@pytest.mark.parametrize("name", ["WEFT_SCHEDULER_ADDR", "WEFT_WEIGHTS_FROM"])
+@pytest.mark.parametrize("port", ["0", "65536", "84313", "9" * 30])
+def test_an_address_with_a_port_that_there_is_not_is_refused(name: str, port: str) -> None:
+    """gRPC would call the lower half of it, 18777 for 84313, and a command steer the mesh that listens there."""
+    with pytest.raises(ConfigError, match=f"{name}='two:{port}': expected a port of 1 to 65535"):
+        read_config(Peers, {name: f"one:18777, two:{port}"})
+    for good in ("one:1,two:65535", "[::1]:80", "one", "::1"):
+        assert read_config(Peers, {"WEFT_SCHEDULER_ADDR": good}) == Peers(good)
+
+
+def test_a_number_that_no_message_between_services_holds_is_refused() -> None:
+    for good in (2**63 - 1, -(2**63)):
+        assert read_config(Peers, {"WEFT_NUM_BLOCKS": str(good)}) == Peers(num_blocks=good)
+    for wrong in (2**63, -(2**63) - 1):
+        with pytest.raises(ConfigError, match=f"WEFT_NUM_BLOCKS='{wrong}': expected a number of 64 bits"):
+            read_config(Peers, {"WEFT_NUM_BLOCKS": str(wrong)})
+
+
+@pytest.mark.parametrize("config", [WorkerConfig, WeightsConfig])
+def test_more_threads_than_a_process_may_have_are_refused_before_any_is_started(config: type) -> None:
+    needed = {f"WEFT_{name}": "x" for name in ("MODEL", "MODEL_NAME", "WORKER_ID", "SCHEDULER_ADDR", "WEIGHTS_ADDR")}
+    with pytest.raises(ConfigError, match="WEFT_THREADS=100000: expected 0 to 1024"):
+        read_config(config, {**needed, "WEFT_THREADS": "100000"})
+
+
 @pytest.mark.parametrize(("level", "status"), [("loud", 2), ("debug", 0), ("", 0)])
 def test_a_level_that_the_log_has_not_ends_a_service_with_status_2_and_one_line(level: str, status: int) -> None:
     """It is read before all else, to tell of what is wrong with the rest."""

@@ -15,7 +15,7 @@ from weft.cli.bundles import app as bundles_app
 from weft.cli.keys import app as keys_app
 from weft.cli.machine import app as machine_app
 from weft.cli.up_command import DType, Weights, up
-from weft.config import ConfigError
+from weft.config import ConfigError, check_addresses
 from weft.streams import open_streams, written_out
 
 app = typer.Typer(
@@ -60,6 +60,8 @@ ApiKey = Annotated[str, typer.Option(envvar="WEFT_API_KEY", help="Where the mesh
 Model = Annotated[str, typer.Option(help="Whom to ask; default: the first that the gateway lists.")]
 Scheduler = Annotated[str, typer.Option(help="host:port; default: the mesh that runs on this machine.")]
 Worker = Annotated[str, typer.Argument(help="Its id, as `weft status` lists it.")]
+# of anything that a plan counts
+MOST = 1 << 30
 
 
 @app.command()
@@ -183,8 +185,8 @@ def plan(
     dtype: Annotated[DType, typer.Option(help="Of weights and KV cache; auto: the checkpoint's.")] = DType.AUTO,
     weights: Annotated[Weights, typer.Option(help="As they stay in memory: as they come, or F12.")] = Weights.PLAIN,
     context: Annotated[int, typer.Option(min=0, help="Tokens a sequence; 0: 8192, or the model's.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences that generate at once.")] = 32,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens in one step.")] = 2048,
+    batch: Annotated[int, typer.Option(min=1, max=MOST, help="Sequences that generate at once.")] = 32,
+    chunk_tokens: Annotated[int, typer.Option(min=1, max=MOST, help="Prompt tokens in one step.")] = 2048,
 ) -> None:
     """What a model needs on GPUs: weights, KV, the context that fits, and the limits, from its config alone."""
     from weft.cli.plan import PlanOptions, run_plan
@@ -262,6 +264,7 @@ def _scheduler(command: str, named: str) -> str:
         )
         typer.secho(f"{indent}name its scheduler with --scheduler HOST:PORT", fg="red", err=True)
         raise typer.Exit(1)
+    check_addresses("--scheduler", address)
     return address
 
 

@@ -14,7 +14,7 @@ from weft.cli.key_store import read_keys
 from weft.config import ConfigError, read_config
 from weft.keys import VALKEY_SCHEMES, BadKeys
 
-# the scheduler's takes ten times as long to import as the others together, and it is the first to start: it tells itself
+# the scheduler's takes ten times as long to import as the others together, and starts first: it tells by itself
 CLASSES = {
     "weft_services.kvstore": ("weft_services.kvstore.config", "Config"),
     "weft_services.weights": ("weft_services.weights.config", "Config"),

@@ -28,7 +28,7 @@ from weft.cli.record import MeshRecord, recorded
 from weft.cli.settings import check_settings
 from weft.cli.supervisor import Supervisor
 from weft.cli.timeline import Timeline
-from weft.config import ConfigError, is_loopback, read_models
+from weft.config import ConfigError, check_addresses, is_loopback, read_models
 from weft.errors import BadCheckpoint, Unreadable
 from weft.model.config import read_config
 from weft.rpc.tls import channel_credentials
@@ -180,6 +180,7 @@ def _check_options(options: MeshOptions, picture: Path | None) -> None:
         raise UsageError(f"{what}; name API keys with --keys (`weft keys add NAME` makes one), or say --open")
     if not options.num_both and not (options.num_prefill and options.num_decode):
         raise UsageError("a model needs --prefill 1 and --decode 1 at least, or --both 1")
+    check_addresses("--weights-from", options.weights_from)
     channel_credentials()  # raises ConfigError where WEFT_TLS_DIR cannot be read
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise UsageError(f"{' and '.join(missing)} must be installed: pip install 'weft[engine,local]', or make serve")

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from weft.config import INT64, MAX_THREADS
+
 
 class DType(StrEnum):
     """--dtype."""
@@ -75,7 +77,8 @@ def up(
         Transport, typer.Option(envvar="WEFT_TRANSPORT", help="Of KV blocks; auto: shared memory, Mooncake, gRPC.")
     ] = Transport.AUTO,
     threads: Annotated[
-        int, typer.Option(min=0, envvar="WEFT_THREADS", help="torch threads a worker; 0 shares the cores.")
+        int,
+        typer.Option(min=0, max=MAX_THREADS, envvar="WEFT_THREADS", help="torch threads a worker; 0 shares the cores."),
     ] = 0,
     max_seqs: Annotated[
         int, typer.Option(min=0, envvar="WEFT_MAX_SEQS", help="Sequences of a step; 0: 64 on a CPU, 256 on a GPU.")
@@ -87,7 +90,7 @@ def up(
     disk: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Cached blocks are kept there, too, over restarts.")
     ] = None,
-    disk_gib: Annotated[int, typer.Option(min=1, help="What they may take of it.")] = 8,
+    disk_gib: Annotated[int, typer.Option(min=1, max=(INT64.stop >> 30) - 1, help="What they may take of it.")] = 8,
     weights_from: Annotated[str, typer.Option(help="HOST:PORT of a mesh that may hold the weights in memory.")] = "",
     weights_listen: Annotated[str, typer.Option(help="HOST:PORT where other meshes may read the weights.")] = "",
     timeline: Annotated[Path | None, typer.Option(help="Write a picture (SVG) of how the start went here.")] = None,

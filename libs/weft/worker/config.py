@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from weft.capacity.sizes import Wanted
-from weft.config import WILDCARD_HOSTS, ConfigError, CpuKernels
+from weft.config import MAX_THREADS, WILDCARD_HOSTS, ConfigError, CpuKernels
 from weft.engine.manners import CPU_NICENESS, MAX_NICENESS
 from weft.kv.handoff import LEASE_SECONDS
 from weft.request import WorkerRole
@@ -112,8 +112,8 @@ class WorkerConfig:
     cpu_kernels: CpuKernels | None = None
 
     def __post_init__(self) -> None:
-        if self.threads < 0:
-            raise ConfigError(f"WEFT_THREADS={self.threads}: expected 0 or more")
+        if not 0 <= self.threads <= MAX_THREADS:
+            raise ConfigError(f"WEFT_THREADS={self.threads}: expected 0 to {MAX_THREADS}")
         self._check_seconds()
         _ = self.wanted
         if self.cpus:

