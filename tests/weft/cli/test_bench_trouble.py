@@ -201,3 +201,18 @@ def test_one_file_for_figures_and_report_is_refused_before_the_load(gateway: Gat
     result = runner.invoke(app, ["bench", "--url", gateway.url, *both])
     assert (result.exit_code, "--raw and --report are both" in result.stderr) == (2, True)
     assert gateway.asked == []
+
+
+def test_one_file_by_two_names_is_not_written_over(gateway: Gateway, tmp_path: Path) -> None:
+    """The report would take the trace's place, and the second file the first one's."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(LINE)
+    (tmp_path / "link").symlink_to(trace)
+    (tmp_path / "hard").hardlink_to(trace)
+    for name in ("trace.jsonl", "./trace.jsonl", "link", "hard"):
+        code, output = run(gateway, "--trace", str(trace), "--report", f"{tmp_path}/{name}")
+        assert (code, output) == (2, f"weft bench: --trace and --report are both {trace}\n")
+    (tmp_path / "to nothing").symlink_to(tmp_path / "new")
+    code, output = run(gateway, "--raw", f"{tmp_path}/new", "--report", f"{tmp_path}/to nothing")
+    assert (code, output) == (2, f"weft bench: --raw and --report are both {tmp_path}/new\n")
+    assert (trace.read_text(), gateway.asked) == (LINE, [])

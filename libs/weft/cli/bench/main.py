@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
+import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,8 +54,8 @@ class BenchOptions:
 
 def run_bench(options: BenchOptions) -> int:
     """The exit status: 1 when nothing was answered, or a file could not be written, 2 when it cannot be asked."""
-    if options.raw is not None and options.raw == options.report:
-        print(f"weft bench: --raw and --report are both {options.raw}", file=sys.stderr)
+    if twice := _named_twice({"--trace": options.trace, "--raw": options.raw, "--report": options.report}):
+        print(f"weft bench: {twice}", file=sys.stderr)
         return 2
     try:
         for path in filter(None, (options.raw, options.report)):
@@ -76,6 +79,17 @@ def run_bench(options: BenchOptions) -> int:
         else:
             is_kept = False
     return 0 if figures.answered and is_kept else 1
+
+
+def _named_twice(files: Mapping[str, Path | None]) -> str:
+    """Which options name one file, by one name or by two; empty where none do."""
+    named = [(option, path) for option, path in files.items() if path is not None]
+    for (one, first), (other, second) in itertools.combinations(named, 2):
+        # by a hard link too
+        are_same = first.exists() and second.exists() and first.samefile(second)
+        if are_same or os.path.realpath(first) == os.path.realpath(second):
+            return f"{one} and {other} are both {first}"
+    return ""
 
 
 def _write(path: Path, text: str) -> bool:
