@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import redis
 
-from weft.config import ConfigError
+from weft.config import ConfigError, masked
 from weft.keys import (
     VALKEY_KEYS,
     VALKEY_SCHEMES,
@@ -26,14 +27,14 @@ from weft.keys import (
 )
 from weft.rpc.valkey import checked_url
 
-SECONDS = 5.0
+SECONDS, RETRY_SECONDS = 5.0, 0.05
 FORGETFUL = "this Valkey forgets what it likes when it is full (maxmemory-policy); keys want one with noeviction"
 Change = Callable[[dict[str, Key]], dict[str, Key]]
 
 
 def read_keys(where: str) -> dict[str, Key]:
     """By digest. Raises BadKeys or OSError."""
-    if not where.startswith(VALKEY_SCHEMES):
+    if not _is_valkey(where):
         return _read_file(Path(where))
     with _opened(where) as server:
         return _read_valkey(server)
@@ -41,13 +42,20 @@ def read_keys(where: str) -> dict[str, Key]:
 
 def change_keys(where: str, change: Change) -> str:
     """All of it or nothing, one change at a time; returns a warning or nothing. Raises BadKeys or OSError."""
-    if not where.startswith(VALKEY_SCHEMES):
+    if not _is_valkey(where):
         # behind a link: to revoke a key there is to revoke it for the gateway, which may know the file by another name
         _change_file(Path(os.path.realpath(where)), change)
         return ""
     with _opened(where) as server:
         _change_valkey(server, change)
         return _warning(server)
+
+
+def _is_valkey(where: str) -> bool:
+    """Raises BadKeys for a URL of something else, of which a file would be called."""
+    if "://" in where and not where.startswith(VALKEY_SCHEMES):
+        raise BadKeys(f"--keys {masked(where)}: expected a file, or a URL that begins with {', '.join(VALKEY_SCHEMES)}")
+    return "://" in where
 
 
 def _warning(server: Any) -> str:
@@ -74,7 +82,7 @@ def _change_file(path: Path, change: Change) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        _lock(folder, path)
         changed = change(_read_file(path) if path.exists() else {})
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         try:
@@ -85,6 +93,19 @@ def _change_file(path: Path, change: Change) -> None:
             partial.unlink(missing_ok=True)
     finally:
         os.close(folder)
+
+
+def _lock(folder: int, path: Path) -> None:
+    """Until it is closed. Raises OSError where somebody else keeps it: one change takes no time."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise OSError(f"{path}: somebody else has kept {path.parent} locked for {SECONDS:g} s") from None
+        time.sleep(RETRY_SECONDS)
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
+import os
 import resource
 import sys
 from collections.abc import Iterator
@@ -189,3 +191,26 @@ def test_what_is_written_is_read_again(key: Key) -> None:
     text = dump_keys([key])
     assert load_keys(text) == {key.digest: key}
     assert json.loads(text)["keys"][0]["name"] == key.name
+
+
+@pytest.mark.parametrize("url", ["http://me:secret@host/0", "valkey://host:1/0"])
+def test_a_url_of_something_else_is_no_folder(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in (["add", "me"], ["list"], ["revoke", "me"]):
+        result = runner.invoke(app, ["keys", *command, "--keys", url])
+        assert (result.exit_code, "expected a file, or a URL that begins with redis://" in result.output) == (1, True)
+        assert "secret" not in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_keeps_the_folder_locked_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.cli.key_store.SECONDS", 0.1)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    add = ["keys", "add", "me", "--keys", str(tmp_path / "keys.json")]
+    result = runner.invoke(app, add)
+    assert (result.exit_code, "has kept" in result.output) == (1, True)
+    os.close(folder)
+    assert runner.invoke(app, add).exit_code == 0
