@@ -51,3 +51,9 @@ def test_a_service_whose_input_and_output_are_closed_ends_as_others_do(tmp_path:
     answers = "$WEFT status --scheduler $(grep -o '127[^ ]*' log | head -1) > /dev/null"
     code, _ = shell(f"{start} {listens}; {answers}; kill $!; wait $!", tmp_path)
     assert (code, "Assertion" in (tmp_path / "log").read_text()) == (0, False)
+
+
+@pytest.mark.parametrize("command", ["keys add me", "up", "doctor"])
+def test_a_current_directory_that_was_deleted_is_told(command: str, tmp_path: Path) -> None:
+    code, said = shell(f"mkdir gone; cd gone; rmdir ../gone; $WEFT {command}", tmp_path)
+    assert (code, said) == (1, "weft: the current directory is there no more: go to another one\n")

@@ -102,5 +102,7 @@ def _told() -> Iterator[None]:
     try:
         yield
     except (BadKeys, OSError) as error:
+        if isinstance(error, FileNotFoundError) and error.filename is None:
+            raise  # not a file, but the current directory: `weft.cli.main` says so
         typer.secho(f"weft keys: {error}", fg="red", err=True)
         raise typer.Exit(1) from None

@@ -288,6 +288,11 @@ def main() -> None:
         except ConfigError as error:  # of what every command reads, such as WEFT_TLS_DIR
             typer.secho(f"weft: {error}", fg="red", err=True)
             sys.exit(2)
+        except FileNotFoundError as error:
+            if error.filename is not None:
+                raise
+            typer.secho("weft: the current directory is there no more: go to another one", fg="red", err=True)
+            sys.exit(1)
 
 
 if __name__ == "__main__":
