@@ -9,6 +9,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from packaging.requirements import Requirement
 
 from weft.cli import certs
@@ -90,3 +96,38 @@ def test_a_key_that_is_not_there_or_not_the_certificates_is_told(
     (tmp_path / "mesh" / "key.pem").unlink()
     *_, told = check_certificates(Subject({}))
     assert (told.level, "key.pem: No such file" in told.says) == (Level.FAILURE, True)
+
+
+def test_the_public_key_is_looked_at_as_the_gateway_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("own", "other"):
+        certs.make_certs(tmp_path / folder, ["weft.example.com"])
+    monkeypatch.setenv("WEFT_TLS_CERT", str(tmp_path / "own/cert.pem"))
+    *_, told = check_certificates(Subject({}))
+    assert (told.level, told.says) == (Level.FAILURE, "WEFT_TLS_CERT and WEFT_TLS_KEY: one without the other")
+    monkeypatch.setenv("WEFT_TLS_KEY", str(tmp_path / "own/key.pem"))
+    *_, told = check_certificates(Subject({}))
+    assert (told.level, told.says.endswith("::1, weft.example.com")) == (Level.OK, True)
+    key = load_pem_private_key((tmp_path / "own/key.pem").read_bytes(), None)
+    locked = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"word"))
+    (tmp_path / "locked.pem").write_bytes(locked)
+    for wrong in ("other/key.pem", "nowhere.pem", "locked.pem"):
+        monkeypatch.setenv("WEFT_TLS_KEY", str(tmp_path / wrong))
+        *_, told = check_certificates(Subject({}))
+        assert (told.level, told.says.startswith(f"WEFT_TLS_KEY: {tmp_path / wrong}")) == (Level.FAILURE, True)
+
+
+def test_a_certificate_that_no_peer_would_believe_is_told_by_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is valid, and the key's, and made out to somebody else."""
+    monkeypatch.setattr(certs, "MESH_NAME", "mesh.example.com")
+    certs.make_certs(tmp_path, [])
+    monkeypatch.setenv("WEFT_TLS_DIR", str(tmp_path))
+    *_, told = check_certificates(Subject({}))
+    assert (
+        told.level,
+        told.says.endswith("for mesh.example.com, localhost, 127.0.0.1, ::1, and not for weft.mesh"),
+    ) == (
+        Level.FAILURE,
+        True,
+    )

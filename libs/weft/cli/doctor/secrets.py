@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from weft.cli.doctor.finding import Finding, Level, Subject
 from weft.cli.key_store import read_keys
 from weft.config import ConfigError, is_loopback
 from weft.keys import BadKeys
-from weft.rpc.tls import FILES, VARIABLE, read_folder, read_pem
+from weft.rpc.tls import FILES, MESH_NAME, VARIABLE, read_folder, read_pem
 
 RENEW, BEGIN_ANEW = "weft certs FOLDER makes a new one", "weft certs makes another authority in a new folder"
 SOON = datetime.timedelta(days=30)
@@ -42,7 +43,7 @@ def check_keys(subject: Subject) -> Iterator[Finding]:
 
 def check_certificates(subject: Subject) -> Iterator[Finding]:
     """Those of the mesh and of the public listeners."""
-    folder, public = os.environ.get(VARIABLE), os.environ.get("WEFT_TLS_CERT")
+    folder = os.environ.get(VARIABLE)
     if folder:
         found = [_certificate(VARIABLE, Path(folder) / name) for name in FILES if name != "key.pem"]
         yield from found
@@ -50,8 +51,33 @@ def check_certificates(subject: Subject) -> Iterator[Finding]:
             yield from _key(Path(folder))
     else:
         yield Finding("certificates", Level.OK, f"no {VARIABLE}: services talk to each other in the clear")
-    if public:
-        yield _certificate("WEFT_TLS_CERT", Path(public))
+    yield from _public()
+
+
+def _public() -> Iterator[Finding]:
+    """What clients are shown, and its key."""
+    cert, key = os.environ.get("WEFT_TLS_CERT", ""), os.environ.get("WEFT_TLS_KEY", "")
+    if bool(cert) != bool(key):
+        says = "WEFT_TLS_CERT and WEFT_TLS_KEY: one without the other"
+        yield Finding("certificates", Level.FAILURE, says, "name both, or neither")
+    elif cert:
+        found = _certificate("WEFT_TLS_CERT", Path(cert))
+        yield found
+        if found.level is not Level.FAILURE:
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
+            except (OSError, ssl.SSLError) as error:
+                says = f"WEFT_TLS_KEY: {key}: {error}"
+                yield Finding("certificates", Level.FAILURE, says, "name its key, without a password")
+
+
+def _names(certificate: x509.Certificate) -> list[str]:
+    """By which whoever shows it may be called."""
+    try:
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    except x509.ExtensionNotFound:
+        return []
+    return [str(name.value) for name in found.value]
 
 
 def _key(folder: Path) -> Iterator[Finding]:
@@ -73,6 +99,13 @@ def _certificate(variable: str, path: Path) -> Finding:
     if left < datetime.timedelta():
         says = f"{path.name} ended on {found.not_valid_after_utc:%Y-%m-%d}"
         return Finding("certificates", Level.FAILURE, says, advice)
+    if path.name != "ca.pem":
+        names = _names(found)
+        says += f", for {', '.join(names) or 'no name'}"
+        if variable == VARIABLE and MESH_NAME not in names:  # no peer would believe it
+            return Finding("certificates", Level.FAILURE, f"{says}, and not for {MESH_NAME}", RENEW)
+        if not names:
+            return Finding("certificates", Level.WARNING, f"{says}: clients refuse it", RENEW)
     return (
         Finding("certificates", Level.WARNING, says, advice) if left < SOON else Finding("certificates", Level.OK, says)
     )

@@ -14,6 +14,8 @@ from weft.rpc.tls import read_pem, reloaded
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
+# of a key that has one OpenSSL would ask the terminal, and wait
+NO_PASSWORD = ""
 
 
 class Certificate:
@@ -26,7 +28,7 @@ class Certificate:
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         self._seen = self._signature()
         try:
-            self.context.load_cert_chain(cert, key)
+            self.context.load_cert_chain(cert, key, NO_PASSWORD)
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"WEFT_TLS_CERT={cert}, WEFT_TLS_KEY={key}: {error}") from error
 
@@ -43,8 +45,8 @@ class Certificate:
                 now = self._signature()
                 if now != self._seen:
                     # what fails here would leave a context with a new certificate and no key
-                    ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self._cert, self._key)
-                    self.context.load_cert_chain(self._cert, self._key)
+                    ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self._cert, self._key, NO_PASSWORD)
+                    self.context.load_cert_chain(self._cert, self._key, NO_PASSWORD)
                     self._seen = now
                     logger.info("certificate is read anew from=%s", self._cert)
                 trouble = ""
