@@ -26,6 +26,7 @@ from rich.table import Table
 
 from loadtest.fleet.experiments import compare, hits, speed, split
 from loadtest.fleet.page import page
+from loadtest.traces import trace_file
 
 EXPERIMENTS: dict[str, Callable[[argparse.Namespace], tuple[list[Table], list[str], object]]] = {
     "compare": compare,
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one experiment."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.fleet", epilog="See the module's docstring.")
     parser.add_argument("experiment", choices=sorted(EXPERIMENTS))
-    parser.add_argument("--trace", type=Path, required=True, help="Mooncake JSONL or Azure CSV")
+    parser.add_argument("--trace", type=trace_file, required=True, help="Mooncake JSONL or Azure CSV")
     parser.add_argument("--workers", default="64", help="half of them prefill, half decode; several for `hits`")
     parser.add_argument("--loads", default="0.6,0.8,0.95", help="of the prefill workers, with ideal hits")
     parser.add_argument("--load", type=float, default=0.8, help="the peak, for `hits`")

@@ -16,7 +16,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -170,6 +170,19 @@ def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
+def named(only: str, names: Collection[str], refuse: Callable[[str], object]) -> list[str]:
+    """Rows by commas; a row's own name may have one."""
+    parts, found = [part.strip() for part in only.split(",")], []
+    while parts:
+        name = next((name for name in (", ".join(parts[:2]), parts[0]) if name in names), "")
+        if not name:
+            refuse(f"--only: no row is called {parts[0]!r}; there are: {'; '.join(names)}")
+            break
+        found.append(name)
+        parts = parts[1 + name.count(", ") :]
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.gateway", description=__doc__)
@@ -181,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     starters: dict[str, Starter | None] = {"weft": weft(1), "weft, 2 processes": weft(2), "mock server alone": bare}
     starters |= find_peers(options.peers)
-    chosen = options.only.split(",") if options.only else list(starters)
+    chosen = named(options.only, starters, parser.error) if options.only else list(starters)
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")
     here = {name: start for name, start in starters.items() if name in chosen}
     runs: dict[str, list[Row]] = {name: [] for name, start in here.items() if start}

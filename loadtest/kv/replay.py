@@ -28,6 +28,7 @@ from typing import Any
 
 from loadtest.kv.node import KvStoreNode
 from loadtest.kv.replay_report import write_report
+from loadtest.traces import trace_file
 from loadtest.verdict import verdict
 from weft.model.config import read_config
 from weft.model.kv_layout import block_bytes
@@ -212,7 +213,7 @@ def judged(result: dict[str, Any]) -> str:
 def main() -> None:
     """Run what was asked for, keep each result as JSON, write the page from all that are there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("trace", type=trace_file)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results and report.html")
     parser.add_argument("--mode", choices=[*MODES, "all"], default="all")
     parser.add_argument("--requests", type=int, default=0, help="only so many; 0: all")

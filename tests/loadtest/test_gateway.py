@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from loadtest.gateway.__main__ import Row, Sizes, measure_instant, median_of, table
+from loadtest.gateway.__main__ import Row, Sizes, main, measure_instant, median_of, named, table
 from loadtest.gateway.__main__ import verdict as kept_to
 from loadtest.gateway.driving import Case, drive
 from loadtest.gateway.processes import NoStart, Processes
@@ -48,3 +48,14 @@ def test_what_failed_is_told_and_keeps_no_bar() -> None:
     lines = table({"weft": median_of(runs)}).splitlines()
     assert lines[-1] == "- weft: 32 requests failed: HTTP 500; weft: not there"
     assert "- CPU a token, paced: not measured, bar 60.0 us: MISSED" in kept_to(runs).splitlines()
+
+
+def test_rows_are_chosen_by_names_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown one made an empty table, and a name with a comma could not be said."""
+    names, told = ["weft", "weft, 2 processes", "nginx"], list[str]()
+    assert named("weft, 2 processes", names, told.append) == ["weft, 2 processes"]
+    assert named("nginx,weft,weft, 2 processes", names, told.append) == ["nginx", "weft", "weft, 2 processes"]
+    assert told == []
+    with pytest.raises(SystemExit):
+        main(["--only", "weft,nosuch"])
+    assert "no row is called 'nosuch'; there are: weft; weft, 2 processes;" in capsys.readouterr().err
