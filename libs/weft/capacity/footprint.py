@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
@@ -43,6 +43,11 @@ class Weight:
 FIRST, LAST = -1, -2
 Footprint = Mapping[tuple[int, Kind], Weight]
 
+# by safetensors' names
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# modules that the engine makes one matrix of, by the names that they have in attention, MLPs and Mixtral's experts
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+_MATRICES, _PACKED = (".weight", ".weight_packed"), (".weight_packed", ".weight_scale_inv")
 _FACTORS = (".weight_scale", ".weight_scale_inv", ".weight_shape")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _PATTERNS = (
@@ -75,14 +80,58 @@ def footprint(config: ModelConfig, dtype: str = "", is_resident: bool = False) -
         weight.params += params
         if not dtype:
             weight.size_bytes += num_items * _item_bytes(name, stored, ITEM_BYTES[config.dtype])
-        elif _is_taken_apart(name) and stored != FLOATS:
-            weight.size_bytes += params * ITEM_BYTES[dtype]
-        elif not name.endswith((".weight_shape", ".kv_b_proj.weight_scale", ".kv_b_proj.weight_scale_inv")):
-            wide = 4 if _is_router(name, config) and config.experts and config.experts.has_bias else ITEM_BYTES[dtype]
-            size_bytes = num_items * _item_bytes(name, stored, wide)
-            is_packed = is_resident and dtype == "bfloat16" and stored == FLOATS and _is_multiplied(name, shape, config)
-            weight.size_bytes += math.ceil(size_bytes * F12_SHARE) if is_packed else size_bytes
+            continue
+        is_plain = _is_unpacked(name, shapes) or (stored == FLOATS and not name.endswith(_FACTORS))
+        if is_plain:
+            size_bytes = params * _wide_bytes(name, config, dtype)
+        else:
+            size_bytes = 0 if name.endswith(".weight_shape") else num_items * _item_bytes(name, stored, 0)
+        is_packed = is_resident and dtype == "bfloat16" and is_plain and _is_multiplied(name, shape, config)
+        weight.size_bytes += math.ceil(size_bytes * F12_SHARE) if is_packed else size_bytes
     return found
+
+
+@lru_cache(maxsize=16)
+def cpu_bytes(config: ModelConfig, dtype: str) -> int:
+    """What a CPU holds that computes in it, without the padding of its panels: see `weft_kernels.linear.pack`.
+
+    All is unpacked. bfloat16 matrices stay what they are, but where they are one with packed ones. Panels are another
+    memory than the table of embeddings that a tied head is.
+    """
+    shapes, total = expected_tensors(config), 0
+    for name, shape in expected_tensors(replace(config, quantization=None)).items():
+        is_kept = config.dtype == "bfloat16" and name in shapes and stored_dtypes(name, shapes) == FLOATS
+        is_kept = is_kept and _is_multiplied(name, shape, config) and not _is_unpacked(name, shapes)
+        size_bytes = math.prod(shape) * (ITEM_BYTES["bfloat16"] if is_kept else _wide_bytes(name, config, dtype))
+        total += size_bytes * (2 if config.is_tied and "embed_tokens." in name else 1)
+    return total
+
+
+def as_stored(config: ModelConfig, tensors: Iterable[tuple[str, int]]) -> ModelConfig:
+    """With the dtype that most of the plain tensors have, whatever config.json says; they are told by safetensors'
+    name of their dtype, and bytes."""
+    found: Counter[str] = Counter()
+    for name, size_bytes in tensors:
+        found[name] += size_bytes
+    plain = {DTYPES[name]: found[name] for name in FLOATS if found[name]}
+    return replace(config, dtype=max(plain, key=lambda name: plain[name])) if plain else config
+
+
+def _is_unpacked(name: str, shapes: Container[str]) -> bool:
+    """Of one linear module: has it to be plain on a GPU too, where what becomes one matrix with it is not packed."""
+    if _is_taken_apart(name):
+        return True
+    root, _, part = name.rpartition(".")[0].rpartition(".")
+    parts = next((each for each in TOGETHER if part in each), ())
+    there = [f"{root}.{each}" for each in parts if any(f"{root}.{each}{end}" in shapes for end in _MATRICES)]
+    packed = [each for each in there if any(each + end in shapes for end in _PACKED)]
+    return 0 < len(packed) < len(there)
+
+
+def _wide_bytes(name: str, config: ModelConfig, dtype: str) -> int:
+    """Of one number that is not packed."""
+    is_wide = config.experts is not None and config.experts.has_bias and _is_router(name, config)
+    return 4 if is_wide or name.endswith(".e_score_correction_bias") else ITEM_BYTES[dtype]
 
 
 def _is_multiplied(name: str, shape: tuple[int, ...], config: ModelConfig) -> bool:
@@ -97,7 +146,7 @@ def _is_router(name: str, config: ModelConfig) -> bool:
 
 def _is_taken_apart(name: str) -> bool:
     """Latent attention keeps the two halves of it plain."""
-    return name.endswith((".kv_b_proj.weight", ".kv_b_proj.weight_packed"))
+    return ".kv_b_proj." in name
 
 
 def _item_bytes(name: str, stored: tuple[str, ...], plain: int) -> int:

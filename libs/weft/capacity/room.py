@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from weft.capacity.footprint import ITEM_BYTES, footprint
+from weft.capacity.footprint import cpu_bytes, footprint
 from weft.capacity.gpus import Gpu
 from weft.capacity.layout import GIB, Demand, Layout
 from weft.capacity.plan import RUNTIME_BYTES, make_plan
@@ -56,20 +56,15 @@ def measure_room(model: ModelConfig, machine: Machine, chunk_tokens: int, max_se
     """FP8 and INT4 are unpacked on a CPU and stay packed on a GPU, where libraries take their part too. That a CPU
     keeps bfloat16 in less is not counted on: not all matrices may suit it, and each is in both forms for a moment."""
     is_cpu = machine.device == "cpu"
-    is_kept = is_cpu and model.dtype == "bfloat16" and model.quantization is None  # see `weft.model.loading`
     if is_cpu:
-        weights = ITEM_BYTES["bfloat16" if is_kept else machine.dtype] * _num_params(model)
+        weights = cpu_bytes(model, machine.dtype)
     else:
         weights = sum(each.size_bytes for each in footprint(model, machine.dtype, machine.is_resident).values())
     gpu = Gpu("this machine", free / GIB, 1, 1, 1)
     demand = Demand(gpu, 1, chunk_tokens, machine.dtype, chunk_tokens, max_seqs, machine.block_tokens)
-    demand = replace(demand, is_resident=machine.is_resident and not is_cpu)
+    demand = replace(demand, is_resident=machine.is_resident and not is_cpu and machine.dtype == "bfloat16")
     activations = make_plan(model, Layout(), demand).stages[0].activations
     return Room(free, weights, activations, free - weights - activations - (0 if is_cpu else RUNTIME_BYTES))
-
-
-def _num_params(model: ModelConfig) -> int:
-    return sum(each.params for each in footprint(replace(model, quantization=None)).values())
 
 
 def measured_room(room: Room, free: int, activations: int) -> Room:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,9 @@ from weft.model import loading
 from weft.model.decoder import Decoder
 from weft.model.kv_layout import kv_groups
 from weft.model.spec import ModelConfig
+from weft_kernels.linear import PackedWeight
 from weft_kernels.moe import experts
+from weft_kernels.native import native
 
 
 def one_stage(config: ModelConfig, dtype: str) -> Stage:
@@ -28,8 +32,12 @@ def one_stage(config: ModelConfig, dtype: str) -> Stage:
 
 
 def held_bytes(thing: object, seen: dict[int, int]) -> int:
-    """Of all tensors that an object holds on to, in slots of its bases too, each memory once."""
-    if isinstance(thing, torch.Tensor):
+    """Of all tensors that an object holds on to, in slots of its bases too, each memory once. A CPU's panels count
+    without their padding, which is most of a tiny matrix."""
+    if isinstance(thing, PackedWeight) and thing.library is not None:
+        assert isinstance(thing.data, torch.Tensor)
+        seen[thing.data.data_ptr()] = thing.num_outputs * thing.num_inputs * thing.data.itemsize
+    elif isinstance(thing, torch.Tensor):
         seen[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
     elif isinstance(thing, list | tuple):
         for each in thing:
@@ -64,6 +72,59 @@ def test_a_loaded_model_holds_what_the_plan_says(
     model = Decoder(tiny.config, tiny.weights, torch.float32, torch.device("cpu"))
     config = tiny.config
     planned = one_stage(config, "float32").weights
+    assert held_bytes(model, {}) == planned + model.frequencies.nbytes
+
+
+def in_dtype(tiny: TinyFamily, dtype: str) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+    """The checkpoint as if its plain tensors had been saved so; factors stay what they are."""
+    wanted: torch.dtype = getattr(torch, dtype)
+    plain = {name: each for name, each in tiny.weights.items() if each.dtype == torch.float32}
+    changed = {name: each.to(wanted) for name, each in plain.items() if not name.endswith("_scale_inv")}
+    return replace(tiny.config, dtype=dtype), {**tiny.weights, **changed}
+
+
+def check_cpu(tiny: TinyFamily) -> None:
+    """Whatever it was saved in, and is computed in."""
+    if native() is None:
+        pytest.skip("without kernels of our own, matrices are plain and in the dtype that they are computed in")
+    for stored, dtype in itertools.product(("float32", "bfloat16", "float16"), ("float32", "bfloat16")):
+        config, weights = in_dtype(tiny, stored)
+        model = Decoder(config, weights, getattr(torch, dtype), torch.device("cpu"))
+        planned = measure_room(config, Machine("cpu", dtype, 16), 64, 8, 1 << 40).weights
+        assert held_bytes(model, {}) == planned + model.frequencies.nbytes, f"{stored}, computed in {dtype}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_worker_on_a_cpu_holds_what_is_counted(name: str, family_of: Callable[[str], TinyFamily]) -> None:
+    check_cpu(family_of(name))
+
+
+MIXED = FP8 | {"modules_to_not_convert": ["k_proj", "up_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("deepseek", FP8), ("kimi-k2", INT4), ("qwen3-moe", FP8), ("llama3", MIXED), ("qwen3-moe", MIXED)],
+)
+def test_a_worker_on_a_cpu_holds_what_is_counted_of_packed_checkpoints(
+    name: str, fields: dict[str, object], family_of: Callable[[str], TinyFamily], tmp_path: Path
+) -> None:
+    check_cpu(quantized(family_of(name), fields, tmp_path / "packed"))
+
+
+@pytest.mark.parametrize("name", ["llama2", "qwen3-moe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_weights_beside_plain_ones_are_counted_unpacked_on_a_gpu(
+    name: str, dtype: str, family_of: Callable[[str], TinyFamily], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries are packed and keys are not, gates are and what they multiply is not: of what is one matrix here."""
+    tiny = quantized(family_of(name), MIXED, tmp_path / "packed")
+    monkeypatch.setattr("weft_kernels.linear.native", lambda: None)
+    monkeypatch.setattr(loading.Loader, "matrix", loading.Loader.tensor)
+    for module in (loading, experts):
+        monkeypatch.setattr(module, "held", lambda weight, dtype, is_resident: weight)
+    model = Decoder(tiny.config, tiny.weights, getattr(torch, dtype), torch.device("cpu"))
+    planned = measure_room(tiny.config, Machine("cuda", dtype, 16), 64, 8, 1 << 40).weights
     assert held_bytes(model, {}) == planned + model.frequencies.nbytes
 
 

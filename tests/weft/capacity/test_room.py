@@ -5,29 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
-from tests.weft.capacity.test_allocation import held_bytes
 from tests.weft.tiny_families import FAMILIES, TinyFamily
 
 from weft.capacity.room import Machine, Room, default_num_blocks, measure_room, measured_room
 from weft.errors import BadCheckpoint
-from weft.model.decoder import Decoder
 
 CPU = Machine("cpu", "float32", 16)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_weights_take_what_was_counted(
-    name: str, family_of: Callable[[str], TinyFamily], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In plain matrices, as on a GPU: a CPU's panels are padded. Frequencies are not weights."""
-    monkeypatch.setattr("weft_kernels.linear.native", lambda: None)
-    tiny = family_of(name)
-    model = Decoder(tiny.config, tiny.weights, torch.float32, torch.device("cpu"))
-    room = measure_room(tiny.config, CPU, 64, 8, 1 << 40)
-    assert held_bytes(model, {}) == room.weights + model.frequencies.nbytes
+def test_what_is_left_is_what_weights_and_activations_leave(name: str, family_of: Callable[[str], TinyFamily]) -> None:
+    """That weights are what a worker holds is in `test_allocation.py`."""
+    room = measure_room(family_of(name).config, CPU, 64, 8, 1 << 40)
     assert room.left == room.free - room.weights - room.activations
+    assert room.weights > 0
     assert room.activations > 0
+
+
+def test_room_to_unpack_in_is_kept_where_something_is_packed(family_of: Callable[[str], TinyFamily]) -> None:
+    """F12 is a form of bfloat16: computed in float32, nothing of it is packed on a GPU."""
+    config = family_of("llama2").config
+    rooms = {
+        (dtype, is_resident): measure_room(config, Machine("cuda", dtype, 64, is_resident), 64, 8, 1 << 40)
+        for dtype in ("float32", "bfloat16")
+        for is_resident in (False, True)
+    }
+    assert rooms["float32", True] == rooms["float32", False]
+    assert rooms["bfloat16", True].activations > rooms["bfloat16", False].activations
+    assert rooms["bfloat16", True].weights < rooms["bfloat16", False].weights
 
 
 def test_a_gpu_leaves_room_for_its_libraries_and_counts_the_dtype_that_it_runs(
