@@ -182,7 +182,7 @@ def plan(
     tp: Annotated[int, typer.Option(min=0, help="GPUs that share each matrix; 0: all that divide.")] = 0,
     pp: Annotated[int, typer.Option(min=0, help="Pipeline stages; 0: all that divide.")] = 0,
     ep: Annotated[int, typer.Option(min=0, help="GPUs that share the experts; 0: all that divide.")] = 0,
-    dtype: Annotated[DType, typer.Option(help="Of weights and KV cache; auto: the checkpoint's.")] = DType.AUTO,
+    dtype: Annotated[DType, typer.Option(help="Of weights and KV cache; auto: bfloat16.")] = DType.AUTO,
     weights: Annotated[Weights, typer.Option(help="As they stay in memory: as they come, or F12.")] = Weights.PLAIN,
     context: Annotated[int, typer.Option(min=0, help="Tokens a sequence; 0: 8192, or the model's.")] = 0,
     batch: Annotated[int, typer.Option(min=1, max=MOST, help="Sequences that generate at once.")] = 32,

@@ -81,7 +81,8 @@ def _demand(options: PlanOptions, config: ModelConfig) -> Demand:
         raise BadPlan(f"--gpu: {options.gpu!r} is not known; known: {', '.join(GPUS)}")
     if options.context > config.max_positions:
         raise BadPlan(f"--context: {options.context} is more than the model's {config.max_positions} positions")
-    dtype = config.dtype if options.dtype == "auto" else options.dtype
+    # as workers on a GPU have it
+    dtype = "bfloat16" if options.dtype == "auto" else options.dtype
     return Demand(
         gpu=GPUS[options.gpu],
         num_gpus=options.gpus,

@@ -36,6 +36,19 @@ def test_what_is_not_bfloat16_is_planned_as_it_is(monkeypatch: pytest.MonkeyPatc
     assert resident.stdout == plain.stdout
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_whatever_a_checkpoint_has_workers_on_a_gpu_compute_in_bfloat16(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    fields = json.loads((CONFIGS / "llama3-8b/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"dtype": dtype, "torch_dtype": dtype}))
+    for weights in ("plain", "resident"):
+        found, published = (weft(str(each), "--weights", weights).stdout for each in (tmp_path, CONFIGS / "llama3-8b"))
+        assert "KV in bfloat16" in found
+        assert found == published
+
+
 def test_the_command_shows_its_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     run = weft(str(CONFIGS / "llama4-scout"), "--gpu", "h200", "--gpus", "2")
