@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.capacity.footprint import footprint
+from weft.capacity.footprint import as_stored, footprint
 from weft.capacity.layout import GIB
 from weft.capacity.memory import available_bytes
 from weft.capacity.sizes import Sizes, Wanted, choose
@@ -21,7 +21,7 @@ from weft.cli.layout import MeshOptions
 from weft.config import read_config as read_settings
 from weft.errors import BadCheckpoint
 from weft.model.config import ModelConfig, read_config
-from weft.weights.checkpoint import read_checkpoint
+from weft.weights.checkpoint import Checkpoint, read_checkpoint
 from weft.weights.objects import is_remote
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -33,8 +33,9 @@ def check_fit(options: MeshOptions, environ: Mapping[str, str]) -> None:
     said = {"WEFT_DTYPE": options.dtype, "WEFT_WEIGHTS": options.weights, "WEFT_MAX_SEQS": str(options.max_seqs)}
     wanted = read_settings(Wanted, {**environ, **said})
     sizes = choose(wanted, bool(options.gpus) and not is_for_cpus_only())
-    models = {name: read_config(directory) for name, directory in options.models.items()}
-    total = sum(_image_bytes(directory, models[name]) for name, directory in options.models.items())
+    found = {name: _read(directory) for name, directory in options.models.items()}
+    models = {name: config for name, (config, _) in found.items()}
+    total = sum(size_bytes for _, size_bytes in found.values())
     images = min(total, read_settings(Limits, environ).weights_bytes or total)
     there = held_bytes()
     if SHARED_MEMORY.is_dir() and images > (free := shared_memory()[0] + there):
@@ -114,11 +115,19 @@ def held_bytes() -> int:
     return found
 
 
-def _image_bytes(directory: Path, config: ModelConfig) -> int:
-    """What files say that are here; of those that are not, what the config says."""
+def _read(directory: Path) -> tuple[ModelConfig, int]:
+    """What it is and its image's bytes: what files say that are here; of those that are not, what the config says."""
     if is_remote(directory):
-        return sum(each.size_bytes for each in footprint(config).values())
-    return read_checkpoint(directory).total_bytes
+        config = read_config(directory)
+        return config, sum(each.size_bytes for each in footprint(config).values())
+    checkpoint = read_checkpoint(directory)
+    return stored_config(checkpoint), checkpoint.total_bytes
+
+
+def stored_config(checkpoint: Checkpoint) -> ModelConfig:
+    """With the dtype of its files, which workers go by, as some say another in config.json."""
+    tensors = ((each.entry.dtype, each.entry.size_bytes) for each in checkpoint.tensors)
+    return as_stored(read_config(checkpoint.directory), tensors)
 
 
 def _gib(size: int) -> str:

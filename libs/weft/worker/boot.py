@@ -13,6 +13,7 @@ import grpc
 import torch
 
 from weft import log
+from weft.capacity.footprint import as_stored
 from weft.capacity.memory import available_bytes
 from weft.capacity.plan import RUNTIME_BYTES
 from weft.capacity.processors import granted_cores
@@ -30,6 +31,7 @@ from weft.model.config import ModelConfig, config_of, read_config
 from weft.model.decoder import Decoder
 from weft.model.fields import Fields
 from weft.model.kv_layout import block_bytes, layout_name
+from weft.model.loading import DTYPE_NAMES
 from weft.request import ModelFingerprint
 from weft.rpc.client import open_channel, owned
 from weft.weights.shared import open_image
@@ -151,9 +153,11 @@ def _build(
 ) -> Booted:
     model, machine = parse_config(ready.config_json), sizes.machine
     size, limits = block_bytes(model, machine.dtype, machine.block_tokens), _limits(config, sizes, model)
+    checked_room(model, sizes, config.gpu_share)
+    image, device = open_image(ready.shm_name, ready.size_bytes), torch.device(machine.device)
+    model = as_stored(model, ((DTYPE_NAMES.get(each.dtype, ""), each.nbytes) for each in image.values()))
     room = checked_room(model, sizes, config.gpu_share)
     _tell_dtype(config, sizes, model)
-    image, device = open_image(ready.shm_name, ready.size_bytes), torch.device(machine.device)
     decoder = Decoder(model, image, DTYPES[machine.dtype], device, machine.is_resident)
     log.mark("copying and packing" if machine.is_resident else "copying")
     if machine.device == "cuda":

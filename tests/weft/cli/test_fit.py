@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from weft.capacity.layout import GIB
@@ -91,6 +93,26 @@ def test_shared_memory_that_is_too_small_is_told_with_the_command_that_mends_it(
         check_fit(replace(OPTIONS, models={"a": SHIPPED, "b": SHIPPED}), {"WEFT_WEIGHTS_BYTES": str(2 * MIB)})
     set_shared(monkeypatch, 2 * MIB)
     check_fit(replace(OPTIONS, models={"a": SHIPPED, "b": SHIPPED}), {"WEFT_WEIGHTS_BYTES": str(2 * MIB)})
+
+
+def test_what_files_hold_counts_and_not_what_their_config_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices in float32 stay so on a CPU, those in bfloat16 take half of that."""
+    shutil.copytree(SHIPPED, tmp_path / "wide")
+    wide = {name: each.float() for name, each in load_file(SHIPPED / "model.safetensors").items()}
+    save_file(wide, tmp_path / "wide" / "model.safetensors")
+    config, (stored, image_bytes) = read_config(SHIPPED), fit._read(tmp_path / "wide")
+    assert (config.dtype, stored) == ("bfloat16", replace(config, dtype="float32"))
+    assert fit._read(SHIPPED) == (config, image_bytes // 2)
+    sizes = choose(Wanted(), False)
+    own = sizes.room(stored, 64 * GIB).weights - sizes.room(config, 64 * GIB).weights
+    assert own > MIB
+    needed = needed_bytes(OPTIONS) + image_bytes // 2 + OPTIONS.num_workers * own
+    options = replace(OPTIONS, models={"nano": tmp_path / "wide"})
+    set_memory(monkeypatch, needed)
+    check_fit(options, {})
+    set_memory(monkeypatch, needed - 1)
+    with pytest.raises(BadCheckpoint, match="no room for nano"):
+        check_fit(options, {})
 
 
 def test_each_worker_must_fit_on_the_card_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,13 +17,12 @@ from weft.capacity.memory import available_bytes
 from weft.capacity.room import Room, default_num_blocks
 from weft.capacity.sizes import Sizes, Wanted, choose
 from weft.cli.doctor.finding import Finding, Level, Subject
-from weft.cli.fit import SHARED_MEMORY, held_bytes, is_for_cpus_only, shared_memory
+from weft.cli.fit import SHARED_MEMORY, held_bytes, is_for_cpus_only, shared_memory, stored_config
 from weft.cli.gpus import cards, chosen_cards, tell_memory, usable_gpus
 from weft.cli.record import running_meshes
 from weft.config import ConfigError
 from weft.config import read_config as read_settings
 from weft.errors import BadCheckpoint, Unreadable
-from weft.model.config import read_config
 from weft.model.kv_layout import block_bytes
 from weft.model.spec import ModelConfig
 from weft.tokenizer import SETTINGS, check_tokenizer
@@ -147,7 +146,7 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
         images = sum(checkpoint.total_bytes for checkpoint in checkpoints.values())
         free = max(0, available_bytes() + held_bytes() - images) // subject.num_workers
     for name, checkpoint in checkpoints.items():
-        found_room = _room(name, read_config(checkpoint.directory), sizes, free)
+        found_room = _room(name, stored_config(checkpoint), sizes, free)
         if found_room.level is not Level.OK and running_meshes():
             says = f"{found_room.says}; but a mesh runs here, whose workers have taken theirs"
             found_room = Finding("memory", Level.OK, says, "weft doctor says more before a mesh is started")
