@@ -14,12 +14,14 @@ import pytest
 from tests.services.gateway.conftest import END, Bench, MakeBench
 from tests.services.gateway.fakes import forever, speaking
 from tests.weft.rpc.bare_http2 import MAX_CONCURRENT_STREAMS, SETTINGS, BareClient
+from weft.errors import DeadlineExceeded
 from weft.metrics import REGISTRY
 from weft_mesh.v1 import inference_service_pb2 as pb
 from weft_mesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from weft_services.gateway.front import grpc_edge
 from weft_services.gateway.front.accounting import ENDPOINTS
 from weft_services.gateway.front.exchange import MAX_BODY_BYTES
+from weft_services.gateway.front.service import InferenceService, accounted
 
 GENERATE = "/weft_mesh.v1.InferenceService/Generate"
 
@@ -115,3 +117,22 @@ async def test_a_message_that_was_taken_is_not_kept_by_the_stream_that_it_came_f
 
     assert await grpc_edge._only(messages()) == b"the one"
     assert closed == [True]
+
+
+class Expired:
+    """What a handler knows of a call whose deadline passed before it was its turn."""
+
+    def time_remaining(self) -> float:
+        return 0.0
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+
+async def test_a_deadline_that_has_just_passed_is_not_none(bench: MakeBench) -> None:
+    async with bench() as b:
+        b.decode.script = speaking([END])
+        service = InferenceService(b.gateway.pipeline, timeout_seconds=20)
+        with accounted("Generate", ()), pytest.raises(DeadlineExceeded):
+            await service.Generate(pb.GenerateRequest(text="x").SerializeToString(), Expired())
+        assert not b.scheduler.routed

@@ -91,9 +91,8 @@ class InferenceService(InferenceServiceServicer):
     async def Embed(self, request: bytes, context: Any) -> pb.EmbedResponse:  # type: ignore[override]
         """What /v1/embeddings does."""
         parse = partial(read_embed, self._pipeline.models, request)
-        timeout = min(self._timeout_seconds, context.time_remaining() or self._timeout_seconds)
-        session = session_named(context.invocation_metadata() or ())
-        _, vectors, count = await embed(self._pipeline, parse, session, _account.get(), timeout)
+        session, seconds = session_named(context.invocation_metadata() or ()), self._seconds(context)
+        _, vectors, count = await embed(self._pipeline, parse, session, _account.get(), seconds)
         if sum(map(len, vectors)) > MANY_NUMBERS:
             return await asyncio.to_thread(_embedded, vectors, count)
         return _embedded(vectors, count)
@@ -120,12 +119,11 @@ class InferenceService(InferenceServiceServicer):
         self, parse: Callable[[bytes], Generation], request: bytes, context: Any
     ) -> AsyncGenerator[tuple[Piece, Usage | None, Prepared], None]:
         """Pieces of all choices and what they continue; the last one comes with the usage."""
-        timeout = min(self._timeout_seconds, context.time_remaining() or self._timeout_seconds)
         metadata = context.invocation_metadata()
         account, session = _account.get(), session_named(metadata)
         prepared = await self._pipeline.prepare(parse, request)
         account.reached("prepared")
-        run = self._pipeline.run(prepared, session, timeout)
+        run = self._pipeline.run(prepared, session, self._seconds(context))
         account.watch(run)
         num_open = len(prepared.sequences)
         async with run:
@@ -138,6 +136,11 @@ class InferenceService(InferenceServiceServicer):
             if (HEADER.decode(), "1") in (metadata or ()):
                 name_of, told = response_header(account.timeline())
                 context.set_trailing_metadata(((name_of.decode(), told.decode()),))
+
+    def _seconds(self, context: Any) -> float:
+        """That the call may still take: none where its deadline has just passed, which is not to have none."""
+        remaining = context.time_remaining()
+        return self._timeout_seconds if remaining is None else min(self._timeout_seconds, remaining)
 
 
 def _tokenized(found: dict[str, Any]) -> pb.TokenizeResponse:
