@@ -9,7 +9,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from weft.errors import Incompatible, InvalidRequest, NotFound
-from weft.metrics import READY_WORKERS, WORKERS
+from weft.metrics import DECLINED_ROLES, READY_WORKERS, WORKERS
 from weft.request import WorkerRole
 from weft_services.scheduler.rates import measure, rate
 from weft_services.scheduler.served import Served
@@ -26,6 +26,8 @@ MAX_MODELS = 1024
 # somebody else may have asked it for something else. So many of them are remembered
 WISH_SECONDS = 30.0
 MAX_WISHES = 1024
+# a worker plays the role it is asked for as soon as it has heard of it; one that does not for so long will not
+ROLE_SECONDS = 30.0
 # that a model has no worker is told for so long after it had one: then it is not missed any more
 MISSED_SECONDS = 3600.0
 # a role that had a ready worker within this time is expected to have one again in a moment, and so is a size
@@ -43,6 +45,7 @@ class Fleet:
         self._workers: dict[str, Worker] = {}
         self._models: dict[str, Served] = {}
         self._wishes: dict[tuple[str, str], tuple[bool, float]] = {}  # to drain or not; when such a start last reported
+        self._asked_at: dict[tuple[Worker, WorkerRole], float] = {}  # to play a role
         self._ready_at: dict[tuple[str, WorkerRole], float] = {}  # when a worker of the role last said so, or was full
         # by model the longest prompts of those who left of late, and when they last reported
         self._left: dict[str, list[tuple[int, float]]] = {}
@@ -138,7 +141,7 @@ class Fleet:
         if report.role not in (None, worker.info.role):
             self._recast(worker, report.role)
         if worker.role_wish is worker.info.role:
-            worker.role_wish = None
+            worker.role_wish, worker.num_declined = None, 0
         self._note_ready(worker, now)
         worker.refresh()
 
@@ -166,6 +169,17 @@ class Fleet:
             busy = [min(worker.prefill_tokens, 1) for worker in served.prefills if serves(worker)]
             served.utilization += NEWEST_SHARE * ((fmean(busy) if busy else 0.0) - served.utilization)
         self._tell_ready(now)
+        self._give_up_roles(now)
+
+    def _give_up_roles(self, now: float) -> None:
+        """One that is asked for, and is not played, is in the way of all others that would help."""
+        asked = [(worker, worker.role_wish) for worker in self._workers.values() if worker.role_wish is not None]
+        self._asked_at = {each: self._asked_at.get(each, now) for each in asked}
+        for worker, role in [each for each, at in self._asked_at.items() if now - at >= ROLE_SECONDS]:
+            logger.warning("worker does not play %s, asked for %.0f s id=%s", role, ROLE_SECONDS, worker.worker_id)
+            worker.role_wish, worker.num_declined = None, worker.num_declined + 1
+            del self._asked_at[worker, role]
+            DECLINED_ROLES.inc()
 
     def _tell_ready(self, now: float) -> None:
         for model, served in self._models.items():

@@ -94,12 +94,17 @@ def wanted(served: Served, limits: Limits) -> Move | None:
 
 
 def _spare(served: Served, role: WorkerRole, least: int) -> Worker | None:
-    """The worker of that role with the least to do, if there are more than the least."""
+    """The worker of that role with the least to do, if there are more than the least; one that has not moved when it
+    was asked comes after those that may."""
     playing = [worker for worker in served.workers if worker.info.role.can(role) and serves(worker)]
     able = [worker for worker in playing if worker.info.role is role and worker.info.can_change_role]
     if len(playing) <= least:
         return None
-    return min(able, key=lambda worker: (worker.prefill_tokens + worker.decode_tokens, worker.worker_id), default=None)
+    return min(able, key=_reluctance, default=None)
+
+
+def _reluctance(worker: Worker) -> tuple[int, int, str]:
+    return worker.num_declined, worker.prefill_tokens + worker.decode_tokens, worker.worker_id
 
 
 @dataclass(slots=True)

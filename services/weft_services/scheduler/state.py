@@ -104,11 +104,11 @@ class Worker:
     """A live worker. `Fleet` writes what it says of itself, `Bookings` writes `booked`, `fresh` and
     `dispatched_tokens`; whoever has written calls `refresh`. `fresh` is the part of `booked` that came after the last
     report, so that the report cannot know of it; `returned` is what came to its end since, of what the report counts
-    still. `dispatched_tokens` is what it was given of late:
-    among equals it is the turn of whoever was given least. The six after it are what the policy reads, worked out once
-    a change and not once a request: what the fill of its pool counts for, seconds of work before a new prompt, the
-    most that a prompt waits for each of its tokens, seconds of work before a new sequence (the pool's fill included),
-    and seconds that a token of each takes. `column` is where `Served` has all seven beside those of the others.
+    still. `dispatched_tokens` is what it was given of late: among equals it is the turn of whoever was given least. The
+    six after it are what the policy reads, worked out once a change and not once a request: what the fill of its pool
+    counts for, seconds of work before a new prompt, the most that a prompt waits for each of its tokens, seconds of
+    work before a new sequence (the pool's fill included), and seconds that a token of each takes. `column` is where
+    `Served` has all seven beside those of the others.
     """
 
     info: WorkerInfo
@@ -126,6 +126,7 @@ class Worker:
     drain_wish: bool | None = None
     park_wish: bool | None = None
     role_wish: WorkerRole | None = None
+    num_declined: int = 0  # roles in a row that it was asked to play and did not
     dispatched_tokens: float = 0.0
     pressure_seconds: float = INFINITE
     prefill_seconds: float = 0.0
@@ -271,15 +272,12 @@ class Prefixes:
     credit: Credit = USUAL_CREDIT
 
 
-NOTHING_HELD = Prefixes()
-
-
 @dataclass(frozen=True, slots=True)
 class Demand:
     """What a request asks of the fleet: itself, what is cached of it where, and how long its answer will be."""
 
     query: RouteQuery
-    prefixes: Prefixes = NOTHING_HELD
+    prefixes: Prefixes = field(default_factory=Prefixes)
     preference: Preference = NO_PREFERENCE
     output_tokens: int = 0
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from tests.services.scheduler.choosing import BOTH, DECODE, PREFILL
 from tests.services.scheduler.fakes import MODEL, ready_worker
 from weft.config import ConfigError
+from weft.metrics import DECLINED_ROLES
+from weft_services.scheduler.fleet import ROLE_SECONDS
 from weft_services.scheduler.planner import (
     PATIENCE_SECONDS,
     SPARE_STRAIN,
@@ -225,6 +227,24 @@ def test_the_router_asks_the_worker_and_waits_until_it_says_so() -> None:
     assert [worker.role_wish for worker in (first, spare)] == [PREFILL, None]
     router.report(first, WorkerReport(ready=True, role=PREFILL), 10.0)
     assert (first.info.role, first.role_wish) == (PREFILL, None)
+
+
+def test_a_worker_that_never_plays_what_it_is_asked_to_is_given_up_and_another_is_asked() -> None:
+    router = Router(float("inf"), planner=RolePlanner(LIMITS))
+    deaf, spare = (router.join(worker.info, 0.0) for worker in (decode("d0", 1), decode("d1", 1)))
+    waits = router.join(prefill("p0", 0).info, 0.0)
+    before = DECLINED_ROLES._value.get()
+    asked = []
+    for now in range(200):
+        router.report(waits, WorkerReport(ready=True, queued_prefill_tokens=9000), now)
+        router.report(deaf, WorkerReport(ready=True, role=DECODE), now)
+        router.report(spare, WorkerReport(ready=True, role=spare.role_wish or spare.info.role), now)
+        router.sweep(now)
+        asked.append(next((worker.worker_id for worker in (deaf, spare) if worker.role_wish), ""))
+    assert asked.count("d0") == ROLE_SECONDS + 1, "it is first seen a second later"
+    assert [each for each, _ in itertools.groupby(asked) if each] == ["d0", "d1"]
+    assert (deaf.info.role, spare.info.role) == (DECODE, PREFILL)
+    assert DECLINED_ROLES._value.get() == before + 1
 
 
 def test_a_wish_that_cannot_be_granted_changes_nothing_and_ends_nothing() -> None:

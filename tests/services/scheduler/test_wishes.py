@@ -81,3 +81,24 @@ def test_a_worker_may_keep_its_role_although_nobody_plays_the_other() -> None:
     fleet.set_role("d0", WorkerRole.BOTH)
     with pytest.raises(InvalidRequest, match="d0 is the last prefill worker"):
         fleet.set_role("d0", WorkerRole.DECODE)
+
+
+def test_a_role_that_is_not_played_is_asked_for_no_more_after_a_while() -> None:
+    fleet = Fleet(5.0)
+    worker, _ = fleet.join(worker_info("d0", WorkerRole.DECODE, can_change_role=True), 0.0)
+
+    def asked() -> tuple[WorkerRole | None, int]:
+        return worker.role_wish, worker.num_declined
+
+    fleet.set_role("d0", WorkerRole.BOTH)
+    for now in range(100, 130):
+        fleet.report(worker, WorkerReport(ready=True, role=WorkerRole.DECODE), now)
+        fleet.refresh(now)
+    assert asked() == (WorkerRole.BOTH, 0), "it has had 29 seconds"
+    fleet.refresh(130.0)
+    assert asked() == (None, 1)
+    fleet.set_role("d0", WorkerRole.BOTH)
+    fleet.refresh(131.0)
+    assert asked() == (WorkerRole.BOTH, 1), "who asks again begins anew"
+    fleet.report(worker, WorkerReport(ready=True, role=WorkerRole.BOTH), 132.0)
+    assert asked() == (None, 0)
