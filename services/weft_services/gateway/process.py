@@ -91,7 +91,7 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
         pipeline = Pipeline(models, mesh, Embeddings(watch, prefill), watch, config.max_requests)
         listeners = Listeners(config, pipeline, door, kept)
         await listeners.start(group)
-        guarding = group.create_task(door.run(), name="door")
+        guarding = group.create_task(door.run(pipeline.end_revoked), name="door")
         routing = group.create_task(scheduler.run(), name="routes")
         settling = group.create_task(settler.run(), name="settler")
         watching = group.create_task(_watch_fleet(watch, links, listeners.rpc), name="fleet")

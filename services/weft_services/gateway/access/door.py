@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from weft_services.gateway.access.keyring import Keyring
 from weft_services.gateway.access.limiter import Limiter
@@ -24,13 +24,13 @@ class Door:
         if self._keyring is not None:
             await self._keyring.open()
 
-    async def run(self) -> None:
+    async def run(self, keys_changed: Callable[[], None]) -> None:
         """Keep keys and limits up to date, until cancelled."""
         if self._keyring is None:
             return
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._keyring.run(), name="keys")
+                group.create_task(self._keyring.run(keys_changed), name="keys")
                 group.create_task(self._limiter.run(), name="limits")
         finally:
             await self._keyring.close()
@@ -39,4 +39,5 @@ class Door:
         """Who shows these headers. Raises Unauthenticated, or PeerLost where keys could not be read yet."""
         if self._keyring is None:
             return Visitor(is_sent=self._is_open)
-        return Visitor(self._keyring.find(headers), self._limiter, self._keyring.has_tenants, knows=self._keyring.knows)
+        keyring = self._keyring
+        return Visitor(keyring.find(headers), self._limiter, keyring.has_tenants, current=keyring.current)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -120,11 +120,12 @@ class Keyring:
         if self._is_required and self._keys is None:
             raise ConfigError(f"WEFT_KEYS: {self._trouble}; `weft keys add NAME --keys FILE` makes such a file")
 
-    async def run(self) -> None:
-        """Read them whenever they change, until cancelled."""
+    async def run(self, changed: Callable[[], None]) -> None:
+        """Read them whenever they change, until cancelled; `changed` is told so."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
-            await self._read()
+            if await self._read():
+                changed()
 
     async def close(self) -> None:
         """Nothing is read any more."""
@@ -144,21 +145,23 @@ class Keyring:
             raise Unauthenticated(UNKNOWN)
         return found
 
-    def knows(self, key: Key) -> bool:
-        """Does it count as it did when it was found: neither revoked nor changed."""
-        return self._keys is not None and self._keys.get(key.digest) == key
+    def current(self, key: Key) -> Key | None:
+        """The same key as it is now, None where it was revoked."""
+        return self._keys.get(key.digest) if self._keys is not None else None
 
-    async def _read(self) -> None:
+    async def _read(self) -> bool:
+        """Whether there was news."""
         try:
             changed = await self._source.changed()
         except (BadKeys, OSError, RedisError) as error:
             self._note(str(error) or type(error).__name__)
-            return
+            return False
         self._note("")
         if changed is not None:
             self._keys = changed
             self.has_tenants = len({key.owner for key in changed.values() if not key.operator}) > 1
             logger.info("keys=%d", len(changed))
+        return changed is not None
 
     def _note(self, trouble: str) -> None:
         if trouble and trouble != self._trouble:

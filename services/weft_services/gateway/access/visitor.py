@@ -17,14 +17,14 @@ from weft_services.gateway.access.limiter import Level, Limiter
 @dataclass(frozen=True, slots=True)
 class Visitor:
     """A client with its key, or without one where the mesh asks for none. `is_among_others`: it has to leave them
-    room. `is_sent`: by a proxy that checks who may come, so that where it comes from says where the proxy is. `knows`:
-    does a key still count as it did."""
+    room. `is_sent`: by a proxy that checks who may come, so that where it comes from says where the proxy is.
+    `current`: what a key is by now, None once it was revoked."""
 
     key: Key | None = None
     limiter: Limiter | None = None
     is_among_others: bool = False
     is_sent: bool = False
-    knows: Callable[[Key], bool] = lambda key: True
+    current: Callable[[Key], Key | None] = lambda key: key
 
     @property
     def name(self) -> str:
@@ -74,9 +74,14 @@ class Visitor:
         if self.key and self.limiter:
             await self.limiter.take(self.key, tokens)
 
+    @property
+    def is_revoked(self) -> bool:
+        """Its key counts no more, whatever may have become of what it may do."""
+        return self.key is not None and self.current(self.key) is None
+
     def check_key(self) -> None:
         """For what goes on without end after the key was shown. Raises Unauthenticated where it counts no more."""
-        if self.key is not None and not self.knows(self.key):
+        if self.key is not None and self.current(self.key) != self.key:
             raise Unauthenticated("this API key was revoked or changed")
 
     def charge(self, requests: int = 0, tokens: int = 0) -> None:

@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 
 from weft import metrics
-from weft.errors import Overloaded, PeerLost, WeftError
+from weft.errors import Overloaded, PeerLost, Unauthenticated, WeftError
 from weft.request import WorkerRole
-from weft_services.gateway.access.visitor import visitor
+from weft_services.gateway.access.visitor import Visitor, visitor
 from weft_services.gateway.catalog import Catalog
 from weft_services.gateway.generation import Conversation, Embedding, Generation
 from weft_services.gateway.mesh.embedding import Embeddings
@@ -49,8 +49,8 @@ class Pipeline:
         self._watch = watch
         self._max_requests = max_requests
         self._held: Counter[str] = Counter()
-        self._under_way = set[asyncio.Task[object]]()
-        self._has_given_up = False
+        self._under_way: dict[asyncio.Task[object], Visitor] = {}
+        self._ended: dict[asyncio.Task[object], WeftError] = {}  # by us, and why
         self._idle = asyncio.Event()
         self._idle.set()
         self._workshop = Workshop()
@@ -109,16 +109,17 @@ class Pipeline:
         metrics.IN_FLIGHT.set(self.num_in_flight)
         task = asyncio.current_task()
         assert task is not None
-        self._under_way.add(task)
+        self._under_way[task] = whose
         try:
             yield
         except asyncio.CancelledError:
             # as a timeout does it: a cancellation that is not ours goes on
-            if not self._has_given_up or task.uncancel() > 0:
+            if (why := self._ended.get(task)) is None or task.uncancel() > 0:
                 raise
-            raise PeerLost("the gateway is shutting down") from None
+            raise why from None
         finally:
-            self._under_way.discard(task)
+            del self._under_way[task]
+            self._ended.pop(task, None)
             self._held[whose.tenant] -= 1
             if not self._held[whose.tenant]:
                 del self._held[whose.tenant]
@@ -139,8 +140,18 @@ class Pipeline:
 
     def give_up(self) -> None:
         """What is under way ends now, wherever it waits, with an error that its client can read."""
-        self._has_given_up = True
         for task in self._under_way:
+            self._end(task, PeerLost("the gateway is shutting down"))
+
+    def end_revoked(self) -> None:
+        """So does what was asked for with a key that counts no more."""
+        for task, whose in self._under_way.items():
+            if whose.is_revoked:
+                self._end(task, Unauthenticated("this API key was revoked"))
+
+    def _end(self, task: asyncio.Task[object], why: WeftError) -> None:
+        if task not in self._ended:
+            self._ended[task] = why
             task.cancel()
 
     async def prepare(self, parse: Callable[[bytes], Generation], body: bytes, num_earlier_bytes: int = 0) -> Prepared:
