@@ -61,12 +61,13 @@ def load_model(directory: Path, name: str, tool_format: str = "auto", is_sealed:
     """
     config, content = read_config(directory), read_tokenizer(directory)
     try:
-        codec = Codec(Tokenizer.from_buffer(content))
+        tokenizer = Tokenizer.from_buffer(content)
+        codec = Codec(tokenizer)
     except Exception as error:  # the library raises bare Exception
         raise BadCheckpoint(f"{directory / TOKENIZER}: {error}") from error
     template, written = _load_template(directory), codec
     if is_sealed and template:
-        template, written = _sealed(directory, content, template, codec)
+        template, written = _sealed(directory, partial(Seal, content, tokenizer), template, codec)
     source = template.all_sources if template else ""
     chosen = choose_format(tool_format, source)
     thinks = END_THINK in source
@@ -102,9 +103,11 @@ def _read_text(path: Path) -> str:
         raise BadCheckpoint(f"{path}: not readable as text: {error}") from error
 
 
-def _sealed(directory: Path, content: bytes, plain: ChatTemplate, codec: Codec) -> tuple[ChatTemplate, Codec]:
+def _sealed(
+    directory: Path, make_seal: Callable[[], Seal], plain: ChatTemplate, codec: Codec
+) -> tuple[ChatTemplate, Codec]:
     try:
-        seal = Seal(content)
+        seal = make_seal()
         template, written = _load_template(directory, seal), Codec(seal.tokenizer)
         assert template is not None  # there is a plain one
         encode, encode_written = (partial(each.encode, add_special_tokens=False) for each in (codec, written))

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
@@ -15,11 +16,13 @@ from tests.services.gateway.conftest import MODEL_NAME, TEMPLATE, tiny_tokenizer
 from tests.services.gateway.test_templates import SPECIAL, TEMPLATES, USER, call
 from weft.config import ConfigError
 from weft.errors import BadCheckpoint, InvalidRequest
+from weft_services.gateway import model as served
 from weft_services.gateway.config import Config
 from weft_services.gateway.dialects.openai_requests import parse_chat
 from weft_services.gateway.dialects.tokenize_requests import parse_tokenize
 from weft_services.gateway.mesh.prepare import prepare, tokenize
 from weft_services.gateway.model import load_model
+from weft_services.gateway.text import seal as sealing
 from weft_services.gateway.text.chat_template import ChatTemplate
 from weft_services.gateway.text.seal import SAMPLES, CannotSeal, Seal, try_out
 
@@ -39,15 +42,15 @@ def with_tokens(names: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def as_json(tokenizer: Tokenizer) -> bytes:
-    return bytes(tokenizer.to_str().encode())
+def seal_of(tokenizer: Tokenizer) -> Seal:
+    return Seal(tokenizer.to_str().encode(), tokenizer)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_templates_of_real_models_write_their_tokens_and_users_none(name: str) -> None:
     names = special_of(TEMPLATES[name])
     tokenizer = with_tokens(names)
-    seal = Seal(as_json(tokenizer))
+    seal = seal_of(tokenizer)
     plain, sealed = ChatTemplate(TEMPLATES[name], SPECIAL), ChatTemplate(TEMPLATES[name], SPECIAL, seal=seal)
 
     def ids(chat: Any) -> list[int]:
@@ -129,14 +132,44 @@ def test_a_long_chat_is_cut_and_kept_under_a_seal_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ raise_exception('no <|im_start|> here' + bos_token) }}", "{{ messages.x('<|im_start|>') }}"]
+    "template",
+    [
+        "{{ raise_exception('no <|im_start|> here' + bos_token) }}",
+        "{{ raise_exception(['<|im_start|>', {'b': bos_token}]) }}",
+        "{{ raise_exception(bos_token | tojson(ensure_ascii=true)) }}",
+        "{{ raise_exception('/' + bos_token | urlencode) }}",
+        "{{ messages.x('<|im_start|>') }}",
+    ],
 )
 def test_what_a_template_complains_of_does_not_tell_the_secret(template: str) -> None:
-    seal = Seal(as_json(tiny_tokenizer()))
+    seal = seal_of(tiny_tokenizer())
     with pytest.raises(InvalidRequest) as refusal:
         ChatTemplate(template, {"bos_token": "<|bos|>"}, seal=seal).render(SAMPLES[0])
-    assert str(refusal.value) == seal.opened(str(refusal.value))
-    assert seal.closed("<|im_start|>") != "<|im_start|>"
+    secret = seal.closed("<|bos|>").removesuffix("<|bos|>")
+    assert len(secret) > 1
+    for written in (secret, ascii(secret)[1:-1], json.dumps(secret)[1:-1], quote(secret)):
+        assert written not in str(refusal.value)
+
+
+def test_a_tokenizer_is_read_once_with_a_seal_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+
+    class Counted:
+        @staticmethod
+        def from_buffer(content: bytes) -> Tokenizer:
+            read.append(content)
+            return Tokenizer.from_buffer(content)
+
+        @staticmethod
+        def from_str(content: str) -> Tokenizer:
+            read.append(content.encode())
+            return Tokenizer.from_str(content)
+
+    monkeypatch.setattr(served, "Tokenizer", Counted)
+    monkeypatch.setattr(sealing, "Tokenizer", Counted)
+    load_model(NANO, "nano", is_sealed=True)
+    plain, closed = read
+    assert plain == (NANO / "tokenizer.json").read_bytes() != closed
 
 
 def test_a_template_that_makes_tokens_of_parts_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -173,7 +206,7 @@ def test_vocabularies_that_have_the_tokens_as_words_do_not_give_them_away(make: 
     tokenizer = make()
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>", "<more>"])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $0", special_tokens=[("<s>", 1)])
-    seal = Seal(as_json(tokenizer))
+    seal = seal_of(tokenizer)
     text = "<s>hi hi</s><more>"
     assert seal.tokenizer.encode(seal.closed(text)).ids == tokenizer.encode(text).ids
     assert not {1, 2, tokenizer.token_to_id("<more>")} & {
@@ -185,7 +218,7 @@ def test_a_token_that_begins_as_a_special_one_is_what_it_was() -> None:
     for is_late in (False, True):
         tokenizer = with_tokens(["<tool"])
         tokenizer.add_tokens([AddedToken("<tool_call>", normalized=is_late)])
-        seal = Seal(as_json(tokenizer))
+        seal = seal_of(tokenizer)
         # those that look at what is normalized are looked for when others have been found
         assert (seal.closed("<tool_call>") == "<tool_call>") is not is_late
         text = "<tool_call> x<tool>"
@@ -193,10 +226,10 @@ def test_a_token_that_begins_as_a_special_one_is_what_it_was() -> None:
 
 
 def test_a_tokenizer_that_cannot_be_closed_says_so() -> None:
-    description = json.loads(as_json(tiny_tokenizer()))
+    description = json.loads(tiny_tokenizer().to_str())
     description["model"]["merges"].append(["<|im_", "end|>"])
     with pytest.raises(CannotSeal):
-        Seal(json.dumps(description).encode())
+        Seal(json.dumps(description).encode(), tiny_tokenizer())
 
 
 def test_the_setting_is_one_of_two() -> None:

@@ -8,10 +8,12 @@ template puts two texts of a user together. Knows conversations to try it out on
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import orjson
 from tokenizers import Tokenizer
@@ -46,10 +48,14 @@ class CannotSeal(Exception):
 class Seal:
     """One model's, new in each process: ids alone leave it."""
 
-    def __init__(self, tokenizer: bytes) -> None:
-        """`tokenizer`: a tokenizer.json. Raises CannotSeal."""
-        self._secret = "".join(chr(FIRST + secrets.randbelow(NUM_CHOICES)) for _ in range(NUM_CHARACTERS))
-        description = orjson.loads(tokenizer)
+    def __init__(self, tokenizer_json: bytes, plain: Tokenizer) -> None:
+        """`plain`: what was read of it already, which takes long. Raises CannotSeal."""
+        secret = "".join(chr(FIRST + secrets.randbelow(NUM_CHOICES)) for _ in range(NUM_CHARACTERS))
+        self._secret = secret
+        # as a list of tokens is written, and as templates may write a text for others
+        written = (secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], quote(secret))
+        self._written = re.compile("|".join(map(re.escape, written)))
+        description = orjson.loads(tokenizer_json)
         added = description.get("added_tokens") or []
         self._names = {token["content"]: self._secret + token["content"] for token in added if token["special"]}
         # as tokenizers look for them: one that is not special may begin with one that is
@@ -60,7 +66,7 @@ class Seal:
             token["content"] = self._names.get(token["content"], token["content"])
         _rename(description["model"], self._names)
         self.tokenizer = _loaded(description)
-        self._check(Tokenizer.from_str(tokenizer.decode()), _unknown(description["model"]))
+        self._check(plain, _unknown(description["model"]))
 
     def closed(self, text: str) -> str:
         """A template's own text, or a value that it is given: special tokens begin with the secret."""
@@ -71,7 +77,7 @@ class Seal:
 
     def opened(self, text: str) -> str:
         """The same without the secret, for others to read."""
-        return text.replace(self._secret, "")
+        return self._written.sub("", text)
 
     def _renamed(self, pieces: list[str]) -> list[str]:
         """Every second one is a token."""
