@@ -48,6 +48,13 @@ BOMBS: dict[str, dict[str, Any]] = {
         "guided_json": {"patternProperties": {f"(?i)^p{i}[!-{LAST}]$": {} for i in range(17)}}
     },
     "a number beyond 64 bits": {"guided_json": {"type": "integer", "maximum": 2**64}},
+    "the least number of 64 bits": {"guided_json": {"const": -(2**63)}},
+    "a number that is nearly that": {"guided_json": {"items": {"enum": [["x", {"y": 1 - 2**63}]]}}},
+    "a bound below 64 bits": {"guided_json": {"type": "integer", "minimum": -9.3e18, "maximum": -9.3e18}},
+    "a large number that is no double": {"guided_json": {"const": 2**53 + 1}},
+    "a large number of more than 63 bits": {"guided_json": {"enum": [2**63]}},
+    "a bound that is no double": {"guided_json": {"type": "integer", "maximum": 2**53 + 3}},
+    "multiples of what is below 0": {"guided_json": {"type": "number", "multipleOf": -(2**31)}},
     "remainders": {"guided_json": {"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}},
     "unions of unions": {
         "guided_json": {
@@ -138,6 +145,9 @@ async def test_without_a_format_no_grammar_is_sent(bench: MakeBench) -> None:
         ({"ebnf": 'root ::= "x" [0-9]+'}, "x12", "xx"),
         ({"regex": "[0-9]+"}, "12", "x"),
         ({"json_schema": {"type": "array", "uniqueItems": False, "items": {"type": "integer"}}}, "[1, 1]", '["a"]'),
+        ({"guided_json": {"const": 2**53}}, str(2**53), str(2**53 + 1)),
+        ({"guided_json": {"enum": [2**63 - 1, -(2**62)]}}, str(2**63 - 1), str(2**63)),
+        ({"guided_json": {"type": "integer", "maximum": 2**63 - 1}}, str(2**63 - 1), str(2**63)),
         ({"response_format": {"type": "json_object"}}, '{"a": [1, {"b": null}]}', "[1]"),
         (
             {
@@ -153,7 +163,7 @@ async def test_without_a_format_no_grammar_is_sent(bench: MakeBench) -> None:
     ],
     ids=[
         *("regex", "escaped", "no case", "wide", "wide without case", "choice", "grammar", "Lark", "SGLang's grammar"),
-        *("SGLang's regex", "llama.cpp's schema", "object", "tags"),
+        *("SGLang's regex", "llama.cpp's schema", "a double", "int64", "int64's bound", "object", "tags"),
     ],
 )
 async def test_every_spelling_means_what_it_says(

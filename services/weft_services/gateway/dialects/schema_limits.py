@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeGuard
 
 import orjson
 
@@ -18,7 +18,11 @@ MAX_PROPERTIES = 512
 MAX_BRANCHES = 128
 MAX_VALUES = 1000
 MAX_MULTIPLE = 2000
+# the compiler takes numbers for doubles, and integers for what fits into 64 bits: at the least of those it ends the
+# process. The largest is right all the same: schemas of int64 say it, and it comes back as what it was
+LEAST, MOST = -(2**63), 2**63 - 1
 BRANCHES = ("anyOf", "oneOf", "allOf")
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 def complaint(schema: dict[str, Any]) -> str | None:
@@ -35,7 +39,7 @@ def complaint(schema: dict[str, Any]) -> str | None:
     for number, each in enumerate(_objects(schema)):
         if number >= MAX_OBJECTS:
             return f"has more than {MAX_OBJECTS} objects"
-        if (found := _own_complaint(each)) is not None:
+        if (found := _own_complaint(each) or _inexact(each)) is not None:
             return found
         # an automaton that counts remainders has as many states, and several of them multiply
         multiple = math.lcm(multiple, _coefficient(each.get("multipleOf")))
@@ -63,6 +67,31 @@ def _own_complaint(schema: dict[str, Any]) -> str | None:
         if isinstance(value, list) and len(value) > limit:
             return f"has {len(value)} entries in {name[:32]}, at most {limit}"
     return None
+
+
+def _inexact(schema: dict[str, Any]) -> str | None:
+    """A number of its own, or of a value that it names, that would become another one."""
+    if _is_number(multiple := schema.get("multipleOf")) and multiple <= 0:
+        return f"has {multiple} as its multipleOf, which must be above 0"
+    for name in BOUNDS:
+        if _is_number(value := schema.get(name)) and not (_is_kept(value) or value > MOST):
+            return f"has {value} as its {name}, which is not kept exactly"
+    named = [schema.get("const"), schema.get("enum")]
+    while named:
+        value = named.pop()
+        if isinstance(value, list | dict):
+            named += value.values() if isinstance(value, dict) else value
+        elif _is_number(value) and not _is_kept(value):
+            return f"names {value}, which is not kept exactly"
+    return None
+
+
+def _is_kept(value: int | float) -> bool:
+    return value == MOST or (LEAST < float(value) < MOST and float(value) == value)
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _coefficient(multiple: Any) -> int:
