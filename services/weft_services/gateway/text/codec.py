@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from tokenizers import Tokenizer, decoders
 
@@ -45,7 +46,7 @@ class Codec:
     def encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         """All ids of a text; with `add_special_tokens` whatever the tokenizer puts around one, such as BOS."""
         # `encode` would hold the interpreter's lock, for 0.4 s with 160,000 tokens; a batch is encoded without it
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        (encoding,) = _told(self._tokenizer.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
     def segmented(self, template: str) -> SegmentedEncoder:
@@ -56,9 +57,9 @@ class Codec:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens, those that are spoken excepted."""
         if self._silent is None:
-            return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+            return str(_told(self._tokenizer.decode, token_ids, skip_special_tokens=True))
         spoken = [token for token in token_ids if token not in self._silent]
-        return str(self._tokenizer.decode(spoken, skip_special_tokens=False))
+        return str(_told(self._tokenizer.decode, spoken, skip_special_tokens=False))
 
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
         """For one answer: what `decode` says of all of it, as it comes. `context`: the last tokens before it, where it
@@ -117,9 +118,9 @@ class Codec:
     def whole_text(self, token_ids: Sequence[int]) -> str:
         """All that is written there, special tokens included."""
         if len(token_ids) <= FEW_IDS:
-            return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+            return str(_told(self._tokenizer.decode, token_ids, skip_special_tokens=False))
         # as with `encode`: without the interpreter's lock
-        return str(self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)[0])
+        return str(_told(self._tokenizer.decode_batch, [token_ids], skip_special_tokens=False)[0])
 
     def entries(self, token_ids: Iterable[int]) -> list[str]:
         """The tokens as the vocabulary has them; ids beyond it, as padded embeddings have, are empty."""
@@ -134,6 +135,17 @@ class Codec:
         if (byte := _BYTE_PIECE.fullmatch(piece)) and not self._spells_bytes:
             return bytes.fromhex(byte[1])
         return spell(piece) if all(letter in _BYTE_OF_LETTER for letter in piece) else text.encode()
+
+
+def _told(ask: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    """The library's answer. A panic of its own, as where a regex takes too long over a text, is no Exception and would
+    pass by everybody who tells clients of failures: it is made one."""
+    try:
+        return ask(*given, **options)
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise RuntimeError("the tokenizer's library has panicked") from error
 
 
 def spell(piece: str) -> bytes:
