@@ -161,3 +161,21 @@ def test_names_that_are_no_pythons_are_called_in_python() -> None:
         *(("CALL", "now"), ("ARGUMENTS", "{}")),
     ]
     assert read("llama", schemas, "[go-there.v2(1)]") == [(PartKind.TEXT.name, "[go-there.v2(1)]")]
+
+
+OPTIONAL = {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize("own", [{"pattern": "^[0-9]+$"}, {"type": "string", "minLength": 2}, OPTIONAL])
+async def test_what_a_strict_tool_asks_of_a_free_text_is_refused(bench: MakeBench, own: dict[str, Any]) -> None:
+    async with bench(tool_format="qwen-xml") as b:
+        function = {"name": "f", "parameters": {"type": "object", "properties": {"when": own}}}
+        for is_strict in (True, False):
+            tools = [{"type": "function", "function": {**function, "strict": is_strict}}]
+            body = {"model": MODEL_NAME, "messages": [USER], "tools": tools, "tool_choice": "required"}
+            answer = await b.http.post("/v1/chat/completions", json=body)
+            if not is_strict:
+                assert answer.status_code == 200
+                continue
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+            assert "'when' is not kept" in answer.json()["error"]["message"]

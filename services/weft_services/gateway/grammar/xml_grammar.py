@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from weft.errors import InvalidRequest
 from weft_services.gateway.grammar.answer_grammar import TEXT, Part, lark_part, quote, schema_part
 from weft_services.gateway.text.xml_calls import END_PARAMETER, PARAMETER, is_text, named_values, resolved
 
 END = f"\n{END_PARAMETER}\n"
 ROOT = "arguments"
+# what a schema may ask of a text that stands free between its tags
+UNKEPT = ("pattern", "minLength", "maxLength", "format")
 
 
 def xml_parts(schema: dict[str, Any], name: str, is_lenient: bool) -> list[Part]:
     """In the order of the schema's properties, those that are required always. A text is any, or one that is named;
-    other values are JSON by their schemas."""
+    other values are JSON by their schemas. Raises InvalidRequest for what cannot be kept, unless lenient."""
     whole = resolved(schema, schema)
     properties, required = (whole.get(name) if isinstance(whole, dict) else None for name in ("properties", "required"))
     properties = properties if isinstance(properties, dict) else {}
@@ -30,6 +33,8 @@ def xml_parts(schema: dict[str, Any], name: str, is_lenient: bool) -> list[Part]
         elif values := _texts(meant):
             rules.append(f"p{place}: {opening} ({' | '.join(map(quote, values))}) {quote(END)}")
         else:
+            if not is_lenient:
+                _check_free(meant, key)
             rules += [f"p{place}: {opening} v{place}", f"v{place}[lazy]: TEXT {quote(END)}"]
     return [lark_part("\n".join([f"start: {' '.join(start) or quote('')}", *rules]), name), *parts]
 
@@ -52,6 +57,19 @@ def _moved(value: Any) -> Any:
         else _moved(each)
         for key, each in value.items()
     }
+
+
+def _check_free(schema: Any, key: str) -> None:
+    waiting = [schema]
+    while waiting:
+        each = waiting.pop()
+        if not isinstance(each, dict):
+            continue
+        if (name := next((name for name in UNKEPT if name in each), None)) is not None:
+            message = f"tools: the {name} of {key!r} is not kept, as this model writes texts in tags and not as JSON"
+            raise InvalidRequest(message, "tools", "invalid_value")
+        for inner in (each.get(branch) for branch in ("anyOf", "oneOf", "allOf")):
+            waiting += inner if isinstance(inner, list) else []
 
 
 def _texts(schema: Any) -> list[str]:
