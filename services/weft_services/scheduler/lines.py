@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from itertools import islice
 
 from weft_services.scheduler.passing import Passage
 from weft_services.scheduler.state import INFINITE, RouteQuery
@@ -19,8 +18,6 @@ from weft_services.scheduler.state import INFINITE, RouteQuery
 MAX_ANSWER_TOKENS = 256
 # tenants whose virtual time is remembered
 MAX_TENANTS = 4096
-# of each tenant's line, for one that may go past those before it
-MAX_LOOKED_AT = 64
 
 
 def cost_of(query: RouteQuery) -> int:
@@ -41,17 +38,31 @@ class Waiter:
 
 @dataclass(slots=True)
 class _Line:
-    """One tenant's, never empty; and its tokens."""
+    """One tenant's, never empty; its tokens, and what no prompt is shorter than: nobody is looked for in vain twice."""
 
     waiters: deque[Waiter] = field(default_factory=deque)
     tokens: int = 0
+    shortest: float = INFINITE
+
+    def append(self, waiter: Waiter) -> None:
+        """It is the last."""
+        self.waiters.append(waiter)
+        self.tokens += cost_of(waiter.query)
+        self.shortest = min(self.shortest, waiter.query.prompt_tokens)
+
+    def remove(self, waiter: Waiter) -> None:
+        """Wherever it stands."""
+        self.waiters.remove(waiter)
+        self.tokens -= cost_of(waiter.query)
 
     def first(self, longest: float) -> Waiter | None:
-        """The first with so short a prompt, as far as is looked."""
-        if (head := self.waiters[0]).query.prompt_tokens <= longest:
-            return head
-        behind = islice(self.waiters, 1, MAX_LOOKED_AT)
-        return next((waiter for waiter in behind if waiter.query.prompt_tokens <= longest), None)
+        """The first with so short a prompt."""
+        if longest < self.shortest:
+            return None
+        found = next((waiter for waiter in self.waiters if waiter.query.prompt_tokens <= longest), None)
+        if found is None:
+            self.shortest = min(waiter.query.prompt_tokens for waiter in self.waiters)
+        return found
 
     def tokens_within(self, longest: float) -> int:
         """Of those with so short a prompt."""
@@ -78,9 +89,7 @@ class Lines:
 
     def append(self, waiter: Waiter) -> None:
         """The last of its tenant's line."""
-        line = self._lines.setdefault(waiter.query.tenant, _Line())
-        line.waiters.append(waiter)
-        line.tokens += cost_of(waiter.query)
+        self._lines.setdefault(waiter.query.tenant, _Line()).append(waiter)
 
     def remove(self, waiter: Waiter) -> bool:
         """False when it does not wait here."""
@@ -88,8 +97,7 @@ class Lines:
         line = self._lines.get(tenant)
         if line is None or waiter not in line.waiters:
             return False
-        line.waiters.remove(waiter)
-        line.tokens -= cost_of(waiter.query)
+        line.remove(waiter)
         if not line.waiters:
             del self._lines[tenant]
         return True

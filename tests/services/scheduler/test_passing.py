@@ -15,7 +15,6 @@ from weft.lifetime import Stage
 from weft.request import RequestKey, WorkerRole
 from weft_services.scheduler.affinity import Affinity
 from weft_services.scheduler.dispatch import Dispatcher
-from weft_services.scheduler.lines import MAX_LOOKED_AT
 from weft_services.scheduler.passing import FREE, MAX_PASSED, Passage, past
 from weft_services.scheduler.router import Progress, Router
 from weft_services.scheduler.served import Served
@@ -197,14 +196,32 @@ def test_each_who_is_passed_leaves_less_and_there_are_not_many() -> None:
     assert past(served, query("a", 100), DECODE, passage) is None
 
 
-def test_of_a_tenants_line_only_so_many_are_looked_at_and_of_each_tenants() -> None:
+def test_who_is_short_enough_is_found_however_many_longer_ones_wait_before_it() -> None:
     room = WaitingRoom(10_000, 60.0)
-    for number in range(MAX_LOOKED_AT):
+    for number in range(1000):
         room.enter(query(f"{number}", LONG), 0.0, Overloaded("full"))
-    room.enter(query("behind", SHORT), 0.0, Overloaded("full"))
-    assert room.candidates(0.0, SHORT) == []
-    room.enter(query("beside", SHORT, b"other"), 0.0, Overloaded("full"))
-    assert [waiter.query.key.request_id for waiter, _ in room.candidates(0.0, SHORT)] == ["beside"]
+    behind = [room.enter(query(f"behind {number}", number), 0.0, Overloaded("full")) for number in (SHORT, 2, 3)]
+    for length, found in ((SHORT, behind[0]), (3, behind[1]), (2, behind[1])):
+        assert [waiter for waiter, _ in room.candidates(0.0, length)] == [found]
+    room.leave(behind[1], 0.0)
+    assert [waiter for waiter, _ in room.candidates(0.0, 3)] == [behind[2]]
+    assert room.candidates(0.0, 2) == []
+
+
+async def test_who_comes_later_does_not_go_before_who_waits_behind_many_longer_ones() -> None:
+    mixed = Mixed()
+    mixed.room = WaitingRoom(1000, 20.0)
+    longs = [await mixed.fill(), *[await mixed.ask(f"long {number}", LONG) for number in range(70)]]
+    for name in ("a", "b"):
+        await mixed.ask(name, SHORT)
+    waiting = await mixed.ask("c", SHORT)
+    assert not waiting.done()
+    await mixed.end("a")
+    later = await mixed.ask("d", SHORT)
+    assert waiting.done()
+    assert not later.done()
+    for asked in (*longs, later):
+        asked.cancel()
 
 
 def test_who_is_let_by_need_not_expect_to_wait_for_who_lets_it_by() -> None:
