@@ -5,7 +5,7 @@ Knows the pool; does not know who copies, nor where to.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -29,8 +29,8 @@ class Offers:
     def __init__(self, pool: BlockPool, most_pinned: int) -> None:
         self._pool = pool
         self._most_pinned = most_pinned
-        self._pinned: Counter[int] = Counter()
-        self._num_pinned = 0  # its sum, which every block that becomes full asks for
+        # each once: as long as a block is pinned its key is known, so that nobody can publish it again
+        self._pinned: set[int] = set()
         self._waiting: OrderedDict[bytes, SealedBlock] = OrderedDict()
 
     def add(self, sealed: SealedBlock) -> list[SealedBlock]:
@@ -44,23 +44,19 @@ class Offers:
         """These were copied or declined, unknown ones are left alone; returns whose turn it is now."""
         done = []
         for block in blocks:
-            if self._pinned[block]:
-                self._pinned[block] -= 1
-                self._num_pinned -= 1
+            if block in self._pinned:
+                self._pinned.remove(block)
                 done.append(block)
-            if not self._pinned[block]:
-                del self._pinned[block]
         self._pool.release(done)  # together: of a prefix that nobody else holds the end is to go first
         return self._pin()
 
     def _pin(self) -> list[SealedBlock]:
         """Who has waited longest, as far as they are still there."""
         offered = []
-        while self._waiting and self._num_pinned < self._most_pinned:
+        while self._waiting and len(self._pinned) < self._most_pinned:
             key, sealed = self._waiting.popitem(last=False)
             for block in self._pool.match((key,)):
-                self._pinned[block] += 1
-                self._num_pinned += 1
+                self._pinned.add(block)
                 offered.append(replace(sealed, block=block))
         if len(self._waiting) > self._pool.num_blocks:  # most of them are gone
             self._waiting.popitem(last=False)

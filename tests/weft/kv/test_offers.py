@@ -86,6 +86,18 @@ def test_no_more_wait_than_the_pool_has_blocks() -> None:
     assert heard == names[-(NUM_BLOCKS - 1) :]
 
 
+def test_a_block_that_is_answered_for_twice_is_given_back_once() -> None:
+    pool = BlockPool(NUM_BLOCKS)
+    offers = Offers(pool, 1)
+    assert seal(pool, offers, *"ab") == ["a"]
+    (reader,) = pool.match([b"a"])
+    assert keys(offers.answered([reader, reader])) == ["b"]
+    offers.answered([reader])
+    assert pool.counts().active == 2
+    pool.release([reader])
+    assert pool.counts().active == 1
+
+
 def test_where_nobody_copies_nothing_is_pinned() -> None:
     pool = BlockPool(NUM_BLOCKS)
     offers = Offers(pool, 0)
