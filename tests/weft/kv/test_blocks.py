@@ -101,6 +101,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.refs: dict[int, int] = {}
         self.key_of: dict[int, bytes] = {}  # of held and cached blocks
         self.suspect: set[int] = set()
+        self.heard: set[bytes] = set()  # what somebody knows who only hears of changes
 
     def drop(self, block: int) -> None:
         self.refs[block] -= 1
@@ -145,6 +146,21 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.release([block])
         self.drop(block)
 
+    @rule(one=consumes(held), other=consumes(held))
+    def foretell_and_release(self, one: int, other: int) -> None:
+        before, freed = self.pool.num_available, self.pool.num_freed([one, other])
+        self.pool.release([one, other])
+        self.drop(one)
+        self.drop(other)
+        assert self.pool.num_available == before + freed
+
+    @rule()
+    def hear(self) -> None:
+        for key, is_findable in self.pool.take_changes().items():
+            (self.heard.add if is_findable else self.heard.discard)(key)
+        assert self.heard == set(self.key_of.values())
+        assert self.pool.take_changes() == {}
+
     @rule(block=consumes(held))
     def quarantine(self, block: int) -> None:
         if self.refs[block] > 1 or block in self.key_of:
@@ -169,6 +185,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert counts.quarantined == len(self.suspect)
         assert counts.cached == len(self.key_of.keys() - self.refs.keys())
         assert self.pool.num_available == counts.free + counts.cached
+        assert {key for key in KEYS if self.pool.is_known(key)} == set(self.key_of.values())
 
 
 PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

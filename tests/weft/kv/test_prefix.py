@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.kv.prefix import KEY_BYTES, block_key, block_keys, reusable_blocks, root_key
+from weft.kv.prefix import KEY_BYTES, block_key, block_keys, reusable_blocks, root_key, tenant_tag
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -40,6 +40,12 @@ def test_another_salt_and_other_extras_give_other_keys() -> None:
 
 def test_a_key_depends_on_its_parent() -> None:
     assert block_key(root_key(b""), [1, 2]) != block_key(root_key(b"x"), [1, 2])
+
+
+def test_tenants_are_told_apart_by_tags_that_are_the_same_everywhere_and_those_who_share_have_none() -> None:
+    assert tenant_tag(b"acme").hex() == "e56c042f4da1bb2d"
+    assert tenant_tag(b"acme") != tenant_tag(b"other")
+    assert tenant_tag(b"") == b""
 
 
 @pytest.mark.parametrize(("num_tokens", "reusable"), [(1, 0), (16, 0), (17, 1), (32, 1), (33, 2)])
