@@ -126,8 +126,6 @@ class Bookings:
 
     def book(self, query: RouteQuery, placement: Placement, now: float) -> Booking:
         """Hold the placement's tokens. Call `admit` before."""
-        request_id = query.key.request_id
-        self._end(request_id)
         decode, prefill = placement.decode, placement.prefill
         local_tokens = placement.prefill_tokens if prefill is None else 0
         booking = Booking(
@@ -143,7 +141,7 @@ class Bookings:
             decode=self._take(decode, local_tokens, placement.decode_tokens),
             prefill=self._take(prefill, placement.prefill_tokens, 0) if prefill else None,
         )
-        self._booked[request_id] = booking
+        self._booked[query.key.request_id] = booking
         _TOTAL.requests += 1
         return booking
 

@@ -39,8 +39,10 @@ def book(
 
 
 def report(worker: Worker, queued: int) -> None:
-    worker.report, worker.fresh = WorkerReport(ready=True, queued_prefill_tokens=queued), Load()
+    worker.report = WorkerReport(ready=True, queued_prefill_tokens=queued)
+    worker.fresh, worker.returned = Load(), Load()
     worker.num_reports += 1
+    worker.refresh()
 
 
 def play(books: Bookings, workers: tuple[Worker, Worker], event: tuple[object, ...]) -> None:
@@ -72,6 +74,31 @@ def test_when_every_request_has_ended_nothing_is_booked(events: list[tuple[objec
     assert len(books) == 0
     assert [worker.booked for worker in workers] == [Load(), Load()]
     assert [worker.fresh for worker in workers] == [Load(), Load()]
+
+
+def test_beside_what_others_have_booked_there_each_prompt_counts_once_reported_or_not() -> None:
+    books, (prefill, decode) = Bookings(), two_workers()
+    report(prefill, 500)  # another scheduler's
+    book(books, RequestKey("early"), (prefill, decode))
+    book(books, RequestKey("late"), (prefill, decode))
+    assert prefill.prefill_tokens == 700
+    books.settle(RequestKey("early"), Stage.DECODING)
+    assert prefill.prefill_tokens == 600
+    report(prefill, 600)
+    assert prefill.prefill_tokens == 600
+    books.settle(RequestKey("late"), Stage.DECODING)
+    assert prefill.prefill_tokens == 500
+
+
+def test_the_policy_sees_at_once_what_was_booked_and_given_back() -> None:
+    books, (_, both) = Bookings(), two_workers()
+    before = both.prefill_seconds, both.decode_seconds
+    book(books, RequestKey("a"), (both, both), local=True)
+    assert (both.prefill_seconds, both.decode_seconds) > before
+    books.settle(RequestKey("a"), Stage.DECODING)
+    assert both.prefill_seconds == before[0]
+    books.settle(RequestKey("a"), Stage.FINISHED)
+    assert (both.prefill_seconds, both.decode_seconds) == before
 
 
 @given(st.permutations([Stage.DECODING, Stage.DECODING, Stage.FINISHED, Stage.FINISHED, Stage.CANCELLED]))
@@ -116,6 +143,20 @@ def test_a_new_generation_takes_the_place_of_the_older_whose_messages_are_late()
     assert [worker.booked for worker in workers] == [Load(100, 0, 1), Load(0, 150, 1)]
 
 
+def test_a_refused_attempt_holds_nothing_nor_does_an_earlier_one_which_is_known_still() -> None:
+    books, workers = Bookings(), two_workers()
+    book(books, RequestKey("a", 1), workers)
+    books.refuse(RequestKey("a", 0))  # of an older one that was still waiting
+    assert workers[1].booked == Load(0, 150, 1)
+    books.refuse(RequestKey("a", 2))
+    assert [worker.booked for worker in workers] == [Load(), Load()]
+    assert books.find(RequestKey("a", 1)) is not None
+    assert books.find(RequestKey("a", 2)) is None
+    books.refuse(RequestKey("a", 1))
+    assert (len(books), books.find(RequestKey("a", 1))) == (0, None)
+    assert [worker.booked for worker in workers] == [Load(), Load()]
+
+
 def test_the_same_attempt_routed_twice_is_booked_once() -> None:
     books, workers = Bookings(), two_workers()
     book(books, RequestKey("a"), workers)
@@ -142,6 +183,14 @@ def test_the_memory_of_ends_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         books.admit(RequestKey("c"))
 
 
+def test_the_end_of_a_later_attempt_is_remembered_as_long_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bookings_module, "MAX_ENDED", 2)
+    books = Bookings()
+    for key in (RequestKey("a"), RequestKey("b"), RequestKey("a", 1), RequestKey("c")):
+        books.settle(key, Stage.FAILED)
+    assert [books.has_ended(RequestKey(request_id)) for request_id in "abc"] == [True, False, True]
+
+
 def test_a_vanished_decode_worker_takes_its_requests_with_it() -> None:
     books, (prefill, decode) = Bookings(), two_workers()
     book(books, RequestKey("a"), (prefill, decode))
@@ -155,6 +204,15 @@ def test_a_vanished_prefill_worker_leaves_the_request_where_it_decodes() -> None
     book(books, RequestKey("a"), (prefill, decode))
     books.drop_worker(prefill)
     assert (len(books), prefill.booked, decode.booked) == (1, Load(), Load(0, 150, 1))
+
+
+def test_a_vanished_worker_takes_nothing_from_prompts_that_others_compute() -> None:
+    books, (prefill, decode) = Bookings(), two_workers()
+    other = ready_worker("p1", WorkerRole.PREFILL)
+    book(books, RequestKey("a"), (prefill, decode))
+    book(books, RequestKey("b"), (other, decode))
+    books.drop_worker(prefill)
+    assert (other.booked, decode.booked) == (Load(100, 0, 1), Load(0, 300, 2))
 
 
 def test_a_dead_gateways_bookings_end_when_their_time_is_over() -> None:
@@ -173,6 +231,14 @@ def test_a_booking_on_a_worker_that_stays_idle_ends_sooner() -> None:
     assert books.sweep(100.0 + MAX_ORPHAN_SECONDS) == 0
     assert books.sweep(101.0 + MAX_ORPHAN_SECONDS) == 1
     assert [worker.booked for worker in workers] == [Load(), Load()]
+
+
+def test_a_booking_is_no_orphan_before_its_worker_has_been_idle_for_as_long() -> None:
+    books, workers = Bookings(), two_workers()
+    book(books, RequestKey("a"), workers, at=0.0)
+    workers[1].idle_since = 100.0
+    assert books.sweep(100.0 + MAX_ORPHAN_SECONDS) == 0
+    assert books.sweep(101.0 + MAX_ORPHAN_SECONDS) == 1
 
 
 def test_the_gauges_come_back_to_where_they_were() -> None:
