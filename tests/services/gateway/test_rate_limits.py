@@ -172,6 +172,9 @@ async def test_valkey_and_the_local_buckets_count_alike(valkey: ValkeyServer) ->
             await shared.take(whose, tokens)
             await alone.take(whose, tokens)
         for limiter in (shared, alone):
+            with pytest.raises(RateLimited, match="tokens"):
+                await limiter.take(whose, 4900)
+        for limiter in (shared, alone):
             limiter.charge(whose, 0, 1500)
         await shared.flush()
         for ours, theirs in zip(shared.levels(whose), alone.levels(whose), strict=True):
