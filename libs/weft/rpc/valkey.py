@@ -16,6 +16,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as LateError
 
+from weft.cancellation import cancellation_heeded
 from weft.config import ConfigError, masked
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ class Valkey:
             logger.info("%s: too much is asked at once", self._lost)
             return None
         try:
-            return await self._ask(command)
+            with cancellation_heeded():
+                return await self._ask(command)
         finally:
             self._turns.release()
 

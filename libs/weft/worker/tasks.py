@@ -1,11 +1,12 @@
-"""A task group for background work: what still runs at the end of its scope is cancelled instead of awaited; and what
-every group forgets."""
+"""A task group for background work: what still runs at the end of its scope is cancelled instead of awaited."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from weft.cancellation import cancellation_heeded
 
 
 class _ScopeEnds(Exception):
@@ -22,18 +23,3 @@ async def background() -> AsyncIterator[asyncio.TaskGroup]:
                 raise _ScopeEnds
         except* _ScopeEnds:
             pass
-
-
-@contextmanager
-def cancellation_heeded() -> Iterator[None]:
-    """Around a TaskGroup whose errors are caught. A group that fails waits for its tasks, and drops the cancellation of
-    its own task that comes meanwhile (CPython up to 3.12): that is raised behind the block. On a task.
-
-    The group's body has to last as long as its tasks do, or raise: one that fails after the body has returned leaves
-    its own task marked as cancelled, in those versions, and nobody could tell that from a real cancellation."""
-    task = asyncio.current_task()
-    assert task is not None
-    before = task.cancelling()
-    yield
-    if task.cancelling() > before:
-        raise asyncio.CancelledError

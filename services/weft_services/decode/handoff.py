@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 
+from weft.cancellation import cancellation_heeded
 from weft.engine.core import Engine
 from weft.engine.messages import FirstToken, Reserved
 from weft.errors import (
@@ -27,7 +28,6 @@ from weft.lifetime import Stage
 from weft.request import ModelFingerprint, PromptUsage, RequestKey, WorkerAddress
 from weft.worker.borrow import Borrower, ChecksumMismatch
 from weft.worker.tally import Tally
-from weft.worker.tasks import cancellation_heeded
 from weft_services.decode.fallback import Fallbacks
 from weft_services.decode.order import SequenceOrder
 from weft_services.decode.peers import PrefillPeers

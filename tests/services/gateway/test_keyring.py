@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,22 @@ async def test_a_file_that_holds_no_keys_is_named_with_what_makes_one(
     with pytest.raises(ConfigError, match=rf"{file}: not JSON.*; `weft keys add NAME --keys FILE` makes"):
         await Keyring(str(file)).open()
     assert "there are none yet" in caplog.text
+
+
+async def test_reading_the_keys_can_be_cancelled_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring, is_written = Keyring(str(tmp_path / "keys.json")), asyncio.Event()
+
+    async def changed() -> None:
+        is_written.set()
+        with suppress(asyncio.CancelledError):  # as redis-py does while it writes
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(ring._source, "changed", changed)
+    reading = asyncio.create_task(ring.open())
+    await is_written.wait()
+    reading.cancel()
+    await asyncio.wait({reading})
+    assert reading.cancelled()
 
 
 def test_an_address_that_is_none_is_refused_by_the_variable_that_has_it() -> None:

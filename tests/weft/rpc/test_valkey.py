@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -37,6 +38,24 @@ def test_an_address_that_is_none_is_refused_by_its_variable_and_without_its_pass
 @pytest.mark.parametrize("url", ["redis://[::1]:6379", "unix:///run/valkey.sock?db=1", "rediss://me:p%40@valkey/0"])
 async def test_an_address_may_be_written_in_every_way_that_clients_know(url: str) -> None:
     await Valkey(url, "found", "lost").close()
+
+
+async def test_a_task_that_asks_can_be_cancelled_at_any_moment() -> None:
+    """Where its question has just been written redis-py goes on as if nothing were."""
+    valkey = Valkey(URL, "found", "lost")
+    is_written = asyncio.Event()
+
+    async def command(_: Any) -> int:
+        is_written.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return 1
+
+    asking = asyncio.create_task(valkey.ask(command))
+    await is_written.wait()
+    asking.cancel()
+    await asyncio.wait({asking})
+    assert asking.cancelled()
 
 
 async def test_what_is_asked_at_once_never_waits_for_a_connection_within_its_deadline() -> None:

@@ -13,6 +13,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from weft.cancellation import cancellation_heeded
 from weft.config import ConfigError
 from weft.errors import PeerLost, Unauthenticated
 from weft.keys import (
@@ -152,7 +153,8 @@ class Keyring:
     async def _read(self) -> bool:
         """Whether there was news."""
         try:
-            changed = await self._source.changed()
+            with cancellation_heeded():
+                changed = await self._source.changed()
         except (BadKeys, OSError, RedisError) as error:
             self._note(str(error) or type(error).__name__)
             return False
