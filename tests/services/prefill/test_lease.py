@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import dataclasses
 import time
+from collections.abc import Callable
 
 import grpc
 import pytest
@@ -16,6 +17,7 @@ from tests.services.prefill.borrower import Borrower, start_lender
 from tests.services.workers import BLOCK_TOKENS, CHUNK_TOKENS, fingerprint_of
 from tests.weft.tiny_llama import Tiny
 from weft.engine.messages import PromptCounts, PromptProgress, Reserved, TokenDelta
+from weft.errors import Cancelled, Overloaded
 from weft.kv.groups import PageRun, Paging, Reach
 from weft.kv.handoff import Accepted, LeaseClosed, PrefillEvent, PrefillOrder, PromptFinished, ReadyBlocks
 from weft.kv.memory import HostBlocks
@@ -232,3 +234,25 @@ async def test_blocks_are_announced_chunk_by_chunk_and_the_partial_one_after_the
     lease.dismiss()
     assert lease.end == "returned"
     assert [event async for event in events] == []
+
+
+async def _ended(tiny: Tiny, end: Callable[[Lease], None]) -> tuple[str, BaseException | None]:
+    """What is noted of a lease that ends before it is admitted, and what who waits for that hears."""
+    lease = Lease(PrefillOrder(new_key(), "", fingerprint_of(tiny), prompt(22), SamplingParams(max_tokens=1)))
+    waiting = asyncio.create_task(lease.until_reserved())
+    await asyncio.sleep(0)
+    end(lease)
+    async with asyncio.timeout(5):
+        await asyncio.wait({waiting})
+    return lease.end, waiting.exception()
+
+
+async def test_a_refusal_is_heard_by_who_waits_to_be_admitted(tiny: Tiny) -> None:
+    full = Overloaded("full", 1.0)
+    assert await _ended(tiny, lambda lease: lease.fail(full)) == ("broken", full)
+
+
+async def test_a_borrower_that_is_done_before_it_has_anything_has_cancelled(tiny: Tiny) -> None:
+    end, error = await _ended(tiny, Lease.dismiss)
+    assert end == "cancelled"
+    assert isinstance(error, Cancelled)
