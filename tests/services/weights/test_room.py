@@ -195,6 +195,9 @@ async def test_what_others_have_read_of_theirs_is_counted_once(monkeypatch: pyte
         other.read_bytes = 90
         assert await shared.fits(140)
         assert not await shared.fits(141)
+        other.read_bytes = 120  # more than it was promised
+        assert await shared.fits(120)
+        assert not await shared.fits(121)
 
 
 async def test_room_that_one_has_found_is_not_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,6 +223,14 @@ async def test_room_that_one_has_found_is_not_anothers(monkeypatch: pytest.Monke
 
     outcomes = await asyncio.gather(take(Reading()), take(Reading()), return_exceptions=True)
     assert sorted(map(type, outcomes), key=str) == [type(None), Overloaded]
+
+
+async def test_what_is_promised_counts_towards_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_free_bytes", lambda: 10_000)
+    shared = room.Room(1000)
+    async with shared.promised(Reading(), 700):
+        assert await shared.fits(300)
+        assert not await shared.fits(301)
 
 
 async def test_a_model_beyond_the_limit_is_refused_at_once_and_nothing_goes_for_it(
