@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import tempfile
 import time
@@ -15,6 +16,8 @@ from typing import Self
 
 import httpx
 import psutil
+
+from weft.cli.child import die_with
 
 START_SECONDS, STOP_SECONDS = 120.0, 10.0
 
@@ -48,14 +51,21 @@ class Processes:
     def start(
         self, command: Sequence[str], environment: Mapping[str, str] | None = None, cores: Set[int] = frozenset()
     ) -> psutil.Popen:
-        """In a process group of its own, so that a Ctrl-C is ours to tell. `cores`: those it keeps to; none: any."""
+        """In a process group of its own, so that a Ctrl-C is ours to tell. It ends when this process does, even if that
+        is killed. `cores`: those it keeps to; none: any."""
+        parent, keep = os.getpid(), keep_to(cores) or (lambda: None)
+
+        def before_exec() -> None:
+            keep()
+            die_with(parent, signal.SIGTERM)
+
         process = psutil.Popen(
             command,
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(environment or {})},
             start_new_session=True,
-            preexec_fn=keep_to(cores),
+            preexec_fn=before_exec,
         )
         self._all.append(process)
         return process
