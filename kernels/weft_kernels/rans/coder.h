@@ -17,7 +17,7 @@ struct Block {
         for (long i = 0; i < count; i++) {
             uint16_t size = values[i] & 0x7FFF, key = uint16_t((size >> Low) - 4 * (contexts[i] >> 4) - base);
             uint16_t symbol = uint16_t(key - FIRST) < last ? key : uint16_t(ESCAPE);
-            places[i] = uint16_t((contexts[i] << 4 & mask) | (size ? symbol : uint16_t(ZERO)));
+            places[i] = uint16_t((uint16_t(contexts[i]) << 4 & mask) | (size ? symbol : uint16_t(ZERO)));
         }
         std::fill(places + count, places + (count + LANES - 1) / LANES * LANES, uint16_t(0));  // whole vectors are looked up
         of_places.look_up_all(slots, places, count);

@@ -110,7 +110,7 @@ struct Stream {
             const int8_t row_scale = chunk->rows[row], *scales = chunk->columns + column;
             for (long i = 0; i < run; i++) {
                 int16_t context = int16_t(row_scale + scales[i]);
-                classes[at + i] = uint8_t((context << 4) & mask);
+                classes[at + i] = uint8_t((uint16_t(context) << 4) & mask);
                 before[at + i] = int16_t((context >> 4) * 4 + base);
             }
             at += run;
