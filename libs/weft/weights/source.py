@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from weft.errors import BadCheckpoint, Unreadable, WeftError
+from weft.errors import BadCheckpoint, Unreadable
 from weft.weights.blobs import Blob, Scratch, WeightsFile
 from weft.weights.bundle.chunks import Wanted
 from weft.weights.bundle.layout import SUFFIX
@@ -88,7 +88,7 @@ def open_source(file: WeightsFile) -> Source:
         return PlainSource(blob)
     try:
         return BundleSource(BundleFile(str(file), blob))
-    except WeftError:
+    except BaseException:
         blob.close()
         raise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import zlib
@@ -18,12 +19,14 @@ from safetensors.torch import save_file
 
 from tests.weft.weights.checkpoints import nothing
 from weft.errors import BadCheckpoint, Unreadable
-from weft.weights.blobs import Scratch
+from weft.weights import blobs
+from weft.weights.blobs import LocalFile, Scratch
 from weft.weights.bundle import convert, layout
 from weft.weights.bundle.making import NOTE
 from weft.weights.bundle.unpack import BundleFile
 from weft.weights.checkpoint import read_checkpoint
 from weft.weights.image import write_image
+from weft.weights.source import open_source
 
 
 def flip(path: Path, at: int) -> None:
@@ -276,3 +279,19 @@ def test_every_byte_of_a_bundle_counts(tmp_path: Path) -> None:
             assert content_of(path) == weights, f"byte {at} is taken for another weight"
         path.write_bytes(whole)
     assert found > 0.97 * len(range(0, len(whole), 97))
+
+
+@pytest.mark.parametrize("opened", [BundleFile.open, lambda path: open_source(LocalFile(path))])
+def test_a_bundle_that_there_is_no_memory_to_open_is_closed(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, opened: Callable[[Path], Any]
+) -> None:
+    """A weights service that is asked again and again would have no file left to open."""
+
+    def no_memory(size: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(blobs, "fresh_memory", no_memory)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        opened(next(bundle.glob("*-00001-*")))
+    assert os.listdir("/proc/self/fd") == before

@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 import xxhash
 
-from weft.errors import BadCheckpoint, WeftError
+from weft.errors import BadCheckpoint
 from weft.weights.blobs import Blob, FileBlob, Scratch
 from weft.weights.bundle.chunks import Bytes, Opened, StoredChunk, Stretch, Wanted, are_ends
 from weft.weights.bundle.layout import CHUNK_BYTES, BundleHeader, PackedTensor, bundle_header_of, inflate
@@ -46,7 +46,7 @@ class BundleFile:
         blob = FileBlob(path, direct=False)
         try:
             return cls(str(path), blob)
-        except WeftError:
+        except BaseException:
             blob.close()
             raise
 
