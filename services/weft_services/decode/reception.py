@@ -109,8 +109,9 @@ class Reception:
                 if self._borrowing is None:
                     raise BrokenPromise("the prompt ended before it was accepted")
                 self._finished = event
-                self._on_event(event)
+                # before the first token is told, which is not to come within the stage that it ends
                 self._stages.reach(Stage.TRANSFERRING)
+                self._on_event(event)
                 self._has_news.set()
             case Heartbeat():
                 if self._borrowing is None:
