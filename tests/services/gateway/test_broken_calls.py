@@ -92,8 +92,13 @@ def test_whatever_is_written_is_read_the_same_however_it_is_cut(name: str, data:
     pieces = st.sampled_from([*PIECES, *FORMATS[name].markers * 8])
     written = "".join(data.draw(st.lists(pieces, max_size=16)))
     thinks, is_thinking = data.draw(st.sampled_from([(False, False), (True, False), (True, True)]))
-    whole, *others = [joined(read(FORMATS[name], each, thinks, is_thinking)) for each in cuts(written)]
+    is_cut = data.draw(st.booleans())
+    whole, *others = [joined(read(FORMATS[name], each, thinks, is_thinking, is_cut)) for each in cuts(written)]
     assert all(other == whole for other in others)
+    open_call = max((call for kind, call, _ in whole if kind == "CALL"), default=0) if is_cut else None
+    for kind, call, text in whole:
+        if kind == "ARGUMENTS" and call != open_call:
+            assert isinstance(json.loads(text), dict)
     json.dumps(whole, ensure_ascii=False).encode()
 
 

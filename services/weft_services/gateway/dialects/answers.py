@@ -8,8 +8,7 @@ from weft.request import FinishReason
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece
 from weft_services.gateway.text.assistant import END_THINK, AnswerReader
-from weft_services.gateway.text.parts import Part, PartKind, Parts, new_call_id
-from weft_services.gateway.text.tool_parsers import Parser, plain
+from weft_services.gateway.text.parts import Part, PartKind
 
 
 class Answer:
@@ -34,9 +33,10 @@ class Answer:
         parts = self._reader.push(piece.text)
         is_thinking = self._reader.is_thinking
         if piece.finish_reason is not None:
-            parts += self._reader.finish()
-            is_cut = piece.stop is not None and self._reader.is_in_call
-            is_call = piece.finish_reason is FinishReason.STOP and self._reader.num_calls and not is_cut
+            # only a stop string that has a marker in it ends a call, see VisibleStops
+            is_stopped = piece.stop is not None and self._reader.is_in_call
+            parts += self._reader.finish(is_cut=piece.finish_reason is FinishReason.LENGTH)
+            is_call = piece.finish_reason is FinishReason.STOP and self._reader.num_calls and not is_stopped
             self.finish_reason = FinishReason.TOOL_CALLS if is_call else piece.finish_reason
         if is_thinking:
             self.num_reasoning_tokens += len(piece.token_ids)
@@ -77,16 +77,4 @@ class Answers:
         return self._answers[index]
 
     def _begin(self, index: int) -> Answer:
-        model, use = self._prepared.model, self._prepared.generation.tool_use
-        is_thinking = self._prepared.prompts[self._prepared.sequences[index].prompt].is_thinking
-        parser: Parser = plain
-        new_id = new_call_id
-        ends_thoughts: tuple[str, ...] = ()
-        if use is not None and model.tool_format is not None:
-            parser, new_id = model.tool_format.parser(use.schemas), model.tool_format.new_id
-            ends_thoughts = model.tool_format.ends_thoughts
-        parts = Parts(
-            new_id, is_parallel=use is None or use.is_parallel, holds_space=parser is not plain or model.thinks
-        )
-        reader = AnswerReader(parser, parts, model.thinks, is_thinking, ends_thoughts)
-        return Answer(reader, model.marks.get(END_THINK))
+        return Answer(self._prepared.reader(index), self._prepared.model.marks.get(END_THINK))

@@ -16,7 +16,9 @@ from weft_services.gateway.generation import Conversation, Embedding, Generation
 from weft_services.gateway.grammar.constrain import grammar_of
 from weft_services.gateway.mesh.scores import check_prompt_scores, most_scored_tokens, too_many_scores
 from weft_services.gateway.model import ServedModel
-from weft_services.gateway.text.assistant import in_thoughts
+from weft_services.gateway.text.assistant import AnswerReader, in_thoughts
+from weft_services.gateway.text.parts import Parts, new_call_id
+from weft_services.gateway.text.tool_parsers import Parser, plain
 
 # of one request, as OpenAI has it
 MAX_EMBEDDED_TOKENS = 300_000
@@ -79,6 +81,18 @@ class Prepared:
     def num_prompt_tokens(self) -> int:
         """Each prompt counts once, however many choices continue it."""
         return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    def reader(self, index: int) -> AnswerReader:
+        """Of a chat's choice: it tells thoughts, calls and text apart."""
+        use, form = self.generation.tool_use, self.model.tool_format
+        is_thinking = self.prompts[self.sequences[index].prompt].is_thinking
+        parser: Parser = plain
+        new_id, ends_thoughts = new_call_id, tuple[str, ...]()
+        if use is not None and form is not None:
+            parser, new_id, ends_thoughts = form.parser(use.schemas), form.new_id, form.ends_thoughts
+        is_parallel = use is None or use.is_parallel
+        parts = Parts(new_id, is_parallel, holds_space=parser is not plain or self.model.thinks)
+        return AnswerReader(parser, parts, self.model.thinks, is_thinking, ends_thoughts)
 
 
 @dataclass(frozen=True, slots=True)

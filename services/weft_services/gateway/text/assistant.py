@@ -56,12 +56,17 @@ class AnswerReader:
             next(self._reading, None)
         return self._found()
 
-    def finish(self) -> list[Part]:
-        """The rest. The answer has ended."""
-        self._feed.is_over = True
-        for _ in self._reading:
-            pass
-        self._parts.end()
+    def finish(self, is_cut: bool = False) -> list[Part]:
+        """The rest. Where the model has ended the answer, what never became a call is text, and a call is closed. Where
+        the answer `is_cut`, what may be the beginning of a call or of a marker is nothing, and a call stays open."""
+        if is_cut:
+            self._reading.close()
+            self._parts.drop_space()
+        else:
+            self._feed.is_over = True
+            for _ in self._reading:
+                pass
+            self._parts.end()
         return self._found()
 
     def _read(self, parser: Parser, thinks: bool) -> Reading[None]:
@@ -71,7 +76,7 @@ class AnswerReader:
             yield from begins_with(self._feed, THINK)
             mark = yield from copy_until(self._feed, self._ends_thoughts, self._parts.reasoning)
             if mark and mark != END_THINK:
-                self._feed.text = mark + self._feed.text
+                self._feed.give_back(mark)
             self._parts.drop_space()
             self.is_thinking = False
             yield from next_letter(self._feed)

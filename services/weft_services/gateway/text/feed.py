@@ -1,6 +1,6 @@
 """Text that arrives in pieces, read by parsers written as if it were all there: a generator that yields wants more.
 
-Bounded work per letter, no regular expressions; nothing is given out that might be the beginning of a marker.
+Bounded work per letter; nothing is given out that might be the beginning of a marker.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 import orjson
 
+from weft_services.gateway.text.json_mender import SPACE, JsonMender
 from weft_services.gateway.text.stopping import overlap
 
 ResultT = TypeVar("ResultT")
 Reading = Generator[None, None, ResultT]
 Emit = Callable[[str], None]
-SPACE = " \t\r\n"
 # what comes after more white space than this does not begin with anything: looking for it must not take ever longer
 MAX_SPACE = 1024
 
@@ -33,6 +33,11 @@ class Feed:
         text, self.text = self.text[:count], self.text[count:]
         self._taken.append(text)
         return text
+
+    def give_back(self, text: str) -> None:
+        """What was read last comes next."""
+        self.text = text + self.text
+        self._taken.pop()
 
     def mark(self) -> None:
         """From here on what is read could be given back as text."""
@@ -86,6 +91,13 @@ def next_letter(feed: Feed) -> Reading[str]:
         yield
 
 
+def is_next(feed: Feed, marker: str) -> Reading[bool]:
+    """Does the marker come next; nothing is read."""
+    while len(feed.text) < len(marker) and marker.startswith(feed.text) and not feed.is_over:
+        yield
+    return feed.text.startswith(marker)
+
+
 def peek_letter(feed: Feed) -> Reading[str]:
     """The next letter that is no white space, empty where that is too far away; nothing is read."""
     while not (text := feed.text.lstrip(SPACE)) and not feed.is_over and len(feed.text) <= MAX_SPACE:
@@ -93,57 +105,24 @@ def peek_letter(feed: Feed) -> Reading[str]:
     return text[:1] if len(feed.text) - len(text) <= MAX_SPACE else ""
 
 
-def copy_json(feed: Feed, emit: Emit) -> Reading[bool]:
-    """One JSON value as it is written; False when the answer ends before it does."""
+def copy_json(feed: Feed, emit: Emit) -> Reading[None]:
+    """One value as valid JSON, see `JsonMender`; it is closed where the answer ends before it does."""
     yield from next_letter(feed)
-    span = _Span()
+    mender = JsonMender()
     while True:
-        for place, letter in enumerate(feed.text):
-            if (has_letter := span.ends_at(letter)) is not None:
-                _emit(feed, place + has_letter, emit)
-                return True
-        _emit(feed, len(feed.text), emit)
-        if feed.is_over:
-            return False
+        text, num_read = mender.read(feed.text)
+        feed.take(num_read)
+        if feed.is_over and not mender.is_done:
+            text += mender.close()
+        if text:
+            emit(text)
+        if mender.is_done:
+            return
         yield
 
 
-class _Span:
-    """Where one JSON value ends, letter by letter."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = False
-        self._is_escaped = False
-
-    def ends_at(self, letter: str) -> bool | None:
-        """None: not here. Else the value ends here, with this letter (True) or before it."""
-        if self._in_string:
-            return self._ends_in_string(letter)
-        if letter == '"':
-            self._in_string = True
-        elif letter in "{[":
-            self._depth += 1
-        elif letter in "}]":
-            self._depth -= 1
-            return self._depth == 0 if self._depth <= 0 else None
-        elif not self._depth and letter in SPACE + ",":
-            return False
-        return None
-
-    def _ends_in_string(self, letter: str) -> bool | None:
-        if self._is_escaped:
-            self._is_escaped = False
-        elif letter == "\\":
-            self._is_escaped = True
-        elif letter == '"':
-            self._in_string = False
-            return True if not self._depth else None
-        return None
-
-
 def json_text(feed: Feed) -> Reading[str]:
-    """One JSON value as it is written, whole or cut off."""
+    """One value, as `copy_json` gives it out."""
     pieces: list[str] = []
     yield from copy_json(feed, pieces.append)
     return "".join(pieces)

@@ -13,15 +13,19 @@ from weft_services.gateway.text.feed import (
     begins_with,
     copy_json,
     copy_until,
+    is_next,
     json_text,
     next_letter,
     parse_json,
     peek_letter,
 )
+from weft_services.gateway.text.json_mender import mended_object
 from weft_services.gateway.text.parts import Parts
 
 Parser = Callable[[Feed, Parts], Reading[None]]
 MAX_PYTHON_CHARS = 64 * 1024
+# of a call; an object with others in front of its name is none, where no marker says that it is
+FIELDS = ("name", "type", "id", "arguments", "parameters")
 
 
 class Malformed(Exception):
@@ -35,9 +39,13 @@ def plain(feed: Feed, parts: Parts) -> Reading[None]:
 
 def hermes(feed: Feed, parts: Parts) -> Reading[None]:
     """Hermes, Qwen, weft-nano: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, text around and between."""
-    while (yield from copy_until(feed, ("<tool_call>",), parts.text)):
-        if (yield from _object_or_text(feed, parts, "<tool_call>")):
-            yield from begins_with(feed, "</tool_call>")
+    opening, closing = "<tool_call>", "</tool_call>"
+    is_unclosed = False  # the last call's closing tag has not come: where it does, it is no text
+    while mark := (yield from copy_until(feed, (opening, closing) if is_unclosed else (opening,), parts.text)):
+        if mark == closing:
+            is_unclosed = False
+        elif (yield from _object_or_text(feed, parts, opening)):
+            is_unclosed = not (yield from begins_with(feed, closing))
 
 
 def mistral(feed: Feed, parts: Parts) -> Reading[None]:
@@ -110,7 +118,14 @@ def _object_or_text(feed: Feed, parts: Parts, opening: str, names: frozenset[str
         if parts.num_calls == num_calls:  # what has been given out cannot be taken back
             parts.text(opening + feed.taken)
             return False
+    yield from _skip_closers(feed)
     return True
+
+
+def _skip_closers(feed: Feed) -> Reading[None]:
+    """Models write a bracket too many behind a call: that is no text."""
+    while (yield from begins_with(feed, "}")):
+        pass
 
 
 def _object(feed: Feed, parts: Parts, names: frozenset[str] | None) -> Reading[None]:
@@ -126,12 +141,14 @@ def _object(feed: Feed, parts: Parts, names: frozenset[str] | None) -> Reading[N
             feed.take(1)
             continue
         key = yield from _key(feed)
+        if names is not None and "name" not in fields and key not in FIELDS:
+            raise Malformed
         is_it = key in ("arguments", "parameters") and "name" in fields and not is_begun
         if is_it and (yield from next_letter(feed)) == "{":
             parts.begin_call(fields["name"], str(fields.get("id") or ""))
             is_begun = True
-            if (yield from copy_json(feed, parts.arguments)):
-                parts.end_call()
+            yield from copy_json(feed, parts.arguments)
+            parts.end_call()
             continue
         written[key] = yield from json_text(feed)
         fields[key] = parse_json(written[key])
@@ -143,7 +160,7 @@ def _object(feed: Feed, parts: Parts, names: frozenset[str] | None) -> Reading[N
 
 
 def _key(feed: Feed) -> Reading[Any]:
-    if (yield from next_letter(feed)) != '"':
+    if (yield from next_letter(feed)) not in ("'", '"'):
         raise Malformed
     key = parse_json((yield from json_text(feed)))
     if (yield from next_letter(feed)) != ":":
@@ -153,17 +170,33 @@ def _key(feed: Feed) -> Reading[Any]:
 
 
 def _is_name(value: Any, names: frozenset[str] | None) -> bool:
-    return isinstance(value, str) and bool(value) and (names is None or value in names)
+    """Half of a surrogate pair, which has become U+FFFD, names nothing."""
+    return isinstance(value, str) and bool(value) and "\ufffd" not in value and (names is None or value in names)
 
 
 def _whole_call(parts: Parts, fields: dict[str, Any], written: dict[str, str]) -> None:
     """Arguments that came before the name, as a string, or not at all."""
     if "name" not in fields:
         raise Malformed
-    parts.begin_call(fields["name"], str(fields.get("id") or ""))
     key = "arguments" if "arguments" in fields else "parameters"
-    arguments = fields.get(key) or {}
-    parts.arguments(arguments if isinstance(arguments, str) else written[key] if arguments else "{}")
+    _say_call(parts, fields["name"], str(fields.get("id") or ""), _as_object(fields.get(key), written.get(key, "")))
+
+
+def _as_object(value: Any, written: str) -> str:
+    """Arguments that are one, or a string with one in it; nothing stands for none."""
+    if not value:
+        return "{}"
+    if isinstance(value, dict):
+        return written
+    found = mended_object(value) if isinstance(value, str) else None
+    if found is None:
+        raise Malformed
+    return found
+
+
+def _say_call(parts: Parts, name: str, call_id: str, arguments: str) -> None:
+    parts.begin_call(name, call_id)
+    parts.arguments(arguments)
     parts.end_call()
 
 
@@ -172,23 +205,33 @@ def _named_call(
 ) -> Reading[None]:
     """Name, separator, JSON. The name may say the call's id too. Without one it is no call, and all of it is text."""
     header: list[str] = []
+    feed.mark()
     separator = yield from copy_until(feed, (*separators, "{"), header.append)
     name, call_id = read_name("".join(header).strip())
     if separator is None or not name:
-        parts.text(opening + "".join(header) + (separator or ""))
+        parts.text(opening + feed.taken)
         return
     if separator == "{":
-        feed.text = separator + feed.text
-    parts.begin_call(name, call_id)
-    yield from _arguments(feed, parts)
+        feed.give_back(separator)
+    yield from _arguments(feed, parts, opening, name, call_id)
 
 
-def _arguments(feed: Feed, parts: Parts) -> Reading[None]:
-    if (yield from next_letter(feed)) != "{":
-        parts.arguments("{}")  # a call without arguments; clients parse what they get
-    elif not (yield from copy_json(feed, parts.arguments)):
+def _arguments(feed: Feed, parts: Parts, opening: str, name: str, call_id: str = "") -> Reading[None]:
+    """They are JSON, or there are none. Where they can be made no object, all that was read since the mark is text."""
+    letter = yield from next_letter(feed)
+    if letter == "{":
+        parts.begin_call(name, call_id)
+        yield from copy_json(feed, parts.arguments)
+        parts.end_call()
+        yield from _skip_closers(feed)
         return
-    parts.end_call()
+    written = ""
+    if letter and letter not in "<`" and not (yield from is_next(feed, "[TOOL_CALLS]")):
+        written = yield from json_text(feed)
+    try:
+        _say_call(parts, name, call_id, _as_object(parse_json(written) if written else None, written))
+    except (Malformed, ValueError):
+        parts.text(opening + feed.taken)
 
 
 def _mistral_name(header: str) -> tuple[str, str]:
@@ -204,23 +247,25 @@ def _kimi_name(header: str) -> tuple[str, str]:
 
 def _deepseek_call(feed: Feed, parts: Parts, marks: tuple[str, ...]) -> Reading[None]:
     before: list[str] = []
+    feed.mark()
     mark = yield from copy_until(feed, ("<｜tool▁sep｜>", *marks), before.append)
     if mark != "<｜tool▁sep｜>":  # no call after all; what comes next may be one
         parts.text("".join(before))
-        feed.text = (mark or "") + feed.text
+        if mark:
+            feed.give_back(mark)
         return
     name = "".join(before).strip()
-    if (yield from next_letter(feed)) != "{":  # V3: what came before was the type, now comes the name
+    if name == "function" and (yield from next_letter(feed)) != "{":  # V3: this was the type, now comes the name
         lines: list[str] = []
         fence = yield from copy_until(feed, ("```json", "{", "<｜tool▁call▁end｜>"), lines.append)
         name = "".join(lines).strip() or name
         if fence and fence != "```json":  # V3.1's without arguments ends here
-            feed.text = fence + feed.text
+            feed.give_back(fence)
     if not name:
         parts.text("".join(before))
         return
-    parts.begin_call(name)
-    yield from _arguments(feed, parts)
+    yield from begins_with(feed, "```json")
+    yield from _arguments(feed, parts, marks[3], name)
     yield from begins_with(feed, "```")
 
 
@@ -240,9 +285,7 @@ def _python_calls(feed: Feed, parts: Parts, names: frozenset[str]) -> Reading[No
         parts.text("".join(held))
         return
     for name, arguments in calls:
-        parts.begin_call(name)
-        parts.arguments(arguments)
-        parts.end_call()
+        _say_call(parts, name, "", arguments)
 
 
 def _may_be_python(text: str, names: frozenset[str], is_whole: bool) -> bool:

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from weft_services.gateway.text.feed import Emit, Feed, Reading, begins_with, copy_until, parse_json
+from weft_services.gateway.text.feed import MAX_SPACE, Emit, Feed, Reading, begins_with, copy_until, parse_json
+from weft_services.gateway.text.json_mender import SPACE, mended_object
 from weft_services.gateway.text.parts import Parts
 from weft_services.gateway.text.tool_parsers import MAX_PYTHON_CHARS, Parser
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-NEXT_TAGS = (f"\n{PARAMETER}", f"\n{END_FUNCTION}", "\n</tool_call>")
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+# what may end a value: its own tags, then those that come next where models forget it
+VALUE_TAGS = (f"\n{END_PARAMETER}", END_PARAMETER, PARAMETER, f"\n{PARAMETER}", f"\n{END_FUNCTION}", f"\n{END_CALL}")
+MAX_KEY_CHARS = 256
 LITERALS = {"None": "null"}
 # with these a schema says itself what it is of, whatever it refers to
 TELLING = frozenset(("type", "properties", "enum", "const", "anyOf", "oneOf", "allOf"))
 MAX_HOPS = 8
 
 Schemas = Mapping[str, dict[str, Any]]
+Missing = set[str] | None  # parameters that a call has not had yet; None: whatever is written
 
 
 def qwen_xml(schemas: Schemas) -> Parser:
@@ -30,39 +35,43 @@ def qwen_xml(schemas: Schemas) -> Parser:
     models do forget the outer tag."""
 
     def parse(feed: Feed, parts: Parts) -> Reading[None]:
-        while mark := (yield from copy_until(feed, ("<tool_call>", FUNCTION), parts.text)):
-            if mark == FUNCTION or (yield from begins_with(feed, FUNCTION)):
-                yield from _call(feed, parts, schemas)
-                yield from begins_with(feed, "</tool_call>")
+        while mark := (yield from copy_until(feed, (CALL, FUNCTION), parts.text)):
+            feed.mark()
+            if mark == FUNCTION:
+                yield from _call(feed, parts, schemas, is_tagged=False)
+            elif (yield from begins_with(feed, FUNCTION)):
+                yield from _call(feed, parts, schemas, is_tagged=True)
             else:
                 parts.text(mark)
 
     return parse
 
 
-def _call(feed: Feed, parts: Parts, schemas: Schemas) -> Reading[None]:
+def _call(feed: Feed, parts: Parts, schemas: Schemas, is_tagged: bool) -> Reading[None]:
+    """Without the outer tag only a call of a known tool is one: texts speak of such tags, too."""
     name, is_named = yield from _name(feed)
-    if not is_named:
-        parts.text(f"{FUNCTION}{name}")
+    if not is_named or not (is_tagged or name in schemas):
+        parts.text((CALL if is_tagged else FUNCTION) + feed.taken)
         return
     parts.begin_call(name)
     root = schemas.get(name, {})
     whole = resolved(root, root)
     properties = whole.get("properties") if isinstance(whole, dict) else None
+    properties = properties if isinstance(properties, dict) else {}
+    missing = set(properties) if properties else None
     separator = "{"
-    while True:
-        mark = yield from copy_until(feed, (PARAMETER, END_FUNCTION, "</tool_call>"), _nothing)
-        if mark != PARAMETER:
-            break
+    while (yield from copy_until(feed, (PARAMETER, END_FUNCTION, END_CALL), _nothing)) == PARAMETER:
         key, is_named = yield from _name(feed)
-        schema = resolved(properties.get(key) if isinstance(properties, dict) else None, root)
+        if not is_named:
+            continue
+        if missing:
+            missing.discard(key)
         parts.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         separator = ", "
-        if not is_named or not (yield from _value(feed, parts, schema)):
-            return  # cut off
-    if mark is not None:
-        parts.arguments("}" if separator == ", " else "{}")
-        parts.end_call()
+        yield from _value(feed, parts, resolved(properties.get(key), root), missing)
+    parts.arguments("}" if separator == ", " else "{}")
+    parts.end_call()
+    yield from begins_with(feed, END_CALL)
 
 
 def _name(feed: Feed) -> Reading[tuple[str, bool]]:
@@ -73,35 +82,87 @@ def _name(feed: Feed) -> Reading[tuple[str, bool]]:
     return (name.strip(), bool(name.strip())) if mark == ">" else (name + (mark or ""), False)
 
 
-def _value(feed: Feed, parts: Parts, schema: Any) -> Reading[bool]:
-    """One line break on either side is not its own. Text streams unless it may be null; False when the answer ends
-    before the value does."""
+def _value(feed: Feed, parts: Parts, schema: Any, missing: Missing) -> Reading[None]:
+    """One line break on either side is not its own. Text streams unless it may be null."""
     while not feed.text and not feed.is_over:
         yield
     if feed.text.startswith("\n"):
         feed.take(1)
     if is_text(schema) and not is_nullable(schema):
         parts.arguments('"')
-        is_ended = yield from _until_end(feed, lambda text: parts.arguments(_escaped(text)))
-        parts.arguments('"' if is_ended else "")
-        return is_ended
+        yield from _until_end(feed, lambda text: parts.arguments(_escaped(text)), missing)
+        parts.arguments('"')
+        return
     written: list[str] = []
-    is_ended = yield from _until_end(feed, written.append)
+    yield from _until_end(feed, written.append, missing)
     value = "".join(written)
     if is_text(schema):
-        value = "null" if LITERALS.get(value, value) == "null" else json.dumps(value, ensure_ascii=False)
-    elif is_ended:
-        value = _as_json(value)
-    parts.arguments(value)
-    return is_ended
+        parts.arguments("null" if LITERALS.get(value, value) == "null" else json.dumps(value, ensure_ascii=False))
+    else:
+        parts.arguments(_as_json(value))
 
 
-def _until_end(feed: Feed, emit: Emit) -> Reading[bool]:
-    """Up to the tag that closes a value; models forget it, and then the next tag on a line of its own ends it too."""
-    mark = yield from copy_until(feed, (f"\n{END_PARAMETER}", END_PARAMETER, *NEXT_TAGS), emit)
-    if mark in NEXT_TAGS:
-        feed.text = mark + feed.text
-    return mark is not None
+def _until_end(feed: Feed, emit: Emit, missing: Missing) -> Reading[None]:
+    """Up to the tag that closes a value. Values have such tags within them, so one counts where it stands as the format
+    has it: with the next parameter or the function's end behind it, as many as were opened in the value aside. Models
+    forget it, and then the next tag on a line of its own ends the value too. `missing`: the parameters that may follow.
+    """
+    num_inner = 0
+    while mark := (yield from copy_until(feed, VALUE_TAGS, emit)):
+        if mark in VALUE_TAGS[:2]:
+            if (yield from _is_closing(feed, num_inner, missing)):
+                return
+            num_inner = max(0, num_inner - 1)
+        elif not num_inner and (yield from _is_forgotten(feed, mark, missing)):
+            feed.give_back(mark)
+            return
+        else:
+            num_inner += mark.endswith(PARAMETER)
+        emit(mark)
+
+
+def _is_closing(feed: Feed, num_inner: int, missing: Missing) -> Reading[bool]:
+    """Is a parameter's closing tag the value's own, by what stands behind it."""
+    if not num_inner:
+        return (yield from _is_before(feed, (PARAMETER, END_FUNCTION, END_CALL)))
+    if missing and (yield from _is_before(feed, (PARAMETER,))):
+        return (yield from _is_missing(feed, PARAMETER, missing))
+    return (yield from _is_before(feed, (END_FUNCTION,), (END_CALL,)))
+
+
+def _is_forgotten(feed: Feed, mark: str, missing: Missing) -> Reading[bool]:
+    """Does the value end before this tag, without a tag of its own."""
+    if mark == f"\n{PARAMETER}":
+        return (yield from _is_missing(feed, "", missing))
+    return mark == f"\n{END_CALL}" or (mark != PARAMETER and (yield from _is_before(feed, (END_CALL,))))
+
+
+def _is_before(feed: Feed, *steps: tuple[str, ...]) -> Reading[bool]:
+    """Do tags come next, one of each step, white space aside, as far as the answer goes; nothing is read."""
+    while (found := _follows(feed.text, steps)) is None and not feed.is_over and len(feed.text) <= MAX_SPACE:
+        yield
+    return feed.is_over if found is None else found
+
+
+def _follows(text: str, steps: Iterable[tuple[str, ...]]) -> bool | None:
+    """None: the text ends before that is known."""
+    for tags in steps:
+        text = text.lstrip(SPACE)
+        tag = next((tag for tag in tags if text.startswith(tag)), None)
+        if tag is None:
+            return None if any(tag.startswith(text) for tag in tags) else False
+        text = text[len(tag) :]
+    return True
+
+
+def _is_missing(feed: Feed, tag: str, missing: Missing) -> Reading[bool]:
+    """Is the key that comes next, with this tag before it, one that is expected; without a schema each of them is."""
+    while True:
+        text = feed.text.lstrip(SPACE)[len(tag) :]
+        key, bracket, _ = text.partition(">")
+        if bracket or feed.is_over or "\n" in key or len(key) > MAX_KEY_CHARS:
+            return bool(bracket) and "\n" not in key and (missing is None or key.strip() in missing)
+        yield
 
 
 def resolved(schema: Any, root: dict[str, Any]) -> Any:
@@ -176,8 +237,14 @@ def _as_json(written: str) -> str:
     try:
         parse_json(text)
     except ValueError:
-        return _from_python(text) or json.dumps(written, ensure_ascii=False)
+        return _mended(text) or _from_python(text) or json.dumps(written, ensure_ascii=False)
     return text
+
+
+def _mended(text: str) -> str | None:
+    """Objects and lists; words are strings."""
+    found = mended_object(f'{{"": {text}}}') if text.startswith(("{", "[")) else None
+    return found and found[len('{"": ') : -1]
 
 
 def _from_python(text: str) -> str | None:
