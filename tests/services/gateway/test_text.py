@@ -99,7 +99,7 @@ def test_a_scanner_cuts_at_the_first_stop_string_and_loses_nothing_else(text: st
         if stopped:
             break
     else:
-        sent += scanner.flush()
+        sent += scanner.finish()[0]
     assert (stopped is not None) == any(stop in text for stop in stops)
     if stopped is not None:
         assert stopped in stops

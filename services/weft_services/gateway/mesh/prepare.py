@@ -16,9 +16,11 @@ from weft_services.gateway.generation import Conversation, Embedding, Generation
 from weft_services.gateway.grammar.constrain import grammar_of
 from weft_services.gateway.mesh.scores import check_prompt_scores, most_scored_tokens, too_many_scores
 from weft_services.gateway.model import ServedModel
-from weft_services.gateway.text.assistant import AnswerReader, in_thoughts
+from weft_services.gateway.text.assistant import END_THINK, THINK, AnswerReader, in_thoughts
 from weft_services.gateway.text.parts import Parts, new_call_id
+from weft_services.gateway.text.stopping import Stops, StopScanner
 from weft_services.gateway.text.tool_parsers import Parser, plain
+from weft_services.gateway.text.visible_stops import VisibleStops
 
 # of one request, as OpenAI has it
 MAX_EMBEDDED_TOKENS = 300_000
@@ -93,6 +95,17 @@ class Prepared:
         is_parallel = use is None or use.is_parallel
         parts = Parts(new_id, is_parallel, holds_space=parser is not plain or self.model.thinks)
         return AnswerReader(parser, parts, self.model.thinks, is_thinking, ends_thoughts)
+
+    def stops(self, index: int) -> Stops | None:
+        """What looks for the stop strings of a choice; None where there are none."""
+        stops = self.generation.stop
+        if not stops:
+            return None
+        markers: tuple[str, ...] = (THINK, END_THINK) if self.model.thinks else ()
+        if self.generation.tool_use is not None and self.model.tool_format is not None:
+            markers += self.model.tool_format.markers
+        is_chat = isinstance(self.generation.prompts[0], Conversation)
+        return VisibleStops(stops, markers, self.reader(index)) if is_chat and markers else StopScanner(stops)
 
 
 @dataclass(frozen=True, slots=True)

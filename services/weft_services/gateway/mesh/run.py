@@ -32,13 +32,12 @@ class Run:
         max_deltas = max(MAX_DELTAS, DELTAS_A_SEQUENCE * len(prepared.sequences))
         self._shared = Shared(prepared, standing, deadline, Inbox(self._abandon, max_deltas))
         self._failure: WeftError | None = None  # to be raised once the pieces before it are delivered
-        stops = prepared.generation.stop
         self._flights = [
             Flight(
                 mesh,
                 self._shared,
                 new_id(),
-                Sequence(index, codec, stops, spec.max_tokens, prepared.prompts[spec.prompt].context),
+                Sequence(index, codec, prepared.stops(index), spec.max_tokens, prepared.prompts[spec.prompt].context),
             )
             for index, spec in enumerate(prepared.sequences)
         ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weft.request import FinishReason, PositionLogprobs, PromptLogprobs
 from weft_services.gateway.mesh.inbox import Delta
 from weft_services.gateway.text.codec import Codec
-from weft_services.gateway.text.stopping import StopScanner
+from weft_services.gateway.text.stopping import Stops
 
 
 @dataclass(slots=True)  # not frozen: there is one a token
@@ -31,7 +31,9 @@ class Sequence:
     It ends with `max_tokens`, whether the worker that generates says so or not.
     """
 
-    def __init__(self, index: int, codec: Codec, stops: Items[str], max_tokens: int, context: Items[int] = ()) -> None:
+    def __init__(
+        self, index: int, codec: Codec, stops: Stops | None, max_tokens: int, context: Items[int] = ()
+    ) -> None:
         """`context`: the last tokens of a text that is gone on with."""
         self.index = index
         self.token_ids: list[int] = []
@@ -40,7 +42,7 @@ class Sequence:
         self._prompt_logprobs: list[PromptLogprobs] = []  # that nobody has been told yet
         self._max_tokens = max_tokens
         self._detokenizer = codec.detokenizer(context)
-        self._scanner = StopScanner(stops) if stops else None
+        self._stops = stops
 
     def accept(self, deltas: Items[Delta]) -> Piece:
         """Take the deltas in, in order; those after the end are dropped."""
@@ -77,7 +79,7 @@ class Sequence:
             ids, reason = ids[:room], FinishReason.LENGTH
         # the token that ends a sequence is counted and reported, its text is not part of the answer
         spoken = ids[:-1] if reason is FinishReason.STOP else ids
-        text = self._speak(spoken) if self._scanner is None else self._scan(spoken, self._scanner)
+        text = self._speak(spoken) if self._stops is None else self._scan(spoken, self._stops)
         if self.finish_reason is None:
             self.token_ids.extend(ids[len(spoken) :])
             if reason is not None:
@@ -88,11 +90,11 @@ class Sequence:
         self.token_ids.extend(ids)
         return self._detokenizer.push(ids)
 
-    def _scan(self, ids: tuple[int, ...], scanner: StopScanner) -> str:
+    def _scan(self, ids: tuple[int, ...], stops: Stops) -> str:
         """Token by token: the one that completes a stop string must be told from those after it."""
         texts: list[str] = []
         for token_id in ids:
-            text, self._stop = scanner.push(self._speak((token_id,)))
+            text, self._stop = stops.push(self._speak((token_id,)))
             texts.append(text)
             if self._stop is not None:
                 self.finish_reason = FinishReason.STOP
@@ -102,10 +104,12 @@ class Sequence:
     def _end(self, reason: FinishReason) -> str:
         rest = self._detokenizer.flush()
         self.finish_reason = reason
-        if self._scanner is None:
+        if self._stops is None:
             return rest
-        text, self._stop = self._scanner.push(rest)
+        text, self._stop = self._stops.push(rest)
         if self._stop is None:
-            return text + self._scanner.flush()
-        self.finish_reason = FinishReason.STOP
+            rest, self._stop = self._stops.finish(is_cut=reason is FinishReason.LENGTH)
+            text += rest
+        if self._stop is not None:
+            self.finish_reason = FinishReason.STOP
         return text
