@@ -85,6 +85,7 @@ Prompt = str | tuple[int, ...] | Conversation
 class Generation:
     """A checked request. None in a sampling field means: as the model's own generation defaults say.
 
+    `model` is empty where none was named: then the only one that is served is meant.
     Without `max_tokens` the answer may fill the context, or be as long as `default_max_tokens` if that is less.
     `prompt_field` and `max_tokens_field` are the client's names for these, so that later errors can name them.
     `priority` counts as vLLM's clients count, lower is sooner; with `reject_if_busy` nobody waits for room.
@@ -162,7 +163,7 @@ class Tokenizing:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Texts or token ids of which vectors are wanted."""
+    """Texts or token ids of which vectors are wanted. `model` as in `Generation`."""
 
     model: str
     inputs: tuple[str | tuple[int, ...], ...]

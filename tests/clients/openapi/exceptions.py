@@ -62,7 +62,6 @@ NARROWED: list[tuple[str, str, dict[str, Any], str]] = [
     ("CreateChatCompletionRequest", "max_completion_tokens", {"minimum": 1}, "an answer has a token"),
     ("ResponseProperties", "truncation", {"anyOf": [{"enum": ["disabled"]}]}, "prompts are not cut"),
     ("TokenCountsBody", "truncation", {"enum": ["disabled"]}, "prompts are not cut"),
-    ("TokenCountsBody", "model", {"anyOf": [{"type": "string"}]}, "which model answers is the client's to say"),
     (
         "CreateEmbeddingRequest",
         "encoding_format",
@@ -107,7 +106,6 @@ REFUSED = [
     Allowed("said in words: it is required", "messages.*", "only an assistant's tool calls, thoughts"),
     Allowed("said in words: names have letters", ".*", "name must be a string of 1 to 128 characters"),
     Allowed("there is nothing to answer", "input|prompt", "is empty|at least (one|1) item|expected a string"),
-    Allowed("which model answers is the client's to say", "model", "Field required"),
     Allowed("they are there to be chosen from", "tool_choice", "no tools to choose from|there is no tool"),
     Allowed("said in words: it needs the other", "top_logprobs", "needs logprobs to be true"),
     Allowed("said in words: more than n, and no stream", "best_of", "fewer than n|not in a stream|at most 128"),

@@ -171,13 +171,10 @@ def test_what_is_not_a_json_object_is_refused(body: bytes) -> None:
         parse_chat(body)
 
 
-@pytest.mark.parametrize("field", ["model", "messages"])
-def test_a_missing_field_is_named(field: str) -> None:
-    fields = {"model": "m", "messages": [USER]}
-    del fields[field]
+def test_a_missing_field_is_named() -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        parse_chat(json.dumps(fields).encode())
-    assert refusal.value.param == field
+        parse_chat(json.dumps({"model": "m"}).encode())
+    assert refusal.value.param == "messages"
 
 
 def test_fields_that_change_nothing_are_let_through() -> None:

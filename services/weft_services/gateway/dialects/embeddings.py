@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 from weft.errors import InvalidRequest
 from weft_services.gateway.dialects.openai_fields import check_prompt, session_hint, unsupported_field
 from weft_services.gateway.dialects.openai_messages import Lenient
-from weft_services.gateway.dialects.openai_requests import parse_body
+from weft_services.gateway.dialects.openai_requests import ModelName, parse_body
 from weft_services.gateway.generation import Embedding
 from weft_services.gateway.mesh.urgency import MAX_PRIORITY
 
@@ -34,7 +34,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 class EmbeddingBody(Lenient):
     """POST /v1/embeddings."""
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
+    model: ModelName = None
     input: Annotated[list[Any], BeforeValidator(lambda value: check_prompt(value, MAX_INPUTS))]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
@@ -50,7 +50,7 @@ class EmbeddingBody(Lenient):
             raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
         session = session_hint(extra.get("prompt_cache_key"), extra.get("session_id"), extra.get("user"))
         as_base64 = self.encoding_format == "base64"
-        return Embedding(self.model, tuple(self.input), as_base64, session, self.priority)
+        return Embedding(self.model or "", tuple(self.input), as_base64, session, self.priority)
 
 
 def parse_embedding(body: bytes) -> Embedding:

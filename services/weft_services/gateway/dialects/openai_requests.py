@@ -41,6 +41,8 @@ Whole = Annotated[int, BeforeValidator(as_whole)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Stops = Annotated[list[StopText], Field(max_length=MAX_STOPS), FailFast()]
 Tool = Annotated[dict[str, Any], AfterValidator(check_tool)]
+# the only model that is served need not be named, as with vLLM
+ModelName = Annotated[str | None, Field(min_length=1, max_length=256)]
 Bias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(check_logit_bias)]
 TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(check_template_kwargs)]
 
@@ -59,7 +61,7 @@ class StreamOptions(Lenient):
 class _Body(Lenient):
     """What chat and completions share."""
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
+    model: ModelName = None
     max_tokens: Annotated[Whole | None, Field(ge=1)] = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(ge=0, le=1)] = None
@@ -96,7 +98,7 @@ class _Body(Lenient):
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs: a stream has no place for them", "prompt_logprobs")
         return {
-            "model": self.model,
+            "model": self.model or "",
             "max_tokens": self.max_tokens,
             "n": self.n or 1,
             "temperature": self.temperature,

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from types import TracebackType
 
 from weft import metrics
@@ -172,7 +173,7 @@ class Pipeline:
 
         def work() -> tuple[ServedModel, int]:
             generation = parse(body)
-            model = self.models.find(generation.model)
+            model = self.models.meant(generation.model)
             return model, count(generation, model, self.max_context_tokens(model))
 
         counted = await self.judged(work)
@@ -188,7 +189,9 @@ class Pipeline:
         return await self.judged(lambda: self._prepare(generation))
 
     def _prepare(self, generation: Generation) -> Prepared:
-        model = self.models.find(generation.model)
+        model = self.models.meant(generation.model)
+        if not generation.model:
+            generation = replace(generation, model=model.name)
         return prepare(generation, model, self._watch.of(model.name).block_tokens, self.max_context_tokens(model))
 
     async def prepare_embedding(self, parse: Callable[[], Embedding]) -> PreparedEmbedding:
@@ -196,8 +199,8 @@ class Pipeline:
 
         def work() -> PreparedEmbedding:
             asked = parse()
-            model = self.models.find(asked.model)
-            return prepare_embedding(asked, model, self.max_context_tokens(model))
+            model = self.models.meant(asked.model)
+            return prepare_embedding(replace(asked, model=model.name), model, self.max_context_tokens(model))
 
         prepared = await self.judged(work)
         await visitor.get().take(prepared.num_tokens)
