@@ -52,7 +52,7 @@ async def test_an_unknown_model_is_a_404_that_names_it(bench: MakeBench) -> None
     [
         ("GET", "/v1/nothing", 404),
         ("GET", "/v1/chat/completions", 405),
-        ("GET", "/v1/chat/completions/", 404),
+        ("GET", "/v1/chat/completions/", 405),
         ("DELETE", "/v1/models", 405),
     ],
 )

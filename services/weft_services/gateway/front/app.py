@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -14,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.errors import EngineFailed, WeftError
@@ -34,11 +36,12 @@ from weft_services.gateway.front.embeddings import EmbeddingEndpoint
 from weft_services.gateway.front.endpoints import Api, GenerationEndpoint
 from weft_services.gateway.front.kept import KeptAnswers
 from weft_services.gateway.front.live import FleetEvents
+from weft_services.gateway.front.model_cards import ModelCards
 from weft_services.gateway.front.operator import DrainEndpoint, RoleEndpoint
 from weft_services.gateway.front.page import PageFiles
+from weft_services.gateway.front.paths import meant_path
 from weft_services.gateway.front.text_endpoints import text_routes
 from weft_services.gateway.mesh.pipeline import Pipeline
-from weft_services.gateway.model import ServedModel
 
 logger = logging.getLogger(__name__)
 APIS = {
@@ -49,11 +52,18 @@ APIS = {
 }
 
 
-def build_app(
-    pipeline: Pipeline, door: Door, kept: KeptAnswers | None, timeout_seconds: float, is_alone: bool
-) -> Starlette:
-    """The public face; `is_alone`: there is no private one, so that operators come here too, and show their keys.
-    Without `kept` no answer is kept."""
+@dataclass(frozen=True, slots=True)
+class Face:
+    """What the settings say of the public listener. `is_alone`: there is no private one, so that operators come here
+    too, and show their keys."""
+
+    timeout_seconds: float
+    is_alone: bool
+
+
+def build_app(pipeline: Pipeline, door: Door, kept: KeptAnswers | None, face: Face) -> ASGIApp:
+    """The public face. Without `kept` no answer is kept."""
+    timeout_seconds = face.timeout_seconds
     generating = [
         Route(path, GenerationEndpoint(pipeline, api, timeout_seconds), methods=["POST"])
         for path, api in APIS.items()
@@ -61,7 +71,7 @@ def build_app(
     ]
     if kept is not None:
         generating += responses.kept_routes(pipeline, kept, APIS[responses.PATH], timeout_seconds)
-    pages, files = _Pages(pipeline), PageFiles()
+    pages, files, cards = _Pages(pipeline), PageFiles(), ModelCards(pipeline)
     routes = [
         *generating,  # what is asked of them in other ways than by POST comes this far
         Route("/", files.index),
@@ -72,20 +82,26 @@ def build_app(
         Route("/weft/workers/{worker_id}/undrain", DrainEndpoint(pipeline, undo=True), methods=["POST"]),
         Route("/v1/embeddings", EmbeddingEndpoint(pipeline, timeout_seconds), methods=["POST"]),
         *text_routes(pipeline),
-        Route("/v1/models", pages.models),
-        Route("/v1/models/{name:path}", pages.model),
+        Route("/v1/models", cards.all),
+        Route("/v1/models/{name:path}", cards.one),
         *_health_routes(pages),
-        *(_operator_routes(pages) if is_alone else []),
+        *(_operator_routes(pages) if face.is_alone else []),
     ]
     direct = {route.path: route.endpoint for route in generating if isinstance(route.endpoint, GenerationEndpoint)}
-    layers = [Middleware(Exchanges), Middleware(Doorkeeper, door=door), Middleware(Shortcut, endpoints=direct)]
-    return _application(routes, layers)
+    doorkeeper = Middleware(Doorkeeper, door=door, is_served=partial(_is_served, routes))
+    app: ASGIApp = _application(routes, [doorkeeper, Middleware(Shortcut, endpoints=direct)])
+    return Exchanges(app)
 
 
-def build_private_app(pipeline: Pipeline) -> Starlette:
+def build_private_app(pipeline: Pipeline) -> ASGIApp:
     """What operators and their tools see on a listener of its own, where no keys are asked for."""
     pages = _Pages(pipeline)
-    return _application([*_health_routes(pages), *_operator_routes(pages)], [Middleware(Exchanges)])
+    return Exchanges(_application([*_health_routes(pages), *_operator_routes(pages)], []))
+
+
+def _is_served(routes: list[Route], scope: Scope) -> bool:
+    """Is there such an address, whatever is done with it."""
+    return any(route.matches(scope)[0] is not Match.NONE for route in routes)
 
 
 def _health_routes(pages: _Pages) -> list[Route]:
@@ -124,12 +140,6 @@ class _Pages:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
 
-    async def models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._card(model) for model in self._pipeline.models]})
-
-    async def model(self, request: Request) -> Response:
-        return _json(self._card(self._pipeline.models.find(request.path_params["name"])))
-
     async def health(self, request: Request) -> Response:
         """That this runs at all says that the process and its loop are alive."""
         return _json({"status": "ok"})
@@ -141,10 +151,6 @@ class _Pages:
 
     async def metrics(self, request: Request) -> Response:
         return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
-
-    def _card(self, model: ServedModel) -> dict[str, Any]:
-        card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "weft"}
-        return {**card, "max_model_len": self._pipeline.max_context_tokens(model)}
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -159,9 +165,13 @@ async def _weft_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """404 and 405 of the router."""
     assert isinstance(error, HTTPException)
-    phrase = HTTPStatus(error.status_code).phrase.lower()
-    reason = "unknown_url" if error.status_code == 404 else None
-    told = HttpError(error.status_code, f"{request.method} {request.scope['path']}: {phrase}", reason)
+    path = request.scope["path"]
+    message = f"{request.method} {path}: {HTTPStatus(error.status_code).phrase.lower()}"
+    if error.status_code == 404 and (meant := meant_path(path)) is not None:
+        message += f"; the address here is {meant}"
+    if allowed := (error.headers or {}).get("Allow"):
+        message += f"; use {', '.join(sorted(allowed.split(', ')))}"
+    told = HttpError(error.status_code, message, "unknown_url" if error.status_code == 404 else None)
     return Response(_told(request, told), error.status_code, headers=error.headers, media_type="application/json")
 
 
@@ -171,4 +181,4 @@ async def _unforeseen(request: Request, error: Exception) -> Response:
 
 def _told(request: Request, error: WeftError) -> bytes:
     """In the words of the API whose path it is."""
-    return message_error(error) if is_anthropic(request.scope["path"]) else error_body(error)
+    return message_error(error) if is_anthropic(request.scope) else error_body(error)

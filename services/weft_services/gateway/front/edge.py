@@ -4,6 +4,7 @@ checked before anything else is looked at, and the key's limits in the answer. P
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,9 +18,13 @@ from weft_services.gateway.dialects.rate_headers import anthropic_headers, opena
 from weft_services.gateway.error_body import error_body
 from weft_services.gateway.front.access_log import note, opened
 from weft_services.gateway.front.exchange import Reply, header
+from weft_services.gateway.front.paths import plain_path
 
 MESSAGES = "/v1/messages"
 API = ("/v1/", "/tokenize", "/detokenize")
+# on paths that are not one API's alone, Anthropic's clients are known by the header that they always send
+ANTHROPIC_VERSION = b"anthropic-version"
+OPENAI = ("/v1/chat/", "/v1/completions", "/v1/embeddings", "/v1/responses", "/tokenize", "/detokenize")
 # for whoever asks whether to send requests here
 # the page is the same for everybody, and asks for the key itself
 OPEN_PATHS = frozenset({"/health", "/ready", "/"})
@@ -33,7 +38,10 @@ ACCEPTABLE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 
 class Exchanges:
     """x-request-id: the client's own where it is harmless, else a new one. Never used inside the mesh. Anthropic's
-    clients look for it under a name of their own. And a line in the log when the exchange is over."""
+    clients look for it under a name of their own. And a line in the log when the exchange is over.
+
+    Everything further in sees the path without the slashes that clients add to it.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -43,11 +51,12 @@ class Exchanges:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope["path"] = plain_path(scope["path"])
         given = header(scope, b"x-request-id")
         chosen = given if ACCEPTABLE_ID.fullmatch(given) else new_id()
         request_id.set(chosen)
         fields = [(b"x-request-id", chosen.encode())]
-        if is_anthropic(scope["path"]):
+        if is_anthropic(scope):
             fields.append((b"request-id", chosen.encode()))
         status = CLIENT_LEFT
 
@@ -62,7 +71,7 @@ class Exchanges:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
-            status = 500  # answered further out
+            status = 500  # answered further out, or not at all where a stream had begun
             raise
         finally:
             if _is_worth_a_line(scope["path"], status):
@@ -73,9 +82,11 @@ class Doorkeeper:
     """Every path needs a key: those of the API any, the rest an operator's. Decided on the path that is routed, never
     on a URL that was made of headers."""
 
-    def __init__(self, app: ASGIApp, door: Door) -> None:
+    def __init__(self, app: ASGIApp, door: Door, is_served: Callable[[Scope], bool]) -> None:
+        """`is_served`: an address that is not needs no operator to be reported as such."""
         self._app = app
         self._door = door
+        self._is_served = is_served
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Wrap one exchange."""
@@ -85,12 +96,12 @@ class Doorkeeper:
         if path in OPEN_PATHS or path.startswith(PAGE_FILES):
             await self._app(scope, receive, send)
             return
-        speaks_anthropic = is_anthropic(path)
+        speaks_anthropic = is_anthropic(scope)
         try:
             found = self._door.enter(scope["headers"])
             if found.has_limits:
                 send = _with_limits(send, found, speaks_anthropic)
-            if not (path.startswith(API) or found.is_operator):
+            if not (path.startswith(API) or found.is_operator) and self._is_served(scope):
                 raise Forbidden("this path is for an operator's key")
         except WeftError as error:
             await Reply(send, message_error if speaks_anthropic else error_body).fail(error)
@@ -107,9 +118,12 @@ def _is_worth_a_line(path: str, status: int) -> bool:
     return status >= 400 or not (path == METRICS or path.startswith(PAGE_FILES))
 
 
-def is_anthropic(path: str) -> bool:
-    """Is it a path of Anthropic's API."""
-    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+def is_anthropic(scope: Scope) -> bool:
+    """Is the client answered in the form of Anthropic's API."""
+    path: str = scope["path"]
+    if path == MESSAGES or path.startswith(f"{MESSAGES}/"):
+        return True
+    return not path.startswith(OPENAI) and bool(header(scope, ANTHROPIC_VERSION))
 
 
 def _with_limits(send: Send, found: Visitor, speaks_anthropic: bool) -> Send:

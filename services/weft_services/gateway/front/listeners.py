@@ -9,7 +9,7 @@ import grpc
 from weft.rpc.server import RpcServer
 from weft_services.gateway.access.door import Door
 from weft_services.gateway.config import Config
-from weft_services.gateway.front.app import build_app, build_private_app
+from weft_services.gateway.front.app import Face, build_app, build_private_app
 from weft_services.gateway.front.certificate import Certificate
 from weft_services.gateway.front.grpc_edge import LISTENER_OPTIONS, Admission
 from weft_services.gateway.front.http_server import HttpServer, listen
@@ -32,7 +32,8 @@ class Listeners:
         context = self._certificate.context if self._certificate else None
         has_private = config.private_port is not None
         grace_seconds = config.grace_seconds + LAST_WORDS_SECONDS
-        app = build_app(pipeline, door, kept, config.request_timeout_seconds, not has_private)
+        face = Face(config.request_timeout_seconds, not has_private)
+        app = build_app(pipeline, door, kept, face)
         self.http = HttpServer(app, listen(config.host, config.http_port, config.share_ports), grace_seconds, context)
         self.private: HttpServer | None = None
         if config.private_port is not None:
