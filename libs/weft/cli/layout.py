@@ -34,6 +34,7 @@ class MeshOptions:
     max_seqs: int = 0
     keys: str = ""
     is_open: bool = False
+    cors_origins: str = ""
     has_tls: bool = False
     disk: Path | None = None
     disk_gib: int = 8

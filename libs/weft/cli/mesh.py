@@ -155,6 +155,7 @@ def _gateway(options: MeshOptions, at: Addresses, name: str) -> ChildSpec:
         "WEFT_GRPC_PORT": str(options.grpc_port),
         "WEFT_KEYS": options.keys,
         "WEFT_OPEN": str(int(options.is_open)),
+        "WEFT_CORS_ORIGINS": options.cors_origins,
     }
     probed = f"{reachable(options.host)}:{options.port}"
     # the user's own serves one gateway, and a Prometheus that has been told of it

@@ -87,6 +87,9 @@ def up(
     is_open: Annotated[
         bool, typer.Option("--open", envvar="WEFT_OPEN", help="Without keys, whoever may reach it.")
     ] = False,
+    cors_origins: Annotated[
+        str, typer.Option(envvar="WEFT_CORS_ORIGINS", help="Web pages that may use the API: origins by commas, or *.")
+    ] = "",
     disk: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Cached blocks are kept there, too, over restarts.")
     ] = None,
@@ -120,6 +123,7 @@ def up(
             max_seqs=max_seqs,
             keys=keys,
             is_open=is_open,
+            cors_origins=cors_origins,
             has_tls=bool(os.environ.get("WEFT_TLS_CERT")),
             disk=disk,
             disk_gib=disk_gib,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from weft.config import ConfigError, is_loopback, read_models
 
 MAX_RESPONSES_SECONDS = 30 * 24 * 3600
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
 # of special tokens in a chat's prompt
 WRITERS = ("anyone", "template")
 
@@ -32,6 +34,7 @@ class Config:
     share_ports: bool = False
     private_host: str = "127.0.0.1"
     private_port: int | None = None
+    cors_origins: str = ""
     tls_cert: Path | None = None
     tls_key: Path | None = None
     max_requests: int = 1024
@@ -56,7 +59,17 @@ class Config:
             raise ConfigError(f"WEFT_MAX_REQUESTS={self.max_requests}: expected at least 1")
         if self.special_tokens not in WRITERS:
             raise ConfigError(f"WEFT_SPECIAL_TOKENS={self.special_tokens!r}: expected one of {', '.join(WRITERS)}")
+        for origin in self.allowed_origins:
+            if not ORIGIN.fullmatch(origin):
+                expected = "expected * or origins by commas, such as https://app.example, without a path"
+                raise ConfigError(f"WEFT_CORS_ORIGINS={origin!r}: {expected}")
         self._check_seconds()
+
+    @property
+    def allowed_origins(self) -> tuple[str, ...]:
+        """Origins whose pages may use the API from a browser, as browsers write them."""
+        given = (each.strip().lower().rstrip("/") for each in self.cors_origins.split(","))
+        return tuple(each for each in given if each)
 
     @property
     def are_sealed(self) -> bool:

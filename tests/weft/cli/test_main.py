@@ -242,12 +242,14 @@ def test_settings_of_services_hold_where_no_option_says_otherwise(monkeypatch: p
 
     monkeypatch.setattr(up, "up", noted)
     given = {"DTYPE": "bfloat16", "TRANSPORT": "grpc", "THREADS": "3", "LOG_LEVEL": "WARNING", "OPEN": "1"}
+    given["CORS_ORIGINS"] = "http://a.example"
     environ = {f"WEFT_{name}": value for name, value in given.items()}
-    for options in ([], ["--dtype", "float32", "--threads", "1"]):
+    for options in ([], ["--dtype", "float32", "--threads", "1", "--cors-origins", "*"]):
         assert runner.invoke(app, ["up", "--model", str(SHIPPED), *options], env=environ).exit_code == 0
     (first, second) = said
     assert (first.dtype, first.transport, first.threads, first.log_level) == ("bfloat16", "grpc", 3, "warning")
     assert first.is_open
+    assert (first.cors_origins, second.cors_origins) == ("http://a.example", "*")
     assert (second.dtype, second.transport, second.threads) == ("float32", "grpc", 1)
 
 

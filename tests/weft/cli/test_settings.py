@@ -64,6 +64,12 @@ def test_a_tool_format_that_there_is_not_and_keys_that_cannot_be_read_are_told(
         check()
 
 
+def test_wrong_cors_origin_is_refused_before_the_start() -> None:
+    check(dataclasses.replace(OPTIONS, cors_origins="https://app.example, *"))
+    with pytest.raises(ConfigError, match=r"WEFT_CORS_ORIGINS='app\.example': expected"):
+        check(dataclasses.replace(OPTIONS, cors_origins="app.example"))
+
+
 def test_up_tells_it_before_it_starts_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(up, "mooncake_trouble", lambda: "")
     monkeypatch.setattr(up, "check_fit", lambda *_: None)

@@ -31,6 +31,7 @@ from weft_services.gateway.dialects.responses_frames import ResponseFrames
 from weft_services.gateway.dialects.responses_requests import parse_responses
 from weft_services.gateway.error_body import HttpError, error_body, status_of
 from weft_services.gateway.front import responses
+from weft_services.gateway.front.cors import Cors
 from weft_services.gateway.front.edge import Doorkeeper, Exchanges, is_anthropic
 from weft_services.gateway.front.embeddings import EmbeddingEndpoint
 from weft_services.gateway.front.endpoints import Api, GenerationEndpoint
@@ -55,10 +56,11 @@ APIS = {
 @dataclass(frozen=True, slots=True)
 class Face:
     """What the settings say of the public listener. `is_alone`: there is no private one, so that operators come here
-    too, and show their keys."""
+    too, and show their keys. `cors_origins`: of pages that may use the API from a browser."""
 
     timeout_seconds: float
     is_alone: bool
+    cors_origins: tuple[str, ...] = ()
 
 
 def build_app(pipeline: Pipeline, door: Door, kept: KeptAnswers | None, face: Face) -> ASGIApp:
@@ -90,7 +92,8 @@ def build_app(pipeline: Pipeline, door: Door, kept: KeptAnswers | None, face: Fa
     direct = {route.path: route.endpoint for route in generating if isinstance(route.endpoint, GenerationEndpoint)}
     doorkeeper = Middleware(Doorkeeper, door=door, is_served=partial(_is_served, routes))
     app: ASGIApp = _application(routes, [doorkeeper, Middleware(Shortcut, endpoints=direct)])
-    return Exchanges(app)
+    # around errors of every layer, and around each other: preflights have a line in the log, too
+    return Exchanges(Cors(app, face.cors_origins) if face.cors_origins else app)
 
 
 def build_private_app(pipeline: Pipeline) -> ASGIApp:

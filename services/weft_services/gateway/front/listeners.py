@@ -32,7 +32,7 @@ class Listeners:
         context = self._certificate.context if self._certificate else None
         has_private = config.private_port is not None
         grace_seconds = config.grace_seconds + LAST_WORDS_SECONDS
-        face = Face(config.request_timeout_seconds, not has_private)
+        face = Face(config.request_timeout_seconds, not has_private, config.allowed_origins)
         app = build_app(pipeline, door, kept, face)
         self.http = HttpServer(app, listen(config.host, config.http_port, config.share_ports), grace_seconds, context)
         self.private: HttpServer | None = None
