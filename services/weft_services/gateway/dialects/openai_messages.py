@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
+from weft_services.gateway.dialects.billing_header import without_billing_header
 from weft_services.gateway.dialects.body_limits import check_body
 from weft_services.gateway.dialects.openai_fields import MAX_TOOLS, check_tool_call, flatten_content, templated_call
 
@@ -64,6 +65,7 @@ class Message(Lenient):
 
 
 def for_template(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
-    """As chat templates take them. Raises InvalidRequest for calls whose arguments hold too much together."""
+    """As chat templates take them, in the words of every API, without a billing header. Raises InvalidRequest for calls
+    whose arguments hold too much together."""
     check_body(*(text.encode(errors="replace") for message in messages for text in message.argument_texts))
-    return tuple(message.for_template() for message in messages)
+    return tuple(without_billing_header([message.for_template() for message in messages]))
