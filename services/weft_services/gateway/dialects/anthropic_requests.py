@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.errors import InvalidRequest
 from weft.request import KEEP, Retention
-from weft_services.gateway.dialects.openai_fields import ADDED, CHAT_ALONE, unsupported_field
+from weft_services.gateway.dialects.openai_fields import ADDED
 from weft_services.gateway.dialects.translation import (
     Fields,
     check_chat,
@@ -20,6 +20,7 @@ from weft_services.gateway.dialects.translation import (
     read_object,
     renamed,
 )
+from weft_services.gateway.dialects.unsupported_fields import CHAT_ALONE, Neutral, check_supported
 from weft_services.gateway.generation import Generation
 
 # the same under both names, those that other servers' clients add included
@@ -28,25 +29,27 @@ RENAMED = {"stop_sequences": "stop"}
 RENAMED_PATHS = (
     ("stop", "stop_sequences"),
     ("response_format.json_schema", "output_config.format"),
+    ("response_format", "output_config.format"),
     ("reasoning_effort", "output_config.effort"),
 )
+# of fields that other APIs have
+INSTEAD = {**dict(RENAMED_PATHS), "instructions": "system", "reasoning": "thinking"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # what would change the answer, or is asked for to be kept: any value but these is refused. The rest that Anthropic's
 # clients send is harmless here: who pays, how urgently, where, and what models that refuse fall back to
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: Neutral = {
     **CHAT_ALONE,
     "compaction": (),
     "container": (),
+    "instructions": ("",),
+    "max_output_tokens": (),
     "mcp_servers": ([],),
     "parallel_tool_calls": (True,),
+    "reasoning": (),
     "stop": ([],),
     "output_format": (),  # an older name of output_config.format
     "thread": (),
 }
-# whether templates that can be told let the model think; how much it does is its own affair
-THINKING = {"enabled": True, "adaptive": True, "disabled": False}
-# as templates call that: Qwen's, GLM's and SmolLM's; DeepSeek's and Granite's
-SWITCHES = ("enable_thinking", "thinking")
 # of context_management: templates leave out old thoughts anyway
 CLEAR_THINKING = "clear_thinking_"
 # of a cache_control; one that names none is kept as long as the store has room
@@ -67,8 +70,7 @@ def parse_count(body: bytes) -> Generation:
 
 
 def _generation(fields: Fields) -> Generation:
-    if (field := unsupported_field(fields, NEUTRAL_VALUES)) is not None:
-        raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
+    check_supported(fields, NEUTRAL_VALUES, INSTEAD)
     _check_edits(fields)
     chat = {name: fields[name] for name in SAME if fields.get(name) is not None}
     chat |= {new: fields[name] for name, new in RENAMED.items() if fields.get(name) is not None}
@@ -108,14 +110,9 @@ def _output(fields: Fields) -> Fields:
 
 
 def _thinking(fields: Fields) -> Fields:
+    """Whether the model thinks; how much, which agents say habitually, is its own affair."""
     config = object_of(fields, "thinking")
-    if not config:
-        return {}
-    kind = config.get("type")
-    if not isinstance(kind, str) or kind not in THINKING:
-        raise InvalidRequest(f"thinking.type: {', '.join(THINKING)} are known", "thinking.type")
-    named = object_of(fields, "chat_template_kwargs")
-    return {"chat_template_kwargs": {**named, **dict.fromkeys(SWITCHES, THINKING[kind])}}
+    return {"thinking": {"type": config.get("type")}} if config else {}
 
 
 def _retention(fields: Fields) -> Retention:

@@ -12,9 +12,10 @@ import orjson
 from pydantic import BeforeValidator, Field
 
 from weft.errors import InvalidRequest
-from weft_services.gateway.dialects.openai_fields import check_prompt, session_hint, unsupported_field
+from weft_services.gateway.dialects.openai_fields import check_prompt, session_hint
 from weft_services.gateway.dialects.openai_messages import Lenient
 from weft_services.gateway.dialects.openai_requests import ModelName, parse_body
+from weft_services.gateway.dialects.unsupported_fields import check_supported
 from weft_services.gateway.generation import Embedding
 from weft_services.gateway.mesh.urgency import MAX_PRIORITY
 
@@ -46,8 +47,7 @@ class EmbeddingBody(Lenient):
             message = "dimensions: a mean of hidden states cannot be shortened"
             raise InvalidRequest(message, "dimensions", "unsupported_parameter")
         extra = self.model_extra or {}
-        if (field := unsupported_field(extra, NEUTRAL_VALUES)) is not None:
-            raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
+        check_supported(extra, NEUTRAL_VALUES)
         session = session_hint(extra.get("prompt_cache_key"), extra.get("session_id"), extra.get("user"))
         as_base64 = self.encoding_format == "base64"
         return Embedding(self.model or "", tuple(self.input), as_base64, session, self.priority)

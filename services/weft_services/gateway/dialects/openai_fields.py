@@ -26,63 +26,12 @@ RESERVED_KWARGS = frozenset(SPECIAL_TOKENS).union(
     "continue_final_message".split()
 )
 
-# Fields that change the answer and that Weft does not implement: any value but these is refused, not ignored.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "cache_salt": (),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_whitespace_pattern": (),
-    "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "modalities": (["text"],),
-    "moderation": (),
-    "prompt_embeds": (),
-    "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
-    "suffix": ("",),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "web_search_options": (),
-}
-# The same for the other two APIs, where these of chat completions would be lost.
-CHAT_ALONE: dict[str, tuple[Any, ...]] = {
-    **NEUTRAL_VALUES,
-    "add_special_tokens": (False,),
-    "logprobs": (False,),
-    "max_completion_tokens": (),
-    "n": (1,),
-    "prompt_logprobs": (),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-}
 # What clients of other servers add to any of the three.
 ADDED = (
     "min_p seed frequency_penalty presence_penalty repetition_penalty logit_bias min_tokens stop_token_ids ignore_eos "
-    "chat_template_kwargs structured_outputs guided_json guided_regex guided_grammar guided_choice json_schema regex "
-    "ebnf grammar priority reject_if_busy session_id"
+    "chat_template_kwargs enable_thinking think structured_outputs guided_json guided_regex guided_grammar "
+    "guided_choice json_schema regex ebnf grammar priority reject_if_busy session_id"
 ).split()
-
-
-def unsupported_field(extra: dict[str, Any], neutral_values: dict[str, tuple[Any, ...]] = NEUTRAL_VALUES) -> str | None:
-    """The first field that asks for something Weft does not do."""
-    for name, value in extra.items():
-        neutral = neutral_values.get(name)
-        if neutral is not None and value is not None and not any(value == accepted for accepted in neutral):
-            return name
-    return None
 
 
 def as_stop_list(value: Any) -> Any:

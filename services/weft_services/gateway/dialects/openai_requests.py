@@ -16,13 +16,18 @@ from weft_services.gateway.dialects.openai_fields import (
     as_whole,
     check_logit_bias,
     check_prompt,
-    check_template_kwargs,
     check_tool,
     session_hint,
-    unsupported_field,
 )
 from weft_services.gateway.dialects.openai_messages import CHECKED, Lenient, Message, for_template
+from weft_services.gateway.dialects.template_variables import TemplateVariables
 from weft_services.gateway.dialects.tool_choice import read_tool_use
+from weft_services.gateway.dialects.unsupported_fields import (
+    COMPLETION_INSTEAD,
+    OPENAI_CHAT,
+    OPENAI_COMPLETION,
+    check_supported,
+)
 from weft_services.gateway.generation import Conversation, Generation, Prompt
 from weft_services.gateway.mesh.urgency import MAX_PRIORITY
 
@@ -44,7 +49,6 @@ Tool = Annotated[dict[str, Any], AfterValidator(check_tool)]
 # the only model that is served need not be named, as with vLLM
 ModelName = Annotated[str | None, Field(min_length=1, max_length=256)]
 Bias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(check_logit_bias)]
-TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(check_template_kwargs)]
 
 
 BodyT = TypeVar("BodyT", bound="Lenient")
@@ -89,8 +93,6 @@ class _Body(Lenient):
     def common(self) -> dict[str, Any]:
         """The fields of a Generation that both bodies fill alike."""
         extra, options = self.model_extra or {}, self.stream_options
-        if (field := unsupported_field(extra)) is not None:
-            raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
         answer_format = read_format(self.response_format, extra)
         for name in ("ignore_eos", "min_tokens"):
             if answer_format is not None and getattr(self, name):
@@ -128,7 +130,7 @@ class _Body(Lenient):
         }
 
 
-class ChatBody(_Body):
+class ChatBody(_Body, TemplateVariables):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], *CHECKED]
@@ -136,8 +138,6 @@ class ChatBody(_Body):
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
-    reasoning_effort: Annotated[str | None, Field(max_length=32)] = None
     continue_final_message: bool | None = None  # vLLM's, as the next
     add_generation_prompt: bool | None = None
     add_special_tokens: Literal[False] | None = None  # of the template's own there are some, and no others
@@ -146,15 +146,14 @@ class ChatBody(_Body):
 
     def generation(self) -> Generation:
         """Raises InvalidRequest for what the types alone cannot tell."""
+        check_supported(self.model_extra or {}, OPENAI_CHAT)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
         fields, is_parallel = self.common(), self.parallel_tool_calls is not False
         tool_use = read_tool_use(self.tools or [], self.tool_choice, is_parallel, fields["answer_format"] is not None)
         messages = for_template(self.messages)
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        is_continued = self._is_continued()
-        kwargs = effort | self.chat_template_kwargs
-        conversation = Conversation(messages, tool_use.tools if tool_use else (), kwargs, is_continued=is_continued)
+        tools, variables = tool_use.tools if tool_use else (), self.variables()
+        conversation = Conversation(messages, tools, variables, is_continued=self._is_continued())
         fields |= {"tool_use": tool_use}
         if tool_use is not None and tool_use.is_forced and fields["answer_format"] is not None:
             raise InvalidRequest("tool_choice: an answer that calls tools has no other format", "tool_choice")
@@ -191,6 +190,7 @@ class CompletionBody(_Body):
 
     def generation(self) -> Generation:
         """Raises InvalidRequest for what the types alone cannot tell."""
+        check_supported(self.model_extra or {}, OPENAI_COMPLETION, COMPLETION_INSTEAD)
         prompts: tuple[Prompt, ...] = tuple(self.prompt)
         fields, best_of = self.common(), self.best_of or 1
         if self.best_of is not None and best_of < fields["n"]:

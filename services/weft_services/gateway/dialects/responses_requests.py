@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.errors import InvalidRequest
-from weft_services.gateway.dialects.openai_fields import ADDED, CHAT_ALONE, unsupported_field
+from weft_services.gateway.dialects.openai_fields import ADDED
 from weft_services.gateway.dialects.responses_items import Conversation, kept_items, read_input
 from weft_services.gateway.dialects.responses_tools import Tools, read_tools
 from weft_services.gateway.dialects.translation import (
@@ -20,6 +20,7 @@ from weft_services.gateway.dialects.translation import (
     read_object,
     renamed,
 )
+from weft_services.gateway.dialects.unsupported_fields import CHAT_ALONE, Neutral, check_supported
 from weft_services.gateway.generation import Generation
 
 # the same under both names, those of other servers' clients included
@@ -28,17 +29,21 @@ SAME = (
     "stream_options user"
 ).split() + ADDED
 # what would change the answer, or is asked for to be kept: any value but these is refused
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: Neutral = {
     **CHAT_ALONE,
     "background": (False,),
     "context_management": ([],),
     "conversation": (),
     "max_tokens": (),
+    "output_config": ({},),
     "prompt": (),
+    "stop_sequences": ([],),
+    "system": ("", []),
+    "thinking": (),
     "truncation": ("disabled",),
 }
 # the same where no answer is kept
-WITHOUT_STORE: dict[str, tuple[Any, ...]] = {**NEUTRAL_VALUES, "previous_response_id": (), "store": (False,)}
+WITHOUT_STORE: Neutral = {**NEUTRAL_VALUES, "previous_response_id": (), "store": (False,)}
 RENAMED_PATHS = (
     ("messages", "input"),
     ("max_tokens", "max_output_tokens"),
@@ -46,6 +51,8 @@ RENAMED_PATHS = (
     ("response_format", "text.format"),
     ("reasoning_effort", "reasoning.effort"),
 )
+# of fields that other APIs have
+INSTEAD = {**dict(RENAMED_PATHS), "system": "instructions", "thinking": "reasoning.effort"}
 # one of them asks for no answer, the others change none
 CACHE_OPTIONS = "prompt_cache_options"
 LOGPROBS = "message.output_text.logprobs"
@@ -68,8 +75,7 @@ def parse_responses(body: bytes, earlier: Earlier | None = None) -> Generation:
     """POST /v1/responses and /v1/responses/input_tokens; without `earlier` nothing is kept, and what refers to earlier
     answers is refused. Raises InvalidRequest naming the field."""
     fields = read_object(body)
-    if (field := unsupported_field(fields, WITHOUT_STORE if earlier is None else NEUTRAL_VALUES)) is not None:
-        raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
+    check_supported(fields, WITHOUT_STORE if earlier is None else NEUTRAL_VALUES, INSTEAD)
     if object_of(fields, CACHE_OPTIONS).get("prewarm"):
         field = f"{CACHE_OPTIONS}.prewarm"
         raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
@@ -82,7 +88,7 @@ def parse_responses(body: bytes, earlier: Earlier | None = None) -> Generation:
     chat = {name: fields[name] for name in SAME if fields.get(name) is not None}
     chat |= {"messages": conversation.messages, "max_tokens": fields.get("max_output_tokens")}
     chat |= {"tools": tools.functions or None, "tool_choice": tools.choice(fields.get("tool_choice"))}
-    chat |= {"response_format": _format(text.get("format")), "reasoning_effort": reasoning.get("effort")}
+    chat |= {"response_format": _format(text.get("format")), "reasoning": reasoning or None}
     if LOGPROBS in _include(fields.get("include")) or fields.get("top_logprobs"):
         chat |= {"logprobs": True, "top_logprobs": fields.get("top_logprobs")}
     own = _OwnPaths(conversation, tools)

@@ -7,9 +7,11 @@ from typing import Annotated, Any
 from pydantic import FailFast, Field
 
 from weft.errors import InvalidRequest
-from weft_services.gateway.dialects.openai_fields import MAX_TOOLS, unsupported_field
+from weft_services.gateway.dialects.openai_fields import MAX_TOOLS
 from weft_services.gateway.dialects.openai_messages import CHECKED, Lenient, Message, for_template
-from weft_services.gateway.dialects.openai_requests import TemplateKwargs, Tool, parse_body
+from weft_services.gateway.dialects.openai_requests import Tool, parse_body
+from weft_services.gateway.dialects.template_variables import TemplateVariables
+from weft_services.gateway.dialects.unsupported_fields import check_supported
 from weft_services.gateway.generation import Conversation, Prompt, Tokenizing
 
 MAX_TOKENS = 1_000_000
@@ -18,27 +20,25 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {"chat_template": (), "continue_fin
 TokenId = Annotated[int, Field(ge=0)]
 
 
-class TokenizeBody(Lenient):
+class TokenizeBody(TemplateVariables):
     """POST /tokenize: a prompt, or messages as the chat template renders them. The model need not be named."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message] | None, *CHECKED] = None
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
-    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
     add_generation_prompt: bool = True
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
     def asked(self) -> Tokenizing:
         """Special tokens are put around a prompt; a template writes its own."""
-        if (field := unsupported_field(self.model_extra or {}, NEUTRAL_VALUES)) is not None:
-            raise InvalidRequest(f"{field} is not supported here", field, "unsupported_parameter")
+        check_supported(self.model_extra or {}, NEUTRAL_VALUES)
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("prompt: either it or messages are needed", "prompt")
         prompt: Prompt = self.prompt or ""
         if self.messages is not None:
-            messages, kwargs = for_template(self.messages), self.chat_template_kwargs
+            messages, kwargs = for_template(self.messages), self.variables()
             prompt = Conversation(messages, tuple(self.tools or ()), kwargs, self.add_generation_prompt)
         is_special = self.messages is None if self.add_special_tokens is None else self.add_special_tokens
         field = "prompt" if self.messages is None else "messages"

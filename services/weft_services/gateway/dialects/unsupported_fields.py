@@ -1,0 +1,213 @@
+"""Fields that would change the answer and that Weft does not implement: they are refused, not ignored.
+
+Each has the values that change nothing, which clients send habitually, and many have the field to use instead. What
+changes no answer (who pays, how a provider is chosen, what a cache does) and what no server knows is let through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.errors import InvalidRequest
+
+Neutral = Mapping[str, tuple[Any, ...]]
+
+# in any API: OpenAI's, vLLM's and SGLang's
+_OPENAI: Neutral = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "cache_salt": (),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "custom_logit_processor": (),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "lora_path": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "no_stop_trim": (False,),
+    "prompt_embeds": (),
+    "return_hidden_states": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "separate_reasoning": (True,),
+    "skip_special_tokens": (True,),
+    "stop_regex": ([], ""),
+    "stream_reasoning": (True,),
+    "suffix": ("",),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "web_search_options": (),
+}
+# Ollama's, llama.cpp's, TGI's, and those of front ends for them
+_LOCAL: Neutral = {
+    "adapter_id": (),
+    "decoder_input_details": (False,),
+    "do_sample": (True,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "early_stopping": (False,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "format": ("",),
+    "guidance_scale": (1,),
+    "images": ([],),
+    "lora": ([],),
+    "max_new_tokens": (),
+    "min_new_tokens": (0,),
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
+    "n_predict": (-1,),
+    "n_probs": (0,),
+    "negative_prompt": ("",),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "num_predict": (-1,),
+    "num_return_sequences": (1,),
+    "penalize_nl": (False,),
+    "repeat_penalty": (1,),
+    "return_full_text": (False,),
+    "samplers": ([],),
+    "smoothing_factor": (0,),
+    "tfs": (1,),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "top_n_sigma": (-1, 0),
+    "truncate": (),
+    "typical_p": (1,),
+    "watermark": (False,),
+    "xtc_probability": (0,),
+}
+# those of hosted servers: OpenRouter, Groq, Mistral, DashScope, xAI
+_HOSTED: Neutral = {
+    "enable_search": (False,),
+    "plugins": ([],),
+    "prompt_mode": (),
+    "random_seed": (),
+    "reasoning_budget": (-1,),
+    "reasoning_format": ("parsed", "auto", "deepseek"),
+    "safe_prompt": (False,),
+    "search_parameters": (),
+    "thinking_budget": (),
+    "thinking_budget_tokens": (-1,),
+    "thinking_config": (),
+    "transforms": ([],),
+}
+# their fields belong to the top of the body, as SDKs put them there
+WRAPPERS = ("extra_body", "options", "parameters", "sampling_params")
+EVERYWHERE: Neutral = {
+    **_OPENAI,
+    **_LOCAL,
+    **_HOSTED,
+    "chat_template_args": ({},),
+    **dict.fromkeys(WRAPPERS, ({},)),
+}
+# the other two APIs' own fields
+OPENAI_CHAT: Neutral = {
+    **EVERYWHERE,
+    "instructions": ("",),
+    "max_output_tokens": (),
+    "output_config": ({},),
+    "stop_sequences": ([],),
+    "system": ("", []),
+    "text": ({"format": {"type": "text"}},),
+}
+# a prompt of completions is rendered by no template
+OPENAI_COMPLETION: Neutral = {
+    **OPENAI_CHAT,
+    "chat_template_kwargs": ({},),
+    "enable_thinking": (),
+    "max_completion_tokens": (),
+    "messages": ([],),
+    "reasoning": (),
+    "reasoning_effort": (),
+    "think": (),
+    "thinking": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+# for the other two APIs, where these of chat completions would be lost
+CHAT_ALONE: Neutral = {
+    **EVERYWHERE,
+    "add_special_tokens": (False,),
+    "logprobs": (False,),
+    "max_completion_tokens": (),
+    "n": (1,),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+}
+_CHATS = "/v1/chat/completions"
+COMPLETION_INSTEAD = dict.fromkeys(
+    ("chat_template_kwargs", "enable_thinking", "reasoning", "reasoning_effort", "think", "thinking"), _CHATS
+)
+# by the names of a chat completion's fields
+INSTEAD = {
+    "adapter_id": "model",
+    "chat_template_args": "chat_template_kwargs",
+    "decoder_input_details": "prompt_logprobs",
+    "do_sample": "temperature",
+    "format": "response_format",
+    "function_call": "tool_choice",
+    "functions": "tools",
+    "instructions": "a message of role system",
+    "lora": "model",
+    "lora_path": "model",
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "messages": _CHATS,
+    "min_new_tokens": "min_tokens",
+    "n_predict": "max_tokens",
+    "n_probs": "logprobs",
+    "num_predict": "max_tokens",
+    "num_return_sequences": "n",
+    "output_config": "response_format",
+    "prompt_mode": "enable_thinking",
+    "random_seed": "seed",
+    "reasoning_budget": "enable_thinking",
+    "repeat_penalty": "repetition_penalty",
+    "return_full_text": "echo",
+    "stop_sequences": "stop",
+    "system": "a message of role system",
+    "text": "response_format",
+    "thinking_budget": "enable_thinking",
+    "thinking_budget_tokens": "enable_thinking",
+    "thinking_config": "enable_thinking",
+    "thinking_token_budget": "enable_thinking",
+    "tool_choice": _CHATS,
+    "tools": _CHATS,
+    "top_logprobs": "logprobs",
+}
+
+
+def check_supported(fields: Mapping[str, Any], neutral_values: Neutral, own: Mapping[str, str] | None = None) -> None:
+    """Raises InvalidRequest for the first field that asks for something Weft does not do. `own`: what this API has in
+    place of a field, and its names for a chat completion's fields."""
+    for name, value in fields.items():
+        neutral = neutral_values.get(name)
+        if neutral is None or value is None or any(value == accepted for accepted in neutral):
+            continue
+        raise InvalidRequest(f"{name} is not supported here{_advice(name, own or {})}", name, "unsupported_parameter")
+
+
+def _advice(name: str, own: Mapping[str, str]) -> str:
+    if name in WRAPPERS:
+        return "; put its fields at the top of the body"
+    usual = INSTEAD.get(name, name)
+    instead = own.get(name) or own.get(usual, usual)
+    return "" if instead == name else f"; use {instead}"
