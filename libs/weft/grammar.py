@@ -30,6 +30,14 @@ LIMITS = LLParserLimits(
 )
 
 
+class UnusableGrammar(InvalidRequest):
+    """What the compiler refuses. `told`: in its own words, which may take several lines."""
+
+    def __init__(self, told: str) -> None:
+        super().__init__(f"the grammar cannot be used: {_summary(told)}", "grammar")
+        self.told = told
+
+
 class Grammars:
     """Compiled grammars of one tokenizer, the last few kept. May be used from several threads."""
 
@@ -44,7 +52,8 @@ class Grammars:
         self._lock = threading.Lock()
 
     def compile(self, text: str) -> GrammarConstraint:
-        """A constraint at its beginning. Raises InvalidRequest saying what is wrong with the grammar."""
+        """A constraint at its beginning. Raises InvalidRequest saying what is wrong, UnusableGrammar for the compiler's
+        complaints."""
         with self._lock:
             known = self._compiled.get(text)
             if known is not None:
@@ -65,7 +74,7 @@ class Grammars:
         if not tried.is_error():
             tried.compute_bitmask()  # the first mask shows what only the lexer can tell
         if tried.is_error():
-            raise InvalidRequest(f"the grammar cannot be used: {_reason(tried)}", "grammar")
+            raise UnusableGrammar(tried.get_error())
         return matcher
 
 
@@ -101,11 +110,14 @@ def load_grammars(directory: Path, vocab_size: int, eos_token_ids: Sequence[int]
     return Grammars(read_tokenizer(directory), vocab_size, eos_token_ids)
 
 
-def _reason(matcher: LLMatcher) -> str:
-    """As llguidance says it; what it has no words for is a grammar, such as a schema that refers to itself, without any
-    answer."""
-    told = first_line(matcher.get_error())
-    return "no answer matches it" if told == "NoExtensionBias" else told
+def _summary(told: str) -> str:
+    """The first line, and what is wrong with a regex, which comes last. What llguidance has no words for is a grammar,
+    such as a schema that refers to itself, without any answer."""
+    first = first_line(told)
+    if first == "NoExtensionBias":
+        return "no answer matches it"
+    reason = next((line for line in told.splitlines() if line.startswith("error: ")), None)
+    return first if reason is None else f"{first} {reason.removeprefix('error: ')}"
 
 
 def first_line(text: str) -> str:

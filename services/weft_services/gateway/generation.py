@@ -52,10 +52,12 @@ class ToolUse:
     """Tools that may be called. `is_forced`: the answer is calls and nothing else; `only` names the one tool it may be.
 
     `allowed`: the names that may be called, where the model is shown more. `is_bound`: what is called is the model's
-    choice, but every call must be one of these, or fit its tool's schema.
+    choice, but every call must be one of these, or fit its tool's schema. `fields`: the client's names for the
+    parameters of each tool, so that later errors can name them.
     """
 
     tools: tuple[dict[str, Any], ...]
+    fields: tuple[str, ...]
     is_forced: bool = False
     only: str | None = None
     is_parallel: bool = True
@@ -67,10 +69,14 @@ class ToolUse:
         return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
 
     @property
-    def callable_functions(self) -> list[dict[str, Any]]:
-        """Those that may be called."""
-        functions = [tool["function"] for tool in self.tools if self.only in (None, tool["function"]["name"])]
-        return [each for each in functions if self.allowed is None or each["name"] in self.allowed]
+    def callable_functions(self) -> list[tuple[dict[str, Any], str]]:
+        """Those that may be called, with their fields."""
+        return [
+            (tool["function"], field)
+            for tool, field in zip(self.tools, self.fields, strict=True)
+            if self.only in (None, tool["function"]["name"])
+            and (self.allowed is None or tool["function"]["name"] in self.allowed)
+        ]
 
     @property
     def is_bound(self) -> bool:

@@ -177,5 +177,5 @@ async def test_what_a_strict_tool_asks_of_a_free_text_is_refused(bench: MakeBenc
             if not is_strict:
                 assert answer.status_code == 200
                 continue
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
-            assert "'when' is not kept" in answer.json()["error"]["message"]
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools.0.function.parameters")
+            assert answer.json()["error"]["message"].startswith("tools.0.function.parameters.properties.when.")

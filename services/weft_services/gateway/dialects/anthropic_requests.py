@@ -81,9 +81,7 @@ def _generation(fields: Fields) -> Generation:
     if messages and _is_begun(messages[-1]):
         chat["continue_final_message"] = True
     generation = check_chat(chat, lambda path: _own_path(path, sources))
-    answer = generation.answer_format
-    named = answer and replace(answer, field=_own_path(answer.field, sources))
-    return replace(generation, retention=_retention(fields), answer_format=named)
+    return replace(generation, retention=_retention(fields))
 
 
 def _check_edits(fields: Fields) -> None:

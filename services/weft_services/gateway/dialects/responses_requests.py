@@ -93,13 +93,11 @@ def parse_responses(body: bytes, earlier: Earlier | None = None) -> Generation:
         chat |= {"logprobs": True, "top_logprobs": fields.get("top_logprobs")}
     own = _OwnPaths(conversation, tools)
     generation = check_chat(chat, own.path)
-    answer = generation.answer_format
     is_kept = earlier is not None and _wants_to_be_kept(fields.get("store"))
     return replace(
         generation,
         prompt_field="input",
         max_tokens_field="max_output_tokens",
-        answer_format=answer and replace(answer, field=own.path(answer.field)),
         echo=_echo(fields, tools) | {"previous_response_id": before.id, "store": is_kept},
         kept_items=(*before.items, *kept_items(fields["input"], before.items)) if is_kept else None,
         num_earlier_generated=before.num_generated,

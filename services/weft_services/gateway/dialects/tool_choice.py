@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from weft.errors import InvalidRequest
@@ -27,24 +28,26 @@ def read_tool_use(
     if becomes_grammar and len(tools) > MAX_BOUND_TOOLS:
         message = f"tools: {len(tools)}; with more than {MAX_BOUND_TOOLS} nothing can be forced, strict or of a format"
         raise InvalidRequest(message, "tools")
-    for place, tool in enumerate(use.tools):
-        function, field = tool["function"], f"tools.{place}.function"
-        if not isinstance(function.get("parameters"), dict | None):
-            raise InvalidRequest(f"{field}.parameters: expected a JSON schema", f"{field}.parameters")
+    for tool, field in zip(use.tools, use.fields, strict=True):
+        parameters = tool["function"].get("parameters")
+        if not isinstance(parameters, dict | None):
+            raise InvalidRequest(f"{field}: expected a JSON schema", field)
         if becomes_grammar:  # all of them together
-            check_schema(function.get("parameters") or {}, f"{field}.parameters")
+            check_schema(parameters or {}, field)
     return use
 
 
 def _use(tools: tuple[dict[str, Any], ...], choice: Any, is_parallel: bool) -> ToolUse:
+    fields = tuple(f"tools.{place}.function.parameters" for place in range(len(tools)))
+    use = ToolUse(tools, fields, is_parallel=is_parallel)
     if choice in (None, "auto", "required"):
-        return ToolUse(tools, is_forced=choice == "required", is_parallel=is_parallel)
+        return replace(use, is_forced=choice == "required")
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "function":
-        return ToolUse(tools, is_forced=True, only=_name(choice, tools, "tool_choice"), is_parallel=is_parallel)
+        return replace(use, is_forced=True, only=_name(choice, tools, "tool_choice"))
     if kind == "allowed_tools":
         mode, allowed = _allowed(choice.get("allowed_tools"), tools)
-        return ToolUse(tools, is_forced=mode == "required", is_parallel=is_parallel, allowed=allowed)
+        return replace(use, is_forced=mode == "required", allowed=allowed)
     message = "tool_choice: expected auto, none, required, a function with its name or allowed_tools"
     raise InvalidRequest(message, "tool_choice", "invalid_value")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -30,9 +31,10 @@ def read_object(body: bytes, has_large_numbers: bool = False) -> Fields:
 
 
 def check_chat(chat: Fields, own_path: Callable[[str], str]) -> Generation:
-    """What the one validator makes of it. `own_path`: a path in the chat completion -> the client's own."""
+    """What the one validator makes of it. `own_path`: a path in the chat completion -> the client's own. Errors name
+    fields by it, also later ones."""
     try:
-        return parse_chat(to_json(chat))
+        generation = parse_chat(to_json(chat))
     except InvalidRequest as error:
         if error.param is None:
             raise
@@ -40,6 +42,12 @@ def check_chat(chat: Fields, own_path: Callable[[str], str]) -> Generation:
         # what a chat completion has in a function within, they have at once
         told = str(error).replace(error.param, path, 1).replace(": function.", ": ", 1)
         raise InvalidRequest(told, path, error.reason) from error
+    answer, use = generation.answer_format, generation.tool_use
+    return replace(
+        generation,
+        answer_format=answer and replace(answer, field=own_path(answer.field)),
+        tool_use=use and replace(use, fields=tuple(map(own_path, use.fields))),
+    )
 
 
 def place_of(path: str, name: str) -> int | None:

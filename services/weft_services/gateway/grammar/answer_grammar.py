@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -11,60 +13,68 @@ from llguidance.gbnf_to_lark import any_to_lark
 from weft.errors import InvalidRequest
 from weft.grammar import first_line
 from weft_services.gateway.generation import AnswerFormat, FormatKind
+from weft_services.gateway.grammar.decimals import without_look_ahead
+from weft_services.gateway.grammar.schema_forms import kept_form
 
 # models left to themselves may pad JSON with white space without end
 WHITE_SPACE = r"[ \t\n\r]{0,16}"
 # any text
 TEXT = r"/(.|\n)*/"
-# of a schema: where keys are names of the client's own, and where what follows is no schema
-NAMES = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
-VALUES = frozenset(("enum", "const", "default", "examples"))
-
-Part = dict[str, Any]
 
 
-def join(parts: list[Part]) -> str:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A grammar with a name, by which others refer to it: Lark with llguidance's additions, or a JSON schema.
+
+    `field` is the client's name for what it was made of, `regex` the client's regex in it. Of a lenient schema, what
+    cannot be kept is left out.
+    """
+
+    name: str
+    lark: str = ""
+    schema: dict[str, Any] | None = None
+    is_lenient: bool = False
+    field: str = ""
+    regex: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """As llguidance reads it; a schema with bounded white space."""
+        if self.schema is None:
+            return {"name": self.name, "lark_grammar": self.lark}
+        options = {"whitespace_pattern": WHITE_SPACE, "lenient": self.is_lenient}
+        return {"name": self.name, "json_schema": {**self.schema, "x-guidance": options}}
+
+
+def join(parts: Iterable[Part]) -> str:
     """Parts refer to one another by name; the first one is where an answer begins."""
-    return orjson.dumps({"grammars": parts}).decode()
+    return orjson.dumps({"grammars": [part.as_json() for part in parts]}).decode()
 
 
 def format_parts(answer: AnswerFormat, name: str = "answer") -> list[Part]:
     """The first part has that name."""
     match answer.kind:
         case FormatKind.SCHEMA:
-            return [schema_part(answer.value, name)]
+            return [schema_part(answer.value, name, answer.field)]
         case FormatKind.REGEX:
-            return [lark_part(f"start: /{_escape_slashes(answer.value)}/", name)]
+            regex = without_look_ahead(answer.value)
+            text = f"start: /{_escape_slashes(regex)}/"
+            return [Part(name, lark=text, field=answer.field, regex=regex)]
         case FormatKind.CHOICE:
             return [lark_part("start: " + " | ".join(map(quote, answer.value)), name)]
         case FormatKind.GRAMMAR:
             return [lark_part(_as_lark(answer), name)]
         case FormatKind.TAGS:
-            return _tag_parts(answer.value, name)
+            return _tag_parts(answer, name)
 
 
-def schema_part(schema: dict[str, Any], name: str, is_lenient: bool = False) -> Part:
-    """JSON by a schema, with bounded white space. Lenient: what cannot be kept of the schema is left out."""
-    options = {"whitespace_pattern": WHITE_SPACE, "lenient": is_lenient}
-    return {"name": name, "json_schema": {**_without_idle(schema), "x-guidance": options}}
-
-
-def _without_idle(value: Any, has_names: bool = False) -> Any:
-    """The same without `uniqueItems: false`, which asks for nothing and which the compiler does not know."""
-    if isinstance(value, list):
-        return [_without_idle(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: each if key in VALUES and not has_names else _without_idle(each, key in NAMES and not has_names)
-        for key, each in value.items()
-        if has_names or key != "uniqueItems" or each is not False
-    }
+def schema_part(schema: dict[str, Any], name: str, field: str, is_lenient: bool = False) -> Part:
+    """JSON by a schema, in the form that llguidance keeps."""
+    return Part(name, schema=kept_form(schema), is_lenient=is_lenient, field=field)
 
 
 def lark_part(text: str, name: str) -> Part:
     """Lark with llguidance's additions."""
-    return {"name": name, "lark_grammar": text}
+    return Part(name, lark=text)
 
 
 def quote(text: str) -> str:
@@ -93,8 +103,9 @@ def _as_lark(answer: AnswerFormat) -> str:
     return text
 
 
-def _tag_parts(tags: tuple[dict[str, Any], ...], name: str) -> list[Part]:
+def _tag_parts(answer: AnswerFormat, name: str) -> list[Part]:
     """Text and tags in any order; the text before a tag ends with the tag's trigger."""
+    tags: tuple[dict[str, Any], ...] = answer.value
     rules = [f"start: ({' | '.join(f'tag_{i}' for i in range(len(tags)))})* TEXT", f"TEXT: {TEXT}"]
     parts = []
     for place, tag in enumerate(tags):
@@ -102,5 +113,6 @@ def _tag_parts(tags: tuple[dict[str, Any], ...], name: str) -> list[Part]:
         rules.append(f"open_{place}[lazy]: TEXT {quote(tag['trigger'])}")
         literals = [f"open_{place}", quote(rest) if rest else "", f"@{name}_{place}", quote(end) if end else ""]
         rules.append(f"tag_{place}: {' '.join(literals)}")
-        parts.append(schema_part(tag["schema"], f"{name}_{place}"))
+        field = f"{answer.field}.structures.{place}.schema"
+        parts.append(schema_part(tag["schema"], f"{name}_{place}", field))
     return [lark_part("\n".join(rules), name), *parts]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from weft.errors import InvalidRequest
+from weft.grammar import UnusableGrammar
 from weft.request import Grammar
 from weft_services.gateway.generation import Conversation, Generation
 from weft_services.gateway.grammar.answer_grammar import TEXT, Part, format_parts, join, lark_part, quote
+from weft_services.gateway.grammar.blame import blamed
 from weft_services.gateway.grammar.regex_limits import complaint
 from weft_services.gateway.grammar.tool_grammar import call_parts, text_or_call_parts
 from weft_services.gateway.model import ServedModel
@@ -26,6 +28,8 @@ def grammar_of(generation: Generation, model: ServedModel, is_thinking: bool) ->
     text = join(parts)
     try:
         model.grammars.compile(text)
+    except UnusableGrammar as error:
+        raise blamed(error, parts, field) from error
     except InvalidRequest as error:
         raise InvalidRequest(f"{field}: {error}", field, "invalid_value") from error
     return Grammar(text, model.grammars.tokenizer_hash)

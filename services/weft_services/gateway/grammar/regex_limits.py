@@ -44,9 +44,8 @@ def _is_wide(text: str) -> bool:
 
 def _texts(part: Part) -> Iterator[str]:
     """A Lark grammar as it is, and each pattern of a JSON schema."""
-    if "lark_grammar" in part:
-        yield part["lark_grammar"]
-    waiting: list[Any] = [part.get("json_schema")]
+    yield part.lark
+    waiting: list[Any] = [part.schema]
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict):

@@ -8,6 +8,7 @@ from typing import Any
 
 from weft_services.gateway.generation import ToolUse
 from weft_services.gateway.grammar.answer_grammar import TEXT, Part, lark_part, quote, schema_part
+from weft_services.gateway.grammar.schema_forms import kept_form
 from weft_services.gateway.grammar.xml_grammar import xml_parts
 from weft_services.gateway.text.tool_formats import ARGUMENTS, NAME, NUMBER, SPACE, ToolFormat
 
@@ -59,7 +60,7 @@ def _calls(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str, num_w
     for rule, pieces in (("first", tool_format.call[num_left:]), ("call", tool_format.call)):
         choices = [
             written(pieces, marks, {NAME: quote(function["name"]), ARGUMENTS: f"@{name}_{place}"})
-            for place, function in enumerate(use.callable_functions)
+            for place, (function, _) in enumerate(use.callable_functions)
         ]
         rules.append(f"{rule}: {' | '.join(choices)}")
     return rules
@@ -67,19 +68,19 @@ def _calls(use: ToolUse, tool_format: ToolFormat, marks: Marks, name: str, num_w
 
 def _argument_parts(use: ToolUse, tool_format: ToolFormat, name: str) -> list[Part]:
     parts: list[Part] = []
-    for place, function in enumerate(use.callable_functions):
+    for place, (function, field) in enumerate(use.callable_functions):
         is_lenient = function.get("strict") is not True
+        schema = kept_form(function.get("parameters") or {})
         if tool_format.is_xml:
-            parts += xml_parts(function.get("parameters") or {}, f"{name}_{place}", is_lenient)
+            parts += xml_parts(schema, f"{name}_{place}", field, is_lenient)
         else:
-            parts.append(schema_part(_schema(function), f"{name}_{place}", is_lenient))
+            parts.append(schema_part(_of_object(schema), f"{name}_{place}", field, is_lenient))
     return parts
 
 
 _TERMINALS = ("SPACE: /[ \\n]{1,2}/", "NUMBER: /[0-9]{1,2}/")
 
 
-def _schema(function: dict[str, Any]) -> dict[str, Any]:
+def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
     """Arguments are an object in any case."""
-    schema: dict[str, Any] = function.get("parameters") or {}
     return schema if "$ref" in schema else {**schema, "type": "object"}

@@ -14,9 +14,10 @@ ROOT = "arguments"
 UNKEPT = ("pattern", "minLength", "maxLength", "format")
 
 
-def xml_parts(schema: dict[str, Any], name: str, is_lenient: bool) -> list[Part]:
+def xml_parts(schema: dict[str, Any], name: str, field: str, is_lenient: bool) -> list[Part]:
     """In the order of the schema's properties, those that are required always. A text is any, or one that is named;
-    other values are JSON by their schemas. Raises InvalidRequest for what cannot be kept, unless lenient."""
+    other values are JSON by their schemas. `field` is the client's name for the schema. Raises InvalidRequest for what
+    cannot be kept, unless lenient."""
     whole = resolved(schema, schema)
     properties, required = (whole.get(name) if isinstance(whole, dict) else None for name in ("properties", "required"))
     properties = properties if isinstance(properties, dict) else {}
@@ -28,13 +29,13 @@ def xml_parts(schema: dict[str, Any], name: str, is_lenient: bool) -> list[Part]
         meant = resolved(own, schema)
         if not is_text(meant):
             inner = f"{name}_{place}"
-            parts.append(schema_part(_alone(own, schema), inner, is_lenient))
+            parts.append(schema_part(_alone(own, schema), inner, f"{field}.properties.{key}", is_lenient))
             rules.append(f"p{place}: {opening} @{inner} {quote(END)}")
         elif values := _texts(meant):
             rules.append(f"p{place}: {opening} ({' | '.join(map(quote, values))}) {quote(END)}")
         else:
             if not is_lenient:
-                _check_free(meant, key)
+                _check_free(meant, f"{field}.properties.{key}", field)
             rules += [f"p{place}: {opening} v{place}", f"v{place}[lazy]: TEXT {quote(END)}"]
     return [lark_part("\n".join([f"start: {' '.join(start) or quote('')}", *rules]), name), *parts]
 
@@ -59,15 +60,15 @@ def _moved(value: Any) -> Any:
     }
 
 
-def _check_free(schema: Any, key: str) -> None:
+def _check_free(schema: Any, path: str, field: str) -> None:
     waiting = [schema]
     while waiting:
         each = waiting.pop()
         if not isinstance(each, dict):
             continue
         if (name := next((name for name in UNKEPT if name in each), None)) is not None:
-            message = f"tools: the {name} of {key!r} is not kept, as this model writes texts in tags and not as JSON"
-            raise InvalidRequest(message, "tools", "invalid_value")
+            message = f"{path}.{name}: not kept, as this model writes texts in tags and not as JSON; leave it out"
+            raise InvalidRequest(message, field, "invalid_value")
         for inner in (each.get(branch) for branch in ("anyOf", "oneOf", "allOf")):
             waiting += inner if isinstance(inner, list) else []
 
