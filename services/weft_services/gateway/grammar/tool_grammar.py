@@ -8,9 +8,10 @@ from typing import Any
 
 from weft_services.gateway.generation import ToolUse
 from weft_services.gateway.grammar.answer_grammar import TEXT, Part, lark_part, quote, schema_part
-from weft_services.gateway.grammar.schema_forms import kept_form
+from weft_services.gateway.grammar.schema_forms import BINDING, kept_form
 from weft_services.gateway.grammar.xml_grammar import xml_parts
 from weft_services.gateway.text.tool_formats import ARGUMENTS, NAME, NUMBER, SPACE, ToolFormat
+from weft_services.gateway.text.xml_calls import resolved
 
 MAX_CALLS = 16
 
@@ -73,12 +74,31 @@ def _argument_parts(use: ToolUse, tool_format: ToolFormat, name: str) -> list[Pa
         schema = kept_form(function.get("parameters") or {})
         if tool_format.is_xml:
             parts += xml_parts(schema, f"{name}_{place}", field, is_lenient)
+        elif _takes_nothing(schema):
+            parts.append(lark_part(f"start: {quote('{}')}", f"{name}_{place}"))
         else:
             parts.append(schema_part(_of_object(schema), f"{name}_{place}", field, is_lenient))
     return parts
 
 
 _TERMINALS = ("SPACE: /[ \\n]{1,2}/", "NUMBER: /[0-9]{1,2}/")
+# what a schema that names no parameter may say of them; anything else asks for some, or lets the model name its own
+_NO_PARAMETERS: dict[str, tuple[Any, ...]] = {
+    "additionalProperties": (False,),
+    "patternProperties": ({},),
+    "properties": ({},),
+    "required": ([],),
+    "type": ("object",),
+    "unevaluatedProperties": (False,),
+}
+
+
+def _takes_nothing(schema: dict[str, Any]) -> bool:
+    """No parameter is named: an empty list of them, as OpenAI has it for a function without a schema."""
+    whole = resolved(schema, schema)
+    return isinstance(whole, dict) and all(
+        any(whole[keyword] == each for each in _NO_PARAMETERS.get(keyword, ())) for keyword in BINDING & whole.keys()
+    )
 
 
 def _of_object(schema: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,139 @@
+"""Functions that name no parameters: a call of one can be nothing but a call without arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.services.gateway.conftest import END, MODEL_NAME, MakeBench
+from weft.grammar import load_grammars
+
+USER: Any = {"role": "user", "content": "hi"}
+EMPTY = {"type": "object", "properties": {}}
+NOTHING: dict[str, dict[str, Any]] = {
+    "left out": {},
+    "null": {"parameters": None},
+    "an empty schema": {"parameters": {}},
+    "any object": {"parameters": {"type": "object"}},
+    "no properties": {"parameters": EMPTY},
+    "none required": {"parameters": {**EMPTY, "required": [], "title": "now", "minProperties": 0}},
+    "no others": {"parameters": {**EMPTY, "additionalProperties": False}},
+    "none, strictly": {"parameters": {**EMPTY, "required": [], "additionalProperties": False}, "strict": True},
+    "left out, strictly": {"strict": True},
+    "a class without fields": {"parameters": {"$ref": "#/$defs/Now", "$defs": {"Now": {**EMPTY, "title": "Now"}}}},
+    "unset keywords": {"parameters": {"type": "object", "properties": None, "required": None}},
+    "with a schema's name": {"parameters": {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object"}},
+}
+SOMETHING: dict[str, dict[str, Any]] = {
+    "a property": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    "others": {"type": "object", "additionalProperties": True},
+    "others by a schema": {"type": "object", "additionalProperties": {}},
+    "by patterns": {"type": "object", "patternProperties": {"^a$": {}}},
+    "one of several": {"anyOf": [{"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {}}}]},
+    "required ones": {"type": "object", "required": ["a"]},
+    "some": {"type": "object", "minProperties": 1},
+}
+# family, all before the arguments, an argument, all after them
+WRITTEN = {
+    "hermes": ('<tool_call>{"name": "now", "arguments": ', '{"a": 1}', "}</tool_call>"),
+    "llama": ('{"name": "now", "parameters": ', '{"a": 1}', "}"),
+    "mistral": ('[TOOL_CALLS][{"name": "now", "arguments": ', '{"a": 1}', "}]"),
+    "mistral-args": ("[TOOL_CALLS]now[ARGS]", '{"a": 1}', ""),
+    "deepseek-v3": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n",
+        '{"a": 1}',
+        "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    "deepseek-v3.1": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>",
+        '{"a": 1}',
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    "kimi": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>",
+        '{"a": 1}',
+        "<|tool_call_end|><|tool_calls_section_end|>",
+    ),
+    "qwen-xml": ("<tool_call>\n<function=now>\n", "<parameter=a>\n1\n</parameter>\n", "</function>\n</tool_call>"),
+}
+
+
+def tool(**more: Any) -> Any:
+    return {"type": "function", "function": {"name": "now", **more}}
+
+
+def allows(b: Any, model_dir: Path, text: str) -> bool:
+    """Is that a whole answer to the last request."""
+    matcher = load_grammars(model_dir, 320, [END]).compile(b.decode.started[-1].sampling.grammar.text)
+    matcher.accept([*b.ids(text), END])
+    return matcher.failure is None
+
+
+async def ask(b: Any, **fields: Any) -> None:
+    body = {"model": MODEL_NAME, "messages": [USER], "tool_choice": "required", **fields}
+    answer = await b.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+async def test_call_has_no_arguments_in_any_format(bench: MakeBench, model_dir: Path, family: str) -> None:
+    before, argument, after = WRITTEN[family]
+    nothing = "" if family == "qwen-xml" else "{}"
+    async with bench(context=2048, tool_format=family) as b:
+        for more in NOTHING.values():
+            await ask(b, tools=[tool(**more)])
+            assert allows(b, model_dir, before + nothing + after), more
+            assert not allows(b, model_dir, before + argument + after), more
+            assert not allows(b, model_dir, before + nothing.replace("{", "{ ") + " " + after), more
+
+
+@pytest.mark.parametrize("parameters", SOMETHING.values(), ids=SOMETHING)
+async def test_call_has_arguments_when_the_schema_lets_it(
+    bench: MakeBench, model_dir: Path, parameters: dict[str, Any]
+) -> None:
+    before, argument, after = WRITTEN["hermes"]
+    async with bench(tool_format="hermes") as b:
+        for is_strict in (False, True):
+            await ask(b, tools=[tool(parameters=parameters, strict=is_strict)])
+            assert allows(b, model_dir, before + argument + after)
+
+
+async def test_only_the_function_without_parameters_has_none(bench: MakeBench, model_dir: Path) -> None:
+    before, argument, after = WRITTEN["hermes"]
+    later = tool(parameters=SOMETHING["a property"])
+    later["function"]["name"] = "later"
+    named = {"type": "function", "function": {"name": "now"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    async with bench(context=2048, tool_format="hermes") as b:
+        for choice in ("required", named, allowed):
+            await ask(b, tools=[later, tool()], tool_choice=choice)
+            assert allows(b, model_dir, f"{before}{{}}{after}")
+            assert not allows(b, model_dir, before + argument + after)
+            is_callable = choice == "required"
+            assert allows(b, model_dir, before.replace("now", "later") + argument + after) == is_callable
+
+
+@pytest.mark.parametrize("more", [{}, {"parameters": None}, {"parameters": EMPTY}], ids=str)
+async def test_no_arguments_by_responses(bench: MakeBench, model_dir: Path, more: dict[str, Any]) -> None:
+    before, argument, after = WRITTEN["hermes"]
+    async with bench(tool_format="hermes") as b:
+        for choice in ("required", {"type": "function", "name": "now"}):
+            tools = [{"type": "function", "name": "now", **more}]
+            body = {"model": MODEL_NAME, "input": "hi", "tools": tools, "tool_choice": choice}
+            assert (await b.http.post("/v1/responses", json=body)).status_code == 200
+            assert allows(b, model_dir, f"{before}{{}}{after}")
+            assert not allows(b, model_dir, before + argument + after)
+
+
+@pytest.mark.parametrize("schema", [{}, {"type": "object"}, EMPTY], ids=str)
+async def test_no_arguments_by_messages(bench: MakeBench, model_dir: Path, schema: dict[str, Any]) -> None:
+    before, argument, after = WRITTEN["hermes"]
+    async with bench(tool_format="hermes") as b:
+        for choice in ({"type": "any"}, {"type": "tool", "name": "now"}):
+            tools = [{"name": "now", "input_schema": schema}]
+            body = {"model": MODEL_NAME, "messages": [USER], "max_tokens": 9, "tools": tools, "tool_choice": choice}
+            assert (await b.http.post("/v1/messages", json=body)).status_code == 200
+            assert allows(b, model_dir, f"{before}{{}}{after}")
+            assert not allows(b, model_dir, before + argument + after)
