@@ -165,3 +165,14 @@ async def test_keyword_is_named_with_its_place(bench: MakeBench, own: dict[str, 
         assert (status, error["param"]) == (400, "guided_json")
         assert error["message"].startswith(f"guided_json.{place}: ")
         assert what in error["message"]
+
+
+async def test_regex_of_a_loose_tool_is_left_out(bench: MakeBench) -> None:
+    async with bench(tool_format="hermes") as b:
+        for pattern in REGEXES:
+            function = {"name": "pay", "parameters": {**schema(pattern), "patternProperties": {pattern: {}}}}
+            for is_strict in (False, True):
+                tools = [{"type": "function", "function": {**function, "strict": is_strict}}]
+                body = {"model": MODEL_NAME, "messages": [USER], "tools": tools, "tool_choice": "required"}
+                answer = await b.http.post("/v1/chat/completions", json=body)
+                assert answer.status_code == (400 if is_strict else 200), answer.text

@@ -179,3 +179,11 @@ async def test_what_a_strict_tool_asks_of_a_free_text_is_refused(bench: MakeBenc
                 continue
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools.0.function.parameters")
             assert answer.json()["error"]["message"].startswith("tools.0.function.parameters.properties.when.")
+
+
+@pytest.mark.parametrize("own", [{"format": "path"}, {"minLength": 0}, {"type": "string", "pattern": None}], ids=str)
+async def test_free_text_may_be_annotated(bench: MakeBench, own: dict[str, Any]) -> None:
+    async with bench(tool_format="qwen-xml") as b:
+        function = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"when": own}}}
+        body = {"model": MODEL_NAME, "messages": [USER], "tools": [{"type": "function", "function": function}]}
+        assert (await b.http.post("/v1/chat/completions", json=body)).status_code == 200

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -13,7 +13,7 @@ from weft.errors import InvalidRequest
 from weft.grammar import UnusableGrammar
 from weft_services.gateway.grammar.answer_grammar import Part
 from weft_services.gateway.grammar.disjoint import target
-from weft_services.gateway.grammar.schema_forms import VALUES
+from weft_services.gateway.grammar.schema_forms import VALUES, without_pattern
 
 MAX_SHOWN = 200
 DEFINITIONS = ("$defs", "definitions")
@@ -55,6 +55,16 @@ def blamed(error: UnusableGrammar, parts: list[Part], field: str) -> InvalidRequ
     if place is None:
         return InvalidRequest(f"{field}: {error}", field, "invalid_value")
     return InvalidRequest(f"{place.path}: {message}", place.field, "invalid_value")
+
+
+def loosened(error: UnusableGrammar, parts: list[Part]) -> list[Part] | None:
+    """Without the regex that it is about, where only lenient schemas have it; None elsewhere."""
+    found = _of_regex(error.told, [place for part in parts for place in _places(part)])
+    pattern = found and found[0].pattern
+    holders = [part for part in parts if any(place.pattern == pattern for place in _places(part))] if pattern else []
+    if pattern is None or not all(part.is_lenient for part in holders):
+        return None
+    return [replace(part, schema=without_pattern(part.schema, pattern)) if part in holders else part for part in parts]
 
 
 def _of_regex(told: str, places: Iterable[_Place]) -> tuple[_Place, str] | None:

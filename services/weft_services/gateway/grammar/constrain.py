@@ -7,13 +7,15 @@ from weft.grammar import UnusableGrammar
 from weft.request import Grammar
 from weft_services.gateway.generation import Conversation, Generation
 from weft_services.gateway.grammar.answer_grammar import TEXT, Part, format_parts, join, lark_part, quote
-from weft_services.gateway.grammar.blame import blamed
+from weft_services.gateway.grammar.blame import blamed, loosened
 from weft_services.gateway.grammar.regex_limits import complaint
 from weft_services.gateway.grammar.tool_grammar import call_parts, text_or_call_parts
 from weft_services.gateway.model import ServedModel
 from weft_services.gateway.text.assistant import END_THINK, THINK
 
 NAME = "answer"
+# each costs a compilation
+MAX_LOOSENED = 8
 
 
 def grammar_of(generation: Generation, model: ServedModel, is_thinking: bool) -> Grammar | None:
@@ -25,14 +27,25 @@ def grammar_of(generation: Generation, model: ServedModel, is_thinking: bool) ->
         parts = [_thoughts(model, is_thinking), *parts]
     if (found := complaint(parts)) is not None:
         raise InvalidRequest(f"{field}: {found}", field, "invalid_value")
-    text = join(parts)
-    try:
-        model.grammars.compile(text)
-    except UnusableGrammar as error:
-        raise blamed(error, parts, field) from error
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{field}: {error}", field, "invalid_value") from error
-    return Grammar(text, model.grammars.tokenizer_hash)
+    return Grammar(_compiled(field, parts, model), model.grammars.tokenizer_hash)
+
+
+def _compiled(field: str, parts: list[Part], model: ServedModel) -> str:
+    """The text of a grammar that workers can compile. Regexes of tools that are not strict are left out if need be."""
+    for _ in range(MAX_LOOSENED):
+        text = join(parts)
+        try:
+            model.grammars.compile(text)
+            return text
+        except UnusableGrammar as error:
+            loose = loosened(error, parts)
+            if loose is None:
+                raise blamed(error, parts, field) from error
+            parts = loose
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{field}: {error}", field, "invalid_value") from error
+    message = f"{field}: more than {MAX_LOOSENED} regexes that cannot be kept; leave them out"
+    raise InvalidRequest(message, field, "invalid_value")
 
 
 def _parts(generation: Generation, model: ServedModel) -> tuple[str, list[Part]]:

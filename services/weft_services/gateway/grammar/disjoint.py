@@ -96,11 +96,15 @@ def _values(schema: dict[str, Any]) -> set[bytes] | None:
     return {_key(each) for each in named} if isinstance(named, list) else None
 
 
+def as_whole(value: Any) -> Any:
+    """2.0 as 2, where a double keeps it exactly."""
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return int(value) if is_whole else value
+
+
 def _key(value: Any) -> bytes:
     """Equal for equal values: 1.0 is 1, and true is not."""
-    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
-    whole = int(value) if is_whole else value
-    return orjson.dumps(whole, option=orjson.OPT_SORT_KEYS)
+    return orjson.dumps(as_whole(value), option=orjson.OPT_SORT_KEYS)
 
 
 def _kinds(schema: dict[str, Any]) -> set[str] | None:

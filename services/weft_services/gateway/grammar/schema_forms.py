@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from weft_services.gateway.grammar.decimals import without_look_ahead
-from weft_services.gateway.grammar.disjoint import Comparison, required_names, target
+from weft_services.gateway.grammar.disjoint import Comparison, as_whole, required_names, target
 
 Schema = dict[str, Any]
 
@@ -46,6 +46,19 @@ def kept_form(schema: Schema) -> Schema:
     """The whole schema of an answer or of a tool's arguments."""
     made = _Forms(schema).whole()
     return made if isinstance(made, dict) else {"not": {}}  # no answer fits: the compiler says so
+
+
+def without_pattern(value: Any, pattern: str) -> Any:
+    """The same without that `pattern`, and without properties of which it says the names."""
+    if isinstance(value, list):
+        return [without_pattern(each, pattern) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: each if key in VALUES else without_pattern(each, pattern)
+        for key, each in value.items()
+        if key != pattern and (key, each) != ("pattern", pattern)
+    }
 
 
 class _Forms:
@@ -211,10 +224,7 @@ IDLE: dict[str, Callable[[Any, Schema], bool]] = {
 
 def _counts(schema: Schema) -> Schema:
     """2.0 is an integer to JSON Schema, and none to the compiler."""
-    return {
-        key: int(value) if key in COUNTS and isinstance(value, float) and value.is_integer() else value
-        for key, value in schema.items()
-    }
+    return {key: as_whole(value) if key in COUNTS else value for key, value in schema.items()}
 
 
 def _draft(schema: Schema) -> Schema:
