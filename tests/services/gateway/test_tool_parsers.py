@@ -218,13 +218,24 @@ def test_arguments_stream_as_they_are_written() -> None:
     assert [part.text for part in reader.push(": 2}}")] == [": 2}"]
 
 
-def test_call_is_open_when_its_arguments_are_cut_off() -> None:
-    written = '<tool_call>{"name": "add", "arguments": {"a": 1'
-    for is_cut in (True, False):
-        reader = AnswerReader(FORMATS["hermes"].parser(SCHEMAS), Parts(FORMATS["hermes"].new_id), thinks=False)
-        reader.push(written)
-        reader.finish(is_cut)
-        assert reader.is_in_call is is_cut
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_call_is_open_when_its_arguments_are_cut_off(answer: tuple[str, str, str, list[tuple[str, str]]]) -> None:
+    """At every cut: open exactly while the arguments of the last call are not yet JSON."""
+    name, written, _, _ = answer
+    for end in range(len(written) + 1):
+        reader = AnswerReader(FORMATS[name].parser(SCHEMAS), Parts(FORMATS[name].new_id), thinks=False)
+        parts = [*reader.push(written[:end]), *reader.finish(is_cut=True)]
+        calls = [part.call for part in parts if part.kind is PartKind.CALL]
+        told = "".join(part.text for part in parts if part.kind is PartKind.ARGUMENTS and part.call == calls[-1])
+        assert reader.is_in_call is (bool(calls) and not is_json(told)), written[:end]
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def test_ids_are_what_the_family_expects() -> None:
