@@ -53,7 +53,8 @@ class ToolUse:
 
     `allowed`: the names that may be called, where the model is shown more. `is_bound`: what is called is the model's
     choice, but every call must be one of these, or fit its tool's schema. `fields`: the client's names for the
-    parameters of each tool, so that later errors can name them.
+    parameters of each tool, so that later errors can name them. `custom`: the names of custom tools, whose calls come
+    back as free text.
     """
 
     tools: tuple[dict[str, Any], ...]
@@ -62,6 +63,7 @@ class ToolUse:
     only: str | None = None
     is_parallel: bool = True
     allowed: frozenset[str] | None = None
+    custom: frozenset[str] = frozenset()
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:

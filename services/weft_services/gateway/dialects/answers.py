@@ -8,17 +8,19 @@ from weft.request import FinishReason
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece
 from weft_services.gateway.text.assistant import END_THINK, AnswerReader
+from weft_services.gateway.text.custom_calls import CustomCalls
 from weft_services.gateway.text.parts import Part, PartKind
 
 
 class Answer:
     """One choice."""
 
-    def __init__(self, reader: AnswerReader, end_of_thoughts: int | None) -> None:
+    def __init__(self, reader: AnswerReader, end_of_thoughts: int | None, customs: CustomCalls | None = None) -> None:
         self.num_reasoning_tokens = 0
         self.finish_reason: FinishReason | None = None
         self._reader = reader
         self._end_of_thoughts = end_of_thoughts
+        self._customs = customs
 
     @property
     def num_held(self) -> int:
@@ -27,6 +29,10 @@ class Answer:
 
     def take(self, piece: Piece) -> list[Part]:
         """What the next piece adds. Calls that were written to their end are the reason why it stopped."""
+        parts = self._read(piece)
+        return parts if self._customs is None else self._customs.read(parts, piece.finish_reason is not None)
+
+    def _read(self, piece: Piece) -> list[Part]:
         if self._reader.is_plain and piece.finish_reason is None:
             return self._reader.push(piece.text)
         was_thinking, had_thought = self._reader.is_thinking, self._reader.has_thought
@@ -77,4 +83,6 @@ class Answers:
         return self._answers[index]
 
     def _begin(self, index: int) -> Answer:
-        return Answer(self._prepared.reader(index), self._prepared.model.marks.get(END_THINK))
+        use = self._prepared.generation.tool_use
+        customs = CustomCalls(use.custom) if use is not None and use.custom else None
+        return Answer(self._prepared.reader(index), self._prepared.model.marks.get(END_THINK), customs)

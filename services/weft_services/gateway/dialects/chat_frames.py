@@ -114,6 +114,11 @@ def delta_of(part: Part) -> dict[str, Any]:
             return {"tool_calls": [{"index": part.call, "id": part.call_id, "type": "function", "function": function}]}
         case PartKind.ARGUMENTS:
             return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
+        case PartKind.CUSTOM:
+            custom = {"name": part.text, "input": ""}
+            return {"tool_calls": [{"index": part.call, "id": part.call_id, "type": "custom", "custom": custom}]}
+        case PartKind.INPUT:
+            return {"tool_calls": [{"index": part.call, "custom": {"input": part.text}}]}
 
 
 def message_of(parts: Sequence[Part]) -> dict[str, Any]:
@@ -138,6 +143,10 @@ def calls_of(parts: Sequence[Part]) -> list[dict[str, Any]]:
             calls.append({"id": part.call_id, "type": "function", "function": function})
         elif part.kind is PartKind.ARGUMENTS:
             calls[-1]["function"]["arguments"] += part.text  # joined: once a call
+        elif part.kind is PartKind.CUSTOM:
+            calls.append({"id": part.call_id, "type": "custom", "custom": {"name": part.text, "input": ""}})
+        elif part.kind is PartKind.INPUT:
+            calls[-1]["custom"]["input"] += part.text
     return calls
 
 

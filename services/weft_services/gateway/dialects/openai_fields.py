@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from weft_services.gateway.dialects.body_limits import MAX_LEVELS, depth_of, may_be_deep
+from weft_services.gateway.dialects.custom_tools import as_function_call
 from weft_services.gateway.text.chat_template import SPECIAL_TOKENS
 
 MAX_PROMPTS = 64
@@ -132,24 +133,30 @@ def check_template_kwargs(value: Any) -> dict[str, Any]:
 
 def check_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """A tool definition; handed to the template as the client wrote it."""
-    if tool.get("type") != "function":
-        raise ValueError("only tools of type function are known")
-    _check_name(tool.get("function"))
+    kind = tool.get("type")
+    if kind not in ("function", "custom"):
+        raise ValueError("only tools of type function and custom are known")
+    _check_name(tool.get(kind), kind)
     return tool
 
 
 def check_tool_call(call: dict[str, Any]) -> dict[str, Any]:
     """An assistant's earlier call."""
+    if call.get("type") == "custom":
+        if not isinstance(_check_name(call.get("custom"), "custom").get("input"), str | None):
+            raise ValueError("custom.input must be a string")
+        return call
     function = _check_name(call.get("function"))
-    if not isinstance(function.get("arguments", ""), str | dict):
+    if not isinstance(function.get("arguments"), str | dict | None):
         raise ValueError("function.arguments must be a string")
     return call
 
 
 def templated_call(call: dict[str, Any]) -> dict[str, Any]:
     """A checked call with arguments that are a JSON object as one, as chat templates expect."""
+    call = as_function_call(call)
     function = call["function"]
-    return {**call, "function": {**function, "arguments": _parse_arguments(function.get("arguments", ""))}}
+    return {**call, "function": {**function, "arguments": _parse_arguments(function.get("arguments") or "")}}
 
 
 def _parse_arguments(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
@@ -166,12 +173,12 @@ def _parse_arguments(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
     return parsed if isinstance(parsed, dict) else arguments
 
 
-def _check_name(function: Any) -> dict[str, Any]:
+def _check_name(function: Any, kind: str = "function") -> dict[str, Any]:
     if not isinstance(function, dict):
-        raise ValueError("function must be an object")
+        raise ValueError(f"{kind} must be an object")
     name = function.get("name")
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_CHARS:
-        raise ValueError(f"function.name must be a string of 1 to {MAX_NAME_CHARS} characters")
+        raise ValueError(f"{kind}.name must be a string of 1 to {MAX_NAME_CHARS} characters")
     return function
 
 

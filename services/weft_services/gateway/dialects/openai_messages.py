@@ -60,7 +60,7 @@ class Message(Lenient):
     @property
     def argument_texts(self) -> list[str]:
         """JSON within JSON."""
-        arguments = [call["function"].get("arguments") for call in self.tool_calls or ()]
+        arguments = [call.get("function", {}).get("arguments") for call in self.tool_calls or ()]
         return [each for each in arguments if isinstance(each, str)]
 
 

@@ -1,4 +1,4 @@
-"""Output items of the Responses API as they grow: a message, thoughts or a function call. No events, no order."""
+"""Output items of the Responses API as they grow: a message, thoughts, or a call. No events, no order."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.ids import new_id
-from weft_services.gateway.text.parts import Part, PartKind
+from weft_services.gateway.text.parts import CALLS, OPENED_BY, Part, PartKind
 
-PREFIXES = {PartKind.TEXT: "msg", PartKind.REASONING: "rs", PartKind.CALL: "fc"}
+PREFIXES = {PartKind.TEXT: "msg", PartKind.REASONING: "rs", PartKind.CALL: "fc", PartKind.CUSTOM: "ctc"}
 # what the events of its growth are called
 EVENTS = {
     PartKind.TEXT: "response.output_text",
     PartKind.REASONING: "response.reasoning_text",
     PartKind.CALL: "response.function_call_arguments",
+    PartKind.CUSTOM: "response.custom_tool_call_input",
 }
 
 
 def kind_of(part: Part) -> PartKind:
     """Of the item that it belongs to."""
-    return PartKind.CALL if part.kind is PartKind.ARGUMENTS else part.kind
+    return OPENED_BY.get(part.kind, part.kind)
 
 
 class OutputItem:
@@ -47,6 +48,11 @@ class OutputItem:
         self._texts.append(text)
 
     @property
+    def is_call(self) -> bool:
+        """A call has no content parts."""
+        return self.kind in CALLS
+
+    @property
     def event(self) -> str:
         """What its growth is called."""
         return EVENTS[self.kind]
@@ -58,6 +64,8 @@ class OutputItem:
         match self.kind:
             case PartKind.CALL:
                 return {**common, "type": "function_call", **self._call, "arguments": self.text}
+            case PartKind.CUSTOM:
+                return {**common, "type": "custom_tool_call", **self._call, "input": self.text}
             case PartKind.REASONING:
                 return {**common, "type": "reasoning", "summary": [], "content": content}
             case _:
@@ -73,4 +81,6 @@ class OutputItem:
         """What the event of its end says."""
         if self.kind is PartKind.CALL:
             return {"arguments": self.text, "name": self._call["name"]}
+        if self.kind is PartKind.CUSTOM:
+            return {"input": self.text}
         return {"text": self.text} | ({"logprobs": self.logprobs} if self.kind is PartKind.TEXT else {})

@@ -20,7 +20,7 @@ from weft_services.gateway.dialects.responses_tools import own_names
 from weft_services.gateway.error_body import public_message
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece
-from weft_services.gateway.text.parts import Part, PartKind, joined
+from weft_services.gateway.text.parts import CALLS, Part, PartKind, joined
 
 
 class ResponseFrames:
@@ -103,10 +103,10 @@ class ResponseFrames:
     def _grow(self, part: Part, num_behind: int) -> bytes:
         """`num_behind`: letters that have come behind it."""
         out = b""
-        if part.kind is PartKind.CALL or not self._items or self._items[-1].kind is not kind_of(part):
+        if part.kind in CALLS or not self._items or self._items[-1].kind is not kind_of(part):
             out += self._close("completed")
             out += self._open(part)
-        if part.kind is PartKind.CALL:
+        if part.kind in CALLS:
             return out
         item, fields = self._items[-1], {}
         if item.kind is PartKind.TEXT:
@@ -122,7 +122,7 @@ class ResponseFrames:
         item = OutputItem(part, self._own_names)
         self._items.append(item)
         out = self._event("response.output_item.added", output_index=len(self._items) - 1, item=item.fields())
-        if item.kind is not PartKind.CALL:
+        if not item.is_call:
             out += self._event("response.content_part.added", **self._place(), part=item.part())
             item.is_opened = True
         return out
@@ -134,14 +134,14 @@ class ResponseFrames:
         item = self._items[-1]
         item.status = status
         out = self._event(f"{item.event}.done", **self._place(), **item.done())
-        if item.kind is not PartKind.CALL:
+        if not item.is_call:
             out += self._event("response.content_part.done", **self._place(), part=item.part())
         return out + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item.fields())
 
     def _place(self) -> dict[str, Any]:
         item = self._items[-1]
         place: dict[str, Any] = {"item_id": item.id, "output_index": len(self._items) - 1}
-        return place if item.kind is PartKind.CALL else {**place, "content_index": 0}
+        return place if item.is_call else {**place, "content_index": 0}
 
     def _settle(self, usage: Usage) -> str:
         """What is known at the end; the status."""

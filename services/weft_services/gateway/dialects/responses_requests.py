@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.errors import InvalidRequest
+from weft_services.gateway.dialects.foreign_items import later_tools
 from weft_services.gateway.dialects.openai_fields import ADDED
 from weft_services.gateway.dialects.responses_items import Conversation, kept_items, read_input
-from weft_services.gateway.dialects.responses_tools import Tools, read_tools
+from weft_services.gateway.dialects.responses_tools import SHOWN_FIELDS, Tools, read_tools
 from weft_services.gateway.dialects.translation import (
     Fields,
     check_chat,
@@ -83,7 +84,9 @@ def parse_responses(body: bytes, earlier: Earlier | None = None) -> Generation:
     if fields.get("previous_response_id") != before.id:
         raise InvalidRequest("previous_response_id: that answer was not looked for", "previous_response_id")
     conversation = read_input(fields.get("input"), fields.get("instructions"), before.items)
-    tools = read_tools(fields.get("tools"))
+    value = fields["input"]
+    later = [*later_tools(before.items, "previous_response_id"), *later_tools(value, "input")]
+    tools = read_tools(fields.get("tools"), later)
     text, reasoning = object_of(fields, "text"), object_of(fields, "reasoning")
     chat = {name: fields[name] for name in SAME if fields.get(name) is not None}
     chat |= {"messages": conversation.messages, "max_tokens": fields.get("max_output_tokens")}
@@ -99,7 +102,7 @@ def parse_responses(body: bytes, earlier: Earlier | None = None) -> Generation:
         prompt_field="input",
         max_tokens_field="max_output_tokens",
         echo=_echo(fields, tools) | {"previous_response_id": before.id, "store": is_kept},
-        kept_items=(*before.items, *kept_items(fields["input"], before.items)) if is_kept else None,
+        kept_items=(*before.items, *kept_items(value, before.items)) if is_kept else None,
         num_earlier_generated=before.num_generated,
     )
 
@@ -123,7 +126,7 @@ class _OwnPaths:
             return self._sources[place]
         if (place := place_of(path, "tools")) is not None:
             rest = path.split(".")[2:]
-            return ".".join([self._tools[place], *(step for step in rest if step != "function")])
+            return ".".join([self._tools[place], *(step for step in rest if step not in SHOWN_FIELDS)])
         return renamed(path, RENAMED_PATHS)
 
 

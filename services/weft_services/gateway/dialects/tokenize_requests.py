@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import FailFast, Field
 
 from weft.errors import InvalidRequest
+from weft_services.gateway.dialects.custom_tools import as_function
 from weft_services.gateway.dialects.openai_fields import MAX_TOOLS
 from weft_services.gateway.dialects.openai_messages import CHECKED, Lenient, Message, for_template
 from weft_services.gateway.dialects.openai_requests import Tool, parse_body
@@ -38,8 +39,8 @@ class TokenizeBody(TemplateVariables):
             raise InvalidRequest("prompt: either it or messages are needed", "prompt")
         prompt: Prompt = self.prompt or ""
         if self.messages is not None:
-            messages, kwargs = for_template(self.messages), self.variables()
-            prompt = Conversation(messages, tuple(self.tools or ()), kwargs, self.add_generation_prompt)
+            messages, tools = for_template(self.messages), tuple(map(as_function, self.tools or ()))
+            prompt = Conversation(messages, tools, self.variables(), self.add_generation_prompt)
         is_special = self.messages is None if self.add_special_tokens is None else self.add_special_tokens
         field = "prompt" if self.messages is None else "messages"
         return Tokenizing(self.model or "", prompt, field, is_special, bool(self.return_token_strs))

@@ -8,10 +8,13 @@ from typing import Any
 
 from weft.errors import InvalidRequest
 from weft_services.gateway.dialects.answer_format import check_schema
+from weft_services.gateway.dialects.custom_tools import as_function
 from weft_services.gateway.generation import ToolUse
 
 # that become parts of a grammar
 MAX_BOUND_TOOLS = 128
+# kinds of tools that are chosen by name, each under its own field
+NAMED = ("function", "custom")
 
 
 def read_tool_use(
@@ -23,7 +26,8 @@ def read_tool_use(
         return None
     if not tools:
         raise InvalidRequest("tool_choice: there are no tools to choose from", "tool_choice")
-    use = _use(tuple(tools), choice, is_parallel)
+    customs = frozenset(tool["custom"]["name"] for tool in tools if tool["type"] == "custom")
+    use = replace(_use(tuple(map(as_function, tools)), choice, is_parallel), custom=customs)
     becomes_grammar = use.is_forced or use.is_bound or has_format
     if becomes_grammar and len(tools) > MAX_BOUND_TOOLS:
         message = f"tools: {len(tools)}; with more than {MAX_BOUND_TOOLS} nothing can be forced, strict or of a format"
@@ -43,12 +47,12 @@ def _use(tools: tuple[dict[str, Any], ...], choice: Any, is_parallel: bool) -> T
     if choice in (None, "auto", "required"):
         return replace(use, is_forced=choice == "required")
     kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind == "function":
+    if kind in NAMED:
         return replace(use, is_forced=True, only=_name(choice, tools, "tool_choice"))
     if kind == "allowed_tools":
         mode, allowed = _allowed(choice.get("allowed_tools"), tools)
         return replace(use, is_forced=mode == "required", allowed=allowed)
-    message = "tool_choice: expected auto, none, required, a function with its name or allowed_tools"
+    message = "tool_choice: expected auto, none, required, a function or custom tool with its name, or allowed_tools"
     raise InvalidRequest(message, "tool_choice", "invalid_value")
 
 
@@ -65,10 +69,11 @@ def _allowed(said: Any, tools: tuple[dict[str, Any], ...]) -> tuple[str, frozens
 
 def _name(choice: Any, tools: tuple[dict[str, Any], ...], field: str) -> str:
     """Of a tool that is there."""
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    named = choice.get(kind) if kind in NAMED else None
+    name = named.get("name") if isinstance(named, dict) else None
     if not isinstance(name, str):
-        raise InvalidRequest(f"{field}: expected a function with its name", field, "invalid_value")
+        raise InvalidRequest(f"{field}: expected a function or custom tool with its name", field, "invalid_value")
     if all(tool["function"]["name"] != name for tool in tools):
         raise InvalidRequest(f"{field}: there is no tool {name[:64]!r}", field, "invalid_value")
     return name

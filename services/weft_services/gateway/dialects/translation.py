@@ -39,8 +39,10 @@ def check_chat(chat: Fields, own_path: Callable[[str], str]) -> Generation:
         if error.param is None:
             raise
         path = own_path(error.param)
-        # what a chat completion has in a function within, they have at once
-        told = str(error).replace(error.param, path, 1).replace(": function.", ": ", 1)
+        # chat completions nest what these APIs have at once
+        told = str(error).replace(error.param, path, 1)
+        for kind in ("function", "custom"):
+            told = told.replace(f": {kind}.", ": ", 1)
         raise InvalidRequest(told, path, error.reason) from error
     answer, use = generation.answer_format, generation.tool_use
     return replace(

@@ -37,7 +37,7 @@ from weft_services.gateway.mesh.embedding import Vector
 from weft_services.gateway.mesh.pipeline import Pipeline, session_named
 from weft_services.gateway.mesh.prepare import Prepared
 from weft_services.gateway.mesh.sequence import Piece
-from weft_services.gateway.text.parts import Part, PartKind
+from weft_services.gateway.text.parts import CALLS, OPENED_BY, Part, PartKind
 
 if TYPE_CHECKING:
     import grpc
@@ -186,10 +186,10 @@ async def _write(context: Any, response: pb.GenerateResponse | pb.ChatResponse) 
 def _part_fields(parts: Sequence[Part]) -> dict[str, Any]:
     calls = [
         pb.ToolCallDelta(index=part.call, id=part.call_id, name=part.text)
-        if part.kind is PartKind.CALL
+        if part.kind in CALLS
         else pb.ToolCallDelta(index=part.call, arguments=part.text)
         for part in parts
-        if part.kind in (PartKind.CALL, PartKind.ARGUMENTS)
+        if part.kind in CALLS or part.kind in OPENED_BY
     ]
     return {
         "content": "".join(part.text for part in parts if part.kind is PartKind.TEXT),

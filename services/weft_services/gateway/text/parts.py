@@ -19,6 +19,14 @@ class PartKind(Enum):
     REASONING = auto()
     CALL = auto()  # a tool call begins; `text` is the tool's name
     ARGUMENTS = auto()  # more of its arguments, as JSON text
+    CUSTOM = auto()  # a call of a custom tool begins; `text` is the tool's name
+    INPUT = auto()  # more of its input, as free text
+
+
+# parts that begin a call
+CALLS = (PartKind.CALL, PartKind.CUSTOM)
+# parts that extend a call -> the part that began it
+OPENED_BY = {PartKind.ARGUMENTS: PartKind.CALL, PartKind.INPUT: PartKind.CUSTOM}
 
 
 @dataclass(slots=True)  # not frozen: there is one a token
@@ -110,7 +118,7 @@ def joined(parts: Iterable[Part]) -> list[Part]:
     alike: list[tuple[Part, list[str]]] = []  # of long answers every letter is copied once
     for part in parts:
         first = alike[-1][0] if alike else None
-        if first and part.kind is not PartKind.CALL and (first.kind, first.call) == (part.kind, part.call):
+        if first and part.kind not in CALLS and (first.kind, first.call) == (part.kind, part.call):
             alike[-1][1].append(part.text)
         else:
             alike.append((part, [part.text]))
