@@ -45,7 +45,7 @@ def completion(**fields: Any) -> Generation:
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
         ({"messages": [USER, {"role": "user", "content": 7}]}, "messages.1.content"),
         ({"messages": [{"role": "user"}]}, "messages.0"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "messages.0"),
+        ({"messages": [{"role": "system", "content": None}]}, "messages.0"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages.0.tool_calls.0"),
         ({"moderation": {"model": "omni-moderation-latest"}}, "moderation"),

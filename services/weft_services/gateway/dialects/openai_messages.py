@@ -37,16 +37,16 @@ class Message(Lenient):
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
-        says_otherwise = self.tool_calls or self.reasoning_content or self.reasoning or self.refusal
-        if self.content is None and not (self.role == "assistant" and says_otherwise):
-            raise ValueError("content is required; only an assistant's tool calls, thoughts and refusals go without")
+        may_be_empty = self.role == "assistant" or (self.role == "tool" and "content" in self.model_fields_set)
+        if self.content is None and not may_be_empty:
+            raise ValueError("content is required; only an assistant's messages and empty results go without")
         return self
 
     def for_template(self) -> dict[str, Any]:
         """Role and content are always there, the rest only where it was given. Content is None beside calls that came
         without."""
         thoughts = self.reasoning if self.reasoning_content is None else self.reasoning_content
-        calls = None if self.tool_calls is None else [templated_call(call) for call in self.tool_calls]
+        calls = [templated_call(call) for call in self.tool_calls or ()] or None
         rest = {
             "name": self.name,
             "tool_calls": calls,
@@ -68,4 +68,30 @@ def for_template(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
     """As chat templates take them, in the words of every API, without a billing header. Raises InvalidRequest for calls
     whose arguments hold too much together."""
     check_body(*(text.encode(errors="replace") for message in messages for text in message.argument_texts))
-    return tuple(without_billing_header([message.for_template() for message in messages]))
+    return with_ids(without_billing_header([message.for_template() for message in messages]))
+
+
+def with_ids(messages: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The same, with an id for every call and every result: results without one answer the calls in their order."""
+    out: list[dict[str, Any]] = []
+    waiting: list[str] = []
+    num_calls = 0
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            given = [
+                call if call.get("id") else {**call, "id": _new_id(num_calls + at)} for at, call in enumerate(calls)
+            ]
+            message = {**message, "tool_calls": given}
+            num_calls += len(calls)
+            waiting = [str(call["id"]) for call in given]
+        elif message["role"] == "tool":
+            own = message.get("tool_call_id") or next(iter(waiting), _new_id(num_calls))
+            message = {**message, "tool_call_id": own}
+            waiting = [each for each in waiting if each != own]
+        out.append(message)
+    return tuple(out)
+
+
+def _new_id(number: int) -> str:
+    """Nine letters and digits, as Mistral's templates demand them, and the same in every request."""
+    return f"call{number:05}"

@@ -9,12 +9,14 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import minijinja
 
 from weft.errors import BadCheckpoint, InvalidRequest
 from weft_services.gateway.generation import Conversation
+from weft_services.gateway.text.histories import Histories
 from weft_services.gateway.text.seal import Seal
 
 # A 4096-message conversation needs well under a tenth of this; a loop bomb is stopped after some 100 ms.
@@ -118,6 +120,7 @@ class ChatTemplate:
             special_tokens = {name: seal.closed(token) for name, token in special_tokens.items()}
         self.all_sources = f"{source}\n{tool_source}" if tool_source else source
         sources = {"chat": source, "tool_use": tool_source or source}
+        self._histories = {name: Histories(partial(self._sample, name)) for name in sources}
         self._knows_developers = "developer" in self.all_sources
         self._asks_for_none = IS_NONE.search(self.all_sources) is not None
         self._special_tokens = dict(special_tokens)
@@ -151,23 +154,42 @@ class ChatTemplate:
             raise InvalidRequest("the chat template does not let this message be continued", field)
         return text
 
+    def _sample(self, name: str, messages: list[dict[str, Any]]) -> str:
+        return self._with_either(name, Conversation(()), [self._known(message) for message in messages], "messages")
+
     def _rendered(self, conversation: Conversation, messages: list[dict[str, Any]], field: str) -> str:
+        """As the template has it, and changed only where it refuses this or would leave words out."""
+        name = "tool_use" if conversation.tools else "chat"
+        histories = self._histories[name]
+        whole = histories.whole(messages)
         try:
-            return self._tried(conversation, messages, field)
+            return self._with_either(name, conversation, whole, field)
+        except InvalidRequest as error:
+            if (taken := histories.taken(messages)) == whole:
+                raise
+            try:
+                return self._with_either(name, conversation, taken, field)
+            except InvalidRequest:
+                raise error from None
+
+    def _with_either(self, name: str, conversation: Conversation, messages: list[dict[str, Any]], field: str) -> str:
+        """With arguments as objects, or as text."""
+        try:
+            return self._tried(name, conversation, messages, field)
         except InvalidRequest as error:
             # most templates want arguments as an object; DeepSeek's own put what is a text between other text
             texts = [_with_texts({**message, "content": message["content"] or ""}) for message in messages]
             if not isinstance(error.__cause__, minijinja.TemplateError) or texts == messages:
                 raise
             try:
-                return self._tried(conversation, texts, field)
+                return self._tried(name, conversation, texts, field)
             except InvalidRequest:
                 raise error from None
 
-    def _tried(self, conversation: Conversation, messages: list[dict[str, Any]], field: str) -> str:
+    def _tried(self, name: str, conversation: Conversation, messages: list[dict[str, Any]], field: str) -> str:
         try:
             return self._environment.render_template(
-                "tool_use" if conversation.tools else "chat",
+                name,
                 messages=messages,
                 tools=_with_floats(list(conversation.tools)) or None,
                 documents=None,  # as transformers gives it: templates ask whether it is none

@@ -1,0 +1,289 @@
+"""Conversations that a chat template refuses, or loses words of, put into a form that it takes.
+
+Clients bring histories of other servers: system messages in the middle, several calls in one message, foreign call ids.
+A conversation that the template renders whole is never touched. Which steps a template needs is tried out on samples,
+once each, so that a step changes nothing for templates that do without it. Pure functions apart from that cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cached_property
+from typing import Any
+
+from weft.errors import InvalidRequest
+
+Message = dict[str, Any]
+Messages = list[Message]
+SYSTEMS = ("system", "developer")
+# texts of one role that become one message
+BETWEEN = "\n\n"
+# what stands for a turn that a template demands and the conversation does not have
+USER_TURN, ASSISTANT_TURN = "Hello.", "OK."
+SHORT_ID = re.compile(r"[A-Za-z0-9]{9}", re.ASCII)
+NAMED_ID = re.compile(r"functions\.[^:]+:\d+", re.ASCII)
+_LETTERS = string.ascii_letters + string.digits
+
+
+def one_system(messages: Messages) -> Messages:
+    """The system speaks once, at the beginning. Later it is quoted in the user's place, where it spoke."""
+    num_first = next((place for place, each in enumerate(messages) if each["role"] not in SYSTEMS), len(messages))
+    first = [_joined(messages[:num_first])] if num_first else []
+    return first + [_quoted(each) if each["role"] in SYSTEMS else each for each in messages[num_first:]]
+
+
+def user_behind_system(messages: Messages) -> Messages:
+    """A conversation of the system alone: its last message is the user's."""
+    if any(each["role"] not in SYSTEMS for each in messages):
+        return messages
+    return [*messages[:-1], {**messages[-1], "role": "user"}]
+
+
+def no_system(messages: Messages) -> Messages:
+    """The system's words become the user's."""
+    return [{**each, "role": "user"} if each["role"] in SYSTEMS else each for each in messages]
+
+
+def short_ids(messages: Messages) -> Messages:
+    """Call ids of nine letters and digits, the same for the same id in every request."""
+    return [_with_ids(message, _short) for message in messages]
+
+
+def named_ids(messages: Messages) -> Messages:
+    """Call ids that name the function, as Kimi's do: its templates show no other name. Results follow their calls."""
+    new: dict[str, str] = {}
+    num_calls = 0
+    out: Messages = []
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            own = str(call.get("id") or "")
+            named = f"functions.{call['function']['name']}:{num_calls}"
+            new[own] = own if NAMED_ID.fullmatch(own) else named
+            num_calls += 1
+        out.append(_with_ids(message, lambda own: new.get(own, own)))
+    return out
+
+
+def single_calls(messages: Messages) -> Messages:
+    """One call in a message, each followed by its result."""
+    out: Messages = []
+    left = list(messages)
+    while left:
+        message = left.pop(0)
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            out.append(message)
+            continue
+        num_results = next((place for place, each in enumerate(left) if each["role"] != "tool"), len(left))
+        results, left = left[:num_results], left[num_results:]
+        for place, call in enumerate(calls):
+            text = message["content"] if place == 0 else "" if message["content"] is not None else None
+            first = message if place == 0 else {"role": "assistant"}
+            out.append({**first, "content": text, "tool_calls": [call]})
+            if (
+                own := next((each for each in results if each.get("tool_call_id") == call.get("id")), None)
+            ) is not None:
+                results.remove(own)
+                out.append(own)
+        out += results
+    return out
+
+
+def object_arguments(messages: Messages) -> Messages:
+    """Arguments that are no JSON object, as models write them too, are one argument."""
+    return [
+        {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def no_empty_turns(messages: Messages) -> Messages:
+    """Without an assistant's messages that say nothing."""
+    said = ("content", "tool_calls", "reasoning_content")
+    return [each for each in messages if each["role"] != "assistant" or any(each.get(name) for name in said)]
+
+
+def some_user(messages: Messages) -> Messages:
+    """With a user's message, where the beginning of the conversation was cut off."""
+    if any(each["role"] == "user" for each in messages):
+        return messages
+    num_first = next((place for place, each in enumerate(messages) if each["role"] not in SYSTEMS), len(messages))
+    return [*messages[:num_first], {"role": "user", "content": USER_TURN}, *messages[num_first:]]
+
+
+def alternating(messages: Messages) -> Messages:
+    """Users and assistants take turns, and a user begins."""
+    out: Messages = []
+    for message in messages:
+        role, last = message["role"], out[-1] if out else {}
+        before = last.get("role")
+        if before in (None, *SYSTEMS) and role in ("assistant", "tool"):
+            out.append({"role": "user", "content": USER_TURN})
+        elif role == "user" and (before == "tool" or last.get("tool_calls")):
+            out.append({"role": "assistant", "content": ASSISTANT_TURN})
+        elif role == before and role != "tool" and not last.get("tool_calls"):
+            message = _joined([out.pop(), message])
+        out.append(message)
+    return out
+
+
+def _joined(messages: Sequence[Message]) -> Message:
+    joined: Message = {}
+    for message in messages:
+        joined |= message
+    for name in ("content", "reasoning_content"):
+        if texts := [each[name] for each in messages if each.get(name)]:
+            joined[name] = BETWEEN.join(texts)
+    return {**joined, "role": messages[0]["role"]} if messages else joined
+
+
+def _quoted(message: Message) -> Message:
+    return {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
+
+
+def _with_ids(message: Message, change: Callable[[str], str]) -> Message:
+    changed = dict(message)
+    if "tool_call_id" in message:
+        changed["tool_call_id"] = change(message["tool_call_id"])
+    if message.get("tool_calls"):
+        changed["tool_calls"] = [{**call, "id": change(str(call.get("id") or ""))} for call in message["tool_calls"]]
+    return changed
+
+
+def _short(call_id: str) -> str:
+    if SHORT_ID.fullmatch(call_id):
+        return call_id
+    digest = hashlib.blake2b(call_id.encode(errors="replace"), digest_size=9).digest()
+    return "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest)
+
+
+def _with_object(call: Message) -> Message:
+    function = call["function"]
+    arguments = function.get("arguments")
+    is_object = isinstance(arguments, dict)
+    return call if is_object else {**call, "function": {**function, "arguments": {"arguments": arguments}}}
+
+
+class Need(Enum):
+    """What a template makes of a step's samples as they are, where it renders all words after the step."""
+
+    NONE = auto()  # all words, or the step does not help
+    REFUSED = auto()
+    LOST = auto()  # rendered without some of the words
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A change of form, and short conversations by which it shows whether a template needs it."""
+
+    apply: Callable[[Messages], Messages]
+    samples: tuple[Messages, ...]
+
+
+def _say(*turns: str) -> Messages:
+    """`user:one` and so on."""
+    return [dict(zip(("role", "content"), turn.split(":"), strict=True)) for turn in turns]
+
+
+def _call(*ids: str, arguments: Any = None) -> Messages:
+    """Calls whose argument names their place, and their results."""
+    calls = [
+        {
+            "id": each,
+            "type": "function",
+            "function": {"name": "multiply", "arguments": arguments or {"x": f"argument{place}"}},
+        }
+        for place, each in enumerate(ids)
+    ]
+    results = [{"role": "tool", "tool_call_id": each, "content": f"result{place}"} for place, each in enumerate(ids)]
+    return [{"role": "assistant", "content": None, "tool_calls": calls}, *results]
+
+
+_USER, _TALK = _say("user:asked"), _say("user:asked", "assistant:said")
+_ID, _OTHER_ID = "123456789", "abcdefghi"
+STEPS = (
+    Step(user_behind_system, (_say("system:rule"),)),
+    Step(
+        one_system,
+        (
+            _say("system:first", "system:second", "user:asked"),
+            _say("system:first", "user:asked", "assistant:said", "system:second", "user:more"),
+            _say("user:asked", "system:second"),
+        ),
+    ),
+    Step(no_system, (_say("system:rule", "user:asked"),)),
+    Step(short_ids, (_USER + _call("call_0123456789abcdef"),)),
+    Step(named_ids, (_USER + _call("call_0123456789abcdef"),)),
+    Step(single_calls, (_USER + _call(_ID, _OTHER_ID),)),
+    Step(object_arguments, (_USER + _call(_ID, arguments="broken"),)),
+    Step(no_empty_turns, (_say("user:asked", "assistant:", "user:more"),)),
+    Step(some_user, (_say("system:rule", "assistant:said"),)),
+    Step(
+        alternating,
+        (
+            _say("user:asked", "user:more"),
+            _say("assistant:said", "user:asked"),
+            [*_USER, *_call(_ID), *_say("user:more")],
+        ),
+    ),
+)
+
+
+class Histories:
+    """The steps that one template needs. `render` is its way to render messages. Raises InvalidRequest there."""
+
+    def __init__(self, render: Callable[[Messages], str]) -> None:
+        self._render = render
+
+    def whole(self, messages: Messages) -> Messages:
+        """The same, changed where the template would leave words out and say nothing of it."""
+        return self._through(messages, (Need.LOST,))
+
+    def taken(self, messages: Messages) -> Messages:
+        """The same, changed in all that the template refuses."""
+        return self._through(messages, (Need.LOST, Need.REFUSED))
+
+    def _through(self, messages: Messages, needs: tuple[Need, ...]) -> Messages:
+        for step, need in zip(STEPS, self._needs, strict=True):
+            if need in needs:
+                messages = step.apply(messages)
+        return messages
+
+    @cached_property
+    def _needs(self) -> list[Need]:
+        return [max((self._judged(step, each) for each in step.samples), key=_WORST.index) for step in STEPS]
+
+    def _judged(self, step: Step, sample: Messages) -> Need:
+        words = {word for message in sample for word in _words(message)}
+        is_refused = (text := self._tried(sample)) is None
+        if text is not None and all(word in text for word in words):
+            return Need.NONE
+        changed = step.apply(sample)
+        for messages in (changed, alternating(changed)):
+            text = self._tried(messages)
+            if text is not None and all(word in text for word in words):
+                return Need.REFUSED if is_refused else Need.LOST
+        return Need.NONE
+
+    def _tried(self, messages: Messages) -> str | None:
+        try:
+            return self._render(messages)
+        except InvalidRequest:
+            return None
+
+
+# of several samples the worst counts
+_WORST = (Need.NONE, Need.REFUSED, Need.LOST)
+
+
+def _words(message: Message) -> list[str]:
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    arguments = [each["arguments"]["x"] for each in functions if isinstance(each["arguments"], dict)]
+    return [message["content"] or "", *(each["name"] for each in functions), *arguments]
