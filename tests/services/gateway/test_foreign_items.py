@@ -160,8 +160,11 @@ SPACE: Item = {"type": "namespace", "name": "mcp", "description": "d", "tools": 
 
 
 def kinds_of(union: Any) -> set[str]:
-    """Of the SDK's union of items or tools."""
-    return {kind for member in get_args(union) for kind in _literals(get_type_hints(member).get("type"))}
+    """Of the SDK's union of items or tools, which may be made of unions."""
+    kinds: set[str] = set()
+    for member in get_args(union):
+        kinds |= {*_literals(get_type_hints(member).get("type"))} if isinstance(member, type) else kinds_of(member)
+    return kinds
 
 
 def _literals(hint: Any) -> Iterator[str]:

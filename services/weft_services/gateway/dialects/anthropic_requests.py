@@ -11,6 +11,8 @@ from typing import Any
 
 from weft.errors import InvalidRequest
 from weft.request import KEEP, Retention
+from weft_services.gateway.dialects.anthropic_blocks import messages_of, text_of
+from weft_services.gateway.dialects.anthropic_tools import read_tools
 from weft_services.gateway.dialects.openai_fields import ADDED
 from weft_services.gateway.dialects.translation import (
     Fields,
@@ -34,7 +36,6 @@ RENAMED_PATHS = (
 )
 # of fields that other APIs have
 INSTEAD = {**dict(RENAMED_PATHS), "instructions": "system", "reasoning": "thinking"}
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # what would change the answer, or is asked for to be kept: any value but these is refused. The rest that Anthropic's
 # clients send is harmless here: who pays, how urgently, where, and what models that refuse fall back to
 NEUTRAL_VALUES: Neutral = {
@@ -75,12 +76,19 @@ def _generation(fields: Fields) -> Generation:
     chat = {name: fields[name] for name in SAME if fields.get(name) is not None}
     chat |= {new: fields[name] for name, new in RENAMED.items() if fields.get(name) is not None}
     messages, sources = _messages(fields)
+    tools = read_tools(fields.get("tools"))
     metadata = fields.get("metadata")
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
-    chat |= {"messages": messages, "user": user, **_tools(fields), **_output(fields), **_thinking(fields)}
+    chat |= {
+        "messages": messages,
+        "user": user,
+        **tools.fields(fields.get("tool_choice")),
+        **_output(fields),
+        **_thinking(fields),
+    }
     if messages and _is_begun(messages[-1]):
         chat["continue_final_message"] = True
-    generation = check_chat(chat, lambda path: _own_path(path, sources))
+    generation = check_chat(chat, lambda path: _own_path(path, sources, tools.paths))
     return replace(generation, retention=_retention(fields))
 
 
@@ -141,11 +149,12 @@ def _cache_controls(fields: Fields) -> Iterator[tuple[str, Any]]:
             yield f"{path}cache_control", mark
 
 
-def _own_path(path: str, sources: list[str]) -> str:
+def _own_path(path: str, sources: list[str], tool_paths: list[str]) -> str:
     if (place := place_of(path, "messages")) is not None:
         return sources[place]
-    if place_of(path, "tools") is not None:
-        return path.replace(".function.parameters", ".input_schema", 1)
+    if (place := place_of(path, "tools")) is not None:
+        rest = path.removeprefix(f"tools.{place}").replace(".function.parameters", ".input_schema", 1)
+        return tool_paths[place] + rest
     return renamed(path, RENAMED_PATHS)
 
 
@@ -154,7 +163,7 @@ def _messages(fields: Fields) -> tuple[list[Fields], list[str]]:
     turns: list[list[Fields]] = []
     sources: list[str] = []
     if fields.get("system"):
-        turns.append([{"role": "system", "content": _text(fields["system"], "system")}])
+        turns.append([{"role": "system", "content": text_of(fields["system"], "system")}])
         sources.append("system")
     given = fields.get("messages")
     if not isinstance(given, list) or not given:
@@ -163,7 +172,7 @@ def _messages(fields: Fields) -> tuple[list[Fields], list[str]]:
         path = f"messages.{place}"
         if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
             raise InvalidRequest(f"{path}.role: expected user, assistant or system", f"{path}.role")
-        for made in _message(message["role"], message.get("content"), f"{path}.content"):
+        for made in messages_of(message["role"], message.get("content"), f"{path}.content"):
             if turns and _is_one_turn(turns[-1][-1], made):
                 turns[-1].append(made)
             else:
@@ -190,74 +199,3 @@ def _one_turn(messages: list[Fields]) -> Fields:
 def _is_begun(last: Fields) -> bool:
     """A conversation that ends with words of the assistant: the answer goes on with them."""
     return last["role"] == "assistant" and bool(last["content"]) and not last.get("tool_calls")
-
-
-def _message(role: str, content: Any, path: str) -> Iterator[Fields]:
-    """One message of theirs is several of ours when it has tool results."""
-    if isinstance(content, str):
-        yield {"role": role, "content": content}
-        return
-    if not isinstance(content, list):
-        raise InvalidRequest(f"{path}: expected a string or a list of blocks", path)
-    texts: list[str] = []
-    thoughts: list[str] = []
-    calls: list[Fields] = []
-    for place, block in enumerate(content):
-        at = f"{path}.{place}"
-        match block.get("type") if isinstance(block, dict) else None:
-            case "text":
-                texts.append(_text([block], at))
-            case "thinking" | "redacted_thinking":
-                thoughts.append(str(block.get("thinking", "")))
-            case "tool_use":
-                function = {"name": block.get("name"), "arguments": block.get("input") or {}}
-                calls.append({"id": block.get("id"), "type": "function", "function": function})
-            case "tool_result":
-                yield _result(block, at)
-            case _:
-                raise InvalidRequest(f"{at}: text, thinking, tool_use and tool_result blocks are known", at)
-    if texts or calls or thoughts:
-        text = "".join(texts) or (None if calls else "")  # templates tell calls by what is not said beside them
-        message = {"role": role, "content": text, "tool_calls": calls or None}
-        yield message | ({"reasoning_content": "".join(thoughts)} if thoughts else {})
-
-
-def _result(block: Fields, path: str) -> Fields:
-    content, is_error = _text(block.get("content") or "", f"{path}.content"), block.get("is_error")
-    if not isinstance(is_error, bool | None):
-        raise InvalidRequest(f"{path}.is_error: expected true or false", f"{path}.is_error")
-    if is_error and not content.lower().startswith("error"):
-        content = f"Error: {content}"  # templates have no other place for it
-    return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
-
-
-def _text(value: Any, path: str) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in value):
-        return "".join(each["text"] for each in value)
-    raise InvalidRequest(f"{path}: expected text or a list of text blocks", path)
-
-
-def _tools(fields: Fields) -> Fields:
-    tools, choice = fields.get("tools") or [], fields.get("tool_choice")
-    if not isinstance(tools, list):
-        raise InvalidRequest("tools: expected a list", "tools")
-    out: Fields = {"tools": [_tool(tool, f"tools.{place}") for place, tool in enumerate(tools)]} if tools else {}
-    if choice is None:
-        return out
-    if not isinstance(choice, dict) or choice.get("type") not in (*CHOICES, "tool"):
-        raise InvalidRequest("tool_choice.type: expected auto, any, tool or none", "tool_choice.type")
-    named = {"type": "function", "function": {"name": choice.get("name")}}
-    out["tool_choice"] = named if choice["type"] == "tool" else CHOICES[choice["type"]]
-    out["parallel_tool_calls"] = choice.get("disable_parallel_tool_use") is not True
-    return out
-
-
-def _tool(tool: Any, path: str) -> Fields:
-    if not isinstance(tool, dict) or (tool.get("type") or "custom") != "custom":
-        raise InvalidRequest(f"{path}: only tools with a name and an input_schema are known", path)
-    # templates write them as they come, and models are trained with this order
-    given = {"name": tool.get("name"), "description": tool.get("description")}
-    given |= {"parameters": tool.get("input_schema") or {}, "strict": tool.get("strict")}
-    return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
