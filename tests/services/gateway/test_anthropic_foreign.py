@@ -131,19 +131,20 @@ def test_blocks_that_cannot_be_read_are_named(block: Block) -> None:
 
 async def test_tools_of_anthropics_are_left_out(bench: MakeBench) -> None:
     async with bench(tool_format="hermes", context=4096) as b, client(b) as sdk:
-        asked: Any = {"model": MODEL_NAME, "max_tokens": 9, "messages": [USER]}
-        await sdk.messages.create(**asked, tools=TOOLS)
+
+        async def ask(*tools: Block, **choice: Any) -> None:
+            asked: Any = {"model": MODEL_NAME, "max_tokens": 9, "messages": [USER], "tools": tools}
+            await sdk.messages.create(**(asked | ({"tool_choice": choice} if choice else {})))
+
+        await ask(*TOOLS)
         for kind in SERVER_TOOLS:
             tool = {"type": kind, "name": f"the_{kind}"}
-            await sdk.messages.create(**asked, tools=[tool, *TOOLS], tool_choice={"type": "auto"})
+            await ask(tool, *TOOLS, type="auto")
             assert prompt_of(b) == prompt_of(b, 0)
-        only: Any = {**asked, "tools": [tool]}
-        await sdk.messages.create(**only, tool_choice={"type": "auto"})
-        for tools, choice in (
-            (only["tools"], {"type": "any"}),
-            ([tool, *TOOLS], {"type": "tool", "name": tool["name"]}),
-        ):
-            with pytest.raises(BadRequestError, match=tool["name"]):
-                await sdk.messages.create(**{**only, "tools": tools}, tool_choice=choice)  # type: ignore[arg-type]
+        await ask(tool, type="auto")
+        with pytest.raises(BadRequestError, match=tool["name"]):
+            await ask(tool, type="any")
+        with pytest.raises(BadRequestError, match=tool["name"]):
+            await ask(tool, *TOOLS, type="tool", name=tool["name"])
         with pytest.raises(BadRequestError, match=r"tools\.1\.input_schema"):
-            await sdk.messages.create(**{**only, "tools": [tool, {**TOOLS[0], "input_schema": [5]}]})
+            await ask(tool, {**TOOLS[0], "input_schema": [5]})

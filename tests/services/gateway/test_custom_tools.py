@@ -153,9 +153,9 @@ async def test_chat_has_custom_tools_too(bench: MakeBench) -> None:
         messages: list[Any] = [{"role": "user", "content": "patch it"}]
         choice: Any = {"type": "custom", "custom": {"name": "apply_patch"}}
         asked: Any = {"model": MODEL_NAME, "tools": [CHAT_PATCH], "tool_choice": choice}
-        answer = (await sdk.chat.completions.create(**asked, messages=messages)).choices[0]
+        answer: Any = (await sdk.chat.completions.create(**asked, messages=messages)).choices[0]
         assert answer.finish_reason == "tool_calls"
-        (call,) = answer.message.tool_calls or ()
+        (call,) = answer.message.tool_calls
         assert call.type == "custom"
         assert (call.custom.name, call.custom.input) == ("apply_patch", TEXT)
         assert "[a-z]+" in prompt_of(b)

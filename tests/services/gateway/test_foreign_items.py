@@ -163,7 +163,10 @@ def kinds_of(union: Any) -> set[str]:
     """Of the SDK's union of items or tools, which may be made of unions."""
     kinds: set[str] = set()
     for member in get_args(union):
-        kinds |= {*_literals(get_type_hints(member).get("type"))} if isinstance(member, type) else kinds_of(member)
+        if fields := getattr(member, "model_fields", None):
+            kinds |= {*_literals(fields["type"].annotation)}
+        else:
+            kinds |= {*_literals(get_type_hints(member).get("type"))} if isinstance(member, type) else kinds_of(member)
     return kinds
 
 
@@ -215,19 +218,22 @@ def test_items_without_text_are_passed_over(item: Item) -> None:
 
 async def test_tools_of_the_other_side_are_left_out(bench: MakeBench) -> None:
     async with bench(tool_format="hermes", context=4096) as b, client(b) as sdk:
-        await sdk.responses.create(**ASKED, tools=[TOOL])
-        answer = await sdk.responses.create(**ASKED, tools=[*TOOLS, TOOL])  # type: ignore[list-item]
+
+        async def ask(*tools: Item, **fields: Any) -> Any:
+            return await sdk.responses.create(**{**ASKED, "tools": tools, **fields})
+
+        await ask(TOOL)
+        answer = await ask(*TOOLS, TOOL)
         assert prompt_of(b) == prompt_of(b, 0)
         assert [tool.type for tool in answer.tools] == ["function"]
         for tool in TOOLS:
-            space = {**SPACE, "tools": [TOOL, tool]}
-            shown = (await sdk.responses.create(**ASKED, tools=[tool, space], tool_choice="auto")).tools  # type: ignore[list-item]
-            assert [each.name for each in shown[0].tools] == ["now"]  # type: ignore[union-attr]
+            shown = (await ask(tool, {**SPACE, "tools": [TOOL, tool]}, tool_choice="auto")).tools
+            assert [each.name for each in shown[0].tools] == ["now"]
             with pytest.raises(BadRequestError, match=tool["type"]) as refused:
-                await sdk.responses.create(**ASKED, tools=[tool, TOOL], tool_choice={"type": tool["type"]})  # type: ignore[arg-type, list-item]
+                await ask(tool, TOOL, tool_choice={"type": tool["type"]})
             assert refused.value.param == "tool_choice"
             with pytest.raises(BadRequestError, match=tool["type"]):
-                await sdk.responses.create(**ASKED, tools=[tool], tool_choice="required")  # type: ignore[list-item]
+                await ask(tool, tool_choice="required")
 
 
 async def test_tools_found_later_may_be_called(bench: MakeBench) -> None:
@@ -237,8 +243,8 @@ async def test_tools_found_later_may_be_called(bench: MakeBench) -> None:
     async with bench(tool_format="hermes", context=4096) as b, client(b) as sdk:
         asked: Any = {"model": MODEL_NAME, "input": [*items, more], "tools": [TOOL]}
         choice: Any = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "grep"}]}
-        answer = await sdk.responses.create(**asked, tool_choice=choice)
-        assert [tool.name for tool in answer.tools] == ["now", "find_files", "mcp", "grep"]  # type: ignore[union-attr]
+        answer: Any = await sdk.responses.create(**asked, tool_choice=choice)
+        assert [tool.name for tool in answer.tools] == ["now", "find_files", "mcp", "grep"]
         assert '"name": "mcp__now"' in prompt_of(b)
         more["tools"] = [{"type": "function"}]
         with pytest.raises(BadRequestError) as refused:
