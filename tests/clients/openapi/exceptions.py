@@ -91,6 +91,7 @@ IGNORED = {
     r"(format|json_schema) -> .*\b(name|description)\b": "what a format is called is not shown to the model",
     r"(format|json_schema) -> strict": "a schema is kept whether it says strict or not",
     r"input -> .*\b(id|status|phase)\b": "what an item was when it was made is not shown to the model",
+    r"(input|tools) -> .*\btype\b": "kinds of other servers are left out of what the model sees",
     r"content -> .*\b(annotations|logprobs)\b": "an assistant's text is shown to the model, and nothing about it",
     r"\b(tool_call_id|call_id)\b": "most templates go by the order of calls and results",
     r"messages -> .*: name: Incorrect type": "null is as good as no name",
@@ -103,7 +104,7 @@ IGNORED = {
 REFUSED = [
     Allowed("the served model has so many tokens", message="maximum context length|token ids are from"),
     Allowed("said in words: token ids are its names", "logit_bias", "is not a token id|bias must be a number"),
-    Allowed("said in words: it is required", "messages.*", "only an assistant's tool calls, thoughts"),
+    Allowed("said in words: it is required", "messages.*", "only an assistant's messages and empty results"),
     Allowed("said in words: names have letters", ".*", "name must be a string of 1 to 128 characters"),
     Allowed("there is nothing to answer", "input|prompt", "is empty|at least (one|1) item|expected a string"),
     Allowed("they are there to be chosen from", "tool_choice", "no tools to choose from|there is no tool"),

@@ -16,7 +16,7 @@ from weft_services.gateway.dialects.openai_requests import parse_chat
 from weft_services.gateway.dialects.responses_requests import parse_responses
 from weft_services.gateway.generation import Conversation
 from weft_services.gateway.text.chat_template import ChatTemplate
-from weft_services.gateway.text.histories import SHORT_ID, _short
+from weft_services.gateway.text.histories import SHORT_ID, short_id
 
 # these know no calls, or are written for another engine's Jinja
 WITHOUT_CALLS = ("kimi-k2-thinking", "llama-2-chat", "llama-3-8b-instruct", "mistral-v1", "smollm3-3b")
@@ -180,7 +180,7 @@ def test_foreign_ids_are_short_and_the_same_every_time(name: str) -> None:
     one, other = (result(each, text) for each, text in ((ID, "first"), (OTHER, "second")))
     whole = rendered(TEMPLATES[name], [USER, call(ID, OTHER), one, other])
     again = rendered(TEMPLATES[name], [say("user", "else"), call(OTHER), other])
-    short, other_short = (_short(each) for each in (ID, OTHER))
+    short, other_short = (short_id(each) for each in (ID, OTHER))
     assert whole.count(short) == whole.count(other_short) == again.count(other_short) == 2
     assert SHORT_ID.fullmatch(short)
     assert SHORT_ID.fullmatch(other_short)

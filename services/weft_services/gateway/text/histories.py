@@ -51,7 +51,7 @@ def no_system(messages: Messages) -> Messages:
 
 def short_ids(messages: Messages) -> Messages:
     """Call ids of nine letters and digits, the same for the same id in every request."""
-    return [_with_ids(message, _short) for message in messages]
+    return [_with_ids(message, short_id) for message in messages]
 
 
 def named_ids(messages: Messages) -> Messages:
@@ -157,7 +157,7 @@ def _with_ids(message: Message, change: Callable[[str], str]) -> Message:
     return changed
 
 
-def _short(call_id: str) -> str:
+def short_id(call_id: str) -> str:
     if SHORT_ID.fullmatch(call_id):
         return call_id
     digest = hashlib.blake2b(call_id.encode(errors="replace"), digest_size=9).digest()
