@@ -8,13 +8,18 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
 from weft.json_file import read_object
+from weft.storage import is_there, read_small
 
 TOKENIZER, RANKS, SETTINGS = "tokenizer.json", "tiktoken.model", "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+# those that transformers knows by name
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # How the published code of these models cuts text: runs of Han characters, words without any, up to three digits, ...
 NO_HAN = "&&[^\\p{Han}]]"
 FIRST, REST = (f"[\\p{{L{case}}}\\p{{Lm}}\\p{{Lo}}\\p{{M}}{NO_HAN}" for case in ("u}\\p{Lt", "l"))
@@ -42,13 +47,69 @@ def read_tokenizer(directory: Path) -> bytes:
     path = directory / TOKENIZER
     try:
         if path.is_file():
-            return path.read_bytes()
+            return read_small(path)
         ranks = _read_ranks(directory / RANKS)
         settings = directory / SETTINGS
         named = read_object(settings).get("added_tokens_decoder", {}) if settings.is_file() else {}
         return json.dumps(_converted(ranks, {int(number): token for number, token in named.items()})).encode()
     except (OSError, ValueError, AttributeError) as error:
         raise BadCheckpoint(f"{directory}: {TOKENIZER} cannot be read, nor made from {RANKS}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class EndToken:
+    """The tokenizer's `eos_token`: its text, and its id; `ids` is empty where the vocabulary does not have it."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+def read_special_tokens(directory: Path) -> dict[str, str]:
+    """Return the text of each special token by its name, as in `eos_token`.
+
+    tokenizer_config.json wins over special_tokens_map.json, as with transformers. Raises BadCheckpoint, Unreadable.
+    """
+    found: dict[str, str] = {}
+    for file in (SETTINGS, SPECIAL_TOKENS_MAP):
+        values = _settings(directory / file)
+        for name in SPECIAL_TOKENS:
+            token = values.get(name)
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                found.setdefault(name, text)
+    return found
+
+
+def read_end_token(directory: Path) -> EndToken | None:
+    """Return the tokenizer's end token; None where it names none. Raises BadCheckpoint, Unreadable."""
+    text = read_special_tokens(directory).get("eos_token")
+    return EndToken(text, _ids_of(directory, text)) if text else None
+
+
+def _ids_of(directory: Path, text: str) -> tuple[int, ...]:
+    """Look in the short files first: tokenizer.json has up to 30 MB."""
+    added = _settings(directory / SETTINGS).get("added_tokens_decoder")
+    for number, token in added.items() if isinstance(added, dict) else ():
+        if isinstance(token, dict) and token.get("content") == text and str(number).isdecimal():
+            return (int(number),)
+    tokenizer = _settings(directory / TOKENIZER)
+    for token in tokenizer.get("added_tokens") or ():
+        if isinstance(token, dict) and token.get("content") == text and type(token.get("id")) is int:
+            return (token["id"],)
+    model = tokenizer.get("model")
+    return _id_in(model.get("vocab"), text) if isinstance(model, dict) else ()
+
+
+def _id_in(vocabulary: Any, text: str) -> tuple[int, ...]:
+    """BPE's vocabulary has ids by token, that of Unigram a list of tokens with their scores."""
+    if isinstance(vocabulary, list):
+        vocabulary = {entry[0]: place for place, entry in enumerate(vocabulary) if isinstance(entry, list) and entry}
+    number = vocabulary.get(text) if isinstance(vocabulary, dict) else None
+    return (number,) if type(number) is int and number >= 0 else ()
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    return read_object(path) if is_there(path) else {}
 
 
 def check_tokenizer(directory: Path) -> None:

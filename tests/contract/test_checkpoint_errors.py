@@ -208,10 +208,12 @@ def test_what_older_tools_add_is_ignored(tmp_path: Path) -> None:
     assert "lm_head.weight" not in names
 
 
-def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
+def test_served_config_has_the_end_tokens_of_every_file(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    assert json.loads(read_checkpoint(tmp_path).config_json)["eos_token_id"] == [7, 9]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"</s>": 5}}}))
+    assert json.loads(read_checkpoint(tmp_path).config_json)["eos_token_id"] == [2, 7, 9, 5]
 
 
 def test_end_tokens_reach_the_text_model_of_a_wrapped_one(tmp_path: Path) -> None:
@@ -221,4 +223,4 @@ def test_end_tokens_reach_the_text_model_of_a_wrapped_one(tmp_path: Path) -> Non
     fields["text_config"]["eos_token_id"] = 3
     (tiny.directory / "config.json").write_text(json.dumps(fields))
     (tiny.directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    assert parse_config(read_checkpoint(tiny.directory).config_json).eos_token_ids == (7, 9)
+    assert parse_config(read_checkpoint(tiny.directory).config_json).eos_token_ids == (3, 2, 7, 9)

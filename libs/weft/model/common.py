@@ -29,7 +29,7 @@ def read_common(fields: Fields, **defaults: float) -> ModelConfig:
         rope=read_rope(fields),
         max_positions=read_context(fields),
         is_tied=fields.flag("tie_word_embeddings"),
-        eos_token_ids=read_eos(fields) or (),
+        eos_token_ids=read_eos(fields),
         dtype=fields.one_of("dtype", DTYPES, fields.values.get("torch_dtype") or "float32"),
         quantization=read_quantization(fields),
     )
@@ -37,11 +37,11 @@ def read_common(fields: Fields, **defaults: float) -> ModelConfig:
     return config
 
 
-def read_eos(fields: Fields) -> tuple[int, ...] | None:
-    """The end tokens, where any are named."""
+def read_eos(fields: Fields) -> tuple[int, ...]:
+    """Return the end tokens that these fields name."""
     value = fields.values.get("eos_token_id")
     if value is None:
-        return None
+        return ()
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
         raise fields.fail("eos_token_id", f"expected token ids, found {value!r}")

@@ -17,6 +17,7 @@ from weft.model.spec import Rope as Rope
 from weft.model.tensors import expected_tensors as expected_tensors
 from weft.model.tensors import is_ignored as is_ignored
 from weft.storage import is_there
+from weft.tokenizer import read_end_token
 
 FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "LlamaForCausalLM": llama.read,
@@ -37,18 +38,19 @@ MAX_EXPERTS = 100_000  # of all layers; each has tensors of its own
 
 
 def read_config(model_dir: Path) -> ModelConfig:
-    """Read `config.json` (and `generation_config.json` where there is one) of a Hugging Face checkpoint directory.
+    """Read `config.json` of a Hugging Face checkpoint directory, with the end tokens of its other files.
 
     Raises BadCheckpoint naming file and field, Unreadable where the disk fails.
     """
     generation = model_dir / "generation_config.json"
-    # It wins where it names any end tokens: it is the file that chat tuning updates.
-    eos = read_eos(read_json(generation)) if is_there(generation) else None
-    return config_of(read_json(model_dir / "config.json"), eos)
+    # Chat tuning updates any one of the three files and leaves the others as the base model had them.
+    others = read_eos(read_json(generation)) if is_there(generation) else ()
+    end = read_end_token(model_dir)
+    return config_of(read_json(model_dir / "config.json"), (*others, *(end.ids if end else ())))
 
 
-def config_of(fields: Fields, eos: tuple[int, ...] | None = None) -> ModelConfig:
-    """What config.json says, with these end tokens where any are given. Raises BadCheckpoint."""
+def config_of(fields: Fields, eos: tuple[int, ...] = ()) -> ModelConfig:
+    """Return what config.json says, with further end tokens `eos` of other files. Raises BadCheckpoint."""
     config = FAMILIES[_architecture(fields)](fields)
     if config.rotated_dim % 2:
         raise fields.fail("head_dim", f"must be even for rotary embeddings, found {config.rotated_dim}")
@@ -58,8 +60,10 @@ def config_of(fields: Fields, eos: tuple[int, ...] | None = None) -> ModelConfig
         number = experts.num_experts * sum(layer.has_experts for layer in config.layers)
         if number > MAX_EXPERTS:
             raise fields.fail("num_hidden_layers", f"expected at most {MAX_EXPERTS} experts in all, found {number}")
+    # A wrapped model's text model names end tokens of its own.
+    named = (*config.eos_token_ids, *read_eos(fields), *read_eos(fields.inner("text_config")), *eos)
     known = range(config.vocab_size)
-    return replace(config, eos_token_ids=tuple(each for each in eos or config.eos_token_ids if each in known))
+    return replace(config, eos_token_ids=tuple(dict.fromkeys(each for each in named if each in known)))
 
 
 def _architecture(fields: Fields) -> str:

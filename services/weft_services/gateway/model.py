@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,15 +18,16 @@ from weft.grammar import Grammars
 from weft.model.config import read_config
 from weft.model.fields import read_json
 from weft.storage import read_small, told
-from weft.tokenizer import SETTINGS, TOKENIZER, read_tokenizer
+from weft.tokenizer import SETTINGS, TOKENIZER, read_end_token, read_special_tokens, read_tokenizer
 from weft_services.gateway.generation import SamplingDefaults
 from weft_services.gateway.text.assistant import END_THINK, THINK
-from weft_services.gateway.text.chat_template import SPECIAL_TOKENS, ChatTemplate
+from weft_services.gateway.text.chat_template import ChatTemplate
 from weft_services.gateway.text.codec import Codec
 from weft_services.gateway.text.seal import CannotSeal, Seal, try_out
 from weft_services.gateway.text.segments import SegmentedEncoder
 from weft_services.gateway.text.tool_formats import ToolFormat, choose_format
 
+logger = logging.getLogger(__name__)
 # as transformers saves them; the second renders conversations that have tools
 TEMPLATE_FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
 
@@ -65,6 +67,8 @@ def load_model(directory: Path, name: str, tool_format: str = "auto", is_sealed:
         codec = Codec(tokenizer)
     except Exception as error:  # the library raises bare Exception
         raise BadCheckpoint(f"{directory / TOKENIZER}: {error}") from error
+    if (end := read_end_token(directory)) and not end.ids:
+        logger.warning("end token ignored, not in the vocabulary model=%s eos_token=%r", name, end.text)
     template, written = _load_template(directory), codec
     if is_sealed and template:
         template, written = _sealed(directory, partial(Seal, content, tokenizer), template, codec)
@@ -130,14 +134,8 @@ def _load_template(directory: Path, seal: Seal | None = None) -> ChatTemplate | 
     source = named.get("default") or (found if isinstance(found, str) else None)
     if source is None:
         return None
-    special = {}
-    for key in SPECIAL_TOKENS:
-        token = settings.get(key)
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
-            special[key] = text
     try:
-        return ChatTemplate(source, special, named.get("tool_use"), seal)
+        return ChatTemplate(source, read_special_tokens(directory), named.get("tool_use"), seal)
     except BadCheckpoint as error:
         raise BadCheckpoint(f"{directory}: {error}") from error
 

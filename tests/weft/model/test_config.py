@@ -92,21 +92,59 @@ def test_a_context_is_as_long_as_the_model_was_stretched_to(
     ("in_config", "in_generation", "expected"),
     [
         (2, None, (2,)),
+        (None, None, ()),
         ([2, 3], None, (2, 3)),
-        (2, {"eos_token_id": [7, 8]}, (7, 8)),
+        (2, {"eos_token_id": [7, 8]}, (2, 7, 8)),
+        ([2, 7], {"eos_token_id": 7}, (2, 7)),
+        (2, {"eos_token_id": None}, (2,)),
+        (None, {"eos_token_id": [7]}, (7,)),
         (2, {"top_p": 0.9}, (2,)),
         # no logits stand where these would be: to hold them back would end the engine
         ([2, 100], None, (2,)),
-        (2, {"eos_token_id": [100, 7]}, (7,)),
+        (2, {"eos_token_id": [100, 7]}, (2, 7)),
     ],
 )
-def test_end_tokens_are_those_of_the_generation_config_that_the_vocabulary_has(
+def test_end_tokens_are_the_union_of_both_configs(
     tmp_path: Path, in_config: object, in_generation: object, expected: tuple[int, ...]
 ) -> None:
     write(tmp_path, eos_token_id=in_config)
     if in_generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(in_generation))
     assert read_config(tmp_path).eos_token_ids == expected
+
+
+ADDED = {"id": 9, "content": "<end>", "special": True}
+TOKENIZER_FILES: dict[str, dict[str, object]] = {
+    "added_tokens_decoder": {"tokenizer_config": {"eos_token": "<end>", "added_tokens_decoder": {"9": ADDED}}},
+    "added_tokens": {"tokenizer_config": {"eos_token": "<end>"}, "tokenizer": {"added_tokens": [ADDED]}},
+    "an object": {"tokenizer_config": {"eos_token": ADDED}, "tokenizer": {"added_tokens": [ADDED]}},
+    "vocab": {"tokenizer_config": {"eos_token": "<end>"}, "tokenizer": {"model": {"vocab": {"a": 0, "<end>": 9}}}},
+    "unigram": {
+        "tokenizer_config": {"eos_token": "b"},
+        "tokenizer": {"model": {"vocab": [["a", 0.0]] * 9 + [["b", 0]]}},
+    },
+    "special_tokens_map": {
+        "tokenizer_config": {"eos_token": None},
+        "special_tokens_map": {"eos_token": ADDED},
+        "tokenizer": {"added_tokens": [ADDED]},
+    },
+}
+
+
+@pytest.mark.parametrize("files", TOKENIZER_FILES.values(), ids=TOKENIZER_FILES)
+def test_end_tokens_include_the_tokenizers(tmp_path: Path, files: dict[str, object]) -> None:
+    write(tmp_path, eos_token_id=2)
+    for stem, content in files.items():
+        (tmp_path / f"{stem}.json").write_text(json.dumps(content))
+    assert read_config(tmp_path).eos_token_ids == (2, 9)
+
+
+@pytest.mark.parametrize("settings", [{}, {"eos_token": None}, {"eos_token": "<other>"}, {"eos_token": ["<end>"]}])
+def test_end_tokens_leave_out_an_unknown_eos_token(tmp_path: Path, settings: dict[str, object]) -> None:
+    write(tmp_path, eos_token_id=2)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [ADDED], "model": {"vocab": {}}}))
+    assert read_config(tmp_path).eos_token_ids == (2,)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,10 @@ MIB = 1 << 20
 def check_model(subject: Subject) -> Iterator[Finding]:
     """Every tensor that the architecture needs, in files that are whole; a tokenizer, a chat template."""
     for name, directory in subject.models.items():
+        if trouble := _trouble(directory / SETTINGS):  # which also names an end token, part of the model's config
+            says = f"{name}: {SETTINGS}: {trouble}: the gateway does not start"
+            yield Finding("settings", Level.FAILURE, says, "fetch the file again")
+            continue
         try:
             checkpoint = read_checkpoint(directory)
         except BadCheckpoint as error:
@@ -60,9 +64,6 @@ def check_model(subject: Subject) -> Iterator[Finding]:
             yield Finding("tokenizer", Level.FAILURE, f"{name}: {says}: the gateway does not start", advice)
         except Unreadable as error:
             yield Finding("tokenizer", Level.FAILURE, f"{name}: {error}", LOOK_AT_THE_DISK)
-        if trouble := _trouble(directory / SETTINGS):
-            says = f"{name}: {SETTINGS}: {trouble}: the gateway does not start"
-            yield Finding("settings", Level.FAILURE, says, "fetch the file again")
         if not _has_template(directory):
             yield Finding("template", Level.WARNING, f"{name}: no chat template: only /v1/completions answers")
 

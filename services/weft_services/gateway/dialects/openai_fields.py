@@ -6,9 +6,9 @@ import json
 import re
 from typing import Any
 
+from weft.tokenizer import SPECIAL_TOKENS
 from weft_services.gateway.dialects.body_limits import MAX_LEVELS, depth_of, may_be_deep
 from weft_services.gateway.dialects.custom_tools import as_function_call
-from weft_services.gateway.text.chat_template import SPECIAL_TOKENS
 
 MAX_PROMPTS = 64
 # both hold their text under their own name; a refusal is what an assistant once said

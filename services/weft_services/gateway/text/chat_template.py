@@ -23,8 +23,6 @@ from weft_services.gateway.text.seal import Seal
 FUEL = 10_000_000
 # put where an answer goes on that has begun, to be found again; from Unicode's private area
 HERE = "\ue0fe"
-# those that transformers gives to templates, where a tokenizer has them
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # templates that tell an assistant's calls by what it does not say
 IS_NONE = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none", re.IGNORECASE)
 # transformers' own tag around what a model is trained to say; `with` makes a scope as it does, and writes as much
