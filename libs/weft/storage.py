@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from weft.errors import BadCheckpoint, Unreadable
+from weft.foreign_files import LFS_POINTER, dangling, foreign_content
 
 TRANSIENT = {
     *(errno.EIO, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
@@ -51,11 +52,13 @@ def naming(path: Path) -> Iterator[None]:
 def is_there(path: Path) -> bool:
     """Is there anything of this name. `Path.exists` has errors of its own for some disks and hides those of others.
 
-    Raises BadCheckpoint, Unreadable.
+    Raises BadCheckpoint, also for a link that leads nowhere, and Unreadable.
     """
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
+        if os.path.islink(path):
+            raise BadCheckpoint(f"{path}: {dangling(path)}") from None
         return False
     except OSError as error:
         raise told(error, f"{path}: not readable") from error
@@ -72,11 +75,13 @@ def open_regular(path: Path, flags: int = 0) -> int:
 
 
 def read_small(path: Path) -> bytes:
-    """All of a file that is not weights. Raises OSError, also for one of more than MAX_SMALL_BYTES."""
+    """All of a file that is not weights. Raises OSError, also for one of more than MAX_SMALL_BYTES, or a pointer."""
     with open(open_regular(path), "rb") as file:
         content = file.read(MAX_SMALL_BYTES + 1)  # of a file that grows, or does not tell its size
     if len(content) > MAX_SMALL_BYTES:
         raise OSError(errno.EFBIG, f"it has more than {MAX_SMALL_BYTES} bytes")
+    if content.startswith(LFS_POINTER):
+        raise OSError(errno.EINVAL, foreign_content(content))
     return content
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.errors import BadCheckpoint
 from weft.json_file import read_object
-from weft.storage import is_there, read_small
+from weft.storage import is_there, read_small, told
 
 TOKENIZER, RANKS, SETTINGS = "tokenizer.json", "tiktoken.model", "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
@@ -52,7 +52,9 @@ def read_tokenizer(directory: Path) -> bytes:
         settings = directory / SETTINGS
         named = read_object(settings).get("added_tokens_decoder", {}) if settings.is_file() else {}
         return json.dumps(_converted(ranks, {int(number): token for number, token in named.items()})).encode()
-    except (OSError, ValueError, AttributeError) as error:
+    except OSError as error:
+        raise told(error, f"{directory}: {TOKENIZER} cannot be read, nor made from {RANKS}") from error
+    except (ValueError, AttributeError) as error:
         raise BadCheckpoint(f"{directory}: {TOKENIZER} cannot be read, nor made from {RANKS}: {error}") from error
 
 
@@ -118,10 +120,15 @@ def check_tokenizer(directory: Path) -> None:
     path = directory / TOKENIZER
     if path.is_file() and "model" not in read_object(path):
         raise BadCheckpoint(f"{path}: model is missing; fetch the file again")
+    if not path.is_file():
+        try:
+            read_small(directory / RANKS)
+        except OSError as error:
+            raise told(error, f"{directory / RANKS}: not readable") from error
 
 
 def _check_there(directory: Path) -> None:
-    if not any((directory / name).is_file() for name in (TOKENIZER, RANKS)):
+    if not any(is_there(directory / name) for name in (TOKENIZER, RANKS)):
         what = "copy the one that was published with the model beside its config.json"
         raise BadCheckpoint(f"{directory} has neither {TOKENIZER} nor {RANKS}; {what}")
 
@@ -136,7 +143,7 @@ def byte_letters() -> dict[str, int]:
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
     """Each line: a token's bytes in base64, and its rank, which is its id."""
-    pairs = (line.split() for line in path.read_bytes().splitlines() if line.strip())
+    pairs = (line.split() for line in read_small(path).splitlines() if line.strip())
     ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ValueError(f"{path.name}: ranks are not 0 to {len(ranks) - 1}, each once")

@@ -110,7 +110,7 @@ SINGLE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     ),
     "not safetensors at all": (
         lambda d: (d / "model.safetensors").write_bytes(b"GGUF" * 1000),
-        ["model.safetensors", "truncated"],
+        ["model.safetensors", "GGUF"],
     ),
     "header is no JSON": (
         lambda d: (d / "model.safetensors").write_bytes((4).to_bytes(8, "little") + b"{{{{"),

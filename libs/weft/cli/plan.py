@@ -17,6 +17,7 @@ from weft.capacity.layout import GIB, UNBOUNDED, BadPlan, Demand, Layout, Stage,
 from weft.capacity.limits import TERA, Step
 from weft.capacity.plan import COMMUNICATION_BYTES, RUNTIME_BYTES, Plan, make_plan
 from weft.errors import BadCheckpoint, Unreadable
+from weft.foreign_files import foreign_path
 from weft.model.config import read_config
 from weft.model.spec import ModelConfig
 
@@ -72,7 +73,7 @@ def _best(plans: list[Plan]) -> Plan:
 def _read(model: Path) -> ModelConfig:
     is_file = os.path.isfile(model)  # which has no errors: what cannot be looked at is told by who reads it
     if is_file and model.name != "config.json":
-        raise BadCheckpoint(f"{model}: expected a checkpoint directory or its config.json")
+        raise BadCheckpoint(f"{model}: expected a checkpoint directory or its config.json; it {foreign_path(model)}")
     return read_config(model.parent if is_file else model)
 
 

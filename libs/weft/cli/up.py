@@ -30,6 +30,7 @@ from weft.cli.supervisor import Supervisor
 from weft.cli.timeline import Timeline
 from weft.config import ConfigError, check_addresses, is_loopback, read_models
 from weft.errors import BadCheckpoint, Unreadable
+from weft.foreign_files import foreign_path
 from weft.model.config import read_config
 from weft.rpc.tls import channel_credentials
 from weft.tokenizer import check_tokenizer
@@ -91,12 +92,11 @@ def _checked(place: str, given: str) -> Path:
         path = local_model(place) if is_url(place) else Path(place)
         if (path / "config.json").is_file():
             return path.resolve()
+        raise UsageError(f"{given}: {foreign_path(path)}")
     except (BadCheckpoint, Unreadable) as error:
         raise UsageError(str(error)) from error
     except OSError as error:  # one may not look into a folder, for one
         raise UsageError(f"{given}: {error.strerror}") from error
-    what = "has no config.json" if path.is_dir() else "is no directory"
-    raise UsageError(f"{given} {what}; it must be a checkpoint as Hugging Face ships them")
 
 
 def _check_models(options: MeshOptions) -> None:

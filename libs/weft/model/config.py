@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from weft.errors import BadCheckpoint
+from weft.foreign_files import foreign_path
 from weft.model import deepseek, llama, llama4, mistral, mixtral, qwen, smollm3
 from weft.model.common import read_eos
 from weft.model.fields import Fields, read_json
@@ -42,6 +44,9 @@ def read_config(model_dir: Path) -> ModelConfig:
 
     Raises BadCheckpoint naming file and field, Unreadable where the disk fails.
     """
+    if not is_there(model_dir / "config.json"):
+        where = f"{model_dir / 'config.json'}: no such file: the directory" if model_dir.is_dir() else f"{model_dir}"
+        raise BadCheckpoint(f"{where} {foreign_path(model_dir)}")
     generation = model_dir / "generation_config.json"
     # Chat tuning updates any one of the three files and leaves the others as the base model had them.
     others = read_eos(read_json(generation)) if is_there(generation) else ()

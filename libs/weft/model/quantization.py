@@ -21,6 +21,9 @@ def read_quantization(fields: Fields) -> Quantization | None:
     if not fields.values.get("quantization_config"):
         return None
     inner = fields.inner("quantization_config")
+    if "quant_method" not in inner.values and {"bits", "group_size"} <= inner.values.keys():
+        what = "weights packed for Apple's MLX are not read; take the checkpoint that they were made of"
+        raise fields.fail("quantization_config", what)
     method = inner.one_of("quant_method", ("fp8", "compressed-tensors"), "")
     return _fp8(inner) if method == "fp8" else _int4(inner)
 

@@ -14,7 +14,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from weft.errors import BadCheckpoint
-from weft.storage import open_regular, told
+from weft.storage import is_there, open_regular, told
 from weft.weights.ahead import ahead
 
 SECTOR_BYTES = 4096  # direct reads begin and end at multiples of this, in the file and in memory
@@ -101,6 +101,7 @@ class LocalFile(WeightsFile):
         self.name = path.name
 
     def open(self, cached: bool = False) -> Blob:
+        is_there(self.path)  # which names what a link leads to that leads nowhere
         return FileBlob(self.path, direct=not cached)
 
     def stamp(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint, Unreadable
+from weft.foreign_files import PICKLE_SUFFIXES, foreign_names
 from weft.model.config import ModelConfig, expected_tensors, is_ignored, read_config
 from weft.model.fields import read_json
 from weft.model.quantization import stored_dtypes
@@ -29,7 +30,6 @@ from weft.weights.origin import Origin
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Checkpoint:
     `config_json` is config.json with the end tokens of generation_config.json, the file that chat tuning updates.
     `source_id` changes when a file is written anew, and when config.json asks for other tensors; `directory_id` names
     the directory alone. `second_head`: an output matrix beside the embedding to which config.json ties it, see
-    `weft.weights.head`; none of `tensors`.
+    `weft.weights.head`; none of `tensors`. `unread`: further files of weights there, of another set or left over.
     """
 
     directory: Path
@@ -56,6 +56,7 @@ class Checkpoint:
     directory_id: str
     source_id: str
     second_head: TensorSource | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -74,7 +75,9 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     tensors = _select(directory, config, found)
     head = found.get(config.prefix + "lm_head.weight") if config.is_tied else None
     state, name = source_id(directory, tensors, head), _digest([str(directory)])
-    return Checkpoint(directory, _served_config(directory, config), tensors, name, state, head)
+    read = {source.file.name for source in found.values()}
+    unread = tuple(sorted(each for each in origin.names() - read if each.endswith((".safetensors", SUFFIX))))
+    return Checkpoint(directory, _served_config(directory, config), tensors, name, state, head, unread)
 
 
 def source_id(directory: Path, tensors: Sequence[TensorSource], second_head: TensorSource | None = None) -> str:
@@ -127,23 +130,34 @@ def files_state(directory: Path) -> str:
 
 
 def _find_tensors(directory: Path, origin: Origin) -> dict[str, TensorSource]:
+    """Of two sets of weights the one that transformers takes: the single file, then what the index names."""
     names = origin.names()
     if (single := _stored_name(SINGLE_FILE, names)) in names:
         return _read_files([origin.file(single)])
     if INDEX_FILE in names:
         return _read_shards(directory / INDEX_FILE, origin)
+    adapted = foreign_names(names & {"adapter_config.json", "adapter_model.safetensors"})
+    if adapted:
+        raise BadCheckpoint(f"{origin}: {adapted}")
     pickles = sorted(name for name in names if Path(name).suffix in PICKLE_SUFFIXES)
     if pickles:
         raise BadCheckpoint(
             f"{origin.file(pickles[0])}: pickled weights can run code and are not read; convert them to {SINGLE_FILE}"
         )
+    if what := foreign_names(names):
+        raise BadCheckpoint(f"{origin}: {what}")
     raise BadCheckpoint(f"{origin}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
 
 
 def _read_shards(index: Path, origin: Origin) -> dict[str, TensorSource]:
     weight_map = read_weight_map(index)
     names = origin.names()
-    tensors = _read_files([origin.file(_stored_name(name, names)) for name in sorted(set(weight_map.values()))])
+    shards = [_stored_name(name, names) for name in sorted(set(weight_map.values()))]
+    if missing := [name for name in shards if name not in names]:
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        what = f"no such file; {index.name} names it{others}, download what is missing"
+        raise BadCheckpoint(f"{origin}/{missing[0]}: {what}")
+    tensors = _read_files([origin.file(name) for name in shards])
     for name, file in weight_map.items():
         if name not in tensors or Path(tensors[name].file.name).stem != Path(file).stem:
             raise BadCheckpoint(f"{index}: tensor {name} is not in {file}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import BadCheckpoint
+from weft.foreign_files import foreign_content
 from weft.weights.blobs import Blob, FileBlob, Scratch
 
 LENGTH_BYTES = 8
@@ -73,10 +74,15 @@ def header_of(path: str, blob: Blob) -> Header:
     """The same of an open file that errors shall call `path`."""
     scratch, size = Scratch(), blob.size_bytes
     raw = bytes(blob.read(0, min(size, FIRST_BYTES), scratch))
+    if what := foreign_content(raw):
+        raise BadCheckpoint(f"{path}: {what}")
     length = int.from_bytes(raw[:LENGTH_BYTES], "little")
     end = LENGTH_BYTES + length
+    if size >= LENGTH_BYTES and raw[:LENGTH_BYTES].decode("latin-1").isprintable() and raw.isascii():
+        # a length whose every byte is a letter is that of no header
+        raise BadCheckpoint(f"{path}: is text ({raw[:40].decode()!r}), not a safetensors file; download it again")
     if size < LENGTH_BYTES or end > size:
-        raise BadCheckpoint(f"{path}: truncated: the header needs {end} bytes, the file has {size}")
+        raise BadCheckpoint(f"{path}: truncated: the header needs {end} bytes, the file has {size}; download it again")
     if length > MAX_HEADER_BYTES:
         raise BadCheckpoint(f"{path}: a header of {length} bytes is not a safetensors header")
     if end > len(raw):
@@ -173,7 +179,8 @@ def _check_layout(path: str, tensors: Sequence[TensorEntry], data_start: int, fi
     for tensor in tensors:
         end = tensor.offset + tensor.size_bytes
         if end > file_size:
-            raise BadCheckpoint(f"{path}: truncated: tensor {tensor.name} ends at byte {end}, the file has {file_size}")
+            what = f"truncated: tensor {tensor.name} ends at byte {end}, the file has {file_size}"
+            raise BadCheckpoint(f"{path}: {what}; download it again")
         if tensor.offset < position:
             raise BadCheckpoint(f"{path}: tensor {tensor.name} overlaps the one before it")
         if tensor.offset > position:

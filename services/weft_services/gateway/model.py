@@ -17,7 +17,7 @@ from weft.errors import BadCheckpoint
 from weft.grammar import Grammars
 from weft.model.config import read_config
 from weft.model.fields import read_json
-from weft.storage import read_small, told
+from weft.storage import is_there, read_small, told
 from weft.tokenizer import SETTINGS, TOKENIZER, read_end_token, read_special_tokens, read_tokenizer
 from weft_services.gateway.generation import SamplingDefaults
 from weft_services.gateway.text.assistant import END_THINK, THINK
@@ -95,7 +95,7 @@ def load_model(directory: Path, name: str, tool_format: str = "auto", is_sealed:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return read_json(path).values if path.exists() else {}
+    return read_json(path).values if is_there(path) else {}
 
 
 def _read_text(path: Path) -> str:
@@ -129,7 +129,7 @@ def _load_template(directory: Path, seal: Seal | None = None) -> ChatTemplate | 
     found = settings.get("chat_template")
     named = {entry.get("name"): entry.get("template") for entry in found} if isinstance(found, list) else {}
     for name, path in ((name, directory / file) for name, file in TEMPLATE_FILES.items()):
-        if path.exists():
+        if is_there(path):
             named[name] = _read_text(path)
     source = named.get("default") or (found if isinstance(found, str) else None)
     if source is None:

@@ -151,6 +151,9 @@ class WeightLoader:
         """An error is handed to those who wait; in the task group it would end the process."""
         try:
             checkpoint = await asyncio.to_thread(self._described)
+            if checkpoint.unread:
+                files = sorted({tensor.file.name for tensor in checkpoint.tensors})
+                logger.info("weights chosen files=%s unread=%s", ",".join(files), ",".join(checkpoint.unread))
             checkpoint = await asyncio.to_thread(with_own_head, checkpoint, self._num_readers)
             for name in await asyncio.to_thread(remove_stale, checkpoint):
                 logger.info("removed a stale image %s", name)

@@ -121,7 +121,7 @@ TOKENIZER_FILES: dict[str, dict[str, object]] = {
     "vocab": {"tokenizer_config": {"eos_token": "<end>"}, "tokenizer": {"model": {"vocab": {"a": 0, "<end>": 9}}}},
     "unigram": {
         "tokenizer_config": {"eos_token": "b"},
-        "tokenizer": {"model": {"vocab": [["a", 0.0]] * 9 + [["b", 0]]}},
+        "tokenizer": {"model": {"vocab": [["a"]] * 9 + [["b"]]}},
     },
     "special_tokens_map": {
         "tokenizer_config": {"eos_token": None},

@@ -46,14 +46,17 @@ def check_model(subject: Subject) -> Iterator[Finding]:
         try:
             checkpoint = read_checkpoint(directory)
         except BadCheckpoint as error:
-            yield Finding("model", Level.FAILURE, f"{name}: {error}", "fetch the files again, or name another: --model")
+            says, _, advice = str(error).partition("; ")
+            advice = advice or "fetch the files again, or name another: --model"
+            yield Finding("model", Level.FAILURE, f"{name}: {says}", advice)
             continue
         except Unreadable as error:
             yield Finding("model", Level.FAILURE, f"{name}: {error}", LOOK_AT_THE_DISK)
             continue
         files = {tensor.file.name for tensor in checkpoint.tensors}
         says = f"{name}: {len(checkpoint.tensors)} tensors, {_size(checkpoint.total_bytes)}, files: {len(files)}"
-        yield Finding("model", Level.OK, f"{says}; sizes and offsets agree")
+        unread = f"; not read: {', '.join(checkpoint.unread)}" if checkpoint.unread else ""
+        yield Finding("model", Level.OK, f"{says}; sizes and offsets agree{unread}")
         if any(file.endswith(SUFFIX) for file in files):
             yield _verified(name, directory, subject.is_deep)
         try:

@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from weft.errors import BadCheckpoint
+from weft.foreign_files import foreign_names
 from weft.storage import on_disk, share_alike, telling
 from weft.weights.ahead import ahead
 from weft.weights.blobs import stamp_of
@@ -52,9 +53,13 @@ def weight_files(directory: Path, suffix: str) -> list[Path]:
     with telling(f"{directory}"):
         if not directory.is_dir():
             raise BadCheckpoint(f"{directory}: no such directory")
-        files = sorted(path for path in directory.iterdir() if path.name.endswith(suffix))
+        names = {path.name for path in directory.iterdir()}
+    files = [directory / name for name in sorted(names) if name.endswith(suffix)]
+    if ("config.json" not in names or not files) and (what := foreign_names(names)):
+        raise BadCheckpoint(f"{directory}: {what}")
     if not files:
-        raise BadCheckpoint(f"{directory}: there is no {suffix} file in it")
+        advice = "; `weft compress MODEL OUT` makes a bundle" if suffix == SUFFIX else ""
+        raise BadCheckpoint(f"{directory}: there is no {suffix} file in it{advice}")
     return files
 
 
