@@ -15,6 +15,7 @@ WeftError
     ModelLoading     no worker yet: one is loading the model
   DeadlineExceeded   the time the caller gave is over
   Cancelled          the caller has gone
+  ModelFailed        the model's own files are at fault: its template, or weights whose logits are no numbers
   EngineFailed       our own fault
 """
 
@@ -150,6 +151,12 @@ class Cancelled(WeftError):
     http_status = 499
 
 
+class ModelFailed(WeftError):
+    """The model's files cannot answer this request; the message is for clients, too."""
+
+    code = 15
+
+
 class EngineFailed(WeftError):
     """A bug or a broken device; the message is for the log, not for clients."""
 
@@ -164,6 +171,7 @@ LEAVES: tuple[type[WeftError], ...] = (
     PeerLost,
     DeadlineExceeded,
     Cancelled,
+    ModelFailed,
     EngineFailed,
 )
 

@@ -12,6 +12,7 @@ from weft.errors import (
     EngineFailed,
     Forbidden,
     InvalidRequest,
+    ModelFailed,
     ModelLoading,
     NotFound,
     Overloaded,
@@ -29,6 +30,7 @@ CODES: dict[type[WeftError], str] = {
     Overloaded: "overloaded",
     ModelLoading: ModelLoading.reason,
     PeerLost: "unavailable",
+    ModelFailed: "model_failed",
     EngineFailed: "internal_error",
 }
 
@@ -54,7 +56,7 @@ def public_message(error: WeftError) -> str:
         return "no worker has room for this request now; please try again later"
     if error.is_reported and isinstance(error, DeadlineExceeded):
         return "the request took too long"
-    if isinstance(error, HttpError) or error.http_status < 500 or error.code == 4:
+    if isinstance(error, HttpError | ModelFailed) or error.http_status < 500 or error.code == 4:
         return str(error)
     return "internal error"
 

@@ -19,7 +19,7 @@ from weft.model.config import read_config
 from weft.model.fields import read_json
 from weft.storage import is_there, read_small, told
 from weft.tokenizer import SETTINGS, TOKENIZER, read_end_token, read_special_tokens, read_tokenizer
-from weft_services.gateway.generation import SamplingDefaults
+from weft_services.gateway.generation import Conversation, SamplingDefaults
 from weft_services.gateway.text.assistant import END_THINK, THINK
 from weft_services.gateway.text.chat_template import ChatTemplate
 from weft_services.gateway.text.codec import Codec
@@ -30,6 +30,26 @@ from weft_services.gateway.text.tool_formats import ToolFormat, choose_format
 logger = logging.getLogger(__name__)
 # as transformers saves them; the second renders conversations that have tools
 TEMPLATE_FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
+
+_CALL = {"id": "call00001", "type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
+_TOOL = {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object"}}}
+_USER = {"role": "user", "content": "What time is it?"}
+_SAID = {"role": "assistant", "content": "It is noon."}
+PROBES = {
+    "user": Conversation((_USER,)),
+    "system": Conversation(({"role": "system", "content": "Be brief."}, _USER)),
+    "history": Conversation((_USER, _SAID, _USER)),
+    "tools": Conversation((_USER,), (_TOOL,)),
+    "calls": Conversation(
+        (
+            _USER,
+            {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "call00001", "name": "now", "content": "noon"},
+        ),
+        (_TOOL,),
+    ),
+}
+"""Rendered at the start, so that what a template cannot do shows before the first request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +92,8 @@ def load_model(directory: Path, name: str, tool_format: str = "auto", is_sealed:
     template, written = _load_template(directory), codec
     if is_sealed and template:
         template, written = _sealed(directory, partial(Seal, content, tokenizer), template, codec)
+    if template:
+        _try_out(template, name, directory)
     source = template.all_sources if template else ""
     chosen = choose_format(tool_format, source)
     thinks = END_THINK in source
@@ -122,6 +144,15 @@ def _sealed(
             "Say WEFT_SPECIAL_TOKENS=anyone, and they are special tokens there, too"
         ) from error
     return template, written
+
+
+def _try_out(template: ChatTemplate, name: str, directory: Path) -> None:
+    """Warn of what the template cannot render. Raises BadCheckpoint where that is a plain question."""
+    for kind, conversation in PROBES.items():
+        if trouble := template.try_out(conversation):
+            if kind == "user":
+                raise BadCheckpoint(f"{directory}: the chat template cannot render a question: {trouble}")
+            logger.warning("chat template fails model=%s conversation=%r error=%r", name, kind, trouble)
 
 
 def _load_template(directory: Path, seal: Seal | None = None) -> ChatTemplate | None:

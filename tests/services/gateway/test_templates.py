@@ -17,7 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from weft.errors import InvalidRequest
+from weft.errors import InvalidRequest, ModelFailed
 from weft_services.gateway.dialects.anthropic_requests import parse_messages
 from weft_services.gateway.dialects.openai_requests import parse_chat
 from weft_services.gateway.generation import Conversation
@@ -173,7 +173,7 @@ def test_templates_render_as_transformers_renders_them(name: str, body: dict[str
     elif is_lost:
         assert all(text.strip() in template.render(asked) for text in texts_of(body, "system"))
     else:  # `test_histories` tells what is rendered all the same
-        with suppress(InvalidRequest):
+        with suppress(InvalidRequest, ModelFailed):
             assert all(text.strip() in template.render(asked) for text in texts_of(body, "user"))
 
 
@@ -224,15 +224,10 @@ def test_tags_around_what_a_model_is_trained_to_say_write_nothing() -> None:
     assert template.render(Conversation(tuple(messages), is_open=False)) == expected[0][0]
 
 
-def test_what_a_template_cannot_do_is_told_with_its_line() -> None:
-    with pytest.raises(InvalidRequest, match=r"no method named rsplit \(in chat:2\)"):
-        ChatTemplate("\n{{ 'a b'.rsplit(' ', 1) }}", {}).render(Conversation((USER,)))
-
-
-def test_a_fault_of_the_library_is_a_refusal() -> None:
-    with pytest.raises(InvalidRequest) as refusal:
-        ChatTemplate("{{ tools[1:][::-1] }}", {}).render(Conversation((USER,), (BARE,)))
-    assert refusal.value.param == "messages"
+def test_a_fault_of_minijinja_is_rendered_by_jinja() -> None:
+    """It panics at this slice."""
+    rendered = ChatTemplate("{{ tools[1:][::-1] }}", {}).render(Conversation((USER,), (BARE,)))
+    assert rendered == "[]"
 
 
 @pytest.mark.parametrize("content", [None, "I look."])

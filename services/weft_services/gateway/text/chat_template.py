@@ -1,5 +1,7 @@
 """Renders conversations with the model's own chat template: minijinja with fuel, set up as transformers sets up Jinja.
 
+What minijinja cannot do, or does otherwise, Jinja itself renders: see `jinja_reference`.
+
 The template comes from the model directory only, never from a request.
 """
 
@@ -8,15 +10,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from typing import Any
 
 import minijinja
 
-from weft.errors import BadCheckpoint, InvalidRequest
+from weft.errors import BadCheckpoint, InvalidRequest, ModelFailed
 from weft_services.gateway.generation import Conversation
 from weft_services.gateway.text.histories import Histories
+from weft_services.gateway.text.jinja_reference import JinjaReference, TemplateFault, TemplateRefused
 from weft_services.gateway.text.seal import Seal
 
 # A 4096-message conversation needs well under a tenth of this; a loop bomb is stopped after some 100 ms.
@@ -31,6 +35,14 @@ TRAINED = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 class _Refused(Exception):
     """The template itself called raise_exception."""
+
+
+class _QuickFault(Exception):
+    """minijinja cannot render it; Jinja may."""
+
+
+class _OutOfFuel(Exception):
+    """The template took too many steps."""
 
 
 def _refuse(message: str) -> None:
@@ -100,6 +112,52 @@ _TESTS: dict[str, Callable[[Any], bool]] = {
 }
 
 
+def _quick_environment(sources: Mapping[str, str]) -> minijinja.Environment | None:
+    """None for what minijinja cannot parse."""
+    environment = minijinja.Environment(
+        fuel=FUEL,
+        debug=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        pycompat=True,
+        filters=_FILTERS,
+        tests=_TESTS,
+    )
+    environment.add_global("raise_exception", _refuse)
+    environment.add_global("strftime_now", _now)
+    try:
+        for name, text in sources.items():
+            environment.add_template(name, text)
+    except minijinja.TemplateError:
+        return None
+    return environment
+
+
+def _render_quickly(environment: minijinja.Environment, name: str, context: dict[str, Any]) -> str:
+    messages = [
+        {**each, "tool_calls": _with_floats(each["tool_calls"])} if "tool_calls" in each else each
+        for each in context["messages"]
+    ]
+    tools = _with_floats(context["tools"])
+    try:
+        return environment.render_template(name, **{**context, "messages": messages, "tools": tools})
+    except _Refused:
+        raise
+    except minijinja.TemplateError as error:
+        kind = _OutOfFuel if "fuel" in str(error.message) else _QuickFault
+        raise kind(str(error.message)) from error
+    except BaseException as error:
+        # of our own filters, as for arguments that are no object; or a fault of the library's, such as [][::-1],
+        # which is no Exception and would pass by everybody
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        raise _QuickFault(str(error)) from error
+
+
+def _name(conversation: Conversation) -> str:
+    return "tool_use" if conversation.tools else "chat"
+
+
 class ChatTemplate:
     """One compiled template. `special_tokens` are bos_token, eos_token and the like, as text."""
 
@@ -122,23 +180,13 @@ class ChatTemplate:
         self._knows_developers = "developer" in self.all_sources
         self._asks_for_none = IS_NONE.search(self.all_sources) is not None
         self._special_tokens = dict(special_tokens)
-        self._environment = minijinja.Environment(
-            fuel=FUEL,
-            debug=False,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            pycompat=True,
-            filters=_FILTERS,
-            tests=_TESTS,
-        )
-        self._environment.add_global("raise_exception", _refuse)
-        self._environment.add_global("strftime_now", _now)
+        sources = {name: TRAINED.sub(r"{%\1 \2with \3%}", text) for name, text in sources.items()}
         try:
-            for name, text in sources.items():
-                self._environment.add_template(name, TRAINED.sub(r"{%\1 \2with \3%}", text))
-        except minijinja.TemplateError as error:
-            told = self._opened(str(error.message))
-            raise BadCheckpoint(f"chat template does not compile: {told}") from error
+            self._references = {name: JinjaReference(text) for name, text in sources.items()}
+        except TemplateFault as fault:
+            raise BadCheckpoint(f"chat template does not compile: {self._opened(str(fault))}") from fault
+        peculiar = any(each.peculiar for each in self._references.values())
+        self._quick = None if peculiar else _quick_environment(sources)
 
     def render(self, conversation: Conversation, field: str = "messages") -> str:
         """The prompt text, up to where the assistant begins to speak, or goes on. Raises InvalidRequest naming the
@@ -152,59 +200,95 @@ class ChatTemplate:
             raise InvalidRequest("the chat template does not let this message be continued", field)
         return text
 
-    def _sample(self, name: str, messages: list[dict[str, Any]]) -> str:
-        return self._with_either(name, Conversation(()), [self._known(message) for message in messages], "messages")
+    def try_out(self, conversation: Conversation) -> str:
+        """Say what in the template keeps this conversation from being rendered, with its line; "" where nothing does.
+
+        At the start alone: where minijinja renders it otherwise than Jinja does, Jinja renders from then on.
+        """
+        name, messages = _name(conversation), [self._known(message) for message in conversation.messages]
+        context = self._context(conversation, messages)
+        try:
+            expected = self._references[name].render(context)
+        except TemplateRefused:
+            return ""
+        except TemplateFault as fault:
+            return self._opened(str(fault)) if self._is_at_fault(name, conversation) else ""
+        try:
+            is_same = self._quick is None or _render_quickly(self._quick, name, context) == expected
+        except (_Refused, _QuickFault):
+            is_same = False
+        if not is_same:
+            self._quick = None
+        return ""
 
     def _rendered(self, conversation: Conversation, messages: list[dict[str, Any]], field: str) -> str:
-        """As the template has it, and changed only where it refuses this or would leave words out."""
-        name = "tool_use" if conversation.tools else "chat"
+        """Render the messages, changed only where the template refuses them or would leave words out."""
+        name = _name(conversation)
         histories = self._histories[name]
         whole = histories.whole(messages)
         try:
-            return self._with_either(name, conversation, whole, field)
-        except InvalidRequest as error:
+            return self._rendered_by(name, conversation, whole, field)
+        except (InvalidRequest, ModelFailed) as error:
             if (taken := histories.taken(messages)) == whole:
                 raise
             try:
-                return self._with_either(name, conversation, taken, field)
-            except InvalidRequest:
+                return self._rendered_by(name, conversation, taken, field)
+            except (InvalidRequest, ModelFailed):
                 raise error from None
 
-    def _with_either(self, name: str, conversation: Conversation, messages: list[dict[str, Any]], field: str) -> str:
-        """With arguments as objects, or as text."""
-        try:
-            return self._tried(name, conversation, messages, field)
-        except InvalidRequest as error:
-            # most templates want arguments as an object; DeepSeek's own put what is a text between other text
-            texts = [_with_texts({**message, "content": message["content"] or ""}) for message in messages]
-            if not isinstance(error.__cause__, minijinja.TemplateError) or texts == messages:
-                raise
-            try:
-                return self._tried(name, conversation, texts, field)
-            except InvalidRequest:
-                raise error from None
+    def _sample(self, name: str, messages: list[dict[str, Any]]) -> str:
+        return self._rendered_by(name, Conversation(()), [self._known(message) for message in messages], "messages")
 
-    def _tried(self, name: str, conversation: Conversation, messages: list[dict[str, Any]], field: str) -> str:
+    def _rendered_by(self, name: str, conversation: Conversation, messages: list[dict[str, Any]], field: str) -> str:
+        """Render by minijinja, or by Jinja where that fails or differs."""
+        context = self._context(conversation, messages)
         try:
-            return self._environment.render_template(
-                name,
-                messages=messages,
-                tools=_with_floats(list(conversation.tools)) or None,
-                documents=None,  # as transformers gives it: templates ask whether it is none
-                add_generation_prompt=conversation.is_open and not conversation.is_continued,
-                **{**conversation.kwargs, **self._special_tokens},
-            )
-        except _Refused as error:
+            if self._quick is not None:
+                with suppress(_QuickFault):
+                    return self._in_both_forms(partial(_render_quickly, self._quick, name), context)
+            return self._in_both_forms(self._references[name].render, context)
+        except (_Refused, TemplateRefused) as error:
             raise InvalidRequest(self._opened(str(error)), field) from error
-        except minijinja.TemplateError as error:
-            told = self._opened(str(error.message))
-            raise InvalidRequest(f"the chat template cannot render these messages: {told}", field) from error
-        except BaseException as error:
-            # of our own filters, as for arguments that are no object; or a fault of the library's, such as [][::-1],
-            # which is no Exception and would pass by everybody
-            if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
-                raise
-            raise InvalidRequest("the chat template cannot render these messages", field) from error
+        except (_OutOfFuel, TemplateFault) as error:
+            said = self._opened(str(error))
+            if isinstance(error, TemplateFault) and self._is_at_fault(name, conversation):
+                raise ModelFailed(f"the chat template has a fault: {said}") from error
+            raise InvalidRequest(f"the chat template cannot render these messages: {said}", field) from error
+
+    def _in_both_forms(self, render: Callable[[dict[str, Any]], str], context: dict[str, Any]) -> str:
+        """Most templates want arguments as an object; DeepSeek's own put what is a text between other text."""
+        try:
+            return render(context)
+        except (_QuickFault, TemplateFault):
+            messages = context["messages"]
+            texts = [_with_texts({**message, "content": message["content"] or ""}) for message in messages]
+            if texts != messages:
+                with suppress(_Refused, TemplateRefused, _QuickFault, TemplateFault):
+                    return render({**context, "messages": texts})
+            raise
+
+    def _is_at_fault(self, name: str, conversation: Conversation) -> bool:
+        """True if the template fails at a conversation of the same shape, too, of which every text is "x"."""
+        context = self._context(conversation, [_simple(self._known(each)) for each in conversation.messages])
+        context["tools"] = [_SIMPLE_TOOL] if conversation.tools else None
+        try:
+            self._in_both_forms(self._references[name].render, context)
+        except TemplateRefused:
+            return False
+        except TemplateFault:
+            return True
+        return False
+
+    def _context(self, conversation: Conversation, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """The template's variables."""
+        return {
+            **conversation.kwargs,
+            **self._special_tokens,
+            "messages": messages,
+            "tools": list(conversation.tools) or None,
+            "documents": None,  # as transformers gives it: templates ask whether it is none
+            "add_generation_prompt": conversation.is_open and not conversation.is_continued,
+        }
 
     def _known(self, message: dict[str, Any]) -> dict[str, Any]:
         """Templates drop, or refuse, roles that they do not know: to most of them a developer is the system."""
@@ -212,8 +296,21 @@ class ChatTemplate:
             return {**message, "role": "system"}
         if "tool_calls" in message:
             content = None if self._asks_for_none and message["content"] is None else message["content"] or ""
-            return {**message, "content": content, "tool_calls": _with_floats(message["tool_calls"])}
+            return {**message, "content": content}
         return message
+
+
+_SIMPLE_TOOL = {"type": "function", "function": {"name": "x", "description": "x", "parameters": {"type": "object"}}}
+
+
+def _simple(message: dict[str, Any]) -> dict[str, Any]:
+    """The same with nothing in it that could be at fault."""
+    simple = {**message, "content": "x" if isinstance(message["content"], str) else message["content"]}
+    if "tool_calls" in message:
+        simple["tool_calls"] = [
+            {**call, "function": {**call["function"], "name": "x", "arguments": {}}} for call in message["tool_calls"]
+        ]
+    return simple
 
 
 def _with_texts(message: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from enum import Enum, auto
 from functools import cached_property
 from typing import Any
 
-from weft.errors import InvalidRequest
+from weft.errors import InvalidRequest, ModelFailed
 
 Message = dict[str, Any]
 Messages = list[Message]
@@ -237,7 +237,7 @@ STEPS = (
 
 
 class Histories:
-    """The steps that one template needs. `render` is its way to render messages. Raises InvalidRequest there."""
+    """The steps that one template needs. `render` renders messages by it; it may raise InvalidRequest or ModelFailed."""
 
     def __init__(self, render: Callable[[Messages], str]) -> None:
         self._render = render
@@ -275,7 +275,7 @@ class Histories:
     def _tried(self, messages: Messages) -> str | None:
         try:
             return self._render(messages)
-        except InvalidRequest:
+        except (InvalidRequest, ModelFailed):
             return None
 
 
