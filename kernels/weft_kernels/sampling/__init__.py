@@ -26,6 +26,13 @@ def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
     return sample_kernel(logits, rows)
 
 
+def tops(logits: Tensor) -> Tensor:
+    """[R] float32: the largest logit of each row; NaN where any is NaN. By numpy on a CPU, as `groups.best` is."""
+    if not logits.is_cuda:
+        return torch.from_numpy(logits.numpy().max(-1))
+    return logits.amax(-1)
+
+
 def compile_sampling(num_items: int, device: torch.device) -> None:
     """Draw once in every way: a GPU's kernels are compiled when they first run, and then all sequences would wait."""
     logits = torch.zeros(1, num_items, device=device)

@@ -14,6 +14,7 @@ from weft.engine.messages import PromptProgress, Reserved, StepOutput
 from weft.engine.pages import Pages
 from weft.engine.sequence import Sequence, State
 from weft.engine.waiting import WaitingLine, need
+from weft.errors import WeftError
 from weft.kv.blocks import BlockPool
 from weft.kv.groups import PageRun
 from weft.request import PositionLogprobs, RequestKey
@@ -43,7 +44,7 @@ class Sampled:
 
     token_id: int
     logprobs: PositionLogprobs | None = None
-    failure: str | None = None
+    failure: WeftError | None = None
 
 
 class Planner:

@@ -5,6 +5,7 @@ Knows sequences and their parameters, not how the logits came about.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,13 +19,15 @@ from weft.engine.config import EngineConfig
 from weft.engine.device import Link, Mark
 from weft.engine.sequence import Sequence
 from weft.engine.shaping import Shaper
+from weft.errors import InvalidRequest, ModelFailed, WeftError
 from weft.request import PositionLogprobs, SamplingParams, TokenLogprob
-from weft_kernels.sampling import SamplingRows, logprobs, sample
+from weft_kernels.sampling import SamplingRows, logprobs, sample, tops
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """`on_host`: tokens, and then, where somebody `asked`, three tensors of logprobs: of the chosen, values, ids.
+    """`on_host`: tokens, the largest logits of rows, as the model gave them and as they were sampled from, and then,
+    where somebody `asked`, three tensors of logprobs: of the chosen, values, ids.
 
     `order`: where in them the results stand, in the order of the works. By row: `asked`, how many logprobs, and
     `failures`, why there is no token.
@@ -41,12 +44,24 @@ class LaunchedStep:
         self.done.wait()
         if not self.on_host:
             return []
-        tokens, *found = (each.tolist() for each in self.on_host)
-        sampled = [Sampled(token, failure=self.failures.get(row)) for row, token in enumerate(tokens)]
+        tokens, tops, shaped_tops, *found = (each.tolist() for each in self.on_host)
+        sampled = [
+            Sampled(token, failure=self._failure(row, tops[row], shaped_tops[row])) for row, token in enumerate(tokens)
+        ]
         for at, (row, num_top) in enumerate(self.asked.items()):
             position = _position_logprobs(tokens[row], [each[at] for each in found], num_top)
             sampled[row] = replace(sampled[row], logprobs=position)
         return [sampled[row] for row in self.order]
+
+    def _failure(self, row: int, top: float, shaped_top: float) -> WeftError | None:
+        """Any token of such a row would be made up, and look like an answer."""
+        if row in self.failures:
+            return InvalidRequest(self.failures[row], "grammar")
+        if not math.isfinite(top):
+            return ModelFailed(f"non-finite logits ({top}): the weights are damaged, or their sums overflow the dtype")
+        if not math.isfinite(shaped_top):
+            return ModelFailed("non-finite logits: masks and biases leave no token")
+        return None
 
 
 class Sampler:
@@ -78,7 +93,9 @@ class Sampler:
         if asked:
             rows = self._link.upload(np.array(list(asked)))
             found = logprobs(logits[rows], tokens[rows], max(asked.values()))
-        on_host = tuple(self._link.download(each) for each in (tokens, *found))
+        raw = tops(logits)
+        largest = (raw, raw if shaped is logits else tops(shaped))
+        on_host = tuple(self._link.download(each) for each in (tokens, *largest, *found))
         return LaunchedStep(on_host, order, self._link.mark(), asked, failures)
 
     def _sampling_rows(self, params: Items[SamplingParams], positions: list[int]) -> SamplingRows:

@@ -12,7 +12,6 @@ from weft.engine.batch import Planner, Sampled, Work, report_progress
 from weft.engine.config import EngineConfig
 from weft.engine.messages import SequenceFailed, StepOutput, TokenDelta
 from weft.engine.sequence import Sequence, State
-from weft.errors import InvalidRequest
 from weft.kv.blocks import BlockPool
 from weft.kv.groups import page_key
 from weft.kv.offers import Offers, SealedBlock
@@ -51,7 +50,7 @@ class Settler:
     def accept(self, sequence: Sequence, token: Sampled, events: StepOutput) -> None:
         """The next token of a sequence, and the sequence's end if it is the last."""
         if token.failure is not None:
-            events.failures.append(SequenceFailed(sequence.spec.key, InvalidRequest(token.failure, "grammar")))
+            events.failures.append(SequenceFailed(sequence.spec.key, token.failure))
             self._planner.remove(sequence)
             return
         prompt = None if sequence.has_emitted else sequence.prompt_counts()
