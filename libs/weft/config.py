@@ -114,7 +114,7 @@ def read_models(text: str, name: str = "") -> dict[str, Path]:
     One directory is called `name`, else as it is called itself; with a `name` it may have any characters.
     """
     if name or "=" not in text or os.path.isdir(text):  # which has no errors, as with a list too long for a path
-        return {name or Path(text).resolve().name: Path(text)}
+        return {name or model_name(Path(text)): Path(text)}
     models: dict[str, Path] = {}
     for part in text.split(","):
         served, equals, directory = part.partition("=")
@@ -122,6 +122,18 @@ def read_models(text: str, name: str = "") -> dict[str, Path]:
             raise ConfigError(f"WEFT_MODEL={text!r}: expected DIR, or NAME=DIR,NAME=DIR with different names")
         models[served.strip()] = Path(directory.strip())
     return models
+
+
+def model_name(directory: Path) -> str:
+    """Return the name under which a directory is served: its own, or that of the model in the Hub's cache.
+
+    There it is `models--ORG--NAME/snapshots/COMMIT`.
+    """
+    path = directory.resolve()
+    repository = path.parent.parent.name
+    if path.parent.name != "snapshots" or not repository.startswith("models--"):
+        return path.name
+    return repository.rpartition("--")[2] or path.name
 
 
 def describe(config: Any) -> str:

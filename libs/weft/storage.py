@@ -30,6 +30,12 @@ def told(error: OSError, what: str) -> BadCheckpoint | Unreadable:
     return (Unreadable if error.errno in TRANSIENT else BadCheckpoint)(f"{what}: {error.strerror or error}")
 
 
+def in_words(error: OSError) -> str:
+    """The file and the reason, without the error's number."""
+    where = f"{error.filename}: " if error.filename is not None else ""
+    return f"{where}{error.strerror}" if error.strerror else str(error)
+
+
 @contextmanager
 def telling(what: str) -> Iterator[None]:
     """An error of the system's inside is one of ours. Raises BadCheckpoint, Unreadable."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.config import ConfigError, CpuKernels, describe, read_config, read_models
+from weft.config import ConfigError, CpuKernels, describe, model_name, read_config, read_models
 from weft.worker.config import WorkerConfig
 from weft_kernels.native.build import FLAGS
 from weft_services.weights.config import Config as WeightsConfig
@@ -157,3 +157,36 @@ def test_the_log_has_no_password_from_behind_an_address(query: str) -> None:
     assert told.startswith("redis_url=redis://valkey:6379/0?")
     assert "password=***" in told
     assert "ret" not in told
+
+
+HUB = "models--org--name/snapshots/0a1b2c"
+
+
+@pytest.mark.parametrize(
+    ("directory", "expected"),
+    [
+        (HUB, "name"),
+        (HUB + "/", "name"),
+        (HUB + "/../0a1b2c/.", "name"),
+        ("models--gpt2/snapshots/0a1b2c", "gpt2"),
+        ("models--org--name-2.5_x/snapshots/main", "name-2.5_x"),
+        ("link", "name"),
+        ("plain", "plain"),
+        ("other/snapshots/0a1b2c", "0a1b2c"),
+        ("models--org--name", "models--org--name"),
+    ],
+)
+def test_model_name_is_that_of_the_hubs_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: str, expected: str
+) -> None:
+    (tmp_path / HUB).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(HUB)
+    assert model_name(tmp_path / directory) == expected
+    monkeypatch.chdir(tmp_path)
+    assert list(read_models(directory)) == [expected]
+
+
+def test_model_name_of_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / HUB).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / HUB)
+    assert model_name(Path(".")) == "name"

@@ -146,6 +146,9 @@ def _save(pair: Pair, cert: Path, key: Path) -> list[str]:
                 left += _take_over(file.fileno(), path)
         for path, partial in partials.items():
             partial.replace(path)
+    except OSError as error:
+        meant = {str(partial): str(path) for path, partial in partials.items()}
+        raise OSError(error.errno, error.strerror, meant.get(str(error.filename), error.filename)) from error
     finally:
         for partial in partials.values():
             partial.unlink(missing_ok=True)

@@ -33,9 +33,10 @@ Change = Callable[[dict[str, Key]], dict[str, Key]]
 
 
 def read_keys(where: str) -> dict[str, Key]:
-    """By digest. Raises BadKeys or OSError."""
+    """By digest. Raises BadKeys, OSError where Valkey fails."""
     if not _is_valkey(where):
-        return _read_file(Path(where))
+        with _named(where, "cannot be read"):
+            return _read_file(Path(where))
     with _opened(where) as server:
         return _read_valkey(server)
 
@@ -44,11 +45,29 @@ def change_keys(where: str, change: Change) -> str:
     """All of it or nothing, one change at a time; returns a warning or nothing. Raises BadKeys or OSError."""
     if not _is_valkey(where):
         # behind a link: to revoke a key there is to revoke it for the gateway, which may know the file by another name
-        _change_file(Path(os.path.realpath(where)), change)
+        with _named(where, "cannot be written"):
+            _change_file(Path(os.path.realpath(where)), change)
         return ""
     with _opened(where) as server:
         _change_valkey(server, change)
         return _warning(server)
+
+
+@contextmanager
+def _named(where: str, what: str) -> Iterator[None]:
+    """Errors name the file that was given, not the one that is written to replace it."""
+    if os.path.isdir(where):
+        raise BadKeys(f"{where or '--keys'}: is a directory; name a file, {os.path.join(where, 'keys.json')} say")
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and error.filename is None:
+            raise  # the current directory is gone
+        folder = os.path.dirname(where) or "."
+        reason = error.strerror or str(error)
+        if isinstance(error, FileNotFoundError) and os.path.isdir(folder):
+            reason = f"no file can be made in {folder}"
+        raise BadKeys(f"{where}: {what}: {reason}") from error
 
 
 def _is_valkey(where: str) -> bool:

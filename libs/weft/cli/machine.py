@@ -17,11 +17,13 @@ def certs(
 ) -> None:
     """Make a certificate authority and a certificate; where there is an authority, a new certificate by it."""
     from weft.cli.certs import make_certs
+    from weft.storage import in_words
 
     try:
         left = make_certs(folder, host or [])
     except (OSError, ValueError) as error:
-        typer.secho(f"weft certs: {error}", fg="red", err=True)
+        said = in_words(error) if isinstance(error, OSError) else error
+        typer.secho(f"weft certs: {said}", fg="red", err=True)
         raise typer.Exit(1) from None
     print(f"{folder}: ca.pem, cert.pem and key.pem for every service; ca-key.pem makes new ones, keep it elsewhere")
     for command in left:

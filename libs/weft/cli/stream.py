@@ -141,7 +141,9 @@ async def served_model(client: httpx.AsyncClient) -> str:
     try:
         response = await client.get("/v1/models")
         await _check(response)
-        return str(response.json()["data"][0]["id"])
+        if (models := response.json()["data"]) == []:
+            raise MeshError(f"{client.base_url} lists no model: wait until it has one, or name one with --model")
+        return str(models[0]["id"])
     except httpx.ConnectError as error:
         raise _unreached(client, error) from error
     except (httpx.HTTPError, *NOT_OPENAIS) as error:
@@ -149,6 +151,8 @@ async def served_model(client: httpx.AsyncClient) -> str:
 
 
 def _no_mesh(client: httpx.AsyncClient, error: Exception) -> MeshError:
+    if isinstance(error, NOT_OPENAIS):
+        return MeshError(f"{client.base_url} does not answer like a mesh: its answer is not OpenAI's; look at --url")
     is_other = client.base_url.scheme == "http" and isinstance(error, httpx.ReadError | httpx.RemoteProtocolError)
     advice = "; a gateway with a certificate wants https:// in --url, and no --url its gRPC port" if is_other else ""
     return MeshError(f"{client.base_url} does not answer like a mesh: {error!r}{advice}")
@@ -178,7 +182,8 @@ def message_of(response: httpx.Response, body: bytes) -> str:
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):
-        return body.decode(errors="replace")[:500] or response.reason_phrase
+        said = " ".join(body.decode(errors="replace").split())[:500]
+        return response.reason_phrase if not said or said.startswith("<") else said
 
 
 def told(error: Any) -> str:

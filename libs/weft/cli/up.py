@@ -28,7 +28,7 @@ from weft.cli.record import MeshRecord, recorded
 from weft.cli.settings import check_settings
 from weft.cli.supervisor import Supervisor
 from weft.cli.timeline import Timeline
-from weft.config import ConfigError, check_addresses, is_loopback, read_models
+from weft.config import ConfigError, check_addresses, is_loopback, model_name, read_models
 from weft.errors import BadCheckpoint, Unreadable
 from weft.foreign_files import foreign_path
 from weft.model.config import read_config
@@ -62,7 +62,7 @@ def find_models(given: Sequence[str], name: str = "") -> dict[str, Path]:
         if not equals or is_url(text) or os.path.isdir(text):
             served, directory = "", text
         path = _checked(directory, f"--model {text}")
-        served = name or served or path.name
+        served = name or served or model_name(path)
         if served in models:
             raise UsageError(f"two models are called {served!r}; tell them apart with --model NAME=DIR")
         models[served] = path

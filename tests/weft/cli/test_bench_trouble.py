@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -216,3 +217,48 @@ def test_one_file_by_two_names_is_not_written_over(gateway: Gateway, tmp_path: P
     code, output = run(gateway, "--raw", f"{tmp_path}/new", "--report", f"{tmp_path}/to nothing")
     assert (code, output) == (2, f"weft bench: --raw and --report are both {tmp_path}/new\n")
     assert (trace.read_text(), gateway.asked) == (LINE, [])
+
+
+@pytest.mark.parametrize(
+    ("models", "said"),
+    [
+        ('{"object": "list", "data": []}', "lists no model"),
+        ('{"data": null}', "does not answer like a mesh"),
+        ('{"data": [{}]}', "does not answer like a mesh"),
+        ("<!doctype html><html></html>", "does not answer like a mesh"),
+        ("[]", "does not answer like a mesh"),
+    ],
+)
+def test_bench_says_what_a_list_of_models_lacks(gateway: Gateway, models: str, said: str) -> None:
+    gateway.models = models
+    code, output = run(gateway)
+    assert code == 1
+    assert said in output
+    assert gateway.url in output
+    assert "Error(" not in output
+    assert output.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [[], ["--model", "tiny"]])
+def test_bench_says_that_no_server_answers(options: list[str]) -> None:
+    with socket.socket() as taken:  # bound, and nothing listens
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        result = runner.invoke(app, ["bench", "--url", url, *options])
+    assert result.exit_code == 1
+    assert f"answers at {url}" in result.output
+
+
+def test_bench_says_what_an_unknown_model_is_refused_with(gateway: Gateway) -> None:
+    gateway.status = 404
+    code, output = run(gateway, "--model", "other")
+    assert code == 1
+    assert "HTTP 404: model: no such model" in output
+
+
+@pytest.mark.parametrize("option", ["--report", "--raw", "--trace"])
+def test_bench_names_a_folder_given_as_a_file(gateway: Gateway, tmp_path: Path, option: str) -> None:
+    code, output = run(gateway, option, str(tmp_path))
+    assert code in (1, 2)
+    assert "directory" in output
+    assert "Errno" not in output

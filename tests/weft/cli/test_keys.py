@@ -97,6 +97,37 @@ def test_a_key_that_is_revoked_by_a_link_is_gone_from_the_file_that_it_leads_to(
     assert link.is_symlink()
 
 
+@pytest.mark.parametrize("command", [["keys", "add", "alice"], ["keys", "list"], ["keys", "revoke", "alice"]])
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("/proc/keys.json", "/proc/keys.json"),
+        ("/proc/none/keys.json", "/proc/none/keys.json"),
+        ("/dev/null/keys.json", "/dev/null/keys.json: cannot be"),
+        (".", ".: is a directory; name a file, ./keys.json say"),
+        ("x" * 300, "File name too long"),
+        ("notes.txt", "notes.txt: not JSON"),
+    ],
+)
+def test_keys_name_the_given_file_and_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], where: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").write_text("no keys")
+    result = runner.invoke(app, [*command, "--keys", where])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert said in result.stderr
+    assert "Errno" not in result.stderr
+    assert "/.keys.json" not in result.stderr
+
+
+@pytest.mark.parametrize("folder", ["/proc/tls", "/dev/null"])
+def test_certs_name_the_given_folder_and_the_reason(folder: str) -> None:
+    result = runner.invoke(app, ["certs", folder])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"weft certs: {folder}: ")
+
+
 @pytest.mark.parametrize("command", [["keys", "add", "alice", "--keys", "keys.json"], ["certs", "."]])
 def test_what_could_not_be_written_whole_is_taken_away(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -97,6 +97,8 @@ async def open_target(url: str, model: str, api_key: str, is_chat: bool) -> Targ
         if record.prompt_tokens and record.error in ("", NO_TEXT):  # one token of thoughts may be no text
             record.error = ""
             target = replace(target, chars_per_token=await _chars_per_token(target, record.prompt_tokens))
+        if record.error == httpx.ConnectError.__name__:
+            raise MeshError(f"no server answers at {url}: start one, or look at --url")
         if record.error:
             raise MeshError(f"{url}: {record.error}")
     except BaseException:

@@ -39,7 +39,10 @@ def making(made: Mapping[Path, str], target: Path, before: Stamps) -> Iterator[P
     _take_back(target, note)
     place = _place_for(target, source.resolve())
     _check_copies(source, made, before)
-    place.mkdir(0o700, parents=True, exist_ok=True)
+    try:
+        place.mkdir(0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(target)) from error
     with _alone(place):
         _begin(place, note)
         place.chmod(0o700)  # whoever may read the source may read it when it is whole
