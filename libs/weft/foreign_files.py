@@ -131,7 +131,7 @@ def _inner_model(path: Path) -> Path | None:
     return inner[0].parent if len(inner) == 1 else None
 
 
-def _suffixes(names: Iterable[str]) -> Set[str]:
+def _suffixes(names: Iterable[str]) -> set[str]:
     return {os.path.splitext(name)[1] for name in names}
 
 

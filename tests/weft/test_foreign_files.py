@@ -177,7 +177,8 @@ def test_plan_names_a_folder_that_is_no_checkpoint(tmp_path: Path, capfd: pytest
 
 @pytest.mark.parametrize("command", ["inspect", "compress"])
 def test_bundle_commands_name_a_pointer_and_an_adapter(tmp_path: Path, command: str) -> None:
-    adapter(tmp_path / "a" if (tmp_path / "a").mkdir() is None else tmp_path)
+    (tmp_path / "a").mkdir()
+    adapter(tmp_path / "a")
     rest = [str(tmp_path / "out")] if command == "compress" else []
     done = subprocess.run(
         [sys.executable, "-m", "weft.weights.bundle", command, str(tmp_path / "a"), *rest],

@@ -15,7 +15,8 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # A 4096-message conversation takes a few turns a message; an empty one of 300,000 takes some 30 ms.
 MAX_TURNS = 300_000
