@@ -237,7 +237,7 @@ STEPS = (
 
 
 class Histories:
-    """The steps that one template needs. `render` renders messages by it; it may raise InvalidRequest or ModelFailed."""
+    """The steps that one template needs. `render` renders messages by it, or raises InvalidRequest or ModelFailed."""
 
     def __init__(self, render: Callable[[Messages], str]) -> None:
         self._render = render
