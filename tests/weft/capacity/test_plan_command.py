@@ -100,7 +100,7 @@ def test_bad_options_are_named(args: list[str], message: str) -> None:
 
 def test_bad_configs_are_named_by_file_and_field(tmp_path: Path) -> None:
     assert "no such file" in weft(str(tmp_path)).stderr
-    assert f"{tmp_path}/[/b]/config.json: no such file" in weft(f"{tmp_path}/[/b]").stderr
+    assert f"{tmp_path}/[/b] is no directory" in weft(f"{tmp_path}/[/b]").stderr
     fields = json.loads((CONFIGS / "llama3-8b/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(fields | {"hidden_size": -1}))
     assert "config.json: hidden_size: expected a whole number above 0" in weft(str(tmp_path)).stderr
