@@ -25,6 +25,8 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 TRACEPARENT = "traceparent"
 # a collector that does not answer must not hold up a process that ends
 EXPORT_SECONDS = 2.0
+# as between services (weft.rpc.client): gRPC's own may take all memory
+NO_RETRIES: Any = (("grpc.enable_retries", 0),)  # the library's types know texts only
 Attributes = Mapping[str, Any]
 
 _tracer: Tracer | None = None
@@ -98,7 +100,9 @@ def setup(service: str, instance: str = "") -> None:
         raise ConfigError(f"{ENDPOINTS[0]} is set, and {error.name} is not installed") from error
     resource = Resource.create({"service.name": f"weft-{service}", "service.instance.id": instance or service})
     _provider = TracerProvider(resource=resource)
-    _provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(timeout=EXPORT_SECONDS)))
+    _provider.add_span_processor(
+        BatchSpanProcessor(OTLPSpanExporter(timeout=EXPORT_SECONDS, channel_options=NO_RETRIES))
+    )
     _tracer = _provider.get_tracer("weft")
 
 

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import struct
 from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, SETTINGS, PING = 0, 1, 4, 6
+DATA, HEADERS, SETTINGS, PING, GOAWAY = 0, 1, 4, 6, 7
 ACK, END_STREAM, END_HEADERS = 1, 1, 4
 MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE = 3, 4
 EMPTY_MESSAGE = b"\0\0\0\0\0"
@@ -62,3 +64,26 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 def _text(text: str) -> bytes:
     """Shorter than 127 letters, not compressed."""
     return bytes((len(text),)) + text.encode()
+
+
+@asynccontextmanager
+async def saying_goaway(code: int, is_kept: bool) -> AsyncIterator[str]:
+    """A server's address. It ends each connection by GOAWAY, and then closes it or stops reading and writing."""
+    is_over = asyncio.Event()
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ready = _frame(SETTINGS, 0, 0, b"") + _frame(SETTINGS, ACK, 0, b"")
+        writer.write(ready + _frame(GOAWAY, 0, 0, struct.pack(">II", 0, code)))
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        if is_kept:
+            await is_over.wait()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    try:
+        yield f"{host}:{port}"
+    finally:
+        is_over.set()
+        server.close()

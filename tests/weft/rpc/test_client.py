@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tests.weft.rpc.bare_http2 import saying_goaway
 
 from weft.cli.health import grpc_serves
 from weft.config import ConfigError
@@ -130,3 +132,16 @@ async def test_who_was_refused_a_moment_ago_does_not_keep_a_new_channel_from_who
                 assert (await _check(new)).status == health_pb2.HealthCheckResponse.SERVING
         finally:
             await again.stop(0)
+
+
+@pytest.mark.parametrize("code", [0, 11], ids=["no error", "ping timeout"])
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept open", "closed"])
+async def test_call_fails_when_peer_says_goaway_and_stops(code: int, is_kept: bool) -> None:
+    """gRPC's own retries repeat such a call without end, at 260 MiB a second."""
+    async with saying_goaway(code, is_kept) as address, open_channel(address) as channel, asyncio.timeout(20):
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        for _ in range(5):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in stub.Watch(health_pb2.HealthCheckRequest()):
+                    pass
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
